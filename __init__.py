@@ -1,0 +1,71 @@
+"""deltazoo: a torch.compile-first layer zoo for linear-recurrent token mixers.
+
+One `UpdateSpec` says what the recurrence is; backends compute it; mixers, blocks and the CLI stand on top.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+    from deltazoo.backends.check import validate
+    from deltazoo.backends.dispatch import BoundUpdate, bind, explain, update, use_backend
+    from deltazoo.backends.errors import DeltazooError
+    from deltazoo.backends.spec import UpdateSpec
+    from deltazoo.blocks.spec import LayerSpec, StackSpec
+    from deltazoo.mixers.base import Context, MixerConfig, Place
+
+_HOME = {
+    "Backend": "backends.base",
+    "BoundUpdate": "backends.dispatch",
+    "Context": "mixers.base",
+    "DeltazooError": "backends.errors",
+    "LayerSpec": "blocks.spec",
+    "MixerConfig": "mixers.base",
+    "Place": "mixers.base",
+    "StackSpec": "blocks.spec",
+    "UpdateInputs": "backends.base",
+    "UpdateMeta": "backends.base",
+    "UpdateOutput": "backends.base",
+    "UpdateSpec": "backends.spec",
+    "bind": "backends.dispatch",
+    "explain": "backends.dispatch",
+    "update": "backends.dispatch",
+    "use_backend": "backends.dispatch",
+    "validate": "backends.check",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "Backend",
+    "BoundUpdate",
+    "Context",
+    "DeltazooError",
+    "LayerSpec",
+    "MixerConfig",
+    "Place",
+    "StackSpec",
+    "UpdateInputs",
+    "UpdateMeta",
+    "UpdateOutput",
+    "UpdateSpec",
+    "bind",
+    "explain",
+    "update",
+    "use_backend",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "conformance":
+        return importlib.import_module("deltazoo.backends.conformance")
+    if name not in _HOME:
+        raise AttributeError(f"module 'deltazoo' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"deltazoo.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "conformance"]

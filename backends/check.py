@@ -1,0 +1,204 @@
+"""The tensor checks that hold for every backend; a shape error never reaches a kernel.
+
+B batch, T time, H key heads, HV value heads, K key width, V value width, N packed sequences
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.spec import UpdateSpec
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_STATE_LIKE = ("log_decay", "step", "rate", "state")
+_STRENGTHS = ("beta", "erase", "write")
+
+
+def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
+    """Raise unless the operands are those of the spec, with its shapes, dtypes and one device.
+
+    On CPU tensors outside torch.compile the signs of the decay and the bounds in cu_seqlens are checked too;
+    `validate` checks them on any device.
+
+    Raises: OperandError, ShapeError, DtypeError, DeviceError, ValueRangeError.
+    """
+    want = _wanted(spec, inputs)
+    _check_presence(spec, inputs, want)
+    _check_shapes(spec, inputs, want)
+    _check_dtypes(inputs)
+    if inputs.q.device.type == "cpu" and not torch.compiler.is_compiling():
+        problems = _sign_problems(inputs) + _packing_problems(inputs)
+        if problems:
+            raise ValueRangeError(" ".join(problems))
+
+
+def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> None:
+    """Raise unless `states` and `slots` fit one decoded token a row."""
+    B, T = inputs.q.shape[:2]
+    if T != 1:
+        raise ShapeError(f"step_ takes one token a row: q must have T = 1, got T = {T}")
+    if inputs.cu_seqlens is not None:
+        raise OperandError("step_ takes no cu_seqlens: give each sequence a row, and its state a slot")
+    if inputs.state is not None:
+        raise OperandError("step_ reads `states`; inputs.state must be None")
+    HV, K, V = inputs.v.shape[-2], inputs.q.shape[3], inputs.v.shape[-1]
+    rows = states.shape[0] if slots is not None and states.dim() else B
+    _same("states", states, (rows, HV, K, V))
+    if states.dtype != state_dtype(inputs.q.dtype):
+        raise DtypeError(f"states must be {state_dtype(inputs.q.dtype)}, got {states.dtype}")
+    if states.device != inputs.q.device:
+        raise DeviceError(f"states must be on {inputs.q.device}, where q is, got {states.device}")
+    if slots is not None:
+        _same("slots", slots, (B,))
+        if slots.dtype != torch.int64:
+            raise DtypeError(f"slots must be int64, got {slots.dtype}")
+        if slots.device != inputs.q.device:
+            raise DeviceError(f"slots must be on {inputs.q.device}, where q is, got {slots.device}")
+
+
+def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
+    """Check everything, values included, on any device; on a GPU this waits for the device.
+
+    Beyond what every call checks: all operands finite, decays <= 0, beta inside the interval that the spec's
+    spectrum is stated for, cu_seqlens rising from 0 to T.
+
+    Raises: InputError or a subclass; ValueRangeError lists every value rule that is broken.
+    """
+    check(spec, inputs)
+    problems = _sign_problems(inputs) + _packing_problems(inputs)
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
+        if tensor is None or not tensor.is_floating_point() or not tensor.numel():
+            continue
+        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if bad:
+            problems.append(f"{name} must be finite, got {bad} values that are not.")
+    if inputs.beta is not None and inputs.beta.numel():
+        low, high = float(inputs.beta.min()), float(inputs.beta.max())
+        top = float("inf") if spec.reparam != "none" else 1.0
+        if low < 0 or high > top:
+            rule = ">= 0" if spec.reparam != "none" else "in [0, 1] (negative eigenvalues double it inside)"
+            problems.append(f"beta must be {rule}, got values from {low:g} to {high:g}.")
+    if problems:
+        raise ValueRangeError(" ".join(problems))
+
+
+def _wanted(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, tuple[int, ...]]:
+    """The operands' shapes, read off q and v; raises where those two cannot be read."""
+    for name in ("q", "k", "v"):
+        if not isinstance(getattr(inputs, name), Tensor):
+            raise OperandError(f"{name} must be a tensor, got {type(getattr(inputs, name)).__name__}")
+    if inputs.q.dim() != 4:
+        raise ShapeError(f"q must have shape [B, T, H, K], got {list(inputs.q.shape)}")
+    dims = 5 if spec.householders > 1 else 4
+    if inputs.v.dim() != dims:
+        form = "[B, T, n, HV, V]" if dims == 5 else "[B, T, HV, V]"
+        raise ShapeError(f"v must have shape {form} for householders={spec.householders}, got {list(inputs.v.shape)}")
+    B, T, H, K = inputs.q.shape
+    HV, V = inputs.v.shape[-2:]
+    if min(H, K, HV, V) < 1:
+        raise ShapeError(f"H, K, HV and V must be at least 1, got H={H}, K={K}, HV={HV}, V={V}")
+    if HV % H:
+        raise ShapeError(f"the heads of v must be a multiple of the heads of q, got HV={HV}, H={H}")
+    return spec.operands(B, T, H, HV, K, V)
+
+
+def _check_presence(spec: UpdateSpec, inputs: UpdateInputs, want: dict[str, tuple[int, ...]]) -> None:
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
+        if name in want and tensor is None:
+            raise OperandError(f"{name} is missing: this spec wants it with shape {list(want[name])} ({spec!r})")
+        if tensor is not None and name not in want and name not in ("state", "cu_seqlens"):
+            raise OperandError(f"{name} must be None: this spec wants {', '.join(want)} ({spec!r})")
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise OperandError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
+
+
+def _check_shapes(spec: UpdateSpec, inputs: UpdateInputs, want: dict[str, tuple[int, ...]]) -> None:
+    B, _, _, K = inputs.q.shape
+    HV, V = inputs.v.shape[-2:]
+    for name, shape in want.items():
+        got = tuple(getattr(inputs, name).shape)
+        if name == "log_decay" and spec.decay == "fixed" and got == (HV, K):
+            continue
+        if got != shape:
+            also = f" or {[HV, K]}" if name == "log_decay" and spec.decay == "fixed" else ""
+            why = _why(spec, name)
+            raise ShapeError(f"{name} must have shape {list(shape)}{also}{why}, got {list(got)}")
+    sequences = B
+    if inputs.cu_seqlens is not None:
+        if B != 1:
+            raise ShapeError(f"packed sequences (cu_seqlens) need B = 1, got B = {B}")
+        if inputs.cu_seqlens.dim() != 1 or inputs.cu_seqlens.shape[0] < 1:
+            raise ShapeError(f"cu_seqlens must have shape [N + 1], got {list(inputs.cu_seqlens.shape)}")
+        sequences = inputs.cu_seqlens.shape[0] - 1
+    if inputs.state is not None:
+        _same("state", inputs.state, (sequences, HV, K, V))
+
+
+def _why(spec: UpdateSpec, name: str) -> str:
+    axis = {
+        "log_decay": "decay", "step": "decay", "rate": "decay", "beta": "beta", "erase": "beta", "write": "beta",
+        "erase_key": "erase_key", "a": "transition", "b": "transition",
+    }.get(name)  # fmt: skip
+    reasons = [f"{axis}={getattr(spec, axis)!r}"] if axis else []
+    if spec.householders > 1 and name in ("k", "v", "beta", "erase", "write", "erase_key"):
+        reasons.append(f"householders={spec.householders}")
+    return f" for {', '.join(reasons)}" if reasons else ""
+
+
+def _same(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def _check_dtypes(inputs: UpdateInputs) -> None:
+    dtype, device = inputs.q.dtype, inputs.q.device
+    if dtype not in _FLOATS:
+        raise DtypeError(f"q must be float64, float32, bfloat16 or float16, got {dtype}")
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise DeviceError(f"{name} must be on {device}, where q is, got {tensor.device}")
+        if name == "cu_seqlens":
+            if tensor.dtype != torch.int32:
+                raise DtypeError(f"cu_seqlens must be int32, got {tensor.dtype}")
+        elif name in _STATE_LIKE:
+            if tensor.dtype != state_dtype(dtype):
+                raise DtypeError(f"{name} must be {state_dtype(dtype)} with q in {dtype}, got {tensor.dtype}")
+        elif name in _STRENGTHS:
+            if tensor.dtype not in (dtype, state_dtype(dtype)):
+                raise DtypeError(
+                    f"{name} must be {dtype} or {state_dtype(dtype)} with q in {dtype}, got {tensor.dtype}"
+                )
+        elif tensor.dtype != dtype:
+            raise DtypeError(f"{name} must be {dtype} like q, got {tensor.dtype}")
+
+
+def _sign_problems(inputs: UpdateInputs) -> list[str]:
+    problems = []
+    for name, sign, rule in (("log_decay", 1, "<= 0"), ("step", -1, ">= 0"), ("rate", 1, "<= 0")):
+        tensor = getattr(inputs, name)
+        if tensor is None or not tensor.numel():
+            continue
+        worst = float((tensor.detach() * sign).max())
+        if worst > 0:
+            problems.append(f"{name} must be {rule}, got {worst * sign:g}.")
+    return problems
+
+
+def _packing_problems(inputs: UpdateInputs) -> list[str]:
+    if inputs.cu_seqlens is None:
+        return []
+    bounds: list[int] = inputs.cu_seqlens.tolist()
+    T = inputs.q.shape[1]
+    rising = all(left <= right for left, right in itertools.pairwise(bounds))
+    if bounds[0] != 0 or bounds[-1] != T or not rising:
+        shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
+        return [f"cu_seqlens must rise from 0 to T = {T}, got {shown}."]
+    return []
+
+
+__all__ = ["InputError", "check", "check_step", "validate"]

@@ -1,0 +1,199 @@
+"""The only dispatch: from a spec and perhaps a backend's name to the code that runs."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deltazoo.backends import registry
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.check import check, check_step
+from deltazoo.backends.errors import PluginError, UnsupportedError
+from deltazoo.backends.spec import UpdateSpec
+
+_log = logging.getLogger("deltazoo")
+
+# Preferred first, for each device type; the reference has to be asked for. "" stands for every other device.
+DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "compile"), "": ("compile",)}
+
+# What `use_backend` set, innermost last. A plain list: torch.compile cannot trace a ContextVar.
+_override: list["str | Backend"] = []
+_loaded: dict[str, Backend] = {}
+
+
+class BoundUpdate:
+    """An update with its backends resolved: call it inside torch.compile, build it outside.
+
+    It holds candidates for every device, so a model built on the CPU finds its kernels once it is on a GPU.
+    Get one from `bind`.
+    """
+
+    def __init__(self, spec: UpdateSpec, candidates: dict[str, tuple[Backend, ...]], asked: "str | Backend | None"):
+        self.spec = spec
+        self.asked = asked
+        self._candidates = candidates
+
+    def __call__(self, inputs: UpdateInputs) -> UpdateOutput:
+        """Compute the update. Returns o [B, T, HV, V] and the final state [B, HV, K, V].
+
+        Raises: InputError or a subclass; UnsupportedError with every candidate's reasons.
+        """
+        check(self.spec, inputs)
+        return self.backend_for(UpdateMeta.of(inputs)).forward(self.spec, inputs)
+
+    def step_(self, inputs: UpdateInputs, states: Tensor, slots: Tensor | None = None) -> Tensor:
+        """Decode one token a row, updating `states` [S, HV, K, V] in place; returns o [B, 1, HV, V].
+
+        Args: inputs: T = 1, no state; slots: [B] int64, the row of `states` for each batch row.
+        """
+        check(self.spec, inputs)
+        check_step(self.spec, inputs, states, slots)
+        meta = UpdateMeta.of(inputs)._replace(grad=False)
+        return self.backend_for(meta).step_(self.spec, inputs, states, slots)
+
+    def backend_for(self, meta: UpdateMeta) -> Backend:
+        """The backend that runs on such tensors: the first candidate for the device that can."""
+        candidates = self._candidates.get(meta.device, self._candidates[""])
+        for backend in candidates:
+            if not backend.unsupported(self.spec, meta):
+                return backend
+        raise UnsupportedError(_refusals(self.spec, meta, candidates))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return bind, (self.spec, self.asked)
+
+    def __repr__(self) -> str:
+        order = {device or "other": [b.name for b in backends] for device, backends in self._candidates.items()}
+        return f"BoundUpdate({self.spec!r}, {order})"
+
+
+def bind(spec: UpdateSpec, backend: str | Backend | None = None, meta: UpdateMeta | None = None) -> BoundUpdate:
+    """Resolve names and plug-ins once, outside the compiled region.
+
+    Args:
+        backend: a name, "module:Class" or an object: that backend or an error. None: what `use_backend` says,
+            else the ordered default of the device the tensors will be on.
+        meta: if known, the tensors to come: a named backend that cannot is an error now, and a preferred
+            backend that must be passed over is logged with its reasons.
+    Raises: UnknownNameError, DuplicateNameError, PluginError, UnsupportedError.
+    """
+    asked = backend if backend is not None else (_override[-1] if _override else None)
+    if asked is not None:
+        only = (_resolve(asked),)
+        if meta is not None and only[0].unsupported(spec, meta):
+            raise UnsupportedError(_refusals(spec, meta, only))
+        return BoundUpdate(spec, {"": only}, asked)
+    candidates = {device: _default(order) for device, order in DEFAULT_ORDER.items()}
+    if meta is not None:
+        for candidate in candidates.get(meta.device, candidates[""]):
+            reasons = candidate.unsupported(spec, meta)
+            if not reasons:
+                break
+            _log.warning("backend %r passed over for %s: %s", candidate.name, spec, " ".join(reasons))
+    return BoundUpdate(spec, candidates, None)
+
+
+def update(spec: UpdateSpec, inputs: UpdateInputs, backend: str | Backend | None = None) -> UpdateOutput:
+    """Compute the update of a spec.
+
+    Args:
+        inputs: the operands that `spec.operands` names.
+        backend: as for `bind`. Inside torch.compile call a `BoundUpdate` instead: names are looked up here.
+    Returns: o [B, T, HV, V] in the dtype of v, and state [B, HV, K, V] in float32 (float64 for float64 inputs);
+        an empty sequence returns its initial state.
+    Raises: InputError or a subclass; UnknownNameError; UnsupportedError.
+    """
+    return bind(spec, backend)(inputs)
+
+
+@contextmanager
+def use_backend(backend: str | Backend) -> Iterator[None]:
+    """Let `update`, and whatever is built inside the block, use this backend unless told another.
+
+    The choice is the process's, not the thread's; it does not change what was bound before.
+    """
+    _resolve(backend)
+    _override.append(backend)
+    try:
+        yield
+    finally:
+        _override.pop()
+
+
+class Verdict(NamedTuple):
+    """What `explain` says of one backend. reasons: [] when it can."""
+
+    backend: str
+    chosen: bool
+    reasons: list[str]
+
+
+class Explanation(NamedTuple):
+    """Every installed backend in the order they would be tried, and why each is chosen or not."""
+
+    verdicts: list[Verdict]
+
+    @property
+    def chosen(self) -> str | None:
+        return next((verdict.backend for verdict in self.verdicts if verdict.chosen), None)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{verdict.backend}: {'chosen' if verdict.chosen else ' '.join(verdict.reasons)}"
+            for verdict in self.verdicts
+        )
+
+
+def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = None) -> Explanation:
+    """Say which backend would run, and for every other one why not.
+
+    Args: meta: the tensors to come, as UpdateMeta("cuda", torch.bfloat16, H=8, HV=8, K=128, V=128).
+    """
+    asked = backend if backend is not None else (_override[-1] if _override else None)
+    if asked is None:
+        order = list(DEFAULT_ORDER.get(meta.device, DEFAULT_ORDER[""]))
+    else:
+        order = [asked if isinstance(asked, str) else asked.name]
+    installed = registry.names(registry.BACKENDS)
+    listed = [name for name in order if name in installed or asked is not None]
+    verdicts: list[Verdict] = []
+    chosen = False
+    for name in [*listed, *(name for name in installed if name not in listed)]:
+        try:
+            found = asked if isinstance(asked, Backend) and name == asked.name else _resolve(name)
+            reasons = found.unsupported(spec, meta)
+        except PluginError as error:
+            reasons = [str(error)]
+        wins = not reasons and not chosen and name in listed
+        chosen = chosen or wins
+        if not wins and not reasons:
+            by = "asked for by name" if name == "reference" or asked is not None or name not in order else "tried"
+            reasons = [f"can, and runs when {by}." if by != "tried" else "can; an earlier one was chosen."]
+        verdicts.append(Verdict(name, wins, reasons))
+    return Explanation(verdicts)
+
+
+def _resolve(backend: str | Backend) -> Backend:
+    if isinstance(backend, Backend):
+        return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a name, a Backend or None, got {type(backend).__name__}")
+    if backend not in _loaded:
+        found = registry.load(registry.BACKENDS, backend)
+        made = found() if isinstance(found, type) else found
+        if not isinstance(made, Backend):
+            raise PluginError(f"backend {backend!r} must be a deltazoo.Backend, got {type(made).__name__}")
+        _loaded[backend] = made
+    return _loaded[backend]
+
+
+def _default(order: Sequence[str]) -> tuple[Backend, ...]:
+    installed = registry.names(registry.BACKENDS)
+    return tuple(_resolve(name) for name in order if name in installed)
+
+
+def _refusals(spec: UpdateSpec, meta: UpdateMeta, candidates: Sequence[Backend]) -> str:
+    lines = [f"  {backend.name}: {' '.join(backend.unsupported(spec, meta))}" for backend in candidates]
+    return "\n".join([f"no backend takes {spec!r} on {meta}:", *lines])

@@ -1,0 +1,1 @@
+"""Floor 1: modules that mix along time."""
