@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.pattern import Term
 
 # A state is a NamedTuple, or a tuple of such, whose tensors all have the batch in dimension 0.
 State = Any
@@ -81,8 +82,10 @@ class Cost(NamedTuple):
     cache_bytes: int
 
 
-class MixerConfig(BaseModel, ABC):
+class MixerConfig(BaseModel, Term, ABC):
     """A mixer as a value that builds itself. Subclass, give every field a default, register in `deltazoo.mixers`.
+
+    Configs compose with `+`, `*` and `|` to a pattern of layers; see `deltazoo.mixers.pattern`.
 
     Class attributes: `name`, the registered name and serialised tag (`mixer: name`); `source`, the paper.
     """
