@@ -1,0 +1,206 @@
+"""Benchmark backends on the same numbers: time, ratio to a baseline, distance from float64."""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from deltazoo.backends.base import Backend
+from deltazoo.backends.cases import Case
+from deltazoo.backends.dispatch import BoundUpdate, bind, explain
+from deltazoo.backends.environment import Environment, environment, usable_device
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.progress import Progress, silent
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.timing import LEAST_ROUNDS, Call, in_turns, once
+from deltazoo.backends.work import DIRECTIONS, Direction, Work
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class BenchConfig(BaseModel):
+    """How to measure.
+
+    Args:
+        directions: "forward", without gradients; "backward", forward and backward; "decode", one token in place.
+        device, dtype: of the operands.
+        rounds: timed calls of each backend, at most; seconds: for one shape and direction, about.
+        baseline: the backend whose median the others' ratios are over; None is the first.
+        seed: of the numbers.
+        errors: compare with the reference in float64.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directions: tuple[Direction, ...] = DIRECTIONS
+    device: str = "cpu"
+    dtype: Dtype = "float32"
+    rounds: int = Field(default=20, ge=LEAST_ROUNDS)
+    seconds: float = Field(default=20.0, gt=0)
+    baseline: str | None = None
+    seed: int = Field(default=0, ge=0)
+    errors: bool = True
+
+
+class Row(BaseModel):
+    """One backend on one shape in one direction.
+
+    Args:
+        first_call_s: seconds of the first call, compilation included; it is in no other figure.
+        median_ms, low_ms, high_ms: of the timed calls, and their 20th and 80th percentiles.
+        ratio: the baseline's median over this one; above 1 is faster.
+        error: the largest relative RMS error of what the first call computed (o and state, or the gradients)
+            against the reference in float64, on the first sequence's first key head.
+        refused: why there are no figures; [] when there are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    shape: str
+    direction: Direction
+    backend: str
+    first_call_s: float | None = None
+    median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    rounds: int = 0
+    ratio: float | None = None
+    error: float | None = None
+    refused: list[str] = []
+
+    def cells(self) -> list[str]:
+        """The row as words, under `Benchmark.columns`."""
+        named = [self.shape, self.direction, self.backend]
+        if self.median_ms is None:
+            return [*named, f"refused: {' '.join(self.refused)}", "", "", "", ""]
+        return [
+            *named,
+            f"{self.median_ms:.3g}",
+            f"{self.low_ms:.3g}-{self.high_ms:.3g}",
+            "" if self.ratio is None else f"{self.ratio:.2f}",
+            "" if self.error is None else f"{self.error:.1e}",
+            f"{self.first_call_s:.2f}",
+        ]
+
+
+class Benchmark(BaseModel):
+    """The figures, and all that is needed to read them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    environment: Environment
+    spec: UpdateSpec
+    config: BenchConfig
+    baseline: str
+    shapes: list[Shape]
+    rows: list[Row]
+
+    @property
+    def columns(self) -> list[str]:
+        """The heads of `Row.cells`."""
+        ratio = f"x {self.baseline}"
+        return ["shape", "direction", "backend", "median ms", "20-80 %", ratio, "error", "first call s"]
+
+    def header(self) -> str:
+        """When, where and on what, in one line."""
+        config = self.config
+        parts = [self.environment.line(), config.dtype, f"seed {config.seed}"]
+        if config.device.startswith("cuda"):
+            parts.append("L2 flushed")
+        for shape in self.shapes:
+            sizes = " ".join(f"{name}={getattr(shape, name)}" for name in ("B", "T", "H", "HV", "K", "V"))
+            parts.append(f"{shape.name}: {sizes}" + (f" in {len(shape.lengths)} sequences" if shape.lengths else ""))
+        return "; ".join(parts)
+
+    def markdown(self) -> str:
+        """The header over a Markdown table."""
+        lines = [self.columns, ["---"] * 3 + ["---:"] * 5, *(row.cells() for row in self.rows)]
+        return "\n".join([self.header(), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def bench(
+    spec: UpdateSpec,
+    shapes: Sequence[Shape],
+    backends: Sequence[str | Backend],
+    config: BenchConfig | None = None,
+    progress: Progress = silent,
+) -> Benchmark:
+    """Time every backend on every shape in every direction; a backend that refuses or fails says why in its row.
+
+    Raises: ConfigError; UnknownNameError, DuplicateNameError and PluginError for the backends.
+    """
+    config = config or BenchConfig()
+    device = usable_device(config.device)
+    if not shapes or not backends:
+        raise ConfigError(f"bench needs a shape and a backend, got {len(shapes)} shapes and {len(backends)} backends")
+    bound = {backend if isinstance(backend, str) else backend.name: bind(spec, backend) for backend in backends}
+    baseline = config.baseline or next(iter(bound))
+    if baseline not in bound:
+        raise ConfigError(f"baseline must be one of the backends {', '.join(bound)}, got {baseline!r}")
+    rows: list[Row] = []
+    for shape in shapes:
+        for direction in config.directions:
+            work = Work(Case(spec, shape, getattr(torch, config.dtype), seed=config.seed), direction, device)
+            race = _Race(work, config, device, progress)
+            rows += race.run(bound, baseline)
+    return Benchmark(
+        environment=environment(device), spec=spec, config=config, baseline=baseline, shapes=list(shapes), rows=rows
+    )
+
+
+class _Race:
+    """Backends on one piece of work."""
+
+    def __init__(self, work: Work, config: BenchConfig, device: torch.device, progress: Progress) -> None:
+        self.work, self.config, self.device, self.progress = work, config, device, progress
+        self.exact: dict[str, Tensor] | None = None
+        self.calls: dict[str, Call] = {}
+
+    def run(self, bound: dict[str, BoundUpdate], baseline: str) -> list[Row]:
+        shape, direction = self.work.case.shape.name, self.work.direction
+        task = f"{shape} {direction}"
+        rows: dict[str, Row] = {}
+        for name, update in bound.items():
+            self.progress(task, 0, self.config.rounds, f"first call of {name}")
+            rows[name] = self._first_call(Row(shape=shape, direction=direction, backend=name), update)
+        times = in_turns(
+            self.calls,
+            self.device,
+            self.config.rounds,
+            self.config.seconds,
+            lambda done, total, note: self.progress(task, done, total, note),
+        )
+        base = median(times[baseline]) if baseline in times else None
+        return [_timed(row, times.get(name, []), base) for name, row in rows.items()]
+
+    def _first_call(self, row: Row, update: BoundUpdate) -> Row:
+        reasons = explain(self.work.case.spec, self.work.meta, update.asked).verdicts[0].reasons
+        if reasons:
+            return row.model_copy(update={"refused": reasons})
+        got: dict[str, Tensor] = {}
+        try:
+            call = self.work.call(update)
+            seconds = once(lambda: got.update(call()), self.device)
+            error = self._error(got) if self.config.errors else None
+        except Exception as failure:  # a backend's failure is a figure of the table, not the end of it
+            sentence = str(failure).strip().partition("\n")[0]
+            return row.model_copy(update={"refused": [f"failed with {type(failure).__name__}: {sentence}"]})
+        self.calls[row.backend] = call
+        return row.model_copy(update={"first_call_s": seconds, "error": error})
+
+    def _error(self, got: dict[str, Tensor]) -> float:
+        self.exact = self.exact or self.work.exact()
+        return self.work.error(got, self.exact)
+
+
+def _timed(row: Row, seconds: list[float], base: float | None) -> Row:
+    if not seconds:
+        return row
+    low, middle, high = (float(x) for x in np.percentile(seconds, [20, 50, 80]))
+    figures = {"median_ms": 1e3 * middle, "low_ms": 1e3 * low, "high_ms": 1e3 * high, "rounds": len(seconds)}
+    return row.model_copy(update=figures | {"ratio": None if base is None else base / middle})

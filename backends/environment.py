@@ -1,0 +1,145 @@
+"""What a measurement was made on: versions, device, compiler, commit, date; every table of figures carries it."""
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+import deltazoo
+from deltazoo.backends.errors import ConfigError
+
+
+class Environment(BaseModel):
+    """Versions, device and date.
+
+    Args:
+        device: its name; driver: the GPU driver's version; threads: of torch on the CPU.
+        tf32: whether float32 products may run in tf32 on the device.
+        compiler: the C++ compiler that Inductor would call on the CPU, None where there is none.
+        commit: of deltazoo's own repository, with "-dirty" where it has changes; None for an installed wheel.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    date: str
+    deltazoo: str
+    python: str
+    torch: str
+    triton: str | None
+    platform: str
+    device: str
+    driver: str | None
+    threads: int
+    tf32: bool
+    compiler: str | None
+    commit: str | None
+
+    def line(self) -> str:
+        """All of it in one line, to stand above a table."""
+        parts = [
+            self.date,
+            f"deltazoo {self.deltazoo}" + (f" ({self.commit})" if self.commit else ""),
+            f"torch {self.torch}",
+            f"triton {self.triton}" if self.triton else "no triton",
+            f"python {self.python}",
+            self.device + (f", driver {self.driver}" if self.driver else ""),
+            f"{self.threads} threads",
+            f"tf32 {'on' if self.tf32 else 'off'}",
+        ]
+        return "; ".join(parts)
+
+
+def environment(device: str | torch.device = "cpu") -> Environment:
+    """Look at what this process runs on. Args: device: "cpu", "cuda", "cuda:1", ...
+
+    Raises: ConfigError, where torch cannot see the device.
+    """
+    found = usable_device(device)
+    return Environment(
+        date=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
+        deltazoo=deltazoo.__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_installed("triton"),
+        platform=f"{platform.system()} {platform.machine()}",
+        device=_device_name(found),
+        driver=_driver() if found.type == "cuda" else None,
+        threads=torch.get_num_threads(),
+        tf32=found.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+        compiler=cxx_compiler(),
+        commit=_commit(),
+    )
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """Turn a name into a device that torch can see here. Raises: ConfigError with the devices that it can."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    seen = devices()
+    if found is None or not any(str(found) in (name, name.split(":")[0]) for name in seen):
+        raise ConfigError(f"device must be one that torch sees here ({', '.join(seen)}), got {str(device)!r}")
+    return found
+
+
+def devices() -> list[str]:
+    """Name every device that torch sees here, "cpu" first."""
+    seen = ["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        seen.append("mps:0")
+    return seen
+
+
+def cxx_compiler() -> str | None:
+    """Find the C++ compiler that torch.compile needs on the CPU; None where there is none."""
+    asked = os.environ.get("CXX")
+    names = [asked] if asked else ["cl"] if sys.platform == "win32" else ["clang++"] if sys.platform == "darwin" else []
+    return next((path for name in [*names, "g++", "c++", "clang++"] if (path := shutil.which(name))), None)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _driver() -> str | None:
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or None
+
+
+def _commit() -> str | None:
+    root = Path(deltazoo.__file__).parent
+    if not (root / ".git").exists():
+        return None
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
+
+
+def _output(*command: str) -> str:
+    """What a program prints, or nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,152 @@
+"""The benchmark: its figures come from real runs of the named backends on the named shapes."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from deltazoo.backends.base import Backend, UpdateOutput
+from deltazoo.backends.bench import BenchConfig, Benchmark, bench
+from deltazoo.backends.errors import ConfigError, UnknownNameError
+from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.shapes import TINY
+from deltazoo.backends.spec import UpdateSpec
+
+GATED = UpdateSpec(decay="head", beta="head")
+PLAIN = TINY[0]
+QUICK = BenchConfig(rounds=3, seconds=0.1)
+
+
+class Slow(Backend):
+    """The reference after a nap, a thousandth too large."""
+
+    name = "slow"
+
+    def __init__(self):
+        self.calls = 0
+
+    def unsupported(self, spec, meta):
+        return ["slow takes no packed sequences."] if meta.packed else []
+
+    def forward(self, spec, inputs):
+        self.calls += 1
+        time.sleep(0.05)
+        out = ReferenceBackend().forward(spec, inputs)
+        return UpdateOutput(out.o * 1.001, out.state * 1.001)
+
+
+class Broken(Backend):
+    name = "broken"
+
+    def unsupported(self, spec, meta):
+        return []
+
+    def forward(self, spec, inputs):
+        raise RuntimeError("no such kernel\nand more")
+
+
+class Poisoned(ReferenceBackend):
+    name = "poisoned"
+
+    def forward(self, spec, inputs):
+        return UpdateOutput(*(x * float("nan") for x in super().forward(spec, inputs)))
+
+
+def test_ratio_is_the_baseline_s_median_over_the_row_s():
+    slow = Slow()
+    result = bench(GATED, [PLAIN], ["reference", slow], QUICK)
+    assert len(result.rows) == 6
+    for ours, theirs in zip(result.rows[::2], result.rows[1::2], strict=True):
+        assert (ours.backend, theirs.backend) == ("reference", "slow")
+        assert ours.ratio == 1.0
+        assert theirs.ratio == pytest.approx(ours.median_ms / theirs.median_ms)
+        assert theirs.low_ms <= theirs.median_ms <= theirs.high_ms
+        assert 50 <= theirs.median_ms < 500
+        assert theirs.rounds == 3
+    # in each direction: the first call, one to warm up, three timed
+    assert slow.calls == 15
+
+
+def test_a_chosen_baseline_has_ratio_one():
+    result = bench(GATED, [PLAIN], ["reference", Slow()], QUICK.model_copy(update={"baseline": "slow"}))
+    assert [row.ratio for row in result.rows[1::2]] == [1.0, 1.0, 1.0]
+    assert all(row.ratio > 5 for row in result.rows[:4:2])
+
+
+def test_error_is_the_distance_from_float64():
+    result = bench(GATED, [PLAIN], ["reference", Slow()], QUICK)
+    for ours, theirs in zip(result.rows[::2], result.rows[1::2], strict=True):
+        assert 1e-9 < ours.error < 1e-6
+        assert theirs.error == pytest.approx(1e-3, rel=1e-2)
+    coarse = bench(GATED, [PLAIN], ["reference"], QUICK.model_copy(update={"dtype": "bfloat16"}))
+    assert all(1e-4 < row.error < 1e-2 for row in coarse.rows[:2])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        UpdateSpec(decay="fixed", beta="channel", householders=2),
+        UpdateSpec(decay="rate", transition="additive"),
+        UpdateSpec(decay="channel", transition="dplr"),
+        UpdateSpec(decay="channel", beta="head", erase_key="own"),
+    ],
+    ids=lambda spec: f"{spec.decay}-{spec.transition}-{spec.beta}",
+)
+@pytest.mark.parametrize("shape", [TINY[1], TINY[-1]], ids=lambda shape: shape.name)
+def test_float64_is_at_no_distance_from_itself_on_any_shape(spec, shape):
+    config = QUICK.model_copy(update={"dtype": "float64"})
+    result = bench(spec, [shape], ["reference"], config)
+    assert all(row.error < 1e-13 for row in result.rows)
+
+
+def test_an_error_that_is_not_a_number_is_shown():
+    result = bench(GATED, [PLAIN], [Poisoned()], QUICK)
+    assert all(row.error != row.error for row in result.rows)
+    assert json.loads(result.model_dump_json())["rows"][0]["error"] == "NaN"
+    assert "| nan |" in result.markdown()
+
+
+def test_a_refusal_and_a_failure_are_rows_with_their_reasons():
+    result = bench(
+        GATED, [TINY[-1]], ["reference", Slow(), Broken()], QUICK.model_copy(update={"directions": ("forward",)})
+    )
+    ours, slow, broken = result.rows
+    assert ours.ratio == 1.0
+    assert slow.refused == ["slow takes no packed sequences."]
+    assert broken.refused == ["failed with RuntimeError: no such kernel"]
+    assert slow.median_ms is None
+    assert "refused: slow takes no packed sequences." in result.markdown()
+
+
+def test_the_table_says_when_where_and_on_what_and_holds_the_figures():
+    result = bench(GATED, [PLAIN], ["reference"], QUICK)
+    lines = result.markdown().splitlines()
+    assert result.environment.date in lines[0]
+    assert f"torch {torch.__version__}" in lines[0]
+    assert "plain: B=2 T=7 H=2 HV=2 K=4 V=4" in lines[0]
+    row = result.rows[1]
+    assert f"| plain | backward | reference | {row.median_ms:.3g} |" in lines[5]
+
+
+def test_a_benchmark_comes_back_from_json():
+    result = bench(GATED, [TINY[-1]], ["reference"], QUICK)
+    assert Benchmark.model_validate_json(result.model_dump_json()) == result
+
+
+def test_progress_reaches_its_end_for_every_shape_and_direction():
+    heard = []
+    bench(GATED, [PLAIN], ["reference"], QUICK, lambda task, done, total, note="": heard.append((task, done, total)))
+    for direction in ("forward", "backward", "decode"):
+        assert (f"plain {direction}", 3, 3) in heard
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ConfigError, match=r"baseline must be one of the backends reference, got 'fla'"):
+        bench(GATED, [PLAIN], ["reference"], BenchConfig(baseline="fla"))
+    with pytest.raises(ConfigError, match=r"device must be one that torch sees here \(cpu.*\), got 'xpu:7'"):
+        bench(GATED, [PLAIN], ["reference"], BenchConfig(device="xpu:7"))
+    with pytest.raises(ConfigError, match="bench needs a shape and a backend, got 0 shapes and 1 backends"):
+        bench(GATED, [], ["reference"])
+    with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
+        bench(GATED, [PLAIN], ["referense"])
