@@ -81,7 +81,7 @@ def bind(spec: UpdateSpec, backend: str | Backend | None = None, meta: UpdateMet
     """
     asked = backend if backend is not None else (_override[-1] if _override else None)
     if asked is not None:
-        only = (_resolve(asked),)
+        only = (resolve(asked),)
         if meta is not None and only[0].unsupported(spec, meta):
             raise UnsupportedError(_refusals(spec, meta, only))
         return BoundUpdate(spec, {"": only}, asked)
@@ -114,12 +114,30 @@ def use_backend(backend: str | Backend) -> Iterator[None]:
 
     The choice is the process's, not the thread's; it does not change what was bound before.
     """
-    _resolve(backend)
+    resolve(backend)
     _override.append(backend)
     try:
         yield
     finally:
         _override.pop()
+
+
+def resolve(backend: str | Backend) -> Backend:
+    """Find the backend that a name, "module:Class" or object stands for.
+
+    Raises: UnknownNameError, DuplicateNameError, PluginError.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a name, a Backend or None, got {type(backend).__name__}")
+    if backend not in _loaded:
+        found = registry.load(registry.BACKENDS, backend)
+        made = found() if isinstance(found, type) else found
+        if not isinstance(made, Backend):
+            raise PluginError(f"backend {backend!r} must be a deltazoo.Backend, got {type(made).__name__}")
+        _loaded[backend] = made
+    return _loaded[backend]
 
 
 class Verdict(NamedTuple):
@@ -162,7 +180,7 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
     chosen = False
     for name in [*listed, *(name for name in installed if name not in listed)]:
         try:
-            found = asked if isinstance(asked, Backend) and name == asked.name else _resolve(name)
+            found = asked if isinstance(asked, Backend) and name == asked.name else resolve(name)
             reasons = found.unsupported(spec, meta)
         except PluginError as error:
             reasons = [str(error)]
@@ -175,23 +193,9 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
     return Explanation(verdicts)
 
 
-def _resolve(backend: str | Backend) -> Backend:
-    if isinstance(backend, Backend):
-        return backend
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a name, a Backend or None, got {type(backend).__name__}")
-    if backend not in _loaded:
-        found = registry.load(registry.BACKENDS, backend)
-        made = found() if isinstance(found, type) else found
-        if not isinstance(made, Backend):
-            raise PluginError(f"backend {backend!r} must be a deltazoo.Backend, got {type(made).__name__}")
-        _loaded[backend] = made
-    return _loaded[backend]
-
-
 def _default(order: Sequence[str]) -> tuple[Backend, ...]:
     installed = registry.names(registry.BACKENDS)
-    return tuple(_resolve(name) for name in order if name in installed)
+    return tuple(resolve(name) for name in order if name in installed)
 
 
 def _refusals(spec: UpdateSpec, meta: UpdateMeta, candidates: Sequence[Backend]) -> str:
