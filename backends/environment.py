@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict
 
-import deltazoo
 from deltazoo.backends.errors import ConfigError
 
 
@@ -64,7 +63,7 @@ def environment(device: str | torch.device = "cpu") -> Environment:
     found = usable_device(device)
     return Environment(
         date=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
-        deltazoo=deltazoo.__version__,
+        deltazoo=_installed("deltazoo") or "not installed",
         python=platform.python_version(),
         torch=torch.__version__,
         triton=_installed("triton"),
@@ -130,7 +129,7 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    root = Path(deltazoo.__file__).parent
+    root = Path(__file__).parents[1]
     if not (root / ".git").exists():
         return None
     return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
