@@ -13,7 +13,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.pattern import Term
 
-# A state is a NamedTuple, or a tuple of such, whose tensors all have the batch in dimension 0.
+# A state is a tree (NamedTuples, tuples, dicts) of tensors that all have the batch in dimension 0.
 State = Any
 
 
@@ -24,7 +24,7 @@ class Place(NamedTuple):
     depth: int = 1
 
 
-_FIRST = Place()
+FIRST = Place()
 
 
 class Context(NamedTuple):
@@ -96,7 +96,7 @@ class MixerConfig(BaseModel, Term, ABC):
     source: ClassVar[str]
 
     @abstractmethod
-    def build(self, width: int, place: Place = _FIRST, backend: str | Backend | None = None) -> Mixer:
+    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> Mixer:
         """Make the module.
 
         Args: width: D; place: the layer it will be; backend: as for `deltazoo.bind`.

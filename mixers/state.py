@@ -1,4 +1,4 @@
-"""What can be done with any state: a tree of NamedTuples whose tensors have the batch in dimension 0."""
+"""What can be done with any state: a tree of tensors that all have the batch in dimension 0."""
 
 from collections.abc import Callable
 
@@ -39,6 +39,13 @@ def rollback_(state: State, kept: State) -> State:
         for to, kept_tensor in zip(ours, theirs, strict=True):
             to.copy_(kept_tensor)
     return state
+
+
+def carried(old: Tensor | None, new: Tensor) -> Tensor | None:
+    """Hand a state on: no state in, none out; without gradients the old tensor is overwritten and keeps its address."""
+    if old is None:
+        return None
+    return new.to(old.dtype) if torch.is_grad_enabled() else old.copy_(new)
 
 
 def nbytes(state: State) -> int:

@@ -1,0 +1,237 @@
+"""The one mixer of all matrix-state variants: project, prepare the operands, update, shape the output, project back.
+
+B batch, T time, D width, HV value heads, K key width, V value width, N sequences
+"""
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+import torch
+from einops import rearrange
+from pydantic import Field, ValidationError, model_validator
+from torch import Tensor, nn
+
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
+from deltazoo.backends.dispatch import BoundUpdate, bind
+from deltazoo.backends.errors import StateError
+from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
+from deltazoo.mixers.base import FIRST, Context, Cost, Mixer, MixerConfig, Place
+from deltazoo.mixers.conv import ShortConv
+from deltazoo.mixers.parts import Flow, HeadShape, Parts, Stateful
+from deltazoo.mixers.sequence import aligned, check_state, restored
+from deltazoo.mixers.state import carried, nbytes
+
+
+class Update(nn.Module):
+    """The update of a spec inside a module: bound to its backends, hiding padded tokens, carrying the state.
+
+    State: [B, HV, K, V], float32 (float64 in float64).
+    """
+
+    def __init__(self, spec: UpdateSpec, shape: HeadShape, backend: str | Backend | None = None) -> None:
+        super().__init__()
+        self.spec, self.shape = spec, shape
+        self.rebind(backend, torch.empty(0))
+
+    def rebind(self, backend: str | Backend | None, like: Tensor) -> None:
+        """Choose the backend anew, as `deltazoo.bind` does. like: a tensor with the device and dtype to come."""
+        # A model is often built on the CPU, or on no device, before it moves: those do not tell where it will run.
+        known = like.device.type not in ("cpu", "meta")
+        _, _, HV, K, V, _ = self.shape
+        meta = UpdateMeta(like.device.type, like.dtype, self.shape.heads, HV, K, V) if known else None
+        self.bound = bind(self.spec, backend, meta)
+        # A decay that is constant in time cannot spare padded tokens: with a mask it is given token by token.
+        self.bound_fixed: dict[int, BoundUpdate] = {}
+        if self.spec.decay == "fixed":
+            self.bound_fixed = {
+                dim: bind(self.spec.model_copy(update={"decay": decay}), backend, meta)
+                for dim, decay in ((3, "head"), (4, "channel"))
+            }
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        """The state before the first token, on the device of `like`."""
+        _, _, HV, K, V, _ = self.shape
+        return like.new_zeros(batch, HV, K, V, dtype=state_dtype(like.dtype))
+
+    def forward(self, inputs: UpdateInputs, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Return o [B, T, HV, V] and the state after; one token without gradients updates the state in place."""
+        bound = self.bound
+        if context.mask is not None:
+            inputs = hidden(inputs, context.mask)
+            if self.bound_fixed and inputs.log_decay is not None:
+                bound = self.bound_fixed[inputs.log_decay.dim()]
+        with torch.autocast(inputs.q.device.type, enabled=False):
+            one = inputs.q.shape[1] == 1 and context.cu_seqlens is None
+            if state is not None and one and not torch.is_grad_enabled():
+                return bound.step_(inputs, state), state
+            out = bound(inputs._replace(state=state, cu_seqlens=context.cu_seqlens))
+        return out.o, None if state is None else carried(state, out.state)
+
+    def extra_repr(self) -> str:
+        return repr(self.spec)
+
+
+class DeltaMixer(Mixer):
+    """Mix with a matrix state: y = W_o outputs(update(operands(project(x)))).
+
+    Args:
+        shape: the sizes; spec: the recurrence; parts: what stands around it; backend: as for `deltazoo.bind`.
+    State: one tensor for each part that remembers, by the part's name; "update" is S [B, HV, K, V].
+    """
+
+    def __init__(self, shape: HeadShape, spec: UpdateSpec, parts: Parts, backend: str | Backend | None = None) -> None:
+        super().__init__()
+        self.width = shape.width
+        self.project = parts.project
+        self.operands = nn.ModuleDict(parts.operands)
+        self.update = Update(spec, parts.memory or shape, backend)
+        self.outputs = nn.ModuleDict(parts.outputs)
+        self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
+        self.state_names = tuple(self.init_state(0))
+
+    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+        """The state before the first token; its size does not depend on `capacity`."""
+        state = {}
+        for name, part in self._stages():
+            if isinstance(part, Stateful | Update):
+                before = part.init_state(batch, self.out.weight)
+                if before is not None:
+                    state[name] = before
+        return state
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        x_BTD, context, order = aligned(x, self.width, context)
+        before = {} if state is None else state
+        after: dict[str, Tensor | None] = {}
+        if state is not None:
+            if tuple(state) != self.state_names:
+                raise StateError(f"the state must have the tensors {self.state_names}, got {tuple(state)}")
+            check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
+        inputs, after["project"] = self.project(x_BTD, before.get("project"), context)
+        projected = inputs
+        for name, part in self.operands.items():
+            inputs, after[name] = part(x_BTD, inputs, before.get(name), context)
+        o, after["update"] = self.update(inputs, before.get("update"), context)
+        flow = Flow(x_BTD, projected, inputs)
+        for name, part in self.outputs.items():
+            o, after[name] = part(o, flow, before.get(name), context)
+        y_BTD = restored(self.out(rearrange(o, "b t h v -> b t (h v)")), order)
+        if state is None:
+            return y_BTD, None
+        return y_BTD, {name: tensor for name, tensor in after.items() if tensor is not None}
+
+    def rebind(self, backend: str | Backend | None) -> None:
+        """Choose the backend anew, as `deltazoo.bind` does."""
+        self.update.rebind(backend, self.out.weight)
+
+    def _stages(self) -> list[tuple[str, nn.Module]]:
+        return [
+            ("project", self.project),
+            *self.operands.items(),
+            ("update", self.update),
+            *self.outputs.items(),
+        ]
+
+
+class DeltaConfig(MixerConfig, ABC):
+    """A mixer around one update. A variant states its spec, the sizes of its heads and its parts."""
+
+    heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 128, at least 1")
+    value_heads: int | None = Field(default=None, ge=1, description="value heads, a multiple of heads; None: heads")
+    key_width: int | None = Field(default=None, ge=1, description="K of a head; None: a share of width / heads")
+    value_width: int | None = Field(default=None, ge=1, description="V of a head; None: a share of width / heads")
+    scale: float | None = Field(default=None, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the output's norm")
+
+    @abstractmethod
+    def spec(self) -> UpdateSpec:
+        """The recurrence."""
+
+    @abstractmethod
+    def shape(self, width: int) -> HeadShape:
+        """The sizes at this width; `sizes` has the defaults."""
+
+    @abstractmethod
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        """What stands around the update, freshly initialised."""
+
+    @model_validator(mode="after")
+    def _spec_means_something(self) -> Self:
+        try:
+            self.spec()
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        return self
+
+    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> DeltaMixer:
+        shape = self.shape(width).checked()
+        return DeltaMixer(shape, self.spec(), self.parts(shape, place), backend)
+
+    def cost(self, width: int) -> Cost:
+        with torch.device("meta"):
+            mixer = self.build(width, backend="reference")
+            state = mixer.init_state(1)
+        maps = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear | ShortConv))
+        return Cost(2 * maps + update_flops(mixer.update.spec, mixer.update.shape), 0, nbytes(state), 0)
+
+    def sizes(
+        self, width: int, key_share: float = 1.0, value_share: float = 1.0, value_heads: int | None = None
+    ) -> HeadShape:
+        """The sizes with their defaults: K = key_share width / heads, V = value_share width / heads."""
+        heads = self.heads or max(1, width // 128)
+        return HeadShape(
+            width,
+            heads,
+            self.value_heads or value_heads or heads,
+            self.key_width or int(key_share * width) // heads,
+            self.value_width or int(value_share * width) // heads,
+            self.spec().householders,
+        )
+
+
+class DeltaRuleConfig(DeltaConfig, ABC):
+    """A mixer whose update erases before it writes."""
+
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k, v; 0: none")
+    negative_eigenvalues: NegativeEigenvalues = Field(
+        default="off", description="both: erase and write doubled; erase: only the erase doubled"
+    )
+    reparam: Reparam = Field(default="none", description="none: explicit Euler; efla: exact; longhorn: implicit Euler")
+    householders: int = Field(default=1, ge=1, description="delta steps a token")
+
+    def delta_rule(self, decay: Decay) -> UpdateSpec:
+        """The delta rule with this decay and the fields' other axes."""
+        return UpdateSpec(
+            decay=decay,
+            beta="head",
+            negative_eigenvalues=self.negative_eigenvalues,
+            reparam=self.reparam,
+            householders=self.householders,
+            scale=self.scale,
+        )
+
+
+def hidden(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
+    """Make the update the identity at padded tokens: nothing decays, nothing is erased or written."""
+
+    def zeroed(tensor: Tensor) -> Tensor:
+        return torch.where(mask_BT.view(*mask_BT.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0)
+
+    changed = {"k": zeroed(inputs.k)}
+    if inputs.log_decay is not None:
+        constant = inputs.log_decay.dim() < 3
+        each = inputs.log_decay.expand(*mask_BT.shape, *inputs.log_decay.shape) if constant else inputs.log_decay
+        changed["log_decay"] = zeroed(each)
+    for name in ("b", "step"):
+        operand = getattr(inputs, name)
+        if operand is not None:
+            changed[name] = zeroed(operand)
+    return UpdateInputs(**{**inputs._asdict(), **changed})
+
+
+def update_flops(spec: UpdateSpec, shape: HeadShape) -> int:
+    """Floating-point operations of one token of the recurrence: decay, erase, write and read of K x V."""
+    writes = 2 * spec.householders * (1 if spec.transition == "additive" else 2)
+    return shape.value_heads * shape.key_width * shape.value_width * (writes + 2 + (spec.decay != "none"))

@@ -1,0 +1,102 @@
+"""The parts that a `DeltaMixer` is put together from.
+
+B batch, T time, D width, H key heads, HV value heads, K key width, V value width
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.errors import ConfigError
+from deltazoo.mixers.base import Context
+
+
+class HeadShape(NamedTuple):
+    """The sizes that the parts of one mixer share."""
+
+    width: int
+    heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    householders: int = 1
+
+    def checked(self) -> "HeadShape":
+        """Raises: ConfigError where value heads cannot share key heads evenly, or a size is below 1."""
+        for name, size in self._asdict().items():
+            if size < 1:
+                raise ConfigError(f"{name} must be at least 1, got {size} (width {self.width}, heads {self.heads})")
+        if self.value_heads % self.heads:
+            raise ConfigError(f"value_heads must be a multiple of heads = {self.heads}, got {self.value_heads}")
+        return self
+
+
+class Flow(NamedTuple):
+    """What an output part may look at.
+
+    x: [B, T, D], the mixer's input; projected: the operands as projected, inputs: as the update took them.
+    """
+
+    x: Tensor
+    projected: UpdateInputs
+    inputs: UpdateInputs
+
+
+class OperandPart(nn.Module, ABC):
+    """Change or add operands before the update: feature maps, norms, rotations, decays, strengths."""
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        """Return the operands, and the state after these tokens (None for a part without one).
+
+        Args: x: [B, T, D]; state: as `init_state` made it, or None; context: aligned, real tokens first.
+        """
+
+
+class OutputPart(nn.Module, ABC):
+    """Change the output of the update: skips, norms, gates."""
+
+    @abstractmethod
+    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Return the output [B, T, HV, V], and the state after these tokens (None for a part without one)."""
+
+
+class Stateful(ABC):
+    """A part that remembers. Its state is one tensor with the batch in dimension 0."""
+
+    @abstractmethod
+    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
+        """The state before the first token; None where, as built, the part needs none.
+
+        Args: like: a parameter of the mixer, which gives the device and the dtype.
+        """
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a config puts into its mixer, in the order that it runs.
+
+    memory: the shape of the update, where the operand parts change the key or value width.
+    """
+
+    project: nn.Module
+    operands: dict[str, OperandPart] = field(default_factory=dict)
+    outputs: dict[str, OutputPart] = field(default_factory=dict)
+    memory: HeadShape | None = None
+
+    def __post_init__(self) -> None:
+        names = ["project", "update", *self.operands, *self.outputs]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"the parts of a mixer need names of their own, got {names}")
+
+
+def projection(width: int, out: int, rank: int | None = None, bias: bool = False) -> nn.Module:
+    """A linear map width -> out, through `rank` channels where given; the bias is the last map's."""
+    if rank is None:
+        return nn.Linear(width, out, bias=bias)
+    return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=bias))
