@@ -1,0 +1,175 @@
+"""The stack of layers, and the language model around it.
+
+B batch, T time, D width, L vocabulary, N packed sequences
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deltazoo.backends.base import Backend
+from deltazoo.backends.dispatch import BoundUpdate, bind
+from deltazoo.backends.errors import DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.blocks.head import cross_entropy
+from deltazoo.blocks.layer import Layer, LayerState
+from deltazoo.mixers.base import Context
+from deltazoo.mixers.delta import Update
+from deltazoo.mixers.norms import RMSNorm
+
+if TYPE_CHECKING:
+    from deltazoo.blocks.spec import StackSpec
+
+
+class StackState(NamedTuple):
+    """The states of all layers; everything in `deltazoo.mixers.state` works on it."""
+
+    layers: tuple[LayerState, ...]
+
+
+class Stack(nn.Module):
+    """Layers one after the other, then an RMS norm: x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, width: int, layers: Sequence[Layer], norm_eps: float) -> None:
+        super().__init__()
+        self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
+        self.norm = RMSNorm(width, norm_eps)
+        self.checkpointed = False
+
+    def forward(
+        self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None
+    ) -> tuple[Tensor, StackState | None]:
+        """Run all layers; no state in, none out."""
+        context = Context(values={}) if context is None else context._replace(values={})
+        if state is None:
+            for layer in self.layers:
+                if self.checkpointed and torch.is_grad_enabled():
+                    x_BTD, _ = checkpoint(layer, x_BTD, None, context, use_reentrant=False)
+                else:
+                    x_BTD, _ = layer(x_BTD, None, context)
+            return self.norm(x_BTD), None
+        if len(state.layers) != len(self.layers):
+            raise StateError(
+                f"state must have one entry for each of {len(self.layers)} layers, got {len(state.layers)}"
+            )
+        states = []
+        for layer, layer_state in zip(self.layers, state.layers, strict=True):
+            x_BTD, after = layer(x_BTD, layer_state, context)
+            states.append(after)
+        return self.norm(x_BTD), StackState(tuple(states))
+
+    def init_state(self, batch: int, capacity: int | None = None) -> StackState:
+        """The state before the first token."""
+        return StackState(tuple(layer.init_state(batch, capacity) for layer in self.layers))
+
+
+class LanguageModel(nn.Module):
+    """Tokens to the logits of the next token: embedding, stack, head. Built by `StackSpec.build`.
+
+    Initialisation: embedding, head and the maps into the MLPs are drawn from N(0, 0.02^2), the maps that write to
+    the residual (`out` of mixers and MLPs) from N(0, 0.02^2 / (2 depth)); all else of a mixer is its own.
+    Source: GPT-2, Radford 2019, section 2.3.
+    """
+
+    def __init__(self, spec: "StackSpec", layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.vocab, spec.width)
+        self.stack = Stack(spec.width, layers, spec.norm_eps)
+        self.head = None if spec.tied else nn.Linear(spec.width, spec.vocab, bias=False)
+        self._initialise()
+
+    def forward(
+        self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
+    ) -> tuple[Tensor, StackState | None]:
+        """Compute the logits of the token after each token.
+
+        Args:
+            tokens_BT: [B, T] int64 in [0, vocab).
+            state: from `init_state`, or from the call before; it is used up (see `Mixer`). None starts anew.
+            context: packs, positions, padding.
+        Returns: logits [B, T, L], and the state after the tokens (None where none came in).
+        Raises: ShapeError, DtypeError, ValueRangeError; StateError, where the state is another model's or full.
+        """
+        x_BTD, state = self.features(tokens_BT, state, context)
+        return self.logits(x_BTD), state
+
+    def features(
+        self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
+    ) -> tuple[Tensor, StackState | None]:
+        """Compute what the head reads, [B, T, D]; arguments as for `forward`."""
+        _check_tokens("tokens", tokens_BT, self.spec.vocab)
+        return self.stack(self.embedding(tokens_BT), state, context)
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Apply the head to features [..., D]: logits [..., L]."""
+        return F.linear(x_BTD, self.head_weight)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
+        """Average the cross entropy of the targets, without ever holding the logits of all tokens.
+
+        Args: targets_BT: [B, T] int64, the token that follows each token; -100 is left out.
+        Returns: a float32 scalar, in nats a token; 0 where every target is left out.
+        """
+        if targets_BT.shape != tokens_BT.shape:
+            raise ShapeError(
+                f"targets must have the shape of tokens, {list(tokens_BT.shape)}, got {list(targets_BT.shape)}"
+            )
+        x_BTD, _ = self.features(tokens_BT, None, context)
+        return cross_entropy(x_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten())
+
+    def init_state(self, batch: int, capacity: int | None = None) -> StackState:
+        """The state before the first token, on the model's device.
+
+        Args: batch: rows, or the sequences of a pack; capacity: the most tokens a sequence may reach, which
+            attention needs and recurrent mixers ignore.
+        """
+        return self.stack.init_state(batch, capacity)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's weights [L, D]: the embedding's where tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def rebind(self, backend: str | Backend | None) -> Self:
+        """Let another backend compute every mixer's update; arguments and errors as for `deltazoo.bind`."""
+        for module in self.modules():
+            if isinstance(module, Update):
+                module.rebind(backend, self.embedding.weight)
+                continue
+            for name, value in vars(module).items():
+                if isinstance(value, BoundUpdate):
+                    setattr(module, name, bind(value.spec, backend))
+        return self
+
+    def checkpoint_layers(self, on: bool = True) -> Self:
+        """Keep only each layer's input for the backward, and compute the layer again there: less memory, more time."""
+        self.stack.checkpointed = on
+        return self
+
+    def _initialise(self) -> None:
+        residual = 0.02 / (2 * len(self.stack.layers)) ** 0.5
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=0.02)
+        for layer in self.stack.layers:
+            if layer.mlp is not None:
+                nn.init.normal_(layer.mlp.to_hidden.weight, std=0.02)
+            for part in (*layer.mixers, layer.mlp):
+                out = getattr(part, "out", None)
+                if isinstance(out, nn.Linear):
+                    nn.init.normal_(out.weight, std=residual)
+
+
+def _check_tokens(name: str, tokens: Tensor, vocab: int) -> None:
+    if tokens.dim() != 2:
+        raise ShapeError(f"{name} must have shape [B, T], got {list(tokens.shape)}")
+    if tokens.dtype != torch.int64:
+        raise DtypeError(f"{name} must be int64, got {tokens.dtype}")
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab:
+            raise ValueRangeError(f"{name} must be in [0, {vocab}), got values from {low} to {high}")
