@@ -42,10 +42,6 @@ class SwiGLU(BaseModel):
         """Make the module for a layer of this width."""
         return Mlp(width, self.hidden(width))
 
-    def flops(self, width: int) -> int:
-        """Floating-point operations a token, forward; a multiply-add counts as two."""
-        return 6 * width * self.hidden(width)
-
 
 class Mlp(nn.Module):
     """Compute SwiGLU: x [B, T, D] to [B, T, D]."""
@@ -54,6 +50,11 @@ class Mlp(nn.Module):
         super().__init__()
         self.to_hidden = nn.Linear(width, 2 * hidden, bias=False)
         self.out = nn.Linear(hidden, width, bias=False)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations a token, forward; a multiply-add counts as two."""
+        return 2 * (self.to_hidden.weight.numel() + self.out.weight.numel())
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = self.to_hidden(x_BTD).chunk(2, dim=-1)

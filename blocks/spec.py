@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_serializer
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError, PatternError, unknown_name
 from deltazoo.blocks import document, presets, reading, schema
+from deltazoo.blocks.describe import Description, describe
 from deltazoo.blocks.layer import Layer
 from deltazoo.blocks.mlp import SwiGLU
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
@@ -163,6 +165,11 @@ class StackSpec(_Spec):
             except ConfigError as error:
                 raise ConfigError(f"layer {i} ({_title(layer)}): {error}") from error
         return LanguageModel(self, layers)
+
+    def describe(self, backend: str | Backend | None = None) -> Description:
+        """Count parameters, bytes and operations, layer by layer, without making the weights; see `Description`."""
+        with torch.device("meta"):
+            return describe(self.build(backend))
 
     def save(self, path: str | Path) -> None:
         """Write the spec to a .yaml, .yml or .json file; `load` reads it back."""
