@@ -3,23 +3,18 @@
 B batch, T time, D width, HV value heads, K key width, V value width, N sequences
 """
 
-from abc import ABC, abstractmethod
-from typing import Self
-
 import torch
 from einops import rearrange
-from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import StateError
-from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
-from deltazoo.mixers.base import FIRST, Context, Cost, Mixer, MixerConfig, Place
-from deltazoo.mixers.conv import ShortConv
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Context, Mixer
 from deltazoo.mixers.parts import Flow, HeadShape, Parts, Stateful
 from deltazoo.mixers.sequence import aligned, check_state, restored
-from deltazoo.mixers.state import carried, nbytes
+from deltazoo.mixers.state import carried
 
 
 class Update(nn.Module):
@@ -135,84 +130,6 @@ class DeltaMixer(Mixer):
         ]
 
 
-class DeltaConfig(MixerConfig, ABC):
-    """A mixer around one update. A variant states its spec, the sizes of its heads and its parts."""
-
-    heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 128, at least 1")
-    value_heads: int | None = Field(default=None, ge=1, description="value heads, a multiple of heads; None: heads")
-    key_width: int | None = Field(default=None, ge=1, description="K of a head; None: a share of width / heads")
-    value_width: int | None = Field(default=None, ge=1, description="V of a head; None: a share of width / heads")
-    scale: float | None = Field(default=None, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
-    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the output's norm")
-
-    @abstractmethod
-    def spec(self) -> UpdateSpec:
-        """The recurrence."""
-
-    @abstractmethod
-    def shape(self, width: int) -> HeadShape:
-        """The sizes at this width; `sizes` has the defaults."""
-
-    @abstractmethod
-    def parts(self, shape: HeadShape, place: Place) -> Parts:
-        """What stands around the update, freshly initialised."""
-
-    @model_validator(mode="after")
-    def _spec_means_something(self) -> Self:
-        try:
-            self.spec()
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-        return self
-
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> DeltaMixer:
-        shape = self.shape(width).checked()
-        return DeltaMixer(shape, self.spec(), self.parts(shape, place), backend)
-
-    def cost(self, width: int) -> Cost:
-        with torch.device("meta"):
-            mixer = self.build(width, backend="reference")
-            state = mixer.init_state(1)
-        maps = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear | ShortConv))
-        return Cost(2 * maps + update_flops(mixer.update.spec, mixer.update.shape), 0, nbytes(state), 0)
-
-    def sizes(
-        self, width: int, key_share: float = 1.0, value_share: float = 1.0, value_heads: int | None = None
-    ) -> HeadShape:
-        """The sizes with their defaults: K = key_share width / heads, V = value_share width / heads."""
-        heads = self.heads or max(1, width // 128)
-        return HeadShape(
-            width,
-            heads,
-            self.value_heads or value_heads or heads,
-            self.key_width or int(key_share * width) // heads,
-            self.value_width or int(value_share * width) // heads,
-            self.spec().householders,
-        )
-
-
-class DeltaRuleConfig(DeltaConfig, ABC):
-    """A mixer whose update erases before it writes."""
-
-    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k, v; 0: none")
-    negative_eigenvalues: NegativeEigenvalues = Field(
-        default="off", description="both: erase and write doubled; erase: only the erase doubled"
-    )
-    reparam: Reparam = Field(default="none", description="none: explicit Euler; efla: exact; longhorn: implicit Euler")
-    householders: int = Field(default=1, ge=1, description="delta steps a token")
-
-    def delta_rule(self, decay: Decay) -> UpdateSpec:
-        """The delta rule with this decay and the fields' other axes."""
-        return UpdateSpec(
-            decay=decay,
-            beta="head",
-            negative_eigenvalues=self.negative_eigenvalues,
-            reparam=self.reparam,
-            householders=self.householders,
-            scale=self.scale,
-        )
-
-
 def hidden(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
     """Make the update the identity at padded tokens: nothing decays, nothing is erased or written."""
 
@@ -229,9 +146,3 @@ def hidden(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
         if operand is not None:
             changed[name] = zeroed(operand)
     return UpdateInputs(**{**inputs._asdict(), **changed})
-
-
-def update_flops(spec: UpdateSpec, shape: HeadShape) -> int:
-    """Floating-point operations of one token of the recurrence: decay, erase, write and read of K x V."""
-    writes = 2 * spec.householders * (1 if spec.transition == "additive" else 2)
-    return shape.value_heads * shape.key_width * shape.value_width * (writes + 2 + (spec.decay != "none"))

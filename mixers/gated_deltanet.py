@@ -5,12 +5,11 @@ from typing import ClassVar
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
 from deltazoo.mixers.decays import SoftplusDecay
-from deltazoo.mixers.delta import DeltaRuleConfig
-from deltazoo.mixers.features import FeatureMap
-from deltazoo.mixers.gates import Beta, OutputGate
-from deltazoo.mixers.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
 from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaRuleConfig
 
 
 class GatedDeltaNet(DeltaRuleConfig):
@@ -29,11 +28,6 @@ class GatedDeltaNet(DeltaRuleConfig):
         return self.sizes(width)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {
-            "feature": FeatureMap("silu"),
-            "unit": UnitNorm(which="qk" if self.reparam == "none" else "q"),
-            "decay": SoftplusDecay(shape),
-            "beta": Beta(shape, self.spec()),
-        }
+        operands = {**self.key_operands(shape), "decay": SoftplusDecay(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
         return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)

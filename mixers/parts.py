@@ -4,6 +4,7 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -85,8 +86,8 @@ class Parts:
     """
 
     project: nn.Module
-    operands: dict[str, OperandPart] = field(default_factory=dict)
-    outputs: dict[str, OutputPart] = field(default_factory=dict)
+    operands: Mapping[str, OperandPart] = field(default_factory=dict)
+    outputs: Mapping[str, OutputPart] = field(default_factory=dict)
     memory: HeadShape | None = None
 
     def __post_init__(self) -> None:

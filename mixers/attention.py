@@ -1,0 +1,187 @@
+"""Softmax attention on torch's SDPA: full, or over a sliding window.
+
+B batch, T time, D width, H heads, G key-value heads, E head width, W window, N packed sequences
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Self
+
+import torch
+from einops import rearrange
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from deltazoo.backends.base import Backend, state_dtype
+from deltazoo.backends.errors import ConfigError, StateError
+from deltazoo.mixers.base import FIRST, Context, Cost, Mixer, MixerConfig, Place
+from deltazoo.mixers.cache import KVCache, empty_cache, written
+from deltazoo.mixers.norms import RMSNorm
+from deltazoo.mixers.rotary import angles, rotate
+from deltazoo.mixers.sequence import aligned, check_state, counts, positions, restored
+from deltazoo.mixers.softmax import attend, attend_pack, attend_slots, attend_window
+from deltazoo.mixers.state import nbytes
+
+
+class AttentionConfig(MixerConfig, ABC):
+    """o_t = sum_s softmax_s(scale q_t^T k_s) v_s over the tokens s that t may see, itself the last."""
+
+    heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 128, at least 1")
+    key_value_heads: int | None = Field(default=None, ge=1, description="divides heads (GQA); None: heads")
+    head_width: int | None = Field(default=None, ge=1, description="of q, k and v; None: width // heads")
+    rotary_theta: float | None = Field(default=10000.0, gt=1, description="base of the rotary angles; None: no rotary")
+    rotary_fraction: float = Field(default=1.0, gt=0, le=1, description="share of a head's channels that turn")
+    qk_norm: bool = Field(default=False, description="RMS norm of q and k in each head, before they turn")
+    gate: bool = Field(default=False, description="o <- o * sigmoid(W x)")
+    scale: float | None = Field(default=None, allow_inf_nan=False, description="None: head_width ** -0.5")
+    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the norm of q and k")
+
+    @abstractmethod
+    def window_or_none(self) -> int | None:
+        """How many tokens one may see, itself included; None for all before it."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.heads and self.key_value_heads and self.heads % self.key_value_heads:
+            raise ValueError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
+        return self
+
+    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "AttentionMixer":
+        return AttentionMixer(self, width)
+
+    def cost(self, width: int) -> Cost:
+        with torch.device("meta"):
+            mixer = self.build(width)
+            one, two = (nbytes(mixer.init_state(1, capacity)) for capacity in (1, 2))
+        maps = sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
+        each = 4 * mixer.heads * mixer.head_width  # q^T k and p v, for each token that is seen
+        if mixer.window is not None:
+            return Cost(maps + mixer.window * each, 0, one, 0)
+        return Cost(maps, each, one - (two - one), two - one)
+
+
+class Attention(AttentionConfig):
+    """Attention to every token so far. Its cache grows with the context: `init_state` needs a capacity."""
+
+    name: ClassVar[str] = "attention"
+    source: ClassVar[str] = "Vaswani 2017, arXiv 1706.03762; GQA 2305.13245; RoPE 2104.09864"
+
+    def window_or_none(self) -> None:
+        return None
+
+    def equation(self) -> str:
+        return "o_t = sum_(s <= t) softmax_s(scale q_t^T k_s) v_s"
+
+
+class SlidingWindow(AttentionConfig):
+    """Attention to the last `window` tokens, linear in time; its cache is a ring of `window` slots."""
+
+    name: ClassVar[str] = "sliding_window"
+    source: ClassVar[str] = "Beltagy 2020, arXiv 2004.05150; in hybrids: Samba 2406.07522, Gated DeltaNet 2412.06464"
+
+    window: int = Field(default=2048, ge=1, description="how many tokens one may see, itself included")
+
+    def window_or_none(self) -> int:
+        return self.window
+
+    def equation(self) -> str:
+        return f"o_t = sum_(t - {self.window} < s <= t) softmax_s(scale q_t^T k_s) v_s"
+
+
+class AttentionMixer(Mixer):
+    """Causal softmax attention with grouped heads, rotary positions, norms of q and k and an output gate, as asked.
+
+    Rotary angles: float32. Padding and packs: see `Context`. State: `KVCache`.
+    """
+
+    def __init__(self, config: AttentionConfig, width: int) -> None:
+        super().__init__()
+        self.width, self.window = width, config.window_or_none()
+        self.heads = config.heads or max(1, width // 128)
+        self.key_value_heads = config.key_value_heads or self.heads
+        self.head_width = config.head_width or width // self.heads
+        if self.heads % self.key_value_heads:
+            raise ConfigError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
+        if self.head_width < 1:
+            raise ConfigError(f"heads must be at most width = {width} without a head_width, got {self.heads}")
+        self.scale = self.head_width**-0.5 if config.scale is None else config.scale
+        self.theta = config.rotary_theta
+        self.turning = int(config.rotary_fraction * self.head_width) // 2  # pairs of channels
+        sizes = [self.heads * self.head_width, *[self.key_value_heads * self.head_width] * 2]
+        self.to_qkv = nn.Linear(width, sum(sizes), bias=False)
+        self.sizes = sizes
+        self.q_norm = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
+        self.to_gate = nn.Linear(width, sizes[0], bias=False) if config.gate else None
+        self.out = nn.Linear(sizes[0], width, bias=False)
+
+    def init_state(self, batch: int, capacity: int | None = None) -> KVCache:
+        """An empty cache of `capacity` slots; with a window, of `window` slots.
+
+        Raises: StateError: full attention without a capacity.
+        """
+        slots = capacity if self.window is None else self.window
+        if slots is None or slots < 1:
+            raise StateError(
+                "attention remembers every token: init_state(batch, capacity=n) needs the most tokens a sequence may "
+                f"reach, at least 1, got capacity={capacity}"
+            )
+        return empty_cache(batch, slots, self.key_value_heads, self.head_width, self.out.weight)
+
+    def forward(
+        self, x: Tensor, state: KVCache | None = None, context: Context | None = None
+    ) -> tuple[Tensor, KVCache | None]:
+        x_BTD, context, order = aligned(x, self.width, context)
+        if state is not None:
+            self._check_cache(state, x_BTD, context)
+        q, k, v = self._operands(x_BTD, None if state is None else state.position, context)
+        if state is None:
+            o_BTHE = attend(q, k, v, self.scale, self.window, context.cu_seqlens)
+        else:
+            o_BTHE, state = self._attend_cached(q, k, v, state, context)
+        if self.to_gate is not None:
+            gate = self.to_gate(x_BTD).view(o_BTHE.shape)
+            o_BTHE = (o_BTHE * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o_BTHE.dtype)
+        return restored(self.out(rearrange(o_BTHE, "b t h e -> b t (h e)")), order), state
+
+    def _operands(self, x_BTD: Tensor, seen_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (
+            rearrange(stream, "b t (h e) -> b t h e", e=self.head_width)
+            for stream in self.to_qkv(x_BTD).split(self.sizes, dim=-1)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.theta is not None:
+            turn = angles(positions(x_BTD, seen_N, context), self.turning, self.theta, state_dtype(q.dtype))
+            q, k = rotate(q, turn), rotate(k, turn)
+        return q, k, v
+
+    def _attend_cached(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context
+    ) -> tuple[Tensor, KVCache]:
+        count_N = counts(q, context)
+        if context.cu_seqlens is not None:
+            o = attend_pack(q, k, v, self.scale, self.window, cache, context.cu_seqlens)
+            return o, written(cache, k, v, count_N, context.cu_seqlens[:-1].long())
+        if self.window is not None and q.shape[1] != 1:
+            return attend_window(q, k, v, self.scale, cache), written(cache, k, v, count_N)
+        place_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
+        cache = written(cache, k, v, count_N)
+        return attend_slots(q, cache, self.scale, place_BT), cache
+
+    def _check_cache(self, cache: KVCache, x_BTD: Tensor, context: Context) -> None:
+        if not isinstance(cache, KVCache):
+            raise StateError(f"the state of attention must be a KVCache, got {type(cache).__name__}")
+        check_state({name: tensor.shape[0] for name, tensor in cache._asdict().items()}, x_BTD, context)
+        want = (self.key_value_heads, self.head_width)
+        if cache.k.shape[2:] != want or cache.v.shape != cache.k.shape:
+            raise StateError(f"the cache must have key-value heads and head width {want}, got {list(cache.k.shape)}")
+        slots = cache.k.shape[1]
+        if self.window is not None:
+            if slots != self.window:
+                raise StateError(f"the cache must have window = {self.window} slots, got {slots}")
+        elif cache.position.device.type == "cpu" and not torch.compiler.is_compiling():
+            longest = int((cache.position + counts(x_BTD, context)).amax()) if len(cache.position) else 0
+            if longest > slots:
+                raise StateError(
+                    f"the cache is full: it has {slots} slots (capacity), and a sequence reaches {longest}"
+                )

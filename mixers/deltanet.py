@@ -1,0 +1,38 @@
+"""DeltaNet: linear attention that erases what a key held before it writes."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.features import Feature, feature_width
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaRuleConfig
+
+
+class DeltaNet(DeltaRuleConfig):
+    """S_t = (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T, with |k_t| = 1 and an RMS norm in each head.
+
+    With negative_eigenvalues="both" the eigenvalues lie in [-1, 1]; with householders=n it is DeltaProduct.
+    """
+
+    name: ClassVar[str] = "deltanet"
+    source: ClassVar[str] = "Schlag 2021, arXiv 2102.11174; Yang 2024, arXiv 2406.06484"
+
+    feature: Feature = Field(default="silu", description="the map of q and k before their norm")
+    qk_norm: Literal["l2", "l1"] = Field(default="l2", description="the norm that makes q and k unit vectors")
+
+    def spec(self) -> UpdateSpec:
+        return self.delta_rule("none")
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = self.key_operands(shape, self.feature, self.qk_norm)
+        memory = shape._replace(key_width=feature_width(self.feature, shape.key_width))
+        outputs = {"norm": HeadNorm(shape, self.norm_eps)}
+        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs, memory)

@@ -1,0 +1,34 @@
+"""Gated linear attention: a decay for each key channel, and no erase."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SigmoidDecay
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class GLA(DeltaConfig):
+    """S_t = Diag(a_t) S_(t-1) + k_t v_t^T, a_t = sigmoid(W_2 W_1 x_t + b)^(1 / temperature), with a gated RMS norm."""
+
+    name: ClassVar[str] = "gla"
+    source: ClassVar[str] = "Yang 2024, arXiv 2312.06635"
+    gate_rank: int = Field(default=16, ge=1, description="channels that the decay's map goes through")
+    temperature: float = Field(default=16.0, gt=0, description="higher forgets more slowly")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="channel", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width, key_share=0.5)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        decay = SigmoidDecay(shape, "channel", self.gate_rank, self.temperature)
+        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, bias=True)}
+        return Parts(Project(shape), {"decay": decay}, outputs)

@@ -1,0 +1,38 @@
+"""Kimi Delta Attention: the delta rule with a decay for each key channel."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SoftplusDecay
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaRuleConfig
+
+
+class KDA(DeltaRuleConfig):
+    """S_t = (I - beta_t k_t k_t^T) Diag(a_t) S_(t-1) + beta_t k_t v_t^T, with low-rank decay and sigmoid gate.
+
+    With `reparam` this is EFLA or Longhorn with a decay for each channel.
+    """
+
+    name: ClassVar[str] = "kda"
+    source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
+
+    gate_rank: int | None = Field(default=None, ge=1, description="rank of the decay and the gate; None: K, and V")
+
+    def spec(self) -> UpdateSpec:
+        return self.delta_rule("channel")
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        decay = SoftplusDecay(shape, "channel", self.gate_rank or shape.key_width, rates=(1, 16))
+        gate = OutputGate(shape, "sigmoid", self.gate_rank or shape.value_width)
+        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
+        return Parts(Project(shape, self.conv_width, silu=True), {**self.key_operands(shape), "decay": decay}, outputs)

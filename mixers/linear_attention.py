@@ -1,0 +1,41 @@
+"""Linear attention: keys and values added up, read through a feature map."""
+
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.features import POSITIVE, Feature, FeatureMap, Normalise, NormaliserColumn, feature_width
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class LinearAttention(DeltaConfig):
+    """S_t = S_(t-1) + phi(k_t) v_t^T; o_t is divided by phi(q_t)^T sum_s phi(k_s), or RMS-normed in each head."""
+
+    name: ClassVar[str] = "linear_attention"
+    source: ClassVar[str] = "Katharopoulos 2020, arXiv 2006.16236; dpfp: Schlag 2021, arXiv 2102.11174"
+    feature: Feature = Field(default="elu+1", description="the map phi of q and k")
+    normaliser: bool = Field(default=True, description="divide by the sum of weights; False: RMS norm in each head")
+
+    @model_validator(mode="after")
+    def _normaliser_stays_positive(self) -> Self:
+        if self.normaliser and self.feature not in POSITIVE:
+            raise ValueError(f"normaliser=True needs a positive feature ({', '.join(POSITIVE)}), got {self.feature!r}")
+        return self
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        key_width = feature_width(self.feature, shape.key_width)
+        ones = {"ones": NormaliserColumn()} if self.normaliser else {}
+        norm = Normalise(self.norm_eps) if self.normaliser else HeadNorm(shape, self.norm_eps)
+        memory = shape._replace(key_width=key_width, value_width=shape.value_width + self.normaliser)
+        return Parts(Project(shape), {"feature": FeatureMap(self.feature), **ones}, {"norm": norm}, memory)

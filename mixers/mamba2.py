@@ -1,0 +1,40 @@
+"""Mamba-2: a scalar decay and a step size for each head, keys and queries shared by groups of heads."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SoftplusDecay
+from deltazoo.mixers.features import FeatureMap
+from deltazoo.mixers.gates import OutputGate, Skip
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class Mamba2(DeltaConfig):
+    """S_t = a_t S_(t-1) + dt_t k_t v_t^T, a_t = exp(-dt_t exp(A_log)); q, k, v are the paper's C, B, x."""
+
+    name: ClassVar[str] = "mamba2"
+    source: ClassVar[str] = "Dao & Gu 2024, arXiv 2405.21060"
+    heads: int | None = Field(default=1, ge=1, description="groups that share q and k; None: width // 128")
+    value_heads: int | None = Field(default=None, ge=1, description="None: 2 width / value_width")
+    key_width: int | None = Field(default=128, ge=1, description="K, the state size N of the paper")
+    value_width: int | None = Field(default=64, ge=1, description="V of a head; None: a share of width / heads")
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k, v; 0: none")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width, value_heads=2 * width // (self.value_width or 64))
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = {"feature": FeatureMap("silu"), "decay": SoftplusDecay(shape, rates=(1, 16), writes=True)}
+        norm = HeadNorm(shape, self.norm_eps, over="group")
+        outputs = {"skip": Skip(shape), "gate": OutputGate(shape), "norm": norm}
+        return Parts(Project(shape, self.conv_width, silu=True, conv_bias=True), operands, outputs)

@@ -1,0 +1,34 @@
+"""RetNet: linear attention that forgets at a fixed pace in each head."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import FixedDecay
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.rotary import Rotary
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class RetNet(DeltaConfig):
+    """S_t = g_h S_(t-1) + k_t v_t^T, g_h = 1 - 2^(-5-h), with q and k turning (xPos), group norm and swish gate."""
+
+    name: ClassVar[str] = "retnet"
+    source: ClassVar[str] = "Sun 2023, arXiv 2307.08621"
+    rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="fixed", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width, value_share=2.0)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = {"rotary": Rotary(self.rotary_theta), "decay": FixedDecay(shape)}
+        outputs = {"norm": HeadNorm(shape, self.norm_eps, kind="layer"), "gate": OutputGate(shape)}
+        return Parts(Project(shape), operands, outputs)
