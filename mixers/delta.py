@@ -12,7 +12,7 @@ from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context, Mixer
-from deltazoo.mixers.parts import Flow, HeadShape, Parts, Stateful
+from deltazoo.mixers.parts import Flow, HeadShape, Parts, Resizing, Stateful
 from deltazoo.mixers.sequence import aligned, check_state, restored
 from deltazoo.mixers.state import carried
 
@@ -79,7 +79,7 @@ class DeltaMixer(Mixer):
         self.width = shape.width
         self.project = parts.project
         self.operands = nn.ModuleDict(parts.operands)
-        self.update = Update(spec, parts.memory or shape, backend)
+        self.update = Update(spec, _resized(shape, parts), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
         self.state_names = tuple(self.init_state(0))
@@ -146,3 +146,11 @@ def hidden(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
         if operand is not None:
             changed[name] = zeroed(operand)
     return UpdateInputs(**{**inputs._asdict(), **changed})
+
+
+def _resized(shape: HeadShape, parts: Parts) -> HeadShape:
+    """The sizes of the update, after the parts before it."""
+    for part in parts.operands.values():
+        if isinstance(part, Resizing):
+            shape = part.resized(shape)
+    return shape

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
-from deltazoo.mixers.features import Feature, feature_width
+from deltazoo.mixers.features import Feature
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
 from deltazoo.mixers.project import Project
@@ -33,6 +33,5 @@ class DeltaNet(DeltaRuleConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = self.key_operands(shape, self.feature, self.qk_norm)
-        memory = shape._replace(key_width=feature_width(self.feature, shape.key_width))
         outputs = {"norm": HeadNorm(shape, self.norm_eps)}
-        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs, memory)
+        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.mixers.base import Context
-from deltazoo.mixers.parts import Flow, OperandPart, OutputPart
+from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart, Resizing
 
 Feature = Literal["identity", "silu", "relu", "elu+1", "softmax", "dpfp"]
 POSITIVE: tuple[Feature, ...] = ("relu", "elu+1", "softmax", "dpfp")
 DPFP_ROLLS = 3
 
 
-class FeatureMap(OperandPart):
+class FeatureMap(OperandPart, Resizing):
     """q, k <- phi(q), phi(k).
 
     elu+1 (Katharopoulos 2006.16236); softmax over the channels; dpfp, the products of [relu(x), relu(-x)] with its
@@ -34,17 +34,23 @@ class FeatureMap(OperandPart):
     ) -> tuple[UpdateInputs, Tensor | None]:
         return inputs._replace(q=phi(self.feature, inputs.q), k=phi(self.feature, inputs.k)), None
 
+    def resized(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(key_width=shape.key_width * (2 * DPFP_ROLLS if self.feature == "dpfp" else 1))
+
     def extra_repr(self) -> str:
         return repr(self.feature)
 
 
-class NormaliserColumn(OperandPart):
+class NormaliserColumn(OperandPart, Resizing):
     """v <- [v, 1]: the state's last column then sums the keys, z_t = z_(t-1) + k_t."""
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         return inputs._replace(v=F.pad(inputs.v, (0, 1), value=1.0)), None
+
+    def resized(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(value_width=shape.value_width + 1)
 
 
 class Normalise(OutputPart):
@@ -62,7 +68,7 @@ class Normalise(OutputPart):
 
 
 def phi(feature: Feature, x: Tensor) -> Tensor:
-    """Map channels: [..., K] -> [..., feature_width(feature, K)]."""
+    """Map channels: [..., K] -> [..., K], or [..., 2 DPFP_ROLLS K] with dpfp."""
     if feature == "silu":
         return F.silu(x)
     if feature == "relu":
@@ -75,8 +81,3 @@ def phi(feature: Feature, x: Tensor) -> Tensor:
         both = torch.cat([x.relu(), (-x).relu()], -1)
         return torch.cat([both * both.roll(j, -1) for j in range(1, DPFP_ROLLS + 1)], -1)
     return x
-
-
-def feature_width(feature: Feature, key_width: int) -> int:
-    """The channels that `phi` makes of `key_width`."""
-    return 2 * DPFP_ROLLS * key_width if feature == "dpfp" else key_width

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
-from deltazoo.mixers.features import POSITIVE, Feature, FeatureMap, Normalise, NormaliserColumn, feature_width
+from deltazoo.mixers.features import POSITIVE, Feature, FeatureMap, Normalise, NormaliserColumn
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
 from deltazoo.mixers.project import Project
@@ -34,8 +34,6 @@ class LinearAttention(DeltaConfig):
         return self.sizes(width)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        key_width = feature_width(self.feature, shape.key_width)
         ones = {"ones": NormaliserColumn()} if self.normaliser else {}
         norm = Normalise(self.norm_eps) if self.normaliser else HeadNorm(shape, self.norm_eps)
-        memory = shape._replace(key_width=key_width, value_width=shape.value_width + self.normaliser)
-        return Parts(Project(shape), {"feature": FeatureMap(self.feature), **ones}, {"norm": norm}, memory)
+        return Parts(Project(shape), {"feature": FeatureMap(self.feature), **ones}, {"norm": norm})

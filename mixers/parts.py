@@ -78,17 +78,21 @@ class Stateful(ABC):
         """
 
 
+class Resizing(ABC):
+    """An operand part that changes the key or value width of the update."""
+
+    @abstractmethod
+    def resized(self, shape: HeadShape) -> HeadShape:
+        """The sizes after this part."""
+
+
 @dataclass(frozen=True)
 class Parts:
-    """What a config puts into its mixer, in the order that it runs.
-
-    memory: the shape of the update, where the operand parts change the key or value width.
-    """
+    """What a config puts into its mixer, in the order that it runs."""
 
     project: nn.Module
     operands: Mapping[str, OperandPart] = field(default_factory=dict)
     outputs: Mapping[str, OutputPart] = field(default_factory=dict)
-    memory: HeadShape | None = None
 
     def __post_init__(self) -> None:
         names = ["project", "update", *self.operands, *self.outputs]
