@@ -79,6 +79,11 @@ def draw(case: Case, device: torch.device | str = "cpu") -> UpdateInputs:
     return UpdateInputs(**rounded)
 
 
+def dense(case: Case) -> Case:
+    """The case without packing: its tokens as one sequence a row."""
+    return case._replace(shape=case.shape._replace(lengths=()))
+
+
 class _Numbers:
     """Standard normal numbers in float64 from the case's seed, and the keys made of them."""
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
 from deltazoo.backends.cases import Case, draw
-from deltazoo.backends.dispatch import bind, explain
+from deltazoo.backends.dispatch import bind, resolve
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.spec import UpdateSpec
 
-# Relative RMS error on ordinary inputs: outputs and states, gradients of q k v and what is like them, of gates.
+# Relative RMS error on ordinary inputs: of outputs and states, of gradients of q, k, v and their like, of gates.
 LIMITS: dict[torch.dtype, tuple[float, float, float]] = {
     torch.float64: (1e-10, 1e-10, 1e-10),
     torch.float32: (1e-4, 1e-4, 1e-4),
@@ -22,6 +22,8 @@ TF32_LIMIT = 2e-3
 ADVERSARIAL = 3.0  # the factor on the limits for inputs that are not ordinary
 FLOOR = 1e-6  # of a tensor's RMS on ordinary inputs: the least that an error is divided by
 GATES = ("log_decay", "step", "rate", "beta", "erase", "write")
+
+Cotangents = tuple[Tensor | None, Tensor | None]
 
 
 class Error(NamedTuple):
@@ -37,9 +39,9 @@ class Error(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a comparison found.
+    """What a check found.
 
-    errors: one for each of o, state and the gradients d_q, d_k, ..., d_state.
+    errors: one for each tensor compared: o, state, and the gradients d_q, d_k, ..., d_state.
     failures: sentences; [] when the backend is right, or refuses.
     refused: the backend's reasons for not taking the case; then there are no errors.
     """
@@ -60,33 +62,54 @@ class Report(NamedTuple):
         return "\n".join([*lines, *(f"  {failure}" for failure in self.failures)])
 
 
-def compare(backend: str | Backend, case: Case, grad: bool = True, device: torch.device | str = "cpu") -> Report:
+def compare(
+    backend: str | Backend, case: Case, *, outputs: str = "both", grad: bool = True, device: torch.device | str = "cpu"
+) -> Report:
     """Compare a backend with the float64 reference on the inputs of a case, rounded to the case's dtype.
 
-    Args: grad: compare the gradients too, with random cotangents on both o and the final state.
+    Args:
+        outputs: which of the outputs have a (random) cotangent: "both", "o" or "state".
+        grad: compare the gradients too.
     """
+    backend = resolve(backend)
     inputs = draw(case, device)
-    meta = UpdateMeta.of(inputs)._replace(grad=grad)
-    verdict = explain(case.spec, meta, backend).verdicts[0]
-    if verdict.reasons:
-        return Report(verdict.backend, case, [], [], verdict.reasons)
-    cotangents = draw_cotangents(case, inputs) if grad else None
+    refused = refusal(backend, case, inputs, grad)
+    if refused is not None:
+        return refused
+    cotangents = draw_cotangents(case, inputs, outputs) if grad else None
     got = run(backend, case.spec, inputs, cotangents)
-    want = oracle(case.spec, inputs, cotangents)
+    want = exact(case.spec, inputs, cotangents)
     usual = want
     if case.regime != "ordinary":
-        easy = draw(case._replace(regime="ordinary"), device)
-        usual = oracle(case.spec, easy, cotangents)
-    failures = _wrong_forms(got, inputs)
+        usual = exact(case.spec, draw(case._replace(regime="ordinary"), device), cotangents)
+    return judged(backend, case, got, want, usual)
+
+
+def refusal(backend: Backend, case: Case, inputs: UpdateInputs, grad: bool = True) -> Report | None:
+    """Report that a backend refuses a case, or return None; a refusal that is no sentence is a failure."""
+    reasons = backend.unsupported(case.spec, UpdateMeta.of(inputs)._replace(grad=grad))
+    if not reasons:
+        return None
+    mute = [f"a refusal must be a sentence, got {reason!r}" for reason in reasons if len(reason.split()) < 4]
+    return Report(backend.name, case, [], mute, reasons)
+
+
+def judged(
+    backend: Backend, case: Case, got: dict[str, Tensor], want: dict[str, Tensor], usual: dict[str, Tensor]
+) -> Report:
+    """Report the errors of what a backend computed, each within its limit or a failure.
+
+    Args: usual: the same tensors on ordinary inputs, which bound from below what the errors are divided by.
+    """
+    failures = _wrong_forms(case, got)
     errors = []
-    for tensor in want:
-        if failures and got[tensor].shape != want[tensor].shape:
-            continue
-        error = Error(tensor, relative_error(got[tensor], want[tensor], usual[tensor]), limit(case, tensor, device))
+    for tensor in [name for name in want if got[name].shape == want[name].shape]:
+        relative = relative_error(got[tensor], want[tensor], usual[tensor])
+        error = Error(tensor, relative, limit(case, tensor, got[tensor].device))
         errors.append(error)
         if not error.ok:
-            failures.append(f"{tensor} has relative RMS error {error.relative:.2e}, above {error.limit:.0e}, on {case}")
-    return Report(verdict.backend, case, errors, failures, [])
+            failures.append(f"{tensor} has relative RMS error {relative:.2e}, above {error.limit:.0e}")
+    return Report(backend.name, case, errors, failures, [])
 
 
 def limit(case: Case, tensor: str, device: torch.device | str = "cpu") -> float:
@@ -100,20 +123,19 @@ def limit(case: Case, tensor: str, device: torch.device | str = "cpu") -> float:
 
 
 def run(
-    backend: str | Backend, spec: UpdateSpec, inputs: UpdateInputs, cotangents: tuple[Tensor, Tensor] | None
+    backend: str | Backend, spec: UpdateSpec, inputs: UpdateInputs, cotangents: Cotangents | None
 ) -> dict[str, Tensor]:
     """Compute o and state, and with cotangents (of o, of state) d_q, d_k, ...; zeros where no gradient comes back."""
     if cotangents is None:
         with torch.no_grad():
-            out = bind(spec, backend)(inputs)
-        return out._asdict()
+            return bind(spec, backend)(inputs)._asdict()
     leaves = {
         name: tensor.detach().requires_grad_()
         for name, tensor in inputs._asdict().items()
         if tensor is not None and tensor.is_floating_point()
     }
     out = bind(spec, backend)(inputs._replace(**leaves))
-    pairs = [(y, dy) for y, dy in zip(out, cotangents, strict=True) if y.requires_grad]
+    pairs = [(y, dy) for y, dy in zip(out, cotangents, strict=True) if y.requires_grad and dy is not None]
     grads = torch.autograd.grad(
         [y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs], materialize_grads=True
     )
@@ -121,25 +143,25 @@ def run(
     return found | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
-def oracle(spec: UpdateSpec, inputs: UpdateInputs, cotangents: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
+def exact(spec: UpdateSpec, inputs: UpdateInputs, cotangents: Cotangents | None) -> dict[str, Tensor]:
     """What `run` should have found: the reference in float64 on the same, rounded numbers."""
-    exact = {
-        name: tensor.double()
-        for name, tensor in inputs._asdict().items()
-        if tensor is not None and name != "cu_seqlens"
-    }
-    exact_cotangents = None if cotangents is None else (cotangents[0].double(), cotangents[1].double())
-    return run(ReferenceBackend(), spec, inputs._replace(**exact), exact_cotangents)
+    operands = {name: x.double() for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()}
+    if cotangents is not None:
+        cotangents = tuple(None if x is None else x.double() for x in cotangents)  # type: ignore[assignment]
+    return run(ReferenceBackend(), spec, inputs._replace(**operands), cotangents)
 
 
-def draw_cotangents(case: Case, inputs: UpdateInputs) -> tuple[Tensor, Tensor]:
-    """Random cotangents of o and of the final state, in their dtypes."""
+def draw_cotangents(case: Case, inputs: UpdateInputs, outputs: str = "both") -> Cotangents:
+    """Draw random cotangents of o and of the final state, in their dtypes; None for an output that has none."""
     _, B, T, _, HV, K, V, _ = case.shape
     device = inputs.q.device
     generator = torch.Generator(device).manual_seed(case.seed + 1)
     d_o = torch.randn(B, T, HV, V, generator=generator, dtype=torch.float64, device=device)
     d_state = torch.randn(case.shape.sequences, HV, K, V, generator=generator, dtype=torch.float64, device=device)
-    return d_o.to(case.dtype), d_state.to(state_dtype(case.dtype))
+    return (
+        None if outputs == "state" else d_o.to(case.dtype),
+        None if outputs == "o" else d_state.to(state_dtype(case.dtype)),
+    )
 
 
 def relative_error(got: Tensor, want: Tensor, usual: Tensor) -> float:
@@ -148,26 +170,25 @@ def relative_error(got: Tensor, want: Tensor, usual: Tensor) -> float:
         return 0.0
     if not bool(torch.isfinite(got).all()):
         return float("nan")
-    error = _rms(got.double() - want)
-    size = max(_rms(want), FLOOR * _rms(usual))
+    error = rms(got.double() - want)
+    size = max(rms(want), FLOOR * rms(usual))
     return error / size if size else float("inf") if error else 0.0
 
 
-def _rms(tensor: Tensor) -> float:
+def rms(tensor: Tensor) -> float:
+    """The root of the mean square."""
     return float(tensor.double().square().mean().sqrt())
 
 
-def _wrong_forms(got: dict[str, Tensor], inputs: UpdateInputs) -> list[str]:
-    """Sentences on outputs and gradients of the wrong shape or dtype."""
-    HV, K, V = inputs.v.shape[-2], inputs.q.shape[3], inputs.v.shape[-1]
-    B, T = inputs.q.shape[:2]
-    sequences = B if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+def _wrong_forms(case: Case, got: dict[str, Tensor]) -> list[str]:
+    """Sentences on outputs of the wrong shape or dtype; autograd itself sees to the gradients'."""
+    _, B, T, _, HV, K, V, _ = case.shape
     forms = {
-        "o": ((B, T, HV, V), inputs.v.dtype),
-        "state": ((sequences, HV, K, V), state_dtype(inputs.q.dtype)),
+        "o": ([B, T, HV, V], case.dtype),
+        "state": ([case.shape.sequences, HV, K, V], state_dtype(case.dtype)),
     }
     return [
-        f"{name} must be {dtype} of shape {list(shape)}, got {got[name].dtype} of shape {list(got[name].shape)}"
+        f"{name} must be {dtype} of shape {shape}, got {got[name].dtype} of shape {list(got[name].shape)}"
         for name, (shape, dtype) in forms.items()
-        if got[name].shape != shape or got[name].dtype != dtype
+        if name in got and (list(got[name].shape) != shape or got[name].dtype != dtype)
     ]

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import combinations, product
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from pydantic import ValidationError
@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from deltazoo.backends.cases import REGIMES, Case
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
+
+T = TypeVar("T")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -40,19 +42,25 @@ def every_case(shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = D
         yield Case(spec, shape, dtype, regime, layout, state, seed=turn % 2)
 
 
-def pairwise_cases(shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0) -> list[Case]:
+def pairwise_cases(shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Case]:
     """Choose few cases such that every two values of any two axes that can occur together do.
 
-    The axes are those of the spec, shape, dtype, regime, layout, state, and the parity of the case's seed.
-
-    Args: seed: an even number added to every case's seed, for other numbers on the same cases.
+    The axes are those of the spec, shape, dtype, regime, layout, state, and the parity of the seed.
     """
+    return [case for case, _ in pairwise_with((None,), shapes, dtypes)]
+
+
+def pairwise_with(
+    more: Sequence[T], shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = DTYPES
+) -> list[tuple[Case, T]]:
+    """Choose few cases as `pairwise_cases` does, with one more axis beside them."""
     specs = [tuple(getattr(spec, axis) for axis in AXES) for spec in every_spec()]
-    rows = cross(pairwise(specs), shapes, dtypes, REGIMES, ("contiguous", "strided"), ("given", "none"), (0, 1))
+    states = ("given", "none")
+    rows = cross(pairwise(specs), shapes, dtypes, REGIMES, ("contiguous", "strided"), states, (0, 1), more)
     cases = []
-    for *axes, shape, dtype, regime, layout, state, parity in rows:
+    for *axes, shape, dtype, regime, layout, state, seed, extra in rows:
         spec = UpdateSpec(**dict(zip(AXES, axes, strict=True)))
-        cases.append(Case(spec, shape, dtype, regime, layout, state, seed + parity))
+        cases.append((Case(spec, shape, dtype, regime, layout, state, seed), extra))
     return cases
 
 

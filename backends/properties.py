@@ -1,0 +1,170 @@
+"""What must hold of any backend on any case: each property is a function (backend, case, device) -> Report.
+
+B batch, T time, H key heads, HV value heads, K key width, V value width, N packed sequences
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.base import Backend, UpdateInputs
+from deltazoo.backends.cases import Case, dense, draw
+from deltazoo.backends.compare import Report, compare, draw_cotangents, judged, refusal, run
+from deltazoo.backends.detours import (
+    InSegments,
+    OneByOne,
+    SequenceBySequence,
+    Traced,
+    WithRepeatedHeads,
+)
+from deltazoo.backends.dispatch import bind, resolve
+from deltazoo.backends.isolation import heads_do_not_leak, sequences_do_not_leak, the_future_does_not_leak
+from deltazoo.backends.lowering import log_decay
+
+Device = torch.device | str
+Property = Callable[[str | Backend, Case, Device], Report]
+
+
+def agrees_with_the_reference(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """Outputs, final state and all gradients are those of the reference in float64."""
+    return compare(backend, case, device=device)
+
+
+def segments_equal_the_whole(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """A sequence in pieces, the state passed on, is the sequence at once, gradients through the pieces too."""
+    return compare(InSegments(resolve(backend)), dense(case), device=device)
+
+
+def steps_equal_the_whole(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """`step_`, token by token, in place, with slots and without, is `forward`."""
+    steps = OneByOne(resolve(backend))
+    report = compare(steps, dense(case), grad=False, device=device)
+    wrong = ["step_ must write to the slots of its rows only, and wrote to another"] if steps.trespassed else []
+    return report._replace(failures=report.failures + wrong)
+
+
+def packing_equals_separate_runs(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """A pack is its sequences each by itself, an empty one included, gradients too."""
+    case = case if case.shape.lengths else case._replace(shape=case.shape.packed())
+    backend, inputs = resolve(backend), draw(case, device)
+    refused = refusal(backend, case, inputs)
+    if refused is not None:
+        return refused
+    cotangents = draw_cotangents(case, inputs)
+    separate = run(SequenceBySequence(backend), case.spec, inputs, cotangents)
+    return judged(backend, case, run(backend, case.spec, inputs, cotangents), separate, separate)
+
+
+def grouped_heads_equal_repeated_heads(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """Heads of q and k that serve several heads of v are those heads repeated in memory."""
+    shape = case.shape if case.shape.HV > case.shape.H else case.shape._replace(HV=2 * case.shape.H)
+    return compare(WithRepeatedHeads(resolve(backend)), case._replace(shape=shape), device=device)
+
+
+def one_graph_gives_the_same_numbers(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """Inside torch.compile(fullgraph=True) it is one graph, with the same numbers."""
+    return compare(Traced(resolve(backend)), case, device=device)
+
+
+def either_output_alone_has_its_gradients(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """A loss on o alone, or on the final state alone, has its own gradients."""
+    report = compare(backend, case, outputs="o", device=device)
+    other = compare(backend, case, outputs="state", device=device)
+    return report._replace(errors=report.errors + other.errors, failures=report.failures + other.failures)
+
+
+def no_token_returns_the_initial_state(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """With T = 0 the final state is a copy of the initial one, bit for bit, and so is its gradient."""
+    lengths = (0,) * len(case.shape.lengths)
+    case = case._replace(shape=case.shape._replace(T=0, lengths=lengths))
+    report = compare(backend, case, device=device)
+    if report.refused:
+        return report
+    inputs = draw(case, device)
+    state = bind(case.spec, backend)(inputs).state
+    want = torch.zeros_like(state) if inputs.state is None else inputs.state
+    wrong = []
+    if not torch.equal(state, want):
+        wrong.append("with T = 0 the final state must equal the initial state bit for bit")
+    if inputs.state is not None and state.numel() and state.data_ptr() == inputs.state.data_ptr():
+        wrong.append("with T = 0 the final state must be a copy, got the memory of the initial state")
+    return report._replace(failures=report.failures + wrong)
+
+
+def without_strength_it_only_decays(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """With beta = 0 (erase and write; b for dplr) the state decays, and o reads the decayed initial state."""
+    case = dense(case._replace(state="given"))
+    backend, inputs = resolve(backend), draw(case, device)
+    zero = {
+        name: torch.zeros_like(x)
+        for name in ("beta", "erase", "write", "b")
+        if (x := getattr(inputs, name)) is not None
+    }
+    if case.spec.beta == "none":
+        zero["v"] = torch.zeros_like(inputs.v)
+        if case.spec.transition == "delta":
+            zero["k"] = torch.zeros_like(inputs.k)
+    inputs = inputs._replace(**zero)
+    refused = refusal(backend, case, inputs)
+    if refused is not None:
+        return refused
+    want = _decayed(case, inputs)
+    return judged(backend, case, run(backend, case.spec, inputs, None), want, want)
+
+
+def inputs_are_left_alone(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """No operand is written to, forward, backward or in `step_`."""
+    backend, inputs = resolve(backend), draw(case, device)
+    refused = refusal(backend, case, inputs)
+    if refused is not None:
+        return refused
+    run(backend, case.spec, inputs, draw_cotangents(case, inputs))
+    wrong = _changed(inputs, draw(case, device))
+    one = dense(case._replace(shape=case.shape._replace(T=1), state="given"))
+    token = draw(one, device)
+    assert token.state is not None
+    bind(case.spec, backend).step_(token._replace(state=None), token.state.clone())
+    wrong += _changed(token, draw(one, device))
+    return Report(backend.name, case, [], wrong, [])
+
+
+PROPERTIES: tuple[Property, ...] = (
+    agrees_with_the_reference,
+    segments_equal_the_whole,
+    steps_equal_the_whole,
+    packing_equals_separate_runs,
+    grouped_heads_equal_repeated_heads,
+    one_graph_gives_the_same_numbers,
+    either_output_alone_has_its_gradients,
+    no_token_returns_the_initial_state,
+    without_strength_it_only_decays,
+    inputs_are_left_alone,
+    the_future_does_not_leak,
+    sequences_do_not_leak,
+    heads_do_not_leak,
+)
+
+
+def _decayed(case: Case, inputs: UpdateInputs) -> dict[str, Tensor]:
+    """o and state of a sequence in which nothing is written or erased, in closed form and float64."""
+    spec, (_, B, T, H, HV, K, *_) = case.spec, case.shape
+    assert inputs.state is not None
+    log_decays = log_decay(spec, inputs)
+    total = inputs.state.new_zeros(B, T, HV, 1) if log_decays is None else log_decays.reshape(B, T, HV, -1)
+    total = torch.cat([torch.zeros_like(total[:, :1]), total.double()], 1).cumsum(1)
+    states = total.exp().unsqueeze(-1) * inputs.state.double().unsqueeze(1)  # [B, T + 1, HV, K, V]
+    read = states[:, :-1] if spec.read == "before" else states[:, 1:]
+    q = inputs.q.double().repeat_interleave(HV // H, dim=2)
+    scale = K**-0.5 if spec.scale is None else spec.scale
+    return {"o": scale * torch.einsum("bthkv,bthk->bthv", read, q), "state": states[:, -1]}
+
+
+def _changed(inputs: UpdateInputs, copy: UpdateInputs) -> list[str]:
+    """Sentences on the operands that are no longer equal to their copies."""
+    written = (
+        name
+        for name, x, y in zip(inputs._fields, inputs, copy, strict=True)
+        if x is not None and y is not None and not torch.equal(x, y)
+    )
+    return [f"{name} must be left alone, and was written to" for name in written]
