@@ -1,0 +1,289 @@
+"""The chunk-parallel update in plain torch: what is made for each chunk alone, around the scan over chunks.
+
+Per decay, two ways. A scalar decay stays outside the products of keys: one mask of exp(G_i - G_j) for each value
+head, keys shared by the heads of a group. A decay per channel goes inside: rows and columns are taken relative to
+the boundary between them, level by level (`decayed_products`), so that every factor is at most 1 for any decay.
+
+B batch, T time, H key heads, HV value heads, G value heads a key head, N chunks, Z = B H (or B HV where keys
+differ by value head), C tokens a chunk, M micro-steps a chunk, K key width, V value width, Y sequences
+"""
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.chunk_scan import ChunkOperands, chunk_scan
+from deltazoo.backends.errors import ShapeError
+from deltazoo.backends.lowering import log_decay, strengths
+from deltazoo.backends.packing import Packing, pack, packing, unpack
+from deltazoo.backends.spec import UpdateSpec
+
+
+def cut(spec: UpdateSpec, inputs: UpdateInputs, tokens: int, least: int = 1) -> tuple[UpdateInputs, Packing | None]:
+    """Cut the operands into chunks: [B, T, ...] -> [B, N, C, ...], zeros where no token is.
+
+    Args: tokens: C, a power of two; C x householders a multiple of 16. least: the fewest chunks to make.
+    Returns: the operands, and for packed sequences the table that says which token is where.
+    """
+    T = inputs.q.shape[1]
+    constant = {"rate", "state", "cu_seqlens"}
+    if spec.decay == "fixed":  # a decay must end with its sequence, so it is laid out in time
+        inputs = inputs._replace(log_decay=log_decay(spec, inputs))
+    table = None if inputs.cu_seqlens is None else packing(inputs.cu_seqlens, T, tokens)
+    missing = max(-T % tokens, least * tokens - T)
+    chunks = {}
+    for name, x in inputs._asdict().items():
+        if x is None or name in constant:
+            continue
+        if table is not None:
+            chunks[name] = pack(x, table)
+        else:
+            whole = pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
+            chunks[name] = whole.unflatten(1, (-1, tokens))
+    return inputs._replace(**chunks, cu_seqlens=None), table
+
+
+def join(o: Tensor, T: int, table: Packing | None) -> Tensor:
+    """Undo the cut of an output: [B, N, C, HV, V] -> [B, T, HV, V]."""
+    return o.flatten(1, 2)[:, :T] if table is None else unpack(o, table)
+
+
+def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute the update of operands cut into chunks.
+
+    Args:
+        x: from `cut`; `state` [B, HV, K, V], or [Y, HV, K, V] with `sequence` [N] int64, the sequence of each chunk.
+    Returns: o [B, N, C, HV, V] in the dtype of v, and the last states, shaped as `state`.
+    """
+    dtype = state_dtype(x.q.dtype)
+    B, N, C, H, K = x.q.shape
+    HV, V = x.v.shape[-2:]
+    n, G = spec.householders, HV // H
+    for tensor in x:
+        if tensor is not None and tensor is not x.state and tensor is not x.rate and tensor.shape[:2] != (B, N):
+            raise ShapeError(f"every operand must have {B} x {N} chunks, got {list(tensor.shape)}")
+    erase, write = strengths(spec, x)
+    decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)
+    if decay is not None and n > 1:  # on a token's first micro-step
+        decay = pad(decay.unsqueeze(3), (0, 0) * (decay.dim() - 3) + (0, n - 1)).flatten(2, 3)
+    value = x.v.to(dtype)
+
+    def micro(tensor: Tensor | None) -> Tensor | None:
+        """[B, N, C, (n,) ...] -> [B, N, M, ...] in `dtype`."""
+        return None if tensor is None else (tensor if n == 1 else tensor.flatten(2, 3)).to(dtype)
+
+    chunks = _Chunks(
+        q=(K**-0.5 if spec.scale is None else spec.scale) * x.q.to(dtype),
+        k=_given(micro(x.k)),
+        u=_given(micro(value if write is None else _scaled(value, write))),
+        e=micro(x.erase_key),
+        a=micro(x.a),
+        b=micro(x.b),
+        erase=micro(erase),
+        decay=decay,
+    )
+    keys_differ = spec.transition == "dplr" or (spec.beta == "channel" and spec.transition == "delta")
+    by_channel = decay is not None and decay.dim() == 5
+    groups = 1 if keys_differ or by_channel else G
+    state = x.state
+    if state is None:
+        state = x.q.new_zeros(B, HV, K, V, dtype=dtype)
+    if sequence is None:
+        state = rearrange(state, "b (h g) k v -> 1 (b h) k (g v)", g=groups)
+    else:
+        state = rearrange(state, "y (h g) k v -> y h k (g v)", g=groups)
+    make = _channel_operands if keys_differ or by_channel else _scalar_operands
+    operands, beside = make(spec, chunks, state, G)
+    o, last = chunk_scan(operands._replace(sequence=sequence))
+    o = rearrange(o if beside is None else o + beside, "n (b h) g c v -> b n c (h g) v", b=B).to(x.v.dtype)
+    if sequence is None:
+        return o, rearrange(last, "1 (b h) k (g v) -> b (h g) k v", b=B, g=groups)
+    return o, rearrange(last, "y h k (g v) -> y (h g) k v", g=groups)
+
+
+class _Chunks(NamedTuple):
+    """Lowered operands. q [B, N, C, H, K], k and e [B, N, M, H, K], u [B, N, M, HV, V], a and b [B, N, M, HV, K],
+    erase [B, N, M, HV] or [B, N, M, HV, K], decay [B, N, M, HV] or [B, N, M, HV, K]."""
+
+    q: Tensor
+    k: Tensor
+    u: Tensor
+    e: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    erase: Tensor | None
+    decay: Tensor | None
+
+
+def _given(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x
+
+
+def _scaled(x: Tensor, strength: Tensor) -> Tensor:
+    return x * (strength if strength.dim() == x.dim() else strength.unsqueeze(-1))
+
+
+def _running(decay: Tensor, dim: int) -> Tensor:
+    """The cumulative decay within a chunk, along `dim`.
+
+    In float64, so that differences stay exact after a token that forgets all; by a triangle of ones, whose
+    gradient is a product too, where a cumulative sum's is two reversals and a sum.
+    """
+    wide = decay.to(decay.dtype if decay.device.type == "mps" else torch.float64)
+    M = decay.shape[dim]
+    upto = torch.ones(M, M, dtype=wide.dtype, device=decay.device).tril()
+    return wide @ upto.T if dim == decay.dim() - 1 else upto @ wide
+
+
+def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -> tuple[ChunkOperands, None]:
+    """Decay none or a scalar a head; keys shared by the value heads of a group."""
+    n = spec.householders
+    q = rearrange(x.q, "b n c h k -> n (b h) c k")
+    k = rearrange(x.k, "b n m h k -> n (b h) m k")
+    e = None if x.e is None else rearrange(x.e, "b n m h k -> n (b h) m k")
+    u = rearrange(x.u, "b n m (h g) v -> n (b h) g m v", g=groups)
+    C, M = q.shape[2], k.shape[2]
+    token = torch.arange(M, device=q.device) // n
+    row = torch.arange(C, device=q.device)
+    seen = token < row[:, None] if spec.read == "before" else token <= row[:, None]
+    p = (q @ k.transpose(2, 3)).unsqueeze(2)
+    delta = spec.transition == "delta"
+    scale_q = scale_e = scale_w = gamma = G_e = G_i = None
+    if x.decay is not None:
+        decay = rearrange(x.decay, "b n m (h g) -> n (b h) g m", g=groups)
+        G_i = _running(decay, 3)
+        G_q = _at_reads(spec, G_i, decay, 3)
+        G_e = G_i - decay if spec.erase_from == "previous" else G_i
+        last = G_i[..., -1:]
+        scale_q, scale_w = _exp(G_q, p), _exp(last - G_i, p)
+        gamma = rearrange(_exp(last, p), "n z g 1 -> n z 1 g")
+        p = p * _exp(torch.where(seen, G_q.unsqueeze(-1) - G_i.unsqueeze(-2), -torch.inf), p)
+    else:
+        p = p.expand(-1, -1, groups, -1, -1)
+    p = torch.where(seen, p, 0)
+    if not delta:
+        return ChunkOperands(q, k, u, p, state, scale_q=scale_q, scale_w=scale_w, gamma=gamma), None
+    a = ((k if e is None else e) @ k.transpose(2, 3)).unsqueeze(2)
+    earlier = torch.ones(M, M, dtype=torch.bool, device=q.device).tril(-1)
+    if G_e is not None and G_i is not None:
+        a = a * _exp(torch.where(earlier, G_e.unsqueeze(-1) - G_i.unsqueeze(-2), -torch.inf), a)
+        scale_e = _exp(G_e, a)
+    else:
+        a = a.expand(-1, -1, groups, -1, -1)
+    if x.erase is not None:
+        erase = rearrange(x.erase, "b n m (h g) -> n (b h) g m", g=groups)
+        a = a * erase.unsqueeze(-1)
+        scale_e = erase if scale_e is None else erase * scale_e
+    a = torch.where(earlier, a, 0)
+    return ChunkOperands(q, k, u, p, state, a, e, scale_q, scale_e, scale_w, gamma), None
+
+
+def _channel_operands(
+    spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int
+) -> tuple[ChunkOperands, Tensor | None]:
+    """Decay per channel, or keys that differ by value head: the decays go into the keys.
+
+    Also returns what is written beside the scan and read at once: P_k V of dplr.
+    """
+    n = spec.householders
+    by_value_head = "b n m h k -> n (b h g) m k"
+    q = repeat(x.q, by_value_head, g=groups)
+    k = repeat(x.k, by_value_head, g=groups)
+    u = rearrange(x.u, "b n m h v -> n (b h) 1 m v")
+    decay = q.new_zeros(*k.shape[:3], 1)
+    if x.decay is not None:
+        decay = rearrange(x.decay if x.decay.dim() == 5 else x.decay.unsqueeze(-1), "b n m h k -> n (b h) m k")
+    G_i = _running(decay, 2)
+    before = spec.read == "before"
+    # A token's read stands on the micro-step that it follows: its last, or with read="before" its first.
+    q_M = q if n == 1 else pad(q.unsqueeze(3), (0, 0, *((0, n - 1) if before else (n - 1, 0)))).flatten(2, 3)
+    G_q = G_i - decay if before else G_i
+    G_e = G_i - decay if spec.erase_from == "previous" else G_i
+    last = G_i[:, :, -1:]
+    gamma = rearrange(_exp(last, q), "n z 1 k -> n z k 1")
+    reads, marks = [q_M], [G_q]
+    if spec.transition == "dplr":
+        assert x.a is not None
+        reads.append(rearrange(x.a, "b n m h k -> n (b h) m k"))
+        marks.append(G_e)
+    elif spec.transition == "delta":
+        e = k if x.e is None else repeat(x.e, by_value_head, g=groups)
+        if x.erase is not None:
+            erase = x.erase if x.erase.dim() == 5 else x.erase.unsqueeze(-1)
+            e = e * rearrange(erase, "b n m h k -> n (b h) m k")
+        reads.append(e)
+        marks.append(G_e)
+    writes = [k]
+    if spec.transition == "dplr":
+        assert x.b is not None
+        writes.append(rearrange(x.b, "b n m h k -> n (b h) m k"))
+    products = decayed_products(torch.stack(reads, 2), torch.stack(marks, 2), torch.stack(writes, 2), G_i)
+    own = [torch.diag_embed((q_M * write).sum(-1)) if not before else 0 for write in writes]
+    p_k = products[:, :, 0, 0] + own[0]
+    p_k = (p_k if n == 1 else p_k[:, :, slice(0 if before else n - 1, None, n)]).unsqueeze(2)
+    q_in = q * _exp(_at_reads(spec, G_i, decay, 2), q)
+    k_out = k * _exp(last - G_i, k)
+    if spec.transition == "additive":
+        return ChunkOperands(q_in, k_out, u, p_k, state, gamma=gamma), None
+    e_in = reads[1] * _exp(G_e, q)
+    if spec.transition == "delta":
+        a = products[:, :, 1, 0].unsqueeze(2)
+        return ChunkOperands(q_in, k_out, u, p_k, state, a, e_in, gamma=gamma), None
+    # dplr: y = S_{t-1}^T a is what the b write; as a delta rule it erases with -a, and the k write beside it.
+    b_out = writes[1] * _exp(last - G_i, q)
+    y_k = products[:, :, 1, 0].unsqueeze(2) @ u
+    p_b = (products[:, :, 0, 1] + own[1]).unsqueeze(2)
+    inject = k_out.transpose(2, 3) @ u.squeeze(2)
+    a = -products[:, :, 1, 1].unsqueeze(2)
+    operands = ChunkOperands(q_in, b_out, y_k, p_b, state, a, -e_in, gamma=gamma, inject=inject)
+    return operands, p_k @ u
+
+
+def _at_reads(spec: UpdateSpec, G_i: Tensor, decay: Tensor, dim: int) -> Tensor:
+    """The cumulative decay at each token's read: [.., M, ..] -> [.., C, ..]."""
+    first = G_i - decay if spec.read == "before" else G_i
+    n = spec.householders
+    return first if n == 1 else first.unflatten(dim, (-1, n)).select(dim + 1, 0)
+
+
+def _exp(x: Tensor, like: Tensor) -> Tensor:
+    return x.to(like.dtype).exp()
+
+
+def decayed_products(reads: Tensor, marks: Tensor, writes: Tensor, G_i: Tensor) -> Tensor:
+    """sum_k reads_ik exp(marks_ik - G_jk) writes_jk for i > j, zeros elsewhere, for any decay.
+
+    At level s the rows of the upper half and the columns of the lower half of each block of 2 s micro-steps are
+    taken relative to the boundary between them: both factors are at most 1, whatever the decay.
+
+    Args:
+        reads, marks: [N, Z, R, M, K], R kinds of reads and the cumulative decay that each stands at.
+        writes: [N, Z, W, M, K], W kinds of writes; G_i: [N, Z, M, K], the cumulative decay at each write.
+    Returns: [N, Z, R, W, M, M].
+    """
+    M, R, W = G_i.shape[2], reads.shape[2], writes.shape[2]
+    size = 1 << (M - 1).bit_length()
+    if size > M:
+        more = (0, 0, 0, size - M)
+        reads, writes = pad(reads, more), pad(writes, more)
+        marks, G_i = (torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], size - M, -1)], -2) for x in (marks, G_i))
+    products = reads.new_zeros(*reads.shape[:3], W, size, 1, 1)
+    s = 1
+    while s < size:
+        split = (size // (2 * s), 2, s)
+        G_upper, G_lower = marks.unflatten(3, split)[:, :, :, :, 1], G_i.unflatten(2, split)[:, :, :, 0]
+        boundary = G_lower[:, :, :, -1:]
+        upper = reads.unflatten(3, split)[:, :, :, :, 1] * _exp(G_upper - boundary.unsqueeze(2), reads)
+        lower = writes.unflatten(3, split)[:, :, :, :, 0] * _exp(boundary - G_lower, writes).unsqueeze(2)
+        block = rearrange(upper, "n z r l i k -> n z l (r i) k") @ rearrange(lower, "n z w l j k -> n z l k (w j)")
+        block = rearrange(block, "n z l (r i) (w j) -> n z r w l i j", r=R, w=W)
+        pairs = products.unflatten(4, (-1, 2))
+        top = pad(pairs[..., 0, :, :], (0, s))
+        products = torch.cat([top, torch.cat([block, pairs[..., 1, :, :]], -1)], -2)
+        s *= 2
+    return products[..., 0, :M, :M]

@@ -1,0 +1,132 @@
+"""The compile backend: the chunk-parallel update in plain torch, written for torch.compile."""
+
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, state_dtype
+from deltazoo.backends.chunked import chunked_update, cut, join
+from deltazoo.backends.errors import UnsupportedError
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.token import token_update
+
+_Function = Callable[[UpdateInputs, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class _Key(NamedTuple):
+    """What one compiled function serves; never T, and B only where it is 1."""
+
+    spec: UpdateSpec
+    meta: UpdateMeta
+    operands: tuple[bool, ...]
+    one_row: bool
+
+
+class CompileBackend(Backend):
+    """Compute the update in chunks: WY form, a blocked triangular inverse, and a scan over chunks.
+
+    Takes every spec, float dtype and device that torch.compile serves; computes in float32 (float64 for float64
+    inputs). Inside torch.compile it is traced into the caller's graph; from eager code it compiles itself once
+    for each spec, dtype, heads and widths, and not again for another B or T. One token is computed at once.
+
+    Args: chunk: tokens a chunk, a power of two from 16; with householders the micro-steps of a chunk stay near
+        this number. compiled: False runs the same code eagerly, which is slower and needs no compiler.
+    """
+
+    name = "compile"
+
+    def __init__(self, chunk: int = 64, compiled: bool = True) -> None:
+        if chunk < 16 or chunk & (chunk - 1):
+            raise ValueError(f"chunk must be a power of two from 16, got {chunk}")
+        self.chunk = chunk
+        self.compiled = compiled
+        self._functions: dict[_Key, _Function] = {}
+
+    def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+        return []
+
+    def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
+        if inputs.q.shape[1] == 0:
+            return _empty(inputs)
+        if torch.compiler.is_compiling() or not self.compiled:
+            return self._update(spec, inputs)
+        if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
+            return token_update(spec, inputs)
+        return self._by_own_graph(spec, inputs)
+
+    def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            state = states if slots is None else states.index_select(0, slots)
+            out = token_update(spec, inputs._replace(state=state))
+            if slots is None:
+                states.copy_(out.state)
+            else:
+                states.index_copy_(0, slots, out.state)
+        return out.o
+
+    def _update(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
+        """The update as plain torch: traced by the caller's torch.compile, or eager."""
+        T = inputs.q.shape[1]
+        if T == 1 and inputs.cu_seqlens is None:
+            return token_update(spec, inputs)
+        chunks, table = cut(spec, inputs, self._tokens(spec))
+        o, state = chunked_update(spec, chunks, None if table is None else table.sequence)
+        return UpdateOutput(join(o, T, table), state)
+
+    def _by_own_graph(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
+        """The same from eager code: cut the operands, so that the graph sees whole chunks, and compile the rest."""
+        # At least two chunks: torch.compile makes a graph of its own for a size of 1.
+        chunks, table = cut(spec, inputs, self._tokens(spec), least=2)
+        present = tuple(tensor is not None for tensor in inputs)
+        key = _Key(spec, UpdateMeta.of(inputs), present, inputs.q.shape[0] == 1)
+        if key not in self._functions:
+            self._functions[key] = _compiled(spec)
+        o, state = self._functions[key](_with_free_sizes(chunks), None if table is None else table.sequence)
+        return UpdateOutput(join(o, inputs.q.shape[1], table), state)
+
+    def _tokens(self, spec: UpdateSpec) -> int:
+        return max(16, self.chunk >> (spec.householders - 1).bit_length())
+
+
+def _compiled(spec: UpdateSpec) -> _Function:
+    def update(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
+        return chunked_update(spec, chunks, sequence)
+
+    # torch.compile counts recompilations by code object: a copy gives each function a count of its own.
+    own = types.FunctionType(update.__code__.replace(), update.__globals__, "update", None, update.__closure__)
+    compiled = torch.compile(own, fullgraph=True)
+
+    def call(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
+        try:
+            return compiled(chunks, sequence)
+        except torch._inductor.exc.InvalidCxxCompiler as error:
+            raise UnsupportedError(
+                "backend 'compile' needs a C++ compiler to compile itself on the CPU, and torch found none: "
+                "install g++ or clang++ (Windows: cl), or use CompileBackend(compiled=False) or 'reference'"
+            ) from error
+
+    return call
+
+
+def _with_free_sizes(chunks: UpdateInputs) -> UpdateInputs:
+    """Views of the operands whose B, N and number of sequences torch.compile shall not fix."""
+    views = {name: x.view_as(x) for name, x in chunks._asdict().items() if x is not None}
+    for name, view in views.items():
+        dims = {"rate": (), "state": (0,)}.get(name, (0, 1))
+        for dim in dims:
+            if view.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(view, dim)
+    return chunks._replace(**views)
+
+
+def _empty(inputs: UpdateInputs) -> UpdateOutput:
+    """No token: the initial state comes back."""
+    HV, V = inputs.v.shape[-2:]
+    B, _, _, K = inputs.q.shape
+    rows = B if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    dtype = state_dtype(inputs.q.dtype)
+    state = inputs.q.new_zeros(rows, HV, K, V, dtype=dtype) if inputs.state is None else inputs.state.clone()
+    return UpdateOutput(inputs.v.new_zeros(B, 0, HV, V), state)
