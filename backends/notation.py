@@ -2,61 +2,63 @@
 
 from deltazoo.backends.spec import UpdateSpec
 
-_DECAY = {"none": "", "fixed": "Diag(d)", "head": "d_t", "channel": "Diag(d_t)", "rate": "Diag(exp(step_t rate))"}
+_SCALAR_DECAY = {"head": "d_t"}
+_MATRIX_DECAY = {"fixed": "Diag(d)", "channel": "Diag(d_t)", "rate": "Diag(exp(step_t rate))"}
 
 
 def equation(spec: UpdateSpec) -> str:
-    """Write the recurrence in one or two lines of plain text.
+    """Write the recurrence in one or two lines of plain text; d is the decay exp(log_decay), f a strength made of k.
 
-    S_t = d_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T;  o_t = scale S_t^T q_t
+    S_t = d_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T;  o_t = K^-1/2 S_t^T q_t
     """
-    decay = _DECAY[spec.decay]
-    decayed = f"{decay} S_(t-1)" if decay else "S_(t-1)"
-    write = {"none": "k_t v_t^T", "head": "{w} k_t v_t^T", "channel": "k_t (w_t * v_t)^T"}[spec.beta]
-    strength = _strength(spec)
-    write = write.format(w=strength[1])
-    if spec.negative_eigenvalues == "both" and spec.beta == "channel":
-        write = "2 " + write
-    if spec.transition == "additive":
-        body = f"S_t = {decayed} + {write}"
-    elif spec.transition == "dplr":
-        body = f"S_t = {decayed} + b_t (a_t^T S_(t-1)) + {write}"
-    else:
-        key = "e_t" if spec.erase_key == "own" else "k_t"
-        read = f"({'b_t * ' if spec.beta == 'channel' else ''}{key})^T".replace("(k_t)", "k_t").replace("(e_t)", "e_t")
-        state = "S_(t-1)" if spec.erase_from == "previous" else decayed
-        erase = f"{strength[0]} k_t {read} {state}".strip()
-        body = f"S_t = {decayed} - {erase} + {write}"
-        if spec.beta != "head" and spec.reparam != "none":
-            body = body.replace(write, f"f_t {write}")
+    erase, write = _strengths(spec)
+    value = "(w_t * v_t)^T" if spec.beta == "channel" else "v_t^T"
+    line = f"S_t = {_kept(spec, erase)} + {_product(write, 'k_t', value)}"
     if spec.householders > 1:
-        body += f"   ({spec.householders} such steps a token, the decay on the first)"
-    scale = "K^-1/2 " if spec.scale is None else "" if spec.scale == 1 else f"{spec.scale:g} "
-    line = f"{body};  o_t = {scale}{'S_(t-1)' if spec.read == 'before' else 'S_t'}^T q_t"
-    return f"{line}{_where(spec)}"
+        line += f"   ({spec.householders} such steps a token, the decay on the first)"
+    scale = "K^-1/2" if spec.scale is None else "" if spec.scale == 1 else f"{spec.scale!r}"
+    read = "S_(t-1)^T" if spec.read == "before" else "S_t^T"
+    return f"{line};  o_t = {_product(scale, read, 'q_t')}{_factor(spec)}"
 
 
-def _strength(spec: UpdateSpec) -> tuple[str, str]:
-    """The factors on erase and write, as written."""
+def _kept(spec: UpdateSpec, erase: str) -> str:
+    """What is left of the previous state."""
+    scalar, matrix = _SCALAR_DECAY.get(spec.decay, ""), _MATRIX_DECAY.get(spec.decay, "")
+    if spec.transition == "additive":
+        return _product(scalar, matrix, "S_(t-1)")
+    diagonal = matrix or _product(scalar, "I")
+    if spec.transition == "dplr":
+        return f"({diagonal} + b_t a_t^T) S_(t-1)"
+    key = "e_t" if spec.erase_key == "own" else "k_t"
+    reader = f"(b_t * {key})^T" if spec.beta == "channel" else f"{key}^T"
+    erased = _product(erase, "k_t", reader)
+    if spec.erase_from == "previous":
+        return f"({diagonal} - {erased}) S_(t-1)"
+    return _product(scalar, f"(I - {erased})", matrix, "S_(t-1)")
+
+
+def _strengths(spec: UpdateSpec) -> tuple[str, str]:
+    """The scalars before the erase and the write."""
     if spec.reparam != "none":
         return "f_t", "f_t"
     beta = "beta_t" if spec.beta == "head" else ""
-    doubled = f"2 {beta}".strip()
-    if spec.negative_eigenvalues == "off":
-        return beta, beta
-    return doubled, doubled if spec.negative_eigenvalues == "both" else beta
+    doubled = _product("2", beta)
+    return {"off": (beta, beta), "both": (doubled, doubled), "erase": (doubled, beta)}[spec.negative_eigenvalues]
 
 
-def _where(spec: UpdateSpec) -> str:
+def _factor(spec: UpdateSpec) -> str:
+    """The line that says what f_t is."""
     if spec.reparam == "none":
         return ""
-    n = "k_t^T (b_t * k_t)" if spec.beta == "channel" else "|k_t|^2"
-    beta = "beta_t" if spec.beta == "head" else "1"
-    if spec.reparam == "efla":
-        factor = f"(1 - exp(-{beta} {n})) / {n}".replace("-1 ", "-")
-    else:
-        factor = f"{beta} / (1 + {beta} {n})".replace("1 |", "|").replace("1 k", "k")
+    norm = "(k_t^T (b_t * k_t))" if spec.beta == "channel" else "|k_t|^2"
+    beta = "beta_t" if spec.beta == "head" else ""
+    time = _product(beta, norm)
+    factor = f"(1 - exp(-{time})) / {norm}" if spec.reparam == "efla" else f"{beta or 1} / (1 + {time})"
     return f"\n  with f_t = {factor}"
+
+
+def _product(*factors: str) -> str:
+    return " ".join(factor for factor in factors if factor)
 
 
 # The papers whose update a spec is, by the axes that differ from UpdateSpec's defaults (scale left out).

@@ -131,7 +131,8 @@ class UpdateSpec(BaseModel):
             return Spectrum(None, None, "the erase strength differs over channels")
         if self.reparam != "none":
             return Spectrum(0.0, 1.0, "any k and any beta >= 0")
-        return Spectrum(0.0 if self.negative_eigenvalues == "off" else -1.0, 1.0, "|k| <= 1 and beta in [0, 1]")
+        condition = "|k| <= 1" if self.beta == "none" else "|k| <= 1 and beta in [0, 1]"
+        return Spectrum(0.0 if self.negative_eigenvalues == "off" else -1.0, 1.0, condition)
 
     def operands(self, B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, tuple[int, ...]]:
         """Name every operand that the spec wants, with its shape; `state` and `cu_seqlens` are always optional.
