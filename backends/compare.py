@@ -1,6 +1,6 @@
 """Compare a backend with the reference in float64: outputs, final state and every gradient."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,12 @@ class Report(NamedTuple):
 
 
 def compare(
-    backend: str | Backend, case: Case, *, outputs: str = "both", grad: bool = True, device: torch.device | str = "cpu"
+    backend: str | Backend,
+    case: Case,
+    *,
+    outputs: Literal["both", "o", "state"] = "both",
+    grad: bool = True,
+    device: torch.device | str = "cpu",
 ) -> Report:
     """Compare a backend with the float64 reference on the inputs of a case, rounded to the case's dtype.
 
@@ -76,7 +81,8 @@ def compare(
     refused = refusal(backend, case, inputs, grad)
     if refused is not None:
         return refused
-    cotangents = draw_cotangents(case, inputs, outputs) if grad else None
+    d_o, d_state = draw_cotangents(case, inputs)
+    cotangents = (None if outputs == "state" else d_o, None if outputs == "o" else d_state) if grad else None
     got = run(backend, case.spec, inputs, cotangents)
     want = exact(case.spec, inputs, cotangents)
     usual = want
@@ -146,22 +152,22 @@ def run(
 def exact(spec: UpdateSpec, inputs: UpdateInputs, cotangents: Cotangents | None) -> dict[str, Tensor]:
     """What `run` should have found: the reference in float64 on the same, rounded numbers."""
     operands = {name: x.double() for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()}
-    if cotangents is not None:
-        cotangents = tuple(None if x is None else x.double() for x in cotangents)  # type: ignore[assignment]
-    return run(ReferenceBackend(), spec, inputs._replace(**operands), cotangents)
+    inputs = inputs._replace(**operands)
+    if cotangents is None:
+        return run(ReferenceBackend(), spec, inputs, None)
+    d_o, d_state = cotangents
+    d_o, d_state = None if d_o is None else d_o.double(), None if d_state is None else d_state.double()
+    return run(ReferenceBackend(), spec, inputs, (d_o, d_state))
 
 
-def draw_cotangents(case: Case, inputs: UpdateInputs, outputs: str = "both") -> Cotangents:
-    """Draw random cotangents of o and of the final state, in their dtypes; None for an output that has none."""
+def draw_cotangents(case: Case, inputs: UpdateInputs) -> tuple[Tensor, Tensor]:
+    """Draw random cotangents of o and of the final state, in their dtypes."""
     _, B, T, _, HV, K, V, _ = case.shape
     device = inputs.q.device
     generator = torch.Generator(device).manual_seed(case.seed + 1)
     d_o = torch.randn(B, T, HV, V, generator=generator, dtype=torch.float64, device=device)
     d_state = torch.randn(case.shape.sequences, HV, K, V, generator=generator, dtype=torch.float64, device=device)
-    return (
-        None if outputs == "state" else d_o.to(case.dtype),
-        None if outputs == "o" else d_state.to(state_dtype(case.dtype)),
-    )
+    return d_o.to(case.dtype), d_state.to(state_dtype(case.dtype))
 
 
 def relative_error(got: Tensor, want: Tensor, usual: Tensor) -> float:

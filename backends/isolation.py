@@ -87,7 +87,6 @@ def _isolated(
     if refused is not None:
         return refused
     d_o, d_state = draw_cotangents(case, inputs)
-    assert d_o is not None and d_state is not None
     cotangents = d_o * region.o, d_state * region.state
     other = draw(case._replace(seed=case.seed + 2), inputs.q.device)
     changed = {}
