@@ -89,14 +89,19 @@ def _causal(T: int, which_T: Tensor) -> Tensor:
 def _later_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, which_T: Tensor | None) -> Tensor:
     """Tokens W and later: those of each block of W see their own block and the one before; [B, T - W, H, E]."""
     B, T = q.shape[:2]
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, -T % W)).unflatten(1, (-1, W)) for x in (q, k, v))
-    k, v = (torch.cat([x[:, :-1], x[:, 1:]], 2) for x in (k, v))
+    q_BMWE, k_BMWE, v_BMWE = (_blocks(x, W) for x in (q, k, v))
+    k, v = (torch.cat([x[:, :-1], x[:, 1:]], 2) for x in (k_BMWE, v_BMWE))
     key_J = torch.arange(2 * W, device=q.device)
     query_W1 = key_J[:W, None]
     seen = (key_J > query_W1) & (key_J <= query_W1 + W)
     if which_T is not None:  # B = 1: a mask for each block
-        which_MW = F.pad(which_T, (0, -T % W), value=-1).view(-1, W)
+        which_MW = _blocks(which_T[None], W)[0]
         before_and_own = torch.cat([which_MW[:-1], which_MW[1:]], 1)
         seen = (seen & (before_and_own[:, None] == which_MW[1:, :, None]))[:, None]
-    o = sdpa(q[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, seen)
+    o = sdpa(q_BMWE[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, seen)
     return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - W]
+
+
+def _blocks(x: Tensor, W: int) -> Tensor:
+    """Cut time into blocks of W, the last filled up with zeros: [B, T, ...] -> [B, M, W, ...]."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % W)).unflatten(1, (-1, W))
