@@ -36,7 +36,7 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
 
 
 def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> None:
-    """Raise unless `states` and `slots` fit one decoded token a row."""
+    """Raise unless `states` and `slots` fit one decoded token a row; the values of slots are checked on the CPU."""
     B, T = inputs.q.shape[:2]
     if T != 1:
         raise ShapeError(f"step_ takes one token a row: q must have T = 1, got T = {T}")
@@ -57,6 +57,10 @@ def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Te
             raise DtypeError(f"slots must be int64, got {slots.dtype}")
         if slots.device != inputs.q.device:
             raise DeviceError(f"slots must be on {inputs.q.device}, where q is, got {slots.device}")
+        if slots.device.type == "cpu" and not torch.compiler.is_compiling():
+            taken: list[int] = slots.tolist()
+            if len(set(taken)) < B or any(not 0 <= slot < states.shape[0] for slot in taken):
+                raise ValueRangeError(f"slots must be distinct rows of the {states.shape[0]} states, got {taken}")
 
 
 def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
@@ -169,10 +173,10 @@ def _check_dtypes(inputs: UpdateInputs) -> None:
             if tensor.dtype != state_dtype(dtype):
                 raise DtypeError(f"{name} must be {state_dtype(dtype)} with q in {dtype}, got {tensor.dtype}")
         elif name in _STRENGTHS:
-            if tensor.dtype not in (dtype, state_dtype(dtype)):
-                raise DtypeError(
-                    f"{name} must be {dtype} or {state_dtype(dtype)} with q in {dtype}, got {tensor.dtype}"
-                )
+            allowed = dict.fromkeys((dtype, state_dtype(dtype)))
+            if tensor.dtype not in allowed:
+                rule = " or ".join(map(str, allowed))
+                raise DtypeError(f"{name} must be {rule} with q in {dtype}, got {tensor.dtype}")
         elif tensor.dtype != dtype:
             raise DtypeError(f"{name} must be {dtype} like q, got {tensor.dtype}")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
 from deltazoo.backends.check import check, check_step
-from deltazoo.backends.errors import PluginError, UnsupportedError
+from deltazoo.backends.errors import DuplicateNameError, PluginError, UnknownNameError, UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
 
 _log = logging.getLogger("deltazoo")
@@ -55,14 +55,17 @@ class BoundUpdate:
 
     def backend_for(self, meta: UpdateMeta) -> Backend:
         """The backend that runs on such tensors: the first candidate for the device that can."""
-        candidates = self._candidates.get(meta.device, self._candidates[""])
-        for backend in candidates:
+        for backend in self.candidates(meta.device):
             if not backend.unsupported(self.spec, meta):
                 return backend
-        raise UnsupportedError(_refusals(self.spec, meta, candidates))
+        raise UnsupportedError(_refusals(self.spec, meta, self.candidates(meta.device)))
+
+    def candidates(self, device: str) -> tuple[Backend, ...]:
+        """The backends that are tried on a type of device, in order."""
+        return self._candidates.get(device, self._candidates[""])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return bind, (self.spec, self.asked)
+        return _bound, (self.spec, self.asked)  # a copy made inside `use_backend` stays what it was
 
     def __repr__(self) -> str:
         order = {device or "other": [b.name for b in backends] for device, backends in self._candidates.items()}
@@ -79,20 +82,18 @@ def bind(spec: UpdateSpec, backend: str | Backend | None = None, meta: UpdateMet
             backend that must be passed over is logged with its reasons.
     Raises: UnknownNameError, DuplicateNameError, PluginError, UnsupportedError.
     """
-    asked = backend if backend is not None else (_override[-1] if _override else None)
-    if asked is not None:
-        only = (resolve(asked),)
-        if meta is not None and only[0].unsupported(spec, meta):
-            raise UnsupportedError(_refusals(spec, meta, only))
-        return BoundUpdate(spec, {"": only}, asked)
-    candidates = {device: _default(order) for device, order in DEFAULT_ORDER.items()}
-    if meta is not None:
-        for candidate in candidates.get(meta.device, candidates[""]):
-            reasons = candidate.unsupported(spec, meta)
-            if not reasons:
-                break
-            _log.warning("backend %r passed over for %s: %s", candidate.name, spec, " ".join(reasons))
-    return BoundUpdate(spec, candidates, None)
+    bound = _bound(spec, backend if backend is not None else (_override[-1] if _override else None))
+    if meta is None:
+        return bound
+    if bound.asked is not None:
+        bound.backend_for(meta)
+        return bound
+    for candidate in bound.candidates(meta.device):
+        reasons = candidate.unsupported(spec, meta)
+        if not reasons:
+            break
+        _log.warning("backend %r passed over for %s: %s", candidate.name, spec, " ".join(reasons))
+    return bound
 
 
 def update(spec: UpdateSpec, inputs: UpdateInputs, backend: str | Backend | None = None) -> UpdateOutput:
@@ -130,12 +131,17 @@ def resolve(backend: str | Backend) -> Backend:
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str):
-        raise TypeError(f"backend must be a name, a Backend or None, got {type(backend).__name__}")
+        raise TypeError(f"backend must be a name, a Backend or None, got {backend!r}")
     if backend not in _loaded:
         found = registry.load(registry.BACKENDS, backend)
-        made = found() if isinstance(found, type) else found
+        try:
+            made = found() if isinstance(found, type) else found
+        except Exception as error:
+            raise PluginError(f"backend {backend!r} cannot be made: {type(error).__name__}: {error}") from error
         if not isinstance(made, Backend):
             raise PluginError(f"backend {backend!r} must be a deltazoo.Backend, got {type(made).__name__}")
+        if not isinstance(getattr(made, "name", None), str):
+            raise PluginError(f"backend {backend!r} must have a name, a string, got {getattr(made, 'name', None)!r}")
         _loaded[backend] = made
     return _loaded[backend]
 
@@ -179,11 +185,8 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
     verdicts: list[Verdict] = []
     chosen = False
     for name in [*listed, *(name for name in installed if name not in listed)]:
-        try:
-            found = asked if isinstance(asked, Backend) and name == asked.name else resolve(name)
-            reasons = found.unsupported(spec, meta)
-        except PluginError as error:
-            reasons = [str(error)]
+        found = asked if isinstance(asked, Backend) and name == asked.name else name
+        reasons = _reasons(found, spec, meta)
         wins = not reasons and not chosen and name in listed
         chosen = chosen or wins
         if not wins and not reasons:
@@ -193,9 +196,27 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
     return Explanation(verdicts)
 
 
+def _bound(spec: UpdateSpec, asked: str | Backend | None) -> BoundUpdate:
+    if asked is not None:
+        return BoundUpdate(spec, {"": (resolve(asked),)}, asked)
+    return BoundUpdate(spec, {device: _default(order) for device, order in DEFAULT_ORDER.items()}, None)
+
+
 def _default(order: Sequence[str]) -> tuple[Backend, ...]:
     installed = registry.names(registry.BACKENDS)
     return tuple(resolve(name) for name in order if name in installed)
+
+
+def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+    """Why a backend cannot; a plug-in that is broken is no reason to tell nothing of the others."""
+    try:
+        return resolve(backend).unsupported(spec, meta)
+    except (PluginError, DuplicateNameError) as error:
+        return [str(error)]
+    except UnknownNameError:
+        raise
+    except Exception as error:
+        return [f"it cannot say whether it can: {type(error).__name__}: {error}"]
 
 
 def _refusals(spec: UpdateSpec, meta: UpdateMeta, candidates: Sequence[Backend]) -> str:

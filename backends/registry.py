@@ -68,6 +68,7 @@ def duplicates(group: str) -> list[str]:
 
 def refresh() -> None:
     """Look at the installed distributions again, after one was installed in this process."""
+    importlib.invalidate_caches()
     _found.cache_clear()
 
 

@@ -1,0 +1,227 @@
+"""Every mistake in the operands is a sentence that names the argument, the rule and what was got."""
+
+import re
+
+import pytest
+import torch
+
+from deltazoo import bind, update, validate
+from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.cases import Case, draw
+from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
+
+GDN = UpdateSpec(decay="head", beta="head")
+SHAPE = Shape("small", B=2, T=3, H=2, HV=4, K=5, V=6)
+PACK = SHAPE._replace(B=1, T=6, lengths=(2, 0, 4))
+
+
+def inputs_of(shape=SHAPE, dtype=torch.float32, seed=0, **axes) -> tuple[UpdateSpec, UpdateInputs]:
+    spec = UpdateSpec(**axes) if axes else GDN
+    return spec, draw(Case(spec, shape, dtype, seed=seed))
+
+
+def bounds(*values: int, dtype=torch.int32) -> dict[str, torch.Tensor]:
+    return {"cu_seqlens": torch.tensor(values, dtype=dtype), "state": None}
+
+
+F64, F16, META = torch.float64, torch.float16, torch.device("meta")
+WRONG = [
+    # what replaces operands of the gated delta rule [2, 3, 2, 5] / [2, 3, 4, 6], the error, its words
+    ({"beta": None}, OperandError, "beta is missing: this spec wants it with shape [2, 3, 4]"),
+    ({"log_decay": None}, OperandError, "log_decay is missing"),
+    ({"k": None}, OperandError, "k must be a tensor, got NoneType"),
+    ({"erase": torch.ones(2, 3, 4, 5)}, OperandError, "erase must be None: this spec wants q, k, v, log_decay, beta"),
+    ({"a": torch.ones(2, 3, 4, 5)}, OperandError, "a must be None"),
+    ({"state": [1.0]}, OperandError, "state must be a tensor or None, got list"),
+    ({"beta": 0.5}, OperandError, "beta must be a tensor or None, got float"),
+    ({"q": torch.ones(2, 3, 5)}, ShapeError, "q must have shape [B, T, H, K], got [2, 3, 5]"),
+    ({"v": torch.ones(2, 3, 4)}, ShapeError, "v must have shape [B, T, HV, V] for householders=1, got [2, 3, 4]"),
+    ({"k": torch.ones(2, 3, 2, 4)}, ShapeError, "k must have shape [2, 3, 2, 5], got [2, 3, 2, 4]"),
+    ({"k": torch.ones(2, 4, 2, 5)}, ShapeError, "k must have shape [2, 3, 2, 5], got [2, 4, 2, 5]"),
+    ({"v": torch.ones(2, 4, 4, 6)}, ShapeError, "v must have shape [2, 3, 4, 6], got [2, 4, 4, 6]"),
+    ({"v": torch.ones(2, 3, 3, 6)}, ShapeError, "must be a multiple of the heads of q, got HV=3, H=2"),
+    ({"v": torch.ones(2, 3, 0, 6)}, ShapeError, "must be at least 1, got H=2, K=5, HV=0, V=6"),
+    ({"q": torch.ones(2, 3, 2, 0)}, ShapeError, "must be at least 1, got H=2, K=0, HV=4, V=6"),
+    ({"beta": torch.ones(2, 3, 2)}, ShapeError, "beta must have shape [2, 3, 4] for beta='head', got [2, 3, 2]"),
+    (
+        {"log_decay": torch.zeros(2, 3, 4, 5)},
+        ShapeError,
+        "log_decay must have shape [2, 3, 4] for decay='head', got [2, 3, 4, 5]",
+    ),
+    ({"state": torch.ones(2, 4, 6, 5)}, ShapeError, "state must have shape [2, 4, 5, 6], got [2, 4, 6, 5]"),
+    ({"state": torch.ones(3, 4, 5, 6)}, ShapeError, "state must have shape [2, 4, 5, 6], got [3, 4, 5, 6]"),
+    (bounds(0, 3), ShapeError, "packed sequences (cu_seqlens) need B = 1, got B = 2"),
+    ({"q": torch.ones(2, 3, 2, 5, dtype=torch.int64)}, DtypeError, "q must be float64, float32, bfloat16 or float16"),
+    ({"k": torch.ones(2, 3, 2, 5, dtype=F16)}, DtypeError, "k must be torch.float32 like q, got torch.float16"),
+    (
+        {"log_decay": torch.zeros(2, 3, 4, dtype=F16)},
+        DtypeError,
+        "log_decay must be torch.float32 with q in torch.float32, got torch.float16",
+    ),
+    ({"state": torch.ones(2, 4, 5, 6, dtype=F64)}, DtypeError, "state must be torch.float32 with q in torch.float32"),
+    ({"beta": torch.ones(2, 3, 4, dtype=F64)}, DtypeError, "beta must be torch.float32 with q in"),
+    ({"v": torch.ones(2, 3, 4, 6, device=META)}, DeviceError, "v must be on cpu, where q is, got meta"),
+    ({"log_decay": torch.full((2, 3, 4), 0.25)}, ValueRangeError, "log_decay must be <= 0, got 0.25"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), WRONG, ids=[words for _, _, words in WRONG])
+def test_a_wrong_operand_is_named_with_the_rule_and_what_was_got(change, error, words):
+    spec, inputs = inputs_of()
+    with pytest.raises(error, match=re.escape(words)):
+        update(spec, inputs._replace(**change), backend="reference")
+
+
+PACKS = [
+    (bounds(0, 2, 6, dtype=torch.int64), DtypeError, "cu_seqlens must be int32, got torch.int64"),
+    (bounds(0, 4, 2, 6), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 2, 6]"),
+    (bounds(1, 4, 6), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [1, 4, 6]"),
+    (bounds(0, 4, 5), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 5]"),
+    (bounds(0, 4, 7), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 7]"),
+    (bounds(0, *[1] * 10, 7), ValueRangeError, "got [0, 1, 1, 1, '...', 1, 1, 7]"),
+    ({"cu_seqlens": torch.zeros(2, 2, dtype=torch.int32)}, ShapeError, "must have shape [N + 1], got [2, 2]"),
+    ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ShapeError, "must have shape [N + 1], got [0]"),
+    ({"state": torch.ones(1, 4, 5, 6)}, ShapeError, "state must have shape [3, 4, 5, 6], got [1, 4, 5, 6]"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "words"), PACKS, ids=[words for _, _, words in PACKS])
+def test_a_wrong_pack_is_named_with_the_rule_and_what_was_got(change, error, words):
+    spec, inputs = inputs_of(PACK)
+    with pytest.raises(error, match=re.escape(words)):
+        update(spec, inputs._replace(**change), backend="reference")
+
+
+AXES = [
+    ({"decay": "fixed"}, {"log_decay": torch.zeros(2)}, "must have shape [4] or [4, 5] for decay='fixed', got [2]"),
+    ({"decay": "rate"}, {"step": torch.full((2, 3, 4), -0.5)}, "step must be >= 0, got -0.5"),
+    ({"decay": "rate"}, {"rate": torch.full((4, 5), 2.0)}, "rate must be <= 0, got 2"),
+    ({"decay": "rate"}, {"rate": torch.zeros(4)}, "rate must have shape [4, 5] for decay='rate', got [4]"),
+    (
+        {"beta": "channel"},
+        {"write": torch.ones(2, 3, 4, 5)},
+        "write must have shape [2, 3, 4, 6] for beta='channel', got [2, 3, 4, 5]",
+    ),
+    (
+        {"erase_key": "own"},
+        {"erase_key": torch.ones(2, 3, 4, 5)},
+        "erase_key must have shape [2, 3, 2, 5] for erase_key='own', got [2, 3, 4, 5]",
+    ),
+    (
+        {"transition": "dplr"},
+        {"a": torch.ones(2, 3, 2, 5)},
+        "a must have shape [2, 3, 4, 5] for transition='dplr', got [2, 3, 2, 5]",
+    ),
+    (
+        {"householders": 2},
+        {"k": torch.ones(2, 3, 2, 5)},
+        "k must have shape [2, 3, 2, 2, 5] for householders=2, got [2, 3, 2, 5]",
+    ),
+    (
+        {"householders": 2},
+        {"v": torch.ones(2, 3, 4, 6)},
+        "v must have shape [B, T, n, HV, V] for householders=2, got [2, 3, 4, 6]",
+    ),
+    (
+        {"householders": 3, "beta": "head"},
+        {"beta": torch.ones(2, 3, 4)},
+        "beta must have shape [2, 3, 3, 4] for beta='head', householders=3, got [2, 3, 4]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("axes", "change", "words"), AXES, ids=[words for _, _, words in AXES])
+def test_a_wrong_shape_names_the_axis_that_asks_for_it(axes, change, words):
+    spec, inputs = inputs_of(**axes)
+    with pytest.raises(InputError, match=re.escape(words)):
+        update(spec, inputs._replace(**change), backend="reference")
+
+
+def test_a_fixed_decay_may_be_of_heads_or_of_channels():
+    spec, by_head = inputs_of(decay="fixed")
+    by_channel = by_head._replace(log_decay=by_head.log_decay[:, None].expand(4, 5))
+    heads, channels = (update(spec, x, backend="reference") for x in (by_head, by_channel))
+    assert torch.equal(heads.o, channels.o)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_strengths_may_be_float32_beside_low_precision_inputs(dtype):
+    spec, inputs = inputs_of(dtype=dtype)
+    wide = inputs._replace(beta=inputs.beta.float())
+    assert torch.equal(*(update(spec, x, backend="reference").state for x in (inputs, wide)))
+
+
+def test_strengths_beside_low_precision_inputs_may_have_no_third_dtype():
+    spec, inputs = inputs_of(dtype=torch.bfloat16)
+    with pytest.raises(DtypeError, match="beta must be torch.bfloat16 or torch.float32 with q in torch.bfloat16"):
+        update(spec, inputs._replace(beta=inputs.beta.half()), backend="reference")
+
+
+def test_a_shape_error_never_reaches_a_backend_that_would_compute_with_it():
+    spec, inputs = inputs_of()
+    with pytest.raises(ShapeError):
+        bind(spec, "reference")(inputs._replace(beta=inputs.beta[:, :, :1]))  # would broadcast
+
+
+VALUES = [
+    ({"q": float("nan")}, "q must be finite, got 1 values that are not."),
+    ({"state": float("inf")}, "state must be finite, got 1 values that are not."),
+    ({"beta": 1.5}, "beta must be in [0, 1] (negative eigenvalues double it inside), got values from"),
+    ({"beta": -0.5}, "beta must be in [0, 1]"),
+    ({"log_decay": 1.0}, "log_decay must be <= 0, got 1."),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), VALUES, ids=[words for _, words in VALUES])
+def test_validate_names_values_that_no_call_looks_at(change, words):
+    spec, inputs = inputs_of()
+    validate(spec, inputs)
+    ((name, value),) = change.items()
+    getattr(inputs, name).view(-1)[7] = value
+    with pytest.raises(ValueRangeError, match=re.escape(words)):
+        validate(spec, inputs)
+
+
+def test_validate_lists_every_broken_rule_at_once():
+    spec, inputs = inputs_of()
+    inputs.v[0, 0, 0, 0], inputs.beta[0, 0, 0] = float("nan"), 7.0
+    with pytest.raises(ValueRangeError, match=r"v must be finite.*beta must be in \[0, 1\].*to 7"):
+        validate(spec, inputs)
+
+
+def test_a_time_of_efla_may_be_any_but_negative():
+    spec, inputs = inputs_of(beta="head", reparam="efla")
+    validate(spec, inputs._replace(beta=100 * inputs.beta))
+    with pytest.raises(ValueRangeError, match="beta must be >= 0, got values from -"):
+        validate(spec, inputs._replace(beta=-inputs.beta))
+
+
+STEPS = [
+    ({"T": 2}, {}, {}, ShapeError, "step_ takes one token a row: q must have T = 1, got T = 2"),
+    ({}, {"state": torch.zeros(2, 4, 5, 6)}, {}, OperandError, "step_ reads `states`; inputs.state must be None"),
+    ({}, {}, {"states": torch.zeros(2, 4, 6, 5)}, ShapeError, "states must have shape [2, 4, 5, 6]"),
+    ({}, {}, {"states": torch.zeros(9, 4, 5, 6)}, ShapeError, "states must have shape [2, 4, 5, 6]"),
+    ({}, {}, {"states": torch.zeros(2, 4, 5, 6, dtype=F64)}, DtypeError, "states must be torch.float32"),
+    ({}, {}, {"states": torch.zeros(2, 4, 5, 6, device=META)}, DeviceError, "states must be on cpu"),
+    ({}, {}, {"slots": torch.zeros(3, dtype=torch.int64)}, ShapeError, "slots must have shape [2], got [3]"),
+    ({}, {}, {"slots": torch.zeros(2, dtype=torch.int32)}, DtypeError, "slots must be int64, got torch.int32"),
+    ({}, {}, {"slots": torch.tensor([1, 1])}, ValueRangeError, "slots must be distinct rows of the 2 states"),
+    ({}, {}, {"slots": torch.tensor([0, 2])}, ValueRangeError, "slots must be distinct rows of the 2 states"),
+    ({}, {}, {"slots": torch.tensor([0, -1])}, ValueRangeError, "got [0, -1]"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "change", "call", "error", "words"), STEPS, ids=[step[-1] for step in STEPS])
+def test_a_wrong_decode_is_named_with_the_rule_and_what_was_got(sizes, change, call, error, words):
+    spec, inputs = inputs_of(SHAPE._replace(**{"T": 1} | sizes))
+    arguments = {"states": torch.zeros(2, 4, 5, 6), "slots": None} | call
+    with pytest.raises(error, match=re.escape(words)):
+        bind(spec, "reference").step_(inputs._replace(**{"state": None} | change), **arguments)
+
+
+def test_a_decode_takes_no_pack():
+    spec, inputs = inputs_of(PACK._replace(T=1, lengths=(1,)))
+    with pytest.raises(OperandError, match="step_ takes no cu_seqlens: give each sequence a row"):
+        bind(spec, "reference").step_(inputs._replace(state=None), torch.zeros(1, 4, 5, 6))

@@ -1,0 +1,219 @@
+"""The only dispatch: who is chosen, who refuses and why, and that nothing falls back in silence."""
+
+import copy
+import logging
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain, update, use_backend
+from deltazoo.backends import dispatch
+from deltazoo.backends.cases import Case, draw
+from deltazoo.backends.errors import UnknownNameError, UnsupportedError
+from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.shapes import SHAPES
+
+GDN = UpdateSpec(decay="head", beta="head")
+CPU = UpdateMeta("cpu", torch.float32, H=2, HV=2, K=4, V=4)
+
+
+class Picky(ReferenceBackend):
+    """Takes widths that are powers of two; remembers what it was asked for."""
+
+    name = "picky"
+
+    def __init__(self):
+        self.calls = 0
+
+    def unsupported(self, spec, meta):
+        return [] if meta.K & (meta.K - 1) == 0 else [f"picky wants K to be a power of two, got {meta.K}"]
+
+    def forward(self, spec, inputs):
+        self.calls += 1
+        return super().forward(spec, inputs)
+
+
+class Never(Picky):
+    name = "never"
+
+    def unsupported(self, spec, meta):
+        return ["never takes nothing at all, by principle", f"and no {meta.dtype} either"]
+
+
+@pytest.fixture
+def inputs():
+    return draw(Case(GDN, SHAPES["plain"]))
+
+
+def test_a_named_backend_runs_and_no_other(inputs):
+    picky = Picky()
+    out = bind(GDN, picky)(inputs)
+    assert picky.calls == 1
+    assert torch.equal(out.o, update(GDN, inputs, backend="reference").o)
+
+
+def test_a_named_backend_that_cannot_is_an_error_with_its_reasons_and_no_fallback():
+    inputs = draw(Case(GDN, SHAPES["column"]))
+    with pytest.raises(UnsupportedError, match="picky: picky wants K to be a power of two, got 6"):
+        bind(GDN, Picky())(inputs)
+    with pytest.raises(UnsupportedError, match="picky wants K to be a power of two, got 12"):
+        bind(GDN, Picky(), CPU._replace(K=12))
+    with pytest.raises(UnsupportedError, match=r"by principle and no torch\.float32 either"):
+        update(GDN, inputs, backend=Never())
+
+
+def test_without_a_name_the_default_of_the_device_runs_and_never_the_reference():
+    bound = bind(GDN)
+    assert bound.backend_for(CPU).name == "compile"
+    assert bound.backend_for(CPU._replace(device="cuda")).name in ("triton", "compile")
+    assert bound.backend_for(CPU._replace(device="mps")).name == "compile"
+    assert all(backend.name != "reference" for device in ("cpu", "cuda", "mps") for backend in bound.candidates(device))
+
+
+def test_a_preferred_backend_that_is_passed_over_is_logged_with_its_reasons(monkeypatch, caplog, inputs):
+    _install(monkeypatch, Never(), Picky(), order=("never", "picky"))
+    with caplog.at_level(logging.WARNING, logger="deltazoo"):
+        bound = bind(GDN, meta=CPU)
+    assert bound.backend_for(CPU).name == "picky"
+    assert "backend 'never' passed over" in caplog.text
+    assert "by principle and no torch.float32 either" in caplog.text
+    assert torch.equal(bound(inputs).o, update(GDN, inputs, backend="reference").o)
+
+
+def test_when_no_default_can_every_one_says_why(monkeypatch):
+    _install(monkeypatch, Never(), Picky(), order=("never", "picky"))
+    with pytest.raises(UnsupportedError) as caught:
+        bind(GDN).backend_for(CPU._replace(K=5))
+    assert re.search(r"never: never takes nothing.*\n.*picky: picky wants K", str(caught.value))
+
+
+def test_use_backend_governs_update_and_what_is_built_inside(inputs):
+    outer, inner = Picky(), Picky()
+    before = bind(GDN)
+    with use_backend(outer):
+        built = bind(GDN)
+        with use_backend(inner):
+            update(GDN, inputs)
+        update(GDN, inputs)
+        update(GDN, inputs, backend="reference")
+        assert before.backend_for(CPU).name == "compile"
+    assert (outer.calls, inner.calls) == (1, 1)
+    built(inputs)
+    assert outer.calls == 2
+    assert bind(GDN).backend_for(CPU).name == "compile"
+
+
+def test_use_backend_ends_with_its_block_even_by_an_error():
+    with pytest.raises(UnknownNameError, match="did you mean 'reference'"), use_backend("referenc"):
+        raise AssertionError("never reached")
+    with pytest.raises(ZeroDivisionError), use_backend("reference"):
+        raise ZeroDivisionError
+    assert bind(GDN).backend_for(CPU).name == "compile"
+
+
+def test_no_environment_variable_chooses_a_backend():
+    code = (
+        "import torch, deltazoo as d;"
+        "m = d.UpdateMeta('cpu', torch.float32, 1, 1, 4, 4);"
+        "print(d.bind(d.UpdateSpec()).backend_for(m).name)"
+    )
+    names = ("DELTAZOO_BACKEND", "DELTAZOO", "BACKEND", "DELTAZOO_DISABLE_COMPILE")
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"} | dict.fromkeys(names, "reference")
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "compile"
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("asked", [None, "reference"])
+def test_a_bound_update_survives_copying_and_pickling_as_it_was(again, asked, inputs):
+    bound = bind(GDN, asked)
+    with use_backend(Never()):
+        twin = again(bound)
+    assert isinstance(twin, BoundUpdate)
+    assert (twin.spec, twin.asked) == (bound.spec, bound.asked)
+    assert twin.backend_for(CPU).name == bound.backend_for(CPU).name
+    if asked:
+        assert torch.equal(twin(inputs).o, bound(inputs).o)
+
+
+def test_a_bound_update_traces_in_one_graph(inputs):
+    bound = bind(GDN, "reference")
+    graphs = []
+
+    def keep(graph, example):
+        graphs.append(graph)
+        return graph
+
+    out = torch.compile(bound, fullgraph=True, backend=keep)(inputs)
+    torch.testing.assert_close(out.o, bound(inputs).o)
+    assert len(graphs) == 1
+
+
+def test_explain_tells_of_every_backend_in_order(monkeypatch):
+    _install(monkeypatch, Never(), Picky(), ReferenceBackend(), order=("never", "picky"))
+    told = explain(GDN, CPU)
+    assert [(verdict.backend, verdict.chosen) for verdict in told.verdicts] == [
+        ("never", False),
+        ("picky", True),
+        ("reference", False),
+    ]
+    assert told.chosen == "picky"
+    assert told.verdicts[2].reasons == ["can, and runs when asked for by name."]
+    assert "never: never takes nothing at all, by principle" in str(told)
+
+
+def test_explain_agrees_with_what_bind_does(monkeypatch):
+    _install(monkeypatch, Never(), Picky(), ReferenceBackend(), order=("picky", "never"))
+    assert explain(GDN, CPU).chosen == bind(GDN).backend_for(CPU).name == "picky"
+    assert explain(GDN, CPU._replace(K=3)).chosen is None
+    assert explain(GDN, CPU, "reference").chosen == "reference"
+    assert explain(GDN, CPU, "never").chosen is None
+    with use_backend("reference"):
+        assert explain(GDN, CPU).chosen == bind(GDN).backend_for(CPU).name == "reference"
+    mine = Picky()
+    assert explain(GDN, CPU, mine).chosen == "picky"
+    with pytest.raises(UnknownNameError):
+        explain(GDN, CPU, "piky")
+
+
+def test_meta_is_read_off_the_inputs(inputs):
+    assert UpdateMeta.of(inputs) == CPU
+    assert UpdateMeta.of(inputs._replace(beta=inputs.beta.requires_grad_())).grad
+    with torch.no_grad():
+        assert not UpdateMeta.of(inputs).grad
+    packed = draw(Case(GDN, SHAPES["pack"], torch.bfloat16))
+    assert UpdateMeta.of(packed) == UpdateMeta("cpu", torch.bfloat16, H=2, HV=4, K=5, V=9, packed=True)
+
+
+def test_a_backend_that_is_no_backend_is_refused_in_words():
+    with pytest.raises(TypeError, match="backend must be a name, a Backend or None, got <class .*ReferenceBackend"):
+        bind(GDN, ReferenceBackend)
+
+
+def test_decoding_asks_for_no_gradients(inputs):
+    class NoGrad(Picky):
+        def unsupported(self, spec, meta):
+            return ["it has no gradients, and they were asked for"] if meta.grad else []
+
+    backend: Backend = NoGrad()
+    token = draw(Case(GDN, SHAPES["plain"]._replace(T=1)))
+    states, twin = token.state.clone(), token.state.clone()
+    token = token._replace(state=None, beta=token.beta.requires_grad_())
+    o = bind(GDN, backend).step_(token, states)
+    want = bind(GDN, "reference").step_(token, twin)
+    assert torch.equal(o, want)
+    assert torch.equal(states, twin)
+    with pytest.raises(UnsupportedError, match="they were asked for"):
+        bind(GDN, backend)(token)
+
+
+def _install(monkeypatch, *backends: Backend, order: tuple[str, ...]) -> None:
+    """Let these be all the backends there are, with this order of preference."""
+    found = {backend.name: backend for backend in backends}
+    monkeypatch.setattr(dispatch, "_loaded", found)
+    monkeypatch.setattr(dispatch, "DEFAULT_ORDER", {"": order})
+    monkeypatch.setattr(dispatch.registry, "names", lambda group: sorted(found))
