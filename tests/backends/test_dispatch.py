@@ -190,7 +190,7 @@ def test_meta_is_read_off_the_inputs(inputs):
 
 
 def test_a_backend_that_is_no_backend_is_refused_in_words():
-    with pytest.raises(TypeError, match="backend must be a name, a Backend or None, got <class .*ReferenceBackend"):
+    with pytest.raises(TypeError, match=r"backend must be a name, a Backend or None, got <class .*ReferenceBackend"):
         bind(GDN, ReferenceBackend)
 
 

@@ -44,7 +44,7 @@ def install(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "_loaded", {})
 
     def write(distribution: str, **points: str) -> None:
-        folder = tmp_path / f"{distribution}-1.5.dist-info"
+        folder = tmp_path / f"{distribution.replace('-', '_')}-1.5.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
         lines = [f"{name} = {value}" for name, value in points.items()]
