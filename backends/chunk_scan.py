@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
-_BLOCK = 16
+_BLOCK = 8
 
 
 class ChunkOperands(NamedTuple):
@@ -56,31 +57,35 @@ def chunk_scan(operands: ChunkOperands) -> tuple[Tensor, Tensor]:
 
 
 def unit_lower_inverse(a: Tensor) -> Tensor:
-    """(I + A)^-1 for strictly lower A [..., M, M], M a multiple of 16.
+    """(I + A)^-1 for strictly lower A [..., M, M].
 
-    Rows of 16 x 16 diagonal blocks by forward substitution, then blocks by block forward substitution: every
-    intermediate is a sub-block of the inverse, so keys that are nearly parallel do no harm (a Neumann series
-    would explode).
+    Diagonal blocks of 8 by forward substitution, then pairs of blocks are merged, [[X, 0], [-Y L X, Y]], until one
+    is left. Every intermediate is a block of the inverse, so keys that are nearly parallel do no harm (a Neumann
+    series would explode).
     """
-    size = a.shape[-1]
-    blocks = size // _BLOCK
-    flat = a.reshape(-1, size, size)
-    diagonal = flat.unflatten(1, (blocks, _BLOCK)).unflatten(3, (blocks, _BLOCK)).diagonal(0, 1, 3)
-    small = diagonal.permute(0, 3, 1, 2).reshape(-1, _BLOCK, _BLOCK)
-    inverse = torch.eye(_BLOCK, dtype=a.dtype, device=a.device).repeat(small.shape[0], 1, 1)
+    M = a.shape[-1]
+    size = max(_BLOCK, 1 << (M - 1).bit_length())
+    if size > M:
+        return unit_lower_inverse(pad(a, (0, size - M, 0, size - M)))[..., :M, :M].contiguous()
+    blocks = _diagonal_blocks(a.reshape(-1, size, size), _BLOCK).reshape(-1, _BLOCK, _BLOCK)
+    inverse = torch.eye(_BLOCK, dtype=a.dtype, device=a.device).repeat(blocks.shape[0], 1, 1)
     for row in range(1, _BLOCK):
-        inverse[:, row : row + 1, :row] = -torch.bmm(small[:, row : row + 1, :row], inverse[:, :row, :row])
-    if blocks == 1:
-        return inverse.view(a.shape)
-    inverse = inverse.view(-1, blocks, _BLOCK, _BLOCK)
-    full = torch.zeros_like(flat)
-    for i in range(blocks):
-        rows = slice(i * _BLOCK, (i + 1) * _BLOCK)
-        full[:, rows, rows] = inverse[:, i]
-        if i:
-            above = torch.bmm(flat[:, rows, : rows.start], full[:, : rows.start, : rows.start])
-            full[:, rows, : rows.start] = torch.bmm(inverse[:, i], above).neg_()
-    return full.view(a.shape)
+        inverse[:, row : row + 1, :row] = -torch.bmm(blocks[:, row : row + 1, :row], inverse[:, :row, :row])
+    s = _BLOCK
+    while s < size:
+        lower = _diagonal_blocks(a.reshape(-1, size, size), 2 * s)[..., s:, :s].reshape(-1, s, s)
+        upper, under = inverse.view(-1, 2, s, s).unbind(1)
+        inverse = a.new_zeros(lower.shape[0], 2 * s, 2 * s)
+        inverse[:, :s, :s], inverse[:, s:, s:] = upper, under
+        inverse[:, s:, :s] = torch.bmm(torch.bmm(under, lower), upper).neg_()
+        s *= 2
+    return inverse.view(a.shape)
+
+
+def _diagonal_blocks(a: Tensor, size: int) -> Tensor:
+    """[L, M, M] -> [L, M / size, size, size], a view."""
+    count = a.shape[-1] // size
+    return a.unflatten(1, (count, size)).unflatten(3, (count, size)).diagonal(0, 1, 3).movedim(-1, 1)
 
 
 def _forward(
@@ -106,14 +111,15 @@ def _forward(
             X = u[n]
         else:
             X = x[n if keep else 0]
-            E = w[n] if e is None else e[n]
-            R = torch.addcmul(u[n], _rows(scale_e, n, u), _split(torch.bmm(E, S), G), value=-1)
+            R = _minus_read(u[n], w[n] if e is None else e[n], S, scale_e, n)
             torch.bmm(t[n].view(Z * G, M, M), R.view(Z * G, M, V), out=X.view(Z * G, M, V))
-        O = o[n]
-        torch.mul(_split(torch.bmm(q[n], S), G), _rows(scale_q, n, u), out=O)
-        O.view(Z * G, C, V).baddbmm_(p[n].view(Z * G, C, M), X.reshape(Z * G, M, V))
-        S = _decayed(S, gamma, n)
-        S.baddbmm_(w[n].transpose(1, 2), _join(X if scale_w is None else X * scale_w[n].unsqueeze(-1)))
+        O = o[n].view(Z * G, C, V)
+        torch.bmm(p[n].view(Z * G, C, M), X.reshape(Z * G, M, V), out=O)
+        if scale_q is None and G == 1:
+            O.baddbmm_(q[n], S)
+        else:
+            o[n].addcmul_(_rows(scale_q, n, u), _split(torch.bmm(q[n], S), G))
+        S = _decayed(S, gamma, n).baddbmm_(w[n].transpose(1, 2), _joined(X, scale_w, n))
         if inject is not None:
             S += inject[n]
         if sequence is not None:
@@ -150,28 +156,29 @@ def _backward(
         if inject:
             d_inject[n] = dS
         if gamma is not None:
-            product = (S * dS).view(Z, K, G, V).sum(-1)
-            d_gamma[n] = product if gamma.shape[2] == K and K > 1 else product.sum(1, keepdim=True)
+            d_gamma[n] = _d_gamma(S, dS, gamma.shape[2], G)
         XT = X.transpose(-1, -2)
         torch.matmul(d_O, XT, out=d_p[n])
         # through the write: W^T (r^w * X)
-        from_state = _split(torch.bmm(w[n], dS), G)
-        d_X = torch.matmul(p[n].transpose(-1, -2), d_O).addcmul_(_rows(scale_w, n, x), from_state)
-        _through(X, scale_w, w[n], dS, d_w, d_scale_w, n, G, sign=1)
+        d_X = torch.matmul(p[n].transpose(-1, -2), d_O)
+        if scale_w is None and G == 1:
+            d_X[:, 0].baddbmm_(w[n], dS)
+        else:
+            d_X.addcmul_(_rows(scale_w, n, x), _split(torch.bmm(w[n], dS), G))
+        _through(X, scale_w, w[n], dS, d_w, d_scale_w, n, 0, 1)
         # through the read: r^q * (Q S)
-        d_OQ = _join(d_O if scale_q is None else d_O * scale_q[n].unsqueeze(-1))
-        _through(d_O, scale_q, q[n], S, d_q, d_scale_q, n, G, sign=1)
-        dS = _decayed(dS, gamma, n).baddbmm_(q[n].transpose(1, 2), d_OQ)
+        _through(d_O, scale_q, q[n], S, d_q, d_scale_q, n, 0, 1)
+        dS = _decayed(dS, gamma, n).baddbmm_(q[n].transpose(1, 2), _joined(d_O, scale_q, n))
         # through the erase: T (U - r^e * (E S))
         if t is None:
             d_u[n] = d_X
         else:
             d_R = torch.matmul(t[n].transpose(-1, -2), d_X, out=d_u[n])
-            torch.matmul(d_R, XT, out=d_a[n]).neg_()
+            d_A = d_a[n].view(Z * G, M, M)
+            torch.baddbmm(d_A, d_R.view(Z * G, M, V), XT.reshape(Z * G, V, M), beta=0, alpha=-1, out=d_A)
             E = w[n] if e is None else e[n]
-            _through(d_R, scale_e, E, S, d_w if e is None else d_e, d_scale_e, n, G, sign=-1, add=e is None)
-            scaled = _join(d_R if scale_e is None else d_R * scale_e[n].unsqueeze(-1))
-            dS.baddbmm_(E.transpose(1, 2), scaled, alpha=-1)
+            _through(d_R, scale_e, E, S, d_w if e is None else d_e, d_scale_e, n, int(e is None), -1)
+            dS.baddbmm_(E.transpose(1, 2), _joined(d_R, scale_e, n), alpha=-1)
         if sequence is not None:
             d_state.index_copy_(0, sequence[n : n + 1], dS.unsqueeze(0))
     if sequence is None:
@@ -182,24 +189,29 @@ def _backward(
 
 
 def _through(
-    d: Tensor, scale: Tensor | None, key: Tensor, S: Tensor, d_key: Tensor, d_scale: Tensor, n: int, G: int,
-    sign: int, add: bool = False,
-) -> None:  # fmt: skip
-    """Gradients of `scale * (key S)` given d [Z, G, R, V]: of key [Z, R, K] and of scale [Z, G, R]."""
-    Z, _, R, V = d.shape
-    K = key.shape[-1]
-    if scale is None:
-        part = torch.bmm(_join(d), S.transpose(1, 2))
-    else:
-        each = torch.matmul(d, S.view(Z, K, G, V).permute(0, 2, 3, 1))  # [Z, G, R, K]
-        torch.linalg.vecdot(each, key.unsqueeze(1), out=d_scale[n])
-        if sign < 0:
-            d_scale[n].neg_()
-        part = (each * scale[n].unsqueeze(-1)).sum(1) if G > 1 else each[:, 0] * scale[n, :, 0].unsqueeze(-1)
-    if add:
-        d_key[n].add_(part, alpha=sign)
-    else:
-        torch.mul(part, sign, out=d_key[n])
+    d: Tensor, scale: Tensor | None, key: Tensor, S: Tensor, d_key: Tensor, d_scale: Tensor, n: int, add: int, sign: int
+) -> None:
+    """Gradients of `sign * scale * (key S)` given d [Z, G, R, V]: of key [Z, R, K], added or set, and of scale."""
+    Z, G, R, V = d.shape
+    torch.baddbmm(d_key[n], _joined(d, scale, n), S.transpose(1, 2), beta=add, alpha=sign, out=d_key[n])
+    if scale is not None:
+        d_scale[n] = (d * _split(torch.bmm(key, S), G)).sum(-1).mul_(sign)
+
+
+def _minus_read(u: Tensor, key: Tensor, S: Tensor, scale: Tensor | None, n: int) -> Tensor:
+    """u - scale * (key S): [Z, G, M, V]."""
+    if scale is None and u.shape[1] == 1:
+        return torch.baddbmm(u[:, 0], key, S, alpha=-1).unsqueeze(1)
+    return torch.addcmul(u, _rows(scale, n, u), _split(torch.bmm(key, S), u.shape[1]), value=-1)
+
+
+def _d_gamma(S: Tensor, dS: Tensor, rows: int, G: int) -> Tensor:
+    """The gradient of gamma [Z, 1 or K, G] in gamma * S, for S [Z, K, G V]."""
+    Z, K, _ = S.shape
+    if rows == 1 and G == 1:
+        return torch.bmm(S.view(Z, 1, -1), dS.view(Z, -1, 1))
+    product = (S * dS).view(Z, K, G, -1).sum(-1)
+    return product if rows == K else product.sum(1, keepdim=True)
 
 
 def _rows(scale: Tensor | None, n: int, like: Tensor) -> Tensor:
@@ -211,9 +223,9 @@ def _split(y: Tensor, G: int) -> Tensor:
     return y.unflatten(2, (G, -1)).transpose(1, 2)
 
 
-def _join(y: Tensor) -> Tensor:
-    """[Z, G, R, V] -> [Z, R, G V], a view where G is 1."""
-    return y.transpose(1, 2).flatten(2)
+def _joined(y: Tensor, scale: Tensor | None, n: int) -> Tensor:
+    """scale * y, [Z, G, R, V] -> [Z, R, G V]; a view where there is no scale and G is 1."""
+    return (y if scale is None else y * scale[n].unsqueeze(-1)).transpose(1, 2).flatten(2)
 
 
 def _decayed(S: Tensor, gamma: Tensor | None, n: int) -> Tensor:

@@ -141,20 +141,26 @@ def _running(decay: Tensor, dim: int) -> Tensor:
 
 
 def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -> tuple[ChunkOperands, None]:
-    """Decay none or a scalar a head; keys shared by the value heads of a group."""
+    """Decay none or a scalar a head; keys shared by the value heads of a group.
+
+    The decays and strengths scale rows: of the keys where each has one value head, else of what the keys read.
+    """
     n = spec.householders
     q = rearrange(x.q, "b n c h k -> n (b h) c k")
     k = rearrange(x.k, "b n m h k -> n (b h) m k")
-    e = None if x.e is None else rearrange(x.e, "b n m h k -> n (b h) m k")
+    e = k if x.e is None else rearrange(x.e, "b n m h k -> n (b h) m k")
     u = rearrange(x.u, "b n m (h g) v -> n (b h) g m v", g=groups)
     C, M = q.shape[2], k.shape[2]
-    token = torch.arange(M, device=q.device) // n
-    row = torch.arange(C, device=q.device)
-    seen = token < row[:, None] if spec.read == "before" else token <= row[:, None]
+    row, column = torch.arange(C, device=q.device)[:, None], torch.arange(M, device=q.device)
+    if spec.read == "before":
+        seen = column < row * n
+    else:
+        seen = column < row * n + n
     p = (q @ k.transpose(2, 3)).unsqueeze(2)
-    delta = spec.transition == "delta"
-    scale_q = scale_e = scale_w = gamma = G_e = G_i = None
-    if x.decay is not None:
+    scale_q = scale_e = scale_w = gamma = G_e = None
+    if x.decay is None:
+        p = torch.where(seen, p, 0).expand(-1, -1, groups, -1, -1)
+    else:
         decay = rearrange(x.decay, "b n m (h g) -> n (b h) g m", g=groups)
         G_i = _running(decay, 3)
         G_q = _at_reads(spec, G_i, decay, 3)
@@ -162,25 +168,35 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
         last = G_i[..., -1:]
         scale_q, scale_w = _exp(G_q, p), _exp(last - G_i, p)
         gamma = rearrange(_exp(last, p), "n z g 1 -> n z 1 g")
-        p = p * _exp(torch.where(seen, G_q.unsqueeze(-1) - G_i.unsqueeze(-2), -torch.inf), p)
-    else:
-        p = p.expand(-1, -1, groups, -1, -1)
-    p = torch.where(seen, p, 0)
-    if not delta:
-        return ChunkOperands(q, k, u, p, state, scale_q=scale_q, scale_w=scale_w, gamma=gamma), None
-    a = ((k if e is None else e) @ k.transpose(2, 3)).unsqueeze(2)
-    earlier = torch.ones(M, M, dtype=torch.bool, device=q.device).tril(-1)
-    if G_e is not None and G_i is not None:
-        a = a * _exp(torch.where(earlier, G_e.unsqueeze(-1) - G_i.unsqueeze(-2), -torch.inf), a)
-        scale_e = _exp(G_e, a)
-    else:
-        a = a.expand(-1, -1, groups, -1, -1)
-    if x.erase is not None:
-        erase = rearrange(x.erase, "b n m (h g) -> n (b h) g m", g=groups)
-        a = a * erase.unsqueeze(-1)
-        scale_e = erase if scale_e is None else erase * scale_e
-    a = torch.where(earlier, a, 0)
-    return ChunkOperands(q, k, u, p, state, a, e, scale_q, scale_e, scale_w, gamma), None
+        p = torch.where(seen, p * _exp_difference(G_q, G_i, p), 0)
+    operands = ChunkOperands(q, k, u, p, state, gamma=gamma)
+    if spec.transition == "delta":
+        earlier = column < torch.arange(M, device=q.device)[:, None]
+        a = (e @ k.transpose(2, 3)).unsqueeze(2)
+        if G_e is not None:
+            a = a * _exp_difference(G_e, G_i, a)
+            scale_e = _exp(G_e, a)
+        if x.erase is not None:
+            erase = rearrange(x.erase, "b n m (h g) -> n (b h) g m", g=groups)
+            a = a * erase.unsqueeze(-1)
+            scale_e = erase if scale_e is None else erase * scale_e
+        a = torch.where(earlier, a, 0).expand(-1, -1, groups, -1, -1)
+        operands = operands._replace(a=a, e=None if x.e is None and (groups > 1 or scale_e is None) else e)
+    if groups > 1:
+        return operands._replace(scale_q=scale_q, scale_e=scale_e, scale_w=scale_w), None
+    return operands._replace(
+        q=_scaled_rows(q, scale_q), w=_scaled_rows(k, scale_w), e=_scaled_rows(operands.e, scale_e)
+    ), None
+
+
+def _scaled_rows(keys: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """[N, Z, M, K] by [N, Z, 1, M]."""
+    return keys if keys is None or scale is None else keys * scale.squeeze(2).unsqueeze(-1)
+
+
+def _exp_difference(G_row: Tensor, G_column: Tensor, like: Tensor) -> Tensor:
+    """exp(G_i - G_j), at most 1; what lies above the diagonal is masked by the caller."""
+    return _exp((G_row.unsqueeze(-1) - G_column.unsqueeze(-2)).clamp(max=0), like)
 
 
 def _channel_operands(
