@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 FLOORS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
 
-.PHONY: demo test lint bench bench-baseline conformance setup clean
+.PHONY: demo test lint bench bench-baseline conformance plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -44,6 +44,11 @@ bench-baseline: $(READY)
 
 conformance: $(READY)
 	$(BIN)/python -m pytest -m slow tests/backends $(ARGS)
+
+# The example plug-in, installed as its users would and tested by the kit.
+plugin: $(READY)
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e examples/deltazoo-example
+	$(BIN)/python -m pytest examples/deltazoo-example
 
 setup: $(READY)
 
