@@ -85,10 +85,7 @@ def compare(
     cotangents = (None if outputs == "state" else d_o, None if outputs == "o" else d_state) if grad else None
     got = run(backend, case.spec, inputs, cotangents)
     want = exact(case.spec, inputs, cotangents)
-    usual = want
-    if case.regime != "ordinary":
-        usual = exact(case.spec, draw(case._replace(regime="ordinary"), device), cotangents)
-    return judged(backend, case, got, want, usual)
+    return judged(backend, case, got, want, cotangents)
 
 
 def refusal(backend: Backend, case: Case, inputs: UpdateInputs, grad: bool = True) -> Report | None:
@@ -101,12 +98,12 @@ def refusal(backend: Backend, case: Case, inputs: UpdateInputs, grad: bool = Tru
 
 
 def judged(
-    backend: Backend, case: Case, got: dict[str, Tensor], want: dict[str, Tensor], usual: dict[str, Tensor]
+    backend: Backend, case: Case, got: dict[str, Tensor], want: dict[str, Tensor], cotangents: Cotangents | None
 ) -> Report:
-    """Report the errors of what a backend computed, each within its limit or a failure.
-
-    Args: usual: the same tensors on ordinary inputs, which bound from below what the errors are divided by.
-    """
+    """Report the errors of what `run` found with a backend, each within its limit or a failure."""
+    usual = want
+    if case.regime != "ordinary":
+        usual = exact(case.spec, draw(case._replace(regime="ordinary"), got["o"].device), cotangents)
     failures = _wrong_forms(case, got)
     errors = []
     for tensor in [name for name in want if got[name].shape == want[name].shape]:

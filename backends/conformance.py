@@ -10,7 +10,7 @@ import torch
 from deltazoo.backends.base import Backend
 from deltazoo.backends.cases import REGIMES, Case, draw
 from deltazoo.backends.checkfile import CheckFile, read_check, run_checks
-from deltazoo.backends.compare import Error, Report, compare, limit
+from deltazoo.backends.compare import Error, Report, compare, limit, relative_error
 from deltazoo.backends.cover import every_case, every_spec, pairwise_cases, pairwise_with
 from deltazoo.backends.errors import UnknownNameError
 from deltazoo.backends.properties import (
@@ -33,6 +33,7 @@ __all__ = [
     "Property",
     "Report",
     "Shape",
+    "agrees_with_the_reference",
     "checks",
     "compare",
     "draw",
@@ -41,6 +42,7 @@ __all__ = [
     "limit",
     "pairwise_cases",
     "read_check",
+    "relative_error",
     "run_checks",
     "suite",
 ]

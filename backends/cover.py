@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from pydantic import ValidationError
 
-from deltazoo.backends.cases import REGIMES, Case
+from deltazoo.backends.cases import REGIMES, Case, Regime
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
 
@@ -34,9 +34,11 @@ def every_spec() -> Iterator[UpdateSpec]:
             continue
 
 
-def every_case(shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Case]:
+def every_case(
+    shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = DTYPES, regimes: Sequence[Regime] = REGIMES
+) -> Iterator[Case]:
     """Yield every spec on every shape, dtype and regime; layout, state and seed take turns."""
-    for turn, (spec, shape, dtype, regime) in enumerate(product(every_spec(), shapes, dtypes, REGIMES)):
+    for turn, (spec, shape, dtype, regime) in enumerate(product(every_spec(), shapes, dtypes, regimes)):
         layout: Any = ("contiguous", "strided")[turn // 2 % 2]
         state: Any = ("given", "none")[turn // 4 % 2]
         yield Case(spec, shape, dtype, regime, layout, state, seed=turn % 2)
