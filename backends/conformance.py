@@ -50,7 +50,7 @@ __all__ = [
 # Tracing takes seconds a case: a few that differ in all that changes a graph.
 _GRAPH_CASES = (
     Case(UpdateSpec(decay="head", beta="head"), SHAPES["grouped"]),
-    Case(UpdateSpec(decay="channel", beta="head", reparam="efla"), SHAPES["pack"], state="none"),
+    Case(UpdateSpec(decay="rate", transition="additive"), SHAPES["pack"], state="none"),
     Case(UpdateSpec(decay="fixed", transition="dplr"), SHAPES["plain"], torch.bfloat16),
     Case(UpdateSpec(beta="channel", negative_eigenvalues="both", householders=2), SHAPES["one_token"]),
 )
