@@ -3,21 +3,23 @@
 test_conformance = deltazoo.conformance.suite("my_backend")
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.cases import REGIMES, Case, draw
 from deltazoo.backends.checkfile import CheckFile, read_check, run_checks
-from deltazoo.backends.compare import Error, Report, compare, limit, relative_error
-from deltazoo.backends.cover import every_case, every_spec, pairwise_cases, pairwise_with
-from deltazoo.backends.errors import UnknownNameError
+from deltazoo.backends.compare import Error, Report, compare, limit, meta_of, relative_error
+from deltazoo.backends.cover import DTYPES, every_case, every_spec, pairwise_cases, pairwise_with
+from deltazoo.backends.dispatch import resolve
+from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.properties import (
     PROPERTIES,
     Property,
     agrees_with_the_reference,
     one_graph_gives_the_same_numbers,
+    refusals_are_sentences,
 )
 from deltazoo.backends.shapes import SHAPES, TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
@@ -56,24 +58,53 @@ _GRAPH_CASES = (
 )
 
 
-def checks(without: Sequence[str] = ()) -> list[tuple[Property, Case]]:
-    """Choose what to check: the comparison and every property, each on a pairwise cover of all axes.
+def checks(
+    backend: str | Backend,
+    shapes: Sequence[Shape] = TINY,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    without: Sequence[str] = (),
+    device: str = "cpu",
+) -> list[tuple[Property, Case]]:
+    """Choose what to check of a backend: the comparison, and every property, each on a pairwise cover of all axes.
+
+    The cover is of the specs, shapes and dtypes that the backend takes.
 
     Args: without: the names of properties to leave out.
-    Raises: UnknownNameError.
+    Raises: UnknownNameError; UnsupportedError for a backend that takes nothing of this.
     """
     known = {found.__name__: found for found in PROPERTIES}
     for name in without:
         if name not in known:
             raise UnknownNameError("property", name, known)
-    left = [found for name, found in known.items() if name not in without]
-    crossed = [found for found in left if found not in (agrees_with_the_reference, one_graph_gives_the_same_numbers)]
-    pairs = [(found, case) for case, found in pairwise_with(crossed)] if crossed else []
-    if one_graph_gives_the_same_numbers in left:
-        pairs = [(one_graph_gives_the_same_numbers, case) for case in _GRAPH_CASES] + pairs
-    if agrees_with_the_reference in left:
-        pairs = [(agrees_with_the_reference, case) for case in pairwise_cases()] + pairs
-    return pairs
+    taken = _taken(resolve(backend), shapes, dtypes, device)
+    pairs: list[tuple[Property, Case]] = []
+    crossed = []
+    for found in (found for name, found in known.items() if name not in without):
+        if found is agrees_with_the_reference:
+            pairs += [(found, case) for case in pairwise_cases(*taken)]
+        elif found is one_graph_gives_the_same_numbers:
+            pairs += [(found, case) for case in _GRAPH_CASES]
+        elif found is refusals_are_sentences:
+            pairs += [(found, Case(taken[2][0], taken[0][0], taken[1][0]))]
+        else:
+            crossed.append(found)
+    return pairs + ([(found, case) for case, found in pairwise_with(crossed, *taken)] if crossed else [])
+
+
+def _taken(
+    backend: Backend, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], device: str
+) -> tuple[list[Shape], list[torch.dtype], list[UpdateSpec]]:
+    """The shapes, dtypes and specs of which a backend takes at least one combination."""
+
+    def takes(some: Iterable[UpdateSpec], at: Sequence[Shape], on: Sequence[torch.dtype]) -> bool:
+        metas = [meta_of(shape, dtype, device) for shape in at for dtype in on]
+        return any(not backend.unsupported(spec, meta) for spec in some for meta in metas)
+
+    specs = [spec for spec in every_spec() if takes([spec], shapes, dtypes)]
+    if not specs:
+        raise UnsupportedError(f"backend {backend.name!r} takes no spec on any of the shapes and dtypes to check")
+    taken_shapes = [shape for shape in shapes if takes(specs, [shape], dtypes)]
+    return taken_shapes, [dtype for dtype in dtypes if takes(specs, shapes, [dtype])], specs
 
 
 def suite(
@@ -81,11 +112,11 @@ def suite(
 ) -> Callable[..., None]:
     """Make a pytest test of a backend, parametrised by property and case; a refused case is skipped with the reasons.
 
-    Args: chosen: what to check; None is `checks()`.
+    Args: chosen: what to check; None is `checks(backend)`.
     """
     import pytest
 
-    pairs = checks() if chosen is None else chosen
+    pairs = checks(backend, device=device) if chosen is None else chosen
     names = [f"{found.__name__}-{case}" for found, case in pairs]
 
     @pytest.mark.parametrize(("holds", "case"), pairs, ids=names)

@@ -1,7 +1,7 @@
 """Every valid spec, every case of the product, and the few cases that cover every pair of axis values."""
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any, TypeVar, get_args
 
@@ -44,21 +44,30 @@ def every_case(
         yield Case(spec, shape, dtype, regime, layout, state, seed=turn % 2)
 
 
-def pairwise_cases(shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Case]:
+def pairwise_cases(
+    shapes: Sequence[Shape] = TINY,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    specs: Iterable[UpdateSpec] | None = None,
+) -> list[Case]:
     """Choose few cases such that every two values of any two axes that can occur together do.
 
     The axes are those of the spec, shape, dtype, regime, layout, state, and the parity of the seed.
+
+    Args: specs: None is `every_spec()`.
     """
-    return [case for case, _ in pairwise_with((None,), shapes, dtypes)]
+    return [case for case, _ in pairwise_with((None,), shapes, dtypes, specs)]
 
 
 def pairwise_with(
-    more: Sequence[T], shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = DTYPES
+    more: Sequence[T],
+    shapes: Sequence[Shape] = TINY,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    specs: Iterable[UpdateSpec] | None = None,
 ) -> list[tuple[Case, T]]:
     """Choose few cases as `pairwise_cases` does, with one more axis beside them."""
-    specs = [tuple(getattr(spec, axis) for axis in AXES) for spec in every_spec()]
+    all_axes = [tuple(getattr(spec, axis) for axis in AXES) for spec in (every_spec() if specs is None else specs)]
     states = ("given", "none")
-    rows = cross(pairwise(specs), shapes, dtypes, REGIMES, ("contiguous", "strided"), states, (0, 1), more)
+    rows = cross(pairwise(all_axes), shapes, dtypes, REGIMES, ("contiguous", "strided"), states, (0, 1), more)
     cases = []
     for *axes, shape, dtype, regime, layout, state, seed, extra in rows:
         spec = UpdateSpec(**dict(zip(AXES, axes, strict=True)))

@@ -83,7 +83,7 @@ def _isolated(
 ) -> Report:
     """Change the region to other, larger numbers, or to NaN, and look for a difference outside it."""
     backend = resolve(backend)
-    refused = refusal(backend, case, inputs)
+    refused = refusal(backend, case, inputs.q.device)
     if refused is not None:
         return refused
     d_o, d_state = draw_cotangents(case, inputs)

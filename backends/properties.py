@@ -10,7 +10,8 @@ from torch import Tensor
 
 from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.cases import Case, dense, draw
-from deltazoo.backends.compare import Report, compare, draw_cotangents, judged, refusal, run
+from deltazoo.backends.compare import Report, compare, draw_cotangents, judged, meta_of, refusal, run
+from deltazoo.backends.cover import every_spec
 from deltazoo.backends.detours import (
     InSegments,
     OneByOne,
@@ -106,7 +107,7 @@ def without_strength_it_only_decays(backend: str | Backend, case: Case, device: 
         if case.spec.transition == "delta":
             zero["k"] = torch.zeros_like(inputs.k)
     inputs = inputs._replace(**zero)
-    refused = refusal(backend, case, inputs)
+    refused = refusal(backend, case, device)
     if refused is not None:
         return refused
     return judged(backend, case, run(backend, case.spec, inputs, None), _decayed(case, inputs), None)
@@ -115,7 +116,7 @@ def without_strength_it_only_decays(backend: str | Backend, case: Case, device: 
 def inputs_are_left_alone(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """No operand is written to, forward, backward or in `step_`."""
     backend, inputs = resolve(backend), draw(case, device)
-    refused = refusal(backend, case, inputs)
+    refused = refusal(backend, case, device)
     if refused is not None:
         return refused
     run(backend, case.spec, inputs, draw_cotangents(case, inputs))
@@ -128,8 +129,23 @@ def inputs_are_left_alone(backend: str | Backend, case: Case, device: Device = "
     return Report(backend.name, case, [], wrong, [])
 
 
+def refusals_are_sentences(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """Every spec is taken, or refused for reasons in words, on the case's shape and dtype, dense and packed."""
+    backend, shape = resolve(backend), case.shape
+    mute = {
+        f"a refusal must be a sentence, got {reason!r}"
+        for spec in every_spec()
+        for packed in (dense(case).shape, shape.packed())
+        for grad in (False, True)
+        for reason in backend.unsupported(spec, meta_of(packed, case.dtype, device, grad))
+        if len(reason.split()) < 4
+    }
+    return Report(backend.name, case, [], sorted(mute), [])
+
+
 PROPERTIES: tuple[Property, ...] = (
     agrees_with_the_reference,
+    refusals_are_sentences,
     segments_equal_the_whole,
     steps_equal_the_whole,
     packing_equals_separate_runs,
@@ -148,7 +164,7 @@ PROPERTIES: tuple[Property, ...] = (
 def _same(backend: Backend, detour: Backend, case: Case, device: Device) -> Report:
     """Compare a backend with a detour through itself."""
     inputs = draw(case, device)
-    refused = refusal(backend, case, inputs)
+    refused = refusal(backend, case, device)
     if refused is not None:
         return refused
     cotangents = draw_cotangents(case, inputs)

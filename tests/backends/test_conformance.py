@@ -9,12 +9,12 @@ from deltazoo.backends.compare import LIMITS, draw_cotangents, exact, run
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance import SHAPES, Case, checks, draw
 from deltazoo.backends.cover import DTYPES
-from deltazoo.backends.errors import ConfigError, UnknownNameError
+from deltazoo.backends.errors import ConfigError, UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 
 IN_ONE_GRAPH = "one_graph_gives_the_same_numbers"  # the reference is eager: under torch.compile it unrolls over T
 
-test_reference_conforms = conformance.suite("reference", checks(without=[IN_ONE_GRAPH]))
+test_reference_conforms = conformance.suite("reference", checks("reference", without=[IN_ONE_GRAPH]))
 test_compile_conforms_without_its_compiler = conformance.suite(CompileBackend(compiled=False))
 test_compile_conforms = conformance.suite(
     "compile", [(conformance.agrees_with_the_reference, Case(UpdateSpec(decay="head", beta="head"), SHAPES["grouped"]))]
@@ -247,15 +247,14 @@ MUTANTS = [
     (BreaksTheGraph, IN_ONE_GRAPH),
     (RoundsItsState, "agrees_with_the_reference"),
     (ReturnsItsStateInTheWrongDtype, "agrees_with_the_reference"),
-    (RefusesWithoutWords, "agrees_with_the_reference"),
-    (RefusesWithoutWords, "heads_do_not_leak"),
+    (RefusesWithoutWords, "refusals_are_sentences"),
 ]
 
 
 @pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[f"{mutant.__name__}-{name}" for mutant, name in MUTANTS])
 def test_a_planted_bug_is_found(mutant, name):
     others = [found.__name__ for found in conformance.PROPERTIES if found.__name__ != name]
-    assert any(holds(mutant(), case, "cpu").failures for holds, case in checks(without=others))
+    assert any(holds(mutant(), case, "cpu").failures for holds, case in checks("reference", without=others))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -329,6 +328,25 @@ def test_the_float64_reference_sees_the_rounded_numbers():
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def test_the_checks_of_a_backend_cover_what_it_takes():
+    class Narrow(Sound):
+        def unsupported(self, spec, meta):
+            takes = spec.transition == "delta" and spec.householders == 2 and meta.dtype == torch.float32 and meta.K > 4
+            return [] if takes else ["narrow takes two delta steps a token in float32 only"]
+
+    pairs = checks(Narrow())
+    cases = [case for holds, case in pairs if holds is conformance.agrees_with_the_reference]
+    assert {case.dtype for case in cases} == {torch.float32}
+    assert {case.spec.decay for case in cases} == {"none", "fixed", "head", "channel", "rate"}
+    assert {case.shape.name for case in cases} == {shape.name for shape in conformance.TINY if shape.K > 4}
+    assert not any(compare.refused for compare in (conformance.compare(Narrow(), case) for case in cases[:5]))
+
+
+def test_a_backend_that_takes_nothing_is_an_error_and_no_empty_suite():
+    with pytest.raises(UnsupportedError, match="'mutant' takes no spec on any of the shapes and dtypes to check"):
+        conformance.suite(RefusesWithoutWords())
+
+
 CHECK = """
 spec: {decay: head, beta: head}
 shapes: [plain, {B: 2, T: 9, H: 2, HV: 4, K: 3, V: 5}, {H: 1, K: 4, lengths: [5, 0, 2]}]
@@ -393,7 +411,7 @@ def test_a_wrong_check_file_is_refused_in_words(tmp_path, text, words):
 
 def test_an_unknown_property_is_an_error_that_names_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'heads_do_not_leak'"):
-        checks(without=["head_do_not_leak"])
+        checks("reference", without=["head_do_not_leak"])
 
 
 def test_the_kit_is_not_governed_by_use_backend():
