@@ -1,0 +1,157 @@
+"""Attention against softmax written out in float64, and what is promised of its caches.
+
+B batch, T time, H heads, G key-value heads, E head width
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltazoo.mixers import Attention, Context, SlidingWindow
+from deltazoo.mixers.attention import AttentionConfig, AttentionMixer
+
+WIDTH, H, G, E = 24, 4, 2, 6
+HEADS = {"heads": H, "key_value_heads": G, "head_width": E}
+
+
+def written_out(mixer: AttentionMixer, config: AttentionConfig, x: Tensor, window: int) -> Tensor:
+    """Token by token, head by head; rotary pairs as complex numbers."""
+    T = x.shape[1]
+    q, k, v = (x @ mixer.to_qkv.weight.mT).split([H * E, G * E, G * E], dim=-1)
+    heads = []
+    for h in range(H):
+        at = slice(h * E, (h + 1) * E)
+        shared = slice(h * G // H * E, (h * G // H + 1) * E)
+        q_h, k_h, v_h = q[..., at], k[..., shared], v[..., shared]
+        if config.qk_norm:
+            q_h, k_h = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() for y in (q_h, k_h))
+        if config.rotary_theta is not None:
+            R = int(config.rotary_fraction * E) // 2
+            angle = torch.arange(T)[:, None] * config.rotary_theta ** (-torch.arange(R).double() / R)
+            q_h, k_h = (turned(y, torch.polar(torch.ones_like(angle), angle)) for y in (q_h, k_h))
+        rows = []
+        for t in range(T):
+            seen = slice(max(0, t - window + 1), t + 1)
+            weight = torch.softmax((k_h[:, seen] @ q_h[:, t, :, None]).squeeze(-1) * E**-0.5, dim=-1)
+            rows.append((weight[..., None] * v_h[:, seen]).sum(1))
+        heads.append(torch.stack(rows, 1))
+    o = torch.cat(heads, -1)
+    if mixer.to_gate is not None:
+        o = o * torch.sigmoid(x @ mixer.to_gate.weight.mT)
+    return o @ mixer.out.weight.mT
+
+
+def turned(y: Tensor, turn: Tensor) -> Tensor:
+    R = turn.shape[-1]
+    z = torch.complex(y[..., :R], y[..., R : 2 * R]) * turn
+    return torch.cat([z.real, z.imag, y[..., 2 * R :]], -1)
+
+
+CASES = {
+    "full": Attention(**HEADS),
+    "without position": Attention(**HEADS, rotary_theta=None),
+    "partial rotary, theta": Attention(**HEADS, rotary_fraction=0.7, rotary_theta=500.0),
+    "qk-norm and gate": Attention(**HEADS, qk_norm=True, gate=True),
+    "window 1": SlidingWindow(**HEADS, window=1),
+    "window 3": SlidingWindow(**HEADS, window=3),
+    "window 8, as long": SlidingWindow(**HEADS, window=8),
+    "window 100": SlidingWindow(**HEADS, window=100),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("T", [1, 4, 8, 13])
+def test_attention_equals_softmax_written_out(name: str, T: int) -> None:
+    config = CASES[name]
+    torch.manual_seed(0)
+    mixer = config.build(WIDTH).double()
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, T, WIDTH, dtype=torch.float64)
+    got, want = mixer(x)[0], written_out(mixer, config, x, getattr(config, "window", T))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+    leaves = [x, *(p for name, p in mixer.named_parameters() if "norm" not in name)]
+    for ours, theirs in zip(
+        torch.autograd.grad((got * weight).sum(), leaves),
+        torch.autograd.grad((want * weight).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+def test_a_ring_keeps_the_window_for_ever() -> None:
+    config = SlidingWindow(**HEADS, window=4)
+    torch.manual_seed(0)
+    mixer = config.build(WIDTH).double()
+    x = torch.randn(1, 50, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        state, outputs = mixer.init_state(1), []
+        for piece in x.split([3, 1, 1, 9, 1, 2, 2, 4, 5, 1, 1, 20], dim=1):
+            y, state = mixer(piece, state)
+            outputs.append(y)
+    assert state.k.shape == (1, 4, G, E)
+    torch.testing.assert_close(torch.cat(outputs, 1), written_out(mixer, config, x, 4), rtol=1e-9, atol=1e-11)
+
+
+def test_a_packed_window_longer_than_its_blocks_stays_in_its_sequence() -> None:
+    config = SlidingWindow(**HEADS, window=3)
+    torch.manual_seed(0)
+    mixer = config.build(WIDTH).double()
+    x = torch.randn(1, 23, WIDTH, dtype=torch.float64)
+    bounds = [0, 2, 9, 10, 21, 23]
+    got, _ = mixer(x, None, Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32)))
+    for start, stop in itertools.pairwise(bounds):
+        want = written_out(mixer, config, x[:, start:stop], 3)
+        torch.testing.assert_close(got[:, start:stop], want, rtol=1e-9, atol=1e-11)
+
+
+def test_a_cache_may_be_filled_to_the_last_slot() -> None:
+    mixer = Attention(**HEADS).build(WIDTH).double()
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        state = mixer.init_state(2, capacity=6)
+        y, state = mixer(x, state)
+    torch.testing.assert_close(y, mixer(x)[0], rtol=1e-9, atol=1e-11)
+    assert state.position.tolist() == [6, 6]
+
+
+def test_padding_takes_no_slot() -> None:
+    """A capacity counts real tokens: six slots hold rows of six real tokens within nine."""
+    mixer = Attention(**HEADS).build(WIDTH).double()
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    mask = torch.stack([torch.arange(9) >= 3, torch.arange(9) < 6])
+    y, state = mixer(x, mixer.init_state(2, capacity=6), Context(mask=mask))
+    assert state.position.tolist() == [6, 6]
+    torch.testing.assert_close(y[:1, 3:], mixer(x[:1, 3:])[0], rtol=1e-9, atol=1e-11)
+
+
+def test_far_positions_keep_relative_angles() -> None:
+    """Rotary angles in float32 lose little at position 2^17."""
+    torch.manual_seed(0)
+    mixer = Attention(**HEADS).build(WIDTH)
+    x = torch.randn(1, 8, WIDTH)
+    far = mixer(x, None, Context(positions=2**17 + torch.arange(8)[None]))[0]
+    assert float(((far - mixer(x)[0]).norm() / far.norm()).detach()) < 1e-2
+
+
+def test_a_window_takes_memory_linear_in_time() -> None:
+    """No tensor of T x T: the largest one that a forward pass makes doubles with T."""
+    config = SlidingWindow(**HEADS, window=16)
+    mixer = config.build(WIDTH)
+
+    def largest(T: int) -> int:
+        sizes = []
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                result = func(*args, **(kwargs or {}))
+                sizes.extend(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(leaf))
+                return result
+
+        pack = torch.tensor([0, T // 3, T], dtype=torch.int32)
+        with Watch(), torch.no_grad():
+            mixer(torch.randn(1, T, WIDTH), None, Context(cu_seqlens=pack))
+        return max(sizes)
+
+    assert largest(2048) <= 2.1 * largest(1024)

@@ -1,0 +1,103 @@
+"""Every mixer under torch.compile(fullgraph=True): one graph, the numbers of eager, forward, backward and decoding."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
+
+from deltazoo.mixers import Context, MixerConfig
+from deltazoo.mixers.base import Mixer
+
+WIDTH, T = 16, 3
+NAMES = [
+    "attention",
+    "sliding_window",
+    "linear_attention",
+    "retnet",
+    "mamba2",
+    "gla",
+    "deltanet",
+    "gated_deltanet",
+    "kda",
+    "efla",
+    "longhorn",
+    "attention, qk-norm, gate, partial rotary",
+    "gated Longhorn, 2 householders",
+]
+
+
+@pytest.fixture(params=NAMES, ids=[name.replace(" ", "-") for name in NAMES])
+def mixer(request: pytest.FixtureRequest, zoo: dict[str, MixerConfig], backend: str) -> Mixer:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return zoo[request.param].build(WIDTH, backend=backend).double()
+
+
+def compiled(mixer: Mixer) -> tuple[nn.Module, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(mixer, fullgraph=True, backend=counter), counter
+
+
+def draw(time: int) -> Tensor:
+    return torch.randn(2, time, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+def same(got: object, want: object) -> None:
+    for left, right in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+
+
+def test_training_is_one_graph(mixer: Mixer) -> None:
+    module, counter = compiled(mixer)
+    x = draw(T)
+    weight = torch.randn(2, T, WIDTH, dtype=torch.float64)
+    leaves = [x, *mixer.parameters()]
+    got, want = module(x)[0], mixer(x)[0]
+    same(got, want)
+    same(torch.autograd.grad((got * weight).sum(), leaves), torch.autograd.grad((want * weight).sum(), leaves))
+    assert counter.frame_count == 1
+
+
+def test_decoding_is_one_graph_and_in_place(mixer: Mixer) -> None:
+    module, counter = compiled(mixer)
+    with torch.no_grad():
+        state, eager = mixer.init_state(2, 8), mixer.init_state(2, 8)
+        before = [leaf.data_ptr() for leaf in tree_leaves(state)]
+        for _ in range(4):
+            x = draw(1).detach()
+            (got, state), (want, eager) = module(x, state), mixer(x, eager)
+            same(got, want)
+            same(state, eager)
+    assert [leaf.data_ptr() for leaf in tree_leaves(state)] == before
+    assert counter.frame_count == 1
+
+
+def test_a_padded_prefill_is_one_graph(mixer: Mixer) -> None:
+    module, counter = compiled(mixer)
+    x = draw(T)
+    context = Context(mask=torch.tensor([[False, True, True], [True, True, False]]))
+    same(module(x, mixer.init_state(2, 8), context), mixer(x, mixer.init_state(2, 8), context))
+    assert counter.frame_count == 1
+
+
+def test_a_packed_prefill_is_one_graph(mixer: Mixer, backend: str) -> None:
+    if backend == "reference" and hasattr(mixer, "update"):
+        pytest.skip("the reference reads cu_seqlens on the host")
+    module, counter = compiled(mixer)
+    x = draw(T)[:1]
+    context = Context(cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32))
+    same(module(x, mixer.init_state(2, 8), context), mixer(x, mixer.init_state(2, 8), context))
+    assert counter.frame_count == 1
+
+
+def test_another_length_is_no_error(mixer: Mixer, backend: str) -> None:
+    module, counter = compiled(mixer)
+    with torch.no_grad():
+        for time in (10, 13, 18, 22):
+            if backend == "reference" and hasattr(mixer, "update"):
+                time //= 5  # its loop over tokens is unrolled, for each length again
+            x = draw(time).detach()
+            same(module(x), mixer(x))
+    if backend != "reference" or not hasattr(mixer, "update"):
+        assert counter.frame_count <= 3  # the first length, then lengths of several blocks, whole or not

@@ -1,0 +1,249 @@
+"""Configs as values: JSON and state dicts come back, mistakes are told in words, `cost` counts."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import deltazoo
+from deltazoo import mixers
+from deltazoo.backends import registry
+from deltazoo.backends.errors import (
+    ConfigError,
+    DtypeError,
+    OperandError,
+    PluginError,
+    ShapeError,
+    StateError,
+    UnknownNameError,
+    ValueRangeError,
+)
+from deltazoo.mixers import (
+    EFLA,
+    Attention,
+    Context,
+    DeltaNet,
+    GatedDeltaNet,
+    LinearAttention,
+    Mamba2,
+    MixerConfig,
+    SlidingWindow,
+)
+from deltazoo.mixers import state as states
+from deltazoo.mixers.base import Mixer
+from deltazoo.mixers.configs import dump, parse
+from deltazoo.mixers.delta import DeltaMixer
+
+
+def test_every_registered_mixer_of_ours_is_in_the_test_zoo(zoo: dict[str, MixerConfig]) -> None:
+    ours = {
+        name
+        for name in registry.names(registry.MIXERS)
+        if registry.owner(registry.MIXERS, name).startswith("deltazoo ")
+    }
+    assert ours <= {config.name for config in zoo.values()}
+
+
+def test_variants_take_at_most_forty_lines(config: MixerConfig) -> None:
+    source = Path(mixers.__file__).parent / f"{config.name}.py"
+    if source.name in ("attention.py", "sliding_window.py"):
+        pytest.skip("not a variant of DeltaMixer")
+    assert len(source.read_text().splitlines()) <= 40
+
+
+def test_json_comes_back(config: MixerConfig) -> None:
+    text = json.dumps(dump(config))
+    assert parse(json.loads(text)) == config
+    assert json.loads(text)["mixer"] == config.name
+
+
+def test_left_out_fields_have_their_defaults(config: MixerConfig) -> None:
+    assert parse({"mixer": config.name}) == type(config)()
+
+
+def test_a_config_that_is_not_installed_is_found_by_its_path() -> None:
+    data = dump(_Plugin(window=7))
+    assert data["mixer"] == f"{__name__}:_Plugin"
+
+
+class _Plugin(SlidingWindow):
+    """A class that goes by the name of another."""
+
+
+def test_a_state_dict_comes_back(config: MixerConfig, mixer: Mixer, x: Tensor, backend: str) -> None:
+    other = config.build(x.shape[2], backend=backend).double()
+    assert not torch.allclose(other(x)[0], mixer(x)[0])
+    other.load_state_dict(mixer.state_dict())
+    assert torch.equal(other(x)[0], mixer(x)[0])
+
+
+def test_a_mixer_survives_pickling(mixer: Mixer, x: Tensor) -> None:
+    assert torch.equal(pickle.loads(pickle.dumps(mixer))(x)[0], mixer(x)[0])
+
+
+def test_the_same_seed_builds_the_same_mixer(config: MixerConfig) -> None:
+    torch.manual_seed(5)
+    first = config.build(24)
+    torch.manual_seed(5)
+    for left, right in zip(first.parameters(), config.build(24).parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_defaults_build_at_any_ordinary_width(config: MixerConfig, backend: str) -> None:
+    for width in (64, 256):
+        x = torch.randn(1, 2, width)
+        assert type(config)().build(width, backend=backend)(x)[0].isfinite().all()
+
+
+def test_cost_counts_the_state(config: MixerConfig, mixer: Mixer) -> None:
+    cost = config.cost(24)
+    single = config.build(24)
+    for capacity in (3, 11):
+        assert cost.state_bytes + capacity * cost.cache_bytes == states.nbytes(single.init_state(1, capacity))
+
+
+def test_cost_counts_the_flops_of_the_linear_maps(config: MixerConfig) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module = config.build(24)
+    x = torch.randn(1, 1, 24)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for layer in module.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer(torch.randn(1, layer.in_features))
+    assert module(x)[0].shape == x.shape
+    assert config.cost(24).flops >= counter.get_total_flops() > 0
+
+
+def test_equations_name_the_recurrence(config: MixerConfig) -> None:
+    assert "o_t = " in config.equation()
+    assert "arXiv" in config.source
+
+
+def test_meta_device_builds_without_memory(config: MixerConfig) -> None:
+    with torch.device("meta"):
+        mixer = config.build(4096)
+    assert all(parameter.is_meta for parameter in mixer.parameters())
+    assert all(leaf.is_meta for leaf in tree_leaves(mixer.init_state(1, 8)))
+
+
+def test_decay_and_step_start_as_the_papers_say(backend: str) -> None:
+    torch.manual_seed(0)
+    decay = Mamba2(value_heads=512).build(64, backend=backend).operands["decay"]
+    dt = torch.nn.functional.softplus(decay.dt_bias)
+    assert 1e-3 * 0.99 < dt.min() < 1.2e-3
+    assert 0.8e-1 < dt.max() < 1e-1 * 1.01
+    assert abs(float(dt.detach().log10().mean()) + 2) < 0.1  # uniform in the logarithm
+    assert 1 <= decay.A_log.exp().min() < 1.5
+    assert 15 < decay.A_log.exp().max() <= 16
+
+
+def test_beta_tops_out_below_two() -> None:
+    mixer = DeltaNet(heads=1, negative_eigenvalues="both").build(8, backend="reference").double()
+    seen = []
+    mixer.update.register_forward_pre_hook(lambda _, args: seen.append(args[0].beta))
+    with torch.no_grad():
+        mixer.operands["beta"].proj.weight.fill_(100.0)
+        mixer(torch.ones(1, 1, 8, dtype=torch.float64))
+    assert 2 * float(seen[0]) == 2 - 2**-6
+
+
+def test_rebind_changes_the_backend(config: MixerConfig) -> None:
+    mixer = config.build(24, backend="reference")
+    if not isinstance(mixer, DeltaMixer):
+        pytest.skip("attention has no backend")
+    with pytest.raises(UnknownNameError, match="unknown backend 'referense'; did you mean 'reference'"):
+        mixer.rebind("referense")
+    mixer.rebind("reference")
+    assert mixer.update.bound.asked == "reference"
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "says"),
+    [
+        ({"mixer": "gated_deltanet", "head": 4}, ConfigError, "has no field 'head'; did you mean 'heads'"),
+        (
+            {"mixer": "gated_deltanet", "heads": 0},
+            ConfigError,
+            "heads: Input should be greater than or equal to 1, got 0",
+        ),
+        ({"mixer": "gated_deltanett"}, UnknownNameError, "did you mean 'gated_deltanet'"),
+        ({"heads": 3}, ConfigError, "needs the key 'mixer'"),
+        ({"mixer": 3}, ConfigError, "needs the key 'mixer'"),
+        ("gated_deltanet", ConfigError, "must be a mapping"),
+        ({"mixer": "collections:OrderedDict"}, PluginError, "must be a subclass of deltazoo.MixerConfig"),
+        ({"mixer": "no_such_module:Thing"}, PluginError, "cannot be loaded"),
+        (
+            {"mixer": "deltanet", "reparam": "efla", "negative_eigenvalues": "both"},
+            ConfigError,
+            "its eigenvalue is positive by construction",
+        ),
+        ({"mixer": "linear_attention", "feature": "silu"}, ConfigError, "normaliser=True needs a positive feature"),
+        ({"mixer": "attention", "heads": 4, "key_value_heads": 3}, ConfigError, "must divide heads = 4, got 3"),
+    ],
+)
+def test_mistakes_in_data_are_told_in_words(data: object, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        parse(data)
+
+
+def test_mistakes_in_fields_are_told_in_words() -> None:
+    with pytest.raises(ValidationError, match="extra_forbidden"):
+        EFLA(negative_eigenvalues="both")
+    with pytest.raises(ValidationError, match="frozen"):
+        GatedDeltaNet().heads = 3
+    with pytest.raises(ConfigError, match="value_heads must be a multiple of heads = 2, got 3"):
+        GatedDeltaNet(heads=2, value_heads=3).build(64)
+    with pytest.raises(ConfigError, match="key_width must be at least 1, got 0"):
+        GatedDeltaNet(heads=100).build(64)
+    with pytest.raises(ConfigError, match="heads must be at most width = 8"):
+        Attention(heads=16).build(8)
+
+
+def test_mistakes_in_calls_are_told_in_words(mixer: Mixer, x: Tensor) -> None:
+    pack = torch.tensor([0, 9], dtype=torch.int32)
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    cases: list[tuple[Tensor, Context, type[Exception], str]] = [
+        (x[..., :5], Context(), ShapeError, r"x must have shape \[B, T, 24\], got \[3, 9, 5\]"),
+        (x[0], Context(), ShapeError, "x must have shape"),
+        (x, Context(cu_seqlens=pack), ShapeError, "need B = 1, got B = 3"),
+        (x[:1], Context(cu_seqlens=pack.long()), DtypeError, "must be int32"),
+        (x[:1], Context(cu_seqlens=pack - 1), ValueRangeError, "must rise from 0 to T = 9, got"),
+        (x[:1], Context(cu_seqlens=pack, mask=mask[:1]), OperandError, "a pack has no padding"),
+        (x, Context(mask=mask[:, 1:]), ShapeError, "context.mask must have shape"),
+        (x, Context(mask=mask.int()), DtypeError, "context.mask must be torch.bool"),
+        (x, Context(positions=mask.int()), DtypeError, "context.positions must be torch.int64"),
+        (x, Context(mask=mask & (torch.arange(9) != 4)), ValueRangeError, "padding stands left"),
+    ]
+    for tokens, context, error, says in cases:
+        with pytest.raises(error, match=says):
+            mixer(tokens, None, context)
+
+
+def test_a_state_of_another_mixer_is_refused(backend: str) -> None:
+    x = torch.randn(1, 2, 32)
+    with pytest.raises(StateError, match=r"must have the tensors \('project', 'update'\), got \('update',\)"):
+        GatedDeltaNet().build(32, backend=backend)(x, LinearAttention().build(32, backend=backend).init_state(1))
+    with pytest.raises(StateError, match="needs the most tokens"):
+        Attention().build(32).init_state(1)
+    mixer = Attention().build(32)
+    with pytest.raises(StateError, match="the cache is full: it has 3 slots"):
+        mixer(torch.randn(1, 4, 32), mixer.init_state(1, 3))
+    with pytest.raises(StateError, match="must have window = 5 slots, got 4"):
+        SlidingWindow(window=5).build(32)(x, SlidingWindow(window=4).build(32).init_state(1))
+    with pytest.raises(StateError, match="must be a KVCache"):
+        Attention().build(32)(x, LinearAttention().build(32, backend=backend).init_state(1))
+
+
+def test_names_are_lazy_and_complete() -> None:
+    assert set(mixers.__all__) == set(dir(mixers))
+    for name in mixers.__all__:
+        assert getattr(mixers, name).__module__.startswith("deltazoo.mixers")
+    assert deltazoo.MixerConfig is mixers.MixerConfig
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        mixers.Nothing  # noqa: B018

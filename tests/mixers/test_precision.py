@@ -1,0 +1,88 @@
+"""Every mixer in every float type: float32 gates and states, autocast and bf16 close to float64, gradients for all."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from deltazoo.mixers.base import Mixer, MixerConfig
+from deltazoo.mixers.delta import DeltaMixer
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float(((ours.double() - theirs.double()).norm() / theirs.double().norm()).detach())
+
+
+def test_every_parameter_gets_a_gradient(mixer: Mixer, x: Tensor) -> None:
+    y, _ = mixer(x)
+    (y * torch.randn_like(y)).sum().backward()
+    for name, parameter in mixer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def in_float64(config: MixerConfig, like: Mixer, width: int) -> Mixer:
+    """The same parameters, exactly."""
+    mixer = config.build(width, backend="reference").double()
+    mixer.load_state_dict({name: value.double() for name, value in like.state_dict().items()})
+    return mixer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_is_close_and_keeps_states_in_float32(config: MixerConfig, backend: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    mixer = config.build(64, backend=backend)
+    x = torch.randn(2, 12, 64)
+    weight = torch.randn(2, 12, 64)
+    with torch.autocast("cpu", dtype=dtype):
+        y, state = mixer(x, mixer.init_state(2, 12))
+        (y * weight).sum().backward()
+    exact = in_float64(config, mixer, 64)
+    want, _ = exact(x.double())
+    (want * weight).sum().backward()
+    assert y.dtype == dtype
+    assert relative(y, want) < 0.03
+    assert {leaf.dtype for leaf in tree_leaves(state)} <= {torch.float32, torch.int64}
+    for (name, ours), theirs in zip(mixer.named_parameters(), exact.parameters(), strict=True):
+        assert relative(ours.grad, theirs.grad) < 0.1, name
+
+
+def test_autocast_decodes_what_it_prefills(config: MixerConfig, backend: str) -> None:
+    torch.manual_seed(0)
+    mixer = config.build(64, backend=backend)
+    x = torch.randn(2, 12, 64)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        whole, _ = mixer(x)
+        state, outputs = mixer.init_state(2, 12), []
+        for piece in x.split([7, 1, 1, 1, 1, 1], dim=1):
+            y, state = mixer(piece, state)
+            outputs.append(y)
+    assert relative(torch.cat(outputs, 1), whole) < 0.02
+
+
+def test_a_bf16_module_is_close(config: MixerConfig, backend: str) -> None:
+    torch.manual_seed(0)
+    mixer = config.build(64, backend=backend).bfloat16()
+    x = torch.randn(2, 12, 64, dtype=torch.bfloat16)
+    y, state = mixer(x, mixer.init_state(2, 12))
+    want, _ = in_float64(config, mixer, 64)(x.double())
+    assert y.dtype == torch.bfloat16
+    assert relative(y, want) < 0.03
+    if isinstance(mixer, DeltaMixer):
+        assert state["update"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
+)
+def test_gates_and_decays_are_wide(config: MixerConfig, backend: str, dtype: torch.dtype, wide: torch.dtype) -> None:
+    mixer = config.build(32, backend=backend).to(dtype)
+    if not isinstance(mixer, DeltaMixer):
+        pytest.skip("attention has neither")
+    seen = []
+    mixer.update.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    mixer(torch.randn(1, 3, 32, dtype=dtype))
+    for name in ("log_decay", "beta"):
+        operand = getattr(seen[0], name)
+        assert operand is None or operand.dtype == wide, name
