@@ -34,22 +34,33 @@ def cut(spec: UpdateSpec, inputs: UpdateInputs, tokens: int, least: int = 1) -> 
     if spec.decay == "fixed":  # a decay must end with its sequence, so it is laid out in time
         inputs = inputs._replace(log_decay=log_decay(spec, inputs))
     table = None if inputs.cu_seqlens is None else packing(inputs.cu_seqlens, T, tokens)
-    missing = max(-T % tokens, least * tokens - T)
+    N = (T + tokens - 1) // tokens
+    N = max(N, least) if least > 1 else N
     chunks = {}
     for name, x in inputs._asdict().items():
         if x is None or name in constant:
             continue
         if table is not None:
             chunks[name] = pack(x, table)
-        else:
-            whole = pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
-            chunks[name] = whole.unflatten(1, (-1, tokens))
+            continue
+        # When traced the question would be a guard on T: a graph for whole chunks and one for the rest.
+        if torch.compiler.is_compiling() or N * tokens > T:
+            x = pad(x, (0, 0) * (x.dim() - 2) + (0, N * tokens - T))
+        chunks[name] = x.reshape(x.shape[0], N, tokens, *x.shape[2:])
+    if table is not None and inputs.state is None:  # only the table knows how many sequences there are
+        sizes = table.sequences, inputs.v.shape[-2], inputs.q.shape[-1], inputs.v.shape[-1]
+        chunks["state"] = inputs.q.new_zeros(sizes, dtype=state_dtype(inputs.q.dtype))
     return inputs._replace(**chunks, cu_seqlens=None), table
 
 
 def join(o: Tensor, T: int, table: Packing | None) -> Tensor:
     """Undo the cut of an output: [B, N, C, HV, V] -> [B, T, HV, V]."""
-    return o.flatten(1, 2)[:, :T] if table is None else unpack(o, table)
+    if table is not None:
+        return unpack(o, table)
+    whole = o.flatten(1, 2)
+    if torch.compiler.is_compiling():  # a slice's contiguity would be a guard on T, a copy's is known
+        return torch.narrow_copy(whole, 1, 0, T)
+    return whole[:, :T]
 
 
 def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -60,7 +71,7 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     Returns: o [B, N, C, HV, V] in the dtype of v, and the last states, shaped as `state`.
     """
     dtype = state_dtype(x.q.dtype)
-    B, N, C, H, K = x.q.shape
+    B, N, _, H, K = x.q.shape
     HV, V = x.v.shape[-2:]
     n, G = spec.householders, HV // H
     for tensor in x:
@@ -152,10 +163,7 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
     u = rearrange(x.u, "b n m (h g) v -> n (b h) g m v", g=groups)
     C, M = q.shape[2], k.shape[2]
     row, column = torch.arange(C, device=q.device)[:, None], torch.arange(M, device=q.device)
-    if spec.read == "before":
-        seen = column < row * n
-    else:
-        seen = column < row * n + n
+    seen = column < (row if spec.read == "before" else row + 1) * n
     p = (q @ k.transpose(2, 3)).unsqueeze(2)
     scale_q = scale_e = scale_w = gamma = G_e = None
     if x.decay is None:
@@ -199,9 +207,7 @@ def _exp_difference(G_row: Tensor, G_column: Tensor, like: Tensor) -> Tensor:
     return _exp((G_row.unsqueeze(-1) - G_column.unsqueeze(-2)).clamp(max=0), like)
 
 
-def _channel_operands(
-    spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int
-) -> tuple[ChunkOperands, Tensor | None]:
+def _channel_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -> tuple[ChunkOperands, Tensor | None]:
     """Decay per channel, or keys that differ by value head: the decays go into the keys.
 
     Also returns what is written beside the scan and read at once: P_k V of dplr.

@@ -32,15 +32,15 @@ class CompileBackend(Backend):
     inputs). Inside torch.compile it is traced into the caller's graph; from eager code it compiles itself once
     for each spec, dtype, heads and widths, and not again for another B or T. One token is computed at once.
 
-    Args: chunk: tokens a chunk, a power of two from 16; with householders the micro-steps of a chunk stay near
-        this number. compiled: False runs the same code eagerly, which is slower and needs no compiler.
+    Args: chunk: tokens a chunk, a power of two from 16 to 512; with householders the fewest tokens whose micro-steps
+        are this many. compiled: False runs the same code eagerly, which is slower and needs no compiler.
     """
 
     name = "compile"
 
     def __init__(self, chunk: int = 64, compiled: bool = True) -> None:
-        if chunk < 16 or chunk & (chunk - 1):
-            raise ValueError(f"chunk must be a power of two from 16, got {chunk}")
+        if chunk not in (16, 32, 64, 128, 256, 512):
+            raise ValueError(f"chunk must be a power of two from 16 to 512, got {chunk}")
         self.chunk = chunk
         self.compiled = compiled
         self._functions: dict[_Key, _Function] = {}
@@ -56,16 +56,6 @@ class CompileBackend(Backend):
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)
         return self._by_own_graph(spec, inputs)
-
-    def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
-        with torch.no_grad():
-            state = states if slots is None else states.index_select(0, slots)
-            out = token_update(spec, inputs._replace(state=state))
-            if slots is None:
-                states.copy_(out.state)
-            else:
-                states.index_copy_(0, slots, out.state)
-        return out.o
 
     def _update(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         """The update as plain torch: traced by the caller's torch.compile, or eager."""
@@ -84,11 +74,15 @@ class CompileBackend(Backend):
         key = _Key(spec, UpdateMeta.of(inputs), present, inputs.q.shape[0] == 1)
         if key not in self._functions:
             self._functions[key] = _compiled(spec)
-        o, state = self._functions[key](_with_free_sizes(chunks), None if table is None else table.sequence)
+        o, state = self._functions[key](*_with_free_sizes(chunks, None if table is None else table.sequence))
         return UpdateOutput(join(o, inputs.q.shape[1], table), state)
 
     def _tokens(self, spec: UpdateSpec) -> int:
-        return max(16, self.chunk >> (spec.householders - 1).bit_length())
+        """Tokens a chunk. A comparison with literals, for to torch.compile an attribute would be a size like T."""
+        for tokens in (16, 32, 64, 128, 256, 512):
+            if tokens * spec.householders >= self.chunk:
+                return tokens
+        return 512
 
 
 def _compiled(spec: UpdateSpec) -> _Function:
@@ -102,7 +96,9 @@ def _compiled(spec: UpdateSpec) -> _Function:
     def call(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
         try:
             return compiled(chunks, sequence)
-        except torch._inductor.exc.InvalidCxxCompiler as error:
+        except torch._inductor.exc.InductorError as error:
+            if not isinstance(error.inner_exception, torch._inductor.exc.InvalidCxxCompiler):
+                raise
             raise UnsupportedError(
                 "backend 'compile' needs a C++ compiler to compile itself on the CPU, and torch found none: "
                 "install g++ or clang++ (Windows: cl), or use CompileBackend(compiled=False) or 'reference'"
@@ -111,15 +107,19 @@ def _compiled(spec: UpdateSpec) -> _Function:
     return call
 
 
-def _with_free_sizes(chunks: UpdateInputs) -> UpdateInputs:
+def _with_free_sizes(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[UpdateInputs, Tensor | None]:
     """Views of the operands whose B, N and number of sequences torch.compile shall not fix."""
-    views = {name: x.view_as(x) for name, x in chunks._asdict().items() if x is not None}
-    for name, view in views.items():
-        dims = {"rate": (), "state": (0,)}.get(name, (0, 1))
+
+    def free(x: Tensor, *dims: int) -> Tensor:
+        view = x.view_as(x)
         for dim in dims:
             if view.shape[dim] > 1:
                 torch._dynamo.maybe_mark_dynamic(view, dim)
-    return chunks._replace(**views)
+        return view
+
+    dims = {"rate": (), "state": (0,)}
+    views = {name: free(x, *dims.get(name, (0, 1))) for name, x in chunks._asdict().items() if x is not None}
+    return chunks._replace(**views), None if sequence is None else free(sequence, 0)
 
 
 def _empty(inputs: UpdateInputs) -> UpdateOutput:

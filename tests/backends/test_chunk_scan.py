@@ -1,0 +1,128 @@
+"""The scan operator: its inverse, its gradients, and what torch.library wants of it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltazoo.backends.chunk_scan import ChunkOperands, chunk_scan, unit_lower_inverse
+
+N, Z, C, K, V = 3, 2, 4, 3, 2
+
+
+def operands(groups: int, kind: str, packed: bool = False, requires_grad: bool = True) -> ChunkOperands:
+    """Random operands. kind: "additive", "delta", "own" (an erase key), "dplr" (a folded key, an injection)."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> Tensor:
+        return (0.5 * torch.randn(shape, dtype=torch.float64, generator=generator)).requires_grad_(requires_grad)
+
+    G, M, folded = groups, C, kind == "dplr"
+    lower = torch.ones(M, M).tril(-1)
+    sequence = torch.tensor([0, 2, 2]) if packed else None
+    return ChunkOperands(
+        q=draw(N, Z, C, K),
+        w=draw(N, Z, M, K),
+        u=draw(N, Z, G, M, V),
+        p=draw(N, Z, G, C, M),
+        state=draw(3 if packed else 1, Z, K, G * V),
+        a=None if kind == "additive" else (draw(N, Z, G, M, M).detach() * lower).requires_grad_(requires_grad),
+        e=draw(N, Z, M, K) if kind in ("own", "dplr") else None,
+        scale_q=None if folded else draw(N, Z, G, C),
+        scale_e=None if folded or kind == "additive" else draw(N, Z, G, M),
+        scale_w=None if folded else draw(N, Z, G, M),
+        gamma=draw(N, Z, K if folded else 1, G),
+        inject=draw(N, Z, K, G * V) if folded else None,
+        sequence=sequence,
+    )
+
+
+def plain(x: ChunkOperands) -> tuple[Tensor, Tensor]:
+    """The docstring's equations, chunk by chunk, for autograd."""
+    n_chunks, z = x.q.shape[:2]
+    groups, micro, value = x.u.shape[2:]
+    states = list(x.state.unbind(0))
+    outputs = []
+
+    def scaled(scale: Tensor | None, n: int, y: Tensor) -> Tensor:
+        return y if scale is None else scale[n].unsqueeze(-1) * y
+
+    for n in range(n_chunks):
+        row = 0 if x.sequence is None else int(x.sequence[n])
+        S = states[row].view(z, -1, groups, value).permute(0, 2, 1, 3)  # [Z, G, K, V]
+        X = x.u[n]
+        if x.a is not None:
+            E = x.w[n] if x.e is None else x.e[n]
+            eye = torch.eye(micro, dtype=x.q.dtype)
+            X = torch.linalg.solve(eye + x.a[n], x.u[n] - scaled(x.scale_e, n, E.unsqueeze(1) @ S))
+        outputs.append(scaled(x.scale_q, n, x.q[n].unsqueeze(1) @ S) + x.p[n] @ X)
+        if x.gamma is not None:
+            S = S * x.gamma[n].transpose(1, 2).unsqueeze(-1)
+        S = S + x.w[n].unsqueeze(1).transpose(-1, -2) @ scaled(x.scale_w, n, X)
+        S = S.permute(0, 2, 1, 3).flatten(2)
+        states[row] = S if x.inject is None else S + x.inject[n]
+    return torch.stack(outputs), torch.stack(states)
+
+
+CASES = [(1, "additive"), (3, "additive"), (1, "delta"), (3, "delta"), (2, "own"), (1, "own"), (1, "dplr")]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("groups", "kind"), CASES)
+def test_values_and_gradients_are_those_of_the_equations(groups: int, kind: str, packed: bool) -> None:
+    ours, theirs = operands(groups, kind, packed), operands(groups, kind, packed)
+    out, want = chunk_scan(ours), plain(theirs)
+    cotangents = [torch.randn_like(x) for x in want]
+    for got, expected in zip(out, want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    leaves = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and a.requires_grad]
+    grads = torch.autograd.grad(out, [a for a, _ in leaves], cotangents)
+    expected_grads = torch.autograd.grad(want, [b for _, b in leaves], cotangents)
+    for got, expected, (leaf, _) in zip(grads, expected_grads, leaves, strict=True):
+        if leaf is ours.a:
+            got, expected = got.tril(-1), expected.tril(-1)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_values_without_gradients_are_the_same() -> None:
+    x = operands(2, "own", packed=True)
+    with torch.no_grad():
+        for got, expected in zip(chunk_scan(x), plain(x), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = operands(1, "delta")
+    (grad,) = torch.autograd.grad(chunk_scan(x)[0].square().sum(), [x.q], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("groups", "kind"), [(1, "additive"), (2, "own"), (1, "dplr")])
+def test_the_operators_pass_opcheck(groups: int, kind: str, keep: bool) -> None:
+    x = operands(groups, kind, packed=groups == 2, requires_grad=False)
+    torch.library.opcheck(torch.ops.deltazoo.chunk_scan.default, (*x, keep))
+    if not keep:
+        return
+    o, last, kept, t, firsts = torch.ops.deltazoo.chunk_scan.default(*x, True)
+    erases = x.a is not None
+    backward: tuple[Any, ...] = (
+        o, last, x.q, x.w, kept if erases else x.u, x.p, t if erases else None, firsts,
+        x.e, x.scale_q, x.scale_e, x.scale_w, x.gamma, x.sequence, x.inject is not None,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.deltazoo.chunk_scan_backward.default, backward)
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 48, 64])
+def test_the_inverse_stays_exact_for_near_parallel_keys(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    keys = torch.randn(5, 1, 8, generator=generator) + 0.02 * torch.randn(5, size, 8, generator=generator)
+    keys = torch.nn.functional.normalize(keys, dim=-1).double()
+    for beta in (0.99, 1.99):
+        a = (beta * keys @ keys.transpose(1, 2)).tril(-1)
+        exact = torch.linalg.inv(a + torch.eye(size, dtype=torch.float64))
+        for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 5e-6)):
+            error = (unit_lower_inverse(a.to(dtype)).double() - exact).norm() / exact.norm()
+            assert error < bound, (beta, dtype, float(error))
