@@ -59,8 +59,9 @@ def test_the_yaml_is_the_same_stack_as_the_python() -> None:
 def test_the_kit_finds_the_examples_mistake() -> None:
     wrong = run(blocks("python")[2])["Doubled"]()
     spec = deltazoo.UpdateSpec(decay="head", beta="head")
-    report = deltazoo.conformance.compare(wrong, spec, deltazoo.conformance.SHAPES["plain"], torch.float32)
-    assert any(failure.tensor == "o" for failure in report.failures)
+    kit = deltazoo.conformance
+    report = kit.compare(wrong, kit.Case(spec, kit.SHAPES["plain"]))
+    assert {error.tensor for error in report.errors if not error.ok} >= {"o", "d_q", "d_v"}
 
 
 @pytest.mark.parametrize("line", re.findall(r"^    deltazoo (\w+)", README, flags=re.MULTILINE))
