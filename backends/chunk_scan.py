@@ -13,6 +13,7 @@ first states. N chunks, Z batch x key heads, G value heads a key head, C tokens,
 width, V value width, Y sequences
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,26 +103,26 @@ def _forward(
     x = u if a is None else u.new_empty(N if keep else 1, Z, G, M, V)
     firsts = u.new_empty(N if keep else 0, Z, K, G * V)
     S = last[0]
-    for n in range(N):
+    each = (q, w, w if e is None else e, u, p, t, o, scale_q, scale_e, scale_w, gamma, inject)
+    for n, (Q, W, E, U, P, T, O, r_q, r_e, r_w, g, D) in enumerate(zip(*map(_chunks(N), each), strict=True)):
         if sequence is not None:
             S = last.index_select(0, sequence[n : n + 1])[0]
         if keep:
             firsts[n] = S
-        if t is None:
-            X = u[n]
-        else:
+        X = U
+        if T is not None:
             X = x[n if keep else 0]
-            R = _minus_read(u[n], w[n] if e is None else e[n], S, scale_e, n)
-            torch.bmm(t[n].view(Z * G, M, M), R.view(Z * G, M, V), out=X.view(Z * G, M, V))
-        O = o[n].view(Z * G, C, V)
-        torch.bmm(p[n].view(Z * G, C, M), X.reshape(Z * G, M, V), out=O)
-        if scale_q is None and G == 1:
-            O.baddbmm_(q[n], S)
+            R = _minus_read(U, E, S, r_e)
+            torch.bmm(T.view(Z * G, M, M), R.view(Z * G, M, V), out=X.view(Z * G, M, V))
+        O_flat = O.view(Z * G, C, V)
+        torch.bmm(P.view(Z * G, C, M), X.view(Z * G, M, V), out=O_flat)
+        if r_q is None and G == 1:
+            O_flat.baddbmm_(Q, S)
         else:
-            o[n].addcmul_(_rows(scale_q, n, u), _split(torch.bmm(q[n], S), G))
-        S = _decayed(S, gamma, n).baddbmm_(w[n].transpose(1, 2), _joined(X, scale_w, n))
-        if inject is not None:
-            S += inject[n]
+            O.addcmul_(_rows(r_q, U), _split(torch.bmm(Q, S), G))
+        S = _decayed(S, g).baddbmm_(W.transpose(1, 2), _joined(X, r_w))
+        if D is not None:
+            S += D
         if sequence is not None:
             last.index_copy_(0, sequence[n : n + 1], S.unsqueeze(0))
     if sequence is None:
@@ -137,7 +138,7 @@ def _backward(
     sequence: Tensor | None, inject: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The reverse loop; every gradient of a chunk is made while the chunk is in the cache."""
-    N, Z, C, K = q.shape
+    N, Z, C = q.shape[:3]
     G, M, V = x.shape[2:]
     erases = t is not None
     d_q, d_w, d_u, d_p = torch.empty_like(q), torch.empty_like(w), torch.empty_like(x), torch.empty_like(p)
@@ -148,37 +149,39 @@ def _backward(
     )
     d_inject = torch.empty_like(firsts) if inject else p.new_empty(0)
     d_state = d_last.clone()
-    dS = d_state[0]  # the gradient of the state after chunk n
-    for n in reversed(range(N)):
-        S, X, d_O = firsts[n], x[n], d_o[n]
+    dS = d_state[0]  # the gradient of the state after the chunk
+    each = (q, w, w if e is None else e, x, p, t, firsts, d_o, scale_q, scale_e, scale_w, gamma)
+    chunks = list(zip(range(N), *map(_chunks(N), each), strict=True))
+    for n, Q, W, E, X, P, T, S, d_O, r_q, r_e, r_w, g in reversed(chunks):
         if sequence is not None:
             dS = d_state.index_select(0, sequence[n : n + 1])[0]
         if inject:
             d_inject[n] = dS
-        if gamma is not None:
-            d_gamma[n] = _d_gamma(S, dS, gamma.shape[2], G)
-        XT = X.transpose(-1, -2)
-        torch.matmul(d_O, XT, out=d_p[n])
+        if g is not None:
+            d_gamma[n] = _d_gamma(S, dS, g.shape[1], G)
+        XT = X.view(Z * G, M, V).transpose(1, 2)
+        d_O_flat = d_O.view(Z * G, C, V)
+        torch.bmm(d_O_flat, XT, out=d_p[n].view(Z * G, C, M))
         # through the write: W^T (r^w * X)
-        d_X = torch.matmul(p[n].transpose(-1, -2), d_O)
-        if scale_w is None and G == 1:
-            d_X[:, 0].baddbmm_(w[n], dS)
+        d_X = torch.bmm(P.view(Z * G, C, M).transpose(1, 2), d_O_flat)
+        if r_w is None and G == 1:
+            d_X.baddbmm_(W, dS)
         else:
-            d_X.addcmul_(_rows(scale_w, n, x), _split(torch.bmm(w[n], dS), G))
-        _through(X, scale_w, w[n], dS, d_w, d_scale_w, n, 0, 1)
+            d_X.view(Z, G, M, V).addcmul_(_rows(r_w, X), _split(torch.bmm(W, dS), G))
+        _through(X, r_w, W, dS, d_w[n], d_scale_w, n, 0, 1)
         # through the read: r^q * (Q S)
-        _through(d_O, scale_q, q[n], S, d_q, d_scale_q, n, 0, 1)
-        dS = _decayed(dS, gamma, n).baddbmm_(q[n].transpose(1, 2), _joined(d_O, scale_q, n))
+        _through(d_O, r_q, Q, S, d_q[n], d_scale_q, n, 0, 1)
+        dS = _decayed(dS, g).baddbmm_(Q.transpose(1, 2), _joined(d_O, r_q))
         # through the erase: T (U - r^e * (E S))
-        if t is None:
-            d_u[n] = d_X
+        if T is None:
+            d_u[n] = d_X.view(Z, G, M, V)
         else:
-            d_R = torch.matmul(t[n].transpose(-1, -2), d_X, out=d_u[n])
+            d_R = d_u[n]
+            torch.bmm(T.view(Z * G, M, M).transpose(1, 2), d_X, out=d_R.view(Z * G, M, V))
             d_A = d_a[n].view(Z * G, M, M)
-            torch.baddbmm(d_A, d_R.view(Z * G, M, V), XT.reshape(Z * G, V, M), beta=0, alpha=-1, out=d_A)
-            E = w[n] if e is None else e[n]
-            _through(d_R, scale_e, E, S, d_w if e is None else d_e, d_scale_e, n, int(e is None), -1)
-            dS.baddbmm_(E.transpose(1, 2), _joined(d_R, scale_e, n), alpha=-1)
+            torch.baddbmm(d_A, d_R.view(Z * G, M, V), XT, beta=0, alpha=-1, out=d_A)
+            _through(d_R, r_e, E, S, d_w[n] if e is None else d_e[n], d_scale_e, n, int(e is None), -1)
+            dS.baddbmm_(E.transpose(1, 2), _joined(d_R, r_e), alpha=-1)
         if sequence is not None:
             d_state.index_copy_(0, sequence[n : n + 1], dS.unsqueeze(0))
     if sequence is None:
@@ -188,21 +191,25 @@ def _backward(
     ]  # fmt: skip
 
 
+def _chunks(N: int) -> Callable[[Tensor | None], Sequence[Any]]:
+    """Views of an operand, chunk by chunk, made at once; an absent one is absent from every chunk."""
+    return lambda x: [None] * N if x is None else x.unbind(0)
+
+
 def _through(
     d: Tensor, scale: Tensor | None, key: Tensor, S: Tensor, d_key: Tensor, d_scale: Tensor, n: int, add: int, sign: int
 ) -> None:
     """Gradients of `sign * scale * (key S)` given d [Z, G, R, V]: of key [Z, R, K], added or set, and of scale."""
-    Z, G, R, V = d.shape
-    torch.baddbmm(d_key[n], _joined(d, scale, n), S.transpose(1, 2), beta=add, alpha=sign, out=d_key[n])
+    torch.baddbmm(d_key, _joined(d, scale), S.transpose(1, 2), beta=add, alpha=sign, out=d_key)
     if scale is not None:
-        d_scale[n] = (d * _split(torch.bmm(key, S), G)).sum(-1).mul_(sign)
+        d_scale[n] = (d * _split(torch.bmm(key, S), d.shape[1])).sum(-1).mul_(sign)
 
 
-def _minus_read(u: Tensor, key: Tensor, S: Tensor, scale: Tensor | None, n: int) -> Tensor:
+def _minus_read(u: Tensor, key: Tensor, S: Tensor, scale: Tensor | None) -> Tensor:
     """u - scale * (key S): [Z, G, M, V]."""
     if scale is None and u.shape[1] == 1:
         return torch.baddbmm(u[:, 0], key, S, alpha=-1).unsqueeze(1)
-    return torch.addcmul(u, _rows(scale, n, u), _split(torch.bmm(key, S), u.shape[1]), value=-1)
+    return torch.addcmul(u, _rows(scale, u), _split(torch.bmm(key, S), u.shape[1]), value=-1)
 
 
 def _d_gamma(S: Tensor, dS: Tensor, rows: int, G: int) -> Tensor:
@@ -214,8 +221,9 @@ def _d_gamma(S: Tensor, dS: Tensor, rows: int, G: int) -> Tensor:
     return product if rows == K else product.sum(1, keepdim=True)
 
 
-def _rows(scale: Tensor | None, n: int, like: Tensor) -> Tensor:
-    return like.new_ones(()) if scale is None else scale[n].unsqueeze(-1)
+def _rows(scale: Tensor | None, like: Tensor) -> Tensor:
+    """A row scale [Z, G, R] as a factor of [Z, G, R, V]."""
+    return like.new_ones(()) if scale is None else scale.unsqueeze(-1)
 
 
 def _split(y: Tensor, G: int) -> Tensor:
@@ -223,16 +231,16 @@ def _split(y: Tensor, G: int) -> Tensor:
     return y.unflatten(2, (G, -1)).transpose(1, 2)
 
 
-def _joined(y: Tensor, scale: Tensor | None, n: int) -> Tensor:
+def _joined(y: Tensor, scale: Tensor | None) -> Tensor:
     """scale * y, [Z, G, R, V] -> [Z, R, G V]; a view where there is no scale and G is 1."""
-    return (y if scale is None else y * scale[n].unsqueeze(-1)).transpose(1, 2).flatten(2)
+    return (y if scale is None else y * scale.unsqueeze(-1)).transpose(1, 2).flatten(2)
 
 
-def _decayed(S: Tensor, gamma: Tensor | None, n: int) -> Tensor:
+def _decayed(S: Tensor, gamma: Tensor | None) -> Tensor:
     """gamma * S for a state or its gradient [Z, K, G V], always a new tensor."""
     if gamma is None:
         return S.clone()
-    return (S.unflatten(2, (gamma.shape[3], -1)) * gamma[n].unsqueeze(-1)).flatten(2)
+    return (S.unflatten(2, (gamma.shape[2], -1)) * gamma.unsqueeze(-1)).flatten(2)
 
 
 _LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")

@@ -176,13 +176,13 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
         last = G_i[..., -1:]
         scale_q, scale_w = _exp(G_q, p), _exp(last - G_i, p)
         gamma = rearrange(_exp(last, p), "n z g 1 -> n z 1 g")
-        p = torch.where(seen, p * _exp_difference(G_q, G_i, p), 0)
+        p = torch.where(seen, p * _exp_difference(G_q, G_i, seen, p), 0)
     operands = ChunkOperands(q, k, u, p, state, gamma=gamma)
     if spec.transition == "delta":
         earlier = column < torch.arange(M, device=q.device)[:, None]
         a = (e @ k.transpose(2, 3)).unsqueeze(2)
         if G_e is not None:
-            a = a * _exp_difference(G_e, G_i, a)
+            a = a * _exp_difference(G_e, G_i, earlier, a)
             scale_e = _exp(G_e, a)
         if x.erase is not None:
             erase = rearrange(x.erase, "b n m (h g) -> n (b h) g m", g=groups)
@@ -192,19 +192,20 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
         operands = operands._replace(a=a, e=None if x.e is None and (groups > 1 or scale_e is None) else e)
     if groups > 1:
         return operands._replace(scale_q=scale_q, scale_e=scale_e, scale_w=scale_w), None
-    return operands._replace(
-        q=_scaled_rows(q, scale_q), w=_scaled_rows(k, scale_w), e=_scaled_rows(operands.e, scale_e)
-    ), None
+    if operands.e is not None:
+        operands = operands._replace(e=_scaled_rows(operands.e, scale_e))
+    return operands._replace(q=_scaled_rows(q, scale_q), w=_scaled_rows(k, scale_w)), None
 
 
-def _scaled_rows(keys: Tensor | None, scale: Tensor | None) -> Tensor | None:
+def _scaled_rows(keys: Tensor, scale: Tensor | None) -> Tensor:
     """[N, Z, M, K] by [N, Z, 1, M]."""
-    return keys if keys is None or scale is None else keys * scale.squeeze(2).unsqueeze(-1)
+    return keys if scale is None else keys * scale.squeeze(2).unsqueeze(-1)
 
 
-def _exp_difference(G_row: Tensor, G_column: Tensor, like: Tensor) -> Tensor:
-    """exp(G_i - G_j), at most 1; what lies above the diagonal is masked by the caller."""
-    return _exp((G_row.unsqueeze(-1) - G_column.unsqueeze(-2)).clamp(max=0), like)
+def _exp_difference(G_row: Tensor, G_column: Tensor, seen: Tensor, like: Tensor) -> Tensor:
+    """exp(G_i - G_j) where seen, else 1. Not clamped to 1: the rounding of a decay of 0 may be positive, and a clamp
+    would cut its gradient."""
+    return _exp(torch.where(seen, G_row.unsqueeze(-1) - G_column.unsqueeze(-2), 0), like)
 
 
 def _channel_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -> tuple[ChunkOperands, Tensor | None]:

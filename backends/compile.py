@@ -32,14 +32,16 @@ class CompileBackend(Backend):
     inputs). Inside torch.compile it is traced into the caller's graph; from eager code it compiles itself once
     for each spec, dtype, heads and widths, and not again for another B or T. One token is computed at once.
 
-    Args: chunk: tokens a chunk, a power of two from 16 to 512; with householders the fewest tokens whose micro-steps
-        are this many. compiled: False runs the same code eagerly, which is slower and needs no compiler.
+    Args:
+        chunk: tokens a chunk, a power of two from 16 to 512; with householders the fewest tokens whose micro-steps
+            are this many. None: 32 on the CPU, where work counts, and 64 elsewhere, where launches do.
+        compiled: False runs the same code eagerly, which is slower and needs no compiler.
     """
 
     name = "compile"
 
-    def __init__(self, chunk: int = 64, compiled: bool = True) -> None:
-        if chunk not in (16, 32, 64, 128, 256, 512):
+    def __init__(self, chunk: int | None = None, compiled: bool = True) -> None:
+        if chunk not in (None, 16, 32, 64, 128, 256, 512):
             raise ValueError(f"chunk must be a power of two from 16 to 512, got {chunk}")
         self.chunk = chunk
         self.compiled = compiled
@@ -62,14 +64,14 @@ class CompileBackend(Backend):
         T = inputs.q.shape[1]
         if T == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)
-        chunks, table = cut(spec, inputs, self._tokens(spec))
+        chunks, table = cut(spec, inputs, self._tokens(spec, inputs.q.device.type))
         o, state = chunked_update(spec, chunks, None if table is None else table.sequence)
         return UpdateOutput(join(o, T, table), state)
 
     def _by_own_graph(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         """The same from eager code: cut the operands, so that the graph sees whole chunks, and compile the rest."""
         # At least two chunks: torch.compile makes a graph of its own for a size of 1.
-        chunks, table = cut(spec, inputs, self._tokens(spec), least=2)
+        chunks, table = cut(spec, inputs, self._tokens(spec, inputs.q.device.type), least=2)
         present = tuple(tensor is not None for tensor in inputs)
         key = _Key(spec, UpdateMeta.of(inputs), present, inputs.q.shape[0] == 1)
         if key not in self._functions:
@@ -77,10 +79,11 @@ class CompileBackend(Backend):
         o, state = self._functions[key](*_with_free_sizes(chunks, None if table is None else table.sequence))
         return UpdateOutput(join(o, inputs.q.shape[1], table), state)
 
-    def _tokens(self, spec: UpdateSpec) -> int:
+    def _tokens(self, spec: UpdateSpec, device: str) -> int:
         """Tokens a chunk. A comparison with literals, for to torch.compile an attribute would be a size like T."""
+        wanted = (32 if device == "cpu" else 64) if self.chunk is None else self.chunk
         for tokens in (16, 32, 64, 128, 256, 512):
-            if tokens * spec.householders >= self.chunk:
+            if tokens * spec.householders >= wanted:
                 return tokens
         return 512
 
