@@ -1,0 +1,62 @@
+"""YAML and JSON files are read as they look, and mistakes in them are sentences."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deltazoo.backends.errors import ConfigError
+from deltazoo.blocks import document
+
+TEXT = """
+word: off
+also: yes
+number: 1e-5
+point: .5
+whole: 3
+truth: true
+nothing: null
+date: 2024-01-01
+nested: {list: [1, no, 2.0]}
+"""
+VALUES = {
+    "word": "off", "also": "yes", "number": 1e-5, "point": 0.5, "whole": 3, "truth": True, "nothing": None,
+    "date": "2024-01-01", "nested": {"list": [1, "no", 2.0]},
+}  # fmt: skip
+
+
+def test_yaml_scalars_are_those_of_version_1_2():
+    read = document.parse(TEXT, ".yaml", "here")
+    assert read == VALUES
+    assert [type(value) for value in read.values()] == [type(value) for value in VALUES.values()]
+
+
+@pytest.mark.parametrize("name", ["x.yaml", "x.yml", "x.json"])
+def test_what_is_written_is_read_back(tmp_path: Path, name: str):
+    document.write(tmp_path / name, VALUES)
+    assert document.read(tmp_path / name) == VALUES
+
+
+def test_other_yaml_readers_read_the_same(tmp_path: Path):
+    document.write(tmp_path / "x.yaml", VALUES)
+    assert yaml.safe_load((tmp_path / "x.yaml").read_text()) == VALUES
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("x.yaml", "a: 1\nb: 2\na: 3\n", "the key 'a' stands twice, again in line 3"),
+        ("x.json", '{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ("x.yaml", "- 1\n", "must hold a mapping"),
+        ("x.yaml", "a: [1\n", "cannot be read"),
+        ("x.json", "{", "cannot be read"),
+        ("x.yaml", "", "must hold a mapping"),
+        ("x.toml", "a = 1", "must end in .yaml, .yml, .json"),
+        ("missing/x.yaml", None, "cannot read"),
+    ],
+)
+def test_mistakes_are_sentences(tmp_path: Path, name: str, text: str | None, sentence: str):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=sentence.replace("(", "\\(")):
+        document.read(tmp_path / name)

@@ -1,0 +1,137 @@
+"""The pattern language: text and Python's operators give one value; mistakes show their place."""
+
+import itertools
+
+import pytest
+
+from deltazoo.backends.errors import PatternError
+from deltazoo.blocks.pattern import expand, parse
+from deltazoo.mixers import GatedDeltaNet
+from deltazoo.mixers.pattern import At, Name, Spread
+
+a, b, c = Name("a"), Name("b"), Name("c")
+
+MEANINGS = [
+    ("a", a, "a a a a a a a"),
+    ("3*a + b", 3 * a + b, "a a a b a a a"),
+    ("a*3 + b", a * 3 + b, "a a a b a a a"),
+    ("2*3*a + b", 2 * 3 * a + b, "a a a a a a b"),
+    ("(a + b)*2 + c", (a + b) * 2 + c, "a b a b c a b"),
+    ("2*(a + 2*b)", 2 * (a + 2 * b), "a b b a b b a"),
+    ("a + (b + c)", a + (b + c), "a b c a b c a"),
+    ("a | b", a | b, "a|b a|b a|b a|b a|b a|b a|b"),
+    ("a + (b | c | a)", a + (b | c | a), "a b|c|a a b|c|a a b|c|a a"),
+    ("2*(a | b) + c", 2 * (a | b) + c, "a|b a|b c a|b a|b c a|b"),
+    ("a@[1, 3] else b", At(a, [1, 3], over=b), "b a b a b b b"),
+    ("a@[-1, 0] else 2*b + c", At(a, [-1, 0], over=2 * b + c), "a b c b b c a"),
+    ("(a | c)@[2] else b", At(a | c, [2], over=b), "b b a|c b b b b"),
+    ("spread(a, 2) else b", Spread(a, 2, over=b), "b a b b b a b"),
+    ("spread(a, 1) else b", Spread(a, 1, over=b), "b b b a b b b"),
+    ("spread(a, 28%) else b", Spread(a, 0.28, over=b), "b a b b b a b"),
+    ("spread(a, 1%) else b", Spread(a, 0.01, over=b), "b b b a b b b"),
+    ("a@[0] else spread(c, 2) else b", At(a, [0], over=Spread(c, 2, over=b)), "a c b b b c b"),
+    (
+        'a(heads=6, scale=-0.5, gate=true, key_width=null, kind=off, word="x y", of=[1, 2.5])',
+        Name(
+            "a",
+            (
+                ("heads", 6),
+                ("scale", -0.5),
+                ("gate", True),
+                ("key_width", None),
+                ("kind", "off"),
+                ("word", "x y"),
+                ("of", (1, 2.5)),
+            ),
+        ),
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "value", "layers"), MEANINGS)
+def test_text_means_what_the_same_python_means(text, value, layers):
+    assert parse(text) == value
+    assert parse(str(value)) == value
+    if layers:
+        laid_out = ["|".join(str(part) for part in layer) for layer in expand(value, 7)]
+        assert laid_out == layers.split()
+
+
+def test_white_space_and_line_breaks_mean_nothing():
+    assert parse("  3 *a\n +\tb ") == parse("3*a+b")
+
+
+MISTAKES = [
+    ("", 0, "expected a layer's name, a count or '('"),
+    ("3*", 2, "expected a layer's name, a count or '(', got the end"),
+    ("a +", 3, "got the end"),
+    ("a b", 2, "expected '+', '*', '|' or the end, got 'b'"),
+    ("a ~ b", 2, "cannot read '~'"),
+    ("a*b", 1, "'*' takes a count and a layer"),
+    ("2.5*a", 0, "expected a count without a fraction, got '2.5'"),
+    ("0*a", 1, "at least 1, got 0"),
+    ("3", 1, "expected '*' and a layer after the count 3"),
+    ("(a + b", 6, "expected ')'"),
+    ("a + b | c", 6, "'|' takes single layers, got 'a + b'"),
+    ("2*a | b", 4, "'|' takes single layers, got '2*a'"),
+    ("a(heads", 7, "expected '=' and a value"),
+    ("a(heads=)", 8, "expected a number"),
+    ("a(heads=6 kind=x)", 10, "expected ',' or ')'"),
+    ("a@[2]", 5, "expected 'else'"),
+    ("a@2 else b", 2, "expected '['"),
+    ("a@[2.5] else b", 3, "expected a layer, as attn@[2, 7]"),
+    ("a + b@[2] else c", 5, "'@' takes single layers, got 'a + b'"),
+    ("2*(a@[1] else b)", 4, "expected ')'"),
+    ("spread(a) else b", 8, "expected ',' and how many"),
+    ("spread(a, 0) else b", 0, "got 0"),
+    ("spread(a, 120%) else b", 0, "a share between 0 and 1, got 1.2"),
+    ("spread(2*a, 1) else b", 0, "'spread' takes single layers, got '2*a'"),
+]
+
+
+@pytest.mark.parametrize(("text", "column", "sentence"), MISTAKES)
+def test_a_mistake_is_shown_with_a_caret_and_what_was_expected(text, column, sentence):
+    with pytest.raises(PatternError) as caught:
+        parse(text)
+    message, shown, caret = str(caught.value).split("\n")
+    assert sentence in message
+    assert shown == f"    {text}"
+    assert caret == " " * (4 + column) + "^"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("a@[7] else b", "layer 7 lies outside a depth of 7 (0 to 6)"), ("spread(a, 8) else b", "8 layers do not fit")],
+)
+def test_places_outside_the_depth_are_refused(text, sentence):
+    with pytest.raises(PatternError, match="depth of 7") as caught:
+        expand(parse(text), 7)
+    assert sentence in str(caught.value)
+
+
+def test_placement_is_of_the_whole_stack_in_python_too():
+    for wrong in (lambda: 2 * At(a, [1], over=b), lambda: a + Spread(a, 1, over=b)):
+        with pytest.raises(PatternError, match="place layers of the whole stack"):
+            wrong()
+
+
+def test_spread_leaves_gaps_that_differ_by_one_at_most():
+    for depth in range(1, 40):
+        for count in range(1, depth + 1):
+            layers = expand(Spread(a, count, over=b), depth)
+            places = [i for i, layer in enumerate(layers) if layer == (a,)]
+            gaps = {later - earlier for earlier, later in itertools.pairwise(places)}
+            assert len(places) == count
+            assert not gaps or max(gaps) - min(gaps) <= 1
+            assert abs(places[0] - (depth - 1 - places[-1])) <= 1
+
+
+def test_a_huge_count_costs_nothing():
+    assert expand(10**12 * a + b, 3) == [(a,)] * 3
+
+
+def test_configs_compose_without_names():
+    gdn = GatedDeltaNet(heads=6)
+    assert expand(2 * gdn + (gdn | GatedDeltaNet()), 4) == [(gdn,), (gdn,), (gdn, GatedDeltaNet()), (gdn,)]
+    assert 3 * gdn == gdn * 3 != 2 * gdn

@@ -1,0 +1,209 @@
+"""One stack from Python, YAML and JSON; mistakes name the path and the nearest key."""
+
+import json
+import pickle
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+import deltazoo
+from deltazoo.backends.errors import ConfigError, PatternError, UnknownNameError
+from deltazoo.blocks import document, presets
+from deltazoo.blocks.mlp import SwiGLU
+from deltazoo.blocks.spec import LayerSpec, StackSpec
+from deltazoo.mixers import Attention, GatedDeltaNet, SlidingWindow
+from deltazoo.mixers.delta import Update
+from deltazoo.mixers.pattern import At
+
+YAML = (
+    "{width: 768, depth: 12, vocab: 256, pattern: 3*gdn + swa, layers: "
+    "{gdn: {mixer: gated_deltanet, heads: 6}, swa: {mixer: sliding_window, window: 2048}}}"
+)
+NAMED = StackSpec(
+    width=768,
+    depth=12,
+    vocab=256,
+    pattern="3*gdn + swa",
+    layers={"gdn": GatedDeltaNet(heads=6), "swa": SlidingWindow(window=2048)},
+)
+SMALL = {"width": 16, "depth": 3, "vocab": 29, "pattern": "gdn", "layers": {"gdn": GatedDeltaNet(heads=2)}}
+
+
+def test_python_yaml_and_json_give_the_same_value(tmp_path: Path):
+    (tmp_path / "stack.yaml").write_text(YAML)
+    (tmp_path / "stack.json").write_text(json.dumps(document.parse(YAML, ".yaml", "")))
+    unnamed = StackSpec(width=768, depth=12, vocab=256, pattern=3 * GatedDeltaNet(heads=6) + SlidingWindow(window=2048))
+    others = [StackSpec.load(tmp_path / "stack.yaml"), StackSpec.load(str(tmp_path / "stack.json")), unnamed]
+    for other in others:
+        assert other == NAMED
+        assert hash(other) == hash(NAMED)
+        assert other.expand() == NAMED.expand()
+    assert others[0].model_dump() == others[1].model_dump() == NAMED.model_dump()
+    assert unnamed.pattern == "3*gated_deltanet + sliding_window"
+    assert [type(layer.mixer).__name__ for layer in NAMED.expand()] == 3 * (3 * ["GatedDeltaNet"] + ["SlidingWindow"])
+
+
+@pytest.mark.parametrize("name", ["stack.yaml", "stack.json"])
+def test_a_saved_spec_is_read_back_whole(tmp_path: Path, spec: StackSpec, name: str):
+    for original in (spec, NAMED, *map(StackSpec.load, presets.names())):
+        original.save(tmp_path / name)
+        back = StackSpec.load(tmp_path / name)
+        assert back == original
+        assert back.model_dump() == original.model_dump()
+        assert StackSpec.model_validate_json(original.model_dump_json()) == original
+        assert pickle.loads(pickle.dumps(original)) == original
+
+
+def test_equal_specs_describe_the_same_model():
+    one = StackSpec(**SMALL)
+    assert (
+        one == StackSpec(**SMALL | {"pattern": "2*gdn"}) == StackSpec(**SMALL | {"pattern": "gated_deltanet(heads=2)"})
+    )
+    assert one == StackSpec(**SMALL | {"layers": {"gdn": LayerSpec(mixer=GatedDeltaNet(heads=2))}})
+    changes = [
+        {"width": 32}, {"depth": 4}, {"vocab": 30}, {"tied": False}, {"norm_eps": 1e-5}, {"mlp": "none"},
+        {"backend": "reference"}, {"layers": {"gdn": GatedDeltaNet(heads=4)}}, {"pattern": "gdn@[0] else attention"},
+    ]  # fmt: skip
+    for change in changes:
+        assert one != StackSpec(**SMALL | change), change
+
+
+def test_python_patterns_name_their_layers_apart():
+    pattern = At(Attention(), [0], over=GatedDeltaNet(heads=1) + GatedDeltaNet(heads=2) + GatedDeltaNet(heads=1))
+    spec = StackSpec(width=16, depth=4, vocab=9, pattern=pattern, layers={"gated_deltanet": Attention(heads=3)})
+    assert spec.pattern == "attention@[0] else gated_deltanet_2 + gated_deltanet_3 + gated_deltanet_2"
+    heads = [layer.mixer.heads for layer in spec.expand()]
+    assert heads == [None, 2, 1, 1]
+
+
+def test_a_layer_goes_before_the_stack():
+    layers = {
+        "plain": GatedDeltaNet(),
+        "own": {
+            "mixer": {"mixer": "attention", "heads": 2},
+            "mlp": {"width": 5},
+            "norm_eps": 0.1,
+            "backend": "compile",
+        },
+        "bare": {"mixer": [{"mixer": "attention"}, {"mixer": "gated_deltanet"}], "mlp": "none"},
+    }
+    stack = {"mlp": {"ratio": 2.0}, "norm_eps": 1e-3, "backend": "reference"}
+    spec = StackSpec(width=16, depth=4, vocab=9, pattern="plain + own + bare + bare(mlp=null)", layers=layers, **stack)
+    plain, own, bare, again = spec.expand()
+    assert (plain.mlp, plain.norm_eps, plain.backend) == (SwiGLU(ratio=2.0), 1e-3, "reference")
+    assert (own.mlp, own.norm_eps, own.backend) == (SwiGLU(width=5), 0.1, "compile")
+    assert (bare.mlp, bare.norm_eps, len(bare.mixers)) == ("none", 1e-3, 2)
+    assert again.mlp == SwiGLU(ratio=2.0)
+    model = StackSpec(**dict(spec) | {"backend": None}).build()
+    assert model.stack.layers[0].mlp.out.weight.shape == (16, 64)
+    assert model.stack.layers[1].mlp.out.weight.shape == (16, 5)
+    assert model.stack.layers[2].mlp is None
+    assert [layer.norm.eps for layer in model.stack.layers] == [1e-3, 0.1, 1e-3, 1e-3]
+
+
+def layers(**fields: object) -> dict[str, object]:
+    return {"layers": {"gdn": fields}}
+
+
+MISTAKES = [
+    ({"widht": 3}, "widht: unknown key; did you mean 'width'?"),
+    (layers(mixer="gated_deltanet", haeds=6), "layers.gdn.haeds: unknown key; did you mean 'heads'?"),
+    (layers(mixer="gated_deltanet", heads=0), "layers.gdn.heads: Input should be greater than"),
+    (layers(mixer="gated_deltnet"), "layers.gdn.mixer: unknown mixer 'gated_deltnet'; did you mean 'gated_deltanet'?"),
+    (layers(heads=2), "layers.gdn: must be a mapping with a mixer's name"),
+    ({"layers": {"gdn": 3}}, "layers.gdn: must be"),
+    ({"layers": 3}, "layers: must map names"),
+    ({"layers": {"else": GatedDeltaNet()}}, "layers: a layer's name must be a word"),
+    (layers(mixer={"mixer": "attention"}, mpl="none"), "layers.gdn.mpl: unknown key; did you mean 'mlp'?"),
+    (layers(mixer=[{"mixer": "attention", "haeds": 1}]), "layers.gdn.mixer.0.haeds: unknown key"),
+    (layers(mixer=[]), "layers.gdn.mixer: a layer needs at least one mixer"),
+    (layers(mixer={"mixer": "attention"}, mlp={"widht": 3}), "layers.gdn.mlp.widht: unknown key"),
+    ({"mlp": 4}, "mlp: must be {width: ...}, {ratio: ...} or none, got 4"),
+    ({"mlp": {"width": 3, "ratio": 2}}, "mlp: give width or ratio, not both"),
+    ({"width": 0}, "width: Input should be greater than or equal to 1, got 0"),
+    ({"width": None}, "width: Input should be a valid integer"),
+    ({"pattern": 3}, "pattern: must be text"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), MISTAKES)
+def test_a_mistake_names_its_path_and_the_nearest_key(tmp_path: Path, change, sentence):
+    with pytest.raises(ConfigError) as caught:
+        StackSpec(**SMALL | change)
+    assert str(caught.value).startswith(sentence)
+
+
+PATTERN_MISTAKES = [
+    ("2*gdnn", "unknown layer 'gdnn'; did you mean 'gdn'?", 2),
+    ("gdn + gdn(haeds=3)", "gdn.haeds: unknown key; did you mean 'heads'?", 6),
+    ("gdn(heads=0)", "gdn.heads: Input should be greater than or equal to 1, got 0", 0),
+    ("gdn + layer | gdn", "'|' takes single layers", 12),
+]
+
+
+@pytest.mark.parametrize(("pattern", "sentence", "column"), PATTERN_MISTAKES)
+def test_a_wrong_pattern_is_a_pattern_error_with_a_caret(tmp_path: Path, pattern, sentence, column):
+    fields = SMALL | {"pattern": pattern, "layers": {"gdn": {"mixer": "gated_deltanet", "heads": 2}}}
+    document.write(tmp_path / "stack.yaml", fields)
+    for make in (lambda: StackSpec(**fields), lambda: StackSpec.load(tmp_path / "stack.yaml")):
+        with pytest.raises(PatternError) as caught:
+            make()
+        assert sentence in str(caught.value)
+        assert str(caught.value).split("\n")[-1] == " " * (4 + column) + "^"
+
+
+def test_side_by_side_takes_mixers_not_layers():
+    layers = {"whole": LayerSpec(mixer=GatedDeltaNet(), mlp="none"), "gdn": GatedDeltaNet()}
+    with pytest.raises(PatternError, match="takes mixers, got the layer"):
+        StackSpec(**SMALL | {"pattern": "gdn | whole", "layers": layers})
+
+
+def test_a_mixer_that_does_not_fit_is_named_with_its_layer():
+    with pytest.raises(ConfigError, match=r"layer 2 \(attention\): .*heads"):
+        StackSpec(**SMALL | {"pattern": "2*gdn + attention(heads=99)"}).build()
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean 'gated-deltanet"):
+        StackSpec.load("gated-deltanet-h")
+
+
+def test_the_schema_takes_what_load_takes_and_refuses_the_rest():
+    schema = StackSpec.json_schema()
+    validator = jsonschema.validators.validator_for(schema)
+    validator.check_schema(schema)
+    check = validator(schema)
+    for name in presets.names():
+        assert check.is_valid(presets.read(name))
+        assert check.is_valid(StackSpec.load(name).model_dump(mode="json"))
+    good = document.parse(YAML, ".yaml", "")
+    assert check.is_valid(good)
+    for change in (
+        {"widht": 3},
+        {"layers": {"gdn": {"mixer": "gated_deltanet", "haeds": 6}}},
+        {"mlp": 4},
+        {"width": 0},
+    ):
+        assert not check.is_valid(good | change), change
+
+
+def backends_of(model: torch.nn.Module) -> set[str]:
+    return {str(module.bound.asked) for module in model.modules() if isinstance(module, Update)}
+
+
+def test_the_backend_is_the_arguments_then_the_layers_then_the_stacks_then_the_surroundings():
+    spec = StackSpec(**SMALL)
+    asks = StackSpec(**SMALL | {"backend": "compile"})
+    layer = LayerSpec(mixer=GatedDeltaNet(heads=2), backend="reference")
+    assert backends_of(spec.build()) == {"None"}
+    with deltazoo.use_backend("reference"):
+        built = spec.build()
+        assert backends_of(asks.build()) == {"compile"}
+    assert backends_of(built) == {"reference"}
+    assert backends_of(asks.build("reference")) == {"reference"}
+    assert backends_of(StackSpec(**dict(asks) | {"layers": {"gdn": layer}}).build()) == {"reference"}
+    assert backends_of(built.rebind("compile")) == {"compile"}
+    with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
+        built.rebind("referense")

@@ -1,0 +1,260 @@
+"""A hybrid language model: pieces, packs and padding give the numbers of the whole; one graph under torch.compile."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from deltazoo.backends.errors import DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.blocks.spec import LayerSpec, StackSpec
+from deltazoo.blocks.stack import LanguageModel, StackState
+from deltazoo.mixers import Context, GatedDeltaNet, SlidingWindow
+from deltazoo.mixers.state import batch, detach, nbytes, reorder, rollback_, select, snapshot
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def in_pieces(model: LanguageModel, tokens_BT: Tensor, sizes: list[int]) -> tuple[Tensor, StackState | None]:
+    state: StackState | None = model.init_state(tokens_BT.shape[0], capacity=tokens_BT.shape[1])
+    logits = []
+    for piece in tokens_BT.split(sizes, 1):
+        out, state = model(piece, state)
+        logits.append(out)
+    return torch.cat(logits, 1), state
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("sizes", [[11], [4, 7], [1, 9, 1], [1] * 11])
+def test_pieces_equal_the_whole(model, tokens, sizes, grad):
+    tokens_BT = tokens(2, 11)
+    with torch.set_grad_enabled(grad):
+        whole, none = model(tokens_BT)
+        got, _ = in_pieces(model, tokens_BT, sizes)
+    assert none is None
+    close(got, whole)
+
+
+def test_the_future_does_not_leak(model, tokens):
+    tokens_BT = tokens(2, 11)
+    changed = tokens_BT.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % 29
+    changed[1] = (changed[1] + 3) % 29
+    close(model(changed)[0][0, :6], model(tokens_BT)[0][0, :6])
+    assert not torch.allclose(model(changed)[0][0, 6], model(tokens_BT)[0][0, 6])
+
+
+def test_a_pack_equals_its_sequences(model, tokens):
+    lengths = [4, 1, 6]
+    packed = tokens(1, sum(lengths))
+    context = Context(cu_seqlens=torch.tensor([0, 4, 5, 11], dtype=torch.int32))
+    logits, state = model(packed, model.init_state(3, capacity=12), context)
+    apart = [model(row, model.init_state(1, capacity=12)) for row in packed.split(lengths, 1)]
+    close(logits, torch.cat([out for out, _ in apart], 1))
+    close(model(packed, None, context)[0], logits)
+    for n, (_, alone) in enumerate(apart):
+        following = [model(packed[:, :2], kept)[0] for kept in (select(state, slice(n, n + 1)), alone)]
+        close(*following)
+    targets = packed.roll(-1, 1)
+    close(model.loss(packed, targets, context), F.cross_entropy(logits[0], targets[0]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_rows_equal_unpadded_ones(model, tokens, side):
+    tokens_BT, lengths = tokens(3, 9), [9, 4, 1]
+    time_T = torch.arange(9)
+    real = [time_T >= 9 - length if side == "left" else time_T < length for length in lengths]
+    context = Context(mask=torch.stack(real))
+    logits, state = model(tokens_BT, model.init_state(3, capacity=12), context)
+    assert logits.isfinite().all()
+    for n, mask in enumerate(real):
+        alone, after = model(tokens_BT[n : n + 1, mask], model.init_state(1, capacity=12))
+        close(logits[n : n + 1, mask], alone)
+        close(model(tokens_BT[:1, :2], select(state, slice(n, n + 1)))[0], model(tokens_BT[:1, :2], after)[0])
+
+
+def test_positions_turn_the_rotary_embedding(model, tokens):
+    tokens_BT = tokens(1, 6)
+    here, there = (torch.arange(6)[None] * step for step in (1, 2))
+    close(model(tokens_BT, None, Context(positions=here))[0], model(tokens_BT)[0])
+    assert not torch.allclose(model(tokens_BT, None, Context(positions=there))[0], model(tokens_BT)[0])
+
+
+def test_mixers_side_by_side_are_summed(tokens):
+    torch.manual_seed(0)
+    gdn, swa = GatedDeltaNet(heads=1), SlidingWindow(heads=1, window=3)
+    layer = LayerSpec(mixer=(gdn, swa), mlp="none").build(8, place=None, backend="reference")
+    x = torch.randn(2, 5, 8)
+    normed = F.rms_norm(x, (8,), layer.norm.weight, layer.norm.eps)
+    want = x + layer.mixers[0](normed)[0] + layer.mixers[1](normed)[0]
+    torch.testing.assert_close(layer(x)[0], want)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_logits(model, tokens):
+    tokens_BT = tokens(2, 9)
+    targets = tokens_BT.roll(-1, 1)
+    targets[:, -1] = -100
+    parameters = list(model.parameters())
+    ours = model.loss(tokens_BT, targets)
+    theirs = F.cross_entropy(model(tokens_BT)[0].flatten(0, 1), targets.flatten())
+    close(ours, theirs)
+    for got, want in zip(*(torch.autograd.grad(loss, parameters) for loss in (ours, theirs)), strict=True):
+        assert want.abs().max() > 0
+        close(got, want)
+
+
+def test_an_untied_head_has_weights_of_its_own(spec, tokens):
+    model = StackSpec(**dict(spec) | {"tied": False}).build("reference")
+    assert {"embedding.weight", "head.weight"} <= set(model.state_dict())
+    x = torch.randn(2, 16)
+    torch.testing.assert_close(model.logits(x), x @ model.head.weight.T)
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    assert model.head.weight.std() > 0.01
+
+
+def test_checkpointed_layers_keep_less_and_give_the_same_gradients(model, tokens):
+    tokens_BT = tokens(2, 9)
+
+    def run() -> tuple[list[Tensor], int]:
+        kept: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            kept[x.data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model.loss(tokens_BT, tokens_BT)
+        return list(torch.autograd.grad(loss, list(model.parameters()))), sum(kept.values())
+
+    plain, kept = run()
+    model.checkpoint_layers()
+    again, kept_less = run()
+    assert kept_less < kept / 2
+    for got, want in zip(again, plain, strict=True):
+        close(got, want)
+    assert model.checkpoint_layers(False).stack.checkpointed is False
+
+
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [("embedding", 0.02), ("to_hidden", 0.02), ("mlp.out", 0.02 / 6**0.5), ("mixers.0.out.weight", 0.02 / 6**0.5)],
+)
+def test_weights_start_as_the_docstring_says(name, std):
+    torch.manual_seed(0)
+    model = StackSpec(width=128, depth=3, vocab=256, pattern="gated_deltanet + 2*attention").build("reference")
+    weights = [weight for key, weight in model.named_parameters() if name in key]
+    assert weights
+    for weight in weights:
+        assert abs(weight.std() / std - 1) < 0.03
+
+
+def test_states_can_be_reordered_selected_and_rolled_back(model, tokens):
+    tokens_BT, following = tokens(3, 7), tokens(3, 2)
+    with torch.no_grad():
+        _, state = model(tokens_BT, model.init_state(3, capacity=12))
+        kept = snapshot(state)
+        order = torch.tensor([2, 0, 0, 1])
+        want = model(torch.cat([tokens_BT, following], 1))[0][:, 7:]
+        close(model(following[order], reorder(kept, order))[0], want[order])
+        close(model(following[1:], select(kept, slice(1, 3)))[0], want[1:])
+        addresses = [tensor.data_ptr() for layer in state.layers for tensor in torch.utils._pytree.tree_leaves(layer)]
+        model(following.flip(1), state)
+        rollback_(state, kept)
+        close(model(following, state)[0], want)
+    assert batch(state) == 3
+    assert addresses == [tensor.data_ptr() for tensor in torch.utils._pytree.tree_leaves(state)]
+    assert nbytes(state) == nbytes(model.init_state(3, capacity=12))
+
+
+def test_gradients_flow_through_a_state_until_it_is_detached(model, tokens):
+    tokens_BT = tokens(1, 6)
+    gradients = []
+    for cut in (False, True):
+        x_BTD = model.embedding(tokens_BT).detach().requires_grad_()
+        _, state = model.stack(x_BTD[:, :3], model.init_state(1, capacity=6))
+        y_BTD, _ = model.stack(x_BTD[:, 3:], detach(state) if cut else state)
+        gradients.append(torch.autograd.grad(y_BTD.square().sum(), x_BTD)[0])
+    whole = model.embedding(tokens_BT).detach().requires_grad_()
+    close(gradients[0], torch.autograd.grad(model.stack(whole)[0][:, 3:].square().sum(), whole)[0])
+    assert gradients[0][:, :3].abs().min() > 0
+    assert gradients[1][:, :3].abs().max() == 0
+
+
+def test_a_state_dict_moves_weights_to_another_model(spec, model, tokens, tmp_path):
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.manual_seed(5)
+    other = spec.build("reference").double()
+    assert not torch.allclose(other(tokens(1, 5))[0], model(tokens(1, 5))[0])
+    other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    close(other(tokens(1, 5))[0], model(tokens(1, 5))[0])
+
+
+def test_wrong_tokens_targets_and_states_are_refused_in_words(spec, model, tokens):
+    for error, sentence, wrong in [
+        (ShapeError, r"tokens must have shape \[B, T\], got \[3\]", tokens(3)),
+        (DtypeError, "tokens must be int64, got torch.int32", tokens(1, 3).int()),
+        (ValueRangeError, r"tokens must be in \[0, 29\), got values from 0 to 29", torch.tensor([[0, 29]])),
+        (ValueRangeError, "got values from -1 to 3", torch.tensor([[-1, 3]])),
+    ]:
+        with pytest.raises(error, match=sentence):
+            model(wrong)
+    with pytest.raises(ShapeError, match="targets must have the shape of tokens"):
+        model.loss(tokens(1, 3), tokens(1, 2))
+    with pytest.raises(StateError, match="one entry for each of 3 layers, got 2"):
+        model(tokens(1, 3), StackState(model.init_state(1, capacity=9).layers[:2]))
+
+
+@pytest.fixture
+def hybrid(build) -> tuple[LanguageModel, LanguageModel, CompileCounterWithBackend]:
+    """The same small model on the reference and on the backend made for torch.compile, and a counter of graphs."""
+    torch._dynamo.reset()
+    pattern = GatedDeltaNet(heads=2) + SlidingWindow(heads=2, window=4)
+    spec = StackSpec(width=16, depth=2, vocab=29, pattern=pattern, mlp={"width": 24})
+    return build(spec), build(spec, "compile"), CompileCounterWithBackend("aot_eager")
+
+
+def same_gradients(ours: tuple[Tensor, LanguageModel], theirs: tuple[Tensor, LanguageModel]) -> None:
+    gradients = (torch.autograd.grad(loss, list(model.parameters())) for loss, model in (ours, theirs))
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
+
+
+def test_training_is_one_graph_for_every_length(hybrid, tokens):
+    model, other, counter = hybrid
+    loss = torch.compile(other.loss, fullgraph=True, backend=counter)
+    for shape in [(2, 64), (2, 192)]:
+        tokens_BT, targets_BT = tokens(*shape), tokens(*shape).flip(1)
+        for tensor in (tokens_BT, targets_BT):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        got, want = loss(tokens_BT, targets_BT), model.loss(tokens_BT, targets_BT)
+        close(got, want)
+        same_gradients((got, other), (want, model))
+    assert counter.frame_count == 1
+
+
+def test_checkpointed_training_on_a_pack_is_one_graph(hybrid, tokens):
+    model, other, counter = hybrid
+    loss = torch.compile(other.checkpoint_layers().loss, fullgraph=True, backend=counter)
+    tokens_BT = tokens(1, 64)
+    for bounds in ([0, 4, 64], [0, 33, 64]):
+        context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        got, want = loss(tokens_BT, tokens_BT, context), model.loss(tokens_BT, tokens_BT, context)
+        close(got, want)
+        same_gradients((got, other), (want, model))
+    assert counter.frame_count == 1
+
+
+def test_decoding_is_one_graph(hybrid, tokens):
+    model, other, counter = hybrid
+    step = torch.compile(other, fullgraph=True, backend=counter)
+    tokens_BT = tokens(2, 6)
+    with torch.no_grad():
+        want, _ = model(tokens_BT)
+        state = other.init_state(2, capacity=6)
+        for t in range(6):
+            logits, state = step(tokens_BT[:, t : t + 1], state)
+            close(logits[:, 0], want[:, t])
+    assert counter.frame_count == 1
