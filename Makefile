@@ -25,8 +25,9 @@ BASELINE := tests/bench/baseline
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
 
+# A process a core, each with one thread.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
 
 # mypy finds the package, which is the repository's root, under its name through a link.
 lint: $(READY)
