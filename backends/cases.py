@@ -111,13 +111,15 @@ class _Numbers:
         return normalize(self(shape), dim=-1) if self.euler else self(shape)
 
     def keys(self, shape: tuple[int, ...]) -> Tensor:
-        keys = self.directions(shape)
-        if self.euler:
-            return normalize(keys, dim=-1)
-        if self.case.spec.reparam == "none":
+        spec, directions = self.case.spec, self.directions(shape)
+        if spec.transition != "delta":
+            return directions
+        # A key of width 1 and norm 1 would erase the whole state, and leave only rounding to be compared.
+        keys = 0.2 * directions.sigmoid() if shape[-1] == 1 else normalize(directions, dim=-1)
+        if spec.reparam == "none":
             return keys
-        norms = [0.5, 1.0, 2.0] if self.case.regime == "ordinary" else [0.0, 1e-3, 1.0, 8.0]
-        return normalize(keys, dim=-1) * self.choice((*shape[:-1], 1), norms)
+        norms = [0.5, 1.0, 2.0] if self.case.regime == "ordinary" else [0.0, 1e-3, 1.0, 4.0]
+        return keys * self.choice((*shape[:-1], 1), norms)
 
     @property
     def euler(self) -> bool:
@@ -131,13 +133,15 @@ def _decay(case: Case, numbers: _Numbers, want: dict[str, tuple[int, ...]]) -> d
     if spec.decay == "none":
         return {}
     if spec.decay == "rate":
-        step = -_log_decays(case, numbers, want["step"])
+        step = (-_log_decays(case, numbers, want["step"])).clamp(max=150)  # more would only magnify d_rate's rounding
         return {"step": step, "rate": -(0.5 + numbers(want["rate"]).sigmoid())}
     if spec.decay == "fixed":
         form = (shape.HV, shape.K) if case.seed % 2 else (shape.HV,)
         if case.regime == "ordinary":  # RetNet's heads
             return {"log_decay": torch.log1p(-(2.0 ** (-3 - 3 * numbers(form).sigmoid())))}
-        return {"log_decay": numbers.choice(form, [0.0, 0.0, -20.0, -60.0] if case.regime == "decays" else [0.0])}
+        decays = numbers.choice(form, [0.0, 0.0, -20.0, -60.0] if case.regime == "decays" else [0.0])
+        decays.view(-1)[0] = 0  # or nothing would be remembered, and every gradient would be rounding
+        return {"log_decay": decays}
     return {"log_decay": _log_decays(case, numbers, want["log_decay"])}
 
 
@@ -148,7 +152,7 @@ def _log_decays(case: Case, numbers: _Numbers, shape: tuple[int, ...]) -> Tensor
         return ordinary
     if case.regime == "parallel":
         return torch.zeros_like(ordinary)
-    decays = ordinary * numbers.choice(shape, [0.0, 1.0]) + numbers.choice(shape, [0.0] * 6 + [-20.0, -60.0])
+    decays = ordinary * numbers.choice(shape, [0.0, 1e-6, 1.0]) + numbers.choice(shape, [0.0] * 6 + [-20.0, -60.0])
     decays[:, shape[1] // 2 : shape[1] // 2 + 1] = _FORGETS
     return decays
 
@@ -162,9 +166,8 @@ def _strengths(
         if name not in want:
             continue
         shape = want[name]
-        if case.spec.reparam != "none" and name != "write":  # any time > 0
-            times = numbers(shape).exp()
-            strengths[name] = times if case.regime == "ordinary" else times * numbers.choice(shape, [0.0, 1e-6, 1, 30])
+        if case.spec.reparam != "none" and name != "write":
+            strengths[name] = _times(case, numbers, shape)
             continue
         strength = numbers(shape).sigmoid()
         if case.regime != "ordinary":
@@ -176,6 +179,14 @@ def _strengths(
         for name in strengths.keys() & {"beta", "erase"}:
             strengths[name] = torch.minimum(strengths[name], _stable(case, x, strengths[name]))
     return strengths
+
+
+def _times(case: Case, numbers: _Numbers, shape: tuple[int, ...]) -> Tensor:
+    """Any time > 0 for each head; over channels it may vary by a factor of two, as far as the step is stable."""
+    times = numbers((*shape[:-1], 1) if case.spec.beta == "channel" else shape).exp()
+    if case.regime != "ordinary":
+        times = times * numbers.choice(tuple(times.shape), [0.0, 1e-6, 1, 10])
+    return times * (1 + numbers(shape).sigmoid()) if case.spec.beta == "channel" else times
 
 
 def _stable(case: Case, x: dict[str, Tensor], strength: Tensor) -> Tensor:

@@ -304,6 +304,16 @@ def test_the_adversarial_inputs_are_what_they_claim():
         assert ((decays >= low) & (decays <= high)).double().mean() > 0.05
 
 
+@pytest.mark.parametrize("regime", conformance.REGIMES)
+def test_every_recurrence_that_is_drawn_is_stable(regime):
+    """In the regime "parallel" an additive state grows with T, never faster."""
+    for case in conformance.pairwise_cases((SHAPES["chunks"]._replace(T=300),), (torch.float64,)):
+        case = case._replace(regime=regime)
+        out = ReferenceBackend().forward(case.spec, draw(case))
+        assert out.o.abs().max() < 3e3, str(case)
+        assert out.state.abs().max() < 3e3, str(case)
+
+
 def test_a_strided_case_has_nan_between_its_numbers():
     inputs = draw(Case(UpdateSpec(beta="head"), SHAPES["plain"], layout="strided"))
     assert not any(x.is_contiguous() for x in inputs if x is not None)
