@@ -26,8 +26,8 @@ class LayerRow(BaseModel):
         flops_context: more of them for each token of context that is looked back on.
         state_bytes: the recurrent state of a sequence, and the whole cache of a sliding window.
         cache_bytes: the key-value cache, more for every token kept.
-        backends: device -> the backend that computes the update there; None: no installed one can. Empty for a
-            mixer without an update.
+        backends: device -> the backend that computes the update there in training; None: no installed one can.
+            Empty for a mixer without an update.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -105,7 +105,7 @@ def _backends(layer: Layer) -> dict[str, str | None]:
         dtype = next(layer.parameters()).dtype
         _, H, HV, K, V, _ = update.shape
         for device in DEVICES:
-            name = explain(update.spec, UpdateMeta(device, dtype, H, HV, K, V), update.bound.asked).chosen
+            name = explain(update.spec, UpdateMeta(device, dtype, H, HV, K, V, grad=True), update.bound.asked).chosen
             both = device in chosen and chosen[device] != name
             chosen[device] = f"{chosen[device]}, {name}" if both else name
     return chosen

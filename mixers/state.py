@@ -1,6 +1,7 @@
 """What can be done with any state: a tree of tensors that all have the batch in dimension 0."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,11 +35,24 @@ def rollback_(state: State, kept: State) -> State:
     """Overwrite a state in place with a snapshot of it; addresses stay, so CUDA graphs stay valid."""
     theirs, ours = tree_leaves(kept), tree_leaves(state)
     if len(theirs) != len(ours) or any(a.shape != b.shape for a, b in zip(theirs, ours, strict=True)):
-        raise StateError("rollback_: the snapshot must have the tensors of the state, got another structure")
+        raise StateError("a state is overwritten by one with the same tensors, got another structure or other sizes")
     with torch.no_grad():
         for to, kept_tensor in zip(ours, theirs, strict=True):
             to.copy_(kept_tensor)
     return state
+
+
+def save(state: State, path: str | Path) -> None:
+    """Write a state's tensors to a file, to go on from it in another process."""
+    torch.save([x.detach() for x in tree_leaves(state)], path)
+
+
+def load_(state: State, path: str | Path) -> State:
+    """Overwrite a state in place with a saved one; `state` comes from `init_state` of the same module.
+
+    Raises: StateError: the file holds a state of another structure.
+    """
+    return rollback_(state, torch.load(path, map_location="cpu", weights_only=True))
 
 
 def carried(old: Tensor | None, new: Tensor) -> Tensor | None:

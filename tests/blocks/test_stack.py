@@ -10,7 +10,7 @@ from deltazoo.backends.errors import DtypeError, ShapeError, StateError, ValueRa
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers import Context, GatedDeltaNet, SlidingWindow
-from deltazoo.mixers.state import batch, detach, nbytes, reorder, rollback_, select, snapshot
+from deltazoo.mixers.state import batch, detach, load_, nbytes, reorder, rollback_, save, select, snapshot
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -167,6 +167,17 @@ def test_states_can_be_reordered_selected_and_rolled_back(model, tokens):
     assert batch(state) == 3
     assert addresses == [tensor.data_ptr() for tensor in torch.utils._pytree.tree_leaves(state)]
     assert nbytes(state) == nbytes(model.init_state(3, capacity=12))
+
+
+def test_a_saved_state_is_gone_on_from(model, tokens, tmp_path):
+    tokens_BT = tokens(2, 9)
+    with torch.no_grad():
+        _, state = model(tokens_BT[:, :7], model.init_state(2, capacity=9))
+        save(state, tmp_path / "state.pt")
+        fresh = load_(model.init_state(2, capacity=9), tmp_path / "state.pt")
+        close(model(tokens_BT[:, 7:], fresh)[0], model(tokens_BT)[0][:, 7:])
+    with pytest.raises(StateError, match="another structure or other sizes"):
+        load_(model.init_state(3, capacity=9), tmp_path / "state.pt")
 
 
 def test_gradients_flow_through_a_state_until_it_is_detached(model, tokens):
