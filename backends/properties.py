@@ -3,7 +3,8 @@
 B batch, T time, H key heads, HV value heads, K key width, V value width, N packed sequences
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -129,6 +130,12 @@ def inputs_are_left_alone(backend: str | Backend, case: Case, device: Device = "
     return Report(backend.name, case, [], wrong, [])
 
 
+def unwritten_memory_is_never_read(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """With NaN in everything that `torch.empty` and its like return, the numbers are the same."""
+    with _nan_in_new_memory():
+        return compare(backend, case, device=device)
+
+
 def refusals_are_sentences(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """Every spec is taken, or refused for reasons in words, on the case's shape and dtype, dense and packed."""
     backend, shape = resolve(backend), case.shape
@@ -155,10 +162,22 @@ PROPERTIES: tuple[Property, ...] = (
     no_token_returns_the_initial_state,
     without_strength_it_only_decays,
     inputs_are_left_alone,
+    unwritten_memory_is_never_read,
     the_future_does_not_leak,
     sequences_do_not_leak,
     heads_do_not_leak,
 )
+
+
+@contextmanager
+def _nan_in_new_memory() -> Iterator[None]:
+    """torch fills new memory in its deterministic mode, so that reading it shows."""
+    mode = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _same(backend: Backend, detour: Backend, case: Case, device: Device) -> Report:

@@ -198,6 +198,16 @@ class BreaksTheGraph(Sound):
         return super().forward(spec, inputs)
 
 
+class ReadsUnwrittenMemory(Sound):
+    """A buffer whose last column nobody writes; what it holds is weighed with almost nothing."""
+
+    def forward(self, spec, inputs):
+        o, state = super().forward(spec, inputs)
+        buffer = o.new_empty(o.shape)
+        buffer[..., :-1] = o[..., :-1]
+        return UpdateOutput(torch.where(buffer.isnan(), buffer, o), state)
+
+
 class RoundsItsState(Sound):
     """An initial state that has been kept in float16."""
 
@@ -245,6 +255,7 @@ MUTANTS = [
     (JoinsPacks, "agrees_with_the_reference"),
     (WantsBothCotangents, "either_output_alone_has_its_gradients"),
     (BreaksTheGraph, IN_ONE_GRAPH),
+    (ReadsUnwrittenMemory, "unwritten_memory_is_never_read"),
     (RoundsItsState, "agrees_with_the_reference"),
     (ReturnsItsStateInTheWrongDtype, "agrees_with_the_reference"),
     (RefusesWithoutWords, "refusals_are_sentences"),
