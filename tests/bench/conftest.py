@@ -1,0 +1,37 @@
+"""What the benchmarks share: the device, a call that waits for it, and the figures it leaves beside the times."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Timed = Callable[[Callable[[], object]], Any]
+
+
+@pytest.fixture
+def timed(benchmark: Any) -> Timed:
+    """Time a call after three untimed ones; on a GPU wait for it, and keep event times beside the host's."""
+
+    def run(call: Callable[[], object]) -> Any:
+        for _ in range(3):
+            call()
+        benchmark.extra_info.update(device=str(DEVICE), torch=torch.__version__, threads=torch.get_num_threads())
+        if DEVICE.type != "cuda":
+            return benchmark(call)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        events: list[float] = []
+
+        def waited() -> None:
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            events.append(start.elapsed_time(end))
+
+        benchmark(waited)
+        benchmark.extra_info["event_ms"] = sorted(events)[len(events) // 2]
+        return None
+
+    return run
