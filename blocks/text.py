@@ -16,18 +16,23 @@ from torch import Tensor
 
 from deltazoo.backends.errors import ConfigError
 
+BYTES = 256  # the least vocabulary of a model that reads them
 _BLOCKS = 20  # a single file is cut into so many blocks
 _EVERY = 10  # and every tenth of them, or of the files, is validation
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class Text(NamedTuple):
-    """train, validation: uint8 [n], bytes that share no position; source: where from; digest: of both parts."""
+    """train, validation: uint8 [n], bytes that share no position; digest: of both.
+
+    source: where from, in words; path: absolute, or None for the standard library's sources.
+    """
 
     train: Tensor
     validation: Tensor
-    source: str
     digest: str
+    source: str
+    path: str | None
 
 
 class Batch(NamedTuple):
@@ -53,7 +58,9 @@ def load_text(path: str | Path | None = None) -> Text:
     if len(data) < _BLOCKS:
         raise ConfigError(f"text file {path} must hold at least {_BLOCKS} bytes, got {len(data)}")
     bounds = np.linspace(0, len(data), _BLOCKS + 1).astype(int)
-    return _split([data[start:stop] for start, stop in itertools.pairwise(bounds)], str(path))
+    return _split(
+        [data[start:stop] for start, stop in itertools.pairwise(bounds)], str(path), str(Path(path).absolute())
+    )
 
 
 def crops(tokens: Tensor, batch: int, length: int, seed: int, step: int) -> Batch:
@@ -84,14 +91,14 @@ def _standard_library() -> Text:
     if len(files) < _EVERY:
         raise ConfigError(f"this Python carries no sources of its standard library in {root}; give a text file")
     source = f"sources of the standard library of Python {sysconfig.get_python_version()}"
-    return _split([path.read_bytes() for path in files], source)
+    return _split([path.read_bytes() for path in files], source, None)
 
 
-def _split(pieces: list[bytes], source: str) -> Text:
+def _split(pieces: list[bytes], source: str, path: str | None) -> Text:
     held_out = b"".join(piece for n, piece in enumerate(pieces, 1) if n % _EVERY == 0)
     train = b"".join(piece for n, piece in enumerate(pieces, 1) if n % _EVERY)
     digest = hashlib.sha256(held_out + b"\0" + train).hexdigest()
-    return Text(_tensor(train), _tensor(held_out), source, digest)
+    return Text(_tensor(train), _tensor(held_out), digest, source, path)
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -1,1 +1,57 @@
 """Floor 3: the command line. Every command parses, calls one library function and prints."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from deltazoo.cli import bench, build, check, demo, doctor, generate, schema, show, train
+from deltazoo.cli import list as list_
+from deltazoo.cli.mistakes import Debug, guarded
+
+app = typer.Typer(
+    name="deltazoo",
+    help="A torch.compile-first layer zoo for linear-recurrent token mixers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "list": list_.command,
+    "show": show.command,
+    "build": build.command,
+    "train": train.command,
+    "generate": generate.command,
+    "bench": bench.command,
+    "check": check.command,
+    "doctor": doctor.command,
+    "demo": demo.command,
+    "schema": schema.command,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(guarded(_command))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import deltazoo
+
+        typer.echo(f"deltazoo {deltazoo.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake, too.")] = False,
+) -> None:
+    """Take the options that stand before the command."""
+    Debug.on = debug
+
+
+def main() -> None:
+    """Run the `deltazoo` command."""
+    app()

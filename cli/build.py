@@ -1,0 +1,36 @@
+"""`deltazoo build`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltazoo.cli.options import AsJson, BackendName, OptionalStack
+from deltazoo.cli.output import print_json, print_layers, say
+
+
+def command(
+    stack: OptionalStack = None,
+    pattern: Annotated[str | None, typer.Option(help='As "3*gated_deltanet(heads=6) + sliding_window".')] = None,
+    width: Annotated[int | None, typer.Option(min=1)] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Layers.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Tokens; 256 for bytes.")] = None,
+    tied: Annotated[bool | None, typer.Option("--tied/--untied", help="Head and embedding.")] = None,
+    backend: BackendName = None,
+    save: Annotated[Path | None, typer.Option(help="Write the stack to this .yaml or .json file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Assemble a stack from a file, a preset or a pattern, and describe it layer by layer."""
+    from deltazoo.blocks.assemble import assemble
+
+    changes = {"pattern": pattern, "width": width, "depth": depth, "vocab": vocab, "tied": tied, "backend": backend}
+    spec = assemble(stack, changes)
+    found = spec.describe()
+    if save is not None:
+        spec.save(save)
+    if as_json:
+        print_json({"stack": spec, "description": found})
+        return
+    print_layers(found)
+    if save is not None:
+        say(f"saved to {save}")

@@ -1,0 +1,95 @@
+"""Reports: pictures that decode, tables that hold the numbers of the run."""
+
+import matplotlib.image
+import pytest
+
+from deltazoo.backends.bench import BenchConfig, bench
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.shapes import TINY
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.blocks import report
+from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.train import Point, TrainConfig, Training
+
+
+def _training(*bits):
+    points = [Point(10 * n, None if n == 0 else b + 0.1, b, 1e-3, 1.0, 1234.5) for n, b in enumerate(bits)]
+    return Training(
+        config=TrainConfig(),
+        parameters=54321,
+        source="a text",
+        points=points,
+        first_call_s=7.25,
+        tokens_per_second=999.4,
+    )
+
+
+@pytest.fixture(scope="module")
+def benchmark_result():
+    config = BenchConfig(rounds=3, seconds=0.1, directions=("forward", "decode"))
+    return bench(UpdateSpec(decay="head", beta="head"), [TINY[0]], ["reference"], config)
+
+
+def test_the_curves_are_drawn_and_more_models_draw_more(tmp_path):
+    one = {"a": _training(8, 4, 3)}
+    report.plot_curves(one, tmp_path / "one.png")
+    report.plot_curves(one | {"b": _training(7, 5, 2)}, tmp_path / "two.png")
+    first, second = (matplotlib.image.imread(tmp_path / name) for name in ("one.png", "two.png"))
+    assert first.shape == second.shape == (750, 1200, 4)
+    assert first.std() > 0.05
+    blue, orange = (0.12, 0.47, 0.71), (1.0, 0.50, 0.05)
+    assert _has(first, blue)
+    assert not _has(first, orange)
+    assert _has(second, orange)
+
+
+def _has(image, colour):
+    return bool((abs(image[..., :3] - colour).max(-1) < 0.02).any())
+
+
+def test_the_benchmark_is_drawn(benchmark_result, tmp_path):
+    report.plot_benchmark(benchmark_result, tmp_path / "bench.png")
+    assert _has(matplotlib.image.imread(tmp_path / "bench.png"), (0.12, 0.47, 0.71))
+
+
+def test_a_benchmark_without_figures_cannot_be_drawn(benchmark_result, tmp_path):
+    nothing = [row.model_copy(update={"median_ms": None, "refused": ["no"]}) for row in benchmark_result.rows]
+    with pytest.raises(ConfigError, match="nothing to plot: every backend refused every shape"):
+        report.plot_benchmark(benchmark_result.model_copy(update={"rows": nothing}), tmp_path / "none.png")
+
+
+def test_the_table_of_trainings_holds_their_ends():
+    lines = report.curves_table({"a": _training(8, 4, 3.25)}).splitlines()
+    assert lines[2] == "| a | 54,321 | 20 | 3.250 | 3.350 | 999 | 7.2 |"
+
+
+def test_the_table_of_layers_holds_the_description():
+    spec = StackSpec(width=16, depth=2, vocab=256, pattern="gated_deltanet(heads=1) + attention(heads=1)")
+    found = spec.describe()
+    lines = report.layers_table(found).splitlines()
+    row = found.layers[1]
+    assert lines[3].startswith(f"| 1 | attention | {row.parameters:,} | {row.flops:,} |")
+    assert lines[4].startswith(f"| all | with embedding and head | {found.parameters:,} |")
+
+
+def test_a_table_goes_between_the_marks_of_a_file_and_nowhere_else(benchmark_result, tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"# Title\n{report.BEGIN}\nold\n{report.END}\nend\n")
+    report.save_benchmark(benchmark_result, table=path)
+    expected = f"# Title\n{report.BEGIN}\n{benchmark_result.markdown()}{report.END}\nend\n"
+    assert path.read_text() == expected
+    report.save_benchmark(benchmark_result, table=path)
+    assert path.read_text() == expected
+    new = tmp_path / "new.md"
+    report.save_benchmark(benchmark_result, table=new)
+    assert benchmark_result.markdown() in new.read_text()
+    path.write_text("no marks")
+    with pytest.raises(ConfigError, match="exists and must hold the marks"):
+        report.save_benchmark(benchmark_result, table=path)
+    assert path.read_text() == "no marks"
+
+
+def test_without_matplotlib_a_sentence_says_what_to_install(benchmark_result, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"plots need matplotlib: pip install 'deltazoo\[bench\]'"):
+        report.plot_benchmark(benchmark_result, tmp_path / "bench.png")

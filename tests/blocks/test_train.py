@@ -1,0 +1,185 @@
+"""Training: it learns, it goes on bit for bit, and says what is wrong in words."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from deltazoo.backends.errors import ConfigError
+from deltazoo.blocks.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
+from deltazoo.blocks.regions import compile_layers
+from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.text import crops, load_text, sweep
+from deltazoo.blocks.train import TrainConfig, learning_rate, resume, train
+
+SPEC = StackSpec(
+    width=16,
+    depth=2,
+    vocab=256,
+    pattern="gated_deltanet(heads=1) + sliding_window(heads=1, window=8)",
+    mlp={"width": 16},
+)
+CONFIG = TrainConfig(
+    steps=8,
+    batch=2,
+    length=12,
+    warmup=2,
+    every=3,
+    validation_batches=2,
+    learning_rate=1e-2,
+    backend="reference",
+    compile=False,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("".join(f"{n} bottles, {n} green bottles hanging on the wall\n" for n in range(400)))
+    return load_text(path)
+
+
+@pytest.fixture(scope="module")
+def straight(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, train(SPEC, text, CONFIG, folder)
+
+
+def _checkpoint(folder):
+    return torch.load(folder / CHECKPOINT, weights_only=True)
+
+
+def test_stopping_and_resuming_is_bit_for_bit_going_straight(text, straight, tmp_path):
+    whole, all_points = _checkpoint(straight[0]), straight[1].points
+    half = train(SPEC, text, CONFIG, tmp_path / "run", until=4)
+    assert half.points[-1].step == 4
+    torch.rand(3)  # resuming does not depend on what was drawn meanwhile
+    done = resume(tmp_path / "run", text)
+    again = _checkpoint(tmp_path / "run")
+    assert done.points[-1].step == again["step"] == whole["step"] == 8
+    assert whole["model"].keys() == again["model"].keys()
+    for name, tensor in whole["model"].items():
+        assert torch.equal(tensor, again["model"][name]), name
+    for index, moments in whole["optimizer"]["state"].items():
+        for name, tensor in moments.items():
+            assert torch.equal(tensor, again["optimizer"]["state"][index][name]), (index, name)
+    validation = {point.step: point.validation_bits for point in all_points}
+    assert {point.step: point.validation_bits for point in done.points if point.step != 4} == validation
+
+
+def test_resuming_reads_the_text_where_it_was_and_refuses_another(text, tmp_path):
+    train(SPEC, text, CONFIG, tmp_path / "run", until=1)
+    assert resume(tmp_path / "run", until=2).points[-1].step == 2
+    other = tmp_path / "other.txt"
+    other.write_text("another text altogether\n" * 100)
+    with pytest.raises(ConfigError, match=r"run was trained on another text \(.*words\.txt\), got .*other\.txt"):
+        resume(tmp_path / "run", load_text(other))
+
+
+def test_the_first_step_is_adamw_on_the_first_crops(text):
+    config = CONFIG.model_copy(update={"steps": 1, "clip": 1e9, "warmup": 0})
+    torch.manual_seed(config.seed)
+    model = SPEC.build(backend="reference")
+    held_out = sweep(text.validation, 2, 12, 2)
+    before = sum(float(model.loss(*batch).detach()) for batch in held_out) / len(held_out) / math.log(2)
+    batch = crops(text.train, 2, 12, config.seed, 0)
+    loss = model.loss(*batch)
+    loss.backward()
+    with torch.no_grad():  # the first step of AdamW moves every weight by the rate against the gradient's sign
+        for weight in model.parameters():
+            step = weight.grad / (weight.grad.abs() + 1e-8)
+            weight.mul_(1 - (config.learning_rate * config.weight_decay if weight.dim() >= 2 else 0))
+            weight.sub_(config.learning_rate * step)
+    after = sum(float(model.loss(*batch).detach()) for batch in held_out) / len(held_out) / math.log(2)
+    start, end = train(SPEC, text, config).points
+    assert start.validation_bits == pytest.approx(before, rel=1e-6)
+    assert end.train_bits == pytest.approx(float(loss.detach()) / math.log(2), rel=1e-6)
+    assert end.validation_bits == pytest.approx(after, rel=1e-4)
+
+
+def test_it_learns(text):
+    config = CONFIG.model_copy(update={"steps": 40, "every": 40})
+    start, end = train(SPEC, text, config).points
+    assert 7 < start.validation_bits < 9
+    assert end.validation_bits < start.validation_bits - 2
+
+
+def test_compiled_training_takes_the_same_steps(text, monkeypatch):
+    monkeypatch.setattr("deltazoo.blocks.train.compile_layers", partial(compile_layers, compiler="aot_eager"))
+    config = CONFIG.model_copy(update={"steps": 2, "length": 3})
+    eager = train(SPEC, text, config).points
+    compiled = train(SPEC, text, config.model_copy(update={"compile": True})).points
+    for one, other in zip(eager, compiled, strict=True):
+        assert other.validation_bits == pytest.approx(one.validation_bits, rel=1e-5)
+
+
+def test_bfloat16_keeps_weights_in_float32_and_comes_near(text, straight, tmp_path):
+    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    points = train(SPEC, text, config, tmp_path / "bf16").points
+    exact = straight[1].points
+    assert all(tensor.dtype == torch.float32 for tensor in _checkpoint(tmp_path / "bf16")["model"].values())
+    assert points[-1].validation_bits != exact[-1].validation_bits
+    assert points[-1].validation_bits == pytest.approx(exact[-1].validation_bits, rel=0.02)
+
+
+def test_the_rate_rises_then_falls_as_a_cosine_to_a_tenth():
+    config = TrainConfig(steps=110, warmup=10, learning_rate=1.0)
+    assert [learning_rate(config, step) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert learning_rate(config, 60) == pytest.approx(0.55)
+    assert learning_rate(config, 110) == pytest.approx(0.1)
+
+
+def test_points_carry_what_was_measured(straight):
+    points = straight[1].points
+    assert [point.step for point in points] == [0, 3, 6, 8]
+    assert points[0].train_bits is None
+    for point in points[1:]:
+        assert point.learning_rate == pytest.approx(learning_rate(CONFIG, point.step - 1))
+        assert point.gradient_norm > 0
+        assert point.tokens_per_second > 0
+    assert straight[1].parameters == sum(tensor.numel() for tensor in _checkpoint(straight[0])["model"].values())
+
+
+def test_a_checkpoint_s_model_scores_what_training_scored(text, straight):
+    folder, training = straight
+    model = load_model(folder, backend="reference")
+    held_out = sweep(text.validation, 2, 12, 2)
+    with torch.no_grad():
+        bits = sum(float(model.loss(*batch)) for batch in held_out) / len(held_out) / math.log(2)
+    assert bits == pytest.approx(training.validation_bits, rel=1e-6)
+
+
+def test_a_folder_with_a_checkpoint_is_not_overwritten(text, straight):
+    with pytest.raises(ConfigError, match="holds a checkpoint already: resume it, or choose another folder"):
+        train(SPEC, text, CONFIG, straight[0])
+
+
+def test_a_folder_without_a_checkpoint_or_with_a_damaged_one_is_named(text, straight, tmp_path):
+    with pytest.raises(ConfigError, match=rf"{tmp_path} is no checkpoint folder: it has no {STACK} and no {SETTINGS}"):
+        load_model(tmp_path)
+    for name in (STACK, SETTINGS):
+        (tmp_path / name).write_bytes((straight[0] / name).read_bytes())
+    (tmp_path / CHECKPOINT).write_bytes((straight[0] / CHECKPOINT).read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=rf"{CHECKPOINT} cannot be read: it is damaged or no checkpoint"):
+        load_model(tmp_path)
+    (tmp_path / CHECKPOINT).write_text("hello")
+    with pytest.raises(ConfigError, match="damaged or no checkpoint"):
+        resume(tmp_path, text)
+
+
+def test_a_loss_that_is_no_number_ends_it_in_words(text):
+    with pytest.raises(ConfigError, match=r"the loss is (nan|inf) at step \d: lower learning_rate, got 1e\+30"):
+        train(SPEC, text, CONFIG.model_copy(update={"learning_rate": 1e30, "warmup": 0}))
+
+
+def test_a_stack_that_cannot_read_bytes_is_refused(text):
+    small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)")
+    with pytest.raises(ConfigError, match="vocab must be at least 256 to train on bytes, got 100"):
+        train(small, text, CONFIG)
+
+
+def test_without_a_compiler_a_sentence_says_so(text, monkeypatch):
+    monkeypatch.setattr("deltazoo.blocks.train.cxx_compiler", lambda: None)
+    with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler on the CPU and found none"):
+        train(SPEC, text, CONFIG.model_copy(update={"compile": True}))
