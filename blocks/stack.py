@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.errors import DtypeError, ShapeError, StateError, ValueRangeError
-from deltazoo.blocks.head import cross_entropy
+from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.blocks.head import IGNORE, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerState
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.delta import Update
@@ -92,7 +92,7 @@ class LanguageModel(nn.Module):
             state: from `init_state`, or from the call before; it is used up (see `Mixer`). None starts anew.
             context: packs, positions, padding.
         Returns: logits [B, T, L], and the state after the tokens (None where none came in).
-        Raises: ShapeError, DtypeError, ValueRangeError; StateError, where the state is another model's or full.
+        Raises: InputError or a subclass; StateError, where the state is another model's or full.
         """
         x_BTD, state = self.features(tokens_BT, state, context)
         return self.logits(x_BTD), state
@@ -101,7 +101,7 @@ class LanguageModel(nn.Module):
         self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
     ) -> tuple[Tensor, StackState | None]:
         """Compute what the head reads, [B, T, D]; arguments as for `forward`."""
-        _check_tokens("tokens", tokens_BT, self.spec.vocab)
+        _check_tokens("tokens", tokens_BT, self.embedding)
         return self.stack(self.embedding(tokens_BT), state, context)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
@@ -114,10 +114,10 @@ class LanguageModel(nn.Module):
         Args: targets_BT: [B, T] int64, the token that follows each token; -100 is left out.
         Returns: a float32 scalar, in nats a token; 0 where every target is left out.
         """
+        _check_tokens("targets", targets_BT, self.embedding)
         if targets_BT.shape != tokens_BT.shape:
-            raise ShapeError(
-                f"targets must have the shape of tokens, {list(tokens_BT.shape)}, got {list(targets_BT.shape)}"
-            )
+            want, got = list(tokens_BT.shape), list(targets_BT.shape)
+            raise ShapeError(f"targets must have the shape of tokens, {want}, got {got}")
         x_BTD, _ = self.features(tokens_BT, None, context)
         return cross_entropy(x_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten())
 
@@ -164,12 +164,17 @@ class LanguageModel(nn.Module):
                     nn.init.normal_(out.weight, std=residual)
 
 
-def _check_tokens(name: str, tokens: Tensor, vocab: int) -> None:
+def _check_tokens(name: str, tokens: Tensor, embedding: nn.Embedding) -> None:
     if tokens.dim() != 2:
         raise ShapeError(f"{name} must have shape [B, T], got {list(tokens.shape)}")
     if tokens.dtype != torch.int64:
         raise DtypeError(f"{name} must be int64, got {tokens.dtype}")
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= vocab:
-            raise ValueRangeError(f"{name} must be in [0, {vocab}), got values from {low} to {high}")
+    if tokens.device != embedding.weight.device:
+        raise DeviceError(f"{name} must be on {embedding.weight.device}, where the model is, got {tokens.device}")
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = (tokens < 0) | (tokens >= embedding.num_embeddings)
+        if name == "targets":
+            wrong &= tokens != IGNORE
+        if bool(wrong.any()):
+            bounds = f"[0, {embedding.num_embeddings})" + (f" or {IGNORE}" if name == "targets" else "")
+            raise ValueRangeError(f"{name} must be in {bounds}, got {int(tokens[wrong][0])}")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deltazoo.backends.errors import DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers import Context, GatedDeltaNet, SlidingWindow
@@ -103,6 +103,19 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(model, tokens):
     for got, want in zip(*(torch.autograd.grad(loss, parameters) for loss in (ours, theirs)), strict=True):
         assert want.abs().max() > 0
         close(got, want)
+
+
+def test_autocast_stays_near_float32(spec, tokens):
+    torch.manual_seed(0)
+    model, tokens_BT = spec.build("reference"), tokens(2, 9)
+    plain = model.loss(tokens_BT, tokens_BT)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model.loss(tokens_BT, tokens_BT)
+    assert mixed.dtype == torch.float32
+    torch.testing.assert_close(mixed, plain, rtol=5e-3, atol=0)
+    for got, want in zip(*(torch.autograd.grad(x, list(model.parameters())) for x in (mixed, plain)), strict=True):
+        assert got.dtype == torch.float32
+        assert (got - want).norm() <= 0.05 * want.norm() + 1e-5
 
 
 def test_an_untied_head_has_weights_of_its_own(spec, tokens):
@@ -207,13 +220,16 @@ def test_wrong_tokens_targets_and_states_are_refused_in_words(spec, model, token
     for error, sentence, wrong in [
         (ShapeError, r"tokens must have shape \[B, T\], got \[3\]", tokens(3)),
         (DtypeError, "tokens must be int64, got torch.int32", tokens(1, 3).int()),
-        (ValueRangeError, r"tokens must be in \[0, 29\), got values from 0 to 29", torch.tensor([[0, 29]])),
-        (ValueRangeError, "got values from -1 to 3", torch.tensor([[-1, 3]])),
+        (ValueRangeError, r"tokens must be in \[0, 29\), got 29", torch.tensor([[0, 29]])),
+        (ValueRangeError, "got -100", torch.tensor([[-100, 3]])),
+        (DeviceError, "tokens must be on cpu, where the model is, got meta", tokens(1, 3).to("meta")),
     ]:
         with pytest.raises(error, match=sentence):
             model(wrong)
     with pytest.raises(ShapeError, match="targets must have the shape of tokens"):
         model.loss(tokens(1, 3), tokens(1, 2))
+    with pytest.raises(ValueRangeError, match=r"targets must be in \[0, 29\) or -100, got -1"):
+        model.loss(tokens(1, 3), torch.tensor([[-100, 3, -1]]))
     with pytest.raises(StateError, match="one entry for each of 3 layers, got 2"):
         model(tokens(1, 3), StackState(model.init_state(1, capacity=9).layers[:2]))
 
