@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 from torch import Tensor
 
 from deltazoo.backends.base import Backend
@@ -97,7 +97,7 @@ class Benchmark(BaseModel):
     spec: UpdateSpec
     config: BenchConfig
     baseline: str
-    shapes: list[Shape]
+    shapes: list[Annotated[Shape, PlainSerializer(Shape._asdict)]]
     rows: list[Row]
 
     @property

@@ -9,7 +9,7 @@ from pydantic_core import to_jsonable_python
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.dispatch import Verdict, explain, resolve
+from deltazoo.backends.dispatch import explain, resolve
 from deltazoo.backends.errors import ConfigError, PluginError, UnknownNameError
 from deltazoo.backends.notation import papers
 from deltazoo.blocks import document, presets
@@ -29,6 +29,14 @@ class FieldRow(BaseModel):
     name: str
     default: Any
     about: str
+
+
+class BackendRow(BaseModel):
+    """One backend: whether it computes a mixer's update, and why not."""
+
+    backend: str
+    chosen: bool
+    reasons: list[str]
 
 
 class Sheet(BaseModel):
@@ -51,7 +59,7 @@ class Sheet(BaseModel):
     about: dict[str, str] = {}
     fields: list[FieldRow] = []
     cost: dict[str, int] = {}
-    backends: list[Verdict] = []
+    backends: list[BackendRow] = []
     takes: dict[str, list[str]] = {}
     description: Description | None = None
 
@@ -91,6 +99,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Sheet:
         words |= {"update of": "; ".join(papers(spec)) or "no paper that deltazoo knows"}
         words |= {"eigenvalue of the erased direction": str(spec.spectrum()), "spec": repr(spec)}
     cost = config.cost(width)
+    verdicts = [] if spec is None else explain(spec, _meta(config, width, device, dtype)).verdicts
     return Sheet(
         kind="mixer",
         name=name,
@@ -105,7 +114,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Sheet:
             "FLOPs a token, forward": cost.flops,
             "more FLOPs a token for each token looked back on": cost.flops_context,
         },
-        backends=[] if spec is None else explain(spec, _meta(config, width, device, dtype)).verdicts,
+        backends=[BackendRow(**verdict._asdict()) for verdict in verdicts],
     )
 
 

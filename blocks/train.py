@@ -51,19 +51,21 @@ class TrainConfig(BaseModel):
     compile: bool = True
 
 
-class Point(NamedTuple):
+class Point(BaseModel):
     """One point of the curves, after `step` steps; None where no step was taken yet.
 
     train_bits: mean since the last point; validation_bits: at this one; both in bits per byte.
     gradient_norm: before clipping.
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     step: int
-    train_bits: float | None
+    train_bits: float | None = None
     validation_bits: float
-    learning_rate: float | None
-    gradient_norm: float | None
-    tokens_per_second: float | None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    tokens_per_second: float | None = None
 
     def cells(self) -> list[str]:
         """Step, bits in training and validation, and speed, as words."""
@@ -215,7 +217,7 @@ class _Run:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
-        self.points = [Point(*point) for point in saved["points"]]
+        self.points = [Point(**point) for point in saved["points"]]
         torch.set_rng_state(saved["rng"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
@@ -226,7 +228,7 @@ class _Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
-            "points": [tuple(point) for point in self.points],
+            "points": [point.model_dump() for point in self.points],
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
@@ -251,11 +253,15 @@ class _Run:
 
     def _point(self, steps: list[_Step], seconds: list[float]) -> None:
         held_out = fmean(float(self._loss(batch).detach()) for batch in self.held_out) / math.log(2)
-        point = Point(self.step, None, held_out, None, None, None)
+        measured = {}
         if steps:
-            bits = fmean(step.bits for step in steps)
-            point = Point(self.step, bits, held_out, *steps[-1][1:], self._speed(seconds))
-        self.points.append(point)
+            measured = {
+                "train_bits": fmean(step.bits for step in steps),
+                "learning_rate": steps[-1].learning_rate,
+                "gradient_norm": steps[-1].gradient_norm,
+                "tokens_per_second": self._speed(seconds),
+            }
+        self.points.append(Point(step=self.step, validation_bits=held_out, **measured))
 
     def _warm_up(self) -> float:
         """Seconds of a step that changes nothing: it compiles the graphs that training and validation share."""

@@ -13,7 +13,7 @@ from deltazoo.blocks.train import Point, TrainConfig, Training
 
 
 def _training(*bits):
-    points = [Point(10 * n, None if n == 0 else b + 0.1, b, 1e-3, 1.0, 1234.5) for n, b in enumerate(bits)]
+    points = [Point(step=10 * n, train_bits=b + 0.1 if n else None, validation_bits=b) for n, b in enumerate(bits)]
     return Training(
         config=TrainConfig(),
         parameters=54321,

@@ -107,9 +107,10 @@ def test_it_learns(text):
 
 def test_compiled_training_takes_the_same_steps(text, monkeypatch):
     monkeypatch.setattr("deltazoo.blocks.train.compile_layers", partial(compile_layers, compiler="aot_eager"))
-    config = CONFIG.model_copy(update={"steps": 2, "length": 3})
-    eager = train(SPEC, text, config).points
-    compiled = train(SPEC, text, config.model_copy(update={"compile": True})).points
+    spec = StackSpec(width=16, depth=2, vocab=256, pattern="sliding_window(heads=1, window=4)", mlp={"width": 16})
+    config = CONFIG.model_copy(update={"steps": 2})
+    eager = train(spec, text, config).points
+    compiled = train(spec, text, config.model_copy(update={"compile": True})).points
     for one, other in zip(eager, compiled, strict=True):
         assert other.validation_bits == pytest.approx(one.validation_bits, rel=1e-5)
 
