@@ -63,7 +63,7 @@ class LayerSpec(_Spec, Term):
 
     mixer: MixerConfig | tuple[MixerConfig, ...]
     mlp: SwiGLU | Literal["none"] | None = None
-    norm_eps: float | None = Field(default=None, gt=0)
+    norm_eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     backend: str | None = None
 
     @property
@@ -134,7 +134,7 @@ class StackSpec(_Spec):
     pattern: Annotated[str | Term, WithJsonSchema({"type": "string"})]
     layers: dict[str, MixerConfig | LayerSpec] = {}
     mlp: SwiGLU | Literal["none"] = SwiGLU()
-    norm_eps: float = Field(default=1e-6, gt=0)
+    norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     tied: bool = True
     backend: str | None = None
 
@@ -236,6 +236,7 @@ def _layer(name: str, data: object) -> MixerConfig | LayerSpec:
         return data
     if not isinstance(data, Mapping) or isinstance(data.get("mixer"), str) or "mixer" not in data:
         return reading.mixer(("layers", name), data)
+    reading.check_keys(("layers", name), data, LayerSpec.model_fields)
     try:
         return LayerSpec(**data)
     except ConfigError as error:

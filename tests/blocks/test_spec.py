@@ -120,6 +120,8 @@ MISTAKES = [
     (layers(mixer=[{"mixer": "attention", "haeds": 1}]), "layers.gdn.mixer.0.haeds: unknown key"),
     (layers(mixer=[]), "layers.gdn.mixer: a layer needs at least one mixer"),
     (layers(mixer={"mixer": "attention"}, mlp={"widht": 3}), "layers.gdn.mlp.widht: unknown key"),
+    ({"layers": {"gdn": {"mixer": {"mixer": "attention"}, 1: 2}}}, "layers.gdn.1: unknown key"),
+    ({"norm_eps": float("inf")}, "norm_eps: Input should be a finite number"),
     ({"mlp": 4}, "mlp: must be {width: ...}, {ratio: ...} or none, got 4"),
     ({"mlp": {"width": 3, "ratio": 2}}, "mlp: give width or ratio, not both"),
     ({"width": 0}, "width: Input should be greater than or equal to 1, got 0"),
