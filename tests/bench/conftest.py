@@ -10,6 +10,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Timed = Callable[[Callable[[], object]], Any]
 
 
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Keep the machine's name out of what is saved."""
+    machine_info.pop("node", None)
+
+
 @pytest.fixture
 def timed(benchmark: Any) -> Timed:
     """Time a call after three untimed ones; on a GPU wait for it, and keep event times beside the host's."""
