@@ -59,7 +59,7 @@ def join(o: Tensor, T: int, table: Packing | None) -> Tensor:
         return unpack(o, table)
     whole = o.flatten(1, 2)
     if torch.compiler.is_compiling():  # a slice's contiguity would be a guard on T, a copy's is known
-        return torch.narrow_copy(whole, 1, 0, T)
+        return pad(whole, (0, 0) * (whole.dim() - 2) + (0, T - whole.shape[1]))
     return whole[:, :T]
 
 
