@@ -49,7 +49,9 @@ class SoftplusDecay(OperandPart):
     ) -> tuple[UpdateInputs, Tensor | None]:
         raw = self.proj(x)
         dtype = state_dtype(raw.dtype)
-        dt = F.softplus(raw.to(dtype) + self.dt_bias.to(dtype))
+        wide = raw.to(dtype) + self.dt_bias.to(dtype)
+        # softplus; torch's own is told the wrong strides of its gradient when it is traced
+        dt = torch.logaddexp(wide, wide.new_zeros(()))
         rate = -self.A_log.to(dtype).exp()
         if self.per == "channel":
             dt = rearrange(dt, "b t (h k) -> b t h k", h=rate.shape[0])

@@ -74,7 +74,8 @@ def phi(feature: Feature, x: Tensor) -> Tensor:
     if feature == "relu":
         return F.relu(x)
     if feature == "elu+1":
-        return F.elu(x) + 1
+        # in two steps, for torch's elu is told the wrong strides of its gradient when it is traced
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
     if feature == "softmax":
         return x.softmax(-1).to(x.dtype)
     if feature == "dpfp":

@@ -31,7 +31,7 @@ class Slow(Backend):
 
     def forward(self, spec, inputs):
         self.calls += 1
-        time.sleep(0.05)
+        time.sleep(0.2)
         out = ReferenceBackend().forward(spec, inputs)
         return UpdateOutput(out.o * 1.001, out.state * 1.001)
 
@@ -71,7 +71,7 @@ def test_ratio_is_the_baseline_s_median_over_the_row_s():
 def test_a_chosen_baseline_has_ratio_one():
     result = bench(GATED, [PLAIN], ["reference", Slow()], QUICK.model_copy(update={"baseline": "slow"}))
     assert [row.ratio for row in result.rows[1::2]] == [1.0, 1.0, 1.0]
-    assert all(row.ratio > 5 for row in result.rows[:4:2])
+    assert all(row.ratio > 2 for row in result.rows[:4:2])
 
 
 def test_error_is_the_distance_from_float64():

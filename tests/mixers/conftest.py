@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from deltazoo.backends.base import Backend
+from deltazoo.backends.compile import CompileBackend
 from deltazoo.mixers import (
     EFLA,
     GLA,
@@ -19,9 +21,7 @@ from deltazoo.mixers import (
 )
 from deltazoo.mixers.base import Mixer
 
-BACKEND = "reference"
 WIDTH = 24
-CAPACITY = 16
 
 _HEADS = {"heads": 2, "value_heads": 4, "key_width": 4, "value_width": 6}
 
@@ -51,9 +51,19 @@ ZOO: dict[str, MixerConfig] = {
 }
 
 
-@pytest.fixture(params=ZOO, ids=[name.replace(" ", "-") for name in ZOO])
-def config(request: pytest.FixtureRequest) -> MixerConfig:
-    return ZOO[request.param]
+# The whole zoo runs on the reference; what it asks of a backend, on the chunked code as well (uncompiled, for speed).
+BACKENDS: dict[str, str | Backend] = {
+    "reference": "reference",
+    "chunked": CompileBackend(chunk=16, compiled=False),
+}
+ALSO_CHUNKED = (
+    "retnet",
+    "mamba2",
+    "gated_deltanet",
+    "deltanet, negative eigenvalues, 3 householders",
+    "EFLA with channel decay",
+)
+_CASES = [*((name, "reference") for name in ZOO), *((name, "chunked") for name in ALSO_CHUNKED)]
 
 
 @pytest.fixture
@@ -61,16 +71,22 @@ def zoo() -> dict[str, MixerConfig]:
     return ZOO
 
 
-@pytest.fixture
-def backend() -> str:
-    return BACKEND
+@pytest.fixture(params=ZOO, ids=[name.replace(" ", "-") for name in ZOO])
+def config(request: pytest.FixtureRequest) -> MixerConfig:
+    return ZOO[request.param]
 
 
-@pytest.fixture
-def mixer(config: MixerConfig) -> Mixer:
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str | Backend:
+    return BACKENDS[request.param]
+
+
+@pytest.fixture(params=_CASES, ids=["-".join([*name.split(), backend]) for name, backend in _CASES])
+def mixer(request: pytest.FixtureRequest) -> Mixer:
     """In float64, so that two ways to the same number differ by rounding alone."""
+    name, backend = request.param
     torch.manual_seed(0)
-    return config.build(WIDTH, backend=BACKEND).double()
+    return ZOO[name].build(WIDTH, backend=BACKENDS[backend]).double()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.base import Backend
 from deltazoo.mixers import EFLA, GLA, KDA, DeltaNet, GatedDeltaNet, LinearAttention, Longhorn, MixerConfig, RetNet
 from deltazoo.mixers.features import Feature
 
@@ -222,7 +223,7 @@ CASES: dict[str, tuple[MixerConfig, Callable[[Weights, Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mixer_equals_its_equation(name: str, backend: str) -> None:
+def test_a_mixer_equals_its_equation(name: str, backend: str | Backend) -> None:
     config, equation = CASES[name]
     torch.manual_seed(0)
     mixer = config.build(WIDTH, backend=backend).double()

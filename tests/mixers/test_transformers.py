@@ -8,6 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from deltazoo.backends.base import Backend
 from deltazoo.mixers import KDA, Attention, GatedDeltaNet, Mamba2, MixerConfig
 
 pytest.importorskip("transformers")
@@ -240,7 +241,7 @@ def oracle(request: pytest.FixtureRequest) -> Oracle:
     return made
 
 
-def ours_of(oracle: Oracle, backend: str) -> nn.Module:
+def ours_of(oracle: Oracle, backend: str | Backend) -> nn.Module:
     weights = oracle.mapped({name: parameter.detach().clone() for name, parameter in oracle.theirs.named_parameters()})
     if oracle.theirs.__class__.__name__ == "Qwen3NextAttention":
         weights |= {name: 1 + weights[name] for name in ("q_norm.weight", "k_norm.weight")}
@@ -253,7 +254,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float(((ours - theirs).norm() / theirs.norm()).detach())
 
 
-def test_outputs_and_gradients_equal_theirs(oracle: Oracle, backend: str) -> None:
+def test_outputs_and_gradients_equal_theirs(oracle: Oracle, backend: str | Backend) -> None:
     ours = ours_of(oracle, backend)
     torch.manual_seed(4)
     weight = torch.randn(2, 37, WIDTH)
@@ -271,7 +272,7 @@ def test_outputs_and_gradients_equal_theirs(oracle: Oracle, backend: str) -> Non
         assert relative(mine[name].grad, gradient) < GRADIENT, name
 
 
-def test_cached_decoding_equals_theirs(oracle: Oracle, backend: str) -> None:
+def test_cached_decoding_equals_theirs(oracle: Oracle, backend: str | Backend) -> None:
     ours, cache = ours_of(oracle, backend), oracle.cache()
     torch.manual_seed(5)
     x = torch.randn(2, 9, WIDTH)
