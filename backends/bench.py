@@ -75,7 +75,7 @@ class Row(BaseModel):
 
     def cells(self) -> list[str]:
         """The row as words, under `Benchmark.columns`."""
-        named = [self.shape, self.direction, self.backend]
+        named = [self.shape, "fwd + bwd" if self.direction == "backward" else self.direction, self.backend]
         if self.median_ms is None:
             return [*named, f"refused: {' '.join(self.refused)}", "", "", "", ""]
         return [
@@ -104,10 +104,10 @@ class Benchmark(BaseModel):
     def columns(self) -> list[str]:
         """The heads of `Row.cells`."""
         ratio = f"x {self.baseline}"
-        return ["shape", "direction", "backend", "median ms", "20-80 %", ratio, "error", "first call s"]
+        return ["shape", "direction", "backend", "ms", "20-80 %", ratio, "error", "first s"]
 
     def header(self) -> str:
-        """When, where and on what, in one line."""
+        """When, where and on what, and what the columns are, in one line."""
         config = self.config
         parts = [self.environment.line(), config.dtype, f"seed {config.seed}"]
         if config.device.startswith("cuda"):
@@ -115,7 +115,8 @@ class Benchmark(BaseModel):
         for shape in self.shapes:
             sizes = " ".join(f"{name}={getattr(shape, name)}" for name in ("B", "T", "H", "HV", "K", "V"))
             parts.append(f"{shape.name}: {sizes}" + (f" in {len(shape.lengths)} sequences" if shape.lengths else ""))
-        return "; ".join(parts)
+        columns = "ms: median, with its percentiles; error: relative RMS from float64; first s: first call, compiling"
+        return "; ".join([*parts, columns])
 
     def markdown(self) -> str:
         """The header over a Markdown table."""

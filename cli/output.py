@@ -49,10 +49,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], title:
     if not rows:
         return
     table = Table(
-        title=title and Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns)
+        title=title and Text(title),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        show_header=any(columns),
     )
     for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
         table.add_row(*(Text("none" if cell is None else str(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False).print(table)
@@ -60,12 +66,21 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], title:
 
 def print_layers(found: "Description") -> None:
     """Print what every layer is and costs, and the sums."""
-    columns = ["layer", "mixer", ">parameters", ">FLOPs/token", ">+ per token back", ">state B", ">cache B/token", "on"]
+    columns = ["", "mixer", ">parameters", ">FLOPs/token", ">/context", ">state B", ">cache B", "backend"]
     rows = [
-        [row.layer, row.mixer, *_figures(row), ", ".join(f"{d}: {b or 'none'}" for d, b in row.backends.items())]
+        [
+            row.layer,
+            row.mixer,
+            *_figures(row),
+            ", ".join(dict.fromkeys(name or "none" for name in row.backends.values())),
+        ]
         for row in found.layers
     ]
-    print_table(columns, [*rows, ["all", "with embedding and head", *_figures(found), found.dtype]])
+    print_table(columns, [*rows, ["", "all", *_figures(found), ""]])
+    say(
+        f"{found.dtype}. All: with embedding and head. /context: more FLOPs a token for each token looked back on. "
+        "state B: bytes a sequence. cache B: more for every token kept."
+    )
 
 
 def _figures(row: "LayerRow | Description") -> list[str]:

@@ -46,7 +46,8 @@ def test_the_report_holds_the_run(ran):
         assert f"{training.validation_bits:.3f}" in report
         assert f"{training.parameters:,}" in report
     for row in found.benchmark.rows:
-        assert f"| {row.direction} | reference | {row.median_ms:.3g} |" in report
+        assert f"| {' | '.join(row.cells())} |" in report
+        assert f"{row.median_ms:.3g}" in row.cells()
     assert found.written.prompt + found.written.text in report
     assert found.environment.line() in report
     assert "seed 0" in report

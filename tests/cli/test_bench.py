@@ -70,7 +70,8 @@ def test_bench_writes_its_table_and_its_plot(ok, tmp_path):
     table, plot = tmp_path / "bench.md", tmp_path / "bench.png"
     found = ok("bench", *SMALL, "--markdown", table, "--plot", plot, "--json").json
     for row in found["rows"]:
-        assert f"| plain | {row['direction']} | reference | {row['median_ms']:.3g} |" in table.read_text()
+        direction = "fwd + bwd" if row["direction"] == "backward" else row["direction"]
+        assert f"| plain | {direction} | reference | {row['median_ms']:.3g} |" in table.read_text()
     assert matplotlib.image.imread(plot).std() > 0.01
 
 
