@@ -36,6 +36,7 @@ class Environment(BaseModel):
     device: str
     driver: str | None
     threads: int
+    omp_wait_policy: str | None
     tf32: bool
     compiler: str | None
     commit: str | None
@@ -49,7 +50,7 @@ class Environment(BaseModel):
             f"triton {self.triton}" if self.triton else "no triton",
             f"python {self.python}",
             self.device + (f", driver {self.driver}" if self.driver else ""),
-            f"{self.threads} threads",
+            f"{self.threads} threads" + (f" that wait {self.omp_wait_policy.lower()}" if self.omp_wait_policy else ""),
             f"tf32 {'on' if self.tf32 else 'off'}",
         ]
         return "; ".join(parts)
@@ -71,6 +72,7 @@ def environment(device: str | torch.device = "cpu") -> Environment:
         device=_device_name(found),
         driver=_driver() if found.type == "cuda" else None,
         threads=torch.get_num_threads(),
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         tf32=found.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
         compiler=cxx_compiler(),
         commit=_commit(),

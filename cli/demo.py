@@ -7,6 +7,7 @@ import typer
 
 from deltazoo.cli.options import AsJson, BackendName, Device, Seed, TextFile
 from deltazoo.cli.output import print_json, print_table, progress, say
+from deltazoo.cli.threads import wait_patiently
 
 
 def command(
@@ -19,6 +20,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Train a small hybrid and its two pure relatives, sample, time the backends, and write a report."""
+    wait_patiently()
     from deltazoo.blocks.demo import DemoConfig, demo
     from deltazoo.blocks.text import load_text
 

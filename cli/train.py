@@ -8,6 +8,7 @@ import typer
 
 from deltazoo.cli.options import AsJson, BackendName, OptionalStack, TextFile
 from deltazoo.cli.output import print_json, print_table, progress, say
+from deltazoo.cli.threads import wait_patiently
 
 
 class WeightDtype(StrEnum):
@@ -40,6 +41,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Train a stack on bytes of text: validation, bits per byte, and a checkpoint that goes on bit for bit."""
+    wait_patiently()
     from deltazoo.blocks.spec import StackSpec
     from deltazoo.blocks.text import load_text
     from deltazoo.blocks.train import TrainConfig, train
