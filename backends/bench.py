@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 from torch import Tensor
 
 from deltazoo.backends.base import Backend
-from deltazoo.backends.cases import Case
+from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.dispatch import BoundUpdate, bind, explain
 from deltazoo.backends.environment import Environment, environment, usable_device
 from deltazoo.backends.errors import ConfigError

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deltazoo.backends.base import UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.cases import Case, draw
-from deltazoo.backends.compare import draw_cotangents, relative_error
+from deltazoo.backends.conformance.cases import Case, draw
+from deltazoo.backends.conformance.compare import draw_cotangents, relative_error
 from deltazoo.backends.dispatch import BoundUpdate
 from deltazoo.backends.reference import ReferenceBackend
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from deltazoo.backends import registry
 from deltazoo.backends.bench import BenchConfig, Benchmark, bench
-from deltazoo.backends.checkfile import ShapeFields
+from deltazoo.backends.conformance.checkfile import ShapeFields
 from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import SHAPES, Shape

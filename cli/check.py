@@ -16,7 +16,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Compare backends with float64 on your own recurrence, shapes and dtypes. Exit code 1: one is wrong."""
-    from deltazoo.backends.checking import check_file
+    from deltazoo.backends.conformance.checking import check_file
 
     with progress() as told:
         found = check_file(file, split(backends), device, told)

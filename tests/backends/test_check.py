@@ -7,7 +7,7 @@ import torch
 
 from deltazoo import bind, update, validate
 from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.cases import Case, draw
+from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec

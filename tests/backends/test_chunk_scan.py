@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.backends.chunk_scan import ChunkOperands, chunk_scan, unit_lower_inverse
+from deltazoo.backends.compile.chunk_scan import ChunkOperands, chunk_scan, unit_lower_inverse
 
 N, Z, C, K, V = 3, 2, 4, 3, 2
 

@@ -5,10 +5,10 @@ import torch
 
 from deltazoo import UpdateSpec, conformance, use_backend
 from deltazoo.backends.base import UpdateOutput
-from deltazoo.backends.compare import LIMITS, draw_cotangents, exact, run
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance import SHAPES, Case, checks, draw
-from deltazoo.backends.cover import DTYPES
+from deltazoo.backends.conformance.compare import LIMITS, draw_cotangents, exact, run
+from deltazoo.backends.conformance.cover import DTYPES
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 

@@ -12,7 +12,7 @@ import torch
 
 from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain, update, use_backend
 from deltazoo.backends import dispatch
-from deltazoo.backends.cases import Case, draw
+from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import SHAPES

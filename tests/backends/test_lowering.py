@@ -6,7 +6,7 @@ import torch
 from scipy.linalg import expm
 
 from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.cases import Case, draw
+from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.lowering import exact_factor, log_decay, strengths
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec

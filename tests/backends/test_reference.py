@@ -9,8 +9,8 @@ import torch
 from scipy.linalg import expm
 
 from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.cases import Case, draw
-from deltazoo.backends.cover import every_spec, pairwise_cases
+from deltazoo.backends.conformance.cases import Case, draw
+from deltazoo.backends.conformance.cover import every_spec, pairwise_cases
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec

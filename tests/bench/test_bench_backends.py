@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltazoo.backends import registry
-from deltazoo.backends.cases import Case
+from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.shapes import CPU, GPU, Shape
 from deltazoo.backends.spec import UpdateSpec

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.chunk_scan import ChunkOperands, chunk_scan
+from deltazoo.backends.compile.chunk_scan import ChunkOperands, chunk_scan
+from deltazoo.backends.compile.packing import Packing, pack, packing, unpack
 from deltazoo.backends.errors import ShapeError
 from deltazoo.backends.lowering import log_decay, strengths
-from deltazoo.backends.packing import Packing, pack, packing, unpack
 from deltazoo.backends.spec import UpdateSpec
 
 

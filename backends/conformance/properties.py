@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.base import Backend, UpdateInputs
-from deltazoo.backends.cases import Case, dense, draw
-from deltazoo.backends.compare import Report, compare, draw_cotangents, judged, meta_of, refusal, run
-from deltazoo.backends.cover import every_spec
-from deltazoo.backends.detours import (
+from deltazoo.backends.conformance.cases import Case, dense, draw
+from deltazoo.backends.conformance.compare import Report, compare, draw_cotangents, judged, meta_of, refusal, run
+from deltazoo.backends.conformance.cover import every_spec
+from deltazoo.backends.conformance.detours import (
     InSegments,
     OneByOne,
     SequenceBySequence,
     Traced,
     WithRepeatedHeads,
 )
+from deltazoo.backends.conformance.isolation import heads_do_not_leak, sequences_do_not_leak, the_future_does_not_leak
 from deltazoo.backends.dispatch import bind, resolve
-from deltazoo.backends.isolation import heads_do_not_leak, sequences_do_not_leak, the_future_does_not_leak
 from deltazoo.backends.lowering import log_decay
 
 Device = torch.device | str

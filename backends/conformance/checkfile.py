@@ -14,8 +14,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from deltazoo.backends.base import Backend
-from deltazoo.backends.cases import REGIMES, Case, Regime
-from deltazoo.backends.compare import Report, compare
+from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
+from deltazoo.backends.conformance.compare import Report, compare
 from deltazoo.backends.dispatch import resolve
 from deltazoo.backends.errors import ConfigError, unknown_name
 from deltazoo.backends.shapes import SHAPES, Shape

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, state_dtype
-from deltazoo.backends.chunked import chunked_update, cut, join
+from deltazoo.backends.compile.chunked import chunked_update, cut, join
+from deltazoo.backends.compile.token import token_update
 from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.token import token_update
 
 _Function = Callable[[UpdateInputs, Tensor | None], tuple[Tensor, Tensor]]
 

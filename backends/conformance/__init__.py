@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from deltazoo.backends.base import Backend
-from deltazoo.backends.cases import REGIMES, Case, draw
-from deltazoo.backends.checkfile import CheckFile, read_check, run_checks
-from deltazoo.backends.compare import Error, Report, compare, limit, meta_of, relative_error
-from deltazoo.backends.cover import DTYPES, every_case, every_spec, pairwise_cases, pairwise_with
-from deltazoo.backends.dispatch import resolve
-from deltazoo.backends.errors import UnknownNameError, UnsupportedError
-from deltazoo.backends.properties import (
+from deltazoo.backends.conformance.cases import REGIMES, Case, draw
+from deltazoo.backends.conformance.checkfile import CheckFile, read_check, run_checks
+from deltazoo.backends.conformance.compare import Error, Report, compare, limit, meta_of, relative_error
+from deltazoo.backends.conformance.cover import DTYPES, every_case, every_spec, pairwise_cases, pairwise_with
+from deltazoo.backends.conformance.properties import (
     PROPERTIES,
     Property,
     agrees_with_the_reference,
     one_graph_gives_the_same_numbers,
     refusals_are_sentences,
 )
+from deltazoo.backends.dispatch import resolve
+from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.shapes import SHAPES, TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
 

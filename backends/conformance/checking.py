@@ -6,8 +6,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends import registry
-from deltazoo.backends.checkfile import read_check, run_checks
-from deltazoo.backends.compare import Report
+from deltazoo.backends.conformance.checkfile import read_check, run_checks
+from deltazoo.backends.conformance.compare import Report
 from deltazoo.backends.environment import usable_device
 from deltazoo.backends.progress import Progress, silent
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from pydantic import ValidationError
 
-from deltazoo.backends.cases import REGIMES, Case
+from deltazoo.backends.conformance.cases import REGIMES, Case
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
 

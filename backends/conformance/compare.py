@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
-from deltazoo.backends.cases import Case, draw
+from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.dispatch import bind, resolve
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
