@@ -4,32 +4,37 @@ Within a chunk that starts from state S,
 
     X = T (U - r^e * (E S)),   T = (I + A)^-1
     O = r^q * (Q S) + P X
-    S <- gamma * S + W^T (r^w * X) + inject
+    S <- gamma * S + (r^w * W)^T X + inject
 
 and without an erase term X = U. Everything that depends on one chunk alone (A, P, the row scales r) is made
-before, in parallel over chunks, by code that torch.compile fuses; this loop holds what is sequential. As an
-operator it costs the compiler one node whatever the number of chunks, and its backward keeps only the chunks'
-first states. N chunks, Z batch x key heads, G value heads a key head, C tokens, M micro-steps a chunk, K key
-width, V value width, Y sequences
+before, in parallel over chunks, by code that torch.compile fuses. Here chunks go by segments: what needs no state
+(T U, T (r^e * E)) is one batched product a segment, then a chain of two products a chunk carries the state, then
+the reads of all chunks are one batched product again; the backward likewise, in reverse. As an operator it costs the
+compiler one node whatever the number of chunks, and its backward keeps only X, T and the chunks' first states.
+
+N chunks, n chunks of a segment, Z batch x key heads, G value heads a key head, L = Z G, C tokens, M micro-steps a
+chunk, K key width, V value width, Y sequences
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
-_BLOCK = 8
+from deltazoo.backends.compile.inverse import unit_lower_inverse
+
+# Numbers in a segment's largest operand: its half dozen of them stay in the cache, its products in full batches.
+_SEGMENT = 1 << 18
 
 
 class ChunkOperands(NamedTuple):
     """What the scan takes. Row scales and gamma of None are 1; a, e None: nothing is erased; e None: E = W.
 
     q [N, Z, C, K], e and w [N, Z, M, K], u [N, Z, G, M, V], p [N, Z, G, C, M], a [N, Z, G, M, M] strictly lower,
-    scale_q [N, Z, G, C], scale_e and scale_w [N, Z, G, M], gamma [N, Z, 1 or K, G], inject [N, Z, K, G V],
-    state [Y, Z, K, G V], sequence [N] int64: the row of `state` that each chunk goes on with; None means row 0.
+    scale_q [N, Z, G, C], scale_e and scale_w [N, Z, G, M], gamma [N, Z, G, 1 or K], inject [N, Z, G, K, V],
+    state [Y, Z, G, K, V], sequence [N] int64: the row of `state` that each chunk goes on with; None means row 0.
     """
 
     q: Tensor
@@ -48,45 +53,13 @@ class ChunkOperands(NamedTuple):
 
 
 def chunk_scan(operands: ChunkOperands) -> tuple[Tensor, Tensor]:
-    """Run the scan; differentiable once. Returns o [N, Z, G, C, V] and the last states [Y, Z, K, G V]."""
+    """Run the scan; differentiable once. Returns o [N, Z, G, C, V] and the last states [Y, Z, G, K, V]."""
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     if not wants_grad:
         out = _forward_op(*operands, False)
         return out[0], out[1]
     out = _ChunkScan.apply(*operands)
     return out[0], out[1]
-
-
-def unit_lower_inverse(a: Tensor) -> Tensor:
-    """(I + A)^-1 for strictly lower A [..., M, M].
-
-    Diagonal blocks of 8 by forward substitution, then pairs of blocks are merged, [[X, 0], [-Y L X, Y]], until one
-    is left. Every intermediate is a block of the inverse, so keys that are nearly parallel do no harm (a Neumann
-    series would explode).
-    """
-    M = a.shape[-1]
-    size = max(_BLOCK, 1 << (M - 1).bit_length())
-    if size > M:
-        return unit_lower_inverse(pad(a, (0, size - M, 0, size - M)))[..., :M, :M].contiguous()
-    blocks = _diagonal_blocks(a.reshape(-1, size, size), _BLOCK).reshape(-1, _BLOCK, _BLOCK)
-    inverse = torch.eye(_BLOCK, dtype=a.dtype, device=a.device).repeat(blocks.shape[0], 1, 1)
-    for row in range(1, _BLOCK):
-        inverse[:, row : row + 1, :row] = -torch.bmm(blocks[:, row : row + 1, :row], inverse[:, :row, :row])
-    s = _BLOCK
-    while s < size:
-        lower = _diagonal_blocks(a.reshape(-1, size, size), 2 * s)[..., s:, :s].reshape(-1, s, s)
-        upper, under = inverse.view(-1, 2, s, s).unbind(1)
-        inverse = a.new_zeros(lower.shape[0], 2 * s, 2 * s)
-        inverse[:, :s, :s], inverse[:, s:, s:] = upper, under
-        inverse[:, s:, :s] = torch.bmm(torch.bmm(under, lower), upper).neg_()
-        s *= 2
-    return inverse.view(a.shape)
-
-
-def _diagonal_blocks(a: Tensor, size: int) -> Tensor:
-    """[L, M, M] -> [L, M / size, size, size], a view."""
-    count = a.shape[-1] // size
-    return a.unflatten(1, (count, size)).unflatten(3, (count, size)).diagonal(0, 1, 3).movedim(-1, 1)
 
 
 def _forward(
@@ -100,147 +73,201 @@ def _forward(
     o = u.new_empty(N, Z, G, C, V)
     last = state.clone()
     t = None if a is None else unit_lower_inverse(a)
-    x = u if a is None else u.new_empty(N if keep else 1, Z, G, M, V)
-    firsts = u.new_empty(N if keep else 0, Z, K, G * V)
-    S = last[0]
-    each = (q, w, w if e is None else e, u, p, t, o, scale_q, scale_e, scale_w, gamma, inject)
-    for n, (Q, W, E, U, P, T, O, r_q, r_e, r_w, g, D) in enumerate(zip(*map(_chunks(N), each), strict=True)):
-        if sequence is not None:
-            S = last.index_select(0, sequence[n : n + 1])[0]
-        if keep:
-            firsts[n] = S
-        X = U
-        if T is not None:
-            X = x[n if keep else 0]
-            R = _minus_read(U, E, S, r_e)
-            torch.bmm(T.view(Z * G, M, M), R.view(Z * G, M, V), out=X.view(Z * G, M, V))
-        O_flat = O.view(Z * G, C, V)
-        torch.bmm(P.view(Z * G, C, M), X.view(Z * G, M, V), out=O_flat)
-        if r_q is None and G == 1:
-            O_flat.baddbmm_(Q, S)
+    parts = list(_segments(N, Z * G * max(C, M) * max(K, V)))
+    room = N if keep else parts[0].stop if parts else 0
+    x = u if a is None else u.new_empty(room, Z, G, M, V)
+    states = u.new_empty(room + 1, Z * G, K, V)
+    for part in parts:
+        here = part if keep else slice(0, part.stop - part.start)
+        S = states[here.start : here.stop + 1]
+        Q, W = _by_value_head(q, scale_q, part, G), _by_value_head(w, scale_w, part, G)
+        X = _flat(u[part]) if t is None else _flat(x[here])
+        reads = None
+        based = t is None or inject is not None
+        if t is None:
+            torch.bmm(W.mT, X, out=S[1:].flatten(0, 1))
         else:
-            O.addcmul_(_rows(r_q, U), _split(torch.bmm(Q, S), G))
-        S = _decayed(S, g).baddbmm_(W.transpose(1, 2), _joined(X, r_w))
-        if D is not None:
-            S += D
-        if sequence is not None:
-            last.index_copy_(0, sequence[n : n + 1], S.unsqueeze(0))
-    if sequence is None:
-        last[0] = S
+            T = _flat(t[part])
+            torch.bmm(T, _flat(u[part]), out=X)
+            reads = torch.bmm(T, _by_value_head(w if e is None else e, scale_e, part, G))
+            if inject is not None:
+                S[1:].flatten(0, 1).copy_(_flat(inject[part]))
+        _carry(S, last, W, X, reads, _factors(gamma, part), None if sequence is None else sequence[part], based)
+        O = _flat(o[part])
+        torch.bmm(_flat(p[part]), X, out=O)
+        O.baddbmm_(Q, S[:-1].flatten(0, 1))
     kept_x = x if keep and a is not None else u.new_empty(0)
     kept_t = t if keep and t is not None else u.new_empty(0)
-    return o, last, kept_x, kept_t, firsts
+    return o, last, kept_x, kept_t, states if keep else u.new_empty(0)
+
+
+def _carry(
+    S: Tensor, last: Tensor, W: Tensor, X: Tensor, reads: Tensor | None, factors: list[Tensor | None],
+    sequence: Tensor | None, based: bool,
+) -> None:  # fmt: skip
+    """Carry the state through a segment: fill S [n + 1, L, K, V], finish X = T U - (T E) S, leave the last states.
+
+    `based`: S[1:] holds what each chunk adds beside W^T X (or all that it adds, where nothing reads).
+    """
+    n = S.shape[0] - 1
+    rows = last.flatten(1, 2)  # [Y, L, K, V]
+    if sequence is None:
+        S[0].copy_(rows[0])
+    slots = S.unbind(0)
+    chunks = zip(*(_by_chunk(y, n) for y in (W, X, reads)), factors, strict=True)
+    for i, (W_i, X_i, R_i, g) in enumerate(chunks):
+        before, after = slots[i], slots[i + 1]
+        if sequence is not None:
+            torch.index_select(rows, 0, sequence[i : i + 1], out=S[i : i + 1])
+        if R_i is not None:
+            X_i.baddbmm_(R_i, before, alpha=-1)
+        if not based:
+            torch.mul(before, 1 if g is None else g, out=after)
+        elif g is None:
+            after.add_(before)
+        else:
+            after.addcmul_(before, g)
+        if R_i is not None:
+            after.baddbmm_(W_i.mT, X_i)
+        if sequence is not None:
+            rows.index_copy_(0, sequence[i : i + 1], S[i + 1 : i + 2])
+    if sequence is None:
+        rows[0].copy_(S[n])
 
 
 def _backward(
-    d_o: Tensor, d_last: Tensor, q: Tensor, w: Tensor, x: Tensor, p: Tensor, t: Tensor | None, firsts: Tensor,
+    d_o: Tensor, d_last: Tensor, q: Tensor, w: Tensor, x: Tensor, p: Tensor, t: Tensor | None, states: Tensor,
     e: Tensor | None, scale_q: Tensor | None, scale_e: Tensor | None, scale_w: Tensor | None, gamma: Tensor | None,
     sequence: Tensor | None, inject: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The reverse loop; every gradient of a chunk is made while the chunk is in the cache."""
-    N, Z, C = q.shape[:3]
+    """The segments in reverse; every gradient of a segment is made while the segment is in the cache."""
+    N, Z, C, K = q.shape
     G, M, V = x.shape[2:]
-    erases = t is not None
     d_q, d_w, d_u, d_p = torch.empty_like(q), torch.empty_like(w), torch.empty_like(x), torch.empty_like(p)
-    d_a = p.new_empty(N, Z, G, M, M) if erases else p.new_empty(0)
-    d_e = torch.empty_like(w) if erases and e is not None else p.new_empty(0)
+    d_a = p.new_empty(0) if t is None else torch.empty_like(t)
+    d_e = p.new_empty(0) if t is None or e is None else torch.empty_like(e)
     d_scale_q, d_scale_e, d_scale_w, d_gamma = (
         p.new_empty(0) if s is None else torch.empty_like(s) for s in (scale_q, scale_e, scale_w, gamma)
     )
-    d_inject = torch.empty_like(firsts) if inject else p.new_empty(0)
+    d_inject = p.new_empty(N, Z, G, K, V) if inject else p.new_empty(0)
     d_state = d_last.clone()
-    dS = d_state[0]  # the gradient of the state after the chunk
-    each = (q, w, w if e is None else e, x, p, t, firsts, d_o, scale_q, scale_e, scale_w, gamma)
-    chunks = list(zip(range(N), *map(_chunks(N), each), strict=True))
-    for n, Q, W, E, X, P, T, S, d_O, r_q, r_e, r_w, g in reversed(chunks):
-        if sequence is not None:
-            dS = d_state.index_select(0, sequence[n : n + 1])[0]
+    parts = list(_segments(N, Z * G * max(C, M) * max(K, V)))
+    scratch = p.new_empty(parts[0].stop + 1 if parts else 0, Z * G, K, V)
+    for part in reversed(parts):
+        dS = scratch[: part.stop - part.start + 1]  # after a chunk: dS[i + 1]; before it: dS[i]
+        S = states[part].flatten(0, 1)
+        X, P, d_O, d_U = _flat(x[part]), _flat(p[part]), _flat(d_o[part]), _flat(d_u[part])
+        Q, W = _by_value_head(q, scale_q, part, G), _by_value_head(w, scale_w, part, G)
+        E = reads = None
+        d_X = d_U
+        if t is not None:
+            T = _flat(t[part])
+            E = _by_value_head(w if e is None else e, scale_e, part, G)
+            reads, d_X = torch.bmm(T, E), torch.empty_like(d_U)
+        torch.bmm(P.mT, d_O, out=d_X)
+        torch.bmm(Q.mT, d_O, out=dS[:-1].flatten(0, 1))
+        _carry_back(dS, d_state, W, d_X, reads, _factors(gamma, part), None if sequence is None else sequence[part])
+        after = dS[1:].flatten(0, 1)
+        torch.bmm(d_O, X.mT, out=_flat(d_p[part]))
         if inject:
-            d_inject[n] = dS
-        if g is not None:
-            d_gamma[n] = _d_gamma(S, dS, g.shape[1], G)
-        XT = X.view(Z * G, M, V).transpose(1, 2)
-        d_O_flat = d_O.view(Z * G, C, V)
-        torch.bmm(d_O_flat, XT, out=d_p[n].view(Z * G, C, M))
-        # through the write: W^T (r^w * X)
-        d_X = torch.bmm(P.view(Z * G, C, M).transpose(1, 2), d_O_flat)
-        if r_w is None and G == 1:
-            d_X.baddbmm_(W, dS)
-        else:
-            d_X.view(Z, G, M, V).addcmul_(_rows(r_w, X), _split(torch.bmm(W, dS), G))
-        _through(X, r_w, W, dS, d_w[n], d_scale_w, n, 0, 1)
-        # through the read: r^q * (Q S)
-        _through(d_O, r_q, Q, S, d_q[n], d_scale_q, n, 0, 1)
-        dS = _decayed(dS, g).baddbmm_(Q.transpose(1, 2), _joined(d_O, r_q))
-        # through the erase: T (U - r^e * (E S))
-        if T is None:
-            d_u[n] = d_X.view(Z, G, M, V)
-        else:
-            d_R = d_u[n]
-            torch.bmm(T.view(Z * G, M, M).transpose(1, 2), d_X, out=d_R.view(Z * G, M, V))
-            d_A = d_a[n].view(Z * G, M, M)
-            torch.baddbmm(d_A, d_R.view(Z * G, M, V), XT, beta=0, alpha=-1, out=d_A)
-            _through(d_R, r_e, E, S, d_w[n] if e is None else d_e[n], d_scale_e, n, int(e is None), -1)
-            dS.baddbmm_(E.transpose(1, 2), _joined(d_R, r_e), alpha=-1)
-        if sequence is not None:
-            d_state.index_copy_(0, sequence[n : n + 1], dS.unsqueeze(0))
+            _flat(d_inject[part]).copy_(after)
+        if gamma is not None:
+            d_gamma[part] = _d_gamma(S, after, gamma.shape[3]).view_as(d_gamma[part])
+        _key_gradient(d_O, S, 1, (q, scale_q), (d_q, d_scale_q), part, False)
+        _key_gradient(X, after, 1, (w, scale_w), (d_w, d_scale_w), part, False)
+        if t is not None:
+            torch.bmm(T.mT, d_X, out=d_U)
+            d_A = _flat(d_a[part])
+            torch.baddbmm(d_A, d_U, X.mT, beta=0, alpha=-1, out=d_A)
+            key, d_key = (w, d_w) if e is None else (e, d_e)
+            _key_gradient(d_U, S, -1, (key, scale_e), (d_key, d_scale_e), part, e is None)
+    return [d_q, d_w, d_u, d_p, d_state, d_a, d_e, d_scale_q, d_scale_e, d_scale_w, d_gamma, d_inject]
+
+
+def _carry_back(
+    dS: Tensor, d_state: Tensor, W: Tensor, d_X: Tensor, reads: Tensor | None, factors: list[Tensor | None],
+    sequence: Tensor | None,
+) -> None:  # fmt: skip
+    """Carry the state's gradient back: dS[:-1] holds Q^T dO and becomes the gradients of the chunks' first states,
+    d_X holds P^T dO and becomes the gradient of X."""
+    n = dS.shape[0] - 1
+    rows = d_state.flatten(1, 2)
     if sequence is None:
-        d_state[0] = dS
-    return [
-        d_q, d_w, d_u, d_p, d_state, d_a, d_e, d_scale_q, d_scale_e, d_scale_w, d_gamma, d_inject,
-    ]  # fmt: skip
+        dS[n].copy_(rows[0])
+    slots = dS.unbind(0)
+    chunks = list(zip(*(_by_chunk(y, n) for y in (W, d_X, reads)), factors, strict=True))
+    for i in reversed(range(n)):
+        W_i, d_X_i, R_i, g = chunks[i]
+        before, after = slots[i], slots[i + 1]
+        if sequence is not None:
+            torch.index_select(rows, 0, sequence[i : i + 1], out=dS[i + 1 : i + 2])
+        d_X_i.baddbmm_(W_i, after)
+        if g is None:
+            before.add_(after)
+        else:
+            before.addcmul_(after, g)
+        if R_i is not None:
+            before.baddbmm_(R_i.mT, d_X_i, alpha=-1)
+        if sequence is not None:
+            rows.index_copy_(0, sequence[i : i + 1], dS[i : i + 1])
+    if sequence is None:
+        rows[0].copy_(dS[0])
 
 
-def _chunks(N: int) -> Callable[[Tensor | None], Sequence[Any]]:
-    """Views of an operand, chunk by chunk, made at once; an absent one is absent from every chunk."""
-    return lambda x: [None] * N if x is None else x.unbind(0)
-
-
-def _through(
-    d: Tensor, scale: Tensor | None, key: Tensor, S: Tensor, d_key: Tensor, d_scale: Tensor, n: int, add: int, sign: int
-) -> None:
-    """Gradients of `sign * scale * (key S)` given d [Z, G, R, V]: of key [Z, R, K], added or set, and of scale."""
-    torch.baddbmm(d_key, _joined(d, scale), S.transpose(1, 2), beta=add, alpha=sign, out=d_key)
+def _key_gradient(
+    d: Tensor, S: Tensor, sign: int, keys: tuple[Tensor, Tensor | None], grads: tuple[Tensor, Tensor], part: slice,
+    add: bool,
+) -> None:  # fmt: skip
+    """Gradients of the keys [N, Z, R, K] and of their row scale [N, Z, G, R], through sign * d S^T."""
+    (key, scale), (d_key, d_scale) = keys, grads
+    G = d.shape[0] // (key[part].shape[0] * key.shape[1])
+    if scale is None and G == 1:
+        into = d_key[part].flatten(0, 1)
+        torch.baddbmm(into, d, S.mT, beta=int(add), alpha=sign, out=into)
+        return
+    by_value_head = torch.bmm(d, S.mT).mul_(sign).unflatten(0, (-1, key.shape[1], G))
     if scale is not None:
-        d_scale[n] = (d * _split(torch.bmm(key, S), d.shape[1])).sum(-1).mul_(sign)
+        d_scale[part] = (by_value_head * key[part].unsqueeze(2)).sum(-1)
+        by_value_head *= scale[part].unsqueeze(-1)
+    if add:
+        d_key[part] += by_value_head.sum(2)
+    else:
+        torch.sum(by_value_head, 2, out=d_key[part])
 
 
-def _minus_read(u: Tensor, key: Tensor, S: Tensor, scale: Tensor | None) -> Tensor:
-    """u - scale * (key S): [Z, G, M, V]."""
-    if scale is None and u.shape[1] == 1:
-        return torch.baddbmm(u[:, 0], key, S, alpha=-1).unsqueeze(1)
-    return torch.addcmul(u, _rows(scale, u), _split(torch.bmm(key, S), u.shape[1]), value=-1)
+def _d_gamma(S: Tensor, dS: Tensor, rows: int) -> Tensor:
+    """The gradient of gamma in gamma * S, for S [n L, K, V]: a number a head, or [K]."""
+    if rows == 1:
+        return torch.bmm(S.reshape(S.shape[0], 1, -1), dS.reshape(S.shape[0], -1, 1))
+    return (S * dS).sum(-1)
 
 
-def _d_gamma(S: Tensor, dS: Tensor, rows: int, G: int) -> Tensor:
-    """The gradient of gamma [Z, 1 or K, G] in gamma * S, for S [Z, K, G V]."""
-    Z, K, _ = S.shape
-    if rows == 1 and G == 1:
-        return torch.bmm(S.view(Z, 1, -1), dS.view(Z, -1, 1))
-    product = (S * dS).view(Z, K, G, -1).sum(-1)
-    return product if rows == K else product.sum(1, keepdim=True)
+def _segments(N: int, numbers: int) -> Iterator[slice]:
+    """Cut N chunks of so many numbers each into segments."""
+    step = max(1, _SEGMENT // max(numbers, 1))
+    return (slice(first, min(first + step, N)) for first in range(0, N, step))
 
 
-def _rows(scale: Tensor | None, like: Tensor) -> Tensor:
-    """A row scale [Z, G, R] as a factor of [Z, G, R, V]."""
-    return like.new_ones(()) if scale is None else scale.unsqueeze(-1)
+def _flat(x: Tensor) -> Tensor:
+    """[n, Z, G, R, S] -> [n L, R, S], a view."""
+    return x.flatten(0, 2)
 
 
-def _split(y: Tensor, G: int) -> Tensor:
-    """[Z, R, G V] -> [Z, G, R, V], a view."""
-    return y.unflatten(2, (G, -1)).transpose(1, 2)
+def _by_value_head(keys: Tensor, scale: Tensor | None, part: slice, G: int) -> Tensor:
+    """scale * keys of a segment, [n, Z, R, K] -> [n L, R, K]: a view where there is no scale and G is 1."""
+    x = keys[part].unsqueeze(2)
+    return (x.expand(-1, -1, G, -1, -1) if scale is None else x * scale[part].unsqueeze(-1)).flatten(0, 2)
 
 
-def _joined(y: Tensor, scale: Tensor | None) -> Tensor:
-    """scale * y, [Z, G, R, V] -> [Z, R, G V]; a view where there is no scale and G is 1."""
-    return (y if scale is None else y * scale.unsqueeze(-1)).transpose(1, 2).flatten(2)
+def _factors(gamma: Tensor | None, part: slice) -> list[Tensor | None]:
+    """gamma of each chunk as a factor of the state [L, K, V]."""
+    count = part.stop - part.start
+    return [None] * count if gamma is None else list(gamma[part].flatten(1, 2).unsqueeze(-1).unbind(0))
 
 
-def _decayed(S: Tensor, gamma: Tensor | None) -> Tensor:
-    """gamma * S for a state or its gradient [Z, K, G V], always a new tensor."""
-    if gamma is None:
-        return S.clone()
-    return (S.unflatten(2, (gamma.shape[2], -1)) * gamma.unsqueeze(-1)).flatten(2)
+def _by_chunk(x: Tensor | None, n: int) -> Sequence[Tensor | None]:
+    """[n L, R, S] -> n views [L, R, S]."""
+    return [None] * n if x is None else x.unflatten(0, (n, -1)).unbind(0)
 
 
 _LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
@@ -251,7 +278,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "chunk_scan_backward(Tensor d_o, Tensor d_last, Tensor q, Tensor w, Tensor x, Tensor p, Tensor? t, "
-    "Tensor firsts, Tensor? e, Tensor? scale_q, Tensor? scale_e, Tensor? scale_w, Tensor? gamma, "
+    "Tensor states, Tensor? e, Tensor? scale_q, Tensor? scale_e, Tensor? scale_w, Tensor? gamma, "
     "Tensor? sequence, bool inject) -> Tensor[]"
 )
 
@@ -278,12 +305,12 @@ def _forward_fake(
     keep = rest[-1]
     x = u.new_empty(N, Z, G, M, V) if keep and a is not None else u.new_empty(0)
     t = u.new_empty(N, Z, G, M, M) if keep and a is not None else u.new_empty(0)
-    firsts = u.new_empty(N if keep else 0, Z, K, G * V)
-    return u.new_empty(N, Z, G, C, V), state.new_empty(state.shape), x, t, firsts
+    states = u.new_empty(N + 1, Z * G, K, V) if keep else u.new_empty(0)
+    return u.new_empty(N, Z, G, C, V), state.new_empty(state.shape), x, t, states
 
 
 def _backward_fake(
-    d_o: Tensor, d_last: Tensor, q: Tensor, w: Tensor, x: Tensor, p: Tensor, t: Tensor | None, firsts: Tensor,
+    d_o: Tensor, d_last: Tensor, q: Tensor, w: Tensor, x: Tensor, p: Tensor, t: Tensor | None, states: Tensor,
     e: Tensor | None, scale_q: Tensor | None, scale_e: Tensor | None, scale_w: Tensor | None, gamma: Tensor | None,
     sequence: Tensor | None, inject: bool,
 ) -> list[Tensor]:  # fmt: skip
@@ -291,7 +318,7 @@ def _backward_fake(
         return p.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
 
     d_e = like(e) if t is not None else p.new_empty(0)
-    d_inject = like(firsts) if inject else p.new_empty(0)
+    d_inject = states.new_empty(x.shape[0], *d_last.shape[1:]) if inject else p.new_empty(0)
     return [
         like(q), like(w), like(x), like(p), like(d_last), like(t), d_e,
         like(scale_q), like(scale_e), like(scale_w), like(gamma), d_inject,
@@ -314,13 +341,13 @@ class _ChunkScan(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x = ChunkOperands(*inputs)
-        o, _, kept_x, t, firsts = output
+        o, _, kept_x, t, states = output
         ctx.erases, ctx.injects = x.a is not None, x.inject is not None
-        ctx.mark_non_differentiable(kept_x, t, firsts)
+        ctx.mark_non_differentiable(kept_x, t, states)
         ctx.set_materialize_grads(False)
         ctx.o_shape, ctx.state_shape = o.shape, x.state.shape
         ctx.save_for_backward(
-            x.q, x.w, kept_x if ctx.erases else x.u, x.p, t if ctx.erases else None, firsts,
+            x.q, x.w, kept_x if ctx.erases else x.u, x.p, t if ctx.erases else None, states,
             x.e, x.scale_q, x.scale_e, x.scale_w, x.gamma, x.sequence,
         )  # fmt: skip
 

@@ -104,16 +104,16 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     if state is None:
         state = x.q.new_zeros(B, HV, K, V, dtype=dtype)
     if sequence is None:
-        state = rearrange(state, "b (h g) k v -> 1 (b h) k (g v)", g=groups)
+        state = rearrange(state, "b (h g) k v -> 1 (b h) g k v", g=groups)
     else:
-        state = rearrange(state, "y (h g) k v -> y h k (g v)", g=groups)
+        state = rearrange(state, "y (h g) k v -> y h g k v", g=groups)
     make = _channel_operands if keys_differ or by_channel else _scalar_operands
     operands, beside = make(spec, chunks, state, G)
     o, last = chunk_scan(operands._replace(sequence=sequence))
     o = rearrange(o if beside is None else o + beside, "n (b h) g c v -> b n c (h g) v", b=B).to(x.v.dtype)
     if sequence is None:
-        return o, rearrange(last, "1 (b h) k (g v) -> b (h g) k v", b=B, g=groups)
-    return o, rearrange(last, "y h k (g v) -> y (h g) k v", g=groups)
+        return o, rearrange(last, "1 (b h) g k v -> b (h g) k v", b=B)
+    return o, last.flatten(1, 2)
 
 
 class _Chunks(NamedTuple):
@@ -175,7 +175,7 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
         G_e = G_i - decay if spec.erase_from == "previous" else G_i
         last = G_i[..., -1:]
         scale_q, scale_w = _exp(G_q, p), _exp(last - G_i, p)
-        gamma = rearrange(_exp(last, p), "n z g 1 -> n z 1 g")
+        gamma = _exp(last, p)
         p = torch.where(seen, p * _exp_difference(G_q, G_i, seen, p), 0)
     operands = ChunkOperands(q, k, u, p, state, gamma=gamma)
     if spec.transition == "delta":
@@ -228,7 +228,7 @@ def _channel_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) 
     G_q = G_i - decay if before else G_i
     G_e = G_i - decay if spec.erase_from == "previous" else G_i
     last = G_i[:, :, -1:]
-    gamma = rearrange(_exp(last, q), "n z 1 k -> n z k 1")
+    gamma = _exp(last, q)
     reads, marks = [q_M], [G_q]
     if spec.transition == "dplr":
         assert x.a is not None
@@ -261,7 +261,7 @@ def _channel_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) 
     b_out = writes[1] * _exp(last - G_i, q)
     y_k = products[:, :, 1, 0].unsqueeze(2) @ u
     p_b = (products[:, :, 0, 1] + own[1]).unsqueeze(2)
-    inject = k_out.transpose(2, 3) @ u.squeeze(2)
+    inject = (k_out.transpose(2, 3) @ u.squeeze(2)).unsqueeze(2)
     a = -products[:, :, 1, 1].unsqueeze(2)
     operands = ChunkOperands(q_in, b_out, y_k, p_b, state, a, -e_in, gamma=gamma, inject=inject)
     return operands, p_k @ u

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.backends.compile.chunk_scan import ChunkOperands, chunk_scan, unit_lower_inverse
+from deltazoo.backends.compile.chunk_scan import ChunkOperands, chunk_scan
+from deltazoo.backends.compile.inverse import unit_lower_inverse
 
 N, Z, C, K, V = 3, 2, 4, 3, 2
 
@@ -26,22 +27,21 @@ def operands(groups: int, kind: str, packed: bool = False, requires_grad: bool =
         w=draw(N, Z, M, K),
         u=draw(N, Z, G, M, V),
         p=draw(N, Z, G, C, M),
-        state=draw(3 if packed else 1, Z, K, G * V),
+        state=draw(3 if packed else 1, Z, G, K, V),
         a=None if kind == "additive" else (draw(N, Z, G, M, M).detach() * lower).requires_grad_(requires_grad),
         e=draw(N, Z, M, K) if kind in ("own", "dplr") else None,
         scale_q=None if folded else draw(N, Z, G, C),
         scale_e=None if folded or kind == "additive" else draw(N, Z, G, M),
         scale_w=None if folded else draw(N, Z, G, M),
-        gamma=draw(N, Z, K if folded else 1, G),
-        inject=draw(N, Z, K, G * V) if folded else None,
+        gamma=draw(N, Z, G, K if folded else 1),
+        inject=draw(N, Z, G, K, V) if folded else None,
         sequence=sequence,
     )
 
 
 def plain(x: ChunkOperands) -> tuple[Tensor, Tensor]:
     """The docstring's equations, chunk by chunk, for autograd."""
-    n_chunks, z = x.q.shape[:2]
-    groups, micro, value = x.u.shape[2:]
+    n_chunks, micro = x.q.shape[0], x.u.shape[3]
     states = list(x.state.unbind(0))
     outputs = []
 
@@ -50,7 +50,7 @@ def plain(x: ChunkOperands) -> tuple[Tensor, Tensor]:
 
     for n in range(n_chunks):
         row = 0 if x.sequence is None else int(x.sequence[n])
-        S = states[row].view(z, -1, groups, value).permute(0, 2, 1, 3)  # [Z, G, K, V]
+        S = states[row]
         X = x.u[n]
         if x.a is not None:
             E = x.w[n] if x.e is None else x.e[n]
@@ -58,9 +58,8 @@ def plain(x: ChunkOperands) -> tuple[Tensor, Tensor]:
             X = torch.linalg.solve(eye + x.a[n], x.u[n] - scaled(x.scale_e, n, E.unsqueeze(1) @ S))
         outputs.append(scaled(x.scale_q, n, x.q[n].unsqueeze(1) @ S) + x.p[n] @ X)
         if x.gamma is not None:
-            S = S * x.gamma[n].transpose(1, 2).unsqueeze(-1)
+            S = S * x.gamma[n].unsqueeze(-1)
         S = S + x.w[n].unsqueeze(1).transpose(-1, -2) @ scaled(x.scale_w, n, X)
-        S = S.permute(0, 2, 1, 3).flatten(2)
         states[row] = S if x.inject is None else S + x.inject[n]
     return torch.stack(outputs), torch.stack(states)
 
@@ -106,10 +105,10 @@ def test_the_operators_pass_opcheck(groups: int, kind: str, keep: bool) -> None:
     torch.library.opcheck(torch.ops.deltazoo.chunk_scan.default, (*x, keep))
     if not keep:
         return
-    o, last, kept, t, firsts = torch.ops.deltazoo.chunk_scan.default(*x, True)
+    o, last, kept, t, states = torch.ops.deltazoo.chunk_scan.default(*x, True)
     erases = x.a is not None
     backward: tuple[Any, ...] = (
-        o, last, x.q, x.w, kept if erases else x.u, x.p, t if erases else None, firsts,
+        o, last, x.q, x.w, kept if erases else x.u, x.p, t if erases else None, states,
         x.e, x.scale_q, x.scale_e, x.scale_w, x.gamma, x.sequence, x.inject is not None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.deltazoo.chunk_scan_backward.default, backward)
