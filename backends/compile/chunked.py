@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.compile.chunk_scan import ChunkOperands, chunk_scan
+from deltazoo.backends.compile.element_scan import element_update, suits
 from deltazoo.backends.compile.packing import Packing, pack, packing, unpack
 from deltazoo.backends.errors import ShapeError
 from deltazoo.backends.lowering import log_decay, strengths
@@ -77,6 +78,8 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     for tensor in x:
         if tensor is not None and tensor is not x.state and tensor is not x.rate and tensor.shape[:2] != (B, N):
             raise ShapeError(f"every operand must have {B} x {N} chunks, got {list(tensor.shape)}")
+    if suits(spec, x):
+        return element_update(spec, x, sequence)
     erase, write = strengths(spec, x)
     decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)
     if decay is not None and n > 1:  # on a token's first micro-step
