@@ -58,7 +58,8 @@ class UpdateOutput(NamedTuple):
 class UpdateMeta(NamedTuple):
     """What a backend may know before it says whether it can; never T or B.
 
-    device: the device type, as "cuda"; packed: with cu_seqlens; grad: a gradient is wanted.
+    device: the device type, as "cuda"; packed: with cu_seqlens; grad: a gradient is wanted; decay_channels: a fixed
+    decay is [HV, K], which the spec does not tell.
     """
 
     device: str
@@ -69,6 +70,7 @@ class UpdateMeta(NamedTuple):
     V: int
     packed: bool = False
     grad: bool = False
+    decay_channels: bool = False
 
     @staticmethod
     def of(inputs: UpdateInputs) -> "UpdateMeta":
@@ -83,6 +85,7 @@ class UpdateMeta(NamedTuple):
             V=inputs.v.shape[-1],
             packed=inputs.cu_seqlens is not None,
             grad=grad,
+            decay_channels=inputs.log_decay is not None and inputs.log_decay.dim() == 2,
         )
 
 

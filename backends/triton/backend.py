@@ -1,0 +1,138 @@
+"""TritonBackend: which specs the kernels take, and how a spec becomes their operands."""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.lowering import strengths
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.op import ScanKind, ScanOperands, chunk_scan, step_
+
+_WIDEST_KEY = 256
+
+
+class TritonBackend(Backend):
+    """Compute the update with chunked Triton kernels, forward, backward and decode, on NVIDIA GPUs.
+
+    Takes decay "none", "fixed" or "head" with transition "additive" or "delta", any beta a head, erase key,
+    reparametrisation and number of householders; float32, bfloat16 and float16. Accumulates in float32; products of
+    float32 operands use tf32 only where `torch.backends.cuda.matmul.allow_tf32` says so. Deterministic, without a host
+    sync, CUDA-graph safe. Launch configs come from a table, else from a heuristic; nothing is tuned at first call.
+
+    Args:
+        config: a launch config for every call; None: the table's, else the heuristic's.
+    Source: Gated DeltaNet 2412.06464 section 3.3 (the chunked form); docs/notes/triton-kernels.
+    """
+
+    name = "triton"
+
+    def __init__(self, config: LaunchConfig | None = None) -> None:
+        self.config = "" if config is None else config.model_dump_json()
+        self._installed = importlib.util.find_spec("triton") is not None
+        self._interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+    def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+        reasons = []
+        if not self._installed:
+            reasons.append("it needs the package triton, which is not installed.")
+        if meta.device != ("cpu" if self._interpreted else "cuda"):
+            reasons.append(f"it needs tensors on 'cuda', got '{meta.device}'.")
+        if meta.dtype == torch.float64 or (self._interpreted and meta.dtype == torch.bfloat16):
+            takes = (
+                "float32 or float16 under Triton's interpreter" if self._interpreted else "float32, bfloat16 or float16"
+            )
+            reasons.append(f"it computes in {takes}, got {str(meta.dtype).removeprefix('torch.')}.")
+        if spec.decay in ("channel", "rate"):
+            reasons.append(f"decay must be 'none', 'fixed' or 'head', got '{spec.decay}'.")
+        if meta.decay_channels:
+            reasons.append("a fixed decay must be a number a head, log_decay [HV], got [HV, K].")
+        if spec.transition == "dplr":
+            reasons.append("transition must be 'additive' or 'delta', got 'dplr'.")
+        if spec.beta == "channel":
+            reasons.append("beta must be 'none' or 'head', got 'channel'.")
+        if meta.K > _WIDEST_KEY:
+            reasons.append(f"K must be at most {_WIDEST_KEY}, got {meta.K}.")
+        return reasons
+
+    def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
+        n, T, V = spec.householders, inputs.q.shape[1], inputs.v.shape[-1]
+        x, kind = self._operands(spec, inputs)
+        if T == 1 and inputs.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
+            shape = (inputs.q.shape[0], inputs.v.shape[-2], x.q.shape[-1], x.v.shape[-1])
+            state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
+            o = step_(x._replace(state=None), state, None, kind)
+            return UpdateOutput(_crop(o, V), _crop(state, V, inputs.q.shape[-1]))
+        if n > 1:
+            x = _by_micro_steps(spec, x, n)
+        o, state = chunk_scan(x, kind)
+        if n > 1:
+            o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
+        return UpdateOutput(_crop(o, V), _crop(state, V, inputs.q.shape[-1]))
+
+    def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            x, kind = self._operands(spec, inputs, padded=False)
+            return step_(x, states, slots, kind)
+
+    def _operands(self, spec: UpdateSpec, inputs: UpdateInputs, padded: bool = True) -> tuple[ScanOperands, ScanKind]:
+        """The kernels' operands; the micro-steps of a token lie in time, but q and log_decay are the token's."""
+        erase, write = strengths(spec, inputs)
+        if write is erase and write is not None:
+            write = write.view_as(write)  # a tensor may not enter an operator twice
+        K, V = inputs.q.shape[-1], inputs.v.shape[-1]
+        to_K, to_V = (-K % 8, -V % 8) if padded else (0, 0)
+
+        def flat(x: Tensor | None, extra: int = 0) -> Tensor | None:
+            if x is None:
+                return None
+            x = x.flatten(1, 2) if spec.householders > 1 else x
+            return pad(x, (0, extra)) if extra else x
+
+        k, v = flat(inputs.k, to_K), flat(inputs.v, to_V)
+        assert k is not None and v is not None
+        state = inputs.state
+        if state is not None and (to_K or to_V):
+            state = pad(state, (0, to_V, 0, to_K))
+        operands = ScanOperands(
+            q=pad(inputs.q, (0, to_K)) if to_K else inputs.q,
+            k=k,
+            v=v,
+            log_decay=inputs.log_decay,
+            b=flat(erase),
+            w=flat(write),
+            e=flat(inputs.erase_key, to_K),
+            state=state,
+            cu_seqlens=inputs.cu_seqlens,
+        )
+        scale = K**-0.5 if spec.scale is None else spec.scale
+        return operands, ScanKind(
+            spec.transition == "delta", spec.erase_from == "previous", spec.read == "before", scale, self.config
+        )
+
+
+def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
+    """Lay q and log_decay out over the n micro-steps of a token: the decay on the first, the read on the last (or the
+    first, where it comes before the update)."""
+    B, T = x.q.shape[:2]
+
+    def spread(y: Tensor, at: int) -> Tensor:
+        """[B, T, ...] -> [B, T n, ...], zeros but at micro-step `at`."""
+        return pad(y.unsqueeze(2), (0, 0) * (y.dim() - 2) + (at, n - 1 - at)).flatten(1, 2)
+
+    decay = x.log_decay
+    if decay is not None:
+        decay = spread(decay.expand(B, T, -1) if decay.dim() == 1 else decay, 0)
+    cu = None if x.cu_seqlens is None else x.cu_seqlens * n
+    return x._replace(q=spread(x.q, 0 if spec.read == "before" else n - 1), log_decay=decay, cu_seqlens=cu)
+
+
+def _crop(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """Undo the padding of widths."""
+    if rows is not None and x.shape[-2] != rows:
+        x = x[..., :rows, :]
+    return x if x.shape[-1] == columns else x[..., :columns]

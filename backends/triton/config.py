@@ -1,0 +1,127 @@
+"""Launch configs: a value, and a heuristic that needs no measurement. `tune` measures, and its tables go before it."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Launch(BaseModel):
+    """How one kernel is launched.
+
+    Args:
+        tile: value columns a program (prepare: the block from which on the inverse works on whole chunks).
+        warps: of 32 threads; stages: of the software pipeline.
+        keys: key columns a program (gradients alone; else 0, all of them).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tile: int = Field(ge=4)
+    warps: int = Field(default=4, ge=1)
+    stages: int = Field(default=2, ge=1)
+    keys: int = Field(default=0, ge=0)
+
+
+class LaunchConfig(BaseModel):
+    """How the kernels of one update are launched.
+
+    Args:
+        chunk: tokens a chunk; every: chunks a checkpoint of the state.
+        split: chunks a part, where a sequence is walked in parts at once; 0: in one.
+        scratch: bytes that the backward may take at once for the states of chunks and their gradients.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    chunk: int = 64
+    every: int = 16
+    split: int = 0
+    scratch: int = 2**28
+    prepare: Launch = Launch(tile=16, warps=4, stages=1)
+    scan: Launch = Launch(tile=64)
+    replay: Launch = Launch(tile=64)
+    reverse: Launch = Launch(tile=64)
+    gradients: Launch = Launch(tile=64, keys=64)
+    decode: Launch = Launch(tile=64, warps=4, stages=1)
+
+
+class Problem(NamedTuple):
+    """What a launch config may depend on. N sequences, T tokens in a row, H key heads, HV value heads, K, V widths."""
+
+    device: str
+    dtype: torch.dtype
+    N: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    delta: bool
+    own: bool
+    decayed: bool
+    packed: bool
+
+
+class Device(NamedTuple):
+    """What the heuristic knows of a device."""
+
+    name: str
+    processors: int
+    shared_memory: int
+
+
+@functools.cache
+def device_of(index: int | None) -> Device:
+    """Read a CUDA device's properties once; a stand-in where there is none (the interpreter)."""
+    if index is None or not torch.cuda.is_available():
+        return Device("interpreter", 1, 2**20)
+    found = torch.cuda.get_device_properties(index)
+    shared_memory = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
+    return Device(found.name, found.multi_processor_count, shared_memory)
+
+
+def heuristic(problem: Problem, device: Device) -> LaunchConfig:
+    """A config from the sizes alone: right everywhere, and near the best on a Hopper GPU for K = V = 128.
+
+    Source: docs/notes/triton-kernels/NOTES.md.
+    """
+    scan, gradients = Launch(tile=64), Launch(tile=64, keys=64)
+    if problem.dtype == torch.float32:
+        scan, gradients = Launch(tile=32, stages=1), Launch(tile=32, stages=1, keys=32)
+    elif problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
+        # one program a processor, loads two chunks ahead; a third key leaves room for one chunk ahead
+        scan = Launch(tile=128, warps=8, stages=2 if problem.own else 3)
+    split = _split(problem, device)
+    few = problem.N * problem.HV < 64
+    return LaunchConfig(
+        split=split,
+        scratch=2**29 if split else 2**28,
+        scan=scan,
+        replay=scan,
+        reverse=scan,
+        gradients=gradients,
+        decode=Launch(tile=16, warps=2, stages=1) if few else Launch(tile=64, warps=4, stages=1),
+    )
+
+
+def _split(problem: Problem, device: Device) -> int:
+    """Chunks a part where sequences and heads alone leave most of the device idle: a power of two, or 0."""
+    programs = problem.N * problem.HV
+    chunks = problem.T // 64 // (problem.N if problem.packed else 1)
+    if programs * 5 >= device.processors * 2 or chunks < 32:
+        return 0
+    parts = max(2, device.processors // max(programs, 1))
+    return max(8, 1 << ((chunks + parts - 1) // parts - 1).bit_length())
+
+
+def launch_config(problem: Problem, index: int | None) -> LaunchConfig:
+    """The launch config for a problem on a CUDA device."""
+    return heuristic(problem, device_of(index))
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(config: str) -> LaunchConfig:
+    """Read a config given as JSON, once."""
+    return LaunchConfig.model_validate_json(config)

@@ -1,0 +1,1 @@
+"""The kernels, one phase a file; launch.py puts them together."""

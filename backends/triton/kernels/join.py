@@ -1,0 +1,83 @@
+"""Chain the parts of a sequence: the only step that is sequential when parts run in parallel."""
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.kernels.layout import chunks_forgotten, first_slot, load_rows, sequence_bounds, store_rows
+
+
+@triton.jit
+def load_map(base, rows, columns, in_rows, in_columns, K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A tile of the map M [K, K], or of M^T."""
+    at = columns[None, :] * K + rows[:, None] if TRANSPOSED else rows[:, None] * K + columns[None, :]
+    return tl.load(base + at, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+
+
+@triton.jit
+def join_kernel(
+    fades, given, begins, ends, cu, T, segment, parts,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr,
+    SPLIT: tl.constexpr, SEGMENT: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One program a (sequence, value head, V tile). ends [N parts, HV, V + K, K] = N_p above M_p, p a part.
+
+    Forward: S^T before part p + 1 = (S^T before p) M_p + N_p, from given [N, HV, K, V].
+    REVERSE: dS^T after part p - 1 = (dS^T after p) M_p^T + N_p, from given [N, HV, V, K].
+    What each part begins with goes to begins [N parts, HV, V, K].
+    """
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    n = pid // TILES // HV
+    hv = pid // TILES % HV
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    chunks = tl.cdiv(length, C)
+    chunk = segment * SEGMENT
+    slot = first_slot(n, cu, T, C, PACKED) + chunk
+    inside = chunks - chunk
+    if SEGMENT > 0:
+        inside = tl.minimum(inside, SEGMENT)
+    used = tl.cdiv(inside, SPLIT)
+    vs = (pid % TILES) * BV + tl.arange(0, BV)
+    ka = tl.arange(0, K0)
+    in_v = vs < V
+    in_ka = ka < K
+    Sa = tl.zeros([BV, K0], tl.float32)
+    if K1 > 0:
+        kb = K0 + tl.arange(0, K1)
+        in_kb = kb < K
+        Sb = tl.zeros([BV, K1], tl.float32)
+    at_given = given + (tl.cast(n, tl.int64) * HV + hv) * K * V
+    if REVERSE:
+        Sa += load_rows(at_given, vs, ka, in_v, in_ka, K)
+        if K1 > 0:
+            Sb += load_rows(at_given, vs, kb, in_v, in_kb, K)
+    elif GIVEN:
+        Sa += tl.load(at_given + vs[:, None] + ka[None, :] * V, mask=in_v[:, None] & in_ka[None, :], other=0.0)
+        if K1 > 0:
+            Sb += tl.load(at_given + vs[:, None] + kb[None, :] * V, mask=in_v[:, None] & in_kb[None, :], other=0.0)
+    # an empty sequence going forward still begins with what is given
+    for step in range(used if REVERSE else tl.maximum(used, 1)):
+        part = used - 1 - step if REVERSE else step
+        place = (tl.cast(n, tl.int64) * parts + part) * HV + hv
+        store_rows(begins + place * V * K, Sa, vs, ka, in_v, in_ka, K)
+        if K1 > 0:
+            store_rows(begins + place * V * K, Sb, vs, kb, in_v, in_kb, K)
+        if step < used - 1:
+            end = ends + place * (V + K) * K
+            Na = load_rows(end, vs, ka, in_v, in_ka, K)
+            if K1 > 0:
+                Nb = load_rows(end, vs, kb, in_v, in_kb, K)
+            count = tl.minimum(SPLIT, inside - part * SPLIT)
+            forgotten = chunks_forgotten(fades, slot + part * SPLIT, count, hv, HV, SPLIT)
+            # going forward the first part has no map: its end knows what it began with
+            if (forgotten == 0) & ((step > 0) | REVERSE):
+                M = end + V * K
+                Na = tl.dot(Sa, load_map(M, ka, ka, in_ka, in_ka, K, REVERSE), Na, input_precision=PREC)
+                if K1 > 0:
+                    Na = tl.dot(Sb, load_map(M, kb, ka, in_kb, in_ka, K, REVERSE), Na, input_precision=PREC)
+                    Nb = tl.dot(Sa, load_map(M, ka, kb, in_ka, in_kb, K, REVERSE), Nb, input_precision=PREC)
+                    Nb = tl.dot(Sb, load_map(M, kb, kb, in_kb, in_kb, K, REVERSE), Nb, input_precision=PREC)
+            Sa = Na
+            if K1 > 0:
+                Sb = Nb

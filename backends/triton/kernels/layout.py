@@ -1,0 +1,133 @@
+"""Index arithmetic that every kernel of the family shares.
+
+A chunk of C tokens of a sequence has a slot, its place among all chunks. N sequences (the rows of a batch or of a
+pack), H key heads, HV value heads, K key width, G cumulative log2 decay from the beginning of the chunk
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sequence_bounds(n, cu, T, PACKED: tl.constexpr):
+    """First token (int64, in the flattened batch) and length of sequence n."""
+    if PACKED:
+        start = tl.load(cu + n).to(tl.int64)
+        length = (tl.load(cu + n + 1).to(tl.int64) - start).to(tl.int32)
+    else:
+        start = tl.cast(n, tl.int64) * T
+        length = T
+    return start, length
+
+
+@triton.jit
+def first_slot(n, cu, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """Slot of the first chunk of sequence n.
+
+    In a pack, floor(cu[n] / C) + n: never overlaps the slots before it, and needs no prefix sum.
+    """
+    if PACKED:
+        return tl.load(cu + n) // C + n
+    else:
+        return n * tl.cdiv(T, C)
+
+
+@triton.jit
+def sequence_of_slot(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """The sequence that owns a slot: the last n whose first slot is not beyond it."""
+    if PACKED:
+        low = 0
+        high = N
+        while high - low > 1:
+            middle = (low + high) // 2
+            at_or_before = tl.load(cu + middle) // C + middle <= slot
+            low = tl.where(at_or_before, middle, low)
+            high = tl.where(at_or_before, high, middle)
+        return low
+    else:
+        return slot // tl.cdiv(T, C)
+
+
+@triton.jit
+def load_rows(base, rows, columns, in_rows, in_columns, stride):
+    """A tile [rows, columns] of a row-major matrix; zeros outside."""
+    return tl.load(
+        base + rows[:, None] * stride + columns[None, :], mask=in_rows[:, None] & in_columns[None, :], other=0.0
+    )
+
+
+@triton.jit
+def store_rows(base, tile, rows, columns, in_rows, in_columns, stride):
+    tl.store(
+        base + rows[:, None] * stride + columns[None, :],
+        tile.to(base.dtype.element_ty),
+        mask=in_rows[:, None] & in_columns[None, :],
+    )
+
+
+@triton.jit
+def log_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl.constexpr):
+    """log2 of each token's own decay; zeros outside. tokens: rows of the flattened batch."""
+    if DECAY == "head":
+        return tl.load(log_decay + tokens * HV + hv, mask=in_time, other=0.0) * LOG2E
+    elif DECAY == "fixed":
+        return tl.where(in_time, tl.load(log_decay + hv) * LOG2E, 0.0)
+    else:
+        return tl.where(in_time, 0.0, 0.0)
+
+
+@triton.jit
+def cumulative_decays(
+    gates, log_decay, place, tokens, hv, i, in_time,
+    HV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREPARED: tl.constexpr,
+):  # fmt: skip
+    """G of the chunk, G before each token, and G at the end: from `gates`, or summed here where nothing is prepared."""
+    if PREPARED:
+        G = tl.load(gates + place * 3 * C + i)
+        before = tl.load(gates + place * 3 * C + i - 1, mask=i > 0, other=0.0)
+        end = tl.load(gates + place * 3 * C + C - 1)
+    else:
+        own = log_decays(log_decay, tokens, hv, in_time, HV, DECAY)
+        G = tl.cumsum(own, 0)
+        before = G - own
+        end = tl.sum(own, 0)
+    return G, before, end
+
+
+@triton.jit
+def chunks_forgotten(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
+    """How many of `count` chunks from `slot` on, counted from the first, leave less than 2^-40 of a state by the end.
+
+    fades [slots, HV] bounds the log2 of what a chunk keeps of any state; a bound that is no number forgets nothing.
+    """
+    c = tl.arange(0, MOST)
+    fade = tl.load(fades + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
+    left = tl.sum(fade, 0) - tl.cumsum(fade, 0) + fade
+    return tl.min(tl.where((left < -40.0) & (c < count), MOST, c), 0)
+
+
+@triton.jit
+def chunks_remembered(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
+    """How many of `count` chunks from `slot` on matter before them: the rest has faded below 2^-40 there."""
+    c = tl.arange(0, MOST)
+    fade = tl.load(fades + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
+    left = tl.cumsum(fade, 0) - fade
+    return tl.max(tl.where((left < -40.0) | (c >= count), 0, c + 1), 0)
+
+
+def key_tiles(K: int) -> tuple[int, int]:
+    """K as one or two power-of-two tiles: 64 -> (64, 0), 128 -> (128, 0), 192 -> (128, 64), 200 -> (128, 128)."""
+    first = min(128, max(16, triton.next_power_of_2(K)))
+    rest = K - first
+    return first, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
+
+
+def layout(q: torch.Tensor, cu: torch.Tensor | None, C: int) -> tuple[int, int, int]:
+    """N sequences, T tokens in a row of the batch, number of slots."""
+    B, T = q.shape[:2]
+    if cu is None:
+        return B, T, B * -(-T // C)
+    return cu.shape[0] - 1, T, T // C + cu.shape[0] - 1

@@ -1,0 +1,155 @@
+"""What each chunk decides alone: cumulative decays, the triangular inverse, and the matrix of its reads.
+
+    A_ij = b_i e^(G'_i - G_j) e_i.k_j  (j < i),   T = (I + A)^-1,   P_ij = scale e^(G''_i - G_j) q_i.k_j  (j <= i)
+
+G'_i is G_i, or G_{i-1} where the erase reads the state before the decay; G''_i is G_i, or G_{i-1} (and j < i) where
+the output is read before the update. C chunk, G cumulative log2 decay in the chunk, H key heads, HV value heads, K key
+width
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.kernels.layout import first_slot, load_rows, log_decays, sequence_bounds, sequence_of_slot
+
+
+@triton.jit
+def double_level(X, L, level: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr):
+    """Merge inverted diagonal blocks of size 2^level into blocks of twice the size: X <- X - X (L o mask) X."""
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    below = (((i >> level) ^ (j >> level)) == 1) & (i > j)
+    M = tl.where(below, L, 0.0).to(OPERAND)
+    Y = tl.dot(M, X.to(OPERAND), input_precision=PREC)
+    return X - tl.dot(X.to(OPERAND), Y.to(OPERAND), input_precision=PREC)
+
+
+@triton.jit
+def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr, BLOCK: tl.constexpr):
+    """(I + L)^-1 for strictly lower L [C, C] by level doubling, s = 1, 2, ..., C / 2.
+
+    Every intermediate is the inverse of the diagonal blocks of size 2s, so none grows beyond the result (a Neumann
+    series would). The levels below BLOCK run on the diagonal blocks alone, as one batch.
+    """
+    R: tl.constexpr = C // BLOCK
+    if R > 1:
+        batch = tl.arange(0, R)
+        own = (batch[:, None] == batch[None, :])[:, None, :, None]
+        D = tl.sum(tl.where(own, tl.reshape(L, [R, BLOCK, R, BLOCK]), 0.0), 2)
+        i = tl.arange(0, BLOCK)[None, :, None]
+        j = tl.arange(0, BLOCK)[None, None, :]
+        X = tl.where(i == j, 1.0, tl.where(((i ^ j) == 1) & (i > j), -D, 0.0))
+        for level in tl.static_range(1, 7):
+            if 2**level < BLOCK:
+                below = (((i >> level) ^ (j >> level)) == 1) & (i > j)
+                M = tl.where(below, D, 0.0).to(OPERAND)
+                Y = tl.dot(M, X.to(OPERAND), input_precision=PREC)
+                X -= tl.dot(X.to(OPERAND), Y.to(OPERAND), input_precision=PREC)
+        X = tl.reshape(tl.where(own, X[:, :, None, :], 0.0), [C, C])
+    else:
+        i = tl.arange(0, C)[:, None]
+        j = tl.arange(0, C)[None, :]
+        X = tl.where(i == j, 1.0, tl.where(((i ^ j) == 1) & (i > j), -L, 0.0))
+    for level in tl.static_range(1, 7):
+        if 2**level < C:
+            if 2**level >= BLOCK or R == 1:
+                X = double_level(X, L, level, C, OPERAND, PREC)
+    return X
+
+
+@triton.jit
+def prepare_kernel(
+    q, k, e, log_decay, b, w, gates, fades, inverse, reads, cu, N, T, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
+    ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
+    OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a (slot, key head).
+
+    gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state;
+    inverse [slots, HV, C, C] = T; reads [slots, HV, C, C] = P.
+    """
+    pid = tl.program_id(0)
+    slot = pid // H
+    h = pid % H
+    n = sequence_of_slot(slot, cu, N, T, C, PACKED)
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    t0 = (slot - first_slot(n, cu, T, C, PACKED)) * C
+    if t0 < length:
+        # every load before the first product: a product waits, and with it whatever is loaded later
+        i = tl.arange(0, C)
+        in_time = i < length - t0
+        row = start + t0
+        ka = tl.arange(0, K0)
+        in_ka = ka < K
+        key = (row * H + h) * K
+        k_a = load_rows(k + key, i, ka, in_time, in_ka, H * K)
+        q_a = load_rows(q + key, i, ka, in_time, in_ka, H * K)
+        if OWN:
+            e_a = load_rows(e + key, i, ka, in_time, in_ka, H * K)
+        if K1 > 0:
+            kb = K0 + tl.arange(0, K1)
+            in_kb = kb < K
+            k_b = load_rows(k + key, i, kb, in_time, in_kb, H * K)
+            q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
+            if OWN:
+                e_b = load_rows(e + key, i, kb, in_time, in_kb, H * K)
+        GROUP: tl.constexpr = HV // H
+        at = (row + i) * HV + h * GROUP
+        erase = tl.where(in_time, 1.0, 0.0)
+        write = tl.where(in_time, 1.0, 0.0)
+        own_decay = log_decays(log_decay, row + i, h * GROUP, in_time, HV, DECAY)
+        if ERASE:
+            erase = tl.load(b + at, mask=in_time, other=0.0).to(tl.float32)
+        if WRITE:
+            write = tl.load(w + at, mask=in_time, other=0.0).to(tl.float32)
+
+        if DELTA:
+            A = tl.dot(e_a if OWN else k_a, tl.trans(k_a), input_precision=PREC)
+            if K1 > 0:
+                A = tl.dot(e_b if OWN else k_b, tl.trans(k_b), A, input_precision=PREC)
+        P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
+        if K1 > 0:
+            P = tl.dot(q_b, tl.trans(k_b), P, input_precision=PREC)
+        P *= scale
+        after = i[:, None] > i[None, :]
+        seen = after if READ_EARLY else i[:, None] >= i[None, :]
+        for g in range(GROUP):
+            hv = h * GROUP + g
+            out = tl.cast(slot, tl.int64) * HV + hv
+            G = tl.cumsum(own_decay, 0)
+            before = G - own_decay
+            G_erase = before if ERASE_EARLY else G
+            G_read = before if READ_EARLY else G
+            tl.store(gates + (out * 3 + 0) * C + i, G)
+            tl.store(gates + (out * 3 + 1) * C + i, erase * tl.exp2(G_erase))
+            tl.store(gates + (out * 3 + 2) * C + i, write)
+            fade = tl.sum(own_decay, 0)
+            if DELTA:
+                # one step keeps at most max(1, |1 - b k.k|) of a state; with an erase key of its own nothing bounds it
+                if OWN or ERASE_EARLY:
+                    fade = 0.0 * fade
+                else:
+                    square = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
+                    kept = tl.abs(1 - erase * square)
+                    fade += tl.sum(tl.log2(tl.maximum(kept, 1.0, propagate_nan=tl.PropagateNan.ALL)), 0)
+            tl.store(fades + out, fade)
+            D_read = tl.exp2(tl.where(seen, G_read[:, None] - G[None, :], 0.0))
+            if DELTA:
+                D_erase = D_read
+                if ERASE_EARLY != READ_EARLY:
+                    D_erase = tl.exp2(tl.where(after, G_erase[:, None] - G[None, :], 0.0))
+                L = tl.where(after, erase[:, None] * A * D_erase, 0.0)
+            if GROUP > 1:
+                more = in_time & (g + 1 < GROUP)
+                own_decay = log_decays(log_decay, row + i, tl.minimum(hv + 1, HV - 1), more, HV, DECAY)
+                if ERASE:
+                    erase = tl.load(b + at + g + 1, mask=more, other=0.0).to(tl.float32)
+                if WRITE:
+                    write = tl.load(w + at + g + 1, mask=more, other=0.0).to(tl.float32)
+            square_at = out * C * C + i[:, None] * C + i[None, :]
+            tl.store(reads + square_at, tl.where(seen, P * D_read, 0.0).to(reads.dtype.element_ty))
+            if DELTA:
+                X = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
+                tl.store(inverse + square_at, X.to(inverse.dtype.element_ty))

@@ -1,0 +1,175 @@
+"""The reverse scan: the gradient of the state, from the last chunk to the first.
+
+    dx = scale P'^T do + (e^(Gend - G) k) dS',    du = T^T dx,    dv = w du
+    dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
+
+with T, P' = P / scale, c and G'' from prepare.py; dS' is the gradient after the chunk, dS0 before it. C chunk,
+G cumulative log2 decay in the chunk, H key heads, HV value heads, K key width, V value width
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.kernels.layout import (
+    chunks_remembered,
+    cumulative_decays,
+    first_slot,
+    load_rows,
+    sequence_bounds,
+    store_rows,
+)
+
+
+@triton.jit
+def reverse_kernel(
+    q, k, e, do, log_decay, w, gates, fades, inverse, reads, carry, dstates, du, dv, begins, ends, cu, scale, T,
+    segment, parts,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
+    PACKED: tl.constexpr, PREPARED: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, ENDS: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program a (sequence, part, value head, V tile) walks back through one segment; dS^T [BV, K] in registers.
+
+    carry [N, HV, V, K] float32 takes dS^T from segment to segment; keeps dS'^T of each chunk in
+    dstates [place, HV, V, K] and du [place, C, HV, V]; writes dv. A segment is SEGMENT chunks of every sequence; 0: all
+    of them, and places are slots. With SPLIT > 0 a program is a part of SPLIT chunks, and begins from
+    begins [N parts, HV, V, K]. ENDS, before that: what each part but the first hands on when it begins from nothing,
+    into ends [N parts, HV, V + K, K].
+    """
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    nh = pid // TILES
+    n = nh // HV
+    hv = nh % HV
+    h = hv // (HV // H)
+    part = n % parts
+    n = n // parts
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    slot = first_slot(n, cu, T, C, PACKED)
+    i = tl.arange(0, C)
+    vs = (pid % TILES) * BV + tl.arange(0, BV)
+    ka = tl.arange(0, K0)
+    in_v = vs < V
+    in_ka = ka < K
+    if K1 > 0:
+        kb = K0 + tl.arange(0, K1)
+        in_kb = kb < K
+    causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
+    dtype: tl.constexpr = k.dtype.element_ty
+    first = segment * SEGMENT
+    last = tl.cdiv(length, C)
+    if SEGMENT > 0:
+        last = tl.minimum(first + SEGMENT, last)
+    if SPLIT > 0:
+        first += part * SPLIT
+        last = tl.minimum(first + SPLIT, last)
+    if ENDS:
+        if part == 0:
+            last = first
+        # what comes later in the part has faded before its first chunk
+        last = first + chunks_remembered(fades, slot + first, last - first, hv, HV, SPLIT)
+
+    if first < last:
+        at_carry = carry + (tl.cast(n, tl.int64) * HV + hv) * V * K
+        dSa = tl.zeros([BV, K0], tl.float32)
+        if K1 > 0:
+            dSb = tl.zeros([BV, K1], tl.float32)
+        if not ENDS:
+            at_begin = begins + tl.cast(nh, tl.int64) * V * K if SPLIT > 0 else at_carry
+            dSa += load_rows(at_begin, vs, ka, in_v, in_ka, K)
+            if K1 > 0:
+                dSb += load_rows(at_begin, vs, kb, in_v, in_kb, K)
+        for back in tl.range(0, last - first, num_stages=STAGES):
+            c = last - 1 - back
+            in_time = i < length - c * C
+            row = start + c * C
+            key = (row * H + h) * K
+            value = (row * HV + hv) * V
+            place = tl.cast(slot + c, tl.int64) * HV + hv
+            local = n * SEGMENT + c - segment * SEGMENT if SEGMENT > 0 else slot + c
+
+            k_a = load_rows(k + key, i, ka, in_time, in_ka, H * K)
+            q_a = load_rows(q + key, i, ka, in_time, in_ka, H * K)
+            if K1 > 0:
+                k_b = load_rows(k + key, i, kb, in_time, in_kb, H * K)
+                q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
+            do_T = tl.load(
+                do + value + vs[:, None] + i[None, :] * (HV * V), mask=in_v[:, None] & in_time[None, :], other=0.0
+            )
+            if not ENDS:
+                at = dstates + (tl.cast(local, tl.int64) * HV + hv) * V * K
+                store_rows(at, dSa, vs, ka, in_v, in_ka, K)
+                if K1 > 0:
+                    store_rows(at, dSb, vs, kb, in_v, in_kb, K)
+
+            # dx = scale P'^T do + (e^(Gend - G) k) dS'
+            dx = tl.dot(dSa.to(dtype), tl.trans(k_a), input_precision=PREC)
+            if K1 > 0:
+                dx = tl.dot(dSb.to(dtype), tl.trans(k_b), dx, input_precision=PREC)
+            if DECAY != "none":
+                G, G_before, G_end = cumulative_decays(
+                    gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
+                )
+                G_read = G_before if READ_EARLY else G
+                dx *= tl.exp2(G_end - G)[None, :]
+            if PREPARED:
+                P = tl.load(reads + place * C * C + i[:, None] * C + i[None, :])
+            else:
+                P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
+                if K1 > 0:
+                    P = tl.dot(q_b, tl.trans(k_b), P, input_precision=PREC)
+                if DECAY != "none":
+                    P *= tl.exp2(tl.where(causal, G_read[:, None] - G[None, :], 0.0))
+                P = tl.where(causal, P * scale, 0.0).to(dtype)
+            dx = tl.dot(do_T, P, dx, input_precision=PREC)
+
+            # du = T^T dx
+            if DELTA:
+                T_inverse = tl.load(inverse + place * C * C + i[:, None] * C + i[None, :])
+                dx = tl.dot(dx.to(dtype), T_inverse, input_precision=PREC)
+            if not ENDS:
+                in_tile = in_v[:, None] & in_time[None, :]
+                at = du + (tl.cast(local, tl.int64) * C * HV + hv) * V
+                tl.store(at + vs[:, None] + i[None, :] * (HV * V), dx.to(dtype), mask=in_v[:, None])
+                dvalue = dx
+                if WRITE:
+                    if PREPARED:
+                        dvalue = dx * tl.load(gates + (place * 3 + 2) * C + i)[None, :]
+                    else:
+                        dvalue = dx * tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
+                tl.store(dv + value + vs[:, None] + i[None, :] * (HV * V), dvalue.to(dtype), mask=in_tile)
+
+            # dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
+            doq = do_T.to(tl.float32) * scale
+            if DECAY != "none":
+                doq *= tl.exp2(G_read)[None, :]
+                dSa *= tl.exp2(G_end)
+                if K1 > 0:
+                    dSb *= tl.exp2(G_end)
+            dSa = tl.dot(doq.to(dtype), q_a, dSa, input_precision=PREC)
+            if K1 > 0:
+                dSb = tl.dot(doq.to(dtype), q_b, dSb, input_precision=PREC)
+            if DELTA:
+                if OWN:
+                    e_a = load_rows(e + key, i, ka, in_time, in_ka, H * K)
+                    if K1 > 0:
+                        e_b = load_rows(e + key, i, kb, in_time, in_kb, H * K)
+                else:
+                    e_a = k_a
+                    if K1 > 0:
+                        e_b = k_b
+                due = (dx * -tl.load(gates + (place * 3 + 1) * C + i)[None, :]).to(dtype)
+                dSa = tl.dot(due, e_a, dSa, input_precision=PREC)
+                if K1 > 0:
+                    dSb = tl.dot(due, e_b, dSb, input_precision=PREC)
+        if ENDS:
+            at_end = ends + tl.cast(nh, tl.int64) * (V + K) * K
+            store_rows(at_end, dSa, vs, ka, in_v, in_ka, K)
+            if K1 > 0:
+                store_rows(at_end, dSb, vs, kb, in_v, in_kb, K)
+        elif part == 0:
+            store_rows(at_carry, dSa, vs, ka, in_v, in_ka, K)
+            if K1 > 0:
+                store_rows(at_carry, dSb, vs, kb, in_v, in_kb, K)

@@ -1,0 +1,247 @@
+"""The scan over chunks, with the output; the same text replays states for the backward and computes maps of parts.
+
+    x = T (w v - c (S0^T e)),    o = scale e^G'' (S0^T q) + P x,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
+
+with T, P, c and G'' from prepare.py; an additive update has x = w v. The state stays in registers as S^T, so that every
+product takes its left operand from registers. C chunk, H key heads, HV value heads, K key width, V value width
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.kernels.layout import (
+    chunks_forgotten,
+    cumulative_decays,
+    first_slot,
+    load_rows,
+    sequence_bounds,
+    store_rows,
+)
+
+
+@triton.jit
+def scan_kernel(
+    q, k, e, v, log_decay, w, gates, fades, inverse, reads, state, o, final, checkpoints, states, xs, starts, ends, cu,
+    scale, T, segment, parts,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
+    READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr, EVERY: tl.constexpr, SEGMENT: tl.constexpr,
+    SPLIT: tl.constexpr, MODE: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program a (sequence, part, value head, V tile); S^T [BV, K] stays in registers, as tiles of K0 and K1 keys.
+
+    MODE "output": o and the final state; checkpoints [place, HV, V, K] keeps S^T every EVERY chunks (0: never). With
+        SPLIT > 0 a program is a part of SPLIT chunks, and begins from starts [N parts, HV, V, K].
+    MODE "replay": from each checkpoint of a segment it walks EVERY chunks and keeps the state before each in
+        states [place, HV, V, K] and x in xs [place, C, HV, V]; parts: checkpoints a segment.
+    MODE "ends": the state that each part leaves when it begins from nothing (the first from the initial state) and, in
+        further tiles, the map from its beginning to its end: ends [N parts, HV, V + K, K]. "maps": the maps alone.
+    A segment is SEGMENT chunks of every sequence; 0: all of them, and places are slots.
+    """
+    OUTPUT: tl.constexpr = MODE == "output"
+    REPLAY: tl.constexpr = MODE == "replay"
+    ENDS: tl.constexpr = MODE == "ends" or MODE == "maps"
+    VALUES: tl.constexpr = 0 if MODE == "maps" else (V + BV - 1) // BV
+    TILES: tl.constexpr = VALUES + (K + BV - 1) // BV if ENDS else VALUES
+    pid = tl.program_id(0)
+    nh = pid // TILES
+    n = nh // HV
+    hv = nh % HV
+    h = hv // (HV // H)
+    part = n % parts
+    n = n // parts
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    slot = first_slot(n, cu, T, C, PACKED)
+    i = tl.arange(0, C)
+    maps = pid % TILES >= VALUES
+    vs = (pid % TILES) * BV + tl.arange(0, BV)
+    in_v = vs < V
+    if ENDS:
+        vs = tl.where(maps, vs - VALUES * BV, vs)
+        in_v = (vs < V) & (maps == 0)
+    ka = tl.arange(0, K0)
+    in_ka = ka < K
+    if K1 > 0:
+        kb = K0 + tl.arange(0, K1)
+        in_kb = kb < K
+    causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
+    at_state = (tl.cast(n, tl.int64) * HV + hv) * K * V
+    dtype: tl.constexpr = k.dtype.element_ty
+
+    chunks = tl.cdiv(length, C)
+    first = 0
+    last = chunks
+    if REPLAY:
+        first = segment * SEGMENT + part * EVERY
+        last = tl.minimum(first + EVERY, chunks)
+    elif SPLIT > 0:
+        first = segment * SEGMENT + part * SPLIT
+        last = tl.minimum(first + SPLIT, chunks)
+    forgotten = 0
+    if ENDS:
+        forgotten = chunks_forgotten(fades, slot + first, last - first, hv, HV, SPLIT)
+        # nobody asks for the map of the first part, nor, going forward, for what the last one leaves
+        if (maps & ((part == 0) | (forgotten > 0))) | ((last == chunks) & (MODE == "ends")):
+            last = first
+        first = tl.minimum(first + tl.maximum(forgotten - 1, 0), last)
+    # two values a load: bf16 carried round the loop would be unpacked, and so waited for, right after its load
+    PAIRS: tl.constexpr = dtype.primitive_bitwidth == 16 and V % 2 == 0
+    if PAIRS:
+        pairs = (pid % TILES) * (BV // 2) + tl.arange(0, BV // 2)
+        in_pairs = (pairs < V // 2) & ((maps == 0) | (not ENDS))
+
+    Sa = tl.zeros([BV, K0], tl.float32)
+    if K1 > 0:
+        Sb = tl.zeros([BV, K1], tl.float32)
+    if EVERY > 0:
+        checkpoint = slot // EVERY + n if PACKED else n * tl.cdiv(chunks, EVERY)
+    if REPLAY:
+        if first < last:
+            begin_at = checkpoints + (tl.cast(checkpoint + first // EVERY, tl.int64) * HV + hv) * V * K
+            Sa += load_rows(begin_at, vs, ka, in_v, in_ka, K)
+            if K1 > 0:
+                Sb += load_rows(begin_at, vs, kb, in_v, in_kb, K)
+    elif OUTPUT and SPLIT > 0:
+        if (first < last) | (part == 0):
+            at_start = starts + tl.cast(nh, tl.int64) * V * K
+            Sa += load_rows(at_start, vs, ka, in_v, in_ka, K)
+            if K1 > 0:
+                Sb += load_rows(at_start, vs, kb, in_v, in_kb, K)
+    elif STATE:
+        from_state = in_v & (part == 0) & (forgotten == 0)
+        state_v = state + at_state + vs[:, None]
+        Sa += tl.load(state_v + ka[None, :] * V, mask=from_state[:, None] & in_ka[None, :], other=0.0)
+        if K1 > 0:
+            Sb += tl.load(state_v + kb[None, :] * V, mask=from_state[:, None] & in_kb[None, :], other=0.0)
+    if ENDS:
+        if maps:
+            Sa = tl.where(vs[:, None] == ka[None, :], 1.0, 0.0)
+            if K1 > 0:
+                Sb = tl.where(vs[:, None] == kb[None, :], 1.0, 0.0)
+
+    # The pipeline drains at a checkpoint, so that its store shares the shared memory of the loads.
+    STRIDE: tl.constexpr = EVERY if EVERY > 0 and OUTPUT else 1 << 30
+    for begin in range(first, last, STRIDE):
+        if EVERY > 0 and OUTPUT:
+            at = checkpoints + (tl.cast(checkpoint + begin // EVERY, tl.int64) * HV + hv) * V * K
+            store_rows(at, Sa, vs, ka, in_v, in_ka, K)
+            if K1 > 0:
+                store_rows(at, Sb, vs, kb, in_v, in_kb, K)
+        for c in tl.range(begin, tl.minimum(begin + STRIDE, last), num_stages=STAGES):
+            in_time = i < length - c * C
+            row = start + c * C
+            key = (row * H + h) * K
+            value = (row * HV + hv) * V
+            place = tl.cast(slot + c, tl.int64) * HV + hv
+            k_a = load_rows(k + key, i, ka, in_time, in_ka, H * K)
+            if K1 > 0:
+                k_b = load_rows(k + key, i, kb, in_time, in_kb, H * K)
+            if OUTPUT:
+                q_a = load_rows(q + key, i, ka, in_time, in_ka, H * K)
+                if K1 > 0:
+                    q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
+            if PAIRS:
+                v_pairs = tl.load(
+                    v.to(tl.pointer_type(tl.int32)) + value // 2 + pairs[:, None] + i[None, :] * (HV * V // 2),
+                    mask=in_pairs[:, None] & in_time[None, :],
+                    other=0,
+                )
+            else:
+                v_T = tl.load(
+                    v + value + vs[:, None] + i[None, :] * (HV * V), mask=in_v[:, None] & in_time[None, :], other=0.0
+                )
+
+            if REPLAY:
+                local = n * SEGMENT + c - segment * SEGMENT if SEGMENT > 0 else slot + c
+                at = states + (tl.cast(local, tl.int64) * HV + hv) * V * K
+                store_rows(at, Sa, vs, ka, in_v, in_ka, K)
+                if K1 > 0:
+                    store_rows(at, Sb, vs, kb, in_v, in_kb, K)
+
+            # u = w v - c S0^T e,  x = T u
+            S_a = Sa.to(dtype)
+            if K1 > 0:
+                S_b = Sb.to(dtype)
+            if PAIRS:
+                both = tl.join(v_pairs.to(tl.int16), (v_pairs >> 16).to(tl.int16))
+                v_T = tl.reshape(tl.permute(both, [0, 2, 1]), [BV, C]).to(dtype, bitcast=True)
+            x = v_T.to(tl.float32)
+            if WRITE:
+                if PREPARED:
+                    x *= tl.load(gates + (place * 3 + 2) * C + i)[None, :]
+                else:
+                    x *= tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
+            if DELTA:
+                if OWN:
+                    e_a = load_rows(e + key, i, ka, in_time, in_ka, H * K)
+                    if K1 > 0:
+                        e_b = load_rows(e + key, i, kb, in_time, in_kb, H * K)
+                else:
+                    e_a = k_a
+                    if K1 > 0:
+                        e_b = k_b
+                y = tl.dot(S_a, tl.trans(e_a), input_precision=PREC)
+                if K1 > 0:
+                    y = tl.dot(S_b, tl.trans(e_b), y, input_precision=PREC)
+                x -= y * tl.load(gates + (place * 3 + 1) * C + i)[None, :]
+                T_inverse = tl.load(inverse + place * C * C + i[:, None] * C + i[None, :])
+                x = tl.dot(x.to(dtype), tl.trans(T_inverse), input_precision=PREC)
+            if DECAY != "none":
+                G, G_before, G_end = cumulative_decays(
+                    gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
+                )
+            if REPLAY:
+                at = xs + (tl.cast(local, tl.int64) * C * HV + hv) * V
+                tl.store(at + vs[:, None] + i[None, :] * (HV * V), x.to(xs.dtype.element_ty), mask=in_v[:, None])
+
+            if OUTPUT:
+                # o = scale e^G'' S0^T q + P x
+                out = tl.dot(S_a, tl.trans(q_a), input_precision=PREC)
+                if K1 > 0:
+                    out = tl.dot(S_b, tl.trans(q_b), out, input_precision=PREC)
+                if DECAY != "none":
+                    G_read = G_before if READ_EARLY else G
+                    out *= (tl.exp2(G_read) * scale)[None, :]
+                else:
+                    out *= scale
+                if PREPARED:
+                    P = tl.load(reads + place * C * C + i[:, None] * C + i[None, :])
+                else:
+                    P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
+                    if K1 > 0:
+                        P = tl.dot(q_b, tl.trans(k_b), P, input_precision=PREC)
+                    if DECAY != "none":
+                        P *= tl.exp2(tl.where(causal, G_read[:, None] - G[None, :], 0.0))
+                    P = tl.where(causal, P * scale, 0.0).to(dtype)
+                out = tl.dot(x.to(dtype), tl.trans(P), out, input_precision=PREC)
+                tl.store(
+                    o + value + vs[:, None] + i[None, :] * (HV * V),
+                    out.to(o.dtype.element_ty),
+                    mask=in_v[:, None] & in_time[None, :],
+                )
+
+            # S' = e^Gend S0 + (e^(Gend - G) k)^T x
+            if DECAY != "none":
+                x *= tl.exp2(G_end - G)[None, :]
+                Sa *= tl.exp2(G_end)
+                if K1 > 0:
+                    Sb *= tl.exp2(G_end)
+            Sa = tl.dot(x.to(dtype), k_a, Sa, input_precision=PREC)
+            if K1 > 0:
+                Sb = tl.dot(x.to(dtype), k_b, Sb, input_precision=PREC)
+
+    if ENDS:
+        rows = tl.where(maps, vs + V, vs)
+        in_rows = tl.where(maps, vs < K, vs < V)
+        at_end = ends + tl.cast(nh, tl.int64) * (V + K) * K
+        store_rows(at_end, Sa, rows, ka, in_rows, in_ka, K)
+        if K1 > 0:
+            store_rows(at_end, Sb, rows, kb, in_rows, in_kb, K)
+    if OUTPUT:
+        if SPLIT > 0:
+            in_v = in_v & (part == tl.maximum(chunks - 1, 0) // SPLIT)
+        final_v = final + at_state + vs[:, None]
+        tl.store(final_v + ka[None, :] * V, Sa, mask=in_v[:, None] & in_ka[None, :])
+        if K1 > 0:
+            tl.store(final_v + kb[None, :] * V, Sb, mask=in_v[:, None] & in_kb[None, :])

@@ -1,0 +1,311 @@
+"""Launch the kernels: the forward, the backward by segments of chunks, and the decode step.
+
+B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltazoo.backends.triton import config as configs
+from deltazoo.backends.triton.config import LaunchConfig, Problem
+from deltazoo.backends.triton.kernels.decode import decode_kernel
+from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel
+from deltazoo.backends.triton.kernels.join import join_kernel
+from deltazoo.backends.triton.kernels.layout import key_tiles, layout
+from deltazoo.backends.triton.kernels.prepare import prepare_kernel
+from deltazoo.backends.triton.kernels.reverse import reverse_kernel
+from deltazoo.backends.triton.kernels.scan import scan_kernel
+
+cdiv = triton.cdiv
+
+
+class Operands(NamedTuple):
+    """What the kernels take: q, k, e [B, T, H, K]; v [B, T, HV, V]; log_decay [B, T, HV] or [HV]; b, w [B, T, HV];
+    state [N, HV, K, V]; cu [N + 1] int32. None: no such operand. With delta, b and w of None are 1, e of None is k.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    b: Tensor | None
+    w: Tensor | None
+    e: Tensor | None
+    state: Tensor | None
+    cu: Tensor | None
+
+
+class Kind(NamedTuple):
+    """delta: with an erase term; erase_early: it reads the state before the decay; read_early: q before the update."""
+
+    delta: bool
+    erase_early: bool
+    read_early: bool
+    scale: float
+
+
+class Prepared(NamedTuple):
+    """gates [slots, HV, 3, C]; fades [slots, HV]; inverse, reads [slots, HV, C, C]. Empty where nothing is prepared."""
+
+    gates: Tensor
+    fades: Tensor
+    inverse: Tensor
+    reads: Tensor
+
+
+class _Sizes(NamedTuple):
+    N: int
+    T: int
+    slots: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    C: int
+    K0: int
+    K1: int
+
+
+class _Cut(NamedTuple):
+    """Which chunks a launch walks: `segment`, of SEGMENT chunks of every sequence (0: all), in parts of `split` chunks
+    (0: in one), with the state kept every `every` (0: never)."""
+
+    parts: int = 1
+    split: int = 0
+    every: int = 0
+    segment: int = 0
+    SEGMENT: int = 0
+
+
+def _sizes(x: Operands, C: int) -> _Sizes:
+    H, K = x.q.shape[2:]
+    HV, V = x.v.shape[2:]
+    return _Sizes(*layout(x.q, x.cu, C), H, HV, K, V, C, *key_tiles(K))
+
+
+def _decay(x: Operands) -> str:
+    return "none" if x.log_decay is None else "fixed" if x.log_decay.dim() == 1 else "head"
+
+
+def resolve(x: Operands, kind: Kind, config: str) -> LaunchConfig:
+    """The config that was given as JSON, or the one for these sizes on this device."""
+    if config:
+        return configs.parse(config)
+    H, K = x.q.shape[2:]
+    HV, V = x.v.shape[2:]
+    N, T, _ = layout(x.q, x.cu, 64)
+    decayed, packed = x.log_decay is not None, x.cu is not None
+    problem = Problem(x.q.device.type, x.q.dtype, N, T, H, HV, K, V, kind.delta, x.e is not None, decayed, packed)
+    return configs.launch_config(problem, x.q.device.index)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Of products of float32 operands: tf32 where the user allows it, else three of them, as good as float32."""
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, device=like.device, dtype=dtype)
+
+
+def prepare(x: Operands, kind: Kind, config: LaunchConfig) -> Prepared:
+    """Launch what each chunk decides alone."""
+    s = _sizes(x, config.chunk)
+    C = config.chunk
+    out = Prepared(
+        _empty(x.q, s.slots, s.HV, 3, C),
+        _empty(x.q, s.slots, s.HV),
+        _empty(x.q, *((s.slots, s.HV, C, C) if kind.delta else (0,)), dtype=x.q.dtype),
+        _empty(x.q, s.slots, s.HV, C, C, dtype=x.q.dtype),
+    )
+    if s.slots:
+        precision = _precision(x.q.dtype)
+        prepare_kernel[(s.slots * s.H,)](
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, *out, x.cu, s.N, s.T, kind.scale, s.H, s.HV, s.K, C, s.K0, s.K1,
+            _decay(x), kind.delta, x.e is not None, x.b is not None, x.w is not None,
+            kind.erase_early, kind.read_early, x.cu is not None,
+            tl.float32 if x.q.dtype == torch.float32 else tl.float16, precision, precision, min(config.prepare.tile, C),
+            num_warps=config.prepare.warps, num_stages=config.prepare.stages,
+        )  # fmt: skip
+    return out
+
+
+def nothing_prepared(like: Tensor) -> Prepared:
+    """For an additive update in one part: its scan makes what it needs."""
+    return Prepared(*(_empty(like, 0) for _ in Prepared._fields))
+
+
+def _scan(
+    x: Operands, kind: Kind, prepared: Prepared, s: _Sizes, launch: configs.Launch, mode: str, cut: _Cut,
+    **tensors: Tensor | None,
+) -> None:  # fmt: skip
+    """Launch scan_kernel in one of its modes."""
+    BV = min(launch.tile, max(16, triton.next_power_of_2(s.V)))
+    tiles = 0 if mode == "maps" else cdiv(s.V, BV)
+    tiles += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
+    t = tensors.get
+    if s.N * cut.parts * s.HV * tiles == 0:
+        return
+    scan_kernel[(s.N * cut.parts * s.HV * tiles,)](
+        x.q, x.k, x.e, x.v, x.log_decay, x.w, *prepared, x.state, t("o"), t("final"), t("checkpoints"), t("states"),
+        t("xs"), t("begins"), t("ends"), x.cu, kind.scale, s.T, cut.segment, cut.parts, s.H, s.HV, s.K, s.V, s.C,
+        s.K0, s.K1, BV, _decay(x), kind.delta, x.e is not None, x.w is not None, x.state is not None, kind.read_early,
+        x.cu is not None, prepared.gates.numel() > 0, cut.every, cut.SEGMENT, cut.split, mode,
+        _precision(x.q.dtype), launch.stages, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+
+
+def _join(
+    prepared: Prepared, s: _Sizes, given: Tensor | None, begins: Tensor, ends: Tensor, cu: Tensor | None, cut: _Cut,
+    reverse: bool,
+) -> None:  # fmt: skip
+    BV = min(64, max(16, triton.next_power_of_2(s.V)))
+    join_kernel[(s.N * s.HV * cdiv(s.V, BV),)](
+        prepared.fades, given, begins, ends, cu, s.T, cut.segment, cut.parts, s.HV, s.K, s.V, s.C, s.K0, s.K1, BV,
+        given is not None, cu is not None, cut.split, cut.SEGMENT, reverse, "tf32x3", num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+def forward(x: Operands, kind: Kind, keep: bool, config: LaunchConfig) -> tuple[Tensor, ...]:
+    """Returns o, the final state, what was prepared, and with `keep` the checkpoints [places, HV, V, K] of S^T."""
+    s = _sizes(x, config.chunk)
+    chunks = cdiv(s.T, s.C)
+    parts = cdiv(chunks, config.split) if config.split else 1
+    split = config.split if parts > 1 else 0
+    prepared = prepare(x, kind, config) if kind.delta or split else nothing_prepared(x.q)
+    o = torch.empty_like(x.v)
+    final = _empty(x.q, s.N, s.HV, s.K, s.V)
+    every = config.every if keep else 0
+    checkpoints = _empty(x.q, *((places(s, x.cu, every), s.HV, s.V, s.K) if keep else (0,)))
+    begins = None
+    if split and s.N * s.HV:
+        begins, ends = _empty(x.q, s.N * parts, s.HV, s.V, s.K), _empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
+        _scan(x, kind, prepared, s, config.scan, "ends", _Cut(parts, split), ends=ends)
+        _join(prepared, s, x.state, begins, ends, x.cu, _Cut(parts, split), reverse=False)
+    _scan(
+        x, kind, prepared, s, config.scan, "output", _Cut(parts, split, every), o=o,
+        final=final, checkpoints=checkpoints, begins=begins,
+    )  # fmt: skip
+    return o, final, *(prepared if kind.delta else nothing_prepared(x.q)), checkpoints
+
+
+def places(s: Any, cu: Tensor | None, every: int) -> int:
+    """How many checkpoints there may be."""
+    if cu is not None:
+        return s.slots // every + s.N
+    return s.N * cdiv(cdiv(s.T, s.C), every)
+
+
+def backward(
+    x: Operands, kind: Kind, prepared: Prepared, checkpoints: Tensor, do: Tensor, dfinal: Tensor | None,
+    config: LaunchConfig,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """The gradients of q, k, v, log_decay, b, w, e and state; None where there is no such operand."""
+    s = _sizes(x, config.chunk)
+    C, every = config.chunk, config.every
+    chunks = cdiv(s.T, C)
+    split = config.split if config.split and chunks > config.split else 0
+    if split and not kind.delta:
+        prepared = prepare(x, kind, config)
+    dtype = x.q.dtype
+    packed, own, delta = x.cu is not None, x.e is not None, kind.delta
+    BK = min(config.gradients.keys or s.K0, s.K0)
+    tiles = cdiv(s.K, BK)
+
+    SEGMENT = _segment(s, config, split, dtype.itemsize)
+    segments = cdiv(chunks, SEGMENT) if SEGMENT else 1
+    held = s.N * SEGMENT if SEGMENT else s.slots
+    dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+    de = torch.empty_like(x.e) if x.e is not None else None
+    B, T = x.q.shape[:2]
+    dlog_decay = _empty(x.q, B, T, s.HV) if x.log_decay is not None else None
+    db = _empty(x.q, B, T, s.HV) if x.b is not None and delta else None
+    dw = _empty(x.q, B, T, s.HV) if x.w is not None else None
+    dgates = _empty(x.q, tiles, s.slots, s.HV, 4, C)
+    kepts = _empty(x.q, tiles, s.slots, s.HV)
+    states, dstates = (_empty(x.q, held, s.HV, s.V, s.K, dtype=dtype) for _ in range(2))
+    xs, du = (_empty(x.q, held, C, s.HV, s.V, dtype=dtype) for _ in range(2))
+    sums = _empty(x.q, *((held * s.H * tiles, 3, C, BK) if s.HV > s.H else (0,)))
+    carry = _empty(x.q, s.N, s.HV, s.V, s.K)
+    carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
+    parts = cdiv(SEGMENT or chunks, split) if split else 1
+    begins = ends = None
+    if split:
+        begins, ends = _empty(x.q, s.N * parts, s.HV, s.V, s.K), _empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
+    flags = (x.cu is not None, prepared.gates.numel() > 0)
+
+    def reverse(segment: int, hands_on: bool) -> None:
+        launch = config.reverse
+        BV = min(launch.tile, max(16, triton.next_power_of_2(s.V)))
+        reverse_kernel[(s.N * parts * s.HV * cdiv(s.V, BV),)](
+            x.q, x.k, x.e, do, x.log_decay, x.w, *prepared, carry, dstates, du, dv, begins, ends, x.cu, kind.scale, s.T,
+            segment, parts, s.H, s.HV, s.K, s.V, C, s.K0, s.K1, BV, _decay(x), delta, own, x.w is not None,
+            kind.read_early, *flags, SEGMENT, split, hands_on, _precision(dtype), launch.stages,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+
+    for segment in reversed(range(segments if s.slots * s.HV else 0)):
+        _scan(
+            x, kind, prepared, s, config.replay, "replay",
+            _Cut(cdiv(SEGMENT or chunks, every), 0, every, segment, SEGMENT),
+            checkpoints=checkpoints, states=states, xs=xs,
+        )  # fmt: skip
+        if begins is not None and ends is not None:
+            cut = _Cut(parts, split, 0, segment, SEGMENT)
+            _scan(x, kind, prepared, s, config.scan, "maps", cut, ends=ends)
+            reverse(segment, hands_on=True)
+            _join(prepared, s, carry, begins, ends, x.cu, cut, reverse=True)
+        reverse(segment, hands_on=False)
+        gradients_kernel[(held * s.H * tiles,)](
+            x.q, x.k, x.e, x.v, x.log_decay, x.b, do, prepared.gates, states, dstates, xs, du, dq, dk, de, dgates,
+            kepts, dw, sums, x.cu, s.N, s.slots, kind.scale, s.T, segment, s.H, s.HV, s.K, s.V, C, BK,
+            min(config.gradients.tile, max(16, triton.next_power_of_2(s.V))), _decay(x), delta, own,
+            x.b is not None and delta, x.w is not None, kind.erase_early, kind.read_early, *flags, SEGMENT,
+            _precision(dtype), config.gradients.stages,
+            num_warps=config.gradients.warps, num_stages=config.gradients.stages,
+        )  # fmt: skip
+    if s.slots * s.HV and (dlog_decay is not None or db is not None):
+        gate_gradients_kernel[(s.slots * s.HV,)](
+            dgates, kepts, dlog_decay, db, x.cu, s.N, s.slots, s.T, s.HV, C, tiles, dlog_decay is not None,
+            db is not None, kind.erase_early or kind.read_early, packed, num_warps=1,
+        )  # fmt: skip
+    if dlog_decay is not None and _decay(x) == "fixed":
+        dlog_decay = dlog_decay.sum((0, 1))
+    dstate = None if x.state is None else carry.transpose(2, 3).contiguous()
+    return {"q": dq, "k": dk, "v": dv, "log_decay": dlog_decay, "b": db, "w": dw, "e": de, "state": dstate}
+
+
+def _segment(s: _Sizes, config: LaunchConfig, split: int, itemsize: int) -> int:
+    """Chunks of each sequence that the backward takes at once; 0: all chunks of all sequences."""
+    a_place = s.HV * 2 * (s.K + s.C) * s.V * itemsize
+    unit = max(config.every, split)
+    if s.slots * a_place <= config.scratch:
+        return 0
+    chunks = max(unit, config.scratch // max(a_place * s.N, 1) // unit * unit)
+    return 0 if s.N * chunks >= s.slots else chunks
+
+
+def step_(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, b: Tensor | None, w: Tensor | None, e: Tensor | None,
+    states: Tensor, slots: Tensor | None, kind: Kind, launch: configs.Launch,
+) -> Tensor:  # fmt: skip
+    """Decode in place: q [B, H, K]; k, e [B, n, H, K]; v [B, n, HV, V]; log_decay [B, HV] or [HV]; b, w [B, n, HV].
+
+    Returns o [B, HV, V].
+    """
+    B, n, H, K = k.shape
+    HV, V = v.shape[2:]
+    BV = min(launch.tile, triton.next_power_of_2(V))
+    o = v.new_empty(B, HV, V)
+    if o.numel():
+        decay = "none" if log_decay is None else "fixed" if log_decay.dim() == 1 else "head"
+        decode_kernel[(B * HV * cdiv(V, BV),)](
+            q, k, e, v, log_decay, b, w, states, slots, o, kind.scale, H, HV, K, V, triton.next_power_of_2(K), BV, n,
+            decay, kind.delta, e is not None, b is not None, w is not None, kind.erase_early, kind.read_early,
+            slots is not None, num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+    return o

@@ -1,0 +1,206 @@
+"""The kernels behind torch.library operators, so that torch.compile, export and CUDA graphs see one node each.
+
+Triton is imported when a kernel first runs. B batch, T time, N sequences, H key heads, HV value heads, K key width,
+V value width, C chunk
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deltazoo.backends.triton.config import LaunchConfig, parse
+
+
+class ScanOperands(NamedTuple):
+    """q, k, e [B, T, H, K]; v [B, T, HV, V]; log_decay [B, T, HV] or [HV]; b (erase), w (write) [B, T, HV];
+    state [N, HV, K, V]; cu_seqlens [N + 1] int32. None: no such operand."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None = None
+    b: Tensor | None = None
+    w: Tensor | None = None
+    e: Tensor | None = None
+    state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+class ScanKind(NamedTuple):
+    """delta: with an erase term. erase_early: it reads the state before the decay. read_early: q reads the state
+    before the update. config: a LaunchConfig as JSON; "" takes the table's, else the heuristic's."""
+
+    delta: bool
+    erase_early: bool
+    read_early: bool
+    scale: float
+    config: str = ""
+
+
+def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
+    """Run the chunked kernels; differentiable once. Returns o [B, T, HV, V] and the final state [N, HV, K, V]."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
+        out = _ChunkScan.apply(*x, *kind)
+    else:
+        out = _scan_op(*x, *kind, False)
+    return out[0], out[1]
+
+
+def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind) -> Tensor:
+    """Decode one token a row in place. Returns o [B, 1, HV, V].
+
+    Args:
+        x: as for `chunk_scan`, with T the micro-steps of the token, but q [B, 1, H, K], log_decay [B, 1, HV] or [HV].
+        states: [S, HV, K, V] float32.
+        slots: [B] int64.
+    """
+    return _step_op(x.q, x.k, x.v, x.log_decay, x.b, x.w, x.e, states, slots, *kind)
+
+
+_LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
+_KIND = "bool delta, bool erase_early, bool read_early, float scale, str config"
+_STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? b, Tensor? w, Tensor? e"
+_SCAN = f"{_STEP}, Tensor? state, Tensor? cu_seqlens"
+_LIBRARY.define(f"triton_scan({_SCAN}, {_KIND}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    f"triton_scan_backward({_SCAN}, Tensor gates, Tensor fades, Tensor inverse, Tensor reads, Tensor checkpoints, "
+    f"Tensor d_o, Tensor? d_final, {_KIND}) -> Tensor[]"
+)
+_LIBRARY.define(f"triton_step_({_STEP}, Tensor(a!) states, Tensor? slots, {_KIND}) -> Tensor")
+
+
+def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
+    from deltazoo.backends.triton import launch
+
+    *operands, delta, erase_early, read_early, scale, config, keep = _ready(arguments)
+    x, kind = launch.Operands(*operands), launch.Kind(delta, erase_early, read_early, scale)
+    with torch.cuda.device_of(x.q):
+        return launch.forward(x, kind, keep, launch.resolve(x, kind, config))
+
+
+def _backward_impl(*arguments: Any) -> list[Tensor]:
+    from deltazoo.backends.triton import launch
+
+    ready = _ready(arguments)
+    x, kind = launch.Operands(*ready[:9]), launch.Kind(*ready[16:20])
+    prepared, checkpoints, d_o, d_final = launch.Prepared(*ready[9:13]), *ready[13:16]
+    with torch.cuda.device_of(x.q):
+        config = launch.resolve(x, kind, ready[20])
+        grads = launch.backward(x, kind, prepared, checkpoints, d_o, d_final, config)
+    return [x.q.new_empty(0) if grads[name] is None else grads[name] for name in _GRADIENTS]  # type: ignore[misc]
+
+
+def _step_impl(*arguments: Any) -> Tensor:
+    from deltazoo.backends.triton import launch
+
+    states = arguments[7]
+    q, k, v, log_decay, b, w, e, _, slots, delta, erase_early, read_early, scale, config = _ready(arguments)
+    x = launch.Operands(q, k, v, log_decay, b, w, e, None, None)
+    kind = launch.Kind(delta, erase_early, read_early, scale)
+    decay = log_decay[:, 0].contiguous() if log_decay is not None and log_decay.dim() == 3 else log_decay
+    stepped = states if states.is_contiguous() else states.contiguous()
+    with torch.cuda.device_of(q):
+        config = launch.resolve(x, kind, config)
+        o = launch.step_(q[:, 0].contiguous(), k, v, decay, b, w, e, stepped, slots, kind, config.decode)
+    if stepped is not states:
+        states.copy_(stepped)
+    return o.unsqueeze(1)
+
+
+def _ready(arguments: tuple[Any, ...]) -> list[Any]:
+    """Contiguous tensors that begin on 16 bytes, as the kernels' wide loads want."""
+
+    def ready(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.contiguous()
+        return x if x.data_ptr() % 16 == 0 else x.clone()
+
+    return [ready(x) for x in arguments]
+
+
+_GRADIENTS = ("q", "k", "v", "log_decay", "b", "w", "e", "state")
+
+
+def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    q, _, v, _, _, _, _, _, cu, delta, *_, config, keep = arguments
+    C, every = _steps(config)
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    chunks = (T + C - 1) // C
+    N, slots = (B, B * chunks) if cu is None else (cu.shape[0] - 1, T // C + cu.shape[0] - 1)
+    places = N * ((chunks + every - 1) // every) if cu is None else slots // every + N
+
+    def f32(*shape: Any) -> Tensor:
+        return q.new_empty(shape, dtype=torch.float32)
+
+    prepared = (f32(slots, HV, 3, C), f32(slots, HV), *(q.new_empty(slots, HV, C, C) for _ in range(2)))
+    if not delta:
+        prepared = tuple(f32(0) for _ in range(4))
+    checkpoints = f32(places, HV, V, K) if keep else f32(0)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), f32(N, HV, K, V), *prepared, checkpoints
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    q, k, v, log_decay, b, w, e, state = arguments[:8]
+    delta = arguments[16]
+
+    def like(x: Tensor | None, wanted: bool = True) -> Tensor:
+        return q.new_empty(0) if x is None or not wanted else x.new_empty(x.shape)
+
+    def f32(x: Tensor | None, wanted: bool = True) -> Tensor:
+        return q.new_empty(0) if x is None or not wanted else x.new_empty(x.shape, dtype=torch.float32)
+
+    return [like(q), like(k), like(v), f32(log_decay), f32(b, delta), f32(w), like(e), like(state)]
+
+
+def _step_fake(*arguments: Any) -> Tensor:
+    q, _, v = arguments[:3]
+    return v.new_empty(q.shape[0], 1, *v.shape[2:])
+
+
+def _steps(config: str) -> tuple[int, int]:
+    """C and the chunks a checkpoint: no table changes them, for they shape what is saved."""
+    wanted = parse(config) if config else LaunchConfig()
+    return wanted.chunk, wanted.every
+
+
+_LIBRARY.impl("triton_scan", _scan_impl, "CompositeExplicitAutograd")
+_LIBRARY.impl("triton_scan_backward", _backward_impl, "CompositeExplicitAutograd")
+_LIBRARY.impl("triton_step_", _step_impl, "CompositeExplicitAutograd")
+torch.library.register_fake("deltazoo::triton_scan", _scan_fake, lib=_LIBRARY)
+torch.library.register_fake("deltazoo::triton_scan_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_fake("deltazoo::triton_step_", _step_fake, lib=_LIBRARY)
+_scan_op = torch.ops.deltazoo.triton_scan.default
+_backward_op = torch.ops.deltazoo.triton_scan_backward.default
+_step_op = torch.ops.deltazoo.triton_step_.default
+
+
+class _ChunkScan(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _scan_op(*arguments, True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        operands, ctx.kind = inputs[:9], inputs[9:]
+        o, _, *kept = output
+        ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)
+        ctx.o_shape = o.shape
+        ctx.save_for_backward(*operands, *kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        operands = saved[:9]
+        d_o = operands[2].new_zeros(ctx.o_shape) if d_o is None else d_o
+        grads = _backward_op(*saved, d_o, d_final, *ctx.kind)
+        wanted = ctx.needs_input_grad
+        out = []
+        for grad, operand, want in zip(grads, operands[:8], wanted, strict=False):
+            out.append(grad.to(operand.dtype) if want and operand is not None else None)
+        return (*out, None, None, None, None, None, None)
