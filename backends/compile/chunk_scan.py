@@ -54,6 +54,8 @@ class ChunkOperands(NamedTuple):
 
 def chunk_scan(operands: ChunkOperands) -> tuple[Tensor, Tensor]:
     """Run the scan; differentiable once. Returns o [N, Z, G, C, V] and the last states [Y, Z, G, K, V]."""
+    # Here and not in the operator, so that the compiler writes each operand in this order at once.
+    operands = ChunkOperands._make(None if x is None else x.contiguous() for x in operands)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     if not wants_grad:
         out = _forward_op(*operands, False)
@@ -237,9 +239,8 @@ def _key_gradient(
 
 def _d_gamma(S: Tensor, dS: Tensor, rows: int) -> Tensor:
     """The gradient of gamma in gamma * S, for S [n L, K, V]: a number a head, or [K]."""
-    if rows == 1:
-        return torch.bmm(S.reshape(S.shape[0], 1, -1), dS.reshape(S.shape[0], -1, 1))
-    return (S * dS).sum(-1)
+    product = S * dS
+    return product.sum((1, 2)) if rows == 1 else product.sum(-1)
 
 
 def _segments(N: int, numbers: int) -> Iterator[slice]:

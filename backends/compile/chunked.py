@@ -80,6 +80,7 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
             raise ShapeError(f"every operand must have {B} x {N} chunks, got {list(tensor.shape)}")
     if suits(spec, x):
         return element_update(spec, x, sequence)
+    x = x._replace(q=_in_time(x.q), k=_in_time(x.k), v=_in_time(x.v))
     erase, write = strengths(spec, x)
     decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)
     if decay is not None and n > 1:  # on a token's first micro-step
@@ -133,6 +134,11 @@ class _Chunks(NamedTuple):
     decay: Tensor | None
 
 
+def _in_time(x: Tensor) -> Tensor:
+    """The same [B, N, C, ...]; its gradient is written in that order by the compiler, not copied into it later."""
+    return x.flatten(1, 2).unflatten(1, x.shape[1:3])
+
+
 def _given(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
@@ -160,14 +166,14 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
     The decays and strengths scale rows: of the keys where each has one value head, else of what the keys read.
     """
     n = spec.householders
-    q = rearrange(x.q, "b n c h k -> n (b h) c k")
-    k = rearrange(x.k, "b n m h k -> n (b h) m k")
-    e = k if x.e is None else rearrange(x.e, "b n m h k -> n (b h) m k")
+    q = rearrange(x.q, "b n c h k -> n (b h) c k").contiguous()
+    k = rearrange(x.k, "b n m h k -> n (b h) m k").contiguous()
+    e = k if x.e is None else rearrange(x.e, "b n m h k -> n (b h) m k").contiguous()
     u = rearrange(x.u, "b n m (h g) v -> n (b h) g m v", g=groups)
     C, M = q.shape[2], k.shape[2]
     row, column = torch.arange(C, device=q.device)[:, None], torch.arange(M, device=q.device)
     seen = column < (row if spec.read == "before" else row + 1) * n
-    p = (q @ k.transpose(2, 3)).unsqueeze(2)
+    p = _products(q, k).unsqueeze(2)
     scale_q = scale_e = scale_w = gamma = G_e = None
     if x.decay is None:
         p = torch.where(seen, p, 0).expand(-1, -1, groups, -1, -1)
@@ -183,7 +189,7 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
     operands = ChunkOperands(q, k, u, p, state, gamma=gamma)
     if spec.transition == "delta":
         earlier = column < torch.arange(M, device=q.device)[:, None]
-        a = (e @ k.transpose(2, 3)).unsqueeze(2)
+        a = _products(e, k).unsqueeze(2)
         if G_e is not None:
             a = a * _exp_difference(G_e, G_i, earlier, a)
             scale_e = _exp(G_e, a)
@@ -198,6 +204,12 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
     if operands.e is not None:
         operands = operands._replace(e=_scaled_rows(operands.e, scale_e))
     return operands._replace(q=_scaled_rows(q, scale_q), w=_scaled_rows(k, scale_w)), None
+
+
+def _products(rows: Tensor, columns: Tensor) -> Tensor:
+    """[N, Z, R, K] and [N, Z, M, K] -> [N, Z, R, M]. By `bmm`, which reads a transposed operand where it lies; `@`
+    would copy it."""
+    return torch.bmm(rows.flatten(0, 1), columns.flatten(0, 1).mT).unflatten(0, rows.shape[:2])
 
 
 def _scaled_rows(keys: Tensor, scale: Tensor | None) -> Tensor:
