@@ -6,33 +6,75 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltazoo.mixers.attention import Attention, SlidingWindow
     from deltazoo.mixers.base import Context, Cost, Mixer, MixerConfig, Place
+    from deltazoo.mixers.comba import Comba
     from deltazoo.mixers.configs import dump, parse
     from deltazoo.mixers.deltanet import DeltaNet
+    from deltazoo.mixers.deltaproduct import DeltaProduct
     from deltazoo.mixers.efla import EFLA
     from deltazoo.mixers.gated_deltanet import GatedDeltaNet
+    from deltazoo.mixers.gated_deltanet2 import GatedDeltaNet2
+    from deltazoo.mixers.gated_deltaproduct import GatedDeltaProduct
+    from deltazoo.mixers.gated_efla import GatedEFLA
+    from deltazoo.mixers.gated_longhorn import GatedLonghorn
+    from deltazoo.mixers.gated_retnet import GatedRetNet
+    from deltazoo.mixers.gated_rfa import GatedRFA
     from deltazoo.mixers.gla import GLA
+    from deltazoo.mixers.gsa import GSA
+    from deltazoo.mixers.hgrn import HGRN
+    from deltazoo.mixers.hgrn2 import HGRN2
     from deltazoo.mixers.kda import KDA
+    from deltazoo.mixers.lightning_attention import LightningAttention
     from deltazoo.mixers.linear_attention import LinearAttention
     from deltazoo.mixers.longhorn import Longhorn
+    from deltazoo.mixers.longhorn_diagonal import LonghornDiagonal
+    from deltazoo.mixers.lru import LRU
+    from deltazoo.mixers.mamba import Mamba
     from deltazoo.mixers.mamba2 import Mamba2
+    from deltazoo.mixers.mlstm import MLSTM
     from deltazoo.mixers.retnet import RetNet
+    from deltazoo.mixers.rg_lru import RGLRU
+    from deltazoo.mixers.rwkv4 import RWKV4
+    from deltazoo.mixers.rwkv6 import RWKV6
+    from deltazoo.mixers.rwkv7 import RWKV7
+    from deltazoo.mixers.s5 import S5
 
 _HOME = {
     "Attention": "attention",
+    "Comba": "comba",
     "Context": "base",
     "Cost": "base",
     "DeltaNet": "deltanet",
+    "DeltaProduct": "deltaproduct",
     "EFLA": "efla",
     "GLA": "gla",
+    "GSA": "gsa",
     "GatedDeltaNet": "gated_deltanet",
+    "GatedDeltaNet2": "gated_deltanet2",
+    "GatedDeltaProduct": "gated_deltaproduct",
+    "GatedEFLA": "gated_efla",
+    "GatedLonghorn": "gated_longhorn",
+    "GatedRFA": "gated_rfa",
+    "GatedRetNet": "gated_retnet",
+    "HGRN": "hgrn",
+    "HGRN2": "hgrn2",
     "KDA": "kda",
+    "LRU": "lru",
+    "LightningAttention": "lightning_attention",
     "LinearAttention": "linear_attention",
     "Longhorn": "longhorn",
+    "LonghornDiagonal": "longhorn_diagonal",
+    "MLSTM": "mlstm",
+    "Mamba": "mamba",
     "Mamba2": "mamba2",
     "Mixer": "base",
     "MixerConfig": "base",
     "Place": "base",
+    "RGLRU": "rg_lru",
+    "RWKV4": "rwkv4",
+    "RWKV6": "rwkv6",
+    "RWKV7": "rwkv7",
     "RetNet": "retnet",
+    "S5": "s5",
     "SlidingWindow": "attention",
     "dump": "configs",
     "parse": "configs",
@@ -41,14 +83,35 @@ _HOME = {
 __all__ = [
     "EFLA",
     "GLA",
+    "GSA",
+    "HGRN",
+    "HGRN2",
     "KDA",
+    "LRU",
+    "MLSTM",
+    "RGLRU",
+    "RWKV4",
+    "RWKV6",
+    "RWKV7",
+    "S5",
     "Attention",
+    "Comba",
     "Context",
     "Cost",
     "DeltaNet",
+    "DeltaProduct",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
+    "GatedEFLA",
+    "GatedLonghorn",
+    "GatedRFA",
+    "GatedRetNet",
+    "LightningAttention",
     "LinearAttention",
     "Longhorn",
+    "LonghornDiagonal",
+    "Mamba",
     "Mamba2",
     "Mixer",
     "MixerConfig",

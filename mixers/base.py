@@ -37,12 +37,24 @@ class Context(NamedTuple):
         tokens and the final state are those of the unpadded rows.
     values: what layers hand to later layers in one forward pass, by name (RWKV-7's first values); a fresh dict
         for each pass.
+    notes: what the parts of one mixer hand to its later parts, by name; the mixer lays a fresh dict out.
     """
 
     cu_seqlens: Tensor | None = None
     positions: Tensor | None = None
     mask: Tensor | None = None
     values: dict[str, Tensor] | None = None
+    notes: dict[str, Tensor] | None = None
+
+    def note(self, name: str) -> Tensor:
+        """Read what an earlier part left."""
+        assert self.notes is not None and name in self.notes  # a config puts both parts in
+        return self.notes[name]
+
+    def leave(self, **notes: Tensor) -> None:
+        """Leave something for later parts."""
+        assert self.notes is not None  # a mixer lays the dict out
+        self.notes.update(notes)
 
 
 class Mixer(nn.Module, ABC):

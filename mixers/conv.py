@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel, with a state.
+"""A short causal convolution of each channel, and the token shift, with a state.
 
 B batch, T time, C channels, N packed sequences
 """
@@ -37,25 +37,46 @@ class ShortConv(nn.Module):
     def forward(self, x_BTC: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Convolve: [B, T, C] -> [B, T, C] in the dtype of x, and the state after."""
         dtype = state_dtype(x_BTC.dtype)
-        past = self.weight.shape[1] - 1
-        if context.cu_seqlens is not None:
-            padded, rows_T, last = _pack_with_history(x_BTC.to(dtype), state, past, context.cu_seqlens)
-            taps = [padded[:, rows_T - past + i] for i in range(past + 1)]
-            after = padded[0, last] if state is not None else None
-        else:
-            padded = F.pad(x_BTC.to(dtype), (0, 0, past, 0))
-            if state is not None:
-                padded = torch.cat([state.to(dtype), padded[:, past:]], 1)
-            taps = [padded[:, i : i + x_BTC.shape[1]] for i in range(past + 1)]
-            after = _last_real(padded, past, x_BTC, context) if state is not None else None
-        y_BTC = padded.new_zeros(()) if self.bias is None else self.bias.to(dtype)
+        taps, after = taps_of(x_BTC.to(dtype), state, self.weight.shape[1] - 1, context)
+        y_BTC = taps[0].new_zeros(()) if self.bias is None else self.bias.to(dtype)
         for i, tap in enumerate(taps):
             y_BTC = y_BTC + tap * self.weight[:, i].to(dtype)
-        return y_BTC.to(x_BTC.dtype), None if after is None else carried(state, after)
+        return y_BTC.to(x_BTC.dtype), after
 
     def extra_repr(self) -> str:
         channels, taps = self.weight.shape
         return f"channels={channels}, taps={taps}, bias={self.bias is not None}"
+
+
+class TokenShift(nn.Module):
+    """x_t, x_(t-1) of the same sequence: what RWKV mixes; before its first token a sequence is zero.
+
+    State: [B, 1, D], the last real input.
+    """
+
+    def init_state(self, batch: int, width: int, like: Tensor) -> Tensor:
+        """The history before the first token, in the dtype and on the device of `like`."""
+        return like.new_zeros(batch, 1, width)
+
+    def forward(self, x_BTD: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Return x_(t-1) [B, T, D], and the state after."""
+        taps, after = taps_of(x_BTD, state, 1, context)
+        return taps[0], after
+
+
+def taps_of(x_BTC: Tensor, state: Tensor | None, past: int, context: Context) -> tuple[list[Tensor], Tensor | None]:
+    """x_(t - past), ..., x_t, each [B, T, C], and the state [B, past, C] after them (None where none came in)."""
+    if context.cu_seqlens is not None:
+        padded, rows_T, last = _pack_with_history(x_BTC, state, past, context.cu_seqlens)
+        taps = [padded[:, rows_T - past + i] for i in range(past + 1)]
+        after = padded[0, last] if state is not None else None
+    else:
+        padded = F.pad(x_BTC, (0, 0, past, 0))
+        if state is not None:
+            padded = torch.cat([state.to(x_BTC.dtype), padded[:, past:]], 1)
+        taps = [padded[:, i : i + x_BTC.shape[1]] for i in range(past + 1)]
+        after = _last_real(padded, past, x_BTC, context) if state is not None else None
+    return taps, None if after is None else carried(state, after)
 
 
 def _last_real(padded: Tensor, past: int, x_BTC: Tensor, context: Context) -> Tensor:

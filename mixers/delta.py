@@ -67,7 +67,7 @@ class Update(nn.Module):
 
 
 class DeltaMixer(Mixer):
-    """Mix with a matrix state: y = W_o outputs(update(operands(project(x)))).
+    """Mix with a matrix state: y = W_o outputs(update(operands(project(x)))) + direct(x).
 
     Args:
         shape: the sizes; spec: the recurrence; parts: what stands around it; backend: as for `deltazoo.bind`.
@@ -82,7 +82,9 @@ class DeltaMixer(Mixer):
         self.update = Update(spec, _resized(shape, parts), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
+        self.direct = parts.direct
         self.state_names = tuple(self.init_state(0))
+        self._rebind(backend, torch.empty(0))  # parts with an update of their own are made without the backend
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """The state before the first token; its size does not depend on `capacity`."""
@@ -98,6 +100,7 @@ class DeltaMixer(Mixer):
         self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         x_BTD, context, order = aligned(x, self.width, context)
+        context = context._replace(notes={})
         before = {} if state is None else state
         after: dict[str, Tensor | None] = {}
         if state is not None:
@@ -112,14 +115,22 @@ class DeltaMixer(Mixer):
         flow = Flow(x_BTD, projected, inputs)
         for name, part in self.outputs.items():
             o, after[name] = part(o, flow, before.get(name), context)
-        y_BTD = restored(self.out(rearrange(o, "b t h v -> b t (h v)")), order)
+        y_BTD = self.out(rearrange(o, "b t h v -> b t (h v)"))
+        if self.direct is not None:
+            y_BTD = y_BTD + self.direct(x_BTD).to(y_BTD.dtype)
+        y_BTD = restored(y_BTD, order)
         if state is None:
             return y_BTD, None
         return y_BTD, {name: tensor for name, tensor in after.items() if tensor is not None}
 
     def rebind(self, backend: str | Backend | None) -> None:
         """Choose the backend anew, as `deltazoo.bind` does."""
-        self.update.rebind(backend, self.out.weight)
+        self._rebind(backend, self.out.weight)
+
+    def _rebind(self, backend: str | Backend | None, like: Tensor) -> None:
+        for module in self.modules():
+            if isinstance(module, Update):
+                module.rebind(backend, like)
 
     def _stages(self) -> list[tuple[str, nn.Module]]:
         return [

@@ -7,9 +7,9 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart, Resizing
 
@@ -56,15 +56,61 @@ class NormaliserColumn(OperandPart, Resizing):
 class Normalise(OutputPart):
     """o <- o_(1..V) / (o_(V+1) + eps), where the last column is z^T q.
 
-    Source: Katharopoulos 2020, 2006.16236, equation 9.
+    Args: floor: divide by max(|z^T q|, floor) + eps instead, where z^T q may be small or negative: a number, or the
+        name of a note [B, T, HV].
+    Source: Katharopoulos 2020, 2006.16236, equation 9; xLSTM 2405.04517, equation 22 (floor).
     """
 
-    def __init__(self, eps: float) -> None:
+    def __init__(self, eps: float, floor: float | str | None = None) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.floor = eps, floor
 
     def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        return o[..., :-1] / (o[..., -1:] + self.eps), None
+        if self.floor is None:
+            return (o[..., :-1] / (o[..., -1:] + self.eps)).to(flow.projected.v.dtype), None
+        wide = o.to(state_dtype(o.dtype))
+        if isinstance(self.floor, str):
+            size = torch.maximum(wide[..., -1:].abs(), context.note(self.floor)[..., None])
+        else:
+            size = wide[..., -1:].abs().clamp(min=self.floor)
+        return (wide[..., :-1] / (size + self.eps)).to(flow.projected.v.dtype), None
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps:g}, floor={self.floor!r}"
+
+
+class RandomFourier(OperandPart, Resizing):
+    """q, k <- phi(q), phi(k); phi(x) = [sin(W x), cos(W x)] / sqrt(R), with W = sigma * G of each key head.
+
+    phi(q)^T phi(k) approximates the Gaussian kernel exp(-|sigma * (q - k)|^2 / 2).
+
+    Args: features: R, random directions a head; K becomes 2 R.
+    Initialisation: G is standard normal and stays as drawn; sigma, learned for each channel, is 1.
+    Source: RFA, Peng 2021, 2103.02143, section 2.2 and equation 4; sigma, section 3.1.
+    """
+
+    def __init__(self, shape: HeadShape, features: int) -> None:
+        super().__init__()
+        self.features = features
+        self.register_buffer("G", torch.randn(shape.heads, shape.key_width, features))
+        self.sigma = nn.Parameter(torch.ones(shape.heads, shape.key_width))
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        return inputs._replace(q=self._phi(inputs.q), k=self._phi(inputs.k)), None
+
+    def resized(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(key_width=2 * self.features)
+
+    def _phi(self, x: Tensor) -> Tensor:
+        dtype = state_dtype(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            angle = torch.einsum("bthk,hkr->bthr", x.to(dtype) * self.sigma.to(dtype), self.G.to(dtype))
+        return (torch.cat([angle.sin(), angle.cos()], -1) * self.features**-0.5).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"features={self.features}"
 
 
 def phi(feature: Feature, x: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart, proj
 # Doubled for negative eigenvalues this is 2 - 2^-6: an orthogonal transition drifts past -1 in bf16.
 TOP = 1 - 2**-7
 
+Activation = Literal["silu", "sigmoid", "gelu", "none"]
+
 
 class Beta(OperandPart):
     """beta = sigmoid(W x) for each value head (and micro-step), float32; at most `TOP` where the spec doubles it.
@@ -46,16 +48,67 @@ class Beta(OperandPart):
         return f"top={self.top}"
 
 
+class ChannelBeta(OperandPart):
+    """erase = sigmoid(W_b x) for each key channel, write = sigmoid(W_w x) for each value channel; float32.
+
+    Where the spec doubles them, at most `TOP`. Source: Gated DeltaNet-2 2605.22791.
+    """
+
+    def __init__(self, shape: HeadShape, spec: UpdateSpec) -> None:
+        super().__init__()
+        self.n, self.heads = shape.householders, shape.value_heads
+        self.top = 1.0 if spec.negative_eigenvalues == "off" else TOP
+        self.to_erase = projection(shape.width, self.n * shape.value_heads * shape.key_width)
+        self.to_write = projection(shape.width, self.n * shape.value_heads * shape.value_width)
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        return inputs._replace(erase=self._strength(self.to_erase(x)), write=self._strength(self.to_write(x))), None
+
+    def _strength(self, raw: Tensor) -> Tensor:
+        strength = raw.to(state_dtype(raw.dtype)).sigmoid()
+        if self.top < 1:
+            strength = strength.clamp(max=self.top)
+        if self.n > 1:
+            return rearrange(strength, "b t (n h c) -> b t n h c", n=self.n, h=self.heads)
+        return rearrange(strength, "b t (h c) -> b t h c", h=self.heads)
+
+    def extra_repr(self) -> str:
+        return f"top={self.top}"
+
+
+class Feedback(OperandPart):
+    """e <- sigmoid(b_h) k, the key that erases, and q <- q - d_h k, for each key head.
+
+    Initialisation: b = 1; d = `correction`.
+    Source: Comba 2506.02475: closed-loop control of the state by its feedback, and of the output.
+    """
+
+    def __init__(self, shape: HeadShape, correction: float) -> None:
+        super().__init__()
+        self.b = nn.Parameter(torch.ones(shape.heads))
+        self.d = nn.Parameter(torch.full((shape.heads,), correction))
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        q, k = inputs.q, inputs.k
+        own = k if k.dim() == 4 else k[:, :, -1]  # of several keys a token the last is read against
+        q = (q - self.d[:, None] * own).to(q.dtype)
+        return inputs._replace(q=q, erase_key=(self.b.sigmoid()[:, None] * k).to(k.dtype)), None
+
+
 class OutputGate(OutputPart):
     """o <- o * activation(W x), a gate for each channel of each value head.
 
-    Args: activation: "silu" or "sigmoid"; rank: of the map W, None for full.
+    Args: activation: "silu", "sigmoid" or "gelu" (by tanh); rank: of the map W, None for full.
     """
 
     def __init__(
         self,
         shape: HeadShape,
-        activation: Literal["silu", "sigmoid"] = "silu",
+        activation: Activation = "silu",
         rank: int | None = None,
         bias: bool = False,
     ) -> None:
@@ -65,9 +118,7 @@ class OutputGate(OutputPart):
 
     def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         raw = self.proj(flow.x).view(o.shape)
-        wide = raw.to(state_dtype(raw.dtype))
-        gate = F.silu(wide) if self.activation == "silu" else wide.sigmoid()
-        return (o * gate).to(o.dtype), None
+        return gated(o, raw, self.activation), None
 
     def extra_repr(self) -> str:
         return repr(self.activation)
@@ -85,3 +136,53 @@ class Skip(OutputPart):
 
     def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         return (o + self.D[:, None] * flow.projected.v).to(o.dtype), None
+
+
+class Silu(OutputPart):
+    """o <- silu(o)."""
+
+    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        return F.silu(o), None
+
+
+class NotedGate(OutputPart):
+    """o <- o * activation(g), with what the projection left as the note "gate": [B, T, HV V]."""
+
+    def __init__(self, activation: Activation = "none") -> None:
+        super().__init__()
+        self.activation: Activation = activation
+
+    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        return gated(o, context.note("gate").view(o.shape), self.activation), None
+
+    def extra_repr(self) -> str:
+        return repr(self.activation)
+
+
+class Bonus(OutputPart):
+    """o_h <- o_h + (q^T (u_h * k)) v_h: the token itself, beside what the state holds of it.
+
+    Initialisation: `start`. Source: RWKV-6 2404.05892, RWKV-7 2503.14456.
+    """
+
+    def __init__(self, shape: HeadShape, start: float) -> None:
+        super().__init__()
+        self.u = nn.Parameter(torch.full((shape.heads, shape.key_width), start))
+
+    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        wide = state_dtype(o.dtype)
+        q, k, v = (x.to(wide) for x in (flow.inputs.q, flow.inputs.k, flow.inputs.v))
+        own = (q * self.u * k).sum(-1, keepdim=True)
+        return (o + own * v).to(o.dtype), None
+
+
+def gated(o: Tensor, raw: Tensor, activation: Activation) -> Tensor:
+    """o * activation(raw), the activation in float32 (float64 in float64)."""
+    wide = raw.to(state_dtype(raw.dtype))
+    if activation == "silu":
+        wide = F.silu(wide)
+    elif activation == "sigmoid":
+        wide = wide.sigmoid()
+    elif activation == "gelu":
+        wide = F.gelu(wide, approximate="tanh")
+    return (o * wide).to(o.dtype)

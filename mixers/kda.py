@@ -22,8 +22,9 @@ class KDA(DeltaRuleConfig):
 
     name: ClassVar[str] = "kda"
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
-
     gate_rank: int | None = Field(default=None, ge=1, description="rank of the decay and the gate; None: K, and V")
+
+    decay_bound: float | None = Field(default=None, lt=0, description="least log decay, as -5 (Ling 2.5); None: none")
 
     def spec(self) -> UpdateSpec:
         return self.delta_rule("channel")
@@ -32,7 +33,8 @@ class KDA(DeltaRuleConfig):
         return self.sizes(width)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        decay = SoftplusDecay(shape, "channel", self.gate_rank or shape.key_width, rates=(1, 16))
+        rank = self.gate_rank or shape.key_width
+        decay = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
         gate = OutputGate(shape, "sigmoid", self.gate_rank or shape.value_width)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
         return Parts(Project(shape, self.conv_width, silu=True), {**self.key_operands(shape), "decay": decay}, outputs)

@@ -16,16 +16,16 @@ from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart
 class RMSNorm(nn.Module):
     """x <- weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 (float64 in float64)."""
 
-    def __init__(self, size: int, eps: float = 1e-6) -> None:
+    def __init__(self, size: int, eps: float = 1e-6, weighted: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size)) if weighted else None
+        self.size, self.eps = size, eps
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps:g}"
+        return f"{self.size}, eps={self.eps:g}, weighted={self.weight is not None}"
 
 
 class HeadNorm(OutputPart):
@@ -33,8 +33,10 @@ class HeadNorm(OutputPart):
 
     Args:
         kind: "rms"; or "layer", the mean taken off first: the group norm of RetNet.
-        over: "head", over V, one weight [V] for all heads (Gated DeltaNet); "group", over the HV / H heads of a
-            key head, weight [HV * V] (Mamba-2).
+        over: "head", over V, one weight [V] for all heads (Gated DeltaNet); "each", over V, a weight for each head
+            (mLSTM, RWKV); "group", over the HV / H heads of a key head (Mamba-2); "all", over all heads
+            (MiniMax); the last three have weights [HV * V].
+        bias: added after the weight.
     """
 
     def __init__(
@@ -42,13 +44,15 @@ class HeadNorm(OutputPart):
         shape: HeadShape,
         eps: float,
         kind: Literal["rms", "layer"] = "rms",
-        over: Literal["head", "group"] = "head",
+        over: Literal["head", "each", "group", "all"] = "head",
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.eps, self.kind = eps, kind
-        self.groups = shape.heads if over == "group" else shape.value_heads
-        size = shape.value_heads * shape.value_width if over == "group" else shape.value_width
+        self.groups = {"group": shape.heads, "all": 1}.get(over, shape.value_heads)
+        size = shape.value_width if over == "head" else shape.value_heads * shape.value_width
         self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         grouped = o.flatten(2).unflatten(2, (self.groups, -1))
@@ -56,7 +60,10 @@ class HeadNorm(OutputPart):
             wide = grouped.to(state_dtype(o.dtype))
             grouped = wide - wide.mean(-1, keepdim=True)
         weight = self.weight if self.weight.shape[0] == grouped.shape[-1] else self.weight.view(self.groups, -1)
-        return rms_norm(grouped, weight, self.eps).reshape(o.shape).to(o.dtype), None
+        normed = rms_norm(grouped, weight, self.eps).reshape(o.shape)
+        if self.bias is not None:
+            normed = normed + self.bias.to(normed.dtype).view(-1, o.shape[-1])
+        return normed.to(o.dtype), None
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kind={self.kind!r}, groups={self.groups}, eps={self.eps:g}"
@@ -90,8 +97,8 @@ class UnitNorm(OperandPart):
         return f"{self.norm!r}, which={self.which!r}"
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in the dtype of x."""
     wide = x.to(state_dtype(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * weight.to(wide.dtype)).to(x.dtype)
+    return (normed if weight is None else normed * weight.to(wide.dtype)).to(x.dtype)

@@ -93,6 +93,7 @@ class Parts:
     project: nn.Module
     operands: Mapping[str, OperandPart] = field(default_factory=dict)
     outputs: Mapping[str, OutputPart] = field(default_factory=dict)
+    direct: nn.Module | None = None  # past the update, x [B, T, D] to y
 
     def __post_init__(self) -> None:
         names = ["project", "update", *self.operands, *self.outputs]

@@ -18,15 +18,23 @@ class Project(nn.Module, Stateful):
 
     The activation of q and k is the feature map's (`features.FeatureMap`).
 
-    Args: conv_width: taps of the convolution, 0 for none; silu: SiLU on v; conv_bias: a bias in the convolution.
+    Args: conv_width: taps of the convolution, 0 for none; silu: SiLU on v; conv_bias: a bias in the convolution;
+        keys: False leaves k to a later part (HGRN-2), which finds q in its place.
     State: the convolution's, [B, conv_width - 1, channels]; none without one.
     """
 
-    def __init__(self, shape: HeadShape, conv_width: int = 0, silu: bool = False, conv_bias: bool = False) -> None:
+    def __init__(
+        self,
+        shape: HeadShape,
+        conv_width: int = 0,
+        silu: bool = False,
+        conv_bias: bool = False,
+        keys: bool = True,
+    ) -> None:
         super().__init__()
-        self.shape, self.silu = shape, silu
-        n, keys = shape.householders, shape.heads * shape.key_width
-        self.sizes = [keys, n * keys, n * shape.value_heads * shape.value_width]
+        self.shape, self.silu, self.keys = shape, silu, keys
+        n, size = shape.householders, shape.heads * shape.key_width
+        self.sizes = [size, n * size if keys else 0, n * shape.value_heads * shape.value_width]
         self.to_qkv = nn.Linear(shape.width, sum(self.sizes), bias=False)
         self.conv = ShortConv(sum(self.sizes), conv_width, conv_bias) if conv_width else None
 
@@ -39,6 +47,7 @@ class Project(nn.Module, Stateful):
         if self.conv is not None:
             qkv_BTC, state = self.conv(qkv_BTC, state, context)
         q, k, v = qkv_BTC.split(self.sizes, dim=-1)
+        k = k if self.keys else q
         if self.silu:
             v = F.silu(v)
         H, HV = self.shape.heads, self.shape.value_heads

@@ -11,23 +11,16 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.base import FIRST, Cost, MixerConfig, Place
 from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.delta import DeltaMixer
+from deltazoo.mixers.delta import DeltaMixer, Update
 from deltazoo.mixers.features import Feature, FeatureMap
-from deltazoo.mixers.gates import Beta
+from deltazoo.mixers.gates import Beta, ChannelBeta
 from deltazoo.mixers.norms import UnitNorm
 from deltazoo.mixers.parts import HeadShape, OperandPart, Parts
 from deltazoo.mixers.state import nbytes
 
 
-class DeltaConfig(MixerConfig, ABC):
+class UpdateConfig(MixerConfig, ABC):
     """A mixer around one update. A variant states its spec, the sizes of its heads and its parts."""
-
-    heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 128, at least 1")
-    value_heads: int | None = Field(default=None, ge=1, description="value heads, a multiple of heads; None: heads")
-    key_width: int | None = Field(default=None, ge=1, description="K of a head; None: a share of width / heads")
-    value_width: int | None = Field(default=None, ge=1, description="V of a head; None: a share of width / heads")
-    scale: float | None = Field(default=None, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
-    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the output's norm")
 
     @abstractmethod
     def spec(self) -> UpdateSpec:
@@ -58,13 +51,41 @@ class DeltaConfig(MixerConfig, ABC):
             mixer = self.build(width, backend="reference")
             state = mixer.init_state(1)
         maps = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear | ShortConv))
-        return Cost(2 * maps + update_flops(mixer.update.spec, mixer.update.shape), 0, nbytes(state), 0)
+        updates = sum(update_flops(m.spec, m.shape) for m in mixer.modules() if isinstance(m, Update))
+        return Cost(2 * maps + updates, 0, nbytes(state), 0)
+
+
+class ChannelConfig(UpdateConfig, ABC):
+    """A mixer that treats channels one by one: value heads of width 1 (or 2, complex)."""
+
+    channels: int | None = Field(default=None, ge=1, description="value heads; None: a multiple of the width")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the norms inside")
+
+    def by_channel(self, channels: int, width: int, key_width: int = 1, value_width: int = 1) -> HeadShape:
+        """The sizes, with `channels` where the field says nothing; one key head for all."""
+        return HeadShape(width, 1, self.channels or channels, key_width, value_width)
+
+
+class DeltaConfig(UpdateConfig, ABC):
+    """A mixer with heads of keys and values."""
+
+    heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 128, at least 1")
+    value_heads: int | None = Field(default=None, ge=1, description="value heads, a multiple of heads; None: heads")
+    key_width: int | None = Field(default=None, ge=1, description="K of a head; None: a share of width / heads")
+    value_width: int | None = Field(default=None, ge=1, description="V of a head; None: a share of width / heads")
+    scale: float | None = Field(default=None, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the output's norm")
 
     def sizes(
-        self, width: int, key_share: float = 1.0, value_share: float = 1.0, value_heads: int | None = None
+        self,
+        width: int,
+        key_share: float = 1.0,
+        value_share: float = 1.0,
+        value_heads: int | None = None,
+        default_heads: int | None = None,
     ) -> HeadShape:
         """The sizes with their defaults: K = key_share width / heads, V = value_share width / heads."""
-        heads = self.heads or max(1, width // 128)
+        heads = self.heads or default_heads or max(1, width // 128)
         return HeadShape(
             width,
             heads,
@@ -73,6 +94,11 @@ class DeltaConfig(MixerConfig, ABC):
             self.value_width or int(value_share * width) // heads,
             self.spec().householders,
         )
+
+    @staticmethod
+    def one_key_each(shape: HeadShape) -> HeadShape:
+        """The sizes with a key head for each value head, where a key belongs to its head's decay."""
+        return shape._replace(heads=shape.value_heads)
 
 
 class DeltaRuleConfig(DeltaConfig, ABC):
@@ -90,13 +116,15 @@ class DeltaRuleConfig(DeltaConfig, ABC):
     ) -> dict[str, OperandPart]:
         """The feature map and norm of q and k, and beta; with a `reparam` k keeps its length, which tells something."""
         unit = UnitNorm(norm, "qk" if self.reparam == "none" else "q")
-        return {"feature": FeatureMap(feature), "unit": unit, "beta": Beta(shape, self.spec())}
+        spec = self.spec()
+        beta = ChannelBeta(shape, spec) if spec.beta == "channel" else Beta(shape, spec)
+        return {"feature": FeatureMap(feature), "unit": unit, "beta": beta}
 
-    def delta_rule(self, decay: Decay) -> UpdateSpec:
+    def delta_rule(self, decay: Decay, beta: Literal["head", "channel"] = "head") -> UpdateSpec:
         """The delta rule with this decay and the fields' other axes."""
         return UpdateSpec(
             decay=decay,
-            beta="head",
+            beta=beta,
             negative_eigenvalues=self.negative_eigenvalues,
             reparam=self.reparam,
             householders=self.householders,

@@ -1,0 +1,38 @@
+"""Comba: the delta rule as a closed loop, with a weaker key to erase and a corrected query."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SoftplusDecay
+from deltazoo.mixers.gates import Feedback, OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaRuleConfig
+
+
+class Comba(DeltaRuleConfig):
+    """S_t = (a_t - beta_t k_t e_t^T) S_(t-1) + beta_t k_t v_t^T, e = sigmoid(b) k; o_t = S_t^T (q_t - d k_t).
+
+    The erase reads the state before the decay.
+    """
+
+    name: ClassVar[str] = "comba"
+    source: ClassVar[str] = "Hu 2025, arXiv 2506.02475"
+    correction: float = Field(default=1.0, description="d at first; the paper's small models: 0.02")
+
+    def spec(self) -> UpdateSpec:
+        fields = {**self.delta_rule("head").model_dump(), "erase_key": "own", "erase_from": "previous"}
+        return UpdateSpec(**fields)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width, key_share=0.75, value_share=1.5)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = {**self.key_operands(shape), "feedback": Feedback(shape, self.correction)}
+        operands["decay"] = SoftplusDecay(shape)
+        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, "sigmoid")}
+        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)

@@ -1,0 +1,34 @@
+"""Gated DeltaNet-2: erase and write have strengths of their own, channel by channel."""
+
+from typing import ClassVar
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SoftplusDecay
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaRuleConfig
+
+
+class GatedDeltaNet2(DeltaRuleConfig):
+    """S_t = (I - k_t (b_t * k_t)^T) Diag(a_t) S_(t-1) + k_t (w_t * v_t)^T, with b, w = sigmoid(W x) by channel.
+
+    Around it Kimi Delta Attention's low-rank decay, and its sigmoid gate with a bias. b = w = beta is KDA.
+    """
+
+    name: ClassVar[str] = "gated_deltanet2"
+    source: ClassVar[str] = "Hatamizadeh, Choi, Kautz 2026, arXiv 2605.22791"
+
+    def spec(self) -> UpdateSpec:
+        return self.delta_rule("channel", "channel")
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        decay = SoftplusDecay(shape, "channel", shape.value_width, rates=(1, 16))
+        gate = OutputGate(shape, "sigmoid", shape.value_width, bias=True)
+        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
+        return Parts(Project(shape, self.conv_width, silu=True), {**self.key_operands(shape), "decay": decay}, outputs)

@@ -1,0 +1,35 @@
+"""Gated RetNet: retention that forgets as its input says."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SigmoidDecay
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.rotary import Rotary
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class GatedRetNet(DeltaConfig):
+    """S_t = a_t S_(t-1) + k_t v_t^T, a_t = sigmoid(w x_t + b)^(1 / temperature), q and k turning, group norm, gate."""
+
+    name: ClassVar[str] = "gated_retnet"
+    source: ClassVar[str] = "Sun 2024 (YOCO), arXiv 2405.05254"
+    temperature: float = Field(default=16.0, gt=0, description="higher forgets more slowly")
+    rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        decay = SigmoidDecay(shape, "head", None, self.temperature)
+        outputs = {"norm": HeadNorm(shape, self.norm_eps, kind="layer"), "gate": OutputGate(shape)}
+        return Parts(Project(shape), {"rotary": Rotary(self.rotary_theta), "decay": decay}, outputs)

@@ -1,0 +1,35 @@
+"""Gated random feature attention: a running mean of values, weighted by an approximate Gaussian kernel."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SigmoidDecay, TiedWrite
+from deltazoo.mixers.features import Normalise, NormaliserColumn, RandomFourier
+from deltazoo.mixers.norms import UnitNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class GatedRFA(DeltaConfig):
+    """S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T, g_t = sigmoid(w x_t + b); o_t is divided by phi(q_t)^T z_t."""
+
+    name: ClassVar[str] = "gated_rfa"
+    source: ClassVar[str] = "Peng 2021, arXiv 2103.02143"
+    features: int = Field(default=64, ge=1, description="random directions a head; the keys get twice as wide")
+    floor: float = Field(default=0.05, gt=0, description="least divisor: random features may cancel")
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        gate = {"decay": SigmoidDecay(shape, "head", None, 1.0), "tied": TiedWrite("value")}
+        features = {"unit": UnitNorm(), "feature": RandomFourier(shape, self.features), "ones": NormaliserColumn()}
+        return Parts(Project(shape), features | gate, {"norm": Normalise(0.0, self.floor)})

@@ -1,0 +1,37 @@
+"""GSA: gated slot attention, a softmax over a fixed number of slots that forget."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.features import FeatureMap
+from deltazoo.mixers.gates import Silu
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.slots import SecondPass, Slots
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class GSA(DeltaConfig):
+    """o_t = V_t^T softmax(K_t q_t); K_t = Diag(a_t) K_(t-1) + (1 - a_t) k_t^T over M slots, V_t alike."""
+
+    name: ClassVar[str] = "gsa"
+    source: ClassVar[str] = "Zhang 2024, arXiv 2409.07146"
+    slots: int = Field(default=64, ge=1, description="M")
+    temperature: float = Field(default=8.0, gt=0, description="higher forgets more slowly")
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on K q; None: K ** -0.5")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.one_key_each(self.sizes(width))
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = {"feature": FeatureMap("silu"), "slots": Slots(shape, self.slots, self.temperature)}
+        norm = HeadNorm(shape, self.norm_eps, over="all")
+        outputs = {"second": SecondPass(shape, self.slots), "silu": Silu(), "norm": norm}
+        return Parts(Project(shape, silu=True), operands, outputs)

@@ -1,0 +1,40 @@
+"""HGRN: a gated vector, complex or real, whose forgetting is bounded from below by the layer."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SigmoidDecay, TiedWrite
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.selective import ProjectChannels
+from deltazoo.mixers.turning import TurnIn, TurnOut
+from deltazoo.mixers.variant import ChannelConfig
+
+
+class HGRN(ChannelConfig):
+    """h_t = f_t exp(i w) h_(t-1) + (1 - f_t) c_t, c = silu(W x), f = g + (1 - g) sigmoid(W x + b); gate, layer norm."""
+
+    name: ClassVar[str] = "hgrn"
+    source: ClassVar[str] = "Qin 2023, arXiv 2311.04823"
+    turning: bool = Field(default=True, description="complex states, that turn by a learned w; False: real ones")
+    theta: float = Field(default=10000.0, gt=1, description="base of the turns w at first")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.by_channel(width, width, value_width=2 if self.turning else 1)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        decay = SigmoidDecay(shape, "head", None, 1.0, floor=place.layer / place.depth)
+        operands = {"decay": decay, "tied": TiedWrite("value")}
+        gate = OutputGate(shape, "sigmoid", bias=True)
+        outputs = {"gate": gate, "norm": HeadNorm(shape, self.norm_eps, "layer", "all")}
+        if self.turning:
+            operands |= {"turn_in": TurnIn(shape, self.theta)}
+            outputs = {"turn_out": TurnOut(), **outputs}
+        return Parts(ProjectChannels(shape, 0, silu=True), operands, outputs)

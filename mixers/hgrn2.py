@@ -1,0 +1,33 @@
+"""HGRN-2: gated linear attention whose key is what the decay forgets."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SigmoidDecay, TiedWrite
+from deltazoo.mixers.features import FeatureMap
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class HGRN2(DeltaConfig):
+    """S_t = Diag(a_t) S_(t-1) + (1 - a_t) v_t^T, a_t at least a bound that rises with the layers; RMS norm over all."""
+
+    name: ClassVar[str] = "hgrn2"
+    source: ClassVar[str] = "Qin 2024, arXiv 2404.07904"
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="channel", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.one_key_each(self.sizes(width))
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        decay = SigmoidDecay(shape, "channel", None, 1.0, floor=place.layer / place.depth)
+        operands = {"feature": FeatureMap("silu"), "decay": decay, "tied": TiedWrite("key")}
+        return Parts(Project(shape, keys=False), operands, {"norm": HeadNorm(shape, self.norm_eps, over="all")})

@@ -1,0 +1,35 @@
+"""Lightning attention: linear attention whose heads forget at fixed paces, slower in later layers."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.decays import SlopeDecay
+from deltazoo.mixers.features import FeatureMap
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class LightningAttention(DeltaConfig):
+    """S_t = a_hl S_(t-1) + k_t v_t^T, with SiLU on q, k and v, an RMS norm over all heads and a sigmoid gate."""
+
+    name: ClassVar[str] = "lightning_attention"
+    source: ClassVar[str] = "Qin 2024, arXiv 2401.04658; MiniMax-01, arXiv 2501.08313"
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
+    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output's norm")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="fixed", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = {"feature": FeatureMap("silu"), "decay": SlopeDecay(shape, place)}
+        outputs = {"norm": HeadNorm(shape, self.norm_eps, over="all"), "gate": OutputGate(shape, "sigmoid")}
+        return Parts(Project(shape, silu=True), operands, outputs)

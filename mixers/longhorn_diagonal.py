@@ -1,0 +1,37 @@
+"""Longhorn as its paper trains it: the implicit step of an online regression, with a diagonal erase."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.gates import OutputGate, Skip
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.selective import ProjectChannels, Selective
+from deltazoo.mixers.variant import ChannelConfig
+
+
+class LonghornDiagonal(ChannelConfig):
+    """S_t = (1 - d_t k_t^2) * S_(t-1) + d_t k_t x_t for each channel, d = b / (1 + b |k|^2), b = sigmoid(.).
+
+    The projections, convolution, skip and gate are Mamba's.
+    """
+
+    name: ClassVar[str] = "longhorn_diagonal"
+    source: ClassVar[str] = "Liu 2024, arXiv 2407.14207"
+    state_size: int = Field(default=16, ge=1, description="N, numbers a channel")
+    step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: width // 16")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="channel", transition="additive", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.by_channel(2 * width, width, self.state_size)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        rank = self.step_rank or max(1, shape.width // 16)
+        operands = {"selective": Selective(shape, rank, "longhorn")}
+        outputs = {"skip": Skip(shape), "gate": OutputGate(shape)}
+        return Parts(ProjectChannels(shape, self.conv_width, silu=True), operands, outputs)

@@ -1,0 +1,32 @@
+"""LRU: the linear recurrent unit, a complex diagonal recurrence on a ring."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.selective import ProjectChannels
+from deltazoo.mixers.turning import ComplexRead, Direct, RingDecay, TurnIn, TurnOut
+from deltazoo.mixers.variant import ChannelConfig
+
+
+class LRU(ChannelConfig):
+    """s_t = a * s_(t-1) + gamma * (B x_t), y_t = Re(C s_t) + D * x_t, a = exp(-exp(nu) + i exp(theta))."""
+
+    name: ClassVar[str] = "lru"
+    source: ClassVar[str] = "Orvieto 2023, arXiv 2303.06349"
+    ring: tuple[float, float] = Field(default=(0.0, 1.0), description="least and greatest |a| at first")
+    phase: float = Field(default=6.28, gt=0, description="greatest angle of a at first")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="fixed", transition="additive", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.by_channel(width, width, value_width=2)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = {"decay": RingDecay(shape, self.ring, self.phase), "turn_in": TurnIn(shape)}
+        outputs = {"turn_out": TurnOut(), "read": ComplexRead()}
+        return Parts(ProjectChannels(shape, 0, silu=False), operands, outputs, Direct(shape.width))

@@ -1,0 +1,38 @@
+"""Mamba (S6): a state space for each channel, whose step, input and output depend on the token."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.gates import OutputGate, Skip
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.selective import ProjectChannels, Selective
+from deltazoo.mixers.variant import ChannelConfig
+
+
+class Mamba(ChannelConfig):
+    """h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t, y_t = C_t^T h_t + D x_t for each channel, gated by SiLU.
+
+    As an update k = B, q = C, v = dt x, with the decay step x rate. A whole block: it wants no MLP beside it.
+    """
+
+    name: ClassVar[str] = "mamba"
+    source: ClassVar[str] = "Gu & Dao 2023, arXiv 2312.00752"
+    state_size: int = Field(default=16, ge=1, description="N, numbers a channel")
+    step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: width // 16")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
+    inner_norm: bool = Field(default=False, description="RMS norms of B, C and the step's input (Falcon Mamba)")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="rate", transition="additive", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.by_channel(2 * width, width, self.state_size)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        rank = self.step_rank or max(1, shape.width // 16)
+        operands = {"selective": Selective(shape, rank, "mamba", self.norm_eps if self.inner_norm else None)}
+        outputs = {"skip": Skip(shape), "gate": OutputGate(shape)}
+        return Parts(ProjectChannels(shape, self.conv_width, silu=True), operands, outputs)

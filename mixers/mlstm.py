@@ -1,0 +1,38 @@
+"""mLSTM, the matrix memory of xLSTM: an exponential input gate and a normaliser."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.features import Normalise, NormaliserColumn
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.stabiliser import ExponentialGate
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class MLSTM(DeltaConfig):
+    """S_t = f_t S_(t-1) + i_t k_t v_t^T, i = exp(.), f = sigmoid(.); o_t is divided by max(|q_t^T n_t|, 1).
+
+    n is the state of one more value column of ones. As in xLSTM 7B: no convolution, layer norm of each head, sigmoid
+    gate.
+    """
+
+    name: ClassVar[str] = "mlstm"
+    source: ClassVar[str] = "Beck 2024, arXiv 2405.04517; xLSTM 7B, arXiv 2503.13427"
+    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output's norm, and of the division")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.sizes(width, key_share=0.5)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each")
+        outputs = {"divide": Normalise(self.norm_eps, "one"), "norm": norm, "gate": OutputGate(shape, "sigmoid")}
+        return Parts(Project(shape), {"ones": NormaliserColumn(), "gates": ExponentialGate(shape)}, outputs)

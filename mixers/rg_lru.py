@@ -1,0 +1,36 @@
+"""RG-LRU, the recurrence of Griffin: a gated vector that keeps its length."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.gates import OutputGate
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.selective import ProjectChannels, RealGate
+from deltazoo.mixers.variant import ChannelConfig
+
+
+class RGLRU(ChannelConfig):
+    """h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t), a_t = exp(-8 softplus(L) r_t), r and i = sigmoid(W x + b).
+
+    Griffin's recurrent block: a convolution before, and a GELU gate after.
+    """
+
+    name: ClassVar[str] = "rg_lru"
+    source: ClassVar[str] = "De 2024 (Griffin), arXiv 2402.19427"
+    blocks: int | None = Field(default=None, ge=1, description="of the gates' block diagonal maps; None: width // 256")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.by_channel(width, width)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        gate = RealGate(shape, self.blocks or max(1, shape.width // 256))
+        return Parts(
+            ProjectChannels(shape, self.conv_width, False), {"real": gate}, {"gate": OutputGate(shape, "gelu")}
+        )

@@ -1,0 +1,35 @@
+"""RWKV-4: a weighted mean of values for each channel, with a bonus for the token itself."""
+
+from typing import ClassVar
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.features import Normalise, NormaliserColumn
+from deltazoo.mixers.gates import NotedGate
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.shifted import Project4
+from deltazoo.mixers.stabiliser import ExponentialBonus, ExponentialKey
+from deltazoo.mixers.variant import ChannelConfig
+
+
+class RWKV4(ChannelConfig):
+    """o_t = sigmoid(r_t) (s_(t-1) + e^(u + k_t) v_t) / (z_(t-1) + e^(u + k_t)),
+
+    [s, z]_t = e^(-w) [s, z]_(t-1) + e^(k_t) [v_t, 1].
+    Each channel is a head with K = 1 and V = 2 (value, normaliser), read before its update.
+    """
+
+    name: ClassVar[str] = "rwkv4"
+    source: ClassVar[str] = "Peng 2023, arXiv 2305.13048"
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", read="before", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        channels = self.channels or width
+        return HeadShape(width, channels, channels, 1, 1)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        key = ExponentialKey(shape, place.layer / max(1, place.depth - 1))
+        outputs = {"bonus": ExponentialBonus(shape), "divide": Normalise(0.0), "gate": NotedGate("sigmoid")}
+        return Parts(Project4(shape, place), {"ones": NormaliserColumn(), "key": key}, outputs)

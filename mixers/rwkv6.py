@@ -1,0 +1,35 @@
+"""RWKV-6: a decay for each key channel, tokens mixed by data with the one before, a bonus for the token itself."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.gates import Bonus, NotedGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.shifted import Project6, Ranks
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class RWKV6(DeltaConfig):
+    """o_t = (S_(t-1) + Diag(u) k_t v_t^T)^T r_t, S_t = Diag(a_t) S_(t-1) + k_t v_t^T; group norm, SiLU gate."""
+
+    name: ClassVar[str] = "rwkv6"
+    source: ClassVar[str] = "Peng 2024, arXiv 2404.05892"
+    heads: int | None = Field(default=None, ge=1, description="None: width // 64, at least 1")
+    mix_rank: int = Field(default=32, ge=1, description="rank of the maps that mix tokens")
+    decay_rank: int = Field(default=64, ge=1, description="rank of the decay's map")
+    norm_eps: float = Field(default=64e-5, gt=0, description="epsilon of the output's norm")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="channel", transition="additive", read="before", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.one_key_each(self.sizes(width, default_heads=max(1, width // 64)))
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
+        outputs = {"bonus": Bonus(shape, 0.5), "norm": norm, "gate": NotedGate("silu")}
+        return Parts(Project6(shape, place, Ranks(self.decay_rank, self.mix_rank)), {}, outputs)

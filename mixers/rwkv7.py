@@ -1,0 +1,34 @@
+"""RWKV-7: a generalised delta rule, with a vector-valued decay and rate, and a removal key of its own."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.gates import Bonus, NotedGate
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.shifted import Project7, Ranks
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class RWKV7(DeltaConfig):
+    """S_t = (Diag(w_t) - (kappa_t * eta_t) kappa_t^T) S_(t-1) + k_t v_t^T; group norm, bonus, gate."""
+
+    name: ClassVar[str] = "rwkv7"
+    source: ClassVar[str] = "Peng 2025, arXiv 2503.14456"
+    heads: int | None = Field(default=None, ge=1, description="None: width // 64, at least 1")
+    ranks: Ranks | None = Field(default=None, description="decay, mix (none), rate, value, gate; None: by the width")
+    norm_eps: float = Field(default=64e-5, gt=0, description="epsilon of the output's norm")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="channel", transition="dplr", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.one_key_each(self.sizes(width, default_heads=max(1, width // 64)))
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
+        outputs = {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": NotedGate()}
+        return Parts(Project7(shape, place, self.ranks or Ranks.of(shape.width)), {}, outputs)

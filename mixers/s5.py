@@ -1,0 +1,32 @@
+"""S5: one state space of many inputs and outputs, diagonal and complex."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.selective import ProjectChannels
+from deltazoo.mixers.turning import ComplexRead, Direct, Discretisation, StateSpaceDecay, TurnIn, TurnOut
+from deltazoo.mixers.variant import ChannelConfig
+
+
+class S5(ChannelConfig):
+    """s_t = a * s_(t-1) + b * (B x_t), y_t = Re(C s_t) + D * x_t, a and b from lambda and dt."""
+
+    name: ClassVar[str] = "s5"
+    source: ClassVar[str] = "Smith 2022, arXiv 2208.04933"
+    blocks: int = Field(default=1, ge=1, description="HiPPO matrices that the eigenvalues start from")
+    discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="fixed", transition="additive", scale=1.0)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.by_channel(width, width, value_width=2)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = {"decay": StateSpaceDecay(shape, self.blocks, self.discretisation), "turn_in": TurnIn(shape)}
+        outputs = {"turn_out": TurnOut(), "read": ComplexRead()}
+        return Parts(ProjectChannels(shape, 0, silu=False), operands, outputs, Direct(shape.width))
