@@ -1,10 +1,10 @@
 """Launch configs: a value, and a heuristic that needs no measurement. `tune` measures, and its tables go before it."""
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Launch(BaseModel):
@@ -45,6 +45,14 @@ class LaunchConfig(BaseModel):
     reverse: Launch = Launch(tile=64)
     gradients: Launch = Launch(tile=64, keys=64)
     decode: Launch = Launch(tile=64, warps=4, stages=1)
+
+    @model_validator(mode="after")
+    def _parts_begin_at_checkpoints(self) -> Self:
+        if self.split % self.every or self.split & (self.split - 1):
+            raise ValueError(
+                f"split must be 0 or a power of two and a multiple of every = {self.every}, got {self.split}"
+            )
+        return self
 
 
 class Problem(NamedTuple):
@@ -113,7 +121,7 @@ def _split(problem: Problem, device: Device) -> int:
     if programs * 5 >= device.processors * 2 or chunks < 32:
         return 0
     parts = max(2, device.processors // max(programs, 1))
-    return max(8, 1 << ((chunks + parts - 1) // parts - 1).bit_length())
+    return max(16, 1 << ((chunks + parts - 1) // parts - 1).bit_length())
 
 
 def launch_config(problem: Problem, index: int | None) -> LaunchConfig:

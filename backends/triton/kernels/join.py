@@ -47,15 +47,15 @@ def join_kernel(
         kb = K0 + tl.arange(0, K1)
         in_kb = kb < K
         Sb = tl.zeros([BV, K1], tl.float32)
-    at_given = given + (tl.cast(n, tl.int64) * HV + hv) * K * V
+    at = (tl.cast(n, tl.int64) * HV + hv) * K * V
     if REVERSE:
-        Sa += load_rows(at_given, vs, ka, in_v, in_ka, K)
+        Sa += load_rows(given + at, vs, ka, in_v, in_ka, K)
         if K1 > 0:
-            Sb += load_rows(at_given, vs, kb, in_v, in_kb, K)
+            Sb += load_rows(given + at, vs, kb, in_v, in_kb, K)
     elif GIVEN:
-        Sa += tl.load(at_given + vs[:, None] + ka[None, :] * V, mask=in_v[:, None] & in_ka[None, :], other=0.0)
+        Sa += tl.load(given + at + vs[:, None] + ka[None, :] * V, mask=in_v[:, None] & in_ka[None, :], other=0.0)
         if K1 > 0:
-            Sb += tl.load(at_given + vs[:, None] + kb[None, :] * V, mask=in_v[:, None] & in_kb[None, :], other=0.0)
+            Sb += tl.load(given + at + vs[:, None] + kb[None, :] * V, mask=in_v[:, None] & in_kb[None, :], other=0.0)
     # an empty sequence going forward still begins with what is given
     for step in range(used if REVERSE else tl.maximum(used, 1)):
         part = used - 1 - step if REVERSE else step
