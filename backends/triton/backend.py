@@ -111,7 +111,12 @@ class TritonBackend(Backend):
         )
         scale = K**-0.5 if spec.scale is None else spec.scale
         return operands, ScanKind(
-            spec.transition == "delta", spec.erase_from == "previous", spec.read == "before", scale, self.config
+            spec.transition == "delta",
+            spec.erase_from == "previous",
+            spec.read == "before",
+            spec.negative_eigenvalues != "off",  # then the state forgets nothing, rounding included
+            scale,
+            self.config,
         )
 
 

@@ -56,7 +56,8 @@ class LaunchConfig(BaseModel):
 
 
 class Problem(NamedTuple):
-    """What a launch config may depend on. N sequences, T tokens in a row, H key heads, HV value heads, K, V widths."""
+    """What a launch config may depend on. N sequences, T tokens in a row, H key heads, HV value heads, K, V widths;
+    precise: what feeds back into the state is kept in two terms."""
 
     device: str
     dtype: torch.dtype
@@ -70,6 +71,7 @@ class Problem(NamedTuple):
     own: bool
     decayed: bool
     packed: bool
+    precise: bool = False
 
 
 class Device(NamedTuple):
@@ -98,6 +100,8 @@ def heuristic(problem: Problem, device: Device) -> LaunchConfig:
     scan, gradients = Launch(tile=64), Launch(tile=64, keys=64)
     if problem.dtype == torch.float32:
         scan, gradients = Launch(tile=32, stages=1), Launch(tile=32, stages=1, keys=32)
+    elif problem.precise:
+        scan = Launch(tile=64, stages=1)
     elif problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
         # one program a processor, loads two chunks ahead; a third key leaves room for one chunk ahead
         scan = Launch(tile=128, warps=8, stages=2 if problem.own else 3)

@@ -40,16 +40,19 @@ class Operands(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """delta: with an erase term; erase_early: it reads the state before the decay; read_early: q before the update."""
+    """delta: with an erase term; erase_early: it reads the state before the decay; read_early: q before the update;
+    precise: what feeds back into the state is kept in two terms of its dtype."""
 
     delta: bool
     erase_early: bool
     read_early: bool
+    precise: bool
     scale: float
 
 
 class Prepared(NamedTuple):
-    """gates [slots, HV, 3, C]; fades [slots, HV]; inverse, reads [slots, HV, C, C]. Empty where nothing is prepared."""
+    """gates [slots, HV, 3, C]; fades [slots, HV]; inverse, reads [slots, HV, terms, C, C]. Empty where nothing is
+    prepared."""
 
     gates: Tensor
     fades: Tensor
@@ -99,13 +102,19 @@ def resolve(x: Operands, kind: Kind, config: str) -> LaunchConfig:
     HV, V = x.v.shape[2:]
     N, T, _ = layout(x.q, x.cu, 64)
     decayed, packed = x.log_decay is not None, x.cu is not None
-    problem = Problem(x.q.device.type, x.q.dtype, N, T, H, HV, K, V, kind.delta, x.e is not None, decayed, packed)
+    problem = Problem(
+        x.q.device.type, x.q.dtype, N, T, H, HV, K, V, kind.delta, x.e is not None, decayed, packed, kind.precise
+    )
     return configs.launch_config(problem, x.q.device.index)
 
 
 def _precision(dtype: torch.dtype) -> str:
     """Of products of float32 operands: tf32 where the user allows it, else three of them, as good as float32."""
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def _terms(x: Operands, kind: Kind) -> int:
+    return 2 if kind.precise and x.q.dtype != torch.float32 else 1
 
 
 def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -115,20 +124,22 @@ def _empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 def prepare(x: Operands, kind: Kind, config: LaunchConfig) -> Prepared:
     """Launch what each chunk decides alone."""
     s = _sizes(x, config.chunk)
-    C = config.chunk
+    C, terms = config.chunk, _terms(x, kind)
     out = Prepared(
         _empty(x.q, s.slots, s.HV, 3, C),
         _empty(x.q, s.slots, s.HV),
-        _empty(x.q, *((s.slots, s.HV, C, C) if kind.delta else (0,)), dtype=x.q.dtype),
-        _empty(x.q, s.slots, s.HV, C, C, dtype=x.q.dtype),
+        _empty(x.q, *((s.slots, s.HV, terms, C, C) if kind.delta else (0,)), dtype=x.q.dtype),
+        _empty(x.q, s.slots, s.HV, terms, C, C, dtype=x.q.dtype),
     )
     if s.slots:
         precision = _precision(x.q.dtype)
+        exact = terms == 2 or x.q.dtype == torch.float32
         prepare_kernel[(s.slots * s.H,)](
             x.q, x.k, x.e, x.log_decay, x.b, x.w, *out, x.cu, s.N, s.T, kind.scale, s.H, s.HV, s.K, C, s.K0, s.K1,
             _decay(x), kind.delta, x.e is not None, x.b is not None, x.w is not None,
             kind.erase_early, kind.read_early, x.cu is not None,
-            tl.float32 if x.q.dtype == torch.float32 else tl.float16, precision, precision, min(config.prepare.tile, C),
+            tl.float32 if exact else tl.float16, precision, "tf32x3" if exact else precision,
+            min(config.prepare.tile, C), terms,
             num_warps=config.prepare.warps, num_stages=config.prepare.stages,
         )  # fmt: skip
     return out
@@ -155,7 +166,7 @@ def _scan(
         t("xs"), t("begins"), t("ends"), x.cu, kind.scale, s.T, cut.segment, cut.parts, s.H, s.HV, s.K, s.V, s.C,
         s.K0, s.K1, BV, _decay(x), kind.delta, x.e is not None, x.w is not None, x.state is not None, kind.read_early,
         x.cu is not None, prepared.gates.numel() > 0, cut.every, cut.SEGMENT, cut.split, mode,
-        _precision(x.q.dtype), launch.stages, num_warps=launch.warps, num_stages=launch.stages,
+        _terms(x, kind), _precision(x.q.dtype), launch.stages, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
 
@@ -244,7 +255,7 @@ def backward(
         reverse_kernel[(s.N * parts * s.HV * cdiv(s.V, BV),)](
             x.q, x.k, x.e, do, x.log_decay, x.w, *prepared, carry, dstates, du, dv, begins, ends, x.cu, kind.scale, s.T,
             segment, parts, s.H, s.HV, s.K, s.V, C, s.K0, s.K1, BV, _decay(x), delta, own, x.w is not None,
-            kind.read_early, *flags, SEGMENT, split, hands_on, _precision(dtype), launch.stages,
+            kind.read_early, *flags, SEGMENT, split, hands_on, _terms(x, kind), _precision(dtype), launch.stages,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 

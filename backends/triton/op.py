@@ -30,11 +30,13 @@ class ScanOperands(NamedTuple):
 
 class ScanKind(NamedTuple):
     """delta: with an erase term. erase_early: it reads the state before the decay. read_early: q reads the state
-    before the update. config: a LaunchConfig as JSON; "" takes the table's, else the heuristic's."""
+    before the update. precise: what feeds back into the state is kept in two terms. config: a LaunchConfig as JSON;
+    "" takes the table's, else the heuristic's."""
 
     delta: bool
     erase_early: bool
     read_early: bool
+    precise: bool
     scale: float
     config: str = ""
 
@@ -60,7 +62,7 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind)
 
 
 _LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
-_KIND = "bool delta, bool erase_early, bool read_early, float scale, str config"
+_KIND = "bool delta, bool erase_early, bool read_early, bool precise, float scale, str config"
 _STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? b, Tensor? w, Tensor? e"
 _SCAN = f"{_STEP}, Tensor? state, Tensor? cu_seqlens"
 _LIBRARY.define(f"triton_scan({_SCAN}, {_KIND}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
@@ -74,8 +76,8 @@ _LIBRARY.define(f"triton_step_({_STEP}, Tensor(a!) states, Tensor? slots, {_KIND
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton import launch
 
-    *operands, delta, erase_early, read_early, scale, config, keep = _ready(arguments)
-    x, kind = launch.Operands(*operands), launch.Kind(delta, erase_early, read_early, scale)
+    *operands, delta, erase_early, read_early, precise, scale, config, keep = _ready(arguments)
+    x, kind = launch.Operands(*operands), launch.Kind(delta, erase_early, read_early, precise, scale)
     with torch.cuda.device_of(x.q):
         return launch.forward(x, kind, keep, launch.resolve(x, kind, config))
 
@@ -84,10 +86,10 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton import launch
 
     ready = _ready(arguments)
-    x, kind = launch.Operands(*ready[:9]), launch.Kind(*ready[16:20])
+    x, kind = launch.Operands(*ready[:9]), launch.Kind(*ready[16:21])
     prepared, checkpoints, d_o, d_final = launch.Prepared(*ready[9:13]), *ready[13:16]
     with torch.cuda.device_of(x.q):
-        config = launch.resolve(x, kind, ready[20])
+        config = launch.resolve(x, kind, ready[21])
         grads = launch.backward(x, kind, prepared, checkpoints, d_o, d_final, config)
     return [x.q.new_empty(0) if grads[name] is None else grads[name] for name in _GRADIENTS]  # type: ignore[misc]
 
@@ -96,9 +98,9 @@ def _step_impl(*arguments: Any) -> Tensor:
     from deltazoo.backends.triton import launch
 
     states = arguments[7]
-    q, k, v, log_decay, b, w, e, _, slots, delta, erase_early, read_early, scale, config = _ready(arguments)
+    q, k, v, log_decay, b, w, e, _, slots, delta, erase_early, read_early, precise, scale, config = _ready(arguments)
     x = launch.Operands(q, k, v, log_decay, b, w, e, None, None)
-    kind = launch.Kind(delta, erase_early, read_early, scale)
+    kind = launch.Kind(delta, erase_early, read_early, precise, scale)
     decay = log_decay[:, 0].contiguous() if log_decay is not None and log_decay.dim() == 3 else log_decay
     stepped = states if states.is_contiguous() else states.contiguous()
     with torch.cuda.device_of(q):
@@ -125,10 +127,11 @@ _GRADIENTS = ("q", "k", "v", "log_decay", "b", "w", "e", "state")
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    q, _, v, _, _, _, _, _, cu, delta, *_, config, keep = arguments
+    q, _, v, _, _, _, _, _, cu, delta, _, _, precise, _, config, keep = arguments
     C, every = _steps(config)
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
+    terms = 2 if precise and q.dtype != torch.float32 else 1
     chunks = (T + C - 1) // C
     N, slots = (B, B * chunks) if cu is None else (cu.shape[0] - 1, T // C + cu.shape[0] - 1)
     places = N * ((chunks + every - 1) // every) if cu is None else slots // every + N
@@ -136,7 +139,7 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     def f32(*shape: Any) -> Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
-    prepared = (f32(slots, HV, 3, C), f32(slots, HV), *(q.new_empty(slots, HV, C, C) for _ in range(2)))
+    prepared = (f32(slots, HV, 3, C), f32(slots, HV), *(q.new_empty(slots, HV, terms, C, C) for _ in range(2)))
     if not delta:
         prepared = tuple(f32(0) for _ in range(4))
     checkpoints = f32(places, HV, V, K) if keep else f32(0)
@@ -203,4 +206,4 @@ class _ChunkScan(torch.autograd.Function):
         out = []
         for grad, operand, want in zip(grads, operands[:8], wanted, strict=False):
             out.append(grad.to(operand.dtype) if want and operand is not None else None)
-        return (*out, None, None, None, None, None, None)
+        return (*out, None, *(None for _ in ctx.kind))

@@ -69,6 +69,53 @@ def store_rows(base, tile, rows, columns, in_rows, in_columns, stride):
 
 
 @triton.jit
+def two_terms(x, dtype: tl.constexpr):
+    """x as a sum of two numbers of a narrower dtype."""
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def dot_terms(x, y, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
+    """acc + x y with x, float32, rounded to TERMS numbers of y's dtype."""
+    if TERMS == 2:
+        high, low = two_terms(x, dtype)
+        acc = tl.dot(high, y, acc, input_precision=PREC)
+        return tl.dot(low, y, acc, input_precision=PREC)
+    else:
+        return tl.dot(x.to(dtype), y, acc, input_precision=PREC)
+
+
+@triton.jit
+def load_square(base, place, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
+    """The chunk's matrix [C, C] of base [places, TERMS, C, C], one of its terms."""
+    return tl.load(base + (place * TERMS + TERM) * C * C + i[:, None] * C + i[None, :])
+
+
+@triton.jit
+def dot_square(
+    x,
+    square,
+    acc,
+    base,
+    place,
+    i,
+    C: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    dtype: tl.constexpr,
+    TERMS: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """acc + x M, or x M^T, with M = square the first term of the chunk's matrix in base [places, TERMS, C, C]."""
+    M = tl.trans(square) if TRANSPOSED else square
+    acc = dot_terms(x, M, acc, dtype, TERMS, PREC)
+    if TERMS == 2:
+        rest = load_square(base, place, i, C, TERMS, 1)
+        acc = tl.dot(x.to(dtype), tl.trans(rest) if TRANSPOSED else rest, acc, input_precision=PREC)
+    return acc
+
+
+@triton.jit
 def log_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl.constexpr):
     """log2 of each token's own decay; zeros outside. tokens: rows of the flattened batch."""
     if DECAY == "head":

@@ -10,7 +10,14 @@ width
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.layout import first_slot, load_rows, log_decays, sequence_bounds, sequence_of_slot
+from deltazoo.backends.triton.kernels.layout import (
+    first_slot,
+    load_rows,
+    log_decays,
+    sequence_bounds,
+    sequence_of_slot,
+    two_terms,
+)
 
 
 @triton.jit
@@ -58,17 +65,30 @@ def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.const
 
 
 @triton.jit
+def store_square(base, square, place, i, C: tl.constexpr, TERMS: tl.constexpr):
+    """A chunk's matrix [C, C] as TERMS numbers into base [places, TERMS, C, C]."""
+    at = base + place * TERMS * C * C + i[:, None] * C + i[None, :]
+    if TERMS == 2:
+        high, low = two_terms(square, base.dtype.element_ty)
+        tl.store(at, high)
+        tl.store(at + C * C, low)
+    else:
+        tl.store(at, square.to(base.dtype.element_ty))
+
+
+@triton.jit
 def prepare_kernel(
     q, k, e, log_decay, b, w, gates, fades, inverse, reads, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
     """One program a (slot, key head).
 
     gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state;
-    inverse [slots, HV, C, C] = T; reads [slots, HV, C, C] = P.
+    inverse [slots, HV, TERMS, C, C] = T; reads [slots, HV, TERMS, C, C] = P, each as a sum of TERMS numbers.
     """
     pid = tl.program_id(0)
     slot = pid // H
@@ -148,8 +168,6 @@ def prepare_kernel(
                     erase = tl.load(b + at + g + 1, mask=more, other=0.0).to(tl.float32)
                 if WRITE:
                     write = tl.load(w + at + g + 1, mask=more, other=0.0).to(tl.float32)
-            square_at = out * C * C + i[:, None] * C + i[None, :]
-            tl.store(reads + square_at, tl.where(seen, P * D_read, 0.0).to(reads.dtype.element_ty))
+            store_square(reads, tl.where(seen, P * D_read, 0.0), out, i, C, TERMS)
             if DELTA:
-                X = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
-                tl.store(inverse + square_at, X.to(inverse.dtype.element_ty))
+                store_square(inverse, unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK), out, i, C, TERMS)

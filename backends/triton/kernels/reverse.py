@@ -13,8 +13,11 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.layout import (
     chunks_remembered,
     cumulative_decays,
+    dot_square,
+    dot_terms,
     first_slot,
     load_rows,
+    load_square,
     sequence_bounds,
     store_rows,
 )
@@ -28,7 +31,7 @@ def reverse_kernel(
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
     PACKED: tl.constexpr, PREPARED: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, ENDS: tl.constexpr,
-    PREC: tl.constexpr, STAGES: tl.constexpr,
+    TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile) walks back through one segment; dS^T [BV, K] in registers.
 
@@ -105,9 +108,9 @@ def reverse_kernel(
                     store_rows(at, dSb, vs, kb, in_v, in_kb, K)
 
             # dx = scale P'^T do + (e^(Gend - G) k) dS'
-            dx = tl.dot(dSa.to(dtype), tl.trans(k_a), input_precision=PREC)
+            dx = dot_terms(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if K1 > 0:
-                dx = tl.dot(dSb.to(dtype), tl.trans(k_b), dx, input_precision=PREC)
+                dx = dot_terms(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
             if DECAY != "none":
                 G, G_before, G_end = cumulative_decays(
                     gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
@@ -115,7 +118,7 @@ def reverse_kernel(
                 G_read = G_before if READ_EARLY else G
                 dx *= tl.exp2(G_end - G)[None, :]
             if PREPARED:
-                P = tl.load(reads + place * C * C + i[:, None] * C + i[None, :])
+                P = load_square(reads, place, i, C, TERMS, 0)
             else:
                 P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
                 if K1 > 0:
@@ -124,11 +127,14 @@ def reverse_kernel(
                     P *= tl.exp2(tl.where(causal, G_read[:, None] - G[None, :], 0.0))
                 P = tl.where(causal, P * scale, 0.0).to(dtype)
             dx = tl.dot(do_T, P, dx, input_precision=PREC)
+            if TERMS == 2:
+                dx = tl.dot(do_T, load_square(reads, place, i, C, TERMS, 1), dx, input_precision=PREC)
 
             # du = T^T dx
             if DELTA:
-                T_inverse = tl.load(inverse + place * C * C + i[:, None] * C + i[None, :])
-                dx = tl.dot(dx.to(dtype), T_inverse, input_precision=PREC)
+                T_inverse = load_square(inverse, place, i, C, TERMS, 0)
+                nothing = tl.zeros([BV, C], tl.float32)
+                dx = dot_square(dx, T_inverse, nothing, inverse, place, i, C, False, dtype, TERMS, PREC)
             if not ENDS:
                 in_tile = in_v[:, None] & in_time[None, :]
                 at = du + (tl.cast(local, tl.int64) * C * HV + hv) * V
@@ -160,10 +166,10 @@ def reverse_kernel(
                     e_a = k_a
                     if K1 > 0:
                         e_b = k_b
-                due = (dx * -tl.load(gates + (place * 3 + 1) * C + i)[None, :]).to(dtype)
-                dSa = tl.dot(due, e_a, dSa, input_precision=PREC)
+                due = dx * -tl.load(gates + (place * 3 + 1) * C + i)[None, :]
+                dSa = dot_terms(due, e_a, dSa, dtype, TERMS, PREC)
                 if K1 > 0:
-                    dSb = tl.dot(due, e_b, dSb, input_precision=PREC)
+                    dSb = dot_terms(due, e_b, dSb, dtype, TERMS, PREC)
         if ENDS:
             at_end = ends + tl.cast(nh, tl.int64) * (V + K) * K
             store_rows(at_end, dSa, vs, ka, in_v, in_ka, K)

@@ -12,8 +12,11 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.layout import (
     chunks_forgotten,
     cumulative_decays,
+    dot_square,
+    dot_terms,
     first_slot,
     load_rows,
+    load_square,
     sequence_bounds,
     store_rows,
 )
@@ -27,7 +30,8 @@ def scan_kernel(
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
     READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr, EVERY: tl.constexpr, SEGMENT: tl.constexpr,
-    SPLIT: tl.constexpr, MODE: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile); S^T [BV, K] stays in registers, as tiles of K0 and K1 keys.
 
@@ -37,6 +41,7 @@ def scan_kernel(
         states [place, HV, V, K] and x in xs [place, C, HV, V]; parts: checkpoints a segment.
     MODE "ends": the state that each part leaves when it begins from nothing (the first from the initial state) and, in
         further tiles, the map from its beginning to its end: ends [N parts, HV, V + K, K]. "maps": the maps alone.
+    TERMS 2: what feeds back into the state is rounded to two numbers instead of one.
     A segment is SEGMENT chunks of every sequence; 0: all of them, and places are slots.
     """
     OUTPUT: tl.constexpr = MODE == "output"
@@ -182,11 +187,14 @@ def scan_kernel(
                     if K1 > 0:
                         e_b = k_b
                 y = tl.dot(S_a, tl.trans(e_a), input_precision=PREC)
+                if TERMS == 2:
+                    y = tl.dot((Sa - S_a.to(tl.float32)).to(dtype), tl.trans(e_a), y, input_precision=PREC)
                 if K1 > 0:
-                    y = tl.dot(S_b, tl.trans(e_b), y, input_precision=PREC)
+                    y = dot_terms(Sb, tl.trans(e_b), y, dtype, TERMS, PREC)
                 x -= y * tl.load(gates + (place * 3 + 1) * C + i)[None, :]
-                T_inverse = tl.load(inverse + place * C * C + i[:, None] * C + i[None, :])
-                x = tl.dot(x.to(dtype), tl.trans(T_inverse), input_precision=PREC)
+                T_inverse = load_square(inverse, place, i, C, TERMS, 0)
+                nothing = tl.zeros([BV, C], tl.float32)
+                x = dot_square(x, T_inverse, nothing, inverse, place, i, C, True, dtype, TERMS, PREC)
             if DECAY != "none":
                 G, G_before, G_end = cumulative_decays(
                     gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
@@ -206,7 +214,7 @@ def scan_kernel(
                 else:
                     out *= scale
                 if PREPARED:
-                    P = tl.load(reads + place * C * C + i[:, None] * C + i[None, :])
+                    P = load_square(reads, place, i, C, TERMS, 0)
                 else:
                     P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
                     if K1 > 0:
@@ -214,7 +222,7 @@ def scan_kernel(
                     if DECAY != "none":
                         P *= tl.exp2(tl.where(causal, G_read[:, None] - G[None, :], 0.0))
                     P = tl.where(causal, P * scale, 0.0).to(dtype)
-                out = tl.dot(x.to(dtype), tl.trans(P), out, input_precision=PREC)
+                out = dot_square(x, P, out, reads, place, i, C, True, dtype, TERMS, PREC)
                 tl.store(
                     o + value + vs[:, None] + i[None, :] * (HV * V),
                     out.to(o.dtype.element_ty),
@@ -227,9 +235,9 @@ def scan_kernel(
                 Sa *= tl.exp2(G_end)
                 if K1 > 0:
                     Sb *= tl.exp2(G_end)
-            Sa = tl.dot(x.to(dtype), k_a, Sa, input_precision=PREC)
+            Sa = dot_terms(x, k_a, Sa, dtype, TERMS, PREC)
             if K1 > 0:
-                Sb = tl.dot(x.to(dtype), k_b, Sb, input_precision=PREC)
+                Sb = dot_terms(x, k_b, Sb, dtype, TERMS, PREC)
 
     if ENDS:
         rows = tl.where(maps, vs + V, vs)
