@@ -101,7 +101,7 @@ def heuristic(problem: Problem, device: Device) -> LaunchConfig:
     if problem.dtype == torch.float32:
         scan, gradients = Launch(tile=32, stages=1), Launch(tile=32, stages=1, keys=32)
     elif problem.precise:
-        scan = Launch(tile=64, stages=1)
+        scan, gradients = Launch(tile=64, stages=1), Launch(tile=32, stages=1, keys=32)
     elif problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
         # one program a processor, loads two chunks ahead; a third key leaves room for one chunk ahead
         scan = Launch(tile=128, warps=8, stages=2 if problem.own else 3)

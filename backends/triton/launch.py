@@ -227,7 +227,7 @@ def backward(
     BK = min(config.gradients.keys or s.K0, s.K0)
     tiles = cdiv(s.K, BK)
 
-    SEGMENT = _segment(s, config, split, dtype.itemsize)
+    SEGMENT = _segment(s, config, split, dtype.itemsize * _terms(x, kind))
     segments = cdiv(chunks, SEGMENT) if SEGMENT else 1
     held = s.N * SEGMENT if SEGMENT else s.slots
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
@@ -238,8 +238,9 @@ def backward(
     dw = _empty(x.q, B, T, s.HV) if x.w is not None else None
     dgates = _empty(x.q, tiles, s.slots, s.HV, 4, C)
     kepts = _empty(x.q, tiles, s.slots, s.HV)
-    states, dstates = (_empty(x.q, held, s.HV, s.V, s.K, dtype=dtype) for _ in range(2))
-    xs, du = (_empty(x.q, held, C, s.HV, s.V, dtype=dtype) for _ in range(2))
+    kept = dtype if _terms(x, kind) == 1 else torch.float32
+    states, dstates = (_empty(x.q, held, s.HV, s.V, s.K, dtype=kept) for _ in range(2))
+    xs, du = (_empty(x.q, held, C, s.HV, s.V, dtype=kept) for _ in range(2))
     sums = _empty(x.q, *((held * s.H * tiles, 3, C, BK) if s.HV > s.H else (0,)))
     carry = _empty(x.q, s.N, s.HV, s.V, s.K)
     carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))

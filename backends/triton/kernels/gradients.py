@@ -36,6 +36,7 @@ def gradients_kernel(
 
     Reads (q, do) and erases (b e, -du) are stacked, so that one product serves both; eight rows of one alternate with
     eight of the other, which leaves both rows of a token in one thread. dq, dk, de [B, T, H, K]; dw [B, T, HV];
+    The scratch (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
     dgates [K tiles, slots, HV, 4, C] = turn, stored, read, early and kepts [K tiles, slots, HV] go to
     gate_gradients_kernel.
     """
@@ -70,7 +71,7 @@ def gradients_kernel(
         ks = tile * BK + tl.arange(0, BK)
         in_k = ks < K
         key = (row * H + h) * K
-        dtype: tl.constexpr = k.dtype.element_ty
+        dtype: tl.constexpr = xs.dtype.element_ty
         kc = tl.arange(0, BK)
         sum_at = sums + tl.cast(pid, tl.int64) * 3 * C * BK
         # a read before the update sees no write of its own token, an erase never does
@@ -91,9 +92,15 @@ def gradients_kernel(
                 vs = tv * BV + tl.arange(0, BV)
                 in_v = vs < V
                 out_at = do + value + t[:, None] * (HV * V) + vs[None, :]
-                if DELTA:
-                    out_at = tl.where(erases[:, None], du + local_value + t[:, None] * (HV * V) + vs[None, :], out_at)
-                dout = tl.load(out_at, mask=in_rows[:, None] & in_v[None, :], other=0.0)
+                du_at = du + local_value + t[:, None] * (HV * V) + vs[None, :]
+                here = in_rows[:, None] & in_v[None, :]
+                if not DELTA:
+                    dout = tl.load(out_at, mask=here, other=0.0).to(dtype)
+                elif do.dtype == du.dtype:
+                    dout = tl.load(tl.where(erases[:, None], du_at, out_at), mask=here, other=0.0)
+                else:
+                    dout = tl.load(out_at, mask=here & (erases[:, None] == 0), other=0.0).to(dtype)
+                    dout += tl.load(du_at, mask=here & erases[:, None], other=0.0)
                 x = load_rows(xs + local_value, i, vs, i < C, in_v, HV * V)
                 S = load_rows(states + scratch * V * K, vs, ks, in_v, in_k, K)
                 dS = load_rows(dstates + scratch * V * K, vs, ks, in_v, in_k, K)
@@ -111,11 +118,11 @@ def gradients_kernel(
                 if tile == 0:
                     tl.store(dw + (row + i) * HV + hv, dwrite, mask=in_time)
 
-            k_tile = load_rows(k + key, i, ks, in_time, in_k, H * K)
+            k_tile = load_rows(k + key, i, ks, in_time, in_k, H * K).to(dtype)
             qe_at = q + key + t[:, None] * (H * K) + ks[None, :]
             if DELTA:
                 qe_at = tl.where(erases[:, None], (e if OWN else k) + key + t[:, None] * (H * K) + ks[None, :], qe_at)
-            qe = tl.load(qe_at, mask=in_rows[:, None] & in_k[None, :], other=0.0)
+            qe = tl.load(qe_at, mask=in_rows[:, None] & in_k[None, :], other=0.0).to(dtype)
             sign = tl.where(erases, -1.0, scale)
             if DECAY != "none":
                 G, G_before, G_end = cumulative_decays(

@@ -138,7 +138,7 @@ def reverse_kernel(
             if not ENDS:
                 in_tile = in_v[:, None] & in_time[None, :]
                 at = du + (tl.cast(local, tl.int64) * C * HV + hv) * V
-                tl.store(at + vs[:, None] + i[None, :] * (HV * V), dx.to(dtype), mask=in_v[:, None])
+                tl.store(at + vs[:, None] + i[None, :] * (HV * V), dx.to(du.dtype.element_ty), mask=in_v[:, None])
                 dvalue = dx
                 if WRITE:
                     if PREPARED:
