@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from deltazoo.mixers.mamba import Mamba
     from deltazoo.mixers.mamba2 import Mamba2
     from deltazoo.mixers.mlstm import MLSTM
+    from deltazoo.mixers.mom import MoM
     from deltazoo.mixers.retnet import RetNet
     from deltazoo.mixers.rg_lru import RGLRU
     from deltazoo.mixers.rwkv4 import RWKV4
@@ -68,6 +69,7 @@ _HOME = {
     "Mamba2": "mamba2",
     "Mixer": "base",
     "MixerConfig": "base",
+    "MoM": "mom",
     "Place": "base",
     "RGLRU": "rg_lru",
     "RWKV4": "rwkv4",
@@ -115,6 +117,7 @@ __all__ = [
     "Mamba2",
     "Mixer",
     "MixerConfig",
+    "MoM",
     "Place",
     "RetNet",
     "SlidingWindow",

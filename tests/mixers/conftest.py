@@ -37,6 +37,7 @@ from deltazoo.mixers import (
     Mamba,
     Mamba2,
     MixerConfig,
+    MoM,
     RetNet,
     SlidingWindow,
 )
@@ -79,6 +80,7 @@ ZOO: dict[str, MixerConfig] = {
     "gated_deltaproduct": GatedDeltaProduct(**_HEADS),
     "gated_efla": GatedEFLA(**_HEADS),
     "gated_longhorn": GatedLonghorn(**_HEADS),
+    "mom": MoM(memory=DeltaNet(**_HEADS), memories=3, balance=0, z=0),
     # axes combined: fields, not new mixers
     "attention, qk-norm, gate, partial rotary": Attention(heads=2, qk_norm=True, gate=True, rotary_fraction=0.5),
     "linear_attention, dpfp": LinearAttention(**_HEADS, feature="dpfp"),
@@ -89,6 +91,7 @@ ZOO: dict[str, MixerConfig] = {
     "gated EFLA": GatedDeltaNet(**_HEADS, reparam="efla"),
     "EFLA with channel decay": KDA(**_HEADS, reparam="efla", conv_width=0),
     "gated Longhorn, 2 householders": GatedDeltaNet(**_HEADS, reparam="longhorn", householders=2, conv_width=2),
+    "mom of rwkv4, one active": MoM(memory=RWKV4(channels=8), memories=2, active=1, shared=False, balance=0, z=0),
     "kda, negative eigenvalues in the erase": KDA(**_HEADS, negative_eigenvalues="erase"),
 }
 

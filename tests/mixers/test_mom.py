@@ -1,0 +1,159 @@
+"""Mixture of memories: a loop over tokens and memories, isolation, causality, losses, graphs, any mixer inside."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from deltazoo.backends.compile import CompileBackend
+from deltazoo.mixers import Context, GatedDeltaNet, MixerConfig, MoM
+from deltazoo.mixers.mom import MoMMixer
+from deltazoo.mixers.variant import UpdateConfig
+
+WIDTH, T = 24, 9
+
+
+def made(memory: MixerConfig, **fields: object) -> MoMMixer:
+    torch.manual_seed(0)
+    config = MoM(memory=memory, **{"memories": 4, "active": 2, "balance": 0.0, "z": 0.0, **fields})
+    mixer = config.build(WIDTH, backend="reference").double()
+    with torch.no_grad():
+        mixer.router.weight.normal_()
+    return mixer
+
+
+def by_loop(mixer: MoMMixer, x: Tensor) -> Tensor:
+    """Token by token: each memory decodes the tokens that choose it, and no others."""
+    rows = []
+    for b in range(x.shape[0]):
+        states = [memory.init_state(1, T) for memory in mixer.memories]
+        shared = mixer.shared.init_state(1, T)
+        for t in range(x.shape[1]):
+            token = x[b : b + 1, t : t + 1]
+            y, shared = mixer.shared(token, shared)
+            p = torch.softmax(mixer.router.weight @ token[0, 0], 0)
+            chosen = sorted(range(len(p)), key=lambda m: (-float(p[m].detach()), m))[: mixer.router.active]
+            for m in chosen:
+                own, states[m] = mixer.memories[m](token, states[m])
+                y = y + p[m] / sum(p[i] for i in chosen) * own
+            rows.append(y)
+    return torch.cat(rows, 1).view_as(x)
+
+
+@pytest.fixture
+def table_a(config: MixerConfig) -> MixerConfig:
+    if not isinstance(config, UpdateConfig):
+        pytest.skip("not of table A")
+    return config
+
+
+def test_any_mixer_is_a_memory(table_a: MixerConfig) -> None:
+    mixer = made(table_a)
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    y, want = mixer(x)[0], by_loop(mixer, x)
+    torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-11)
+    weight = torch.randn_like(want)
+    leaves = [x, *mixer.parameters()]
+    ours, theirs = (torch.autograd.grad((z * weight).sum(), leaves, allow_unused=True) for z in (y, want))
+    for left, right in zip(ours, theirs, strict=True):
+        if left is not None and right is not None:
+            torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_no_token_sees_the_future_or_another_sequence(training: bool) -> None:
+    mixer = made(GatedDeltaNet(heads=2, key_width=4)).train(training)
+    x = torch.randn(1, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    context = Context(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32))
+    y = mixer(x, None, context)[0]
+    for t in range(T):
+        (grad,) = torch.autograd.grad(y[0, t].sum(), x, retain_graph=True)
+        seen = grad[0].abs().sum(-1) > 0
+        assert not seen[t + 1 :].any()
+        assert not seen[: 5 if t >= 5 else 0].any()
+        assert seen[t]
+
+
+def test_training_and_evaluation_give_the_same_numbers() -> None:
+    mixer = made(GatedDeltaNet(heads=2, key_width=4), balance=0.1, z=0.1)
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        want = mixer.eval()(x)[0]
+    assert torch.equal(mixer.train()(x)[0], want)
+
+
+def test_equal_scores_go_to_the_first_memories() -> None:
+    mixer = made(GatedDeltaNet(heads=2, key_width=4))
+    with torch.no_grad():
+        mixer.router.weight.zero_()
+    routes = mixer.router(torch.randn(2, 3, WIDTH), None)
+    assert routes.chosen.tolist() == [[[True, True, False, False]] * 3] * 2
+    assert routes.weight[routes.chosen].tolist() == [0.5] * 12
+
+
+def test_the_routers_losses_reach_its_gradient() -> None:
+    """balance M sum f P + z mean logsumexp^2, beside the loss that the output ends in."""
+    mixer = made(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64)
+    (0 * mixer(x)[0]).sum().backward()
+    weight = mixer.router.weight.detach().clone().requires_grad_()
+    logits = x @ weight.mT
+    p = logits.softmax(-1)
+    sent = torch.zeros(4, dtype=torch.float64)
+    for token in p.flatten(0, 1):
+        for m in token.topk(2).indices:
+            sent[m] += 1 / (2 * T * 2)
+    loss = 0.3 * 4 * (sent * p.mean((0, 1))).sum() + 0.2 * logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(mixer.router(x, None).loss, loss, rtol=1e-12, atol=0)
+    (want,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(mixer.router.weight.grad, want, rtol=1e-9, atol=1e-12)
+
+
+def test_training_spreads_tokens_over_the_memories() -> None:
+    """From a router that sends nearly all to one memory, the loss alone evens out what is sent."""
+    mixer = made(GatedDeltaNet(heads=1, key_width=4), balance=1.0, active=1)
+    x = torch.randn(4, 64, WIDTH, dtype=torch.float64) + 1
+    with torch.no_grad():
+        mixer.router.weight.mul_(0.1)
+        mixer.router.weight[0] += 0.1
+    optimiser = torch.optim.Adam(mixer.router.parameters(), 0.02)
+
+    def most() -> float:
+        return float(mixer.router(x, None).chosen.double().mean((0, 1)).max())
+
+    before = most()
+    for _ in range(60):
+        optimiser.zero_grad()
+        mixer.router(x, None).loss.backward()
+        optimiser.step()
+    assert before > 0.9
+    assert most() < 0.5
+
+
+def test_lengths_and_routings_share_graphs() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = MoM(memory=GatedDeltaNet(heads=2, key_width=4))
+    mixer = config.build(WIDTH, backend=CompileBackend(chunk=16, compiled=False)).double()
+    counter = CompileCounterWithBackend("aot_eager")
+    module = torch.compile(mixer, fullgraph=True, backend=counter)
+    for length in (40, 70, 33, 64, 50):
+        x = torch.randn(2, length, WIDTH, dtype=torch.float64)
+        torch.testing.assert_close(module(x)[0], mixer(x)[0], rtol=1e-10, atol=1e-12)
+    assert counter.frame_count <= 3  # the first length's, one of whole chunks, one of others
+
+
+def test_pieces_of_a_pack_equal_the_whole() -> None:
+    mixer = made(GatedDeltaNet(heads=2, key_width=4))
+    x = torch.randn(1, T, WIDTH, dtype=torch.float64)
+    bounds = [0, 4, 4, T]
+    context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    with torch.no_grad():
+        want = torch.cat([mixer(x[:, a:b])[0] for a, b in itertools.pairwise(bounds)], 1)
+        y, state = mixer(x, mixer.init_state(3), context)
+        more, _ = mixer(x[:, :1].expand(3, -1, -1), state)
+        whole = mixer(torch.cat([x[:, 4:], x[:, :1]], 1))[0]
+    torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(more[2:], whole[:, -1:], rtol=1e-9, atol=1e-11)
