@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli import bench, build, check, demo, doctor, generate, schema, show, train
+from deltazoo.cli import bench, build, check, demo, doctor, generate, schema, show, train, tune
 from deltazoo.cli import list as list_
 from deltazoo.cli.mistakes import Debug, guarded
 
@@ -25,6 +25,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate.command,
     "bench": bench.command,
     "check": check.command,
+    "tune": tune.command,
+    "merge-tables": tune.merge,
     "doctor": doctor.command,
     "demo": demo.command,
     "schema": schema.command,

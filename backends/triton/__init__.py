@@ -2,5 +2,6 @@
 
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import Launch, LaunchConfig
+from deltazoo.backends.triton.table import use_table
 
-__all__ = ["Launch", "LaunchConfig", "TritonBackend"]
+__all__ = ["Launch", "LaunchConfig", "TritonBackend", "use_table"]

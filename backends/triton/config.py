@@ -92,9 +92,10 @@ def device_of(index: int | None) -> Device:
     return Device(found.name, found.multi_processor_count, shared_memory)
 
 
-def heuristic(problem: Problem, device: Device) -> LaunchConfig:
+def heuristic(problem: Problem, device: Device, split: int | None = None) -> LaunchConfig:
     """A config from the sizes alone: right everywhere, and near the best on a Hopper GPU for K = V = 128.
 
+    Args: split: the chunks a part, where it is known.
     Source: docs/notes/triton-kernels/NOTES.md.
     """
     scan, gradients = Launch(tile=64), Launch(tile=64, keys=64)
@@ -105,7 +106,7 @@ def heuristic(problem: Problem, device: Device) -> LaunchConfig:
     elif problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
         # one program a processor, loads two chunks ahead; a third key leaves room for one chunk ahead
         scan = Launch(tile=128, warps=8, stages=2 if problem.own else 3)
-    split = _split(problem, device)
+    split = _split(problem, device) if split is None else split
     few = problem.N * problem.HV < 64
     return LaunchConfig(
         split=split,
@@ -129,8 +130,10 @@ def _split(problem: Problem, device: Device) -> int:
 
 
 def launch_config(problem: Problem, index: int | None) -> LaunchConfig:
-    """The launch config for a problem on a CUDA device."""
-    return heuristic(problem, device_of(index))
+    """The launch config for a problem on a CUDA device: the tables', and the heuristic's where they say nothing."""
+    from deltazoo.backends.triton.table import tuned_config  # which imports the values of this file
+
+    return tuned_config(problem, index)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -94,5 +94,5 @@ def test_version_is_the_package_s(ok):
 
 
 def test_every_command_takes_json(ok):
-    for command in ("list", "show", "build", "train", "generate", "bench", "check", "doctor", "demo", "schema"):
+    for command in ("list", "show", "build", "train", "generate", "bench", "check", "tune", "merge-tables", "doctor", "demo", "schema"):
         assert "--json" in ok(command, "--help").out

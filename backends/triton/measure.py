@@ -1,0 +1,320 @@
+"""Check and time launch configs on a GPU: each check in a process of its own, each time from a captured graph.
+
+A config may ask for more shared memory than there is, hang, or break the process's hold on the device: so every
+candidate runs first in a process that may be lost. These also compile side by side, and leave what they compile in
+Triton's cache.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.base import UpdateInputs, UpdateMeta, state_dtype
+from deltazoo.backends.conformance.cases import REGIMES, Case, Regime, draw
+from deltazoo.backends.conformance.compare import Cotangents, draw_cotangents, exact, limit, relative_error, run
+from deltazoo.backends.dispatch import bind
+from deltazoo.backends.environment import Environment, environment, usable_device
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.timing import in_turns
+from deltazoo.backends.triton.backend import TritonBackend
+from deltazoo.backends.triton.config import LaunchConfig, device_of, parse
+from deltazoo.backends.triton.table import Kernel, key_of
+from deltazoo.backends.triton.tune import Runner, Target, problem_of
+from deltazoo.backends.work import Direction, Work
+
+_PATIENCE = 240.0  # seconds for one check, compilation included
+_LONGEST_TURN = 2.0  # seconds of timed calls for one comparison
+
+
+class CudaRunner(Runner):
+    """A CUDA device.
+
+    Args: workers: processes that check side by side; None is one a core but one, at most 15.
+    Raises: ConfigError where there is no such GPU.
+    """
+
+    def __init__(self, device: str = "cuda", workers: int | None = None, regimes: Sequence[Regime] = REGIMES) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("tuning needs an NVIDIA GPU, and torch sees none on this machine")
+        self.on = usable_device(device)
+        if self.on.type != "cuda":
+            raise ConfigError(f"tuning needs a CUDA device, got {device!r}")
+        import triton
+
+        index = self.on.index if self.on.index is not None else torch.cuda.current_device()
+        self.on = torch.device("cuda", index)
+        self.device, self.triton, self.regimes = device_of(index), triton.__version__, regimes
+        self._free: queue.Queue[_Worker] = queue.Queue()
+        self._count = workers or max(1, min(15, (os.cpu_count() or 2) - 1))
+        for _ in range(self._count):
+            self._free.put(_Worker(self.on))
+        self._folder = tempfile.TemporaryDirectory(prefix="deltazoo-tune-")
+        self._verdicts: dict[tuple[object, ...], str] = {}
+        self._exact: dict[Case, Path] = {}
+        self._bench: _Bench | None = None
+
+    def environment(self) -> Environment:
+        return environment(self.on)
+
+    def refusals(self, target: Target) -> list[str]:
+        """Why the kernels do not take a target; [] where they do."""
+        _, _, _, H, HV, K, V, lengths = target.shape
+        meta = UpdateMeta(self.on.type, target.dtype, H, HV, K, V, packed=bool(lengths), grad=True)
+        return TritonBackend().unsupported(target.spec, meta)
+
+    def check(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> list[str]:
+        self.ahead(target, [(kernel, configs)])
+        return [self._verdicts[self._at(target, kernel, config)] for config in configs]
+
+    def ahead(self, target: Target, tasks: Sequence[tuple[Kernel, Sequence[LaunchConfig]]]) -> None:
+        wanted = {
+            self._at(target, kernel, config): (kernel, config)
+            for kernel, configs in tasks
+            for config in configs
+            if self._at(target, kernel, config) not in self._verdicts
+        }
+        if not wanted:
+            return
+        self._bench = None
+        torch.cuda.empty_cache()
+        jobs = [self._job(target, kernel, config) for kernel, config in wanted.values()]
+        room = int(0.7 * torch.cuda.mem_get_info(self.on)[0] / (2**30 + _bytes(target)))
+        with ThreadPoolExecutor(max(1, min(self._count, room))) as pool:
+            self._verdicts |= dict(zip(wanted, pool.map(self._ask, jobs), strict=True))
+
+    def time(self, target: Target, direction: Direction, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
+        if self._bench is None or (self._bench.target, self._bench.direction) != (target, direction):
+            self._bench = None
+            self._bench = _Bench(target, direction, self.on)
+        return self._bench.time(configs, rounds)
+
+    def close(self) -> None:
+        self._bench = None
+        while not self._free.empty():
+            self._free.get().stop()
+        self._folder.cleanup()
+
+    def _at(self, target: Target, kernel: Kernel, config: LaunchConfig) -> tuple[object, ...]:
+        """What a verdict holds for: the code, and what is new in the config."""
+        key = key_of(kernel, problem_of(target, kernel), config.split)
+        return (key.code, target.spec, config.split if kernel == "split" else getattr(config, kernel))
+
+    def _job(self, target: Target, kernel: Kernel, config: LaunchConfig) -> "_Job":
+        at, cases = checks_of(target, kernel, config, self.regimes)
+        for case in cases:
+            if case not in self._exact:
+                self._exact[case] = Path(self._folder.name) / f"{len(self._exact)}.pt"
+                torch.save(_answers(case, kernel == "decode", self.on), self._exact[case])
+        files = [(case, str(self._exact[case])) for case in cases]
+        return _Job(target, kernel, at.model_dump_json(), config.model_dump_json(), files)
+
+    def _ask(self, job: "_Job") -> str:
+        worker = self._free.get()
+        try:
+            return worker.ask(job)
+        finally:
+            self._free.put(worker)
+
+
+def checks_of(
+    target: Target, kernel: Kernel, config: LaunchConfig, regimes: Sequence[Regime] = REGIMES
+) -> tuple[LaunchConfig, list[Case]]:
+    """The config and the short cases on which a candidate is checked: the code that runs is the target's.
+
+    Two chunks and more of a sequence, or of two parts where the target is walked in parts; a T that is no multiple of a
+    chunk, and packed sequences, one empty, where the target is packed.
+    """
+    spec, shape, dtype = target
+    if kernel == "decode":
+        short = Shape("short", 3, 1, 2, 2 * shape.HV // shape.H, shape.K, shape.V)
+        return config, [Case(spec, short, dtype)]
+    split = config.split if kernel == "split" else min(config.split, LaunchConfig().every)
+    T = 64 * split + 80 if split else 208
+    lengths = (T - 80, 0, 64, 16) if shape.lengths and not split else (T - 16, 0, 16) if shape.lengths else ()
+    short = Shape("short", 1, T, 1, shape.HV // shape.H, shape.K, shape.V, lengths)
+    chosen = regimes if not split else regimes[:1]
+    fields = {name: getattr(config, name) for name in LaunchConfig.model_fields} | {"split": split}
+    return LaunchConfig(**fields), [Case(spec, short, dtype, regime) for regime in chosen]
+
+
+class _Job(NamedTuple):
+    """checked: the config as JSON, for the cases; config: for the target. cases: with the files of their answers."""
+
+    target: Target
+    kernel: Kernel
+    checked: str
+    config: str
+    cases: list[tuple[Case, str]]
+
+
+class _Worker:
+    """A process that checks one job after another, begun anew after one that it did not survive."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.process: Any = None
+        self.line: Connection | None = None
+
+    def ask(self, job: _Job) -> str:
+        if self.process is None or self.line is None:
+            context = multiprocessing.get_context("spawn")
+            self.line, far = context.Pipe()
+            self.process = context.Process(target=_serve, args=(far, str(self.device)), daemon=True)
+            self.process.start()
+            far.close()
+        try:
+            self.line.send(job)
+            if not self.line.poll(_PATIENCE):
+                self.stop()
+                return f"took more than {_PATIENCE:.0f} s"
+            said: str = self.line.recv()
+        except (EOFError, OSError):
+            self.stop()
+            return "ended the process that ran it"
+        if "CUDA" in said:  # an error of the device stays with the process
+            self.stop()
+        return said
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+        if self.line is not None:
+            self.line.close()
+        self.process = self.line = None
+
+
+def _serve(line: Connection, device: str) -> None:
+    """The worker's life."""
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            job: _Job = line.recv()
+            try:
+                said = _verdict(job, torch.device(device))
+            except Exception as error:
+                sentence = str(error).strip().partition("\n")[0]
+                said = f"failed with {type(error).__name__}: {sentence[:200]}"
+            line.send(said)
+
+
+def _verdict(job: _Job, device: torch.device) -> str:
+    """What is wrong with a config: "" where nothing is."""
+    backend = TritonBackend(parse(job.checked))
+    for case, path in job.cases:
+        inputs, cotangents, want, usual = torch.load(path, map_location=device, weights_only=False)
+        got = _computed(backend, case, inputs, cotangents, job.kernel == "decode")
+        for name in want:
+            error = relative_error(got[name], want[name], usual[name])
+            if not error <= limit(case, name, device):
+                return f"{name} has relative RMS error {error:.1e}, above {limit(case, name, device):.0e}, on {case}"
+    inputs = _zeros(job.target, job.kernel, device)  # the target itself must run, and is compiled for the timing
+    cotangents = (torch.zeros_like(inputs.v), torch.zeros_like(inputs.state)) if inputs.state is not None else None
+    case = job.cases[0][0]
+    _computed(TritonBackend(parse(job.config)), case, inputs, cotangents, job.kernel == "decode")
+    del inputs, cotangents
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return ""
+
+
+def _zeros(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
+    """The operands of a target, all zero."""
+    spec, shape, dtype = target
+    B, T, lengths = (shape.sequences, 1, ()) if kernel == "decode" else (shape.B, shape.T, shape.lengths)
+    exact_ones = ("log_decay", "step", "rate")
+    operands = {
+        name: torch.zeros(sizes, dtype=state_dtype(dtype) if name in exact_ones else dtype, device=device)
+        for name, sizes in spec.operands(B, T, *shape[3:7]).items()
+    }
+    operands["state"] = torch.zeros(shape.sequences, shape.HV, shape.K, shape.V, device=device)
+    if lengths:
+        bounds = [0, *accumulate(lengths)]
+        operands["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=device)
+    return UpdateInputs(**operands)
+
+
+def _answers(
+    case: Case, decode: bool, device: torch.device
+) -> tuple[UpdateInputs, Cotangents | None, dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs, cotangents, what is right for them, and what is right on ordinary inputs."""
+    inputs = draw(case, device)
+    cotangents = None if decode else draw_cotangents(case, inputs)
+    want = exact(case.spec, inputs, cotangents)
+    usual = want
+    if case.regime != "ordinary":
+        usual = exact(case.spec, draw(case._replace(regime="ordinary"), device), cotangents)
+    return inputs, cotangents, want, usual
+
+
+def _computed(
+    backend: TritonBackend, case: Case, inputs: UpdateInputs, cotangents: Cotangents | None, decode: bool
+) -> dict[str, Tensor]:
+    if not decode:
+        return run(backend, case.spec, inputs, cotangents)
+    assert inputs.state is not None
+    states = inputs.state.clone()
+    with torch.no_grad():
+        o = bind(case.spec, backend).step_(inputs._replace(state=None), states)
+    return {"o": o, "state": states}
+
+
+def _bytes(target: Target) -> int:
+    """About what one call takes, forward and backward."""
+    shape = target.shape
+    return 12 * shape.B * shape.T * (shape.HV * (shape.V + shape.K) + 2 * shape.H * shape.K) + 2**30
+
+
+class _Bench:
+    """A target in one direction, with the captured graphs of the configs compared last."""
+
+    def __init__(self, target: Target, direction: Direction, device: torch.device) -> None:
+        self.target, self.direction, self.device = target, direction, device
+        self.work = Work(Case(target.spec, target.shape, target.dtype), direction, device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: dict[LaunchConfig, torch.cuda.CUDAGraph] = {}
+        self.first: dict[str, Tensor] | None = None
+
+    def time(self, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
+        """The median seconds of each; infinity where the numbers are not those of the first that was ever timed."""
+        self.graphs = {config: graph for config, graph in self.graphs.items() if config in configs}
+        right = [config for config in configs if config in self.graphs or self._captured(config)]
+        calls: dict[str, Callable[[], object]] = {
+            config.model_dump_json(): self.graphs[config].replay for config in right
+        }
+        times = in_turns(calls, self.device, rounds, _LONGEST_TURN, lambda done, total, note: None)
+        return [median(times.get(config.model_dump_json(), [float("inf")])) for config in configs]
+
+    def _captured(self, config: LaunchConfig) -> bool:
+        call = self.work.call(bind(self.target.spec, TritonBackend(config)))
+        got = call()
+        if self.direction != "decode":  # whose states go on from call to call
+            if self.first is None:
+                self.first = {name: x.clone() for name, x in got.items()}
+            for name, want in self.first.items():
+                if not relative_error(got[name], want.double(), want) <= 2 * limit(self.work.case, name, self.device):
+                    return False
+        del got
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            call()
+        self.graphs[config] = graph
+        return True

@@ -1,0 +1,337 @@
+"""Tables of measured launches: values, files, and the look-up that goes before the heuristic.
+
+Three kinds, the later over the earlier: the table that ships for a device (`tuned/<device>.json`), the user's (a file
+in the platform's config folder, where `deltazoo tune` writes), and what `use_table` names. A launch changes nothing
+that is computed but the order of roundings. H key heads, HV value heads, K key width, V value width
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal, NamedTuple, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, device_of, heuristic
+
+_log = logging.getLogger("deltazoo")
+
+Kernel = Literal["split", "prepare", "scan", "replay", "reverse", "gradients", "decode"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+
+# The files that a kernel's text stands in: a record holds while they say the same.
+_SOURCES: dict[str, tuple[str, ...]] = {"split": ("scan", "reverse", "join"), "replay": ("scan",)}
+
+_MOST_PROGRAMS, _MOST_CHUNKS = 256, 1024  # beyond these a device is full, and a class is one
+_DTYPES = Literal["float32", "bfloat16", "float16"]
+
+
+class Key(NamedTuple):
+    """What a launch was measured for.
+
+    groups: value heads a key head; parts: sequences are walked in parts; programs: how many can run at once but for the
+    tile, rounded down to a power of two, at most 256; chunks: of a sequence, likewise, at most 1024 (split alone, else
+    0). The rest as in `Problem`.
+    """
+
+    kernel: Kernel
+    dtype: str
+    K: int
+    V: int
+    groups: int
+    delta: bool
+    own: bool
+    decayed: bool
+    packed: bool
+    precise: bool
+    parts: bool
+    programs: int
+    chunks: int
+
+    @property
+    def code(self) -> "Key":
+        """The key without what changes no kernel's text: numbers that are right once are right for all of these."""
+        return self._replace(programs=0, chunks=0)
+
+    def __str__(self) -> str:
+        kind = [
+            "delta" if self.delta else "additive",
+            *(n for n in ("own", "packed", "precise", "parts") if getattr(self, n)),
+        ]
+        kind += [] if self.decayed else ["no decay"]
+        sizes = f"K={self.K} V={self.V} groups={self.groups} programs={self.programs}"
+        return f"{self.dtype} {' '.join(kind)} {sizes}" + (f" chunks={self.chunks}" if self.chunks else "")
+
+
+def key_of(kernel: Kernel, problem: Problem, split: int) -> Key:
+    """The class of a problem for one kernel, where a sequence is walked in parts of `split` chunks (0: in one)."""
+    chunks = max(1, -(-problem.T // 64) // (max(1, problem.N) if problem.packed else 1))
+    rows = problem.N * problem.HV
+    programs = {
+        "prepare": problem.N * problem.H * chunks,
+        "gradients": problem.N * problem.H * chunks,
+        "replay": rows * -(-chunks // LaunchConfig().every),
+        "scan": rows * (-(-chunks // split) if split else 1),
+        "reverse": rows * (-(-chunks // split) if split else 1),
+    }.get(kernel, rows)
+    kind = (problem.delta, problem.own, problem.decayed, problem.packed, problem.precise)
+    parts = bool(split) and kernel not in ("split", "decode")
+    return Key(
+        kernel, str(problem.dtype).removeprefix("torch."), problem.K, problem.V, problem.HV // problem.H, *kind, parts,
+        _rounded(programs, _MOST_PROGRAMS), _rounded(chunks, _MOST_CHUNKS) if kernel == "split" else 0,
+    )  # fmt: skip
+
+
+class Record(BaseModel):
+    """One measured choice.
+
+    Args:
+        triton: the version it was measured with; source: `source_of` the kernel. With others it is not used.
+        launch, split: what was chosen: a launch, or for kernel="split" the chunks a part.
+        shape: of the measurement; ms: its median with the choice; heuristic_ms: with the heuristic's, the rest equal.
+        tried: candidates; rejected: those of them that failed, or whose numbers were wrong.
+        The rest as in `Key`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    triton: str
+    source: str
+    kernel: Kernel
+    dtype: _DTYPES
+    K: int = Field(ge=1)
+    V: int = Field(ge=1)
+    groups: int = Field(ge=1)
+    delta: bool
+    own: bool
+    decayed: bool
+    packed: bool
+    precise: bool
+    parts: bool
+    programs: int = Field(ge=1)
+    chunks: int = Field(ge=0)
+    launch: Launch | None = None
+    split: int | None = Field(default=None, ge=0)
+    shape: str
+    ms: float = Field(gt=0)
+    heuristic_ms: float | None = Field(default=None, gt=0)
+    tried: int = Field(ge=1)
+    rejected: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _says_what_was_chosen(self) -> Self:
+        if (self.split is None) != (self.kernel != "split") or (self.launch is None) != (self.kernel == "split"):
+            raise ValueError(f"kernel={self.kernel!r} needs {'split' if self.kernel == 'split' else 'launch'} alone")
+        if self.split:
+            LaunchConfig(split=self.split)
+        return self
+
+    @property
+    def key(self) -> Key:
+        """The class it holds for."""
+        return Key(**{name: getattr(self, name) for name in Key._fields})
+
+    @property
+    def gain(self) -> float | None:
+        """The heuristic's time over this one; None where the heuristic's choice does not run, or is wrong."""
+        return None if self.heuristic_ms is None else self.heuristic_ms / self.ms
+
+    def cells(self) -> list[str]:
+        """The record as words, under `COLUMNS`."""
+        launch = self.launch
+        chosen = (
+            f"{self.split} chunks" if launch is None else f"tile {launch.tile}, {launch.warps} w, {launch.stages} st"
+        )
+        chosen += f", {launch.keys} keys" if launch is not None and launch.keys else ""
+        gain = "" if self.gain is None else f"{self.gain:.2f}"
+        return [
+            self.kernel,
+            self.shape,
+            str(self.key),
+            chosen,
+            f"{self.ms:.3f}",
+            gain,
+            f"{self.tried}",
+            f"{self.rejected}",
+        ]
+
+
+COLUMNS = ("kernel", "shape", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
+
+
+class Table(BaseModel):
+    """The records of one device, the later over the earlier where their class and Triton version are the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    device: str
+    records: tuple[Record, ...] = ()
+
+    def of(self, triton: str) -> dict[Key, Record]:
+        """The records that hold with a Triton version and the kernels as they are."""
+        return {
+            record.key: record
+            for record in self.records
+            if record.triton == triton and record.source == source_of(record.kernel)
+        }
+
+    def merged(self, other: "Table") -> "Table":
+        """This table with another's records over it. Raises: ConfigError for another device's."""
+        if other.device != self.device:
+            raise ConfigError(f"tables of two devices do not merge: {self.device!r} and {other.device!r}")
+        found = {(record.triton, record.key): record for record in (*self.records, *other.records)}
+        return Table(device=self.device, records=tuple(found[at] for at in sorted(found, key=_order)))
+
+    def write(self, path: str | Path) -> None:
+        """Write a record a line, all or nothing: a reader never sees half of it. Raises: OSError."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n  ".join(record.model_dump_json(exclude_none=True) for record in self.records)
+        text = f'{{"version": {self.version}, "device": {json.dumps(self.device)}, "records": [\n  {lines}\n]}}\n'
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+@functools.cache
+def source_of(kernel: str) -> str:
+    """A fingerprint of a kernel's text, blank lines and lines of comment aside."""
+    folder = files("deltazoo.backends.triton") / "kernels"
+    texts = [folder / f"{name}.py" for name in (*_SOURCES.get(kernel, (kernel,)), "layout")]
+    lines = [line.strip() for text in texts for line in text.read_text(encoding="utf-8").splitlines()]
+    return hashlib.sha256("\n".join(line for line in lines if line and line[0] != "#").encode()).hexdigest()[:12]
+
+
+def read_table(path: str | Path) -> Table:
+    """Read a table. Raises: ConfigError, naming the file and every field that is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"launch table {path} cannot be read: {error}") from error
+    return _parsed(text, str(path))
+
+
+def merge_tables(paths: Iterable[str | Path], out: str | Path) -> Table:
+    """Merge tables of one device, the later over the earlier, and write the result.
+
+    Raises: ConfigError for no tables, a broken one, and tables of two devices; OSError.
+    """
+    tables = [read_table(path) for path in paths]
+    if not tables:
+        raise ConfigError("merging needs at least one table, got none")
+    merged = functools.reduce(Table.merged, tables, Table(device=tables[0].device))
+    merged.write(out)
+    return merged
+
+
+def user_table(device: str) -> Path:
+    """Where the user's table of a device lies: a file in the platform's config folder."""
+    home = Path.home()
+    folder = {"win32": home / "AppData" / "Roaming", "darwin": home / "Library" / "Application Support"}
+    return folder.get(sys.platform, home / ".config") / "deltazoo" / "triton" / f"{slug(device)}.json"
+
+
+def slug(device: str) -> str:
+    """A device's name as a file's: "NVIDIA H200" is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+_named: list[Table] = []
+
+
+def use_table(path: str | Path | None) -> None:
+    """Put a table over the shipped and the user's for this process; None takes back all that were put there.
+
+    Raises: ConfigError.
+    """
+    if path is None:
+        _named.clear()
+    else:
+        _named.append(read_table(path))
+    forget()
+
+
+def forget() -> None:
+    """Read the tables again at the next look-up."""
+    tuned_config.cache_clear()
+    _records.cache_clear()
+
+
+@functools.lru_cache(maxsize=4096)
+def tuned_config(problem: Problem, index: int | None) -> LaunchConfig:
+    """The launch config for a problem on a CUDA device: the tables', and the heuristic's where they say nothing.
+
+    Runs on every call from eager code: once a problem was seen, a look-up in a dict.
+
+    Raises: ConfigError for a broken table.
+    """
+    device = device_of(index)
+    return configured(problem, device, _records(device.name) if index is not None else {})
+
+
+def configured(problem: Problem, device: Device, records: dict[Key, Record]) -> LaunchConfig:
+    """The heuristic's config with what the records say in its place; chunk and every stay, they shape what is saved."""
+    found = records.get(key_of("split", problem, 0))
+    config = heuristic(problem, device, None if found is None else found.split)
+    launches = {}
+    for kernel in KERNELS[1:]:
+        record = records.get(key_of(kernel, problem, config.split))
+        if record is not None:
+            launches[kernel] = record.launch
+    return LaunchConfig(**{name: getattr(config, name) for name in LaunchConfig.model_fields} | launches)
+
+
+@functools.cache
+def _records(device: str) -> dict[Key, Record]:
+    import triton
+
+    shipped, own = files("deltazoo.backends.triton") / "tuned" / f"{slug(device)}.json", user_table(device)
+    tables = [_parsed(shipped.read_text(encoding="utf-8"), str(shipped))] if shipped.is_file() else []
+    tables += [read_table(own)] if own.is_file() else []
+    found: dict[Key, Record] = {}
+    for table in (*tables, *_named):
+        if table.device != device:
+            continue
+        found |= table.of(triton.__version__)
+        stale = len(table.records) - len(table.of(triton.__version__))
+        if stale:
+            _log.warning(
+                "%d of %d records of a launch table for %s are for another Triton than %s, or other kernels, and are "
+                "ignored: `deltazoo tune` measures again",
+                stale, len(table.records), device, triton.__version__,
+            )  # fmt: skip
+    return found
+
+
+def _parsed(text: str, name: str) -> Table:
+    try:
+        return Table.model_validate_json(text)
+    except ValidationError as error:
+        wrong = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+        sentences = "; ".join(f"{where}: {message}" if where else message for where, message in wrong)
+        raise ConfigError(f"{name} is not a launch table: {sentences}") from error
+
+
+def _order(at: tuple[str, Key]) -> tuple[object, ...]:
+    triton, key = at
+    return (triton, *key[1:-2], KERNELS.index(key.kernel), *key[-2:])
+
+
+def _rounded(n: int, most: int) -> int:
+    """Down to a power of two."""
+    return min(most, 1 << (max(n, 1).bit_length() - 1))

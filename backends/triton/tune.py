@@ -1,0 +1,389 @@
+"""The tuner: measure the candidates of each kernel for a shape, reject the wrong ones, store what won as it is found.
+
+Kernels are taken in turn, each measured with the others as they stand. A candidate must run, and pass the numeric
+check, before it is timed; it wins over the best so far by a hundredth or more, each timed against the other in turns.
+chunk and every are never tuned: they shape what is saved. H key heads, HV value heads, K key width, V value width
+"""
+
+import functools
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from deltazoo.backends.environment import Environment
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.progress import Progress, silent
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem
+from deltazoo.backends.triton.table import (
+    KERNELS,
+    Kernel,
+    Key,
+    Record,
+    Table,
+    configured,
+    forget,
+    key_of,
+    read_table,
+    source_of,
+    user_table,
+)  # fmt: skip
+from deltazoo.backends.work import DIRECTIONS, Direction
+
+MARGIN = 1.01  # how much faster a candidate must be than the best so far
+_DIRECTION_OF: dict[Kernel, Direction] = {
+    "split": "backward", "prepare": "forward", "scan": "forward", "replay": "backward", "reverse": "backward",
+    "gradients": "backward", "decode": "decode",
+}  # fmt: skip
+
+
+class Target(NamedTuple):
+    """What to tune for: the update of a spec on a shape."""
+
+    spec: UpdateSpec
+    shape: Shape
+    dtype: torch.dtype
+
+
+class TuneConfig(BaseModel):
+    """How to tune.
+
+    Args:
+        directions: the kernels of which directions; a shape with T = 1 has "decode" alone, "decode" takes each
+            sequence as a row.
+        effort: "quick" tries what has been near the best somewhere, "full" every combination.
+        budget: seconds, after which no other kernel is begun; None is no end.
+        rounds: timed calls of each of two configs that are compared.
+        again: measure, too, what the table has already.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directions: tuple[Direction, ...] = DIRECTIONS
+    effort: Literal["quick", "full"] = "quick"
+    budget: float | None = Field(default=None, gt=0)
+    rounds: int = Field(default=11, ge=3)
+    again: bool = False
+
+
+class Runner(ABC):
+    """What the tuner needs of a device; the tests give it one without a GPU."""
+
+    device: Device
+    triton: str
+
+    @abstractmethod
+    def environment(self) -> Environment:
+        """What this runs on."""
+
+    @abstractmethod
+    def check(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> list[str]:
+        """Run each config on the target with a short T, and compare with float64: "", or what is wrong."""
+
+    @abstractmethod
+    def time(self, target: Target, direction: Direction, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
+        """The median seconds of each config, in turns."""
+
+    @abstractmethod
+    def ahead(self, target: Target, tasks: Sequence[tuple[Kernel, Sequence[LaunchConfig]]]) -> None:
+        """Hear what will be checked for a target, all at once: it can be done side by side, while nothing is timed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what is held."""
+
+
+class Planned(BaseModel):
+    """A kernel of a shape that would be measured. done: the table has it already."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: Kernel
+    shape: str
+    key: str
+    candidates: int
+    done: bool
+
+    def cells(self) -> list[str]:
+        """The plan as words: kernel, shape, class, candidates, whether it is in the table."""
+        return [self.kernel, self.shape, self.key, str(self.candidates), "in the table" if self.done else ""]
+
+
+class Tuned(BaseModel):
+    """What was found.
+
+    Args:
+        records: measured now; kept: kernels of shapes that the table had already; left: those that the budget did not
+            reach; failures: a sentence for each whose candidates all failed.
+        rejected: a sentence for each candidate that did not run, or whose numbers were wrong.
+        paste: what to paste to use the table; "" where deltazoo finds it by itself.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    environment: Environment
+    table: Path
+    records: list[Record]
+    kept: int
+    left: int
+    failures: list[str]
+    rejected: list[str]
+    seconds: float
+
+    @property
+    def last_line(self) -> str:
+        """What to do with the table."""
+        if self.table == user_table(self.environment.device):
+            return f"# used from now on, unless you delete {self.table}"
+        return f'from deltazoo.backends.triton import use_table; use_table("{self.table}")'
+
+
+def tune(
+    targets: Sequence[Target],
+    runner: Runner,
+    config: TuneConfig | None = None,
+    out: str | Path | None = None,
+    progress: Progress = silent,
+) -> Tuned:
+    """Measure, and write each choice to the table as it is made: an interrupted run goes on where it stopped.
+
+    Args: out: the table, read first where it exists; None is the user's, which every process reads.
+    Raises: ConfigError for no targets, a broken table and another device's; OSError.
+    """
+    config, start = config or TuneConfig(), time.monotonic()
+    path = user_table(runner.device.name) if out is None else Path(out)
+    table = _begun(path, runner.device.name)
+    if not targets:
+        raise ConfigError("tuning needs at least one shape, got none")
+    jobs = [(target, kernel) for target in targets for kernel in kernels_of(target, config)]
+    records: list[Record] = []
+    failures: list[str] = []
+    rejected: list[str] = []
+    kept, seen, done = 0, set[Key](), 0
+    begun: Target | None = None
+    try:
+        for done, (target, kernel) in enumerate(jobs):
+            step = _step(target, kernel, runner, table, config)
+            if step.key in seen or (step.done and not config.again):
+                kept += step.key not in seen
+                continue
+            if config.budget is not None and time.monotonic() - start > config.budget:
+                break
+            seen.add(step.key)
+            if target is not begun:
+                begun = target
+                runner.ahead(target, _tasks(target, runner, table, config))
+            search = _Search(step, runner, config, functools.partial(_told, progress, done, len(jobs)))
+            record = search.run()
+            rejected += search.rejected
+            if record is None:
+                failures.append(f"{kernel} of {target.shape.name}: no candidate runs and is right; none is chosen")
+                continue
+            table = table.merged(Table(device=table.device, records=(record,)))
+            table.write(path)
+            records.append(record)
+        else:
+            done = len(jobs)
+    finally:
+        runner.close()
+        forget()
+    progress("tune", done, len(jobs))
+    return Tuned(
+        environment=runner.environment(), table=path, records=records, kept=kept, left=len(jobs) - done,
+        failures=failures, rejected=rejected, seconds=time.monotonic() - start,
+    )  # fmt: skip
+
+
+def plan(
+    targets: Sequence[Target], runner: Runner, config: TuneConfig | None = None, out: str | Path | None = None
+) -> list[Planned]:
+    """List what `tune` would measure; classes below `split` are those of the heuristic's, where it is not in the table.
+
+    Raises: ConfigError for a broken table and another device's.
+    """
+    config = config or TuneConfig()
+    table = _begun(user_table(runner.device.name) if out is None else Path(out), runner.device.name)
+    found: dict[Key, Planned] = {}
+    for target in targets:
+        for kernel in kernels_of(target, config):
+            step = _step(target, kernel, runner, table, config)
+            found.setdefault(
+                step.key,
+                Planned(
+                    kernel=kernel, shape=target.shape.name, key=str(step.key), candidates=len(step.configs),
+                    done=step.done and not config.again,
+                ),
+            )  # fmt: skip
+    return list(found.values())
+
+
+def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
+    """The kernels that a target runs, in the order of tuning."""
+    directions = {"decode"} & set(config.directions) if target.shape.T == 1 else set(config.directions)
+    found = [kernel for kernel in KERNELS if _DIRECTION_OF[kernel] in directions]
+    return found if target.spec.transition == "delta" or "prepare" not in found else _without(found, "prepare")
+
+
+def problem_of(target: Target, kernel: Kernel, device: str = "cuda") -> Problem:
+    """The problem that the backend will look up for a target."""
+    spec, shape = target.spec, target.shape
+    decode = kernel == "decode"
+    padded = (0, 0) if decode else (-shape.K % 8, -shape.V % 8)
+    return Problem(
+        device, target.dtype, shape.sequences, 1 if decode else shape.T * spec.householders, shape.H, shape.HV,
+        shape.K + padded[0], shape.V + padded[1], spec.transition == "delta", spec.erase_key == "own",
+        spec.decay != "none", bool(shape.lengths) and not decode, spec.negative_eigenvalues != "off",
+    )  # fmt: skip
+
+
+def candidates(kernel: Kernel, problem: Problem, base: LaunchConfig, effort: str = "quick") -> list[LaunchConfig]:
+    """The configs to try for a kernel, `base` first; tiles wider than the problem are left out."""
+    if kernel == "split":
+        chunks = -(-problem.T // base.chunk) // (max(1, problem.N) if problem.packed else 1)
+        steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
+        scratch = {0: 2**28}
+        return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
+    wide_V, wide_K = max(16, _power(problem.V)), _power(problem.K)
+    tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
+    narrow = [x for x in tried if kernel == "prepare" or (x.tile <= wide_V and x.keys <= wide_K)]
+    return _unique(base, [{kernel: launch} for launch in narrow])
+
+
+_FIELDS = ("tile", "warps", "stages", "keys")
+_QUICK: dict[str, list[tuple[int, ...]]] = {
+    "prepare": [(16, 4, 1), (32, 4, 1), (16, 8, 1)],
+    "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
+    "gradients": [
+        (64, 4, 1, 64), (64, 4, 2, 64), (64, 8, 2, 64), (32, 4, 2, 64), (64, 4, 2, 32), (128, 4, 1, 64),
+        (128, 8, 1, 64), (64, 8, 2, 128), (128, 8, 1, 128),
+    ],
+    "decode": [(8, 1, 1), (16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
+}  # fmt: skip
+_FULL: dict[str, tuple[tuple[int, ...], ...]] = {
+    "prepare": ((8, 16, 32, 64), (2, 4, 8), (1, 2)),
+    "scan": ((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)),
+    "gradients": ((32, 64, 128), (4, 8), (1, 2, 3), (32, 64, 128)),
+    "decode": ((8, 16, 32, 64, 128), (1, 2, 4, 8), (1,)),
+}
+
+
+def _launches(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
+    name = "scan" if kernel in ("replay", "reverse") else kernel
+    return _QUICK[name] if effort == "quick" else list(itertools.product(*_FULL[name]))
+
+
+class _Step(NamedTuple):
+    """One kernel of one target: the heuristic's config first among the candidates, the others as the table has them."""
+
+    target: Target
+    kernel: Kernel
+    key: Key
+    configs: list[LaunchConfig]
+    done: bool
+
+
+def _step(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> _Step:
+    problem = problem_of(target, kernel)
+    known = table.of(runner.triton)
+    split = known.get(key_of("split", problem, 0))
+    at = configured(problem, runner.device, known).split if split is None else split.split or 0
+    key = key_of(kernel, problem, 0 if kernel == "split" else at)
+    others = {other: record for other, record in known.items() if other.kernel != kernel}
+    base = configured(problem, runner.device, others)
+    return _Step(target, kernel, key, candidates(kernel, problem, base, config.effort), key in known)
+
+
+def _tasks(
+    target: Target, runner: Runner, table: Table, config: TuneConfig
+) -> list[tuple[Kernel, Sequence[LaunchConfig]]]:
+    steps = [_step(target, kernel, runner, table, config) for kernel in kernels_of(target, config)]
+    return [(step.kernel, step.configs) for step in steps if config.again or not step.done]
+
+
+class _Search:
+    """The best of a step's candidates."""
+
+    def __init__(self, step: _Step, runner: Runner, config: TuneConfig, told: Callable[[str], None]) -> None:
+        self.step, self.runner, self.config, self.tell = step, runner, config, told
+        self.rejected: list[str] = []
+
+    def run(self) -> Record | None:
+        """Check all, then let the best so far meet one after the other."""
+        target, kernel, key, configs, _ = self.step
+        name = f"{target.shape.name} {kernel}"
+        self.tell(f"{name}: checking {len(configs)}")
+        wrong = self.runner.check(target, kernel, configs)
+        right = [config for config, reason in zip(configs, wrong, strict=True) if not reason]
+        self.rejected = [
+            f"{name} {_said(config, kernel)}: {reason}" for config, reason in zip(configs, wrong, strict=True) if reason
+        ]
+        if not right:
+            return None
+        best, best_s = right[0], 0.0
+        for n, challenger in enumerate(right[1:], 2):
+            best_s, other_s = self._time([best, challenger])
+            if best_s > MARGIN * other_s:
+                best, best_s = challenger, other_s
+            self.tell(f"{name} {n}/{len(right)}: best {1e3 * best_s:.3f} ms, {_said(best, kernel)}")
+        heuristic_s = None
+        if best is configs[0]:
+            heuristic_s = best_s = self._time([best])[0]
+        elif right[0] is configs[0]:
+            heuristic_s, best_s = self._time([configs[0], best])
+            if heuristic_s < best_s:  # what looked quicker was noise
+                best, best_s = configs[0], heuristic_s
+        else:
+            best_s = self._time([best])[0]
+        return Record(
+            triton=self.runner.triton, source=source_of(kernel), **key._asdict(),
+            launch=None if kernel == "split" else getattr(best, kernel),
+            split=best.split if kernel == "split" else None,
+            shape=target.shape.name, ms=1e3 * best_s, heuristic_ms=None if heuristic_s is None else 1e3 * heuristic_s,
+            tried=len(configs), rejected=len(self.rejected),
+        )  # fmt: skip
+
+    def _time(self, configs: list[LaunchConfig]) -> list[float]:
+        direction = _DIRECTION_OF[self.step.kernel]
+        return self.runner.time(self.step.target, direction, configs, self.config.rounds)
+
+
+def _told(progress: Progress, done: int, total: int, note: str) -> None:
+    progress("tune", done, total, note)
+
+
+def _begun(path: Path, device: str) -> Table:
+    """The table as an earlier run left it."""
+    table = read_table(path) if path.exists() else Table(device=device)
+    return Table(device=device).merged(table)
+
+
+def _unique(base: LaunchConfig, changes: list[dict[str, object]]) -> list[LaunchConfig]:
+    """The base, and the base with each change, once each; a config that is none is left out."""
+    found = [base]
+    fields = {name: getattr(base, name) for name in LaunchConfig.model_fields}
+    for change in changes:
+        config = LaunchConfig(**(fields | change))
+        if config not in found:
+            found.append(config)
+    return found
+
+
+def _said(config: LaunchConfig, kernel: Kernel) -> str:
+    if kernel == "split":
+        return f"split={config.split}"
+    return " ".join(f"{name}={value}" for name, value in getattr(config, kernel) if value)
+
+
+def _without(kernels: list[Kernel], name: Kernel) -> list[Kernel]:
+    return [kernel for kernel in kernels if kernel != name]
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,98 @@
+"""tune and merge-tables: what they say without a GPU, and what they print of a run on a made-up one."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from deltazoo.backends.triton import table as tables
+from deltazoo.backends.triton.config import Launch
+from deltazoo.backends.triton.table import read_table
+from deltazoo.blocks import tuning
+
+_PATH = Path(__file__).parents[1] / "backends" / "test_tune.py"
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU that makes its times up."""
+    spec = importlib.util.spec_from_file_location("fake_gpu", _PATH)
+    fake = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fake)
+
+    class Fake(fake.FakeRunner):
+        def __init__(self, device):
+            super().__init__({Launch(tile=32, warps=4, stages=2): 0.2}, [Launch(tile=64, warps=4, stages=3)])
+            assert device == "cuda"
+
+        def refusals(self, target):
+            return [f"decay must be 'none', got {target.spec.decay!r}."] if target.spec.decay == "channel" else []
+
+    monkeypatch.setattr(tuning, "CudaRunner", Fake)
+    monkeypatch.setattr(tables.Path, "home", lambda: tmp_path)
+
+
+def test_without_a_gpu_tune_says_so_in_a_sentence(run):
+    for more in ((), ("--dry-run",)):
+        said = run("tune", "--shape", "dense_8x4096", *more)
+        assert (said.code, said.out) == (2, "")
+        assert said.err == "deltazoo: tuning needs an NVIDIA GPU, and torch sees none on this machine\n"
+
+
+def test_tune_prints_gains_rejections_and_a_line_to_paste(ok, gpu, tmp_path):
+    out = tmp_path / "t.json"
+    printed = ok("tune", "--shape", "pack_8x4096", "--directions", "forward", "--out", out).out
+    assert "tile 32, 4 w, 2 st" in printed
+    assert "1.05" in printed
+    assert "pack_8x4096 scan tile=64 warps=4 stages=3: o has relative RMS error" in printed
+    assert "2 measured in" in printed
+    assert printed.splitlines()[-1] == f'from deltazoo.backends.triton import use_table; use_table("{out}")'
+    assert len(read_table(out).records) == 2
+
+
+def test_the_user_s_table_needs_no_pasting(ok, gpu, tmp_path):
+    found = ok("tune", "--shape", "decode_64", "--json").json
+    assert found["records"][0]["kernel"] == "decode"
+    assert ok("tune", "--shape", "decode_64", "--json").json["kept"] == 1
+    assert ok("tune", "--shape", "decode_64").out.splitlines()[-1].startswith("# used from now on")
+
+
+def test_tune_takes_a_stack_and_dtypes(ok, gpu, stack_file, tmp_path):
+    options = ("--batch", 2, "--length", 512, "--dtype", "bfloat16,float16", "--dry-run", "--out", tmp_path / "t.json")
+    listed = ok("tune", stack_file, *options, "--json").json
+    assert {step["shape"] for step in listed} == {f"{stack_file} 2x512"}
+    assert {step["key"].split()[0] for step in listed} == {"bfloat16", "float16"}
+    assert {step["kernel"] for step in listed} >= {"scan", "replay", "reverse", "gradients", "prepare", "decode"}
+    assert "scan" in ok("tune", stack_file, *options).out
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_merge_tables_writes_one(ok, run, gpu, tmp_path):
+    a, b, out = (tmp_path / f"{name}.json" for name in ("a", "b", "out"))
+    ok("tune", "--shape", "pack_8x4096", "--directions", "forward", "--out", a)
+    ok("tune", "--shape", "decode_64", "--out", b)
+    assert ok("merge-tables", a, b, "--out", out).out == f"3 records of NVIDIA T900 in {out}\n"
+    assert len(ok("merge-tables", a, b, "--out", out, "--json").json["records"]) == 3
+    b.write_text('{"device": "NVIDIA B200"}')
+    said = run("merge-tables", a, b, "--out", out)
+    assert said.code == 2
+    assert "tables of two devices do not merge: 'NVIDIA T900' and 'NVIDIA B200'" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ((), "takes none of the shapes: no shape was given"),
+        (("--shape", "pack_8x4097"), "did you mean 'pack_8x4096'?"),
+        (("--shape", "pack_8x4096", "--mixer", "kda"), "takes none of the shapes: decay must be"),
+        (("--shape", "pack_8x4096", "--mixer", "attention"), "'attention' has no update"),
+        (("--shape", "pack_8x4096", "--dtype", "float64"), "dtype must be one of"),
+        (("--shape", "pack_8x4096", "--effort", "some"), "effort: Input should be 'quick' or 'full'"),
+        (("--shape", "pack_8x4096", "--budget", "0"), "budget: Input should be greater than 0"),
+        (("transformer-pp",), "has no layer with an update"),
+    ],
+)
+def test_mistakes_are_named(run, gpu, arguments, names):
+    said = run("tune", *arguments)
+    assert (said.code, said.out) == (2, "")
+    assert names in said.err
