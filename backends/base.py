@@ -4,6 +4,7 @@ B batch, T time, H key heads, HV value heads, K key width, V value width, N pack
 """
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -122,6 +123,11 @@ class Backend(ABC):
             else:
                 states.index_copy_(0, slots, out.state)
         return out.o
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Compute in the dtypes at hand on the device of x; the meta device knows no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -53,7 +53,7 @@ class CompileBackend(Backend):
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         if inputs.q.shape[1] == 0:
             return _empty(inputs)
-        if torch.compiler.is_compiling() or not self.compiled:
+        if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta:
             return self._update(spec, inputs)
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)

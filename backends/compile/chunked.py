@@ -163,7 +163,8 @@ def _running(decay: Tensor, dim: int) -> Tensor:
 def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -> tuple[ChunkOperands, None]:
     """Decay none or a scalar a head; keys shared by the value heads of a group.
 
-    The decays and strengths scale rows: of the keys where each has one value head, else of what the keys read.
+    Decays and strengths scale the keys' rows; the scan does it, segment by segment, so that the backward keeps the
+    keys once.
     """
     n = spec.householders
     q = rearrange(x.q, "b n c h k -> n (b h) c k").contiguous()
@@ -198,23 +199,14 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
             a = a * erase.unsqueeze(-1)
             scale_e = erase if scale_e is None else erase * scale_e
         a = torch.where(earlier, a, 0).expand(-1, -1, groups, -1, -1)
-        operands = operands._replace(a=a, e=None if x.e is None and (groups > 1 or scale_e is None) else e)
-    if groups > 1:
-        return operands._replace(scale_q=scale_q, scale_e=scale_e, scale_w=scale_w), None
-    if operands.e is not None:
-        operands = operands._replace(e=_scaled_rows(operands.e, scale_e))
-    return operands._replace(q=_scaled_rows(q, scale_q), w=_scaled_rows(k, scale_w)), None
+        operands = operands._replace(a=a, e=None if x.e is None else e)
+    return operands._replace(scale_q=scale_q, scale_e=scale_e, scale_w=scale_w), None
 
 
 def _products(rows: Tensor, columns: Tensor) -> Tensor:
     """[N, Z, R, K] and [N, Z, M, K] -> [N, Z, R, M]. By `bmm`, which reads a transposed operand where it lies; `@`
     would copy it."""
     return torch.bmm(rows.flatten(0, 1), columns.flatten(0, 1).mT).unflatten(0, rows.shape[:2])
-
-
-def _scaled_rows(keys: Tensor, scale: Tensor | None) -> Tensor:
-    """[N, Z, M, K] by [N, Z, 1, M]."""
-    return keys if scale is None else keys * scale.squeeze(2).unsqueeze(-1)
 
 
 def _exp_difference(G_row: Tensor, G_column: Tensor, seen: Tensor, like: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def draw(case: Case, device: torch.device | str = "cpu") -> UpdateInputs:
     if "erase_key" in want:  # near the write key, as Comba's
         x["erase_key"] = normalize(x["k"] + 0.3 * numbers(want["k"]) / shape.K**0.5, dim=-1)
     if "a" in want:  # RWKV-7: a removal key and an in-context learning rate
-        kappa = normalize(numbers.directions(want["a"]), dim=-1)
+        kappa = numbers.units(want["a"])
         rate = numbers(want["b"]).sigmoid() if case.regime == "ordinary" else torch.full_like(kappa, _NEAR_BOUND)
         x |= {"a": -kappa, "b": kappa * rate}
     if case.state == "given":
@@ -110,14 +110,21 @@ class _Numbers:
     def queries(self, shape: tuple[int, ...]) -> Tensor:
         return normalize(self(shape), dim=-1) if self.euler else self(shape)
 
+    def units(self, shape: tuple[int, ...]) -> Tensor:
+        """Directions of norm 1, but shorter in width 1, where norm 1 would erase the whole state at every token and
+        leave only rounding to be compared: of 1 - b a chunk keeps no more digits than of 1."""
+        directions = self.directions(shape)
+        return 0.2 * directions.sigmoid() if shape[-1] == 1 else normalize(directions, dim=-1)
+
     def keys(self, shape: tuple[int, ...]) -> Tensor:
-        spec, directions = self.case.spec, self.directions(shape)
+        spec = self.case.spec
         if spec.transition != "delta":
-            return directions
-        # A key of width 1 and norm 1 would erase the whole state, and leave only rounding to be compared.
-        keys = 0.2 * directions.sigmoid() if shape[-1] == 1 else normalize(directions, dim=-1)
+            return self.directions(shape)
+        keys = self.units(shape)
         if spec.reparam == "none":
             return keys
+        # Beyond |k| = 4 and beta = 10 EFLA and Longhorn have long reached 1 / |k|^2, and what is left of a gradient
+        # of beta is rounding; 0 and 1e-3 are the end where they must turn into Euler's step.
         norms = [0.5, 1.0, 2.0] if self.case.regime == "ordinary" else [0.0, 1e-3, 1.0, 4.0]
         return keys * self.choice((*shape[:-1], 1), norms)
 

@@ -21,7 +21,7 @@ def operands(groups: int, kind: str, packed: bool = False, requires_grad: bool =
 
     G, M, folded = groups, C, kind == "dplr"
     lower = torch.ones(M, M).tril(-1)
-    sequence = torch.tensor([0, 2, 2]) if packed else None
+    sequence = torch.tensor([1, 2, 2]) if packed else None
     return ChunkOperands(
         q=draw(N, Z, C, K),
         w=draw(N, Z, M, K),
@@ -67,9 +67,13 @@ def plain(x: ChunkOperands) -> tuple[Tensor, Tensor]:
 CASES = [(1, "additive"), (3, "additive"), (1, "delta"), (3, "delta"), (2, "own"), (1, "own"), (1, "dplr")]
 
 
+@pytest.mark.parametrize("segment", [2, 16])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("groups", "kind"), CASES)
-def test_values_and_gradients_are_those_of_the_equations(groups: int, kind: str, packed: bool) -> None:
+def test_values_and_gradients_are_those_of_the_equations(
+    groups: int, kind: str, packed: bool, segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltazoo.backends.compile.chunk_scan.SEGMENT", segment)
     ours, theirs = operands(groups, kind, packed), operands(groups, kind, packed)
     out, want = chunk_scan(ours), plain(theirs)
     cotangents = [torch.randn_like(x) for x in want]
@@ -102,14 +106,14 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize(("groups", "kind"), [(1, "additive"), (2, "own"), (1, "dplr")])
 def test_the_operators_pass_opcheck(groups: int, kind: str, keep: bool) -> None:
     x = operands(groups, kind, packed=groups == 2, requires_grad=False)
-    torch.library.opcheck(torch.ops.deltazoo.chunk_scan.default, (*x, keep))
+    torch.library.opcheck(torch.ops.deltazoo.chunk_scan.default, (*x, 2, keep))
     if not keep:
         return
-    o, last, kept, t, states = torch.ops.deltazoo.chunk_scan.default(*x, True)
+    o, last, kept, t, firsts = torch.ops.deltazoo.chunk_scan.default(*x, 2, True)
     erases = x.a is not None
     backward: tuple[Any, ...] = (
-        o, last, x.q, x.w, kept if erases else x.u, x.p, t if erases else None, states,
-        x.e, x.scale_q, x.scale_e, x.scale_w, x.gamma, x.sequence, x.inject is not None,
+        o, last, x.state, firsts, x.q, x.w, kept if erases else x.u, x.p, t if erases else None,
+        x.e, x.scale_q, x.scale_e, x.scale_w, x.gamma, x.inject, x.sequence, 2,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.deltazoo.chunk_scan_backward.default, backward)
 

@@ -21,14 +21,20 @@ test_compile_conforms = conformance.suite(
 )
 
 
+GROUPS = sorted({(spec.decay, spec.transition) for spec in conformance.every_spec()})
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", conformance.TINY, ids=lambda shape: shape.name)
-def test_every_spec_on_every_shape_and_dtype_agrees_with_the_reference(shape, dtype):
+@pytest.mark.parametrize(("decay", "transition"), GROUPS)
+def test_every_spec_on_every_shape_and_dtype_agrees_with_the_reference(decay, transition, shape, dtype):
+    """The product, 149,040 cases; its parts are chosen by -k (see the Makefile)."""
     for case in conformance.every_case((shape,), (dtype,)):
-        report = conformance.compare(CompileBackend(compiled=False), case)
-        assert not report.failures, str(report)
+        if (case.spec.decay, case.spec.transition) == (decay, transition):
+            report = conformance.compare(CompileBackend(compiled=False), case)
+            assert not report.failures, str(report)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
