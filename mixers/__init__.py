@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from deltazoo.mixers.gated_rfa import GatedRFA
     from deltazoo.mixers.gla import GLA
     from deltazoo.mixers.gsa import GSA
+    from deltazoo.mixers.h3 import H3
     from deltazoo.mixers.hgrn import HGRN
     from deltazoo.mixers.hgrn2 import HGRN2
+    from deltazoo.mixers.hyena import Hyena
     from deltazoo.mixers.kda import KDA
     from deltazoo.mixers.lightning_attention import LightningAttention
     from deltazoo.mixers.linear_attention import LinearAttention
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from deltazoo.mixers.lru import LRU
     from deltazoo.mixers.mamba import Mamba
     from deltazoo.mixers.mamba2 import Mamba2
+    from deltazoo.mixers.mesa import Mesa
     from deltazoo.mixers.mlstm import MLSTM
     from deltazoo.mixers.mom import MoM
     from deltazoo.mixers.retnet import RetNet
@@ -37,7 +40,10 @@ if TYPE_CHECKING:
     from deltazoo.mixers.rwkv4 import RWKV4
     from deltazoo.mixers.rwkv6 import RWKV6
     from deltazoo.mixers.rwkv7 import RWKV7
+    from deltazoo.mixers.s4d import S4D
     from deltazoo.mixers.s5 import S5
+    from deltazoo.mixers.titans import Titans
+    from deltazoo.mixers.ttt_linear import TTTLinear
 
 _HOME = {
     "Attention": "attention",
@@ -56,8 +62,10 @@ _HOME = {
     "GatedLonghorn": "gated_longhorn",
     "GatedRFA": "gated_rfa",
     "GatedRetNet": "gated_retnet",
+    "H3": "h3",
     "HGRN": "hgrn",
     "HGRN2": "hgrn2",
+    "Hyena": "hyena",
     "KDA": "kda",
     "LRU": "lru",
     "LightningAttention": "lightning_attention",
@@ -67,6 +75,7 @@ _HOME = {
     "MLSTM": "mlstm",
     "Mamba": "mamba",
     "Mamba2": "mamba2",
+    "Mesa": "mesa",
     "Mixer": "base",
     "MixerConfig": "base",
     "MoM": "mom",
@@ -76,8 +85,11 @@ _HOME = {
     "RWKV6": "rwkv6",
     "RWKV7": "rwkv7",
     "RetNet": "retnet",
+    "S4D": "s4d",
     "S5": "s5",
     "SlidingWindow": "attention",
+    "TTTLinear": "ttt_linear",
+    "Titans": "titans",
     "dump": "configs",
     "parse": "configs",
 }
@@ -86,6 +98,7 @@ __all__ = [
     "EFLA",
     "GLA",
     "GSA",
+    "H3",
     "HGRN",
     "HGRN2",
     "KDA",
@@ -95,6 +108,7 @@ __all__ = [
     "RWKV4",
     "RWKV6",
     "RWKV7",
+    "S4D",
     "S5",
     "Attention",
     "Comba",
@@ -109,18 +123,22 @@ __all__ = [
     "GatedLonghorn",
     "GatedRFA",
     "GatedRetNet",
+    "Hyena",
     "LightningAttention",
     "LinearAttention",
     "Longhorn",
     "LonghornDiagonal",
     "Mamba",
     "Mamba2",
+    "Mesa",
     "Mixer",
     "MixerConfig",
     "MoM",
     "Place",
     "RetNet",
     "SlidingWindow",
+    "TTTLinear",
+    "Titans",
     "dump",
     "parse",
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart, Resizing
 
@@ -92,7 +92,7 @@ class RandomFourier(OperandPart, Resizing):
     def __init__(self, shape: HeadShape, features: int) -> None:
         super().__init__()
         self.features = features
-        self.register_buffer("G", torch.randn(shape.heads, shape.key_width, features))
+        self.G = nn.Buffer(torch.randn(shape.heads, shape.key_width, features))
         self.sigma = nn.Parameter(torch.ones(shape.heads, shape.key_width))
 
     def forward(
@@ -105,7 +105,7 @@ class RandomFourier(OperandPart, Resizing):
 
     def _phi(self, x: Tensor) -> Tensor:
         dtype = state_dtype(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             angle = torch.einsum("bthk,hkr->bthr", x.to(dtype) * self.sigma.to(dtype), self.G.to(dtype))
         return (torch.cat([angle.sin(), angle.cos()], -1) * self.features**-0.5).to(x.dtype)
 

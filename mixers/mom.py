@@ -3,14 +3,15 @@
 B batch, T time, D width, M memories, N packed sequences
 """
 
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from deltazoo.backends.base import Backend, state_dtype
+from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import FIRST, Context, Cost, Mixer, MixerConfig, Place, State
@@ -88,7 +89,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Routes:
         """Route x [B, T, D]; padded tokens (mask False) go nowhere."""
         dtype = state_dtype(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             logits = (x.to(dtype)[..., None, :] * self.weight.to(dtype)).sum(-1)  # the same sum for any T
         p = logits.softmax(-1)
         order = p.detach().argsort(dim=-1, descending=True, stable=True)
@@ -125,12 +126,12 @@ class MoMMixer(Mixer):
         self.width = width
         self.router = Router(config, width)
         self.memories = nn.ModuleList(config.memory.build(width, place, backend) for _ in range(config.memories))
-        self.shared = config.memory.build(width, place, backend) if config.shared else None
+        self.shared: Mixer | None = config.memory.build(width, place, backend) if config.shared else None
         self.names = tuple(f"memory {m}" for m in range(config.memories))
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, State]:
         """The states of all memories; `capacity` is a memory's."""
-        named = dict(zip(self.names, self.memories, strict=True))
+        named = dict(zip(self.names, cast("Sequence[Mixer]", self.memories), strict=True))
         if self.shared is not None:
             named["shared"] = self.shared
         return {name: mixer.init_state(batch, capacity) for name, mixer in named.items()}

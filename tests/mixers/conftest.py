@@ -9,6 +9,7 @@ from deltazoo.mixers import (
     EFLA,
     GLA,
     GSA,
+    H3,
     HGRN,
     HGRN2,
     KDA,
@@ -18,6 +19,7 @@ from deltazoo.mixers import (
     RWKV4,
     RWKV6,
     RWKV7,
+    S4D,
     S5,
     Attention,
     Comba,
@@ -30,16 +32,20 @@ from deltazoo.mixers import (
     GatedLonghorn,
     GatedRetNet,
     GatedRFA,
+    Hyena,
     LightningAttention,
     LinearAttention,
     Longhorn,
     LonghornDiagonal,
     Mamba,
     Mamba2,
+    Mesa,
     MixerConfig,
     MoM,
     RetNet,
     SlidingWindow,
+    Titans,
+    TTTLinear,
 )
 from deltazoo.mixers.base import Mixer
 
@@ -81,6 +87,12 @@ ZOO: dict[str, MixerConfig] = {
     "gated_efla": GatedEFLA(**_HEADS),
     "gated_longhorn": GatedLonghorn(**_HEADS),
     "mom": MoM(memory=DeltaNet(**_HEADS), memories=3, balance=0, z=0),
+    "s4d": S4D(states=3, convolution=False),
+    "h3": H3(states=3, shift=4, convolution=False),
+    "hyena": Hyena(filter_width=8, max_length=32),
+    "ttt_linear": TTTLinear(heads=2, batch=3),
+    "titans": Titans(heads=2, chunk=3),
+    "mesa": Mesa(**_HEADS, steps=5),
     # axes combined: fields, not new mixers
     "attention, qk-norm, gate, partial rotary": Attention(heads=2, qk_norm=True, gate=True, rotary_fraction=0.5),
     "linear_attention, dpfp": LinearAttention(**_HEADS, feature="dpfp"),
@@ -92,6 +104,8 @@ ZOO: dict[str, MixerConfig] = {
     "EFLA with channel decay": KDA(**_HEADS, reparam="efla", conv_width=0),
     "gated Longhorn, 2 householders": GatedDeltaNet(**_HEADS, reparam="longhorn", householders=2, conv_width=2),
     "mom of rwkv4, one active": MoM(memory=RWKV4(channels=8), memories=2, active=1, shared=False, balance=0, z=0),
+    "s4d, real, bilinear": S4D(states=3, start="real", discretisation="bilinear", convolution=False),
+    "titans, a matrix": Titans(heads=4, depth=1, chunk=4),
     "kda, negative eigenvalues in the erase": KDA(**_HEADS, negative_eigenvalues="erase"),
 }
 

@@ -12,6 +12,7 @@ from deltazoo.backends.errors import StateError
 from deltazoo.mixers import Context
 from deltazoo.mixers import state as states
 from deltazoo.mixers.base import Mixer, State
+from deltazoo.mixers.hyena import HyenaMixer
 
 CAPACITY = 16
 
@@ -171,7 +172,10 @@ def test_positions_may_be_given(mixer: Mixer, x: Tensor) -> None:
 def test_the_future_does_not_leak(mixer: Mixer, x: Tensor) -> None:
     changed = torch.cat([x[:, :5], torch.randn_like(x[:, 5:])], 1)
     ours, theirs = mixer(x)[0], mixer(changed)[0]
-    assert torch.equal(ours[:, :5], theirs[:, :5])
+    if isinstance(mixer, HyenaMixer):  # by FFT, whose rounding depends on the whole
+        torch.testing.assert_close(ours[:, :5], theirs[:, :5], rtol=1e-12, atol=1e-13)
+    else:
+        assert torch.equal(ours[:, :5], theirs[:, :5])
     assert not torch.allclose(ours[:, 5:], theirs[:, 5:])
 
 

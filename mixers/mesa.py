@@ -1,0 +1,39 @@
+"""MesaNet: a memory that solves its regression anew for every token."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import Place
+from deltazoo.mixers.conjugate import Solve
+from deltazoo.mixers.decays import SigmoidDecay
+from deltazoo.mixers.features import FeatureMap
+from deltazoo.mixers.gates import Beta
+from deltazoo.mixers.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.parts import HeadShape, OperandPart, Parts
+from deltazoo.mixers.project import Project
+from deltazoo.mixers.variant import DeltaConfig
+
+
+class Mesa(DeltaConfig):
+    """o_t = G_t^T (H_t + Diag(lambda))^-1 q_t, [G, H]_t = a_t [G, H]_(t-1) + beta_t k_t [v_t, k_t]^T."""
+
+    name: ClassVar[str] = "mesa"
+    source: ClassVar[str] = "von Oswald 2025, arXiv 2506.05233"
+    steps: int = Field(default=30, ge=1, description="of conjugate gradients; K are exact")
+    bound: float = Field(default=0.25, gt=0, lt=1, description="least lambda")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k, v; 0: none")
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", beta="head", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.one_key_each(self.sizes(width))
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        keys = {"feature": FeatureMap("silu"), "unit": UnitNorm()}
+        gates = {"beta": Beta(shape, self.spec()), "decay": SigmoidDecay(shape, "head", None, 1.0)}
+        operands: dict[str, OperandPart] = {**keys, **gates, "solve": Solve(shape, self.steps, self.bound)}
+        return Parts(Project(shape, self.conv_width), operands, {"norm": HeadNorm(shape, self.norm_eps)})

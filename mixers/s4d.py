@@ -1,0 +1,48 @@
+"""S4D: a linear, time-invariant diagonal state space of every channel."""
+
+from typing import ClassVar
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from deltazoo.backends.base import Backend
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.base import FIRST, Context, Place
+from deltazoo.mixers.filters import FilterConfig, FilterMixer
+from deltazoo.mixers.ssm import SPEC, DiagonalSSM, Start
+from deltazoo.mixers.turning import Discretisation
+
+
+class S4D(FilterConfig):
+    """y = glu(W gelu(ssm(x))), ssm: h_t = a h_(t-1) + b x_t, y_t = Re(C h_t) + D x_t for each channel."""
+
+    name: ClassVar[str] = "s4d"
+    source: ClassVar[str] = "Gu 2022, arXiv 2206.11893"
+    states: int = Field(default=32, ge=1, description="N, complex (or real) numbers a channel")
+    start: Start = Field(default="lin", description="S4D-Lin, S4D-Inv or S4D-Real; the last has real states")
+    discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")
+    convolution: bool = Field(
+        default=True, description="whole sequences without a state by FFT; False: as a recurrence"
+    )
+
+    def spec(self) -> UpdateSpec:
+        return SPEC
+
+    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "S4DMixer":
+        return S4DMixer(self, width, backend)
+
+
+class S4DMixer(FilterMixer):
+    """State: that of `DiagonalSSM`."""
+
+    def __init__(self, config: S4D, width: int, backend: str | Backend | None) -> None:
+        super().__init__(width)
+        self.filters["ssm"] = DiagonalSSM(
+            width, config.states, config.start, config.discretisation, config.convolution, backend
+        )
+        self.out, self.gate = (nn.Linear(width, width) for _ in range(2))
+
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, after: dict[str, Tensor], context: Context) -> Tensor:
+        y = F.gelu(self.filtered("ssm", x, state, after, context))
+        return self.out(y) * self.gate(y).sigmoid()
