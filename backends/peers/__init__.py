@@ -1,0 +1,1 @@
+"""Thin adapters to other people's kernels, where they are installed: to compare with, chosen by name alone."""

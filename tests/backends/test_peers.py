@@ -1,0 +1,244 @@
+"""The adapters to other people's kernels: operands and results go where they belong, and refusals are sentences.
+
+The packages are stand-ins that compute, from the operands that they are handed, what those functions document.
+"""
+
+import importlib.machinery
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, explain
+from deltazoo.backends import dispatch, registry
+from deltazoo.backends.bench import BenchConfig, bench
+from deltazoo.backends.conformance.cases import Case, draw
+from deltazoo.backends.peers.fla import FlaBackend
+from deltazoo.backends.peers.flash_qla import FlashQlaBackend
+from deltazoo.backends.peers.flashinfer import FlashInferBackend
+from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.shapes import Shape
+
+GATED = UpdateSpec(decay="head", beta="head")
+PEERS = (FlaBackend, FlashQlaBackend, FlashInferBackend)
+SPECS = {
+    "gated": GATED,
+    "scaled": UpdateSpec(decay="head", beta="head", scale=0.25),
+    "fixed": UpdateSpec(decay="fixed", beta="head"),
+    "no beta": UpdateSpec(decay="head"),
+    "negative": UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"),
+    "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
+    "delta": UpdateSpec(beta="head"),
+    "mamba2": UpdateSpec(decay="head", transition="additive", beta="head"),
+    "retnet": UpdateSpec(decay="fixed", transition="additive"),
+    "linear": UpdateSpec(transition="additive"),
+}
+DENSE = Shape("dense", 2, 9, 2, 2, 4, 6)
+GROUPED = Shape("grouped", 2, 9, 2, 4, 4, 4)
+PACK = Shape("pack", 1, 9, 2, 2, 4, 4, (4, 0, 5))
+
+
+def reference(q, k, v, g, beta, scale, state, cu, transition="delta"):
+    spec = UpdateSpec(
+        decay="none" if g is None else "fixed" if g.dim() == 1 else "head",
+        transition=transition,
+        beta="none" if beta is None else "head",
+        scale=scale,
+    )
+    return ReferenceBackend().forward(spec, UpdateInputs(q, k, v, log_decay=g, beta=beta, state=state, cu_seqlens=cu))
+
+
+def gated(q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    assert output_final_state
+    assert scale is not None
+    assert g is None or (g.shape == v.shape[:3] and g.dtype == torch.float32)
+    assert beta.shape == v.shape[:3]
+    return tuple(reference(q, k, v, g, beta, scale, initial_state, cu_seqlens))
+
+
+def delta(q, k, v, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    return gated(q, k, v, None, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def simple(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    assert output_final_state
+    assert g is None or g_gamma is None
+    decay = g if g_gamma is None else g_gamma
+    return tuple(reference(q, k, v, decay, None, scale, initial_state, cu_seqlens, "additive"))
+
+
+def prefill(
+    q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    output_state=None, max_seqlen=None,
+):  # fmt: skip
+    """Packed, gates as factors, states [N, HV, V, K]."""
+    assert q.dim() == 3
+    assert all(x.is_contiguous() for x in (q, k, v, g, beta, initial_state) if x is not None)
+    beta = torch.ones(v.shape[:2]) if beta is None else beta
+    state = None if initial_state is None else initial_state.mT
+    lengths = cu_seqlens.diff()
+    assert max_seqlen is None or max_seqlen == int(lengths.max())
+    o, after = reference(
+        q[None], k[None], v[None], None if g is None else g.log()[None], beta[None], scale, state, cu_seqlens
+    )
+    return o[0], output_state.copy_(after.mT)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The packages, as if installed."""
+    modules = {
+        "fla": {}, "fla.ops": {}, "flash_qla": {"chunk_gated_delta_rule": gated}, "flashinfer": {}, "cutlass": {},
+        "fla.ops.gated_delta_rule": {
+            "chunk_gated_delta_rule": gated, "fused_recurrent_gated_delta_rule": gated,
+        },
+        "fla.ops.delta_rule": {"chunk_delta_rule": delta},
+        "fla.ops.simple_gla": {"chunk_simple_gla": simple, "fused_recurrent_simple_gla": simple},
+        "flashinfer.gdn_prefill": {"chunk_gated_delta_rule": prefill},
+    }  # fmt: skip
+    for name, functions in modules.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def takes(peer, spec, shape, grad=False):
+    """Whether the adapter would take it at K = V = 128 on a GPU."""
+    meta = UpdateMeta("cuda", torch.bfloat16, shape.H, shape.HV, 128, 128, bool(shape.lengths), grad)
+    return not peer.unsupported(spec, meta)
+
+
+@pytest.mark.parametrize("shape", [DENSE, GROUPED, PACK], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_what_a_peer_is_handed_means_the_spec(installed, peer, spec, shape):
+    backend = peer()
+    if not takes(backend, spec, shape):
+        pytest.skip("refused")
+    for state in ("given", "none"):
+        inputs = draw(Case(spec, shape._replace(V=4 if peer is FlashInferBackend else shape.V), state=state))
+        want, got = ReferenceBackend().forward(spec, inputs), backend.forward(spec, inputs)
+        torch.testing.assert_close(got.o, want.o, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got.state, want.state, rtol=1e-5, atol=1e-6)
+
+
+def test_each_peer_takes_what_it_was_made_for(installed):
+    taken = {peer.name: [name for name, spec in SPECS.items() if takes(peer(), spec, DENSE)] for peer in PEERS}
+    assert taken["fla"] == list(SPECS)
+    assert taken["flash_qla"] == ["gated", "scaled", "fixed", "no beta"]
+    assert taken["flashinfer"] == ["gated", "scaled", "fixed", "no beta", "delta"]
+    assert takes(FlaBackend(), GATED, GROUPED, grad=True)
+    assert takes(FlashQlaBackend(), GATED, PACK, grad=True)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_gradients_flow_back_through_the_mapping(installed, spec):
+    inputs = draw(Case(spec, DENSE))
+    leaves = [x.requires_grad_() for x in inputs if x is not None]
+
+    def gradients(backend):
+        out = backend.forward(spec, inputs)
+        return torch.autograd.grad(out.o.square().sum() + out.state.sum(), leaves)
+
+    for got, want in zip(gradients(FlaBackend()), gradients(ReferenceBackend()), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("slots", [None, torch.tensor([2, 0])], ids=["rows", "slots"])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_fla_decodes_in_place(installed, spec, slots):
+    inputs = draw(Case(spec, DENSE._replace(T=1)))
+    states = inputs.state if slots is None else torch.cat([inputs.state, inputs.state])[:3].clone()
+    want_states = states.clone()
+    token = inputs._replace(state=None)
+    want = ReferenceBackend().step_(spec, token, want_states, slots)
+    got = FlaBackend().step_(spec, token, states, slots)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(states, want_states, rtol=1e-5, atol=1e-6)
+
+
+REFUSALS = {
+    ("fla", "K must be at most 256, got 512."): (GATED, {"K": 512}),
+    ("fla", "HV must be H, got HV=4, H=2."): (SPECS["delta"], {"HV": 4}),
+    ("fla", "scale must be above 0, got 0.0."): (UpdateSpec(decay="head", beta="head", scale=0), {}),
+    ("flash_qla", "decay must be 'fixed' or 'head', got 'none'."): (SPECS["delta"], {}),
+    ("flash_qla", "negative_eigenvalues must be 'off', got 'both'."): (SPECS["negative"], {}),
+    ("flash_qla", "reparam must be 'none', got 'efla'."): (SPECS["efla"], {}),
+    ("flash_qla", "transition must be 'delta', got 'additive'."): (SPECS["retnet"], {}),
+    ("flash_qla", "K and V must be 128, got K=64, V=128."): (GATED, {"K": 64}),
+    ("flashinfer", "it has no backward, and a gradient is wanted."): (GATED, {"grad": True}),
+    ("flashinfer", "K and V must be 128, got K=128, V=256."): (GATED, {"V": 256}),
+}
+COMMON = {
+    "it needs tensors on 'cuda', got 'cpu'.": (GATED, {"device": "cpu"}),
+    "it computes in bfloat16 or float16, got float32.": (GATED, {"dtype": torch.float32}),
+    "decay must be 'none', 'fixed' or 'head', got 'channel'.": (UpdateSpec(decay="channel"), {}),
+    "a fixed decay must be a number a head": (SPECS["fixed"], {"decay_channels": True}),
+    "transition must be 'additive' or 'delta', got 'dplr'.": (UpdateSpec(transition="dplr"), {}),
+    "beta must be 'none' or 'head', got 'channel'.": (UpdateSpec(beta="channel"), {}),
+    "erase_key must be 'key', got 'own'.": (UpdateSpec(decay="head", erase_key="own"), {}),
+    "erase_from must be 'decayed', got 'previous'.": (UpdateSpec(decay="head", erase_from="previous"), {}),
+    "needs two strengths, and it has one.": (UpdateSpec(beta="head", negative_eigenvalues="erase"), {}),
+    "householders must be 1, got 3.": (UpdateSpec(decay="head", householders=3), {}),
+    "read must be 'after', got 'before'.": (UpdateSpec(decay="head", read="before"), {}),
+}
+ALL = {**REFUSALS, **{(peer.name, said): case for peer in PEERS for said, case in COMMON.items()}}
+
+
+@pytest.mark.parametrize(("named", "case"), ALL.items(), ids=[f"{name}-{said[:30]}" for name, said in ALL])
+def test_what_a_peer_does_not_take_is_said_in_a_sentence(installed, named, case):
+    (name, said), (spec, change) = named, case
+    meta = UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)._replace(**change)
+    reasons = dispatch.resolve(name).unsupported(spec, meta)
+    assert any(said in reason for reason in reasons), reasons
+    assert all(reason.endswith(".") for reason in reasons)
+
+
+def test_a_package_that_is_not_there_is_named_with_what_to_install():
+    meta = UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)
+    wheels = {"fla": "fla-core", "flash_qla": "flash-qla", "flashinfer": "flashinfer-python"}
+    for name, wheel in wheels.items():
+        reasons = dispatch.resolve(name).unsupported(GATED, meta)
+        assert reasons[0] == f"it needs the package {name}, which is not installed: pip install {wheel}."
+
+
+def test_peers_are_installed_names_and_never_the_default(installed):
+    assert {"fla", "flash_qla", "flashinfer"} <= set(registry.names(registry.BACKENDS))
+    for order in dispatch.DEFAULT_ORDER.values():
+        assert not {"fla", "flash_qla", "flashinfer"} & set(order)
+    verdicts = {v.backend: v for v in explain(GATED, UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)).verdicts}
+    for name in ("fla", "flash_qla", "flashinfer"):
+        assert not verdicts[name].chosen
+        assert verdicts[name].reasons == ["can, and runs when asked for by name."]
+
+
+def test_a_bench_of_a_peer_that_is_missing_has_a_row_that_says_so():
+    result = bench(GATED, [DENSE], ["reference", "fla"], BenchConfig(rounds=3, seconds=0.1, directions=("forward",)))
+    assert result.rows[0].median_ms is not None
+    assert "it needs the package fla" in result.rows[1].refused[0]
+
+
+def test_listing_asking_and_importing_import_no_peer(tmp_path):
+    for name in ("fla", "flash_qla", "flashinfer", "cutlass"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')")
+    code = (
+        "import json, sys, torch, deltazoo; from deltazoo.blocks.catalog import catalog; "
+        "meta = deltazoo.UpdateMeta('cuda', torch.bfloat16, 2, 2, 128, 128); "
+        "verdicts = deltazoo.explain(deltazoo.UpdateSpec(decay='head', beta='head'), meta).verdicts; "
+        "print(json.dumps([[v.backend, v.reasons] for v in verdicts] + "
+        "[[e.name, e.problem] for e in catalog().backends] + "
+        "[sorted({n.partition('.')[0] for n in sys.modules} & {'fla', 'flash_qla', 'flashinfer', 'cutlass'})]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *said, imported = json.loads(done.stdout)
+    assert imported == []
+    assert ["fla", ["can, and runs when asked for by name."]] in said
+    assert ["flashinfer", None] in said
