@@ -12,7 +12,7 @@ import queue
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ from deltazoo.backends.timing import in_turns
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig, device_of, parse
 from deltazoo.backends.triton.table import Kernel, key_of
-from deltazoo.backends.triton.tune import Runner, Target, problem_of
+from deltazoo.backends.triton.tune import Runner, Step, Target, problem_of
 from deltazoo.backends.work import Direction, Work
 
 _PATIENCE = 240.0  # seconds for one check, compilation included
@@ -76,24 +76,28 @@ class CudaRunner(Runner):
         return TritonBackend().unsupported(target.spec, meta)
 
     def check(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> list[str]:
-        self.ahead(target, [(kernel, configs)])
-        return [self._verdicts[self._at(target, kernel, config)] for config in configs]
+        self._check([(target, kernel, config) for config in configs])
+        return [self._verdicts[_held(target, kernel, config)] for config in configs]
 
-    def ahead(self, target: Target, tasks: Sequence[tuple[Kernel, Sequence[LaunchConfig]]]) -> None:
-        wanted = {
-            self._at(target, kernel, config): (kernel, config)
-            for kernel, configs in tasks
-            for config in configs
-            if self._at(target, kernel, config) not in self._verdicts
-        }
+    def ahead(self, steps: Sequence[Step]) -> None:
+        by_target = [
+            [(target, step.kernel, config) for step in steps if step.target == target for config in step.configs]
+            for target in dict.fromkeys(step.target for step in steps)
+        ]
+        mixed = zip_longest(*by_target)  # in turns: while one process compiles what a target's all need, others do not
+        self._check([asked for turn in mixed for asked in turn if asked is not None])
+
+    def _check(self, asked: Sequence[tuple[Target, Kernel, LaunchConfig]]) -> None:
+        wanted = {_held(*one): one for one in asked if _held(*one) not in self._verdicts}
         if not wanted:
             return
         self._bench = None
         torch.cuda.empty_cache()
-        jobs = [self._job(target, kernel, config) for kernel, config in wanted.values()]
-        room = int(0.7 * torch.cuda.mem_get_info(self.on)[0] / (2**30 + _bytes(target)))
+        most = max(_bytes(target) for target, _, _ in wanted.values())
+        room = int(0.7 * torch.cuda.mem_get_info(self.on)[0] / (2**30 + most))
         with ThreadPoolExecutor(max(1, min(self._count, room))) as pool:
-            self._verdicts |= dict(zip(wanted, pool.map(self._ask, jobs), strict=True))
+            said = {held: pool.submit(self._ask, self._job(*one)) for held, one in wanted.items()}
+            self._verdicts |= {held: future.result() for held, future in said.items()}
 
     def time(self, target: Target, direction: Direction, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
         if self._bench is None or (self._bench.target, self._bench.direction) != (target, direction):
@@ -106,11 +110,6 @@ class CudaRunner(Runner):
         while not self._free.empty():
             self._free.get().stop()
         self._folder.cleanup()
-
-    def _at(self, target: Target, kernel: Kernel, config: LaunchConfig) -> tuple[object, ...]:
-        """What a verdict holds for: the code, and what is new in the config."""
-        key = key_of(kernel, problem_of(target, kernel), config.split)
-        return (key.code, target.spec, config.split if kernel == "split" else getattr(config, kernel))
 
     def _job(self, target: Target, kernel: Kernel, config: LaunchConfig) -> "_Job":
         at, cases = checks_of(target, kernel, config, self.regimes)
@@ -148,6 +147,12 @@ def checks_of(
     chosen = regimes if not split else regimes[:1]
     fields = {name: getattr(config, name) for name in LaunchConfig.model_fields} | {"split": split}
     return LaunchConfig(**fields), [Case(spec, short, dtype, regime) for regime in chosen]
+
+
+def _held(target: Target, kernel: Kernel, config: LaunchConfig) -> tuple[object, ...]:
+    """What a verdict holds for: the code, and what is new in the config."""
+    key = key_of(kernel, problem_of(target, kernel), config.split)
+    return (key.code, target.spec, config.split if kernel == "split" else getattr(config, kernel))
 
 
 class _Job(NamedTuple):
@@ -275,7 +280,7 @@ def _computed(
 def _bytes(target: Target) -> int:
     """About what one call takes, forward and backward."""
     shape = target.shape
-    return 12 * shape.B * shape.T * (shape.HV * (shape.V + shape.K) + 2 * shape.H * shape.K) + 2**30
+    return 6 * shape.B * shape.T * (shape.HV * (shape.V + shape.K) + 2 * shape.H * shape.K) + 2**30
 
 
 class _Bench:

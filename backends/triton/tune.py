@@ -38,6 +38,7 @@ from deltazoo.backends.triton.table import (
 from deltazoo.backends.work import DIRECTIONS, Direction
 
 MARGIN = 1.01  # how much faster a candidate must be than the best so far
+_AHEAD = 4  # targets whose candidates are checked before the first is timed
 _DIRECTION_OF: dict[Kernel, Direction] = {
     "split": "backward", "prepare": "forward", "scan": "forward", "replay": "backward", "reverse": "backward",
     "gradients": "backward", "decode": "decode",
@@ -50,6 +51,16 @@ class Target(NamedTuple):
     spec: UpdateSpec
     shape: Shape
     dtype: torch.dtype
+
+
+class Step(NamedTuple):
+    """One kernel of one target: the heuristic's config first among the candidates, the others as the table has them."""
+
+    target: Target
+    kernel: Kernel
+    key: Key
+    configs: list[LaunchConfig]
+    done: bool
 
 
 class TuneConfig(BaseModel):
@@ -92,8 +103,8 @@ class Runner(ABC):
         """The median seconds of each config, in turns."""
 
     @abstractmethod
-    def ahead(self, target: Target, tasks: Sequence[tuple[Kernel, Sequence[LaunchConfig]]]) -> None:
-        """Hear what will be checked for a target, all at once: it can be done side by side, while nothing is timed."""
+    def ahead(self, steps: "Sequence[Step]") -> None:
+        """Hear what will be checked next: it can be done side by side, while nothing is timed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -167,19 +178,20 @@ def tune(
     failures: list[str] = []
     rejected: list[str] = []
     kept, seen, done = 0, set[Key](), 0
-    begun: Target | None = None
+    announced: set[Target] = set()
     try:
         for done, (target, kernel) in enumerate(jobs):
             step = _step(target, kernel, runner, table, config)
-            if step.key in seen or (step.done and not config.again):
-                kept += step.key not in seen
+            if step.key in seen or len(step.configs) == 1 or (step.done and not config.again):
+                kept += step.key not in seen and step.done
                 continue
             if config.budget is not None and time.monotonic() - start > config.budget:
                 break
             seen.add(step.key)
-            if target is not begun:
-                begun = target
-                runner.ahead(target, _tasks(target, runner, table, config))
+            if target not in announced:
+                some = list(dict.fromkeys(target for target, _ in jobs[done:]))[:_AHEAD]
+                announced |= set(some)
+                runner.ahead(_steps(some, runner, table, config))
             search = _Search(step, runner, config, functools.partial(_told, progress, done, len(jobs)))
             record = search.run()
             rejected += search.rejected
@@ -214,6 +226,8 @@ def plan(
     for target in targets:
         for kernel in kernels_of(target, config):
             step = _step(target, kernel, runner, table, config)
+            if len(step.configs) == 1:
+                continue
             found.setdefault(
                 step.key,
                 Planned(
@@ -243,9 +257,16 @@ def problem_of(target: Target, kernel: Kernel, device: str = "cuda") -> Problem:
     )  # fmt: skip
 
 
-def candidates(kernel: Kernel, problem: Problem, base: LaunchConfig, effort: str = "quick") -> list[LaunchConfig]:
-    """The configs to try for a kernel, `base` first; tiles wider than the problem are left out."""
+def candidates(
+    kernel: Kernel, problem: Problem, base: LaunchConfig, device: Device, effort: str = "quick"
+) -> list[LaunchConfig]:
+    """The configs to try for a kernel, `base` first; tiles wider than the problem are left out.
+
+    Where half the device has work without parts, none are tried.
+    """
     if kernel == "split":
+        if device.processors < 2 * problem.N * problem.HV:
+            return [base]
         chunks = -(-problem.T // base.chunk) // (max(1, problem.N) if problem.packed else 1)
         steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
         scratch = {0: 2**28}
@@ -259,11 +280,8 @@ def candidates(kernel: Kernel, problem: Problem, base: LaunchConfig, effort: str
 _FIELDS = ("tile", "warps", "stages", "keys")
 _QUICK: dict[str, list[tuple[int, ...]]] = {
     "prepare": [(16, 4, 1), (32, 4, 1), (16, 8, 1)],
-    "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
-    "gradients": [
-        (64, 4, 1, 64), (64, 4, 2, 64), (64, 8, 2, 64), (32, 4, 2, 64), (64, 4, 2, 32), (128, 4, 1, 64),
-        (128, 8, 1, 64), (64, 8, 2, 128), (128, 8, 1, 128),
-    ],
+    "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
+    "gradients": [(64, 4, 1, 64), (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 2, 64), (128, 4, 1, 64), (64, 8, 2, 128)],
     "decode": [(8, 1, 1), (16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
 }  # fmt: skip
 _FULL: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -279,17 +297,7 @@ def _launches(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
     return _QUICK[name] if effort == "quick" else list(itertools.product(*_FULL[name]))
 
 
-class _Step(NamedTuple):
-    """One kernel of one target: the heuristic's config first among the candidates, the others as the table has them."""
-
-    target: Target
-    kernel: Kernel
-    key: Key
-    configs: list[LaunchConfig]
-    done: bool
-
-
-def _step(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> _Step:
+def _step(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> Step:
     problem = problem_of(target, kernel)
     known = table.of(runner.triton)
     split = known.get(key_of("split", problem, 0))
@@ -297,20 +305,21 @@ def _step(target: Target, kernel: Kernel, runner: Runner, table: Table, config: 
     key = key_of(kernel, problem, 0 if kernel == "split" else at)
     others = {other: record for other, record in known.items() if other.kernel != kernel}
     base = configured(problem, runner.device, others)
-    return _Step(target, kernel, key, candidates(kernel, problem, base, config.effort), key in known)
+    return Step(target, kernel, key, candidates(kernel, problem, base, runner.device, config.effort), key in known)
 
 
-def _tasks(
-    target: Target, runner: Runner, table: Table, config: TuneConfig
-) -> list[tuple[Kernel, Sequence[LaunchConfig]]]:
-    steps = [_step(target, kernel, runner, table, config) for kernel in kernels_of(target, config)]
-    return [(step.kernel, step.configs) for step in steps if config.again or not step.done]
+def _steps(targets: Sequence[Target], runner: Runner, table: Table, config: TuneConfig) -> list[Step]:
+    """What there is to do for targets, as far as it can be told now."""
+    steps = [
+        _step(target, kernel, runner, table, config) for target in targets for kernel in kernels_of(target, config)
+    ]
+    return [step for step in steps if len(step.configs) > 1 and (config.again or not step.done)]
 
 
 class _Search:
     """The best of a step's candidates."""
 
-    def __init__(self, step: _Step, runner: Runner, config: TuneConfig, told: Callable[[str], None]) -> None:
+    def __init__(self, step: Step, runner: Runner, config: TuneConfig, told: Callable[[str], None]) -> None:
         self.step, self.runner, self.config, self.tell = step, runner, config, told
         self.rejected: list[str] = []
 

@@ -57,13 +57,13 @@ def test_the_user_s_table_needs_no_pasting(ok, gpu, tmp_path):
     assert ok("tune", "--shape", "decode_64").out.splitlines()[-1].startswith("# used from now on")
 
 
-def test_tune_takes_a_stack_and_dtypes(ok, gpu, stack_file, tmp_path):
+def test_tune_takes_a_stack_and_dtypes(ok, gpu, tmp_path):
     options = ("--batch", 2, "--length", 512, "--dtype", "bfloat16,float16", "--dry-run", "--out", tmp_path / "t.json")
-    listed = ok("tune", stack_file, *options, "--json").json
-    assert {step["shape"] for step in listed} == {f"{stack_file} 2x512"}
+    listed = ok("tune", "gated-deltanet-h1", *options, "--json").json
+    assert {step["shape"] for step in listed} == {"gated-deltanet-h1 2x512"}
     assert {step["key"].split()[0] for step in listed} == {"bfloat16", "float16"}
     assert {step["kernel"] for step in listed} >= {"scan", "replay", "reverse", "gradients", "prepare", "decode"}
-    assert "scan" in ok("tune", stack_file, *options).out
+    assert "scan" in ok("tune", "gated-deltanet-h1", *options).out
     assert not (tmp_path / "t.json").exists()
 
 
