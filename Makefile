@@ -25,9 +25,10 @@ BASELINE := tests/bench/baseline
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
 
-# A process a core, each with one thread.
+# A process a core, each with one thread; then the kernels, in Triton's interpreter.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/backends/test_triton.py
 
 # mypy finds the package, which is the repository's root, under its name through a link.
 lint: $(READY)

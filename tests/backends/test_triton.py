@@ -1,0 +1,213 @@
+"""The triton backend: every kind of update on every way of launching against float64, operators, one graph, decode.
+
+The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
+"""
+
+import os
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance
+from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.shapes import TINY, Shape
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
+from deltazoo.backends.triton.op import ScanKind, ScanOperands
+
+pytest.importorskip("triton", reason="the kernels need the package triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ABLE = INTERPRETED or torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(
+    not ABLE,
+    reason="needs a CUDA device, or TRITON_INTERPRET=1 as make test sets it",
+)
+
+# Small tiles, so that small shapes have several of everything: chunks, parts, segments, tiles of values and of keys.
+_SMALL = Launch(tile=16, stages=1)
+_TILES = {
+    "prepare": _SMALL,
+    "scan": _SMALL,
+    "replay": _SMALL,
+    "reverse": _SMALL,
+    "gradients": Launch(tile=16, stages=1, keys=16),
+    "decode": _SMALL,
+}
+CONFIGS = {
+    "in one": LaunchConfig(chunk=16, every=2, **_TILES),
+    "parts": LaunchConfig(chunk=16, every=1, split=2, **_TILES),
+    "segments": LaunchConfig(chunk=16, every=2, scratch=0, **_TILES),
+    "parts and segments": LaunchConfig(chunk=16, every=1, split=2, scratch=0, **_TILES),
+    "longer chunks": LaunchConfig(chunk=32, every=1, **(_TILES | {"prepare": Launch(tile=8, stages=1)})),
+}
+
+
+def backend(way: str = "in one") -> TritonBackend:
+    """Small tiles under the interpreter; on a GPU what users get, unless a way of launching is named."""
+    return TritonBackend(CONFIGS[way] if INTERPRETED or way != "in one" else None)
+
+
+SPECS = {
+    "gated delta": UpdateSpec(decay="head", beta="head"),
+    "delta": UpdateSpec(),
+    "retnet": UpdateSpec(decay="fixed", transition="additive"),
+    "mamba2": UpdateSpec(decay="head", transition="additive", beta="head"),
+    "linear": UpdateSpec(transition="additive"),
+    "comba": UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"),
+    "read before": UpdateSpec(decay="head", transition="additive", read="before"),
+    "both before": UpdateSpec(decay="head", beta="head", read="before", erase_from="previous"),
+    "negative": UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"),
+    "householders": UpdateSpec(decay="head", beta="head", householders=2, negative_eigenvalues="erase"),
+    "householders, before": UpdateSpec(
+        decay="fixed", beta="head", householders=3, erase_from="previous", read="before"
+    ),
+    "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
+}
+SHAPES = {
+    "grouped": Shape("grouped", B=2, T=37, H=1, HV=2, K=12, V=20),
+    "pack": Shape("pack", B=1, T=83, H=1, HV=2, K=16, V=16, lengths=(17, 0, 1, 65)),
+    "many chunks": Shape("many chunks", B=1, T=150, H=1, HV=1, K=16, V=16),
+    "two key tiles": Shape("two key tiles", B=1, T=40, H=1, HV=1, K=144, V=16),
+    "odd widths": Shape("odd widths", B=1, T=33, H=1, HV=1, K=5, V=9),
+}
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+
+# Each spec in one and on one other way of launching, over the shapes by turns; parts and segments need a long one.
+_LONG = ("many chunks", "pack")
+_OTHERS = list(CONFIGS)[1:]
+WAYS = [(spec, "in one", list(SHAPES)[i % len(SHAPES)]) for i, spec in enumerate(SPECS)]
+WAYS += [(spec, _OTHERS[i % len(_OTHERS)], _LONG[i // 2 % 2]) for i, spec in enumerate(SPECS)]
+
+
+@pytest.mark.parametrize(("spec", "way", "shape"), WAYS)
+def test_every_spec_in_one_and_on_another_way_of_launching(spec, way, shape):
+    agrees(spec, way, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("way", CONFIGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_spec_on_every_way_of_launching_and_shape(way, shape):
+    for spec in SPECS:
+        for dtype in DTYPES:
+            agrees(spec, way, shape, dtype)
+
+
+@pytest.mark.parametrize("regime", ["parallel", "decays"])
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [("gated delta", DTYPES[0]), ("comba", DTYPES[-1]), ("negative", DTYPES[1]), ("mamba2", DTYPES[0])],
+    ids=str,
+)
+def test_adversarial_inputs(spec, dtype, regime):
+    agrees(spec, "in one", "pack", dtype, regime)
+
+
+def agrees(spec: str, way: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
+    report = conformance.compare(backend(way), Case(SPECS[spec], SHAPES[shape], dtype, regime), device=DEVICE)
+    assert report.errors, str(report)
+    assert not report.failures, str(report)
+
+
+# Under the interpreter small shapes, and no graph through Inductor: below there is one without it.
+_SMALL_SHAPES = [shape for shape in TINY if shape.name in ("plain", "one_token", "column")]
+_CHECKS = (
+    (_SMALL_SHAPES, DTYPES[:1], ["one_graph_gives_the_same_numbers"], DEVICE)
+    if INTERPRETED
+    else (TINY, DTYPES, [], DEVICE)
+)
+test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHECKS) if ABLE else [], DEVICE)
+
+GATED = SPECS["gated delta"]
+
+
+def gated(B: int, T: int, dtype: torch.dtype = torch.float32, seed: int = 0, spec: UpdateSpec = GATED) -> UpdateInputs:
+    return draw(Case(spec, Shape("drawn", B, T, 1, 2, 16, 16), dtype, seed=seed), DEVICE)
+
+
+def operands(x: UpdateInputs) -> ScanOperands:
+    strength = x.beta
+    return ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), None, x.state, None)
+
+
+def test_the_operators_pass_torchs_checks():
+    x, way = operands(gated(2, 37)), backend("parts").config
+    kind = ScanKind(True, False, False, False, 0.25, way)
+    tests = ("test_schema", "test_faketensor")
+    for keep in (False, True):
+        torch.library.opcheck(torch.ops.deltazoo.triton_scan.default, (*x, *kind, keep), test_utils=tests)
+    o, state, *kept = torch.ops.deltazoo.triton_scan(*x, *kind, True)
+    arguments = (*x, *kept, torch.randn_like(o), torch.randn_like(state), *kind)
+    torch.library.opcheck(torch.ops.deltazoo.triton_scan_backward.default, arguments, test_utils=tests)
+    one = operands(gated(2, 1))
+    states = torch.randn(5, 2, 16, 16, device=DEVICE)
+    for slots in (None, torch.tensor([3, 1], device=DEVICE)):
+        held = states if slots is not None else states[:2].clone()
+        arguments = (*one[:7], held, slots, *kind)
+        torch.library.opcheck(torch.ops.deltazoo.triton_step_.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_one_graph_forward_and_backward_for_every_length(packed):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    bound = bind(GATED, backend())
+
+    def run(x: UpdateInputs) -> tuple[torch.Tensor, ...]:
+        out = bound(x)
+        return out.o.square().sum() + out.state.square().sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
+    for T in (40, 70, 17):
+        shape = Shape("some", 1 if packed else 2, T, 1, 2, 16, 16, lengths=(T - 9, 0, 9) if packed else ())
+        x = draw(Case(GATED, shape), DEVICE)
+        leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
+        want = torch.autograd.grad(run(x), leaves)
+        for got, grad in zip(torch.autograd.grad(compiled(x), leaves), want, strict=True):
+            torch.testing.assert_close(got, grad)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("spec", ["gated delta", "comba", "retnet", "householders, before", "read before"])
+def test_steps_in_slots_equal_the_whole(spec):
+    spec = SPECS[spec]
+    x = gated(2, 6, spec=spec)
+    bound = bind(spec, backend())
+    want = bound(x)
+    slots = torch.tensor([3, 0], device=DEVICE)
+    states = torch.full((5, 2, 16, 16), torch.nan, device=DEVICE)
+    states[slots] = x.state
+    step = torch.compile(bound.step_, fullgraph=True, backend="aot_eager")
+    constant = ("log_decay",) if spec.decay == "fixed" else ()
+    for t in range(6):
+        now = {n: y if n in constant else y[:, t : t + 1] for n, y in x._asdict().items() if y is not None}
+        o = step(UpdateInputs(**now)._replace(state=None), states, slots)
+        torch.testing.assert_close(o[:, 0], want.o[:, t], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(states[slots], want.state, rtol=2e-5, atol=2e-5)
+    assert states[[1, 2, 4]].isnan().all()  # no other slot is touched
+
+
+def test_no_token_gives_the_initial_state_back():
+    x = gated(2, 0)
+    out = bind(GATED, backend())(x)
+    assert out.o.shape == (2, 0, 2, 16)
+    torch.testing.assert_close(out.state, x.state)
+
+
+def test_parts_begin_at_checkpoints():
+    with pytest.raises(ValueError, match="split must be 0 or a power of two and a multiple of every = 16, got 24"):
+        LaunchConfig(split=24)
+
+
+def test_what_the_kernels_do_not_take_is_said_in_sentences():
+    def reasons(dtype: torch.dtype = torch.float16, K: int = 64, **axes: str) -> list[str]:
+        return backend().unsupported(UpdateSpec(**axes), UpdateMeta(DEVICE, dtype, 2, 2, K, 64))
+
+    assert reasons() == []
+    assert reasons(decay="channel") == ["decay must be 'none', 'fixed' or 'head', got 'channel'."]
+    assert reasons(transition="dplr") == ["transition must be 'additive' or 'delta', got 'dplr'."]
+    assert reasons(beta="channel") == ["beta must be 'none' or 'head', got 'channel'."]
+    assert reasons(K=257) == ["K must be at most 256, got 257."]
+    assert any("got float64" in reason for reason in reasons(torch.float64))
