@@ -1,4 +1,4 @@
-"""What the triton backend promises on a GPU alone: graphs, no host sync, determinism, sizes beyond 2^31, a stress test."""
+"""What the triton backend promises on a GPU alone: graphs, no host sync, determinism, sizes over 2^31, stress."""
 
 import math
 
