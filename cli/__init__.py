@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli import bench, build, check, demo, doctor, generate, schema, show, train, tune
+from deltazoo.cli import bench, build, check, demo, doctor, generate, schema, show, train, tune, zoo
 from deltazoo.cli import list as list_
 from deltazoo.cli.mistakes import Debug, guarded
 
@@ -30,6 +30,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.command,
     "demo": demo.command,
     "schema": schema.command,
+    "zoo": zoo.command,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(guarded(_command))

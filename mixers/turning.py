@@ -5,6 +5,7 @@ values turn on the way in, and back on the way out. V = 2 holds (real, imaginary
 B batch, T time, D width, HV value heads (one a complex state)
 """
 
+import functools
 import math
 from typing import Literal
 
@@ -159,6 +160,7 @@ def discretised(how: Discretisation, real: Tensor, imaginary: Tensor, dt: Tensor
     return log_decay, turn, dt * (1 - half_re) / under, dt * half_im / under
 
 
+@functools.lru_cache(maxsize=8)
 def hippo_eigenvalues(size: int) -> np.ndarray:
     """Eigenvalues with positive imaginary part of the normal part of HiPPO-LegS: [size / 2] complex."""
     place = np.sqrt(1 + 2 * np.arange(size))

@@ -92,7 +92,7 @@ ZOO: dict[str, MixerConfig] = {
     "hyena": Hyena(filter_width=8, max_length=32),
     "ttt_linear": TTTLinear(heads=2, batch=3),
     "titans": Titans(heads=2, chunk=3),
-    "mesa": Mesa(**_HEADS, steps=5),
+    "mesa": Mesa(**_HEADS, steps=4),
     # axes combined: fields, not new mixers
     "attention, qk-norm, gate, partial rotary": Attention(heads=2, qk_norm=True, gate=True, rotary_fraction=0.5),
     "linear_attention, dpfp": LinearAttention(**_HEADS, feature="dpfp"),
