@@ -17,7 +17,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.timing import LEAST_ROUNDS, Call, in_turns, once
+from deltazoo.backends.timing import LEAST_ROUNDS, Call, captured, in_turns, once, peak_bytes
 from deltazoo.backends.work import DIRECTIONS, Direction, Work
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -33,6 +33,7 @@ class BenchConfig(BaseModel):
         baseline: the backend whose median the others' ratios are over; None is the first.
         seed: of the numbers.
         errors: compare with the reference in float64.
+        graphs: time replays of CUDA graphs; a backend that cannot be captured says so in its row.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +46,7 @@ class BenchConfig(BaseModel):
     baseline: str | None = None
     seed: int = Field(default=0, ge=0)
     errors: bool = True
+    graphs: bool = False
 
 
 class Row(BaseModel):
@@ -56,6 +58,7 @@ class Row(BaseModel):
         ratio: the baseline's median over this one; above 1 is faster.
         error: the largest relative RMS error of what the first call computed (o and state, or the gradients)
             against the reference in float64, on the first sequence's first key head.
+        peak_mib: the most device memory that one call held, its results counted, its operands not; on CUDA alone.
         refused: why there are no figures; [] when there are.
     """
 
@@ -71,19 +74,21 @@ class Row(BaseModel):
     rounds: int = 0
     ratio: float | None = None
     error: float | None = None
+    peak_mib: float | None = None
     refused: list[str] = []
 
     def cells(self) -> list[str]:
         """The row as words, under `Benchmark.columns`."""
         named = [self.shape, "fwd + bwd" if self.direction == "backward" else self.direction, self.backend]
         if self.median_ms is None:
-            return [*named, f"refused: {' '.join(self.refused)}", "", "", "", ""]
+            return [*named, f"refused: {' '.join(self.refused)}", "", "", "", "", ""]
         return [
             *named,
             f"{self.median_ms:.3g}",
             f"{self.low_ms:.3g}-{self.high_ms:.3g}",
             "" if self.ratio is None else f"{self.ratio:.2f}",
             "" if self.error is None else f"{self.error:.1e}",
+            "" if self.peak_mib is None else f"{self.peak_mib:.0f}",
             f"{self.first_call_s:.2f}",
         ]
 
@@ -104,23 +109,24 @@ class Benchmark(BaseModel):
     def columns(self) -> list[str]:
         """The heads of `Row.cells`."""
         ratio = f"x {self.baseline}"
-        return ["shape", "direction", "backend", "ms", "20-80 %", ratio, "error", "first s"]
+        return ["shape", "direction", "backend", "ms", "20-80 %", ratio, "error", "MiB", "first s"]
 
     def header(self) -> str:
         """When, where and on what, and what the columns are, in one line."""
         config = self.config
         parts = [self.environment.line(), config.dtype, f"seed {config.seed}"]
         if config.device.startswith("cuda"):
-            parts.append("L2 flushed")
+            parts.append("L2 flushed" + (", CUDA graphs" if config.graphs else ""))
         for shape in self.shapes:
             sizes = " ".join(f"{name}={getattr(shape, name)}" for name in ("B", "T", "H", "HV", "K", "V"))
             parts.append(f"{shape.name}: {sizes}" + (f" in {len(shape.lengths)} sequences" if shape.lengths else ""))
-        columns = "ms: median, with its percentiles; error: relative RMS from float64; first s: first call, compiling"
+        columns = "ms: median, with its percentiles; error: relative RMS from float64; MiB: peak of a call; "
+        columns += "first s: first call, compiling"
         return "; ".join([*parts, columns])
 
     def markdown(self) -> str:
         """The header over a Markdown table."""
-        lines = [self.columns, ["---"] * 3 + ["---:"] * 5, *(row.cells() for row in self.rows)]
+        lines = [self.columns, ["---"] * 3 + ["---:"] * 6, *(row.cells() for row in self.rows)]
         return "\n".join([self.header(), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
@@ -137,6 +143,8 @@ def bench(
     """
     config = config or BenchConfig()
     device = usable_device(config.device)
+    if config.graphs and device.type != "cuda":
+        raise ConfigError(f"graphs needs a CUDA device, got {config.device!r}")
     if not shapes or not backends:
         raise ConfigError(f"bench needs a shape and a backend, got {len(shapes)} shapes and {len(backends)} backends")
     bound = {backend if isinstance(backend, str) else backend.name: bind(spec, backend) for backend in backends}
@@ -188,11 +196,14 @@ class _Race:
             call = self.work.call(update)
             seconds = once(lambda: got.update(call()), self.device)
             error = self._error(got) if self.config.errors else None
+            got.clear()
+            peak = peak_bytes(call, self.device)
+            timed: Call = captured(call, self.device) if self.config.graphs else call
         except Exception as failure:  # a backend's failure is a figure of the table, not the end of it
             sentence = str(failure).strip().partition("\n")[0]
             return row.model_copy(update={"refused": [f"failed with {type(failure).__name__}: {sentence}"]})
-        self.calls[row.backend] = call
-        return row.model_copy(update={"first_call_s": seconds, "error": error})
+        self.calls[row.backend] = timed
+        return row.model_copy(update={"first_call_s": seconds, "error": error, "peak_mib": peak and peak / 2**20})
 
     def _error(self, got: dict[str, Tensor]) -> float:
         self.exact = self.exact or self.work.exact()

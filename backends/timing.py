@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -39,6 +40,35 @@ def in_turns(
             times[name].append(timed(calls[name]))
     told(rounds, rounds, "")
     return times
+
+
+def captured(call: Call, device: torch.device, pool: Any = None) -> Call:
+    """Capture a call in a CUDA graph; what comes back replays it. Raises what the call raises while it is captured.
+
+    Args: pool: memory that several graphs share which are never replayed at once, from `torch.cuda.graph_pool_handle`.
+    """
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        call()
+    return graph.replay
+
+
+def peak_bytes(call: Call, device: torch.device) -> int | None:
+    """The most device memory that a call holds beyond what was held before it; None where that is not counted."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = call()
+    torch.cuda.synchronize(device)
+    del kept
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def once(call: Call, device: torch.device) -> float:

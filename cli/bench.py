@@ -24,6 +24,7 @@ def command(
     baseline: Annotated[str | None, typer.Option(help="Ratios are over this backend; the first if none.")] = None,
     seed: Seed = 0,
     errors: Annotated[bool, typer.Option(help="Compare with float64.")] = True,
+    graphs: Annotated[bool, typer.Option(help="Time replays of CUDA graphs.")] = False,
     markdown: Annotated[
         Path | None, typer.Option(help="Write the table there, between its marks if it has any.")
     ] = None,
@@ -44,6 +45,7 @@ def command(
         baseline=baseline,
         seed=seed,
         errors=errors,
+        graphs=graphs,
     )
     with progress() as told:
         found = measure(mixer, shape or [DEFAULT_SHAPE], split(backends), config, told)

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import queue
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, zip_longest
 from multiprocessing.connection import Connection
@@ -28,7 +28,7 @@ from deltazoo.backends.dispatch import bind
 from deltazoo.backends.environment import Environment, environment, usable_device
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.timing import in_turns
+from deltazoo.backends.timing import Call, captured, in_turns
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig, device_of, parse
 from deltazoo.backends.triton.table import Kernel, key_of
@@ -290,16 +290,14 @@ class _Bench:
         self.target, self.direction, self.device = target, direction, device
         self.work = Work(Case(target.spec, target.shape, target.dtype), direction, device)
         self.pool = torch.cuda.graph_pool_handle()
-        self.graphs: dict[LaunchConfig, torch.cuda.CUDAGraph] = {}
+        self.replays: dict[LaunchConfig, Call] = {}
         self.first: dict[str, Tensor] | None = None
 
     def time(self, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
         """The median seconds of each; infinity where the numbers are not those of the first that was ever timed."""
-        self.graphs = {config: graph for config, graph in self.graphs.items() if config in configs}
-        right = [config for config in configs if config in self.graphs or self._captured(config)]
-        calls: dict[str, Callable[[], object]] = {
-            config.model_dump_json(): self.graphs[config].replay for config in right
-        }
+        self.replays = {config: replay for config, replay in self.replays.items() if config in configs}
+        right = [config for config in configs if config in self.replays or self._captured(config)]
+        calls: dict[str, Call] = {config.model_dump_json(): self.replays[config] for config in right}
         times = in_turns(calls, self.device, rounds, _LONGEST_TURN, lambda done, total, note: None)
         return [median(times.get(config.model_dump_json(), [float("inf")])) for config in configs]
 
@@ -313,13 +311,5 @@ class _Bench:
                 if not relative_error(got[name], want.double(), want) <= 2 * limit(self.work.case, name, self.device):
                     return False
         del got
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            call()
-        self.graphs[config] = graph
+        self.replays[config] = captured(call, self.device, self.pool)
         return True

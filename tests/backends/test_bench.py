@@ -146,6 +146,8 @@ def test_mistakes_are_named():
         bench(GATED, [PLAIN], ["reference"], BenchConfig(baseline="fla"))
     with pytest.raises(ConfigError, match=r"device must be one that torch sees here \(cpu.*\), got 'xpu:7'"):
         bench(GATED, [PLAIN], ["reference"], BenchConfig(device="xpu:7"))
+    with pytest.raises(ConfigError, match="graphs needs a CUDA device, got 'cpu'"):
+        bench(GATED, [PLAIN], ["reference"], BenchConfig(graphs=True))
     with pytest.raises(ConfigError, match="bench needs a shape and a backend, got 0 shapes and 1 backends"):
         bench(GATED, [], ["reference"])
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
