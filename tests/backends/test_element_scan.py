@@ -42,11 +42,11 @@ def test_it_equals_the_reference(decay: str, read: str, V: int, packed: bool) ->
 
 
 def test_the_operator_passes_torchs_checks() -> None:
-    x = ElementOperands(*(torch.randn(shape) for shape in ((2, 4, 1, 1, 3), (2, 4, 1, 1, 3), (2, 4, 1, 5, 1))),
-        state=torch.randn(1, 5, 3, 1), step=torch.rand(2, 4, 1, 5), rate=-torch.rand(5, 3))  # fmt: skip
+    x = ElementOperands(*(torch.randn(shape) for shape in ((2, 4, 1, 1, 3), (2, 4, 1, 1, 3), (2, 4, 1, 1, 5, 1))),
+        state=torch.randn(1, 1, 3, 5, 1), step=torch.rand(2, 4, 1, 1, 5), rate=-torch.rand(1, 3, 5))  # fmt: skip
     torch.library.opcheck(torch.ops.deltazoo.element_scan.default, (*x, False, True))
     o, state = element_scan(x, False)
-    assert o.shape == (2, 4, 1, 5, 1)
+    assert o.shape == (2, 4, 1, 1, 5, 1)
     assert state.shape == x.state.shape
 
 
