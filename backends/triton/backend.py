@@ -114,7 +114,8 @@ class TritonBackend(Backend):
             spec.transition == "delta",
             spec.erase_from == "previous",
             spec.read == "before",
-            spec.negative_eigenvalues != "off",  # then the state forgets nothing, rounding included
+            # a state that forgets nothing keeps its roundings too; several steps a token make more of them
+            spec.negative_eigenvalues != "off" or spec.householders > 1,
             scale,
             self.config,
         )

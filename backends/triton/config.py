@@ -18,7 +18,7 @@ class Launch(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tile: int = Field(ge=4)
+    tile: int = Field(ge=16)
     warps: int = Field(default=4, ge=1)
     stages: int = Field(default=2, ge=1)
     keys: int = Field(default=0, ge=0)

@@ -39,7 +39,7 @@ CONFIGS = {
     "parts": LaunchConfig(chunk=16, every=1, split=2, **_TILES),
     "segments": LaunchConfig(chunk=16, every=2, scratch=0, **_TILES),
     "parts and segments": LaunchConfig(chunk=16, every=1, split=2, scratch=0, **_TILES),
-    "longer chunks": LaunchConfig(chunk=32, every=1, **(_TILES | {"prepare": Launch(tile=8, stages=1)})),
+    "longer chunks": LaunchConfig(chunk=32, every=1, **(_TILES | {"prepare": Launch(tile=16, stages=1)})),
 }
 
 

@@ -77,7 +77,8 @@ def gradients_kernel(
         # a read before the update sees no write of its own token, an erase never does
         early = tl.where(erases, 1 if ERASE_EARLY else 0, 1 if READ_EARLY else 0)
         seen = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if READ_EARLY else 0)[:, None]
-        for g in range(GROUP):
+        # not pipelined: what it would load ahead, the sum over value heads, is what the heads before store
+        for g in tl.range(0, GROUP, num_stages=1):
             hv = h * GROUP + g
             place = tl.cast(slot, tl.int64) * HV + hv
             scratch = tl.cast(local, tl.int64) * HV + hv

@@ -135,7 +135,7 @@ def prepare_kernel(
         P *= scale
         after = i[:, None] > i[None, :]
         seen = after if READ_EARLY else i[:, None] >= i[None, :]
-        for g in range(GROUP):
+        for g in tl.range(0, GROUP, num_stages=1):
             hv = h * GROUP + g
             out = tl.cast(slot, tl.int64) * HV + hv
             G = tl.cumsum(own_decay, 0)
