@@ -31,7 +31,7 @@ class Solve(OperandPart, Stateful):
     Args: steps: of conjugate gradients; K of them are exact. bound: least lambda.
     Initialisation: lambda = bound + softplus(.) = 1 in every channel.
     State: H, [B, H, K, K].
-    Source: MesaNet 2506.05233, section 3, equations 6 to 9 and appendix on gradients; lambda and its bound, section 4.
+    Source: MesaNet 2506.05233; lambda, its bound and 30 steps as in its published code.
     """
 
     def __init__(self, shape: HeadShape, steps: int, bound: float) -> None:

@@ -150,7 +150,7 @@ class SlopeDecay(OperandPart):
 class TiedWrite(OperandPart):
     """What is kept and what is written add up to one: k <- 1 - a per channel (HGRN-2), or v <- (1 - a) v per head.
 
-    Source: HGRN 2311.04823, equation 5; HGRN-2 2404.07904; the gate of RFA 2103.02143, section 3.2.
+    Source: HGRN 2311.04823, section 3; HGRN-2 2404.07904; the gate of RFA 2103.02143, section 3.2.
     """
 
     def __init__(self, into: Literal["key", "value"]) -> None:

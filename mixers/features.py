@@ -58,7 +58,7 @@ class Normalise(OutputPart):
 
     Args: floor: divide by max(|z^T q|, floor) + eps instead, where z^T q may be small or negative: a number, or the
         name of a note [B, T, HV].
-    Source: Katharopoulos 2020, 2006.16236, equation 9; xLSTM 2405.04517, equation 22 (floor).
+    Source: Katharopoulos 2020, 2006.16236, equation 9; xLSTM 2405.04517, equation 21 (floor).
     """
 
     def __init__(self, eps: float, floor: float | str | None = None) -> None:
@@ -86,7 +86,7 @@ class RandomFourier(OperandPart, Resizing):
 
     Args: features: R, random directions a head; K becomes 2 R.
     Initialisation: G is standard normal and stays as drawn; sigma, learned for each channel, is 1.
-    Source: RFA, Peng 2021, 2103.02143, section 2.2 and equation 4; sigma, section 3.1.
+    Source: RFA, Peng 2021, 2103.02143, sections 2.2 and 3.1.
     """
 
     def __init__(self, shape: HeadShape, features: int) -> None:

@@ -30,7 +30,8 @@ class MoM(MixerConfig):
     """y_t = shared(x)_t + sum of p_tm memory_m(x_m)_t over the `active` memories m of token t; x_m is sent to m.
 
     p are the greatest `active` of softmax(W x_t), where several divided by their sum; of equals the first win. A memory
-    sees its own tokens alone, one after the other, with states, convolutions and positions of its own.
+    sees its own tokens alone, one after the other, with states, convolutions and positions of its own. The paper's
+    memories share q and differ in k and v; here each is a whole mixer, so that any may be one.
     """
 
     name: ClassVar[str] = "mom"

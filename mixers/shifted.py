@@ -94,7 +94,7 @@ class Project6(nn.Module, Stateful):
 
     log_decay = -exp(w_0 + tanh(x_w A) B). Leaves the note "gate".
     Initialisation: mu_i, w_0 by channel and layer as in the published code.
-    Source: RWKV-5/6 2404.05892, section 4.1, equations 10 to 18.
+    Source: RWKV-5/6 2404.05892, section 4.2 (data-dependent token shift, decay).
     """
 
     def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:
@@ -139,7 +139,7 @@ class Project7(nn.Module, Stateful):
     and in `context.values` the first values. The first RWKV-7 layer of a stack should be the stack's first.
 
     Initialisation: as in the published code, by channel and layer.
-    Source: RWKV-7 2503.14456, section 4, equations 3 to 15.
+    Source: RWKV-7 2503.14456, section 4.
     """
 
     def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:

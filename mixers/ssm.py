@@ -33,7 +33,7 @@ class DiagonalSSM(nn.Module):
     Initialisation: S4D-Lin, lambda_n = -1/2 + i pi n; S4D-Inv, -1/2 + i M / pi (M / (2 n + 1) - 1), M = 2 N; S4D-Real,
     -(n + 1). The parts of C are N(0, 2): the 2 of conjugate pairs is in C; dt log-uniform in [1e-3, 1e-1]; skip normal.
     State: {"update": [B, D, K, 1], "seen": [B] int64}.
-    Source: S4D 2206.11893, section 3.2, 3.3 and equations 2 to 7; initialisations, section 4.2 and 4.3.
+    Source: S4D 2206.11893, sections 3 and 4.
     """
 
     def __init__(

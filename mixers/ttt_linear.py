@@ -51,7 +51,7 @@ class TTTLinearMixer(LearnedMixer):
     """Initialisation: W from N(0, 0.02^2), b = 0, ln 1 and 0, as published; the map of eta N(0, 0.02^2).
 
     State: W, W' [B, H, E, E], b, b' [B, H, E] and the tokens seen.
-    Source: section 2.1 to 2.7, equations 1 to 7; the residual and layer norm, section 2.7.
+    Source: sections 2.1 to 2.5; the residual, the layer norm and the learned rate, section 2.7.
     """
 
     def __init__(self, config: TTTLinear, width: int) -> None:

@@ -61,7 +61,7 @@ class RingDecay(OperandPart):
     """a = exp(-exp(nu) + i exp(theta)), v <- exp(gamma) v: the LRU's. Leaves the note "turn".
 
     Initialisation: |a|^2 uniform in [low^2, high^2], the angle uniform in [0, phase], exp(gamma) = sqrt(1 - |a|^2).
-    Source: LRU 2303.06349, section 3.3 and 3.4, equations 5 to 7, appendix A.
+    Source: LRU 2303.06349, sections 3.3 and 3.4.
     """
 
     def __init__(self, shape: HeadShape, ring: tuple[float, float], phase: float) -> None:
@@ -89,7 +89,7 @@ class StateSpaceDecay(OperandPart):
 
     Initialisation: lambda are the eigenvalues of the normal part of HiPPO-LegS with positive imaginary part, in blocks;
     dt log-uniform in [1e-3, 1e-1] for each state.
-    Source: S5 2208.04933, sections 3.2 and 3.3, equation 6, appendix B.1.
+    Source: S5 2208.04933, sections 3.2 and 3.3, appendix B.1.
     """
 
     def __init__(self, shape: HeadShape, blocks: int, discretisation: Discretisation) -> None:
