@@ -3,6 +3,8 @@
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
 
+import inspect
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
@@ -18,7 +20,8 @@ class FlaBackend(Backend):
 
     `chunk_gated_delta_rule` with a decay, `chunk_delta_rule` without, `chunk_simple_gla` for additive updates;
     decode by `fused_recurrent_*` and a copy into the states. Graphs break at its functions. It tunes at the first call
-    of a shape. On Hopper its gated backward needs Triton >= 3.7.1, or TileLang and nvcc, and else raises.
+    of a shape. On Hopper its gated backward needs Triton >= 3.7.1, or TileLang and nvcc, and else raises. Where
+    FlashQLA is installed the package hands it whole calls in silence; here the functions' own code runs.
 
     Source: https://github.com/fla-org/flash-linear-attention, 0.6.0.
     """
@@ -39,12 +42,12 @@ class FlaBackend(Backend):
         beta, scale = strength(spec, inputs), scale_of(spec, inputs)
         rest = {"scale": scale, "initial_state": inputs.state, "output_final_state": True, "cu_seqlens": cu}
         if spec.transition == "additive":
-            run = import_module("fla.ops.simple_gla").chunk_simple_gla
+            run = _own("simple_gla", "chunk_simple_gla")
             return UpdateOutput(*run(q, k, _written(v, beta), **_decay(spec, inputs), **rest))
         beta = ones(inputs) if beta is None else beta
         if spec.decay == "none":
-            return UpdateOutput(*import_module("fla.ops.delta_rule").chunk_delta_rule(q, k, v, beta, **rest))
-        run = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+            return UpdateOutput(*_own("delta_rule", "chunk_delta_rule")(q, k, v, beta, **rest))
+        run = _own("gated_delta_rule", "chunk_gated_delta_rule")
         return UpdateOutput(*run(q, k, v, decay_of(spec, inputs), beta, **rest))
 
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
@@ -53,10 +56,10 @@ class FlaBackend(Backend):
             state = states if slots is None else states.index_select(0, slots)
             rest = {"scale": scale_of(spec, inputs), "initial_state": state, "output_final_state": True}
             if spec.transition == "additive":
-                run = import_module("fla.ops.simple_gla").fused_recurrent_simple_gla
+                run = _own("simple_gla", "fused_recurrent_simple_gla")
                 o, after = run(q, k, _written(v, beta), **_decay(spec, inputs), **rest)
             else:
-                run = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+                run = _own("gated_delta_rule", "fused_recurrent_gated_delta_rule")
                 beta = ones(inputs) if beta is None else beta
                 o, after = run(q, k, v, g=decay_of(spec, inputs), beta=beta, **rest)
             if slots is None:
@@ -64,6 +67,17 @@ class FlaBackend(Backend):
             else:
                 states.index_copy_(0, slots, after)
         return o
+
+
+_functions: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
+
+
+def _own(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A function of the package without the wrapper that may hand its calls to another package."""
+    if name not in _functions:
+        found = inspect.unwrap(getattr(import_module(f"fla.ops.{module}"), name))
+        _functions[name] = torch.compiler.disable(found)
+    return _functions[name]
 
 
 def _written(v: Tensor, strength: Tensor | None) -> Tensor:

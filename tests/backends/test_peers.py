@@ -3,6 +3,7 @@
 The packages are stand-ins that compute, from the operands that they are handed, what those functions document.
 """
 
+import functools
 import importlib.machinery
 import json
 import subprocess
@@ -87,6 +88,16 @@ def prefill(
     return o[0], output_state.copy_(after.mT)
 
 
+def handed_over(function):
+    """The function as flash-linear-attention wraps it: with FlashQLA installed, another package gets the call."""
+
+    @functools.wraps(function)
+    def dispatch(*args, **kwargs):
+        pytest.fail(f"{function.__name__} was handed to another package")
+
+    return dispatch
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """The packages, as if installed."""
@@ -99,7 +110,10 @@ def installed(monkeypatch):
         "fla.ops.simple_gla": {"chunk_simple_gla": simple, "fused_recurrent_simple_gla": simple},
         "flashinfer.gdn_prefill": {"chunk_gated_delta_rule": prefill},
     }  # fmt: skip
+    monkeypatch.setattr("deltazoo.backends.peers.fla._functions", {})
     for name, functions in modules.items():
+        if name.startswith("fla."):
+            functions = {called: handed_over(function) for called, function in functions.items()}
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         vars(module).update(functions)
