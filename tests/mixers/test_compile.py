@@ -15,7 +15,10 @@ WIDTH, T = 16, 3
 
 
 # One of each kind of state, and of each way to treat padding.
-KINDS = ("attention", "sliding_window", "mamba", "mlstm", "rwkv7", "lru", "gsa", "hyena", "titans", "mom")
+KINDS = (
+    "attention", "sliding_window", "gated_deltanet", "mamba", "mlstm", "rwkv7", "lru", "gsa", "s4d", "hyena", "titans",
+    "mom",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -63,7 +66,9 @@ def test_training_is_one_graph(mixer: Mixer) -> None:
     assert counter.frame_count == 1
 
 
-def test_decoding_is_one_graph_and_in_place(mixer: Mixer) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_decoding_is_one_graph_and_in_place(zoo: dict[str, MixerConfig], name: str) -> None:
+    mixer = fresh(zoo[name], "reference")
     module, counter = compiled(mixer)
     with torch.no_grad():
         state, eager = mixer.init_state(2, 8), mixer.init_state(2, 8)
