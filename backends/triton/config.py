@@ -106,6 +106,8 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
     elif problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
         # one program a processor, loads two chunks ahead; a third key leaves room for one chunk ahead
         scan = Launch(tile=128, warps=8, stages=2 if problem.own else 3)
+        # both V tiles at once where two programs a processor still fit: without decay their buffers are wider
+        gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed else 2)
     split = _split(problem, device) if split is None else split
     few = problem.N * problem.HV < 64
     return LaunchConfig(

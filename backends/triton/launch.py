@@ -13,7 +13,11 @@ from torch import Tensor
 from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton.config import LaunchConfig, Problem
 from deltazoo.backends.triton.kernels.decode import decode_kernel
-from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel
+from deltazoo.backends.triton.kernels.gradients import (
+    gate_gradients_kernel,
+    gradients_kernel,
+    sum_groups_kernel,
+)
 from deltazoo.backends.triton.kernels.join import join_kernel
 from deltazoo.backends.triton.kernels.layout import key_tiles, layout
 from deltazoo.backends.triton.kernels.prepare import prepare_kernel
@@ -236,12 +240,13 @@ def backward(
     dlog_decay = _empty(x.q, B, T, s.HV) if x.log_decay is not None else None
     db = _empty(x.q, B, T, s.HV) if x.b is not None and delta else None
     dw = _empty(x.q, B, T, s.HV) if x.w is not None else None
-    dgates = _empty(x.q, tiles, s.slots, s.HV, 4, C)
+    dgates = _empty(x.q, tiles, s.slots, s.HV, 5, C)
     kepts = _empty(x.q, tiles, s.slots, s.HV)
     kept = dtype if _terms(x, kind) == 1 else torch.float32
     states, dstates = (_empty(x.q, held, s.HV, s.V, s.K, dtype=kept) for _ in range(2))
     xs, du = (_empty(x.q, held, C, s.HV, s.V, dtype=kept) for _ in range(2))
-    sums = _empty(x.q, *((held * s.H * tiles, 3, C, BK) if s.HV > s.H else (0,)))
+    grouped = s.HV > s.H
+    partial = _empty(x.q, 3 if own else 2, held, C, s.HV, s.K, dtype=kept) if grouped else None
     carry = _empty(x.q, s.N, s.HV, s.V, s.K)
     carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
     parts = cdiv(SEGMENT or chunks, split) if split else 1
@@ -272,18 +277,23 @@ def backward(
             reverse(segment, hands_on=True)
             _join(prepared, s, carry, begins, ends, x.cu, cut, reverse=True)
         reverse(segment, hands_on=False)
-        gradients_kernel[(held * s.H * tiles,)](
+        gradients_kernel[(held * s.HV * tiles,)](
             x.q, x.k, x.e, x.v, x.log_decay, x.b, do, prepared.gates, states, dstates, xs, du, dq, dk, de, dgates,
-            kepts, dw, sums, x.cu, s.N, s.slots, kind.scale, s.T, segment, s.H, s.HV, s.K, s.V, C, BK,
+            kepts, partial, x.cu, s.N, s.slots, held, kind.scale, s.T, segment, s.H, s.HV, s.K, s.V, C, BK,
             min(config.gradients.tile, max(16, triton.next_power_of_2(s.V))), _decay(x), delta, own,
             x.b is not None and delta, x.w is not None, kind.erase_early, kind.read_early, *flags, SEGMENT,
             _precision(dtype), config.gradients.stages,
             num_warps=config.gradients.warps, num_stages=config.gradients.stages,
         )  # fmt: skip
-    if s.slots * s.HV and (dlog_decay is not None or db is not None):
+        if grouped:
+            sum_groups_kernel[(held * s.H,)](
+                partial, dq, dk, de, x.cu, s.N, s.T, segment, held, s.H, s.HV, s.K, C, s.K0, own, packed, SEGMENT,
+                num_warps=8,
+            )  # fmt: skip
+    if s.slots * s.HV and (dlog_decay is not None or db is not None or dw is not None):
         gate_gradients_kernel[(s.slots * s.HV,)](
-            dgates, kepts, dlog_decay, db, x.cu, s.N, s.slots, s.T, s.HV, C, tiles, dlog_decay is not None,
-            db is not None, kind.erase_early or kind.read_early, packed, num_warps=1,
+            dgates, kepts, dlog_decay, db, dw, x.cu, s.N, s.slots, s.T, s.HV, C, tiles, dlog_decay is not None,
+            db is not None, dw is not None, kind.erase_early or kind.read_early, packed, num_warps=1,
         )  # fmt: skip
     if dlog_decay is not None and _decay(x) == "fixed":
         dlog_decay = dlog_decay.sum((0, 1))

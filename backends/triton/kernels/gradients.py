@@ -1,12 +1,13 @@
 """Every gradient of a chunk, in parallel over chunks, from its state S0, the gradient dS' after it, x and du.
 
-    dP = tril(do x^T) scale e^(G''_i - G_j),    dA = -tril(du x^T, -1) e^(G'_i - G_j)
-    dq = scale e^G'' do S0^T + dP k,    de = b (dA k - e^G' du S0^T)
-    dk = dP^T q + dA^T (b e) + e^(Gend - G) x dS'^T,    db = e . de / b,    dw = v . du
+    dP = tril(do x^T) scale e^(G''_i - G_j),    dA = -tril(du x^T, -1) b_i e^(G'_i - G_j)
+    dq = scale e^G'' do S0^T + dP k,    de = dA k - b e^G' du S0^T
+    dk = dP^T q + dA^T e + e^(Gend - G) x dS'^T,    db = e . de / b,    dw = v . du
     d log_decay_t = sum_{i >= t} (q . dq - k . dk' + e . de)_i + sum_{j < t} k_j . (dk - dk')_j + e^Gend <dS', S0>
 
 where dk' leaves out the last term of dk, and reads and erases that come before the decay count for i > t only.
-x = (I + A)^-1 u gives dA = -du x^T at once. C chunk, G cumulative log2 decay, G' and G'' as in prepare.py
+x = (I + A)^-1 u gives -du x^T for the gradient of A at once; dP and dA here are those of q k^T and e k^T. C chunk,
+G cumulative log2 decay, G' and G'' as in prepare.py
 """
 
 import triton
@@ -24,20 +25,22 @@ from deltazoo.backends.triton.kernels.layout import (
 
 @triton.jit
 def gradients_kernel(
-    q, k, e, v, log_decay, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, dw, sums, cu, N, slots,
-    scale, T, segment,
+    q, k, e, v, log_decay, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, partial, cu, N, slots,
+    held, scale, T, segment,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr,
     SEGMENT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, key head, K tile), looping over the value heads of the key head and over V tiles.
+    """One program a (chunk, value head, K tile), looping over V tiles.
 
-    Reads (q, do) and erases (b e, -du) are stacked, so that one product serves both; eight rows of one alternate with
-    eight of the other, which leaves both rows of a token in one thread. dq, dk, de [B, T, H, K]; dw [B, T, HV];
+    Reads (q, do) and erases (e, du) are stacked, so that one product serves both; eight rows of one alternate with
+    eight of the other, which leaves both rows of a token in one thread. One matrix, dP over dA, makes dq, de and dk,
+    so that what cancels in d log_decay cancels exactly. db divides by b, which is held away from 0 in dA.
     The scratch (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
-    dgates [K tiles, slots, HV, 4, C] = turn, stored, read, early and kepts [K tiles, slots, HV] go to
+    dq, dk, de [B, T, H, K], or with grouped heads partial [3, held, C, HV, K], for sum_groups_kernel;
+    dgates [K tiles, slots, HV, 5, C] = turn, stored, read, early, write and kepts [K tiles, slots, HV] go to
     gate_gradients_kernel.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -46,8 +49,9 @@ def gradients_kernel(
     R: tl.constexpr = 2 * C if DELTA else C
     pid = tl.program_id(0)
     tile = pid % NK
-    h = pid // NK % H
-    local = pid // NK // H
+    hv = pid // NK % HV
+    h = hv // GROUP
+    local = pid // NK // HV
     if SEGMENT > 0:
         n = local // SEGMENT
         c = segment * SEGMENT + local % SEGMENT
@@ -72,135 +76,158 @@ def gradients_kernel(
         in_k = ks < K
         key = (row * H + h) * K
         dtype: tl.constexpr = xs.dtype.element_ty
-        kc = tl.arange(0, BK)
-        sum_at = sums + tl.cast(pid, tl.int64) * 3 * C * BK
         # a read before the update sees no write of its own token, an erase never does
         early = tl.where(erases, 1 if ERASE_EARLY else 0, 1 if READ_EARLY else 0)
         seen = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if READ_EARLY else 0)[:, None]
-        # not pipelined: what it would load ahead, the sum over value heads, is what the heads before store
-        for g in tl.range(0, GROUP, num_stages=1):
-            hv = h * GROUP + g
-            place = tl.cast(slot, tl.int64) * HV + hv
-            scratch = tl.cast(local, tl.int64) * HV + hv
-            value = (row * HV + hv) * V
-            local_value = (tl.cast(local, tl.int64) * C * HV + hv) * V
-            inter = tl.zeros([R, BK], tl.float32)  # do S^T over du S^T
-            intra = tl.zeros([R, C], tl.float32)  # do x^T over du x^T
-            dk_stored = tl.zeros([C, BK], tl.float32)
-            kept = tl.zeros([BV], tl.float32)
-            dwrite = tl.zeros([C], tl.float32)
-            for tv in tl.range(0, NV, num_stages=STAGES):
-                vs = tv * BV + tl.arange(0, BV)
-                in_v = vs < V
-                out_at = do + value + t[:, None] * (HV * V) + vs[None, :]
-                du_at = du + local_value + t[:, None] * (HV * V) + vs[None, :]
-                here = in_rows[:, None] & in_v[None, :]
-                if not DELTA:
-                    dout = tl.load(out_at, mask=here, other=0.0).to(dtype)
-                elif do.dtype == du.dtype:
-                    dout = tl.load(tl.where(erases[:, None], du_at, out_at), mask=here, other=0.0)
-                else:
-                    dout = tl.load(out_at, mask=here & (erases[:, None] == 0), other=0.0).to(dtype)
-                    dout += tl.load(du_at, mask=here & erases[:, None], other=0.0)
-                x = load_rows(xs + local_value, i, vs, i < C, in_v, HV * V)
-                S = load_rows(states + scratch * V * K, vs, ks, in_v, in_k, K)
-                dS = load_rows(dstates + scratch * V * K, vs, ks, in_v, in_k, K)
-                inter = tl.dot(dout, S, inter, input_precision=PREC)
-                intra = tl.dot(dout, tl.trans(x), intra, input_precision=PREC)
-                dk_stored = tl.dot(x, dS, dk_stored, input_precision=PREC)
-                if DECAY != "none":
-                    kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-                if WRITE:
-                    if tile == 0:
-                        v_tile = load_rows(v + value, i, vs, in_time, in_v, HV * V)
-                        du_tile = load_rows(du + local_value, i, vs, i < C, in_v, HV * V)
-                        dwrite += tl.sum(v_tile.to(tl.float32) * du_tile.to(tl.float32), 1)
-            if WRITE:
-                if tile == 0:
-                    tl.store(dw + (row + i) * HV + hv, dwrite, mask=in_time)
+        place = tl.cast(slot, tl.int64) * HV + hv
+        scratch = tl.cast(local, tl.int64) * HV + hv
+        value = (row * HV + hv) * V
+        local_value = (tl.cast(local, tl.int64) * C * HV + hv) * V
+        inter = tl.zeros([R, BK], tl.float32)  # do S^T over du S^T
+        intra = tl.zeros([R, C], tl.float32)  # do x^T over du x^T
+        dk_stored = tl.zeros([C, BK], tl.float32)
+        kept = tl.zeros([BV], tl.float32)
+        for tv in tl.range(0, NV, num_stages=STAGES):
+            vs = tv * BV + tl.arange(0, BV)
+            in_v = vs < V
+            out_at = do + value + t[:, None] * (HV * V) + vs[None, :]
+            du_at = du + local_value + t[:, None] * (HV * V) + vs[None, :]
+            here = in_rows[:, None] & in_v[None, :]
+            if not DELTA:
+                dout = tl.load(out_at, mask=here, other=0.0).to(dtype)
+            elif do.dtype == du.dtype:
+                dout = tl.load(tl.where(erases[:, None], du_at, out_at), mask=here, other=0.0)
+            else:
+                dout = tl.load(out_at, mask=here & (erases[:, None] == 0), other=0.0).to(dtype)
+                dout += tl.load(du_at, mask=here & erases[:, None], other=0.0)
+            x = load_rows(xs + local_value, i, vs, i < C, in_v, HV * V)
+            S = load_rows(states + scratch * V * K, vs, ks, in_v, in_k, K)
+            dS = load_rows(dstates + scratch * V * K, vs, ks, in_v, in_k, K)
+            inter = tl.dot(dout, S, inter, input_precision=PREC)
+            intra = tl.dot(dout, tl.trans(x), intra, input_precision=PREC)
+            dk_stored = tl.dot(x, dS, dk_stored, input_precision=PREC)
+            if DECAY != "none":
+                kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
 
-            k_tile = load_rows(k + key, i, ks, in_time, in_k, H * K).to(dtype)
-            qe_at = q + key + t[:, None] * (H * K) + ks[None, :]
-            if DELTA:
-                qe_at = tl.where(erases[:, None], (e if OWN else k) + key + t[:, None] * (H * K) + ks[None, :], qe_at)
-            qe = tl.load(qe_at, mask=in_rows[:, None] & in_k[None, :], other=0.0).to(dtype)
-            sign = tl.where(erases, -1.0, scale)
-            if DECAY != "none":
-                G, G_before, G_end = cumulative_decays(
-                    gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
-                )
-                if PREPARED:
-                    G_row = tl.load(gates + place * 3 * C + t - early, mask=t >= early, other=0.0)
-                else:
-                    G_row = G_before if READ_EARLY else G
-                intra *= tl.exp2(tl.where(seen, G_row[:, None] - G[None, :], 0.0)) * sign[:, None]
-                inter *= (tl.exp2(G_row) * sign)[:, None]
-                dk_stored *= tl.exp2(G_end - G)[:, None]
+        k_tile = load_rows(k + key, i, ks, in_time, in_k, H * K).to(dtype)
+        qe_at = q + key + t[:, None] * (H * K) + ks[None, :]
+        if DELTA:
+            qe_at = tl.where(erases[:, None], (e if OWN else k) + key + t[:, None] * (H * K) + ks[None, :], qe_at)
+        qe = tl.load(qe_at, mask=in_rows[:, None] & in_k[None, :], other=0.0).to(dtype)
+        strength = tl.where(erases, -1.0, scale)
+        if DELTA and ERASE:
+            LEAST: tl.constexpr = 2.0**-12 if dtype == tl.float16 else 2.0**-24
+            given = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
+            held_off = tl.where(given < 0.0, tl.minimum(given, -LEAST), tl.maximum(given, LEAST))
+            strength = tl.where(erases, -held_off, scale)
+        if DECAY != "none":
+            G, G_before, G_end = cumulative_decays(
+                gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
+            )
+            if PREPARED:
+                G_row = tl.load(gates + place * 3 * C + t - early, mask=t >= early, other=0.0)
             else:
-                intra *= sign[:, None]
-                inter *= sign[:, None]
-            low = tl.where(seen, intra, 0.0).to(dtype)
-            bqe = qe
+                G_row = G_before if READ_EARLY else G
+            intra *= tl.exp2(tl.where(seen, G_row[:, None] - G[None, :], float("-inf"))) * strength[:, None]
+            inter *= (tl.exp2(G_row) * strength)[:, None]
+            dk_stored *= tl.exp2(G_end - G)[:, None]
+        else:
+            intra = tl.where(seen, intra * strength[:, None], 0.0)
+            inter *= strength[:, None]
+        low = intra.to(dtype)
+        dqe = tl.dot(low, k_tile, inter, input_precision=PREC)
+        dk_tile = tl.dot(tl.trans(low), qe, input_precision=PREC)
+        at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * 5 * C
+        if DECAY != "none" or ERASE:
+            turned = tl.sum(qe.to(tl.float32) * dqe, 1)
             if DELTA and ERASE:
-                strength = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=1.0).to(tl.float32)
-                bqe = (qe.to(tl.float32) * strength[:, None]).to(dtype)
-            dqe = tl.dot(low, k_tile, inter, input_precision=PREC)
-            dk_tile = tl.dot(tl.trans(low), bqe, input_precision=PREC)
-            at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * 4 * C
-            if DECAY != "none":
-                turned = tl.sum(bqe.to(tl.float32) * dqe, 1)
-                turn = turned
-                if ERASE_EARLY or READ_EARLY:
-                    turn = tl.where(early > 0, 0.0, turned)
-                    ahead = turned - turn
-                    if DELTA:
-                        ahead = tl.reshape(tl.sum(tl.reshape(ahead, [C // 8, 2, 8]), 1), [C])
-                    tl.store(at_gate + 3 * C + i, ahead)
+                tl.store(at_gate + 2 * C + t, turned / -strength, mask=erases)
+        if DECAY != "none":
+            turn = turned
+            if ERASE_EARLY or READ_EARLY:
+                turn = tl.where(early > 0, 0.0, turned)
+                ahead = turned - turn
                 if DELTA:
-                    turn = tl.reshape(tl.sum(tl.reshape(turn, [C // 8, 2, 8]), 1), [C])
-                turn -= tl.sum(k_tile.to(tl.float32) * dk_tile, 1)
-                tl.store(at_gate + i, turn)
-                tl.store(at_gate + C + i, tl.sum(k_tile.to(tl.float32) * dk_stored, 1))
-                tl.store(kepts + tl.cast(tile, tl.int64) * slots * HV + place, tl.sum(kept, 0) * tl.exp2(G_end))
-            dk_tile += dk_stored
+                    ahead = tl.reshape(tl.sum(tl.reshape(ahead, [C // 8, 2, 8]), 1), [C])
+                tl.store(at_gate + 3 * C + i, ahead)
             if DELTA:
-                if ERASE:
-                    tl.store(at_gate + 2 * C + t, tl.sum(qe.to(tl.float32) * dqe, 1), mask=erases)
-                    dqe *= strength[:, None]
-                pair = tl.permute(tl.reshape(dqe, [C // 8, 2, 8, BK]), [0, 2, 3, 1])
-                dq_tile, de_tile = tl.split(tl.reshape(pair, [C, BK, 2]))
-                if not OWN:
-                    dk_tile += de_tile
+                turn = tl.reshape(tl.sum(tl.reshape(turn, [C // 8, 2, 8]), 1), [C])
+            turn -= tl.sum(k_tile.to(tl.float32) * dk_tile, 1)
+            tl.store(at_gate + i, turn)
+            tl.store(at_gate + C + i, tl.sum(k_tile.to(tl.float32) * dk_stored, 1))
+            tl.store(kepts + tl.cast(tile, tl.int64) * slots * HV + place, tl.sum(kept, 0) * tl.exp2(G_end))
+        dk_tile += dk_stored
+        if GROUP > 1:
+            out = (tl.cast(local, tl.int64) * C * HV + hv) * K
+            whole = tl.cast(held, tl.int64) * C * HV * K
+            dq_at, dk_at, de_at = partial + out, partial + whole + out, partial + 2 * whole + out
+        else:
+            dq_at, dk_at, de_at = dq + key, dk + key, de + key if OWN else dk
+        STRIDE: tl.constexpr = HV * K
+        if DELTA:
+            pair = tl.permute(tl.reshape(dqe, [C // 8, 2, 8, BK]), [0, 2, 3, 1])
+            dq_tile, de_tile = tl.split(tl.reshape(pair, [C, BK, 2]))
+            if OWN:
+                store_rows(de_at, de_tile, i, ks, in_time, in_k, STRIDE)
             else:
-                dq_tile = dqe
-            if GROUP > 1:
-                # the sum over value heads waits in memory: its registers would spill
-                if g > 0:
-                    tl.debug_barrier()
-                    dq_tile += load_rows(sum_at, i, kc, i < C, kc < BK, BK)
-                    dk_tile += load_rows(sum_at + C * BK, i, kc, i < C, kc < BK, BK)
-                    if OWN:
-                        de_tile += load_rows(sum_at + 2 * C * BK, i, kc, i < C, kc < BK, BK)
-                    tl.debug_barrier()
-                if g < GROUP - 1:
-                    store_rows(sum_at, dq_tile, i, kc, i < C, kc < BK, BK)
-                    store_rows(sum_at + C * BK, dk_tile, i, kc, i < C, kc < BK, BK)
-                    if OWN:
-                        store_rows(sum_at + 2 * C * BK, de_tile, i, kc, i < C, kc < BK, BK)
-            if g == GROUP - 1:
-                store_rows(dq + key, dq_tile, i, ks, in_time, in_k, H * K)
-                store_rows(dk + key, dk_tile, i, ks, in_time, in_k, H * K)
-                if OWN:
-                    store_rows(de + key, de_tile, i, ks, in_time, in_k, H * K)
+                dk_tile += de_tile
+        else:
+            dq_tile = dqe
+        store_rows(dq_at, dq_tile, i, ks, in_time, in_k, STRIDE)
+        store_rows(dk_at, dk_tile, i, ks, in_time, in_k, STRIDE)
+        if WRITE:
+            # each K tile takes a share of the values
+            BW: tl.constexpr = BK if BK * NK >= V else BV
+            dwrite = tl.zeros([C], tl.float32)
+            for tw in range(tile, (V + BW - 1) // BW, NK):
+                vs = tw * BW + tl.arange(0, BW)
+                v_tile = load_rows(v + value, i, vs, in_time, vs < V, HV * V)
+                du_tile = load_rows(du + local_value, i, vs, i < C, vs < V, HV * V)
+                dwrite += tl.sum(v_tile.to(tl.float32) * du_tile.to(tl.float32), 1)
+            tl.store(at_gate + 4 * C + i, dwrite)
+
+
+@triton.jit
+def sum_groups_kernel(
+    partial, dq, dk, de, cu, N, T, segment, held,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, OWN: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """One program a (chunk, key head): dq, dk and de are sums over its value heads, always in the same order."""
+    GROUP: tl.constexpr = HV // H
+    pid = tl.program_id(0)
+    h = pid % H
+    local = pid // H
+    if SEGMENT > 0:
+        n = local // SEGMENT
+        c = segment * SEGMENT + local % SEGMENT
+    else:
+        n = sequence_of_slot(local, cu, N, T, C, PACKED)
+        c = local - first_slot(n, cu, T, C, PACKED)
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    if c * C < length:
+        i = tl.arange(0, C)
+        in_time = i < length - c * C
+        for tile in range((K + BK - 1) // BK):
+            ks = tile * BK + tl.arange(0, BK)
+            in_k = ks < K
+            key = ((start + c * C) * H + h) * K
+            for which in tl.static_range(3 if OWN else 2):
+                out = dq if which == 0 else dk if which == 1 else de
+                part = partial + ((tl.cast(which, tl.int64) * held + local) * C * HV + h * GROUP) * K
+                total = tl.zeros([C, BK], tl.float32)
+                for g in range(GROUP):
+                    total += load_rows(part + g * K, i, ks, in_time, in_k, HV * K).to(tl.float32)
+                store_rows(out + key, total, i, ks, in_time, in_k, H * K)
 
 
 @triton.jit
 def gate_gradients_kernel(
-    dgates, kepts, dlog_decay, db, cu, N, slots, T,
+    dgates, kepts, dlog_decay, db, dw, cu, N, slots, T,
     HV: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr,
-    EARLY: tl.constexpr, PACKED: tl.constexpr,
+    WRITE: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (slot, value head): d log_decay and db of a chunk from the sums of every K tile.
+    """One program a (slot, value head): d log_decay, db and dw of a chunk from the sums of every K tile.
 
     A pair (i, j) of the chunk counts for the tokens from j + 1 to i, what j stored for those after j, what the chunk
     kept of the state for all; an early read or erase of i counts for the tokens before i.
@@ -220,16 +247,21 @@ def gate_gradients_kernel(
         read = tl.zeros([C], tl.float32)
         early = tl.zeros([C], tl.float32)
         kept = 0.0
+        write = tl.zeros([C], tl.float32)
         for tile in tl.static_range(TILES):
             part = tl.cast(tile, tl.int64) * slots * HV + place
             if DECAY:
-                turn += tl.load(dgates + part * 4 * C + i)
-                stored += tl.load(dgates + part * 4 * C + C + i)
+                turn += tl.load(dgates + part * 5 * C + i)
+                stored += tl.load(dgates + part * 5 * C + C + i)
                 kept += tl.load(kepts + part)
                 if EARLY:
-                    early += tl.load(dgates + part * 4 * C + 3 * C + i)
+                    early += tl.load(dgates + part * 5 * C + 3 * C + i)
             if ERASE:
-                read += tl.load(dgates + part * 4 * C + 2 * C + i)
+                read += tl.load(dgates + part * 5 * C + 2 * C + i)
+            if WRITE:
+                write += tl.load(dgates + part * 5 * C + 4 * C + i)
+        if WRITE:
+            tl.store(dw + at, write, mask=in_time)
         if DECAY:
             total = tl.cumsum(turn, 0, reverse=True) + kept
             total += tl.sum(tl.where(i[:, None] > i[None, :], stored[None, :], 0.0), 1)
