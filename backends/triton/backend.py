@@ -21,8 +21,10 @@ class TritonBackend(Backend):
 
     Takes decay "none", "fixed" or "head" with transition "additive" or "delta", any beta a head, erase key,
     reparametrisation and number of householders; float32, bfloat16 and float16. Accumulates in float32; products of
-    float32 operands use tf32 only where `torch.backends.cuda.matmul.allow_tf32` says so. Deterministic, without a host
-    sync, CUDA-graph safe. Launch configs come from a table, else from a heuristic; nothing is tuned at first call.
+    float32 operands use tf32 only where `torch.backends.cuda.matmul.allow_tf32` says so. Where the state may keep its
+    roundings (negative eigenvalues, an own erase key, several householders), bfloat16 feeds back in two terms, and
+    float16 computes in float32. Deterministic, without a host sync, CUDA-graph safe. Launch configs come from a table,
+    else from a heuristic; nothing is tuned at first call.
 
     Args:
         config: a launch config for every call; None: the table's, else the heuristic's.
@@ -60,19 +62,24 @@ class TritonBackend(Backend):
         return reasons
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
-        n, T, V = spec.householders, inputs.q.shape[1], inputs.v.shape[-1]
+        n, T, V, dtype = spec.householders, inputs.q.shape[1], inputs.v.shape[-1], inputs.v.dtype
+        if _keeps_roundings(spec) and dtype == torch.float16:
+            # the second of two terms would be below float16's smallest number
+            wide = {name: getattr(inputs, name).float() for name in ("q", "k", "v")}
+            wide["erase_key"] = None if inputs.erase_key is None else inputs.erase_key.float()
+            inputs = inputs._replace(**wide)
         x, kind = self._operands(spec, inputs)
         if T == 1 and inputs.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
             shape = (inputs.q.shape[0], inputs.v.shape[-2], x.q.shape[-1], x.v.shape[-1])
             state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
             o = step_(x._replace(state=None), state, None, kind)
-            return UpdateOutput(_crop(o, V), _crop(state, V, inputs.q.shape[-1]))
+            return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, inputs.q.shape[-1]))
         if n > 1:
             x = _by_micro_steps(spec, x, n)
         o, state = chunk_scan(x, kind)
         if n > 1:
             o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
-        return UpdateOutput(_crop(o, V), _crop(state, V, inputs.q.shape[-1]))
+        return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, inputs.q.shape[-1]))
 
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         with torch.no_grad():
@@ -114,11 +121,17 @@ class TritonBackend(Backend):
             spec.transition == "delta",
             spec.erase_from == "previous",
             spec.read == "before",
-            # a state that forgets nothing keeps its roundings too; several steps a token make more of them
-            spec.negative_eigenvalues != "off" or spec.householders > 1,
+            _keeps_roundings(spec),
             scale,
             self.config,
         )
+
+
+def _keeps_roundings(spec: UpdateSpec) -> bool:
+    """Whether the erase may turn or lengthen the state instead of shortening it, or steps several times a token: then
+    the state keeps its roundings, or gathers more, and what feeds back into it needs two terms."""
+    free = spec.negative_eigenvalues != "off" or spec.erase_key == "own"
+    return spec.transition == "delta" and (free or spec.householders > 1)
 
 
 def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:

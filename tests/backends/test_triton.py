@@ -13,7 +13,7 @@ from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
-from deltazoo.backends.triton.op import ScanKind, ScanOperands
+from deltazoo.backends.triton.op import ScanKind, ScanOperands, chunk_scan
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -187,6 +187,22 @@ def test_steps_in_slots_equal_the_whole(spec):
         torch.testing.assert_close(o[:, 0], want.o[:, t], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(states[slots], want.state, rtol=2e-5, atol=2e-5)
     assert states[[1, 2, 4]].isnan().all()  # no other slot is touched
+
+
+def test_what_feeds_back_in_two_terms_is_nearer_to_the_numbers_than_in_one():
+    spec = SPECS["negative"]
+    x = draw(Case(spec, SHAPES["many chunks"], torch.float16, "parallel"), DEVICE)
+    want = bind(spec, "reference")(UpdateInputs(*(t if t is None else t.double() for t in x)))
+    strength = 2 * x.beta.float()
+    args = ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), None, x.state, None)
+    errors = []
+    for precise in (False, True):
+        o, state = chunk_scan(args, ScanKind(True, False, False, precise, 0.25, backend().config))
+        pairs = ((o, want.o), (state, want.state))
+        errors.append([conformance.relative_error(got, expected, expected) for got, expected in pairs])
+    (_, one), (_, two) = errors
+    assert two < one / 8
+    assert all(error < 1e-3 for error in errors[1])  # one rounding of the output to float16 is left
 
 
 def test_no_token_gives_the_initial_state_back():
