@@ -79,8 +79,6 @@ class LongConv(nn.Module, Remembering):
         self.frequency = nn.Parameter(torch.ones(size))
         self.last = nn.Linear(size, channels, bias=False)
         self.bias = nn.Parameter(torch.randn(channels))
-        slow, fast = -math.log(TARGET) / SLOWEST, -math.log(TARGET) / FASTEST
-        self.pace = nn.Buffer(torch.linspace(slow, fast, channels), persistent=False)
 
     def init_state(self, batch: int, like: Tensor, capacity: int | None) -> dict[str, Tensor]:
         if capacity is None or capacity < 1:
@@ -120,7 +118,9 @@ class LongConv(nn.Module, Remembering):
                 assert isinstance(layer, nn.Linear)
                 wide = F.linear(inner, layer.weight.to(dtype), layer.bias.to(dtype))
                 inner = (self.frequency.to(dtype) * wide).sin()
-            return F.linear(inner, self.last.weight.to(dtype)) * (-at * self.pace.to(dtype)).exp()
+            slow, fast = -math.log(TARGET) / SLOWEST, -math.log(TARGET) / FASTEST
+            pace = torch.linspace(slow, fast, self.bias.shape[0], device=like.device, dtype=dtype)
+            return F.linear(inner, self.last.weight.to(dtype)) * (-at * pace).exp()
 
     def _read(self, history: Tensor, seen: Tensor, x: Tensor, context: Context) -> Tensor:
         """y at the tokens that came in, the history with them in it: [B, T, D]."""
