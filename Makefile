@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 FLOORS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
 
-.PHONY: demo test lint bench bench-baseline conformance plugin setup clean
+.PHONY: demo test lint bench bench-baseline readme-table conformance plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -43,6 +43,10 @@ bench: $(READY)
 
 bench-baseline: $(READY)
 	$(BIN)/python -m pytest tests/bench --benchmark-storage=file://$(BASELINE) --benchmark-save=baseline $(ARGS)
+
+# The table of README.md, measured on this machine.
+readme-table: $(READY)
+	$(BIN)/deltazoo bench --backends compile,reference --markdown README.md $(ARGS)
 
 # The product of specs, shapes and dtypes: five to six hours of one core, a process a core. In parts, by what the
 # parts are named after: make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'".

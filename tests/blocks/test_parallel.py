@@ -1,0 +1,73 @@
+"""Data-parallel training, replicated and sharded, takes the gradients of one process with the whole batch."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from deltazoo.blocks.objective import Objective
+from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.stack import LanguageModel
+
+SPEC = {"width": 16, "depth": 2, "vocab": 29, "pattern": "gated_deltanet(heads=1) + sliding_window(heads=1, window=4)"}
+RANKS = 2
+
+
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    return StackSpec.model_validate(SPEC).build(backend="reference")
+
+
+def batch() -> Tensor:
+    return torch.randint(29, (2 * RANKS, 8), generator=torch.Generator().manual_seed(1))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def work(rank: int, port: int, how: str, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        objective: torch.nn.Module = Objective(model())
+        if how == "ddp":
+            objective = DistributedDataParallel(objective)
+        else:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+            for layer in objective.model.stack.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(objective, mesh=mesh)
+        rows = batch()[2 * rank : 2 * rank + 2]
+        objective(rows[:, :-1], rows[:, 1:]).backward()
+        grads = {}
+        for name, parameter in objective.named_parameters():
+            grad = parameter.grad
+            grads[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if rank == 0:
+            torch.save(grads, f"{folder}/grads.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_processes_take_the_gradients_of_one(how: str, tmp_path) -> None:
+    mp.spawn(work, (free_port(), how, str(tmp_path)), nprocs=RANKS)
+    alone, tokens = Objective(model()), batch()
+    alone(tokens[:, :-1], tokens[:, 1:]).backward()
+    grads = torch.load(tmp_path / "grads.pt")
+    assert grads.keys() == dict(alone.named_parameters()).keys()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
