@@ -12,7 +12,7 @@ import queue
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, UpdateMeta, state_dtype
+from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime, draw
 from deltazoo.backends.conformance.compare import Cotangents, draw_cotangents, exact, limit, relative_error, run
 from deltazoo.backends.dispatch import bind
@@ -30,9 +30,10 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.timing import Call, captured, in_turns
 from deltazoo.backends.triton.backend import TritonBackend
+from deltazoo.backends.triton.candidates import Target, blank, problem_of
 from deltazoo.backends.triton.config import LaunchConfig, device_of, parse
 from deltazoo.backends.triton.table import Kernel, key_of
-from deltazoo.backends.triton.tune import Runner, Step, Target, problem_of
+from deltazoo.backends.triton.tune import Runner, Step
 from deltazoo.backends.work import Direction, Work
 
 _PATIENCE = 240.0  # seconds for one check, compilation included
@@ -226,7 +227,7 @@ def _verdict(job: _Job, device: torch.device) -> str:
             error = relative_error(got[name], want[name], usual[name])
             if not error <= limit(case, name, device):
                 return f"{name} has relative RMS error {error:.1e}, above {limit(case, name, device):.0e}, on {case}"
-    inputs = _zeros(job.target, job.kernel, device)  # the target itself must run, and is compiled for the timing
+    inputs = blank(job.target, job.kernel, device)  # the target itself must run, and is compiled for the timing
     cotangents = (torch.zeros_like(inputs.v), torch.zeros_like(inputs.state)) if inputs.state is not None else None
     case = job.cases[0][0]
     _computed(TritonBackend(parse(job.config)), case, inputs, cotangents, job.kernel == "decode")
@@ -234,22 +235,6 @@ def _verdict(job: _Job, device: torch.device) -> str:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return ""
-
-
-def _zeros(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
-    """The operands of a target, all zero."""
-    spec, shape, dtype = target
-    B, T, lengths = (shape.sequences, 1, ()) if kernel == "decode" else (shape.B, shape.T, shape.lengths)
-    exact_ones = ("log_decay", "step", "rate")
-    operands = {
-        name: torch.zeros(sizes, dtype=state_dtype(dtype) if name in exact_ones else dtype, device=device)
-        for name, sizes in spec.operands(B, T, *shape[3:7]).items()
-    }
-    operands["state"] = torch.zeros(shape.sequences, shape.HV, shape.K, shape.V, device=device)
-    if lengths:
-        bounds = [0, *accumulate(lengths)]
-        operands["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=device)
-    return UpdateInputs(**operands)
 
 
 def _answers(

@@ -6,22 +6,19 @@ chunk and every are never tuned: they shape what is saved. H key heads, HV value
 """
 
 import functools
-import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.environment import Environment
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem
+from deltazoo.backends.triton.candidates import Target, candidates, problem_of
+from deltazoo.backends.triton.config import Device, LaunchConfig
 from deltazoo.backends.triton.table import (
     KERNELS,
     Kernel,
@@ -43,14 +40,6 @@ _DIRECTION_OF: dict[Kernel, Direction] = {
     "split": "backward", "prepare": "forward", "scan": "forward", "replay": "backward", "reverse": "backward",
     "gradients": "backward", "decode": "decode",
 }  # fmt: skip
-
-
-class Target(NamedTuple):
-    """What to tune for: the update of a spec on a shape."""
-
-    spec: UpdateSpec
-    shape: Shape
-    dtype: torch.dtype
 
 
 class Step(NamedTuple):
@@ -245,58 +234,6 @@ def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
     return found if target.spec.transition == "delta" or "prepare" not in found else _without(found, "prepare")
 
 
-def problem_of(target: Target, kernel: Kernel, device: str = "cuda") -> Problem:
-    """The problem that the backend will look up for a target."""
-    spec, shape = target.spec, target.shape
-    decode = kernel == "decode"
-    padded = (0, 0) if decode else (-shape.K % 8, -shape.V % 8)
-    return Problem(
-        device, target.dtype, shape.sequences, 1 if decode else shape.T * spec.householders, shape.H, shape.HV,
-        shape.K + padded[0], shape.V + padded[1], spec.transition == "delta", spec.erase_key == "own",
-        spec.decay != "none", bool(shape.lengths) and not decode, spec.negative_eigenvalues != "off",
-    )  # fmt: skip
-
-
-def candidates(
-    kernel: Kernel, problem: Problem, base: LaunchConfig, device: Device, effort: str = "quick"
-) -> list[LaunchConfig]:
-    """The configs to try for a kernel, `base` first; tiles wider than the problem are left out.
-
-    Where half the device has work without parts, none are tried.
-    """
-    if kernel == "split":
-        if device.processors < 2 * problem.N * problem.HV:
-            return [base]
-        chunks = -(-problem.T // base.chunk) // (max(1, problem.N) if problem.packed else 1)
-        steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
-        scratch = {0: 2**28}
-        return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
-    wide_V, wide_K = max(16, _power(problem.V)), _power(problem.K)
-    tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
-    narrow = [x for x in tried if kernel == "prepare" or (x.tile <= wide_V and x.keys <= wide_K)]
-    return _unique(base, [{kernel: launch} for launch in narrow])
-
-
-_FIELDS = ("tile", "warps", "stages", "keys")
-_QUICK: dict[str, list[tuple[int, ...]]] = {
-    "prepare": [(16, 4, 1), (32, 4, 1), (16, 8, 1)],
-    "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
-    "gradients": [(64, 4, 1, 64), (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 2, 64), (128, 4, 1, 64), (64, 8, 2, 128)],
-    "decode": [(8, 1, 1), (16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
-}  # fmt: skip
-_FULL: dict[str, tuple[tuple[int, ...], ...]] = {
-    "prepare": ((8, 16, 32, 64), (2, 4, 8), (1, 2)),
-    "scan": ((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)),
-    "gradients": ((32, 64, 128), (4, 8), (1, 2, 3), (32, 64, 128)),
-    "decode": ((8, 16, 32, 64, 128), (1, 2, 4, 8), (1,)),
-}
-
-
-def _launches(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
-    name = "scan" if kernel in ("replay", "reverse") else kernel
-    return _QUICK[name] if effort == "quick" else list(itertools.product(*_FULL[name]))
-
-
 def _step(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> Step:
     problem = problem_of(target, kernel)
     known = table.of(runner.triton)
@@ -373,17 +310,6 @@ def _begun(path: Path, device: str) -> Table:
     return Table(device=device).merged(table)
 
 
-def _unique(base: LaunchConfig, changes: list[dict[str, object]]) -> list[LaunchConfig]:
-    """The base, and the base with each change, once each; a config that is none is left out."""
-    found = [base]
-    fields = {name: getattr(base, name) for name in LaunchConfig.model_fields}
-    for change in changes:
-        config = LaunchConfig(**(fields | change))
-        if config not in found:
-            found.append(config)
-    return found
-
-
 def _said(config: LaunchConfig, kernel: Kernel) -> str:
     if kernel == "split":
         return f"split={config.split}"
@@ -392,7 +318,3 @@ def _said(config: LaunchConfig, kernel: Kernel) -> str:
 
 def _without(kernels: list[Kernel], name: Kernel) -> list[Kernel]:
     return [kernel for kernel in kernels if kernel != name]
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
