@@ -10,9 +10,9 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.candidates import Target
-from deltazoo.backends.triton.measure import CudaRunner
-from deltazoo.backends.triton.tune import Planned, TuneConfig, Tuned, plan, tune
+from deltazoo.backends.tuning.candidates import Target
+from deltazoo.backends.tuning.measure import CudaRunner
+from deltazoo.backends.tuning.tune import Planned, TuneConfig, Tuned, plan, tune
 from deltazoo.blocks.measure import shape_of
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.configs import config_class

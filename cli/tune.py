@@ -9,7 +9,7 @@ from deltazoo.cli.options import AsJson, OptionalStack, split
 from deltazoo.cli.output import print_json, print_table, progress, say
 
 if TYPE_CHECKING:
-    from deltazoo.backends.triton.tune import Tuned
+    from deltazoo.backends.tuning.tune import Tuned
 
 
 def command(
@@ -32,7 +32,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Measure the launches of the triton backend's kernels on this GPU; run it again to go on where it stopped."""
-    from deltazoo.backends.triton.tune import TuneConfig
+    from deltazoo.backends.tuning.tune import TuneConfig
     from deltazoo.blocks.tuning import plan_on, targets_of, tune_on
 
     config = TuneConfig(directions=split(directions), effort=effort, budget=budget, again=again)

@@ -14,11 +14,11 @@ from deltazoo.backends.shapes import SHAPES, Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton import table as tables
-from deltazoo.backends.triton.candidates import Target, candidates, problem_of
 from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, heuristic
-from deltazoo.backends.triton.measure import checks_of
 from deltazoo.backends.triton.table import Table, configured, key_of, merge_tables, read_table, user_table
-from deltazoo.backends.triton.tune import Runner, TuneConfig, kernels_of, plan, tune
+from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
+from deltazoo.backends.tuning.measure import checks_of
+from deltazoo.backends.tuning.tune import Runner, TuneConfig, kernels_of, plan, tune
 
 GATED = UpdateSpec(decay="head", beta="head")
 T900 = Device("NVIDIA T900", 132, 232448)
@@ -152,7 +152,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
 
 def test_no_kernel_is_begun_after_the_budget(tmp_path, monkeypatch):
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr("deltazoo.backends.triton.tune.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("deltazoo.backends.tuning.tune.time.monotonic", lambda: next(clock))
     found = tune([LONG], FakeRunner(), TuneConfig(budget=25), tmp_path / "t.json")
     assert [record.kernel for record in found.records] == ["split", "prepare"]
     assert found.left == 5
@@ -288,7 +288,7 @@ def test_the_user_s_table_goes_over_the_shipped_and_a_named_one_over_both(on_t90
     package = tmp_path / "package"
     monkeypatch.setattr(tables, "files", lambda name: package)
     monkeypatch.setattr(tables, "source_of", lambda kernel: "same")
-    monkeypatch.setattr("deltazoo.backends.triton.tune.source_of", lambda kernel: "same")
+    monkeypatch.setattr("deltazoo.backends.tuning.tune.source_of", lambda kernel: "same")
     for launch, path in (
         (shipped, package / "tuned" / "nvidia-t900.json"),
         (narrow, user_table("NVIDIA T900")),

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from deltazoo.backends.environment import Environment
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
-from deltazoo.backends.triton.candidates import Target, candidates, problem_of
 from deltazoo.backends.triton.config import Device, LaunchConfig
 from deltazoo.backends.triton.table import (
     KERNELS,
@@ -32,6 +31,7 @@ from deltazoo.backends.triton.table import (
     source_of,
     user_table,
 )  # fmt: skip
+from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
 from deltazoo.backends.work import DIRECTIONS, Direction
 
 MARGIN = 1.01  # how much faster a candidate must be than the best so far

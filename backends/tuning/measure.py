@@ -30,10 +30,10 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.timing import Call, captured, in_turns
 from deltazoo.backends.triton.backend import TritonBackend
-from deltazoo.backends.triton.candidates import Target, blank, problem_of
 from deltazoo.backends.triton.config import LaunchConfig, device_of, parse
 from deltazoo.backends.triton.table import Kernel, key_of
-from deltazoo.backends.triton.tune import Runner, Step
+from deltazoo.backends.tuning.candidates import Target, blank, problem_of
+from deltazoo.backends.tuning.tune import Runner, Step
 from deltazoo.backends.work import Direction, Work
 
 _PATIENCE = 240.0  # seconds for one check, compilation included
