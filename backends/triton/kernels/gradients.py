@@ -128,13 +128,13 @@ def gradients_kernel(
                 G_row = tl.load(gates + place * 3 * C + t - early, mask=t >= early, other=0.0)
             else:
                 G_row = G_before if READ_EARLY else G
-            intra *= tl.exp2(tl.where(seen, G_row[:, None] - G[None, :], float("-inf"))) * strength[:, None]
+            intra *= tl.exp2(tl.where(seen, G_row[:, None] - G[None, :], 0.0)) * strength[:, None]
             inter *= (tl.exp2(G_row) * strength)[:, None]
             dk_stored *= tl.exp2(G_end - G)[:, None]
         else:
-            intra = tl.where(seen, intra * strength[:, None], 0.0)
+            intra *= strength[:, None]
             inter *= strength[:, None]
-        low = intra.to(dtype)
+        low = tl.where(seen, intra, 0.0).to(dtype)
         dqe = tl.dot(low, k_tile, inter, input_precision=PREC)
         dk_tile = tl.dot(tl.trans(low), qe, input_precision=PREC)
         at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * 5 * C
