@@ -1,7 +1,6 @@
 """Data-parallel training, replicated and sharded, takes the gradients of one process with the whole batch."""
 
-import os
-import socket
+from datetime import timedelta
 
 import pytest
 import torch
@@ -29,16 +28,10 @@ def batch() -> Tensor:
     return torch.randint(29, (2 * RANKS, 8), generator=torch.Generator().manual_seed(1))
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def work(rank: int, port: int, how: str, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+def work(rank: int, how: str, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     try:
         objective: torch.nn.Module = Objective(model())
         if how == "ddp":
@@ -64,7 +57,7 @@ def work(rank: int, port: int, how: str, folder: str) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_two_processes_take_the_gradients_of_one(how: str, tmp_path) -> None:
-    mp.spawn(work, (free_port(), how, str(tmp_path)), nprocs=RANKS)
+    mp.spawn(work, (how, str(tmp_path)), nprocs=RANKS)
     alone, tokens = Objective(model()), batch()
     alone(tokens[:, :-1], tokens[:, 1:]).backward()
     grads = torch.load(tmp_path / "grads.pt")
