@@ -135,6 +135,15 @@ def config(request: pytest.FixtureRequest) -> MixerConfig:
     return ZOO[request.param]
 
 
+# One config of each mixer, without the combinations of axes.
+_EACH = [name for name, config in ZOO.items() if ZOO[config.name] is config]
+
+
+@pytest.fixture(params=_EACH)
+def one_of_each(request: pytest.FixtureRequest) -> MixerConfig:
+    return ZOO[request.param]
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str | Backend:
     return BACKENDS[request.param]
