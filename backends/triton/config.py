@@ -111,6 +111,7 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
     split = _split(problem, device) if split is None else split
     few = problem.N * problem.HV < 64
     return LaunchConfig(
+        every=checkpoint_distance(problem.packed),
         split=split,
         scratch=2**29 if split else 2**28,
         scan=scan,
@@ -119,6 +120,11 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         gradients=gradients,
         decode=Launch(tile=16, warps=2, stages=1) if few else Launch(tile=64, warps=4, stages=1),
     )
+
+
+def checkpoint_distance(packed: bool) -> int:
+    """Chunks a checkpoint: fewer in packs, whose segments may each need a checkpoint's chunks of every sequence."""
+    return 8 if packed else 16
 
 
 def _split(problem: Problem, device: Device) -> int:

@@ -78,14 +78,15 @@ class _Sizes(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Which chunks a launch walks: `segment`, of SEGMENT chunks of every sequence (0: all), in parts of `split` chunks
-    (0: in one), with the state kept every `every` (0: never)."""
+    """Which chunks a launch walks: one of `segments` of every sequence, cut between units of `unit` chunks, in parts of
+    `split` chunks (0: in one), with the state kept every `every` (0: never)."""
 
     parts: int = 1
     split: int = 0
     every: int = 0
+    unit: int = 1
     segment: int = 0
-    SEGMENT: int = 0
+    segments: int = 1
 
 
 def _sizes(x: Operands, C: int) -> _Sizes:
@@ -167,9 +168,10 @@ def _scan(
         return
     scan_kernel[(s.N * cut.parts * s.HV * tiles,)](
         x.q, x.k, x.e, x.v, x.log_decay, x.w, *prepared, x.state, t("o"), t("final"), t("checkpoints"), t("states"),
-        t("xs"), t("begins"), t("ends"), x.cu, kind.scale, s.T, cut.segment, cut.parts, s.H, s.HV, s.K, s.V, s.C,
+        t("xs"), t("begins"), t("ends"), x.cu, kind.scale, s.T, cut.segment, cut.segments, cut.parts, s.H, s.HV, s.K,
+        s.V, s.C,
         s.K0, s.K1, BV, _decay(x), kind.delta, x.e is not None, x.w is not None, x.state is not None, kind.read_early,
-        x.cu is not None, prepared.gates.numel() > 0, cut.every, cut.SEGMENT, cut.split, mode,
+        x.cu is not None, prepared.gates.numel() > 0, cut.every, cut.unit, cut.split, mode,
         _terms(x, kind), _precision(x.q.dtype), launch.stages, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
@@ -180,8 +182,9 @@ def _join(
 ) -> None:  # fmt: skip
     BV = min(64, max(16, triton.next_power_of_2(s.V)))
     join_kernel[(s.N * s.HV * cdiv(s.V, BV),)](
-        prepared.fades, given, begins, ends, cu, s.T, cut.segment, cut.parts, s.HV, s.K, s.V, s.C, s.K0, s.K1, BV,
-        given is not None, cu is not None, cut.split, cut.SEGMENT, reverse, "tf32x3", num_warps=4, num_stages=1,
+        prepared.fades, given, begins, ends, cu, s.T, cut.segment, cut.segments, cut.parts, s.HV, s.K, s.V,
+        s.C, s.K0, s.K1, BV, given is not None, cu is not None, cut.split, cut.unit, reverse, "tf32x3",
+        num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -231,9 +234,9 @@ def backward(
     BK = min(config.gradients.keys or s.K0, s.K0)
     tiles = cdiv(s.K, BK)
 
-    SEGMENT = _segment(s, config, split, dtype.itemsize * _terms(x, kind))
-    segments = cdiv(chunks, SEGMENT) if SEGMENT else 1
-    held = s.N * SEGMENT if SEGMENT else s.slots
+    unit = max(every, split)
+    segments, held = _segments(s, packed, unit, config.scratch, dtype.itemsize * _terms(x, kind))
+    most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
     dq, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
     de = torch.empty_like(x.e) if x.e is not None else None
     B, T = x.q.shape[:2]
@@ -249,7 +252,7 @@ def backward(
     partial = _empty(x.q, 3 if own else 2, held, C, s.HV, s.K, dtype=kept) if grouped else None
     carry = _empty(x.q, s.N, s.HV, s.V, s.K)
     carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
-    parts = cdiv(SEGMENT or chunks, split) if split else 1
+    parts = cdiv(most, split) if split else 1
     begins = ends = None
     if split:
         begins, ends = _empty(x.q, s.N * parts, s.HV, s.V, s.K), _empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
@@ -260,34 +263,35 @@ def backward(
         BV = min(launch.tile, max(16, triton.next_power_of_2(s.V)))
         reverse_kernel[(s.N * parts * s.HV * cdiv(s.V, BV),)](
             x.q, x.k, x.e, do, x.log_decay, x.w, *prepared, carry, dstates, du, dv, begins, ends, x.cu, kind.scale, s.T,
-            segment, parts, s.H, s.HV, s.K, s.V, C, s.K0, s.K1, BV, _decay(x), delta, own, x.w is not None,
-            kind.read_early, *flags, SEGMENT, split, hands_on, _terms(x, kind), _precision(dtype), launch.stages,
+            segment, segments, parts, s.H, s.HV, s.K, s.V, C, s.K0, s.K1, BV, _decay(x), delta, own, x.w is not None,
+            kind.read_early, *flags, unit, split, hands_on, _terms(x, kind), _precision(dtype), launch.stages,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
 
     for segment in reversed(range(segments if s.slots * s.HV else 0)):
         _scan(
             x, kind, prepared, s, config.replay, "replay",
-            _Cut(cdiv(SEGMENT or chunks, every), 0, every, segment, SEGMENT),
+            _Cut(cdiv(most, every), 0, every, unit, segment, segments),
             checkpoints=checkpoints, states=states, xs=xs,
         )  # fmt: skip
         if begins is not None and ends is not None:
-            cut = _Cut(parts, split, 0, segment, SEGMENT)
+            cut = _Cut(parts, split, 0, unit, segment, segments)
             _scan(x, kind, prepared, s, config.scan, "maps", cut, ends=ends)
             reverse(segment, hands_on=True)
             _join(prepared, s, carry, begins, ends, x.cu, cut, reverse=True)
         reverse(segment, hands_on=False)
         gradients_kernel[(held * s.HV * tiles,)](
             x.q, x.k, x.e, x.v, x.log_decay, x.b, do, prepared.gates, states, dstates, xs, du, dq, dk, de, dgates,
-            kepts, partial, x.cu, s.N, s.slots, held, kind.scale, s.T, segment, s.H, s.HV, s.K, s.V, C, BK,
+            kepts, partial, x.cu, s.N, s.slots, held, kind.scale, s.T, segment, segments, s.H, s.HV, s.K, s.V, C, BK,
             min(config.gradients.tile, max(16, triton.next_power_of_2(s.V))), _decay(x), delta, own,
-            x.b is not None and delta, x.w is not None, kind.erase_early, kind.read_early, *flags, SEGMENT,
+            x.b is not None and delta, x.w is not None, kind.erase_early, kind.read_early, *flags, unit,
             _precision(dtype), config.gradients.stages,
             num_warps=config.gradients.warps, num_stages=config.gradients.stages,
         )  # fmt: skip
         if grouped:
             sum_groups_kernel[(held * s.H,)](
-                partial, dq, dk, de, x.cu, s.N, s.T, segment, held, s.H, s.HV, s.K, C, s.K0, own, packed, SEGMENT,
+                partial, dq, dk, de, x.cu, s.N, s.T, segment, segments, held, s.H, s.HV, s.K, C, s.K0, own, packed,
+                unit,
                 num_warps=8,
             )  # fmt: skip
     if s.slots * s.HV and (dlog_decay is not None or db is not None or dw is not None):
@@ -301,14 +305,24 @@ def backward(
     return {"q": dq, "k": dk, "v": dv, "log_decay": dlog_decay, "b": db, "w": dw, "e": de, "state": dstate}
 
 
-def _segment(s: _Sizes, config: LaunchConfig, split: int, itemsize: int) -> int:
-    """Chunks of each sequence that the backward takes at once; 0: all chunks of all sequences."""
+def _segments(s: _Sizes, packed: bool, unit: int, scratch: int, itemsize: int) -> tuple[int, int]:
+    """In how many segments the backward goes through the sequences, and the chunks that one holds at most.
+
+    No more than the scratch has room for; but a segment is at least a unit of each sequence. The lengths of packed
+    sequences are unknown here, and all segments are of use whatever they are, as long as they are long.
+    """
     a_place = s.HV * 2 * (s.K + s.C) * s.V * itemsize
-    unit = max(config.every, split)
-    if s.slots * a_place <= config.scratch:
-        return 0
-    chunks = max(unit, config.scratch // max(a_place * s.N, 1) // unit * unit)
-    return 0 if s.N * chunks >= s.slots else chunks
+    units = cdiv(cdiv(s.T, s.C), unit)
+    places = min(s.slots, scratch // max(a_place, 1))
+    if places >= s.slots:
+        return 1, s.slots
+    if packed:
+        segments = min(max(units, 1), cdiv(s.slots + 1, max(places - s.N * unit, 1)))
+        held = (s.slots + 1) // segments + s.N * unit
+    else:
+        segments = cdiv(units, max(places // (s.N * unit), 1))
+        held = s.N * cdiv(units, segments) * unit
+    return (segments, held) if held < s.slots else (1, s.slots)
 
 
 def step_(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltazoo.backends.triton.config import LaunchConfig, parse
+from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
 
 
 class ScanOperands(NamedTuple):
@@ -128,7 +128,7 @@ _GRADIENTS = ("q", "k", "v", "log_decay", "b", "w", "e", "state")
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     q, _, v, _, _, _, _, _, cu, delta, _, _, precise, _, config, keep = arguments
-    C, every = _steps(config)
+    C, every = _steps(config, cu is not None)
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     terms = 2 if precise and q.dtype != torch.float32 else 1
@@ -164,10 +164,11 @@ def _step_fake(*arguments: Any) -> Tensor:
     return v.new_empty(q.shape[0], 1, *v.shape[2:])
 
 
-def _steps(config: str) -> tuple[int, int]:
+def _steps(config: str, packed: bool) -> tuple[int, int]:
     """C and the chunks a checkpoint: no table changes them, for they shape what is saved."""
-    wanted = parse(config) if config else LaunchConfig()
-    return wanted.chunk, wanted.every
+    if config:
+        return parse(config).chunk, parse(config).every
+    return LaunchConfig().chunk, checkpoint_distance(packed)
 
 
 _LIBRARY.impl("triton_scan", _scan_impl, "CompositeExplicitAutograd")

@@ -38,6 +38,7 @@ CONFIGS = {
     "in one": LaunchConfig(chunk=16, every=2, **_TILES),
     "parts": LaunchConfig(chunk=16, every=1, split=2, **_TILES),
     "segments": LaunchConfig(chunk=16, every=2, scratch=0, **_TILES),
+    "few segments": LaunchConfig(chunk=16, every=1, scratch=30000, **_TILES),
     "parts and segments": LaunchConfig(chunk=16, every=1, split=2, scratch=0, **_TILES),
     "longer chunks": LaunchConfig(chunk=32, every=1, **(_TILES | {"prepare": Launch(tile=16, stages=1)})),
 }
@@ -227,3 +228,20 @@ def test_what_the_kernels_do_not_take_is_said_in_sentences():
     assert reasons(beta="channel") == ["beta must be 'none' or 'head', got 'channel'."]
     assert reasons(K=257) == ["K must be at most 256, got 257."]
     assert any("got float64" in reason for reason in reasons(torch.float64))
+
+
+@pytest.mark.parametrize("lengths", [(), (17, 0, 1, 65), (5,) * 9, (40, 43), (83, 0, 0)], ids=str)
+def test_any_number_of_segments_gives_the_same_bits(lengths):
+    shape = Shape("cut", 1 if lengths else 3, sum(lengths) or 83, 1, 2, 16, 16, lengths=lengths)
+    x = draw(Case(GATED, shape), DEVICE)
+    leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
+
+    def gradients(scratch: int) -> tuple[torch.Tensor, ...]:
+        way = CONFIGS["in one"].model_copy(update={"every": 1, "scratch": scratch})
+        out = bind(GATED, TritonBackend(way))(x)
+        return torch.autograd.grad([out.o.sum() + out.state.sum()], leaves)
+
+    whole = gradients(2**30)
+    for scratch in (0, 9000, 30000, 70000):
+        for got, want in zip(gradients(scratch), whole, strict=True):
+            assert torch.equal(got, want), scratch

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import (
+    chunk_of_place,
     cumulative_decays,
     first_slot,
     load_rows,
@@ -23,15 +24,15 @@ from deltazoo.backends.triton.kernels.layout import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])
 def gradients_kernel(
     q, k, e, v, log_decay, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, partial, cu, N, slots,
-    held, scale, T, segment,
+    held, scale, T, segment, segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr,
-    SEGMENT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head, K tile), looping over V tiles.
 
@@ -52,14 +53,9 @@ def gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     local = pid // NK // HV
-    if SEGMENT > 0:
-        n = local // SEGMENT
-        c = segment * SEGMENT + local % SEGMENT
-    else:
-        n = sequence_of_slot(local, cu, N, T, C, PACKED)
-        c = local - first_slot(n, cu, T, C, PACKED)
+    n, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
     start, length = sequence_bounds(n, cu, T, PACKED)
-    if c * C < length:
+    if held_here:
         slot = first_slot(n, cu, T, C, PACKED) + c
         i = tl.arange(0, C)
         r = tl.arange(0, R)
@@ -187,25 +183,20 @@ def gradients_kernel(
             tl.store(at_gate + 4 * C + i, dwrite)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T", "segment", "segments", "held"])
 def sum_groups_kernel(
-    partial, dq, dk, de, cu, N, T, segment, held,
+    partial, dq, dk, de, cu, N, T, segment, segments, held,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, OWN: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, key head): dq, dk and de are sums over its value heads, always in the same order."""
     GROUP: tl.constexpr = HV // H
     pid = tl.program_id(0)
     h = pid % H
     local = pid // H
-    if SEGMENT > 0:
-        n = local // SEGMENT
-        c = segment * SEGMENT + local % SEGMENT
-    else:
-        n = sequence_of_slot(local, cu, N, T, C, PACKED)
-        c = local - first_slot(n, cu, T, C, PACKED)
+    n, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
     start, length = sequence_bounds(n, cu, T, PACKED)
-    if c * C < length:
+    if held_here:
         i = tl.arange(0, C)
         in_time = i < length - c * C
         for tile in range((K + BK - 1) // BK):
@@ -221,7 +212,7 @@ def sum_groups_kernel(
                 store_rows(out + key, total, i, ks, in_time, in_k, H * K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "slots", "T"])
 def gate_gradients_kernel(
     dgates, kepts, dlog_decay, db, dw, cu, N, slots, T,
     HV: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr,

@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.layout import chunks_forgotten, first_slot, load_rows, sequence_bounds, store_rows
+from deltazoo.backends.triton.kernels.layout import (
+    chunks_forgotten,
+    first_slot,
+    load_rows,
+    segment_of,
+    sequence_bounds,
+    store_rows,
+)
 
 
 @triton.jit
@@ -13,12 +20,12 @@ def load_map(base, rows, columns, in_rows, in_columns, K: tl.constexpr, TRANSPOS
     return tl.load(base + at, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def join_kernel(
-    fades, given, begins, ends, cu, T, segment, parts,
+    fades, given, begins, ends, cu, T, segment, segments, parts,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr,
-    SPLIT: tl.constexpr, SEGMENT: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr,
+    SPLIT: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, value head, V tile). ends [N parts, HV, V + K, K] = N_p above M_p, p a part.
 
@@ -31,12 +38,10 @@ def join_kernel(
     n = pid // TILES // HV
     hv = pid // TILES % HV
     start, length = sequence_bounds(n, cu, T, PACKED)
-    chunks = tl.cdiv(length, C)
-    chunk = segment * SEGMENT
-    slot = first_slot(n, cu, T, C, PACKED) + chunk
-    inside = chunks - chunk
-    if SEGMENT > 0:
-        inside = tl.minimum(inside, SEGMENT)
+    slot = first_slot(n, cu, T, C, PACKED)
+    first, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
+    slot += first
+    inside = last - first
     used = tl.cdiv(inside, SPLIT)
     vs = (pid % TILES) * BV + tl.arange(0, BV)
     ka = tl.arange(0, K0)

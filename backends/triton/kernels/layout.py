@@ -52,6 +52,42 @@ def sequence_of_slot(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def segment_of(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """First chunk of a segment of sequence n, the one after its last, and the place of the first.
+
+    Segments deal the units of UNIT chunks of each sequence out evenly, whatever its length; a place is a chunk's among
+    the chunks of one segment of all sequences. In a pack, floor(slot / segments) + n UNIT never overlaps.
+    """
+    units = tl.cdiv(chunks, UNIT)
+    first = units * segment // segments * UNIT
+    last = tl.minimum(units * (segment + 1) // segments * UNIT, chunks)
+    place = slot // segments + n * UNIT if PACKED else n * (tl.cdiv(units, segments) * UNIT)
+    return first, last, tl.where(segments == 1, slot, place)
+
+
+@triton.jit
+def chunk_of_place(place, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """The sequence and the chunk that a place of a segment holds, and whether it holds one."""
+    if PACKED:
+        n = 0
+        high = N
+        while high - n > 1:
+            middle = (n + high) // 2
+            slot = first_slot(middle, cu, T, C, PACKED)
+            at_or_before = tl.where(segments == 1, slot, slot // segments + middle * UNIT) <= place
+            n = tl.where(at_or_before, middle, n)
+            high = tl.where(at_or_before, high, middle)
+    else:
+        chunks = tl.cdiv(T, C)
+        n = place // tl.where(segments == 1, chunks, tl.cdiv(tl.cdiv(chunks, UNIT), segments) * UNIT)
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    slot = first_slot(n, cu, T, C, PACKED)
+    first, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
+    c = first + place - first_place
+    return n, c, c < last
+
+
+@triton.jit
 def load_rows(base, rows, columns, in_rows, in_columns, stride):
     """A tile [rows, columns] of a row-major matrix; zeros outside."""
     return tl.load(

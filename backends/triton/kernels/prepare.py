@@ -76,7 +76,7 @@ def store_square(base, square, place, i, C: tl.constexpr, TERMS: tl.constexpr):
         tl.store(at, square.to(base.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "T"])
 def prepare_kernel(
     q, k, e, log_decay, b, w, gates, fades, inverse, reads, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,

@@ -18,28 +18,28 @@ from deltazoo.backends.triton.kernels.layout import (
     first_slot,
     load_rows,
     load_square,
+    segment_of,
     sequence_bounds,
     store_rows,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def reverse_kernel(
     q, k, e, do, log_decay, w, gates, fades, inverse, reads, carry, dstates, du, dv, begins, ends, cu, scale, T,
-    segment, parts,
+    segment, segments, parts,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
-    PACKED: tl.constexpr, PREPARED: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr, ENDS: tl.constexpr,
+    PACKED: tl.constexpr, PREPARED: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, ENDS: tl.constexpr,
     TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile) walks back through one segment; dS^T [BV, K] in registers.
 
     carry [N, HV, V, K] float32 takes dS^T from segment to segment; keeps dS'^T of each chunk in
-    dstates [place, HV, V, K] and du [place, C, HV, V]; writes dv. A segment is SEGMENT chunks of every sequence; 0: all
-    of them, and places are slots. With SPLIT > 0 a program is a part of SPLIT chunks, and begins from
-    begins [N parts, HV, V, K]. ENDS, before that: what each part but the first hands on when it begins from nothing,
-    into ends [N parts, HV, V + K, K].
+    dstates [place, HV, V, K] and du [place, C, HV, V]; writes dv. With SPLIT > 0 a program is a part of SPLIT chunks,
+    and begins from begins [N parts, HV, V, K]. ENDS, before that: what each part but the first hands on when it begins
+    from nothing, into ends [N parts, HV, V + K, K]. Segments and places are those of `segment_of`.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -61,10 +61,8 @@ def reverse_kernel(
         in_kb = kb < K
     causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
-    first = segment * SEGMENT
-    last = tl.cdiv(length, C)
-    if SEGMENT > 0:
-        last = tl.minimum(first + SEGMENT, last)
+    first_chunk, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
+    first = first_chunk
     if SPLIT > 0:
         first += part * SPLIT
         last = tl.minimum(first + SPLIT, last)
@@ -91,7 +89,7 @@ def reverse_kernel(
             key = (row * H + h) * K
             value = (row * HV + hv) * V
             place = tl.cast(slot + c, tl.int64) * HV + hv
-            local = n * SEGMENT + c - segment * SEGMENT if SEGMENT > 0 else slot + c
+            local = first_place + c - first_chunk
 
             k_a = load_rows(k + key, i, ka, in_time, in_ka, H * K)
             q_a = load_rows(q + key, i, ka, in_time, in_ka, H * K)

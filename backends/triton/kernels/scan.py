@@ -17,19 +17,20 @@ from deltazoo.backends.triton.kernels.layout import (
     first_slot,
     load_rows,
     load_square,
+    segment_of,
     sequence_bounds,
     store_rows,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def scan_kernel(
     q, k, e, v, log_decay, w, gates, fades, inverse, reads, state, o, final, checkpoints, states, xs, starts, ends, cu,
-    scale, T, segment, parts,
+    scale, T, segment, segments, parts,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
-    READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr, EVERY: tl.constexpr, SEGMENT: tl.constexpr,
+    READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr, EVERY: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +43,7 @@ def scan_kernel(
     MODE "ends": the state that each part leaves when it begins from nothing (the first from the initial state) and, in
         further tiles, the map from its beginning to its end: ends [N parts, HV, V + K, K]. "maps": the maps alone.
     TERMS 2: what feeds back into the state is rounded to two numbers instead of one.
-    A segment is SEGMENT chunks of every sequence; 0: all of them, and places are slots.
+    Segments and places are those of `segment_of`.
     """
     OUTPUT: tl.constexpr = MODE == "output"
     REPLAY: tl.constexpr = MODE == "replay"
@@ -75,14 +76,14 @@ def scan_kernel(
     dtype: tl.constexpr = k.dtype.element_ty
 
     chunks = tl.cdiv(length, C)
-    first = 0
-    last = chunks
+    begins, last, first_place = segment_of(n, slot, chunks, segment, segments, UNIT, PACKED)
+    first = begins
     if REPLAY:
-        first = segment * SEGMENT + part * EVERY
-        last = tl.minimum(first + EVERY, chunks)
+        first += part * EVERY
+        last = tl.minimum(first + EVERY, last)
     elif SPLIT > 0:
-        first = segment * SEGMENT + part * SPLIT
-        last = tl.minimum(first + SPLIT, chunks)
+        first += part * SPLIT
+        last = tl.minimum(first + SPLIT, last)
     forgotten = 0
     if ENDS:
         forgotten = chunks_forgotten(fades, slot + first, last - first, hv, HV, SPLIT)
@@ -158,7 +159,7 @@ def scan_kernel(
                 )
 
             if REPLAY:
-                local = n * SEGMENT + c - segment * SEGMENT if SEGMENT > 0 else slot + c
+                local = first_place + c - begins
                 at = states + (tl.cast(local, tl.int64) * HV + hv) * V * K
                 store_rows(at, Sa, vs, ka, in_v, in_ka, K)
                 if K1 > 0:

@@ -49,12 +49,12 @@ def go(module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, sta
     t, f, i = DT[dtype], "*fp32:16", "*i32:16"
     ty = {n: t for n in "q k v do inverse reads o states xs dstates dv du dq dk partial".split()}
     ty |= {n: f for n in "gates fades checkpoints dgates kepts dw dlog_decay final starts ends begins carry sums db".split()}
-    ty |= {n: "i32" for n in "T segment parts N slots held".split()} | {"scale": "fp32"}
+    ty |= {n: "i32" for n in "T segment segments parts N slots held".split()} | {"scale": "fp32"}
     if decay == "head": ty["log_decay"] = f
     if strengths: ty |= dict(b=f, w=f)
     if own: ty |= dict(e=t, de=t)
     if packed: ty["cu"] = i
-    c = dict(H=16, HV=16, K=128, V=128, C=64, K0=128, K1=0, BV=128, BK=128, TILES=1, VARIANT=0, DECAY=decay, DELTA=delta, OWN=own, ERASE=strengths and delta, WRITE=strengths, ERASE_EARLY=False, READ_EARLY=False, PACKED=packed, PREPARED=delta, EVERY=16, SEGMENT=16, SPLIT=0, ENDS=False, TERMS=1, PREC="tf32", STAGES=stages, EARLY_LOADS=False, MODE="replay", STATE=False) | kw
+    c = dict(H=16, HV=16, K=128, V=128, C=64, K0=128, K1=0, BV=128, BK=128, TILES=1, VARIANT=0, DECAY=decay, DELTA=delta, OWN=own, ERASE=strengths and delta, WRITE=strengths, ERASE_EARLY=False, READ_EARLY=False, PACKED=packed, PREPARED=delta, EVERY=16, UNIT=16, SPLIT=0, ENDS=False, TERMS=1, PREC="tf32", STAGES=stages, EARLY_LOADS=False, MODE="replay", STATE=False) | kw
     ty = {n: x for n, x in ty.items() if n in fn.arg_names}
     return compile(fn, ty, {n: x for n, x in c.items() if n in fn.arg_names}, warps=warps, stages=stages, dump=dump, maxnreg=maxnreg)
 if __name__ == "__main__":
