@@ -38,7 +38,7 @@ class LaunchConfig(BaseModel):
     chunk: int = 64
     every: int = 16
     split: int = 0
-    scratch: int = 2**28
+    scratch: int = 3 * 2**26
     prepare: Launch = Launch(tile=16, warps=4, stages=1)
     scan: Launch = Launch(tile=64)
     replay: Launch = Launch(tile=64)
@@ -113,7 +113,7 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
     return LaunchConfig(
         every=checkpoint_distance(problem.packed),
         split=split,
-        scratch=2**29 if split else 2**28,
+        scratch=2**29 if split else 3 * 2**26,
         scan=scan,
         replay=scan,
         reverse=scan,

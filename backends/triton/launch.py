@@ -317,7 +317,8 @@ def _segments(s: _Sizes, packed: bool, unit: int, scratch: int, itemsize: int) -
     if places >= s.slots:
         return 1, s.slots
     if packed:
-        segments = min(max(units, 1), cdiv(s.slots + 1, max(places - s.N * unit, 1)))
+        # beyond a unit of each sequence: as much as there is room for, or as much again where there is none
+        segments = min(max(units, 1), cdiv(s.slots + 1, max(places - s.N * unit, s.N * unit)))
         held = (s.slots + 1) // segments + s.N * unit
     else:
         segments = cdiv(units, max(places // (s.N * unit), 1))

@@ -71,7 +71,7 @@ def candidates(
             return [base]
         chunks = -(-problem.T // base.chunk) // (max(1, problem.N) if problem.packed else 1)
         steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
-        scratch = {0: 2**28}
+        scratch = {0: 3 * 2**26}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
     wide_V, wide_K = max(16, _power(problem.V)), _power(problem.K)
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
