@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -128,6 +130,20 @@ class Backend(ABC):
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Compute in the dtypes at hand on the device of x; the meta device knows no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def refuse_forward_mode(backend: str, inputs: UpdateInputs) -> None:
+    """Raise where an operand carries a forward-mode tangent, which an operator with a hand-written backward would drop.
+
+    Raises: UnsupportedError.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+        raise UnsupportedError(
+            f"backend {backend!r} has no forward-mode derivative (torch.func.jvp, jacfwd): take torch.func.grad, vjp "
+            "or jacrev, or backend='reference'"
+        )
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

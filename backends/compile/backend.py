@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, state_dtype
+from deltazoo.backends.base import (
+    Backend,
+    UpdateInputs,
+    UpdateMeta,
+    UpdateOutput,
+    refuse_forward_mode,
+    state_dtype,
+)
 from deltazoo.backends.compile.chunked import chunked_update, cut, join
 from deltazoo.backends.compile.token import token_update
 from deltazoo.backends.errors import UnsupportedError
@@ -51,6 +58,7 @@ class CompileBackend(Backend):
         return []
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
+        refuse_forward_mode(self.name, inputs)
         if inputs.q.shape[1] == 0:
             return _empty(inputs)
         if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta:

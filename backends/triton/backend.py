@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
 from deltazoo.backends.lowering import strengths
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.config import LaunchConfig
@@ -62,6 +62,7 @@ class TritonBackend(Backend):
         return reasons
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
+        refuse_forward_mode(self.name, inputs)
         n, T, V, dtype = spec.householders, inputs.q.shape[1], inputs.v.shape[-1], inputs.v.dtype
         if _keeps_roundings(spec) and dtype == torch.float16:
             # the second of two terms would be below float16's smallest number
