@@ -7,7 +7,8 @@ import torch
 
 from deltazoo.backends import registry
 from deltazoo.backends.conformance.cases import Case
-from deltazoo.backends.dispatch import bind
+from deltazoo.backends.conformance.compare import meta_of
+from deltazoo.backends.dispatch import bind, resolve
 from deltazoo.backends.shapes import CPU, GPU, Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.work import DIRECTIONS, Direction, Work
@@ -30,5 +31,8 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 def test_update(timed: Any, backend: str, spec: str, shape: Shape, direction: Direction) -> None:
     if backend == "reference" and (shape.T > 512 or DEVICE.type == "cuda"):
         pytest.skip("the reference takes seconds a call here")
+    reasons = resolve(backend).unsupported(SPECS[spec], meta_of(shape, DTYPE, DEVICE, direction == "backward"))
+    if reasons:
+        pytest.skip(" ".join(reasons))
     work = Work(Case(SPECS[spec], shape, DTYPE), direction, DEVICE)
     timed(work.call(bind(SPECS[spec], backend)))
