@@ -11,7 +11,8 @@ from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutp
 from deltazoo.backends.lowering import strengths
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.op import ScanKind, ScanOperands, chunk_scan, step_
+from deltazoo.backends.triton.op import chunk_scan, step_
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 
 _WIDEST_KEY = 256
 

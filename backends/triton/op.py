@@ -4,41 +4,14 @@ Triton is imported when a kernel first runs. B batch, T time, N sequences, H key
 V value width, C chunk
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
-
-
-class ScanOperands(NamedTuple):
-    """q, k, e [B, T, H, K]; v [B, T, HV, V]; log_decay [B, T, HV] or [HV]; b (erase), w (write) [B, T, HV];
-    state [N, HV, K, V]; cu_seqlens [N + 1] int32. None: no such operand."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None = None
-    b: Tensor | None = None
-    w: Tensor | None = None
-    e: Tensor | None = None
-    state: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-
-
-class ScanKind(NamedTuple):
-    """delta: with an erase term. erase_early: it reads the state before the decay. read_early: q reads the state
-    before the update. precise: what feeds back into the state is kept in two terms. config: a LaunchConfig as JSON;
-    "" takes the table's, else the heuristic's."""
-
-    delta: bool
-    erase_early: bool
-    read_early: bool
-    precise: bool
-    scale: float
-    config: str = ""
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -76,21 +49,20 @@ _LIBRARY.define(f"triton_step_({_STEP}, Tensor(a!) states, Tensor? slots, {_KIND
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton import launch
 
-    *operands, delta, erase_early, read_early, precise, scale, config, keep = _ready(arguments)
-    x, kind = launch.Operands(*operands), launch.Kind(delta, erase_early, read_early, precise, scale)
+    *ready, keep = _ready(arguments)
+    x, kind = ScanOperands(*ready[:9]), ScanKind(*ready[9:])
     with torch.cuda.device_of(x.q):
-        return launch.forward(x, kind, keep, launch.resolve(x, kind, config))
+        return launch.forward(x, kind, keep, launch.resolve(x, kind))
 
 
 def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton import launch
 
     ready = _ready(arguments)
-    x, kind = launch.Operands(*ready[:9]), launch.Kind(*ready[16:21])
+    x, kind = ScanOperands(*ready[:9]), ScanKind(*ready[16:])
     prepared, checkpoints, d_o, d_final = launch.Prepared(*ready[9:13]), *ready[13:16]
     with torch.cuda.device_of(x.q):
-        config = launch.resolve(x, kind, ready[21])
-        grads = launch.backward(x, kind, prepared, checkpoints, d_o, d_final, config)
+        grads = launch.backward(x, kind, prepared, checkpoints, d_o, d_final, launch.resolve(x, kind))
     return [x.q.new_empty(0) if grads[name] is None else grads[name] for name in _GRADIENTS]  # type: ignore[misc]
 
 
@@ -98,14 +70,16 @@ def _step_impl(*arguments: Any) -> Tensor:
     from deltazoo.backends.triton import launch
 
     states = arguments[7]
-    q, k, v, log_decay, b, w, e, _, slots, delta, erase_early, read_early, precise, scale, config = _ready(arguments)
-    x = launch.Operands(q, k, v, log_decay, b, w, e, None, None)
-    kind = launch.Kind(delta, erase_early, read_early, precise, scale)
-    decay = log_decay[:, 0].contiguous() if log_decay is not None and log_decay.dim() == 3 else log_decay
+    ready = _ready(arguments)
+    x, slots, kind = ScanOperands(*ready[:7]), ready[8], ScanKind(*ready[9:])
+    decay = x.log_decay
+    token = x._replace(
+        q=x.q[:, 0].contiguous(),
+        log_decay=decay[:, 0].contiguous() if decay is not None and decay.dim() == 3 else decay,
+    )
     stepped = states if states.is_contiguous() else states.contiguous()
-    with torch.cuda.device_of(q):
-        config = launch.resolve(x, kind, config)
-        o = launch.step_(q[:, 0].contiguous(), k, v, decay, b, w, e, stepped, slots, kind, config.decode)
+    with torch.cuda.device_of(x.q):
+        o = launch.step_(token, stepped, slots, kind, launch.resolve(x, kind).decode)
     if stepped is not states:
         states.copy_(stepped)
     return o.unsqueeze(1)
@@ -127,23 +101,18 @@ _GRADIENTS = ("q", "k", "v", "log_decay", "b", "w", "e", "state")
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    q, _, v, _, _, _, _, _, cu, delta, _, _, precise, _, config, keep = arguments
-    C, every = _steps(config, cu is not None)
-    B, T, _, K = q.shape
-    HV, V = v.shape[2:]
-    terms = 2 if precise and q.dtype != torch.float32 else 1
-    chunks = (T + C - 1) // C
-    N, slots = (B, B * chunks) if cu is None else (cu.shape[0] - 1, T // C + cu.shape[0] - 1)
-    places = N * ((chunks + every - 1) // every) if cu is None else slots // every + N
+    x, kind, keep = ScanOperands(*arguments[:9]), ScanKind(*arguments[9:15]), arguments[15]
+    C, every = _steps(kind.config, x.cu_seqlens is not None)
+    s, terms = Sizes.of(x, C), kind.terms(x.q.dtype)
 
     def f32(*shape: Any) -> Tensor:
-        return q.new_empty(shape, dtype=torch.float32)
+        return x.q.new_empty(shape, dtype=torch.float32)
 
-    prepared = (f32(slots, HV, 3, C), f32(slots, HV), *(q.new_empty(slots, HV, terms, C, C) for _ in range(2)))
-    if not delta:
-        prepared = tuple(f32(0) for _ in range(4))
-    checkpoints = f32(places, HV, V, K) if keep else f32(0)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), f32(N, HV, K, V), *prepared, checkpoints
+    squares = (x.q.new_empty(s.slots, s.HV, terms, C, C) for _ in range(2))
+    prepared = [f32(s.slots, s.HV, 3, C), f32(s.slots, s.HV), *squares] if kind.delta else [f32(0) for _ in range(4)]
+    checkpoints = f32(s.places(every), s.HV, s.V, s.K) if keep else f32(0)
+    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    return o, f32(s.N, s.HV, s.K, s.V), *prepared, checkpoints
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:

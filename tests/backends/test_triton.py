@@ -13,7 +13,8 @@ from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
-from deltazoo.backends.triton.op import ScanKind, ScanOperands, chunk_scan
+from deltazoo.backends.triton.op import chunk_scan
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

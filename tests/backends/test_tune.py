@@ -253,7 +253,7 @@ def test_the_problem_tuned_for_is_the_one_looked_up(spec, shape, monkeypatch):
     x, kind = triton_backend.TritonBackend()._operands(spec, draw(Case(spec, shape)))
     if spec.householders > 1:
         x = triton_backend._by_micro_steps(spec, x, spec.householders)
-    launch.resolve(launch.Operands(*x), launch.Kind(*kind[:5]), "")
+    launch.resolve(x, kind)
     assert looked_up == [problem_of(Target(spec, shape, torch.float32), "scan", "cpu")]
 
 

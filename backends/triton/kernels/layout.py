@@ -4,7 +4,6 @@ A chunk of C tokens of a sequence has a slot, its place among all chunks. N sequ
 pack), H key heads, HV value heads, K key width, G cumulative log2 decay from the beginning of the chunk
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -206,11 +205,3 @@ def key_tiles(K: int) -> tuple[int, int]:
     first = min(128, max(16, triton.next_power_of_2(K)))
     rest = K - first
     return first, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
-
-
-def layout(q: torch.Tensor, cu: torch.Tensor | None, C: int) -> tuple[int, int, int]:
-    """N sequences, T tokens in a row of the batch, number of slots."""
-    B, T = q.shape[:2]
-    if cu is None:
-        return B, T, B * -(-T // C)
-    return cu.shape[0] - 1, T, T // C + cu.shape[0] - 1
