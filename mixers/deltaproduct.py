@@ -25,9 +25,6 @@ class DeltaProduct(DeltaRuleConfig):
     def spec(self) -> UpdateSpec:
         return self.delta_rule("none")
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {**self.key_operands(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps)}

@@ -29,9 +29,6 @@ class EFLA(DeltaConfig):
     def spec(self) -> UpdateSpec:
         return UpdateSpec(beta="head", reparam="efla", householders=self.householders, scale=self.scale)
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"feature": FeatureMap("silu"), "unit": UnitNorm(which="q"), "beta": Beta(shape, self.spec())}
         outputs = {"norm": HeadNorm(shape, self.norm_eps)}

@@ -24,9 +24,6 @@ class GatedDeltaNet2(DeltaRuleConfig):
     def spec(self) -> UpdateSpec:
         return self.delta_rule("channel", "channel")
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SoftplusDecay(shape, "channel", shape.value_width, rates=(1, 16))
         gate = OutputGate(shape, "sigmoid", shape.value_width, bias=True)

@@ -4,17 +4,11 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import NegativeEigenvalues, UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.decays import SoftplusDecay
-from deltazoo.mixers.gates import OutputGate
-from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.project import Project
-from deltazoo.mixers.variant import DeltaRuleConfig
+from deltazoo.backends.spec import NegativeEigenvalues
+from deltazoo.mixers.variant import GatedDeltaRuleConfig
 
 
-class GatedDeltaProduct(DeltaRuleConfig):
+class GatedDeltaProduct(GatedDeltaRuleConfig):
     """S_t is a_t S_(t-1) after n steps (I - 2 beta k k^T) S + 2 beta k v^T a token.
 
     Decay, norm and gate are Gated DeltaNet's.
@@ -26,14 +20,3 @@ class GatedDeltaProduct(DeltaRuleConfig):
     negative_eigenvalues: NegativeEigenvalues = Field(
         default="both", description="both: erase and write doubled; erase: only the erase doubled; off"
     )
-
-    def spec(self) -> UpdateSpec:
-        return self.delta_rule("head")
-
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
-    def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {**self.key_operands(shape), "decay": SoftplusDecay(shape)}
-        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
-        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)

@@ -26,9 +26,6 @@ class GatedRetNet(DeltaConfig):
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "head", None, self.temperature)
         outputs = {"norm": HeadNorm(shape, self.norm_eps, kind="layer"), "gate": OutputGate(shape)}

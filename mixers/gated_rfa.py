@@ -26,9 +26,6 @@ class GatedRFA(DeltaConfig):
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         gate = {"decay": SigmoidDecay(shape, "head", None, 1.0), "tied": TiedWrite("value")}
         features = {"unit": UnitNorm(), "feature": RandomFourier(shape, self.features), "ones": NormaliserColumn()}

@@ -29,9 +29,6 @@ class KDA(DeltaRuleConfig):
     def spec(self) -> UpdateSpec:
         return self.delta_rule("channel")
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         rank = self.gate_rank or shape.key_width
         decay = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)

@@ -26,9 +26,6 @@ class LightningAttention(DeltaConfig):
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="fixed", transition="additive", scale=self.scale)
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"feature": FeatureMap("silu"), "decay": SlopeDecay(shape, place)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps, over="all"), "gate": OutputGate(shape, "sigmoid")}

@@ -30,9 +30,6 @@ class LinearAttention(DeltaConfig):
     def spec(self) -> UpdateSpec:
         return UpdateSpec(transition="additive", scale=self.scale)
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         ones = {"ones": NormaliserColumn()} if self.normaliser else {}
         norm = Normalise(self.norm_eps) if self.normaliser else HeadNorm(shape, self.norm_eps)

@@ -28,9 +28,6 @@ class Longhorn(DeltaConfig):
     def spec(self) -> UpdateSpec:
         return UpdateSpec(beta="head", reparam="longhorn", householders=self.householders, scale=self.scale)
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
         return Parts(Project(shape, self.conv_width, silu=True), {"beta": Beta(shape, self.spec())}, outputs)

@@ -11,11 +11,13 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.base import FIRST, Cost, MixerConfig, Place
 from deltazoo.mixers.conv import ShortConv
+from deltazoo.mixers.decays import SoftplusDecay
 from deltazoo.mixers.delta import DeltaMixer, Update
 from deltazoo.mixers.features import Feature, FeatureMap
-from deltazoo.mixers.gates import Beta, ChannelBeta
-from deltazoo.mixers.norms import UnitNorm
+from deltazoo.mixers.gates import Beta, ChannelBeta, OutputGate
+from deltazoo.mixers.norms import HeadNorm, UnitNorm
 from deltazoo.mixers.parts import HeadShape, OperandPart, Parts
+from deltazoo.mixers.project import Project
 from deltazoo.mixers.state import nbytes
 
 
@@ -95,6 +97,10 @@ class DeltaConfig(UpdateConfig, ABC):
             self.spec().householders,
         )
 
+    def shape(self, width: int) -> HeadShape:
+        """The sizes, with the defaults of `sizes`; a variant with other shares says so here."""
+        return self.sizes(width)
+
     @staticmethod
     def one_key_each(shape: HeadShape) -> HeadShape:
         """The sizes with a key head for each value head, where a key belongs to its head's decay."""
@@ -130,6 +136,18 @@ class DeltaRuleConfig(DeltaConfig, ABC):
             householders=self.householders,
             scale=self.scale,
         )
+
+
+class GatedDeltaRuleConfig(DeltaRuleConfig, ABC):
+    """The delta rule with Mamba-2's decay of each head and a gated RMS norm: Gated DeltaNet, whatever its axes."""
+
+    def spec(self) -> UpdateSpec:
+        return self.delta_rule("head")
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        operands = {**self.key_operands(shape), "decay": SoftplusDecay(shape)}
+        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
+        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)
 
 
 def update_flops(spec: UpdateSpec, shape: HeadShape) -> int:
