@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from deltazoo.backends.compile.inverse import unit_lower_inverse
+from deltazoo.backends.compile.operator import body
 
 # Chunks of a segment: few enough for its half dozen operands to stay in the cache, enough for full batches. It is an
 # argument of the operators, for a compiled graph in a cache on disk holds sizes that depend on it.
@@ -310,20 +311,6 @@ _LIBRARY.define(
 )
 
 
-def _forward_impl(*arguments: Any) -> tuple[Tensor, ...]:
-    with torch.autocast(arguments[0].device.type, enabled=False):
-        return _forward(*_contiguous(arguments))
-
-
-def _backward_impl(d_o: Tensor, *arguments: Any) -> list[Tensor]:
-    with torch.autocast(d_o.device.type, enabled=False):
-        return _backward(d_o, *_contiguous(arguments))
-
-
-def _contiguous(arguments: tuple[Any, ...]) -> list[Any]:
-    return [x.contiguous() if isinstance(x, Tensor) else x for x in arguments]
-
-
 def _forward_fake(
     q: Tensor, w: Tensor, u: Tensor, p: Tensor, state: Tensor, a: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
@@ -351,8 +338,9 @@ def _backward_fake(
     ]  # fmt: skip
 
 
-_LIBRARY.impl("chunk_scan", _forward_impl, "CompositeExplicitAutograd")
-_LIBRARY.impl("chunk_scan_backward", _backward_impl, "CompositeExplicitAutograd")
+_LIBRARY.impl("chunk_scan", body(_forward), "CompositeExplicitAutograd")
+# d_o is copied a segment at a time.
+_LIBRARY.impl("chunk_scan_backward", body(_backward, as_it_lies=1), "CompositeExplicitAutograd")
 torch.library.register_fake("deltazoo::chunk_scan", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("deltazoo::chunk_scan_backward", _backward_fake, lib=_LIBRARY)
 _forward_op = torch.ops.deltazoo.chunk_scan.default

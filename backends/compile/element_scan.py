@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.compile.operator import body
 from deltazoo.backends.lowering import log_decay, strengths
 from deltazoo.backends.spec import UpdateSpec
 
@@ -242,16 +243,6 @@ _LIBRARY.define(
 )
 
 
-def _plain(function: Any) -> Any:
-    """Operator bodies run without autocast, on contiguous operands."""
-
-    def run(*arguments: Any) -> Any:
-        with torch.autocast(arguments[0].device.type, enabled=False):
-            return function(*(x.contiguous() if isinstance(x, Tensor) else x for x in arguments))
-
-    return run
-
-
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor | None, step: Tensor | None, rate: Tensor | None,
     sequence: Tensor | None, before: bool, keep: bool,
@@ -267,8 +258,8 @@ def _backward_fake(
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, d_last, decay, step, rate)]
 
 
-_LIBRARY.impl("element_scan", _plain(_forward), "CompositeExplicitAutograd")
-_LIBRARY.impl("element_scan_backward", _plain(_backward), "CompositeExplicitAutograd")
+_LIBRARY.impl("element_scan", body(_forward), "CompositeExplicitAutograd")
+_LIBRARY.impl("element_scan_backward", body(_backward), "CompositeExplicitAutograd")
 torch.library.register_fake("deltazoo::element_scan", _forward_fake, lib=_LIBRARY)
 torch.library.register_fake("deltazoo::element_scan_backward", _backward_fake, lib=_LIBRARY)
 _forward_op = torch.ops.deltazoo.element_scan.default
