@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from deltazoo.backends import registry
@@ -21,6 +22,8 @@ DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "compile"), "": 
 # What `use_backend` set, innermost last. A plain list: torch.compile cannot trace a ContextVar.
 _override: list["str | Backend"] = []
 _loaded: dict[str, Backend] = {}
+# The refusals that were logged: each once in a process, for a model binds its spec in every layer.
+_told: set[tuple[str, str, UpdateSpec, str]] = set()
 
 
 class BoundUpdate:
@@ -54,10 +57,16 @@ class BoundUpdate:
         return self.backend_for(meta).step_(self.spec, inputs, states, slots)
 
     def backend_for(self, meta: UpdateMeta) -> Backend:
-        """The backend that runs on such tensors: the first candidate for the device that can."""
+        """The backend that runs on such tensors: the first candidate for the device that can.
+
+        From eager code a candidate that must be passed over is logged, where `bind` could not know.
+        """
         for backend in self.candidates(meta.device):
-            if not backend.unsupported(self.spec, meta):
+            reasons = backend.unsupported(self.spec, meta)
+            if not reasons:
                 return backend
+            if self.asked is None and not torch.compiler.is_compiling():
+                _tell(backend, meta.device, self.spec, reasons)
         raise UnsupportedError(_refusals(self.spec, meta, self.candidates(meta.device)))
 
     def candidates(self, device: str) -> tuple[Backend, ...]:
@@ -75,24 +84,22 @@ class BoundUpdate:
 def bind(spec: UpdateSpec, backend: str | Backend | None = None, meta: UpdateMeta | None = None) -> BoundUpdate:
     """Resolve names and plug-ins once, outside the compiled region.
 
+    A preferred backend that must be passed over is logged with its reasons, once in a process.
+
     Args:
         backend: a name, "module:Class" or an object: that backend or an error. None: what `use_backend` says,
             else the ordered default of the device the tensors will be on.
-        meta: if known, the tensors to come: a named backend that cannot is an error now, and a preferred
-            backend that must be passed over is logged with its reasons.
+        meta: if known, the tensors to come: a named backend that cannot is an error now. If not, what is logged is
+            what stands against the spec on this machine's devices, whatever the tensors.
     Raises: UnknownNameError, DuplicateNameError, PluginError, UnsupportedError.
     """
-    bound = _bound(spec, backend if backend is not None else (_override[-1] if _override else None))
-    if meta is None:
-        return bound
-    if bound.asked is not None:
+    bound = _bound(spec, _asked(backend))
+    if bound.asked is None:
+        here = [device or "cpu" for device in DEFAULT_ORDER if _is_here(device)]
+        for metas in [[meta]] if meta is not None else map(_unlike, here):
+            _tell_refusals(bound, metas)
+    elif meta is not None:
         bound.backend_for(meta)
-        return bound
-    for candidate in bound.candidates(meta.device):
-        reasons = candidate.unsupported(spec, meta)
-        if not reasons:
-            break
-        _log.warning("backend %r passed over for %s: %s", candidate.name, spec, " ".join(reasons))
     return bound
 
 
@@ -106,7 +113,7 @@ def update(spec: UpdateSpec, inputs: UpdateInputs, backend: str | Backend | None
         an empty sequence returns its initial state.
     Raises: InputError or a subclass; UnknownNameError; UnsupportedError.
     """
-    return bind(spec, backend)(inputs)
+    return _bound(spec, _asked(backend))(inputs)
 
 
 @contextmanager
@@ -175,7 +182,7 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
 
     Args: meta: the tensors to come, as UpdateMeta("cuda", torch.bfloat16, H=8, HV=8, K=128, V=128).
     """
-    asked = backend if backend is not None else (_override[-1] if _override else None)
+    asked = _asked(backend)
     if asked is None:
         order = list(DEFAULT_ORDER.get(meta.device, DEFAULT_ORDER[""]))
     else:
@@ -196,6 +203,10 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
     return Explanation(verdicts)
 
 
+def _asked(backend: str | Backend | None) -> str | Backend | None:
+    return backend if backend is not None else (_override[-1] if _override else None)
+
+
 def _bound(spec: UpdateSpec, asked: str | Backend | None) -> BoundUpdate:
     if asked is not None:
         return BoundUpdate(spec, {"": (resolve(asked),)}, asked)
@@ -205,6 +216,40 @@ def _bound(spec: UpdateSpec, asked: str | Backend | None) -> BoundUpdate:
 def _default(order: Sequence[str]) -> tuple[Backend, ...]:
     installed = registry.names(registry.BACKENDS)
     return tuple(resolve(name) for name in order if name in installed)
+
+
+def _is_here(device: str) -> bool:
+    """Whether this machine has such a device: elsewhere nothing runs that could fall back."""
+    return not device or bool(torch.get_device_module(device).is_available())
+
+
+def _unlike(device: str) -> list[UpdateMeta]:
+    """Tensors on a type of device, unlike one another in all else: what a backend says of each is said of the spec."""
+    return [
+        UpdateMeta(device, torch.float32, H=1, HV=1, K=64, V=64),
+        UpdateMeta(device, torch.bfloat16, H=2, HV=4, K=128, V=256, packed=True, grad=True, decay_channels=True),
+        UpdateMeta(device, torch.float16, H=4, HV=4, K=256, V=128, grad=True, decay_channels=True),
+        UpdateMeta(device, torch.float64, H=3, HV=9, K=16, V=512, packed=True),
+    ]
+
+
+def _tell_refusals(bound: BoundUpdate, metas: Sequence[UpdateMeta]) -> None:
+    """Log the candidates that refuse all these tensors of one device for the same reasons, up to the first that takes
+    some."""
+    device = metas[0].device
+    for candidate in bound.candidates(device):
+        first, *others = (candidate.unsupported(bound.spec, meta) for meta in metas)
+        reasons = [reason for reason in first if all(reason in other for other in others)]
+        if not reasons:
+            return
+        _tell(candidate, device, bound.spec, reasons)
+
+
+def _tell(backend: Backend, device: str, spec: UpdateSpec, reasons: Sequence[str]) -> None:
+    said = (backend.name, device, spec, " ".join(reasons))
+    if said not in _told:
+        _told.add(said)
+        _log.warning("backend %r passed over on %r for %s: %s", *said)
 
 
 def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:

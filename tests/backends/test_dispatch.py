@@ -84,6 +84,46 @@ def test_a_preferred_backend_that_is_passed_over_is_logged_with_its_reasons(monk
     assert torch.equal(bound(inputs).o, update(GDN, inputs, backend="reference").o)
 
 
+def test_a_refusal_of_the_spec_is_logged_at_bind_once_in_a_process(monkeypatch, caplog):
+    _install(monkeypatch, Never(), Picky(), order=("never", "picky"))
+    for _ in range(3):  # as the layers of a model do
+        bind(GDN)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "backend 'never' passed over on 'cpu' for" in record.message
+    assert "by principle" in record.message
+    assert "float32" not in record.message, "a dtype nobody gave"
+    bind(UpdateSpec(beta="head"))
+    assert len(caplog.records) == 2
+
+
+def test_a_refusal_of_tensors_is_logged_when_they_come_and_not_before(monkeypatch, caplog):
+    _install(monkeypatch, Picky(), ReferenceBackend(), order=("picky", "reference"))
+    bound = bind(GDN)
+    assert not caplog.records
+    inputs = draw(Case(GDN, SHAPES["column"]))
+    for call in (bound, bound, lambda x: update(GDN, x)):
+        call(inputs)
+    (record,) = caplog.records
+    assert "backend 'picky' passed over on 'cpu'" in record.message
+    assert "picky wants K to be a power of two, got 6" in record.message
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_the_kernels_refuse_is_logged_at_bind_where_a_gpu_is(there, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    bind(GDN)
+    bind(UpdateSpec(decay="channel", transition="dplr"), "reference")
+    assert "must be" not in caplog.text
+    bind(UpdateSpec(decay="channel", transition="dplr"))
+    said = [record.message for record in caplog.records if "transition must be" in record.message]
+    assert len(said) == int(there)
+    if there:
+        assert said[0].startswith("backend 'triton' passed over on 'cuda'")
+        assert "decay must be 'none', 'fixed' or 'head', got 'channel'." in said[0]
+
+
 def test_when_no_default_can_every_one_says_why(monkeypatch):
     _install(monkeypatch, Never(), Picky(), order=("never", "picky"))
     with pytest.raises(UnsupportedError) as caught:
@@ -215,5 +255,6 @@ def _install(monkeypatch, *backends: Backend, order: tuple[str, ...]) -> None:
     """Let these be all the backends there are, with this order of preference."""
     found = {backend.name: backend for backend in backends}
     monkeypatch.setattr(dispatch, "_loaded", found)
+    monkeypatch.setattr(dispatch, "_told", set())
     monkeypatch.setattr(dispatch, "DEFAULT_ORDER", {"": order})
     monkeypatch.setattr(dispatch.registry, "names", lambda group: sorted(found))
