@@ -1,6 +1,5 @@
 """What the triton backend promises on a GPU alone: graphs, no host sync, determinism, sizes over 2^31, stress."""
 
-import math
 
 import pytest
 import torch
@@ -142,7 +141,6 @@ def test_the_layer_is_one_graph_under_inductor_and_exports_its_decode():
 @pytest.mark.parametrize("T", [65, 300, 2100], ids=lambda T: f"T={T}")
 def test_stress_over_seeds(T, regime):
     """Hopper's compiler hazards, registers overwritten in flight and wrong transposes, come and go with the numbers."""
-    worst = 0.0
     for seed in range(0, 60, 2):
         spec = (GATED, UpdateSpec(), UpdateSpec(decay="fixed", transition="additive"))[seed // 2 % 3]
         for dtype in (torch.bfloat16, torch.float16):
@@ -150,5 +148,3 @@ def test_stress_over_seeds(T, regime):
             report = conformance.compare(TritonBackend(), case, device="cuda")
             assert report.errors, str(report)
             assert not report.failures, str(report)
-            worst = max(worst, *(error.relative / error.limit for error in report.errors))
-    assert math.isfinite(worst)
