@@ -1,6 +1,5 @@
 """What the triton backend promises on a GPU alone: graphs, no host sync, determinism, sizes over 2^31, stress."""
 
-
 import pytest
 import torch
 from torch import Tensor
