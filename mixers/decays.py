@@ -70,12 +70,12 @@ class SoftplusDecay(OperandPart):
 class SigmoidDecay(OperandPart):
     """log_decay = log f / temperature, f = sigmoid(W x + b): the decay of GLA, slow to forget at a high temperature.
 
-    Args: per: as for `SoftplusDecay`; rank: of the map W, None for full.
+    Args: per: as for `SoftplusDecay`; rank: of the map W, None for full; bias: b, none in gated RetNet.
         floor: f = g + (1 - g) sigmoid(W x + b) with a lower bound g for each channel, learned, `floor` at first
             (HGRN: it rises from layer to layer); 0: no bound. The papers tie the bounds of all layers by a
             cumulative softmax; here each layer has its own, at the values that their softmax starts from.
-    Initialisation: torch's for a linear map with bias.
-    Source: GLA 2312.06635, section 4.3 (channel, rank 16, temperature 16); HGRN 2311.04823, HGRN-2 2404.07904 (floor).
+    Initialisation: torch's for a linear map.
+    Source: GLA 2312.06635 (channel, rank 16, temperature 16); HGRN 2311.04823, HGRN-2 2404.07904 (floor).
     """
 
     def __init__(
@@ -85,11 +85,12 @@ class SigmoidDecay(OperandPart):
         rank: int | None = 16,
         temperature: float = 16.0,
         floor: float = 0.0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.heads, self.per, self.temperature = shape.value_heads, per, temperature
         size = shape.value_heads * (shape.key_width if per == "channel" else 1)
-        self.proj = projection(shape.width, size, rank, bias=True)
+        self.proj = projection(shape.width, size, rank, bias)
         self.floor = nn.Parameter(torch.full((size,), math.log(floor / (1 - floor)))) if floor else None
 
     def forward(

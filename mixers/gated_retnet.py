@@ -16,7 +16,7 @@ from deltazoo.mixers.variant import DeltaConfig
 
 
 class GatedRetNet(DeltaConfig):
-    """S_t = a_t S_(t-1) + k_t v_t^T, a_t = sigmoid(w x_t + b)^(1 / temperature), q and k turning, group norm, gate."""
+    """S_t = a_t S_(t-1) + k_t v_t^T, a_t = sigmoid(w x_t)^(1 / temperature), q and k turning, group norm, gate."""
 
     name: ClassVar[str] = "gated_retnet"
     source: ClassVar[str] = "Sun 2024 (YOCO), arXiv 2405.05254"
@@ -27,6 +27,6 @@ class GatedRetNet(DeltaConfig):
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        decay = SigmoidDecay(shape, "head", None, self.temperature)
+        decay = SigmoidDecay(shape, "head", None, self.temperature, bias=False)
         outputs = {"norm": HeadNorm(shape, self.norm_eps, kind="layer"), "gate": OutputGate(shape)}
         return Parts(Project(shape), {"rotary": Rotary(self.rotary_theta), "decay": decay}, outputs)

@@ -24,14 +24,15 @@ Activation = Literal["silu", "sigmoid", "gelu", "none"]
 class Beta(OperandPart):
     """beta = sigmoid(W x) for each value head (and micro-step), float32; at most `TOP` where the spec doubles it.
 
-    Source: DeltaNet 2406.06484, equation 5; negative eigenvalues, Grazzi 2411.12537.
+    Args: bias: of the map W (MesaNet).
+    Source: DeltaNet 2406.06484; negative eigenvalues, Grazzi 2411.12537.
     """
 
-    def __init__(self, shape: HeadShape, spec: UpdateSpec) -> None:
+    def __init__(self, shape: HeadShape, spec: UpdateSpec, bias: bool = False) -> None:
         super().__init__()
         self.n = shape.householders
         self.top = 1.0 if spec.negative_eigenvalues == "off" else TOP
-        self.proj = projection(shape.width, self.n * shape.value_heads)
+        self.proj = projection(shape.width, self.n * shape.value_heads, bias=bias)
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context

@@ -23,7 +23,7 @@ class Mesa(DeltaConfig):
     source: ClassVar[str] = "von Oswald 2025, arXiv 2506.05233"
     steps: int = Field(default=30, ge=1, description="of conjugate gradients; K are exact")
     bound: float = Field(default=0.25, gt=0, lt=1, description="least lambda")
-    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k, v; 0: none")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q and k; 0: none")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
 
     def spec(self) -> UpdateSpec:
@@ -34,6 +34,6 @@ class Mesa(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         keys = {"feature": FeatureMap("silu"), "unit": UnitNorm()}
-        gates = {"beta": Beta(shape, self.spec()), "decay": SigmoidDecay(shape, "head", None, 1.0)}
+        gates = {"beta": Beta(shape, self.spec(), bias=True), "decay": SigmoidDecay(shape, "head", None, 1.0)}
         operands: dict[str, OperandPart] = {**keys, **gates, "solve": Solve(shape, self.steps, self.bound)}
-        return Parts(Project(shape, self.conv_width), operands, {"norm": HeadNorm(shape, self.norm_eps)})
+        return Parts(Project(shape, self.conv_width, conv_of="qk"), operands, {"norm": HeadNorm(shape, self.norm_eps)})

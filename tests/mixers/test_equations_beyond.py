@@ -78,9 +78,10 @@ def hyena(w: Weights, x: Tensor) -> Tensor:
 
 
 def mesa(w: Weights, x: Tensor) -> Tensor:
-    """By an exact solve for every token."""
-    qkv = conv(w, "project.conv", linear(w, "project.to_qkv", x))
-    q, k, v = (y.unflatten(-1, (H, E)) for y in qkv.chunk(3, -1))
+    """By an exact solve for every token; q and k are convolved, v is not."""
+    *qk, v = linear(w, "project.to_qkv", x).chunk(3, -1)
+    qk = conv(w, "project.conv", torch.cat(qk, -1)).chunk(2, -1)
+    q, k, v = (y.unflatten(-1, (H, E)) for y in (*qk, v))
     q, k = (F.silu(y) / torch.sqrt((F.silu(y) ** 2).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
     a = torch.sigmoid(linear(w, "operands.decay.proj", x))[..., None, None]
     beta = torch.sigmoid(linear(w, "operands.beta.proj", x))[..., None, None]
