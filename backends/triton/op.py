@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -56,14 +56,18 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_impl(*arguments: Any) -> list[Tensor]:
-    from deltazoo.backends.triton import launch
+    from deltazoo.backends.triton import backward, launch
 
     ready = _ready(arguments)
     x, kind = ScanOperands(*ready[:9]), ScanKind(*ready[16:])
-    prepared, checkpoints, d_o, d_final = launch.Prepared(*ready[9:13]), *ready[13:16]
+    prepared, checkpoints, d_o, d_final = Prepared(*ready[9:13]), *ready[13:16]
     with torch.cuda.device_of(x.q):
-        grads = launch.backward(x, kind, prepared, checkpoints, d_o, d_final, launch.resolve(x, kind))
-    return [x.q.new_empty(0) if grads[name] is None else grads[name] for name in _GRADIENTS]  # type: ignore[misc]
+        return _listed(backward.backward(x, kind, prepared, checkpoints, d_o, d_final, launch.resolve(x, kind)))
+
+
+def _listed(d: Gradients) -> list[Tensor]:
+    """An operator returns no None: it returns nothing's tensor."""
+    return [d.q.new_empty(0) if x is None else x for x in d]
 
 
 def _step_impl(*arguments: Any) -> Tensor:
@@ -97,35 +101,18 @@ def _ready(arguments: tuple[Any, ...]) -> list[Any]:
     return [ready(x) for x in arguments]
 
 
-_GRADIENTS = ("q", "k", "v", "log_decay", "b", "w", "e", "state")
-
-
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, kind, keep = ScanOperands(*arguments[:9]), ScanKind(*arguments[9:15]), arguments[15]
     C, every = _steps(kind.config, x.cu_seqlens is not None)
-    s, terms = Sizes.of(x, C), kind.terms(x.q.dtype)
-
-    def f32(*shape: Any) -> Tensor:
-        return x.q.new_empty(shape, dtype=torch.float32)
-
-    squares = (x.q.new_empty(s.slots, s.HV, terms, C, C) for _ in range(2))
-    prepared = [f32(s.slots, s.HV, 3, C), f32(s.slots, s.HV), *squares] if kind.delta else [f32(0) for _ in range(4)]
-    checkpoints = f32(s.places(every), s.HV, s.V, s.K) if keep else f32(0)
-    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-    return o, f32(s.N, s.HV, s.K, s.V), *prepared, checkpoints
+    s = Sizes.of(x, C)
+    prepared = Prepared.empty(x, kind, s) if kind.delta else Prepared.nothing(x.q)
+    checkpoints = x.q.new_empty((s.places(every), s.HV, s.V, s.K) if keep else (0,), dtype=torch.float32)
+    final = x.q.new_empty((s.N, s.HV, s.K, s.V), dtype=torch.float32)
+    return torch.empty_like(x.v, memory_format=torch.contiguous_format), final, *prepared, checkpoints
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
-    q, k, v, log_decay, b, w, e, state = arguments[:8]
-    delta = arguments[16]
-
-    def like(x: Tensor | None, wanted: bool = True) -> Tensor:
-        return q.new_empty(0) if x is None or not wanted else x.new_empty(x.shape)
-
-    def f32(x: Tensor | None, wanted: bool = True) -> Tensor:
-        return q.new_empty(0) if x is None or not wanted else x.new_empty(x.shape, dtype=torch.float32)
-
-    return [like(q), like(k), like(v), f32(log_decay), f32(b, delta), f32(w), like(e), like(state)]
+    return _listed(Gradients.empty(ScanOperands(*arguments[:9]), ScanKind(*arguments[16:])))
 
 
 def _step_fake(*arguments: Any) -> Tensor:

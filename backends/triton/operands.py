@@ -1,4 +1,4 @@
-"""What the operators take, and the sizes that follow from it, where Triton itself is not needed."""
+"""What the operators take, keep and return, and the sizes that follow, where Triton itself is not needed."""
 
 from typing import Any, NamedTuple, Self
 
@@ -68,3 +68,65 @@ class Sizes(NamedTuple):
             return self.slots // every + self.N
         chunks = (self.T + self.C - 1) // self.C
         return self.N * ((chunks + every - 1) // every)
+
+
+class Prepared(NamedTuple):
+    """What each chunk decides alone: gates [slots, HV, 3, C]; fades [slots, HV]; inverse, reads
+    [slots, HV, terms, C, C]. Empty where nothing is prepared."""
+
+    gates: Tensor
+    fades: Tensor
+    inverse: Tensor
+    reads: Tensor
+
+    @property
+    def there(self) -> bool:
+        """Whether anything is prepared."""
+        return self.gates.numel() > 0
+
+    @classmethod
+    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes) -> Self:
+        """Room for what is to be prepared. An inverse in one term has float16's 11 bits, whatever the operands have."""
+        terms, dtype = kind.terms(x.q.dtype), x.q.dtype
+        squares = (s.slots, s.HV, terms, s.C, s.C)
+        return cls(
+            x.q.new_empty((s.slots, s.HV, 3, s.C), dtype=torch.float32),
+            x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
+            x.q.new_empty(
+                squares if kind.delta else (0,),
+                dtype=torch.float16 if terms == 1 and dtype == torch.bfloat16 else dtype,
+            ),
+            x.q.new_empty(squares),
+        )
+
+    @classmethod
+    def nothing(cls, like: Tensor) -> Self:
+        """For an additive update in one part: its scan makes what it needs."""
+        return cls(*(like.new_empty(0, dtype=torch.float32) for _ in cls._fields))
+
+
+class Gradients(NamedTuple):
+    """Of the operands, by their names; None where there is no such operand, or none that counts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    b: Tensor | None
+    w: Tensor | None
+    e: Tensor | None
+    state: Tensor | None
+
+    @classmethod
+    def empty(cls, x: ScanOperands, kind: ScanKind) -> Self:
+        """Room for the gradients: in the operands' dtype, those of the gates in float32."""
+
+        def like(y: Tensor | None, dtype: torch.dtype | None = None) -> Any:
+            return None if y is None else y.new_empty(y.shape, dtype=dtype)
+
+        single = torch.float32
+        b = x.b if kind.delta else None
+        return cls(
+            like(x.q), like(x.k), like(x.v), like(x.log_decay, single), like(b, single), like(x.w, single), like(x.e),
+            like(x.state),
+        )  # fmt: skip

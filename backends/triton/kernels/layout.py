@@ -129,18 +129,9 @@ def load_square(base, place, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.c
 
 @triton.jit
 def dot_square(
-    x,
-    square,
-    acc,
-    base,
-    place,
-    i,
-    C: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    dtype: tl.constexpr,
-    TERMS: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    x, square, acc, base, place, i,
+    C: tl.constexpr, TRANSPOSED: tl.constexpr, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """acc + x M, or x M^T, with M = square the first term of the chunk's matrix in base [places, TERMS, C, C]."""
     M = tl.trans(square) if TRANSPOSED else square
     acc = dot_terms(x, M, acc, dtype, TERMS, PREC)
@@ -148,6 +139,28 @@ def dot_square(
         rest = load_square(base, place, i, C, TERMS, 1)
         acc = tl.dot(x.to(dtype), tl.trans(rest) if TRANSPOSED else rest, acc, input_precision=PREC)
     return acc
+
+
+@triton.jit
+def dot_inverse(
+    x, square, base, place, i,
+    C: tl.constexpr, TRANSPOSED: tl.constexpr, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """x T, or x T^T, with T = square the chunk's inverse in base [places, TERMS, C, C].
+
+    With near-parallel keys T takes differences of neighbours, so that what x and T lose in rounding counts against a
+    small result. A T in float16 keeps 11 bits where bfloat16 has 8, and so does x, its rows scaled by powers of 2.
+    """
+    if TERMS == 1 and square.dtype == tl.float16:
+        largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+        exponent = tl.minimum(largest & 0x7F800000, 0x7E800000)
+        down = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        up = exponent.to(tl.float32, bitcast=True)
+        M = tl.trans(square) if TRANSPOSED else square
+        return tl.dot((x * down[:, None]).to(tl.float16), M) * up[:, None]
+    else:
+        nothing = tl.zeros(x.shape, tl.float32)
+        return dot_square(x, square, nothing, base, place, i, C, TRANSPOSED, dtype, TERMS, PREC)
 
 
 @triton.jit

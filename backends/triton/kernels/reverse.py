@@ -13,7 +13,7 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.layout import (
     chunks_remembered,
     cumulative_decays,
-    dot_square,
+    dot_inverse,
     dot_terms,
     first_slot,
     load_rows,
@@ -131,8 +131,7 @@ def reverse_kernel(
             # du = T^T dx
             if DELTA:
                 T_inverse = load_square(inverse, place, i, C, TERMS, 0)
-                nothing = tl.zeros([BV, C], tl.float32)
-                dx = dot_square(dx, T_inverse, nothing, inverse, place, i, C, False, dtype, TERMS, PREC)
+                dx = dot_inverse(dx, T_inverse, inverse, place, i, C, False, dtype, TERMS, PREC)
             if not ENDS:
                 in_tile = in_v[:, None] & in_time[None, :]
                 at = du + (tl.cast(local, tl.int64) * C * HV + hv) * V

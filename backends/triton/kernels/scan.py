@@ -12,6 +12,7 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.layout import (
     chunks_forgotten,
     cumulative_decays,
+    dot_inverse,
     dot_square,
     dot_terms,
     first_slot,
@@ -194,8 +195,7 @@ def scan_kernel(
                     y = dot_terms(Sb, tl.trans(e_b), y, dtype, TERMS, PREC)
                 x -= y * tl.load(gates + (place * 3 + 1) * C + i)[None, :]
                 T_inverse = load_square(inverse, place, i, C, TERMS, 0)
-                nothing = tl.zeros([BV, C], tl.float32)
-                x = dot_square(x, T_inverse, nothing, inverse, place, i, C, True, dtype, TERMS, PREC)
+                x = dot_inverse(x, T_inverse, inverse, place, i, C, True, dtype, TERMS, PREC)
             if DECAY != "none":
                 G, G_before, G_end = cumulative_decays(
                     gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED

@@ -3,7 +3,7 @@
 In a venv with triton==3.6.0 and numpy only (torch is a stub here), from the repository's root:
 python docs/notes/triton-kernels/offline.py "module='gradients',kernel='gradients_kernel',BV=64,BK=64,stages=3"
 Further names: warps, stages, decay ('head', 'fixed', 'none'), delta, strengths, own, packed, dtype, dump=PATH (writes
-TTGIR, PTX, cubin) and any constexpr. walk.py beside it: copy it to backends/triton/kernels first.
+TTGIR, PTX, cubin) and any constexpr.
 """
 
 import importlib
@@ -50,6 +50,7 @@ def go(module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, sta
     ty = {n: t for n in "q k v do inverse reads o states xs dstates dv du dq dk partial".split()}
     ty |= {n: f for n in "gates fades checkpoints dgates kepts dw dlog_decay final starts ends begins carry sums db".split()}
     ty |= {n: "i32" for n in "T segment segments parts N slots held".split()} | {"scale": "fp32"}
+    if dtype == "bf16": ty["inverse"] = DT["fp16"]
     if decay == "head": ty["log_decay"] = f
     if strengths: ty |= dict(b=f, w=f)
     if own: ty |= dict(e=t, de=t)

@@ -1,0 +1,171 @@
+"""Launch the kernels of the backward: by segments of chunks, last first, so that scratch stays small.
+
+B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
+"""
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
+from deltazoo.backends.triton.kernels.layout import key_tiles
+from deltazoo.backends.triton.kernels.reverse import reverse_kernel
+from deltazoo.backends.triton.launch import Cut, cdiv, decay_of, empty, join, precision, prepare, scan, value_tile
+from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.run import run
+
+
+class _Scratch:
+    """What a segment keeps for its gradients: states and their gradients [held, HV, V, K], x and du [held, C, HV, V],
+    with grouped heads each value head's share of the keys' gradients. float32 where two terms feed back."""
+
+    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int) -> None:
+        dtype = x.q.dtype if kind.terms(x.q.dtype) == 1 else torch.float32
+        self.held = held
+        self.states, self.dstates = (empty(x.q, held, s.HV, s.V, s.K, dtype=dtype) for _ in range(2))
+        self.xs, self.du = (empty(x.q, held, s.C, s.HV, s.V, dtype=dtype) for _ in range(2))
+        shares = (3 if x.e is not None else 2, held, s.C, s.HV, s.K)
+        self.partial = empty(x.q, *shares, dtype=dtype) if s.HV > s.H else None
+
+
+class _Sums:
+    """What a chunk's gates need of each K tile: dgates [tiles, slots, HV, 5, C] and kepts [tiles, slots, HV]."""
+
+    def __init__(self, x: ScanOperands, s: Sizes, tiles: int) -> None:
+        self.tiles = tiles
+        self.dgates, self.kepts = empty(x.q, tiles, s.slots, s.HV, 5, s.C), empty(x.q, tiles, s.slots, s.HV)
+
+
+def backward(
+    x: ScanOperands, kind: ScanKind, prepared: Prepared, checkpoints: Tensor, do: Tensor, dfinal: Tensor | None,
+    config: LaunchConfig,
+) -> Gradients:  # fmt: skip
+    """The gradients of the operands; None where there is no such operand."""
+    s = Sizes.of(x, config.chunk)
+    chunks = cdiv(s.T, s.C)
+    split = config.split if config.split and chunks > config.split else 0
+    if split and not kind.delta:
+        prepared = prepare(x, kind, config)
+    unit = max(config.every, split)
+    segments, held = segments_of(s, unit, config.scratch, x.q.dtype.itemsize * kind.terms(x.q.dtype))
+    most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
+    parts = cdiv(most, split) if split else 1
+    keys = min(config.gradients.keys or s.K, key_tiles(s.K)[0])
+
+    d = Gradients.empty(x, kind)
+    scratch, sums = _Scratch(x, kind, s, held), _Sums(x, s, cdiv(s.K, keys))
+    carry = empty(x.q, s.N, s.HV, s.V, s.K)
+    carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
+    begins = ends = None
+    if split:
+        begins, ends = empty(x.q, s.N * parts, s.HV, s.V, s.K), empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
+    for segment in reversed(range(segments)):
+        replayed = Cut(cdiv(most, config.every), 0, config.every, unit, segment, segments)
+        scan(
+            x, kind, prepared, s, config.replay, "replay", replayed,
+            checkpoints=checkpoints, states=scratch.states, xs=scratch.xs,
+        )  # fmt: skip
+        cut = Cut(parts, split, 0, unit, segment, segments)
+        if begins is not None and ends is not None:
+            scan(x, kind, prepared, s, config.scan, "maps", cut, ends=ends)
+            _reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=True)
+            join(prepared, s, carry, begins, ends, x.cu_seqlens, cut, reverse=True)
+        _reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=False)
+        _gradients(x, kind, prepared, s, config, cut, do, scratch, sums, d, keys)
+    _gate_gradients(x, kind, s, sums, d)
+    if d.state is not None:
+        d.state.copy_(carry.transpose(2, 3))
+    return d
+
+
+def segments_of(s: Sizes, unit: int, scratch: int, itemsize: int) -> tuple[int, int]:
+    """In how many segments the backward goes through the sequences, and the chunks that one holds at most.
+
+    No more than the scratch has room for; but a segment is at least a unit of each sequence. The lengths of packed
+    sequences are unknown here, and all segments are of use whatever they are, as long as they are long.
+    """
+    a_place = s.HV * 2 * (s.K + s.C) * s.V * itemsize
+    units = cdiv(cdiv(s.T, s.C), unit)
+    places = min(s.slots, scratch // max(a_place, 1))
+    if places >= s.slots:
+        return 1, s.slots
+    if s.packed:
+        # beyond a unit of each sequence: as much as there is room for, or as much again where there is none
+        segments = min(max(units, 1), cdiv(s.slots + 1, max(places - s.N * unit, s.N * unit)))
+        held = (s.slots + 1) // segments + s.N * unit
+    else:
+        segments = cdiv(units, max(places // (s.N * unit), 1))
+        held = s.N * cdiv(units, segments) * unit
+    return (segments, held) if held < s.slots else (1, s.slots)
+
+
+def _reverse(
+    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, cut: Cut, do: Tensor,
+    carry: Tensor, scratch: _Scratch, d: Gradients, begins: Tensor | None, ends: Tensor | None, hands_on: bool,
+) -> None:  # fmt: skip
+    launch = config.reverse
+    BV = value_tile(launch.tile, s.V)
+    run(
+        reverse_kernel,
+        s.N * cut.parts * s.HV * cdiv(s.V, BV),
+        (
+            x.q, x.k, x.e, do, x.log_decay, x.w, *prepared, carry, scratch.dstates, scratch.du, d.v, begins, ends,
+            x.cu_seqlens,
+        ),
+        (kind.scale, s.T, cut.segment, cut.segments, cut.parts),
+        (
+            s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
+            kind.read_early, s.packed, prepared.there, cut.unit, cut.split, hands_on, kind.terms(x.q.dtype),
+            precision(x.q.dtype), launch.stages,
+        ),
+        launch.warps,
+        launch.stages,
+    )  # fmt: skip
+
+
+def _gradients(
+    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, cut: Cut, do: Tensor,
+    scratch: _Scratch, sums: _Sums, d: Gradients, keys: int,
+) -> None:  # fmt: skip
+    launch, own = config.gradients, x.e is not None
+    run(
+        gradients_kernel,
+        scratch.held * s.HV * sums.tiles,
+        (
+            x.q, x.k, x.e, x.v, x.log_decay, x.b, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs,
+            scratch.du, d.q, d.k, d.e, sums.dgates, sums.kepts, scratch.partial, x.cu_seqlens,
+        ),
+        (s.N, s.slots, scratch.held, kind.scale, s.T, cut.segment, cut.segments),
+        (
+            s.H, s.HV, s.K, s.V, s.C, keys, value_tile(launch.tile, s.V), decay_of(x), kind.delta, own,
+            d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed, prepared.there, cut.unit,
+            precision(x.q.dtype), launch.stages,
+        ),
+        launch.warps,
+        launch.stages,
+    )  # fmt: skip
+    if scratch.partial is not None:
+        run(
+            sum_groups_kernel,
+            scratch.held * s.H,
+            (scratch.partial, d.q, d.k, d.e, x.cu_seqlens),
+            (s.N, s.T, cut.segment, cut.segments, scratch.held),
+            (s.H, s.HV, s.K, s.C, key_tiles(s.K)[0], own, s.packed, cut.unit),
+            warps=8,
+        )
+
+
+def _gate_gradients(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, d: Gradients) -> None:
+    fixed = decay_of(x) == "fixed"
+    of_tokens = empty(x.q, *x.v.shape[:3]) if fixed else d.log_decay
+    wanted = (of_tokens is not None, d.b is not None, d.w is not None)
+    run(
+        gate_gradients_kernel,
+        s.slots * s.HV if any(wanted) else 0,
+        (sums.dgates, sums.kepts, of_tokens, d.b, d.w, x.cu_seqlens),
+        (s.N, s.slots, s.T),
+        (s.HV, s.C, sums.tiles, *wanted, kind.erase_early or kind.read_early, s.packed),
+        warps=1,
+    )
+    if of_tokens is not None and fixed:
+        torch.sum(of_tokens, (0, 1), out=d.log_decay)

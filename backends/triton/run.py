@@ -1,0 +1,40 @@
+"""Run a kernel, with little work on the host where a call like it has been made before."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+_compiled: dict[Hashable, Any] = {}
+_WIDE = 16  # bytes; Triton compiles another kernel for a pointer that is no multiple
+
+
+def run(
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int | float],
+    constants: Sequence[Hashable],
+    warps: int = 4,
+    stages: int = 1,
+) -> None:
+    """Run a Triton kernel whose parameters are tensors, then numbers (none of them specialised), then constants.
+
+    Triton's own launch looks at each argument anew, which takes longer than a small kernel runs. Here the compiled
+    kernel is kept by all that it was compiled for (constants, the tensors' dtypes and alignment, the device), and gets
+    bare pointers. Debugging knobs of Triton count when a kernel first runs.
+    """
+    if programs == 0:
+        return
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
+    kinds = [None if x is None else (x.dtype, p % _WIDE == 0) for x, p in zip(tensors, pointers, strict=True)]  # type: ignore[operator]
+    first = tensors[0]
+    assert first is not None
+    key = (kernel.fn, first.get_device(), warps, stages, *kinds, *constants)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(programs, 1, 1)](*pointers, *numbers, *constants)
+        return
+    compiled = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+    if compiled is not None and all(abs(x) < 2**31 for x in numbers):  # the interpreter compiles nothing
+        _compiled[key] = compiled

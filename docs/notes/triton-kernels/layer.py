@@ -1,0 +1,74 @@
+"""Time a gated_deltanet layer, width 2048, 16 heads of 128, B = 8, T = 4096, bf16, compiled as one graph: python layer.py
+
+First a step in a process without any cache, then medians of further steps; needs a CUDA device.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as caches:
+        where = {"TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
+        for name in ("cold", "caches on disk"):
+            subprocess.run([sys.executable, __file__, name], env={**os.environ, **where}, check=True)
+
+
+def steps(name: str) -> None:
+    import torch
+
+    import deltazoo
+    from deltazoo.mixers import GatedDeltaNet
+
+    torch.manual_seed(0)
+    mixer = GatedDeltaNet(heads=16, key_width=128, value_width=128).build(2048).to("cuda", torch.bfloat16)
+    x = torch.randn(8, 4096, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn_like(x)
+    torch.cuda.synchronize()
+    layer = torch.compile(lambda x: mixer(x)[0], fullgraph=True)
+
+    def step() -> None:
+        (layer(x) * weight).sum().backward()
+        x.grad = None
+        mixer.zero_grad()
+
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+
+    def median(call: object, n: int = 20) -> float:
+        times = []
+        for _ in range(n):
+            flush.zero_()
+            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            begin.record()
+            call()  # type: ignore[operator]
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times[3:])
+
+    with torch.no_grad():
+        layer(x)
+        forward = median(lambda: layer(x))
+    both = median(step)
+    print(
+        f"{name}: first step {first:.1f} s; forward {forward:.2f} ms, forward + backward {both:.2f} ms; torch "
+        f"{torch.__version__}, {torch.cuda.get_device_name()}, deltazoo {deltazoo.__version__}",
+        flush=True,
+    )
+    if name != "cold":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=24, max_name_column_width=60))
+
+
+if __name__ == "__main__":
+    steps(sys.argv[1]) if len(sys.argv) > 1 else main()
