@@ -163,12 +163,12 @@ class NotedGate(OutputPart):
 class Bonus(OutputPart):
     """o_h <- o_h + (q^T (u_h * k)) v_h: the token itself, beside what the state holds of it.
 
-    Initialisation: `start`. Source: RWKV-6 2404.05892, RWKV-7 2503.14456.
+    Initialisation: `start`, [H, K] or a number. Source: RWKV-6 2404.05892, RWKV-7 2503.14456.
     """
 
-    def __init__(self, shape: HeadShape, start: float) -> None:
+    def __init__(self, shape: HeadShape, start: Tensor | float) -> None:
         super().__init__()
-        self.u = nn.Parameter(torch.full((shape.heads, shape.key_width), start))
+        self.u = nn.Parameter(torch.zeros(shape.heads, shape.key_width) + start)
 
     def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         wide = state_dtype(o.dtype)

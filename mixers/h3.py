@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ class H3(FilterConfig):
     source: ClassVar[str] = "Fu 2022, arXiv 2212.14052"
     states: int = Field(default=32, ge=1, description="N of the diagonal state space, complex numbers a channel")
     shift: int = Field(default=64, ge=1, description="states of the shift, the tokens that it looks back on")
-    discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")
+    discretisation: Discretisation = Field(default="bilinear", description="bilinear; zoh: zero-order hold")
     convolution: bool = Field(
         default=True, description="whole sequences without a state by FFT; False: as a recurrence"
     )
@@ -34,12 +35,18 @@ class H3(FilterConfig):
 
 
 class H3Mixer(FilterMixer):
-    """Source: section 3.1 and algorithm 1, with d_h = 1. State: the shift's last inputs, and `DiagonalSSM`'s."""
+    """Initialisation: the shift's filter uniform in +-1 / sqrt(shift), plus N(0, 1) on the token itself, its skip.
+
+    State: the shift's last inputs, and `DiagonalSSM`'s. Source: section 3.1 and algorithm 1, with d_h = 1.
+    """
 
     def __init__(self, config: H3, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
         self.to_qkv = nn.Linear(width, 3 * width)
-        self.filters["shift"] = ShortConv(width, config.shift, bias=False)
+        shift = ShortConv(width, config.shift, bias=False)
+        with torch.no_grad():
+            shift.weight[:, -1] += torch.randn(width)
+        self.filters["shift"] = shift
         how = config.discretisation
         self.filters["diagonal"] = DiagonalSSM(width, config.states, "lin", how, config.convolution, backend)
         self.out = nn.Linear(width, width)

@@ -66,8 +66,9 @@ class HyenaMixer(FilterMixer):
 class LongConv(nn.Module, Remembering):
     """y_t = sum_(s <= t) h_(t-s) x_s + bias x_t, h_t = window(t) * network(positions(t)), for each channel.
 
-    positions: t / L and exp(-i f 2 pi t / L), L = max_length; network: two hidden layers with learned sines; window:
-    exp(-t d / L), d from log(100) / 1.5 to log(100) / 0.3 over the channels. By FFT; one token by a product.
+    positions: t / (L - 1) and exp(-i f 2 pi t / L), L = max_length; network: three layers with learned sines and a last
+    one; window: exp(-t d / (L - 1)), d from log(100) / 1.5 to log(100) / 0.3 over the channels. By FFT; one token by a
+    product. Initialisation: the sines' frequency 1, bias N(0, 1), maps as torch's.
     State: {"history": [B, S, D], "seen": [B] int64}. A pack, and a cache in FFT, take N x T (or S) slots.
     Source: section 3.3 and appendix D.3.
     """
@@ -108,11 +109,12 @@ class LongConv(nn.Module, Remembering):
     def kernel(self, T: int, like: Tensor) -> Tensor:
         """h_0 to h_(T-1): [T, D], float32 (float64 in float64)."""
         dtype = state_dtype(like.dtype)
-        at = torch.arange(T, device=like.device, dtype=dtype)[:, None] / (self.length - 1)
+        token = torch.arange(T, device=like.device, dtype=dtype)[:, None]
+        at, turn = token / (self.length - 1), token / self.length
         wave = (
             torch.linspace(1e-4, max(self.bands - 1, 1e-4), self.bands, device=like.device, dtype=dtype) * 2 * math.pi
         )
-        inner = torch.cat([at, (at * wave).cos(), -(at * wave).sin()], 1)
+        inner = torch.cat([at, (turn * wave).cos(), -(turn * wave).sin()], 1)
         with without_autocast(like):
             for layer in self.layers:
                 assert isinstance(layer, nn.Linear)

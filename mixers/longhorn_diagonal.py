@@ -21,7 +21,7 @@ class LonghornDiagonal(ChannelConfig):
     name: ClassVar[str] = "longhorn_diagonal"
     source: ClassVar[str] = "Liu 2024, arXiv 2407.14207"
     state_size: int = Field(default=16, ge=1, description="N, numbers a channel")
-    step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: width // 16")
+    step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
 
     def spec(self) -> UpdateSpec:
@@ -31,7 +31,7 @@ class LonghornDiagonal(ChannelConfig):
         return self.by_channel(2 * width, width, self.state_size)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        rank = self.step_rank or max(1, shape.width // 16)
+        rank = self.step_rank or -(-shape.width // 16)
         operands = {"selective": Selective(shape, rank, "longhorn")}
         outputs = {"skip": Skip(shape), "gate": OutputGate(shape)}
         return Parts(ProjectChannels(shape, self.conv_width, silu=True), operands, outputs)

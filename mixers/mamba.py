@@ -21,7 +21,7 @@ class Mamba(ChannelConfig):
     name: ClassVar[str] = "mamba"
     source: ClassVar[str] = "Gu & Dao 2023, arXiv 2312.00752"
     state_size: int = Field(default=16, ge=1, description="N, numbers a channel")
-    step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: width // 16")
+    step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
     inner_norm: bool = Field(default=False, description="RMS norms of B, C and the step's input (Falcon Mamba)")
 
@@ -32,7 +32,7 @@ class Mamba(ChannelConfig):
         return self.by_channel(2 * width, width, self.state_size)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        rank = self.step_rank or max(1, shape.width // 16)
+        rank = self.step_rank or -(-shape.width // 16)
         operands = {"selective": Selective(shape, rank, "mamba", self.norm_eps if self.inner_norm else None)}
         outputs = {"skip": Skip(shape), "gate": OutputGate(shape)}
         return Parts(ProjectChannels(shape, self.conv_width, silu=True), operands, outputs)

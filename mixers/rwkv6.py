@@ -9,7 +9,7 @@ from deltazoo.mixers.base import Place
 from deltazoo.mixers.gates import Bonus, NotedGate
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.shifted import Project6, Ranks
+from deltazoo.mixers.shifted import Project6, Ranks, bonus_of
 from deltazoo.mixers.variant import DeltaConfig
 
 
@@ -31,5 +31,5 @@ class RWKV6(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
-        outputs = {"bonus": Bonus(shape, 0.5), "norm": norm, "gate": NotedGate("silu")}
+        outputs = {"bonus": Bonus(shape, bonus_of(shape, place)), "norm": norm, "gate": NotedGate("silu")}
         return Parts(Project6(shape, place, Ranks(self.decay_rank, self.mix_rank)), {}, outputs)

@@ -103,7 +103,7 @@ class RealGate(OperandPart):
     """log_decay = -8 softplus(L) sigmoid(W_a u + b_a), v <- sqrt(1 - a^2) sigmoid(W_x u + b_x) u, u = v as projected.
 
     W_a and W_x are block diagonal. Initialisation: L so that a^8 = exp(-8 softplus(L)) is uniform in [0.9, 0.999];
-    the maps as torch's linear ones of a block's width.
+    the maps N(0, 1 / a block's width), b = 0.
     Source: Griffin 2402.19427, section 2.4, equations 1 to 4, and appendix A.
     """
 
@@ -112,7 +112,7 @@ class RealGate(OperandPart):
         channels = shape.value_heads
         width = channels // blocks
         self.blocks = blocks
-        self.weight = nn.Parameter(torch.empty(2, blocks, width, width).uniform_(-(width**-0.5), width**-0.5))
+        self.weight = nn.Parameter(width**-0.5 * torch.randn(2, blocks, width, width))
         self.bias = nn.Parameter(torch.zeros(2, channels))
         kept = torch.empty(channels).uniform_(*RG_LRU_RING)
         self.L = nn.Parameter((-kept.log() / RG_LRU_POWER).expm1().log())

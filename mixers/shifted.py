@@ -39,14 +39,25 @@ class Ranks(NamedTuple):
 
 
 class LowRank(nn.Module):
-    """x -> activation(x A) B + bias. Initialisation: A = 0, B orthogonal with gain 0.1; bias as given."""
+    """x -> activation(x A) B + bias. Initialisation: A = 0; B uniform in +-spread, None: orthogonal with gain 0.1."""
 
-    def __init__(self, width: int, rank: int, out: int, activation: str = "none", bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        width: int,
+        rank: int,
+        out: int,
+        activation: str = "none",
+        bias: Tensor | None = None,
+        spread: float | None = None,
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=False)
         nn.init.zeros_(self.down.weight)
-        nn.init.orthogonal_(self.up.weight, gain=0.1)
+        if spread is None:
+            nn.init.orthogonal_(self.up.weight, gain=0.1)
+        else:
+            nn.init.uniform_(self.up.weight, -spread, spread)
         self.bias = None if bias is None else nn.Parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +104,8 @@ class Project6(nn.Module, Stateful):
     """RWKV-6: r, k, v, g, w of tokens mixed by data: x_i = x_t + (x_(t-1) - x_t) (mu_i + lowrank_i(x_t + (..) mu_x)).
 
     log_decay = -exp(w_0 + tanh(x_w A) B). Leaves the note "gate".
-    Initialisation: mu_i, w_0 by channel and layer as in the published code.
+    Initialisation, as in the published code: mu_i and w_0 by channel and layer; the first maps of the low-rank ones 0,
+    the second uniform in +-0.01.
     Source: RWKV-5/6 2404.05892, section 4.2 (data-dependent token shift, decay).
     """
 
@@ -109,9 +121,9 @@ class Project6(nn.Module, Stateful):
         self.mix = nn.Parameter(torch.stack(mix))
         self.mix_down = nn.Linear(D, 5 * ranks.mix, bias=False)
         self.mix_up = nn.Parameter(torch.empty(5, ranks.mix, D).uniform_(-1e-2, 1e-2))
-        nn.init.uniform_(self.mix_down.weight, -1e-2, 1e-2)
+        nn.init.zeros_(self.mix_down.weight)
         place_K = torch.arange(keys) / max(1, keys - 1)
-        self.decay = LowRank(D, ranks.decay, keys, "tanh", -6 + 5 * place_K ** (0.7 + 1.3 * share))
+        self.decay = LowRank(D, ranks.decay, keys, "tanh", -6 + 5 * place_K ** (0.7 + 1.3 * share), 1e-2)
         self.to_r, self.to_k = (nn.Linear(D, keys, bias=False) for _ in range(2))
         self.to_v, self.to_g = (nn.Linear(D, values, bias=False) for _ in range(2))
 
@@ -138,7 +150,8 @@ class Project7(nn.Module, Stateful):
     a = -kappa, b = kappa * eta; v is mixed with the values of the first layer by sigmoid(..). Leaves the note "gate",
     and in `context.values` the first values. The first RWKV-7 layer of a stack should be the stack's first.
 
-    Initialisation: as in the published code, by channel and layer.
+    Initialisation: as in the published code, by channel and layer; the maps to r and v uniform in +-0.5 / sqrt(D), that
+    to k in +-0.05 / sqrt(D).
     Source: RWKV-7 2503.14456, section 4.
     """
 
@@ -164,6 +177,8 @@ class Project7(nn.Module, Stateful):
         self.alpha = nn.Parameter(torch.full((keys,), 1.02))
         self.to_r, self.to_k = (nn.Linear(D, keys, bias=False) for _ in range(2))
         self.to_v = nn.Linear(D, values, bias=False)
+        for projection, spread in ((self.to_r, 0.5), (self.to_k, 0.05), (self.to_v, 0.5)):
+            nn.init.uniform_(projection.weight, -spread * D**-0.5, spread * D**-0.5)
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.shift.init_state(batch, self.shape.width, like)
@@ -197,3 +212,11 @@ class Project7(nn.Module, Stateful):
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "b t (h k) -> b t h k", h=self.shape.heads)
+
+
+def bonus_of(shape: HeadShape, place: Place) -> Tensor:
+    """RWKV-6's u at first: l / (L - 1) (1 - i / (H K - 1)) over the channels i, in thirds plus -0.1, 0, 0.1: [H, K]."""
+    channel = torch.arange(shape.heads * shape.key_width)
+    share = place.layer / max(1, place.depth - 1)
+    slope = share * (1 - channel / max(1, len(channel) - 1))
+    return (slope + 0.1 * ((channel + 1) % 3 - 1)).view(shape.heads, shape.key_width)

@@ -27,7 +27,7 @@ class TurnIn(OperandPart, Stateful):
     """v_t <- exp(-i w t) v_t for the turn w [HV] a token: the note "turn", or learned; leaves the note "angle".
 
     Angles are float64 modulo 2 pi, so that a long sequence turns as well as a short one.
-    Initialisation of a learned w: theta^(-h / HV), as rotary positions.
+    Initialisation of a learned w: theta^(-2 h / HV), as published for HGRN.
     State: how many tokens each sequence has seen, [B] int64.
     """
 
@@ -35,7 +35,7 @@ class TurnIn(OperandPart, Stateful):
         super().__init__()
         learned = theta is not None
         place = torch.arange(shape.value_heads) / shape.value_heads
-        self.turn = nn.Parameter((theta or 1.0) ** -place) if learned else None
+        self.turn = nn.Parameter((theta or 1.0) ** (-2 * place)) if learned else None
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return like.new_zeros(batch, dtype=torch.int64)

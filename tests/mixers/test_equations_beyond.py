@@ -59,15 +59,19 @@ def s4d(bilinear: bool) -> Callable[[Weights, Tensor], Tensor]:
     return run
 
 
-def h3(w: Weights, x: Tensor) -> Tensor:
-    q, k, v = linear(w, "to_qkv", x).chunk(3, -1)
-    return linear(w, "out", q * diagonal(w, "filters.diagonal", conv(w, "filters.shift", k) * v))
+def h3(bilinear: bool) -> Callable[[Weights, Tensor], Tensor]:
+    def run(w: Weights, x: Tensor) -> Tensor:
+        q, k, v = linear(w, "to_qkv", x).chunk(3, -1)
+        return linear(w, "out", q * diagonal(w, "filters.diagonal", conv(w, "filters.shift", k) * v, bilinear))
+
+    return run
 
 
 def hyena(w: Weights, x: Tensor) -> Tensor:
     x1, x2, v = conv(w, "filters.short", linear(w, "to_streams", x)).chunk(3, -1)
     t = torch.arange(T, dtype=torch.float64)[:, None] / 31
-    z = torch.cat([t, torch.cos(2e-4 * torch.pi * t), -torch.sin(2e-4 * torch.pi * t)], 1)
+    angle = 2e-4 * torch.pi * t * 31 / 32
+    z = torch.cat([t, torch.cos(angle), -torch.sin(angle)], 1)
     for i in range(3):
         z = torch.sin(w["filters.long.frequency"] * linear(w, f"filters.long.layers.{i}", z))
     pace = torch.linspace(1, 5, D, dtype=torch.float64) * torch.log(torch.tensor(100.0, dtype=torch.float64)) / 1.5
@@ -164,8 +168,8 @@ CASES: dict[str, tuple[MixerConfig, Callable[[Weights, Tensor], Tensor]]] = {
     "s4d, bilinear": (S4D(states=3, discretisation="bilinear"), s4d(bilinear=True)),
     "s4d, real": (S4D(states=3, start="real"), s4d(bilinear=False)),
     "s4d, real, recurrence": (S4D(states=3, start="real", convolution=False), s4d(bilinear=False)),
-    "h3": (H3(states=3, shift=5), h3),
-    "h3, recurrence": (H3(states=3, shift=5, convolution=False), h3),
+    "h3": (H3(states=3, shift=5), h3(True)),
+    "h3, recurrence": (H3(states=3, shift=5, convolution=False, discretisation="zoh"), h3(False)),
     "hyena": (Hyena(max_length=32, filter_width=6), hyena),
     "mesa": (Mesa(heads=H, steps=8), mesa),
     "ttt_linear": (TTTLinear(heads=H, batch=4), ttt_linear),

@@ -199,7 +199,7 @@ def s5(bilinear: bool) -> Callable[[Weights, Tensor], Tensor]:
 
 def longhorn_diagonal(w: Weights, x: Tensor) -> Tensor:
     u = F.silu(conv(w, linear(w, "project.to_v", x)))
-    r, k, q = linear(w, "operands.selective.proj", u).split([1, 3, 3], -1)
+    r, k, q = linear(w, "operands.selective.proj", u).split([-(-x.shape[2] // 16), 3, 3], -1)
     b = torch.sigmoid(linear(w, "operands.selective.to_step", r))
     d = b / (1 + b * (k**2).sum(-1, keepdim=True))
 
