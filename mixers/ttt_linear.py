@@ -16,7 +16,6 @@ from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.filters import FilterConfig
 from deltazoo.mixers.learned import LearnedMixer, heads_of
 from deltazoo.mixers.loop import Loop
-from deltazoo.mixers.norms import RMSNorm
 from deltazoo.mixers.rotary import angles, rotate
 from deltazoo.mixers.sequence import positions
 
@@ -24,9 +23,10 @@ EPS = 1e-6
 
 
 class TTTLinear(FilterConfig):
-    """W_t = W_(t-1) - eta_t grad |f(k_t; W') - (v_t - k_t)|^2 / 2, o_t = q_t + f(q_t; W_t); f(x; W) = ln(W x + b).
+    """W_t = W' - (1 / i + p_i) sum_s eta_s grad |f(k_s; W') - (v_s - k_s)|^2 / 2, o_t = q_t + f(q_t; W_t).
 
-    W' is the state at the start of the token's mini-batch; eta_t = lr sigmoid(w x_t) (1 / i + learned), i the place.
+    f(x; W) = ln(W x + b). W' is the state at the start of t's mini-batch, i the place of t in it, from 1, s the tokens
+    of it up to t; eta_s = lr sigmoid(w x_s + c) / E; p is learned. q and k are two convolutions of one projection.
     """
 
     name: ClassVar[str] = "ttt_linear"
@@ -38,7 +38,7 @@ class TTTLinear(FilterConfig):
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles, within a mini-batch")
 
     def equation(self) -> str:
-        return "W_t = W_(t-1) - eta_t grad l(W'; k_t, v_t), o_t = q_t + ln(W_t q_t + b_t)"
+        return "W_t = W' - (1 / i + p_i) sum_s eta_s grad l(W'; k_s, v_s), o_t = q_t + ln(W_t q_t + b_t)"
 
     def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "TTTLinearMixer":
         return TTTLinearMixer(self, width)
@@ -48,64 +48,75 @@ class TTTLinear(FilterConfig):
 
 
 class TTTLinearMixer(LearnedMixer):
-    """Initialisation: W from N(0, 0.02^2), b = 0, ln 1 and 0, as published; the map of eta N(0, 0.02^2).
+    """Initialisation, as published: W N(0, 0.02^2), b = 0, ln 1 and 0, p = 0; w N(0, 0.02^2), c = 0.
 
-    State: W, W' [B, H, E, E], b, b' [B, H, E] and the tokens seen.
-    Source: sections 2.1 to 2.5; the residual, the layer norm and the learned rate, section 2.7.
+    State: W' and the sum of the mini-batch's steps so far, [B, H, E, E], the same of b [B, H, E], and the tokens seen.
+    Source: sections 2.1 to 2.5; the residual, the layer norm and the learned rate, section 2.7; p, the shared
+    projection, the norm and the gate after it as in the published code.
     """
 
     def __init__(self, config: TTTLinear, width: int) -> None:
         super().__init__(width, heads_of(config.heads, width))
         H, E = self.heads, self.head_width
         self.batch, self.rate, self.theta = config.batch, config.rate, config.rotary_theta
-        self.to_qkv = nn.Linear(width, 3 * width, bias=False)
-        self.filters["conv"] = ShortConv(2 * width, config.conv_width)
+        self.to_qk_v = nn.Linear(width, 2 * width, bias=False)
+        self.filters["conv"] = ShortConv(2 * width, config.conv_width, bias=True)
         self.to_rate = nn.Linear(width, H)
+        nn.init.normal_(self.to_rate.weight, std=0.02)
+        nn.init.zeros_(self.to_rate.bias)
         self.W, self.b = nn.Parameter(0.02 * torch.randn(H, E, E)), nn.Parameter(torch.zeros(H, E))
         self.gain, self.bias = nn.Parameter(torch.ones(H, E)), nn.Parameter(torch.zeros(H, E))
         self.place_rate = nn.Parameter(torch.zeros(config.batch))
-        self.norm = RMSNorm(width)
+        self.norm = nn.LayerNorm(width, eps=EPS)
         self.to_gate = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def first(self) -> list[Tensor]:
-        return [self.W, self.W, self.b, self.b]
+        return [self.W, torch.zeros_like(self.W), self.b, torch.zeros_like(self.b)]
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, after: dict[str, Tensor], context: Context) -> Tensor:
-        q, k, v = self.to_qkv(x).chunk(3, -1)
-        q, k = self.filtered("conv", torch.cat([q, k], -1), state, after, context).chunk(2, -1)
+        qk, v = self.to_qk_v(x).chunk(2, -1)
+        q, k = self.filtered("conv", torch.cat([qk, qk], -1), state, after, context).chunk(2, -1)
         place = positions(x, self.seen(state), context._replace(positions=None)) % self.batch
         q, k, v = (rearrange(y, "b t (h e) -> b t h e", h=self.heads).to(state_dtype(x.dtype)) for y in (q, k, v))
         turn = angles(place, self.head_width // 2, self.theta, q.dtype)
-        raw = self.to_rate(x)
-        by_place = (1 / (place.to(q.dtype) + 1) + self.place_rate.to(q.dtype)[place]).clamp(min=0)
-        eta = self.rate / self.head_width * raw.to(q.dtype).sigmoid() * by_place[..., None]
+        eta = self.rate / self.head_width * self.to_rate(x).to(q.dtype).sigmoid()
+        by_place = 1 / torch.arange(1, self.batch + 1, device=x.device, dtype=q.dtype)
+        by_place = (by_place + self.place_rate.to(q.dtype)).clamp(min=0)
         starts = (place == 0).to(q.dtype)
-        operands = [starts, eta, rotate(k, turn), v, rotate(q, turn)]
-        o = self.looped(LOOP, x, operands, [self.gain, self.bias], state, after, context)
-        y = self.norm(o.flatten(2).to(x.dtype))
+        operands = [starts, eta, by_place[place], rotate(k, turn), v, rotate(q, turn)]
+        o = self.looped(LOOP, x, operands, [self.gain, self.bias, by_place[-1]], state, after, context)
+        y = self.norm(o.flatten(2).to(self.norm.weight.dtype)).to(x.dtype)
         return self.out(y * nn.functional.gelu(self.to_gate(x), approximate="tanh"))
 
 
 def step(state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """One token: W, W' [B, H, E, E], b, b' [B, H, E]; start [B], eta [B, H], k, v, q [B, H, E]; gain, bias [H, E]."""
-    W, W_start, b, b_start = state
-    start, eta, k, v, q = operands
-    gain, bias = parameters
+    """One token: W', G [B, H, E, E], b', g [B, H, E]; start, rate [B], eta [B, H], k, v, q [B, H, E].
+
+    Parameters: gain, bias [H, E], last []. G and g sum the steps since the mini-batch's start; `last` is the rate of a whole mini-batch.
+    """
+    W, G, b, g = state
+    start, eta, rate, k, v, q = operands
+    gain, bias, last = parameters
     new = start > 0
-    W_start = torch.where(new[:, None, None, None], W, W_start)
-    b_start = torch.where(new[:, None, None], b, b_start)
-    z = torch.einsum("bhke,bhk->bhe", W_start, k) + b_start
+    W, G = _begun(new[:, None, None, None], W, G, last)
+    b, g = _begun(new[:, None, None], b, g, last)
+    z = torch.einsum("bhke,bhk->bhe", W, k) + b
     centred = z - z.mean(-1, keepdim=True)
     size = (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
     unit = centred / size
     d_unit = (gain * unit + bias - (v - k)) * gain
     d_z = (d_unit - d_unit.mean(-1, keepdim=True) - unit * (d_unit * unit).mean(-1, keepdim=True)) / size
     d_z = eta[..., None] * d_z
-    W, b = W - k[..., :, None] * d_z[..., None, :], b - d_z
-    read = torch.einsum("bhke,bhk->bhe", W, q) + b
+    G, g = G + k[..., :, None] * d_z[..., None, :], g + d_z
+    read = torch.einsum("bhke,bhk->bhe", W - rate[:, None, None, None] * G, q) + b - rate[:, None, None] * g
     read = nn.functional.layer_norm(read, read.shape[-1:], eps=EPS)
-    return [W, W_start, b, b_start], q + gain * read + bias
+    return [W, G, b, g], q + gain * read + bias
+
+
+def _begun(new: Tensor, model: Tensor, steps: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a mini-batch begins: the model with the steps of the one before, and no steps yet."""
+    return torch.where(new, model - last * steps, model), torch.where(new, 0.0, steps)
 
 
 LOOP = Loop("ttt_linear", step)

@@ -106,11 +106,14 @@ def rms(w: Weights, o: Tensor) -> Tensor:
 
 
 def ttt_linear(w: Weights, x: Tensor) -> Tensor:
-    """The inner gradient by autograd, at the state of the mini-batch's start; mini-batches of 4."""
-    q, k, v = linear(w, "to_qkv", x).chunk(3, -1)
-    q, k = conv(w, "filters.conv", torch.cat([q, k], -1)).chunk(2, -1)
+    """The inner gradient by autograd, at the state of the mini-batch's start; mini-batches of 4.
+
+    The dual form of the published code: token i reads W' - rate_i sum_(j <= i) eta_j grad_j.
+    """
+    qk, v = linear(w, "to_qk_v", x).chunk(2, -1)
+    q, k = conv(w, "filters.conv", torch.cat([qk, qk], -1)).chunk(2, -1)
     q, k, v = (y.unflatten(-1, (H, E)) for y in (q, k, v))
-    gate = torch.sigmoid(linear(w, "to_rate", x)) / E
+    eta = torch.sigmoid(linear(w, "to_rate", x)) / E
     W, b = (w[name].expand(x.shape[0], *w[name].shape) for name in "Wb")
 
     def model(W: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -118,21 +121,26 @@ def ttt_linear(w: Weights, x: Tensor) -> Tensor:
         return w["gain"] * F.layer_norm(z, (E,), eps=1e-6) + w["bias"]
 
     outputs = []
-    for t in range(T):
-        place = t % 4
-        if place == 0:
-            W_start, b_start = W, b
-        angle = place * 10000.0 ** (-torch.arange(E // 2, dtype=torch.float64) / (E // 2))
-        turn = torch.block_diag(*[torch.stack([c.cos(), -c.sin(), c.sin(), c.cos()]).view(2, 2) for c in angle])
-        order = [i + j * (E // 2) for i in range(E // 2) for j in range(2)]
-        turned = [torch.zeros_like(y[:, t]).index_copy(-1, torch.tensor(order), y[:, t][..., order] @ turn.mT)
-                  for y in (q, k)]  # fmt: skip
-        eta = gate[:, t] * (1 / (place + 1) + w["place_rate"][place]).clamp(min=0)
-        loss = 0.5 * (model(W_start, b_start, turned[1]) - (v[:, t] - turned[1])).square().sum()
-        d_W, d_b = torch.autograd.grad(loss, [W_start, b_start], create_graph=True)
-        W, b = W - eta[..., None, None] * d_W, b - eta[..., None] * d_b
-        outputs.append(turned[0] + model(W, b, turned[0]))
-    y = rms(w, torch.stack(outputs, 1).flatten(2))
+    for begin in range(0, T, 4):
+        d_Ws, d_bs = [], []
+        for place in range(min(4, T - begin)):
+            t = begin + place
+            angle = place * 10000.0 ** (-torch.arange(E // 2, dtype=torch.float64) / (E // 2))
+            turn = torch.block_diag(*[torch.stack([c.cos(), -c.sin(), c.sin(), c.cos()]).view(2, 2) for c in angle])
+            order = [i + j * (E // 2) for i in range(E // 2) for j in range(2)]
+            q_t, k_t = (
+                torch.zeros_like(y[:, t]).index_copy(-1, torch.tensor(order), y[:, t][..., order] @ turn.mT)
+                for y in (q, k)
+            )
+            loss = 0.5 * (eta[:, t, :, None] * (model(W, b, k_t) - (v[:, t] - k_t)).square()).sum()
+            d_W, d_b = torch.autograd.grad(loss, [W, b], create_graph=True)
+            d_Ws.append(d_W)
+            d_bs.append(d_b)
+            rate = (1 / (place + 1) + w["place_rate"][place]).clamp(min=0)
+            now = W - rate * sum(d_Ws), b - rate * sum(d_bs)
+            outputs.append(q_t + model(*now, q_t))
+        W, b = now
+    y = F.layer_norm(torch.stack(outputs, 1).flatten(2), (D,), w["norm.weight"], w["norm.bias"], 1e-6)
     return linear(w, "out", y * F.gelu(linear(w, "to_gate", x), approximate="tanh"))
 
 
