@@ -93,7 +93,8 @@ class TTTLinearMixer(LearnedMixer):
 def step(state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """One token: W', G [B, H, E, E], b', g [B, H, E]; start, rate [B], eta [B, H], k, v, q [B, H, E].
 
-    Parameters: gain, bias [H, E], last []. G and g sum the steps since the mini-batch's start; `last` is the rate of a whole mini-batch.
+    Parameters: gain, bias [H, E], last []. G and g sum the steps since the mini-batch's start; last is the rate of a
+    whole mini-batch.
     """
     W, G, b, g = state
     start, eta, rate, k, v, q = operands
