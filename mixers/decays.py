@@ -130,7 +130,7 @@ class FixedDecay(OperandPart):
 class SlopeDecay(OperandPart):
     """log_decay_h = -2^(-8 (h + 1) / HV) (1 - l / (L - 1) + 1e-5) for value head h in layer l of L.
 
-    Source: Lightning Attention-2 2401.04658, section 3 (slopes of ALiBi); the layer's factor, MiniMax-01 2501.08313.
+    Source: Lightning Attention-2 2401.04658 (slopes of ALiBi); the layer's factor, MiniMax-01 2501.08313.
     """
 
     def __init__(self, shape: HeadShape, place: Place) -> None:

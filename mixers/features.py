@@ -58,7 +58,7 @@ class Normalise(OutputPart):
 
     Args: floor: divide by max(|z^T q|, floor) + eps instead, where z^T q may be small or negative: a number, or the
         name of a note [B, T, HV].
-    Source: Katharopoulos 2020, 2006.16236, equation 9; xLSTM 2405.04517, equation 21 (floor).
+    Source: Katharopoulos 2020, 2006.16236; xLSTM 2405.04517, equation 21 (floor).
     """
 
     def __init__(self, eps: float, floor: float | str | None = None) -> None:

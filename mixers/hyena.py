@@ -70,7 +70,7 @@ class LongConv(nn.Module, Remembering):
     one; window: exp(-t d / (L - 1)), d from log(100) / 1.5 to log(100) / 0.3 over the channels. By FFT; one token by a
     product. Initialisation: the sines' frequency 1, bias N(0, 1), maps as torch's.
     State: {"history": [B, S, D], "seen": [B] int64}. A pack, and a cache in FFT, take N x T (or S) slots.
-    Source: section 3.3 and appendix D.3.
+    Source: section 3.3; the numbers as in the published code.
     """
 
     def __init__(self, config: Hyena, channels: int) -> None:

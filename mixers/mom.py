@@ -79,7 +79,7 @@ class Router(nn.Module):
 
     loss = balance M sum_m f_m P_m + z mean(logsumexp^2), f the share of what was sent to m, P its mean probability.
     Initialisation: N(0, 0.02^2). Source: MoM 2502.13685, section 3.2; Switch 2101.03961, section 2.2 (balance);
-    ST-MoE 2202.08906, section 3.1 (z).
+    ST-MoE 2202.08906 (z).
     """
 
     def __init__(self, config: MoM, width: int) -> None:

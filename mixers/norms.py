@@ -74,7 +74,7 @@ class UnitNorm(OperandPart):
 
     Args: norm: "l2", x / sqrt(sum x^2 + 1e-6); "l1", x / (sum |x| + 1e-6).
         which: "qk", or "q" where the length of k carries information (EFLA).
-    Source: Yang 2024, 2406.06484, section 3.3.
+    Source: Yang 2024, 2406.06484.
     """
 
     def __init__(self, norm: Literal["l2", "l1"] = "l2", which: Literal["qk", "q"] = "qk") -> None:

@@ -75,7 +75,7 @@ class Project4(nn.Module, Stateful):
     """RWKV-4: k, v, r = W (mu x_t + (1 - mu) x_(t-1)); q = 1. Leaves the notes "key" and "gate" (r).
 
     Initialisation: mu as (i / D)^(1 - l / L), moved by 0.3 l / (L - 1) for v and halved in the exponent for r.
-    Source: RWKV 2305.13048, equations 11 to 13, appendix E.
+    Source: RWKV 2305.13048.
     """
 
     def __init__(self, shape: HeadShape, place: Place) -> None:

@@ -60,7 +60,7 @@ class ExponentialKey(OperandPart, Stateful):
     """log_decay = -exp(w), v_t <- exp(k_t) v_t with the note "key" for k, [B, T, HV]: RWKV-4, stabilised as above.
 
     Leaves the note "before", m_(t-1). Initialisation: w from -5 to 3 over the channels, bent by the layer.
-    Source: RWKV 2305.13048, section 3.1 and appendix D (the stabilised form), appendix E (initialisation).
+    Source: RWKV 2305.13048, its appendices (the stabilised form, the initialisation).
     """
 
     def __init__(self, shape: HeadShape, depth_share: float) -> None:
@@ -88,7 +88,7 @@ class ExponentialKey(OperandPart, Stateful):
 class ExponentialBonus(OutputPart):
     """o_t <- o_t + exp(u + k_t - m_(t-1)) [v_t, 1], for the token itself, both divided by the greater exponential.
 
-    Initialisation: u = log 0.3, in thirds plus -1/2, 0, 1/2. Source: RWKV 2305.13048, equation 16 and appendix E.
+    Initialisation: u = log 0.3, in thirds plus -1/2, 0, 1/2. Source: RWKV 2305.13048.
     """
 
     def __init__(self, shape: HeadShape) -> None:

@@ -89,7 +89,7 @@ class StateSpaceDecay(OperandPart):
 
     Initialisation: lambda are the eigenvalues of the normal part of HiPPO-LegS with positive imaginary part, in blocks;
     dt log-uniform in [1e-3, 1e-1] for each state.
-    Source: S5 2208.04933, sections 3.2 and 3.3, appendix B.1.
+    Source: S5 2208.04933, sections 3.2 and 3.3.
     """
 
     def __init__(self, shape: HeadShape, blocks: int, discretisation: Discretisation) -> None:
