@@ -19,9 +19,6 @@ class FadingDeltaNet(DeltaRuleConfig):
     def spec(self) -> UpdateSpec:
         return self.delta_rule("fixed")
 
-    def shape(self, width: int) -> HeadShape:
-        return self.sizes(width)
-
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {**self.key_operands(shape), "decay": FixedDecay(shape)}
         return Parts(Project(shape, self.conv_width, silu=True), operands, {"norm": HeadNorm(shape, self.norm_eps)})
