@@ -37,10 +37,10 @@ class ShortConv(nn.Module):
     def forward(self, x_BTC: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Convolve: [B, T, C] -> [B, T, C] in the dtype of x, and the state after."""
         dtype = state_dtype(x_BTC.dtype)
-        taps, after = taps_of(x_BTC.to(dtype), state, self.weight.shape[1] - 1, context)
-        y_BTC = taps[0].new_zeros(()) if self.bias is None else self.bias.to(dtype)
+        taps, after = taps_of(x_BTC, state, self.weight.shape[1] - 1, context)
+        y_BTC = x_BTC.new_zeros((), dtype=dtype) if self.bias is None else self.bias.to(dtype)
         for i, tap in enumerate(taps):
-            y_BTC = y_BTC + tap * self.weight[:, i].to(dtype)
+            y_BTC = y_BTC + tap.to(dtype) * self.weight[:, i].to(dtype)
         return y_BTC.to(x_BTC.dtype), after
 
     def extra_repr(self) -> str:
@@ -70,13 +70,21 @@ def taps_of(x_BTC: Tensor, state: Tensor | None, past: int, context: Context) ->
         padded, rows_T, last = _pack_with_history(x_BTC, state, past, context.cu_seqlens)
         taps = [padded[:, rows_T - past + i] for i in range(past + 1)]
         after = padded[0, last] if state is not None else None
-    else:
-        padded = F.pad(x_BTC, (0, 0, past, 0))
-        if state is not None:
-            padded = torch.cat([state.to(x_BTC.dtype), padded[:, past:]], 1)
+    elif state is not None:
+        padded = torch.cat([state.to(x_BTC.dtype), x_BTC], 1)
         taps = [padded[:, i : i + x_BTC.shape[1]] for i in range(past + 1)]
-        after = _last_real(padded, past, x_BTC, context) if state is not None else None
+        after = _last_real(padded, past, x_BTC, context)
+    else:
+        taps, after = [_shifted(x_BTC, past - i) for i in range(past + 1)], None
     return taps, None if after is None else carried(state, after)
+
+
+def _shifted(x_BTC: Tensor, by: int) -> Tensor:
+    """x_(t - by), zero before the first token. Each tap is padded by itself: Inductor reads x through that, but would
+    write out one padded tensor that all taps share."""
+    T = x_BTC.shape[1]
+    left = torch.sym_max(T - by, 0)
+    return F.pad(x_BTC[:, :left], (0, 0, T - left, 0)) if by else x_BTC
 
 
 def _last_real(padded: Tensor, past: int, x_BTC: Tensor, context: Context) -> Tensor:
