@@ -51,7 +51,10 @@ class AttentionConfig(MixerConfig, ABC):
     def cost(self, width: int) -> Cost:
         with torch.device("meta"):
             mixer = self.build(width)
-            one, two = (nbytes(mixer.init_state(1, capacity)) for capacity in (1, 2))
+            if mixer.window is None:
+                one, two = (nbytes(mixer.init_state(1, capacity)) for capacity in (1, 2))
+            else:
+                one = two = nbytes(mixer.init_state(1))
         maps = sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
         each = 4 * mixer.heads * mixer.head_width  # q^T k and p v, for each token that is seen
         if mixer.window is not None:
@@ -73,7 +76,10 @@ class Attention(AttentionConfig):
 
 
 class SlidingWindow(AttentionConfig):
-    """Attention to the last `window` tokens, linear in time; its cache is a ring of `window` slots."""
+    """Attention to the last `window` tokens, linear in time; its cache is a ring of `window` slots.
+
+    With a capacity below the window it has no more slots than that.
+    """
 
     name: ClassVar[str] = "sliding_window"
     source: ClassVar[str] = "Beltagy 2020, arXiv 2004.05150; in hybrids: Samba 2406.07522, Gated DeltaNet 2412.06464"
@@ -115,11 +121,11 @@ class AttentionMixer(Mixer):
         self.out = nn.Linear(sizes[0], width, bias=False)
 
     def init_state(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty cache of `capacity` slots; with a window, of `window` slots.
+        """An empty cache of `capacity` slots; with a window, of at most `window` slots.
 
         Raises: StateError: full attention without a capacity.
         """
-        slots = capacity if self.window is None else self.window
+        slots = capacity if self.window is None else min(self.window, self.window if capacity is None else capacity)
         if slots is None or slots < 1:
             raise StateError(
                 "attention remembers every token: init_state(batch, capacity=n) needs the most tokens a sequence may "
@@ -176,10 +182,9 @@ class AttentionMixer(Mixer):
         if cache.k.shape[2:] != want or cache.v.shape != cache.k.shape:
             raise StateError(f"the cache must have key-value heads and head width {want}, got {list(cache.k.shape)}")
         slots = cache.k.shape[1]
-        if self.window is not None:
-            if slots != self.window:
-                raise StateError(f"the cache must have window = {self.window} slots, got {slots}")
-        elif cache.position.device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.window is not None and slots > self.window:
+            raise StateError(f"the cache must have at most window = {self.window} slots, got {slots}")
+        if slots != self.window and cache.position.device.type == "cpu" and not torch.compiler.is_compiling():
             longest = int((cache.position + counts(x_BTD, context)).amax()) if len(cache.position) else 0
             if longest > slots:
                 raise StateError(

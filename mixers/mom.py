@@ -185,14 +185,18 @@ def _on_chosen(
 def _on_pack(
     memory: nn.Module, x_1TD: Tensor, chosen_T: Tensor, state: State, cu_seqlens: Tensor
 ) -> tuple[Tensor, Any]:
-    """The chosen tokens of each sequence are sequences of a shorter pack; the others, one more, are thrown away."""
+    """The chosen tokens of each sequence are sequences of a shorter pack; its others, a sequence too, are thrown away.
+
+    Theirs are N more, none longer than the sequence it comes from, so that a cache has room for it.
+    """
     T, N = x_1TD.shape[1], cu_seqlens.shape[0] - 1
-    count_N = torch.zeros(N, dtype=torch.int64, device=x_1TD.device)
-    count_N = count_N.index_add(0, sequence_of(cu_seqlens, T), chosen_T.long())
-    ends = torch.cat([count_N.new_zeros(1), count_N.cumsum(0), count_N.new_full((1,), T)]).to(torch.int32)
+    chosen_N = torch.zeros(N, dtype=torch.int64, device=x_1TD.device)
+    chosen_N = chosen_N.index_add(0, sequence_of(cu_seqlens, T), chosen_T.long())
+    count_2N = torch.cat([chosen_N, cu_seqlens.diff() - chosen_N])
+    ends = torch.cat([count_2N.new_zeros(1), count_2N.cumsum(0)]).to(torch.int32)
     if state is None:
         return memory(x_1TD, None, Context(cu_seqlens=ends))
-    longer = tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf[:1])]), state)
+    longer = tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), state)
     y, longer = memory(x_1TD, longer, Context(cu_seqlens=ends))
     after = tree_map(lambda leaf: leaf[:N], longer)
     return y, after if torch.is_grad_enabled() else rollback_(state, after)

@@ -99,7 +99,7 @@ def _later_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, which_T
         before_and_own = torch.cat([which_MW[:-1], which_MW[1:]], 1)
         seen = (seen & (before_and_own[:, None] == which_MW[1:, :, None]))[:, None]
     o = sdpa(q_BMWE[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, seen)
-    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - W]
+    return o.unflatten(0, (B, q_BMWE.shape[1] - 1)).flatten(1, 2)[:, : T - W]
 
 
 def _blocks(x: Tensor, W: int) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltazoo.backends.errors import StateError
 from deltazoo.mixers import Attention, Context, SlidingWindow
 from deltazoo.mixers.attention import AttentionConfig, AttentionMixer
 
@@ -92,6 +93,22 @@ def test_a_ring_keeps_the_window_for_ever() -> None:
             outputs.append(y)
     assert state.k.shape == (1, 4, G, E)
     torch.testing.assert_close(torch.cat(outputs, 1), written_out(mixer, config, x, 4), rtol=1e-9, atol=1e-11)
+
+
+def test_a_window_longer_than_the_capacity_keeps_no_more_slots() -> None:
+    config = SlidingWindow(**HEADS, window=100)
+    torch.manual_seed(0)
+    mixer = config.build(WIDTH).double()
+    x = torch.randn(1, 9, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        state, outputs = mixer.init_state(1, 9), []
+        for piece in x.split([3, 1, 1, 4], dim=1):
+            y, state = mixer(piece, state)
+            outputs.append(y)
+        assert state.k.shape == (1, 9, G, E)
+        torch.testing.assert_close(torch.cat(outputs, 1), written_out(mixer, config, x, 100), rtol=1e-9, atol=1e-11)
+        with pytest.raises(StateError, match="it has 9 slots"):
+            mixer(x[:, :1], state)
 
 
 def test_a_packed_window_longer_than_its_blocks_stays_in_its_sequence() -> None:

@@ -104,7 +104,7 @@ def test_defaults_build_at_any_ordinary_width(config: MixerConfig) -> None:
 def test_cost_counts_the_state(config: MixerConfig) -> None:
     cost = config.cost(24)
     single = config.build(24)
-    for capacity in (3, 11):
+    for capacity in (5, 11):  # no fewer than a window
         assert cost.state_bytes + capacity * cost.cache_bytes == states.nbytes(single.init_state(1, capacity))
 
 
@@ -237,8 +237,8 @@ def test_a_state_of_another_mixer_is_refused() -> None:
     mixer = Attention().build(32)
     with pytest.raises(StateError, match="the cache is full: it has 3 slots"):
         mixer(torch.randn(1, 4, 32), mixer.init_state(1, 3))
-    with pytest.raises(StateError, match="must have window = 5 slots, got 4"):
-        SlidingWindow(window=5).build(32)(x, SlidingWindow(window=4).build(32).init_state(1))
+    with pytest.raises(StateError, match="must have at most window = 5 slots, got 6"):
+        SlidingWindow(window=5).build(32)(x, SlidingWindow(window=6).build(32).init_state(1))
     with pytest.raises(StateError, match="must be a KVCache"):
         Attention().build(32)(x, other.init_state(1))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.backends.errors import StateError
-from deltazoo.mixers import Context
+from deltazoo.mixers import Context, MixerConfig
 from deltazoo.mixers import state as states
 from deltazoo.mixers.base import Mixer, State
 from deltazoo.mixers.hyena import HyenaMixer
@@ -42,6 +42,13 @@ def test_pieces_equal_the_whole(mixer: Mixer, x: Tensor, pieces: list[int], grad
     assert nothing is None
     assert_same(got, whole)
     assert_same(state, want)
+
+
+def test_an_empty_batch_is_a_batch(config: MixerConfig, x: Tensor) -> None:
+    mixer = config.build(x.shape[2], backend="reference").double()
+    y, state = mixer(x[:0], mixer.init_state(0, CAPACITY))
+    assert y.shape == mixer(x[:0])[0].shape == (0, *x.shape[1:])
+    assert [leaf.shape for leaf in tree_leaves(state)] == [leaf.shape for leaf in tree_leaves(mixer.init_state(0, 16))]
 
 
 def test_without_gradients_a_state_keeps_its_addresses(mixer: Mixer, x: Tensor) -> None:
