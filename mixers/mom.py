@@ -91,7 +91,8 @@ class Router(nn.Module):
         """Route x [B, T, D]; padded tokens (mask False) go nowhere."""
         dtype = state_dtype(x.dtype)
         with without_autocast(x):
-            logits = (x.to(dtype)[..., None, :] * self.weight.to(dtype)).sum(-1)  # the same sum for any T
+            # a sum of each row, the same whatever B and T, where a product of matrices adds up in another order
+            logits = torch.stack([(x.to(dtype) * row.to(dtype)).sum(-1) for row in self.weight], -1)
         p = logits.softmax(-1)
         order = p.detach().argsort(dim=-1, descending=True, stable=True)
         chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order[..., : self.active], True)

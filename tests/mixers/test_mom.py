@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.mixers import Context, GatedDeltaNet, MixerConfig, MoM
-from deltazoo.mixers.mom import MoMMixer
-from deltazoo.mixers.variant import UpdateConfig
+from deltazoo.mixers.mom import MoMMixer, Router
 
 WIDTH, T = 24, 9
 
@@ -22,6 +22,10 @@ def made(memory: MixerConfig, **fields: object) -> MoMMixer:
     with torch.no_grad():
         mixer.router.weight.normal_()
     return mixer
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 def by_loop(mixer: MoMMixer, x: Tensor) -> Tensor:
@@ -42,15 +46,8 @@ def by_loop(mixer: MoMMixer, x: Tensor) -> Tensor:
     return torch.cat(rows, 1).view_as(x)
 
 
-@pytest.fixture
-def table_a(config: MixerConfig) -> MixerConfig:
-    if not isinstance(config, UpdateConfig):
-        pytest.skip("not of table A")
-    return config
-
-
-def test_any_mixer_is_a_memory(table_a: MixerConfig) -> None:
-    mixer = made(table_a)
+def test_any_mixer_is_a_memory(config: MixerConfig) -> None:
+    mixer = made(config)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
     y, want = mixer(x)[0], by_loop(mixer, x)
     torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-11)
@@ -58,8 +55,81 @@ def test_any_mixer_is_a_memory(table_a: MixerConfig) -> None:
     leaves = [x, *mixer.parameters()]
     ours, theirs = (torch.autograd.grad((z * weight).sum(), leaves, allow_unused=True) for z in (y, want))
     for left, right in zip(ours, theirs, strict=True):
-        if left is not None and right is not None:
+        if left is not None or right is not None:
+            left, right = (torch.zeros_like(other) if z is None else z for z, other in ((left, right), (right, left)))
             torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_memories_of_any_kind_are_causal_and_isolated(one_of_each: MixerConfig, training: bool) -> None:
+    mixer = made(one_of_each).train(training)
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64)
+    pack = Context(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32))
+    with torch.no_grad():
+        rows, packed = mixer(x)[0], mixer(x[:1], None, pack)[0]
+        for t in (0, 3, T - 2):
+            later = x.clone()
+            later[:, t + 1 :] = 7 * torch.randn_like(later[:, t + 1 :])
+            same(mixer(later)[0][:, : t + 1], rows[:, : t + 1])
+        neighbour = x.clone()
+        neighbour[1] = torch.nan
+        same(mixer(neighbour)[0][0], rows[0])
+        earlier = x[:1].clone()
+        earlier[:, :5] = 7 * torch.randn_like(earlier[:, :5])
+        same(mixer(earlier, None, pack)[0][:, 5:], packed[:, 5:])
+
+
+def test_memories_of_any_kind_go_on_from_a_pack(one_of_each: MixerConfig) -> None:
+    """With a capacity that the longest sequence fills, and an empty sequence; then token by token."""
+    mixer = made(one_of_each)
+    x = torch.randn(1, T, WIDTH, dtype=torch.float64)
+    bounds = [0, 5, 5, T]
+    with torch.no_grad():
+        want = torch.cat([mixer(x[:, :5])[0], mixer(x[:, 5:])[0]], 1)
+        context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        same(mixer(x, mixer.init_state(3, 5), context)[0], want)
+        halves = Context(cu_seqlens=torch.tensor([0, 3, 3, 5], dtype=torch.int32))
+        state = mixer(torch.cat([x[:, :3], x[:, 5:7]], 1), mixer.init_state(3, 5), halves)[1]
+        for i in range(2):
+            tokens = torch.cat([x[:, 3 + i], x[:, i], x[:, 7 + i]])[:, None]
+            y, state = mixer(tokens, state)
+            same(y[0, 0], want[0, 3 + i])
+            same(y[2, 0], want[0, 7 + i])
+
+
+@pytest.mark.parametrize("width", [24, 100, 1024])
+def test_routes_are_the_same_to_the_bit_in_pieces_and_alone(width: int) -> None:
+    """Close scores must not go one way in a prefill and another in decoding."""
+    torch.manual_seed(0)
+    router = Router(MoM(), width)
+    x = torch.randn(2, 70, width)
+    whole = router(x, None)
+    for parts in (x.split([1] * 70, 1), x.split([3, 66, 1], 1)):
+        pieces = [router(part, None) for part in parts]
+        assert torch.equal(torch.cat([piece.weight for piece in pieces], 1), whole.weight)
+        assert torch.equal(torch.cat([piece.chosen for piece in pieces], 1), whole.chosen)
+    assert torch.equal(torch.cat([router(row, None).weight for row in x.split(1)]), whole.weight)
+    half = x.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(router(half, None).weight, router(half.float(), None).weight)
+
+
+def test_a_recomputed_layer_has_the_routers_loss_once() -> None:
+    mixer = made(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    want = torch.autograd.grad(mixer(x)[0].sum(), [x, mixer.router.weight])
+    y = checkpoint(lambda z: mixer(z)[0], x, use_reentrant=False)
+    for ours, theirs in zip(torch.autograd.grad(y.sum(), [x, mixer.router.weight]), want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_padding_counts_for_nothing_in_the_routers_loss() -> None:
+    mixer = made(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
+    x = torch.randn(1, T, WIDTH, dtype=torch.float64)
+    padded = torch.cat([torch.full_like(x[:, :4], 1e3), x], 1)
+    mask = torch.arange(T + 4)[None] >= 4
+    torch.testing.assert_close(mixer.router(padded, mask).loss, mixer.router(x, None).loss, rtol=1e-12, atol=0)
+    assert not mixer.router(padded, mask).chosen[:, :4].any()
 
 
 @pytest.mark.parametrize("training", [True, False])
