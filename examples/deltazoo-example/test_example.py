@@ -1,12 +1,13 @@
-"""The plug-in's tests: the backend by the kit in one line, the mixer by its numbers and by training it."""
+"""The plug-in's tests: the backend and the mixer by their kits in a line each, and the mixer by training it."""
 
 import torch
 
 import deltazoo
 from deltazoo.backends import registry
-from deltazoo.mixers import parse
+from deltazoo.mixers import conformance, parse
 
 test_conformance = deltazoo.conformance.suite("prefix")
+test_mixer = conformance.suite(parse({"mixer": "fading_deltanet", "heads": 2}))
 
 
 def test_the_plugin_is_installed_under_its_names():
