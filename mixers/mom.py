@@ -31,7 +31,8 @@ class MoM(MixerConfig):
 
     p are the greatest `active` of softmax(W x_t), where several divided by their sum; of equals the first win. A memory
     sees its own tokens alone, one after the other, with states, convolutions and positions of its own. The paper's
-    memories share q and differ in k and v; here each is a whole mixer, so that any may be one.
+    memories differ in k, v and gates, and share q and all that follows the mixture (norm, gate, output map); here each
+    is a whole mixer, so that any may be one.
     """
 
     name: ClassVar[str] = "mom"
