@@ -82,6 +82,8 @@ class DeltaMixer(Mixer):
         self.update = Update(spec, _resized(shape, parts), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
+        if parts.out_std is not None:
+            nn.init.normal_(self.out.weight, std=parts.out_std)
         self.direct = parts.direct
         self.state_names = tuple(self.init_state(0))
         self._rebind(backend, torch.empty(0))  # parts with an update of their own are made without the backend

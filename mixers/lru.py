@@ -13,7 +13,10 @@ from deltazoo.mixers.variant import ChannelConfig
 
 
 class LRU(ChannelConfig):
-    """s_t = a * s_(t-1) + gamma * (B x_t), y_t = Re(C s_t) + D * x_t, a = exp(-exp(nu) + i exp(theta))."""
+    """s_t = a * s_(t-1) + gamma * (B x_t), y_t = Re(C s_t) + D * x_t, a = exp(-exp(nu) + i exp(theta)).
+
+    Initialisation: the parts of B N(0, 1 / 2 width), those of C N(0, 1 / channels).
+    """
 
     name: ClassVar[str] = "lru"
     source: ClassVar[str] = "Orvieto 2023, arXiv 2303.06349"
@@ -29,4 +32,5 @@ class LRU(ChannelConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"decay": RingDecay(shape, self.ring, self.phase), "turn_in": TurnIn(shape)}
         outputs = {"turn_out": TurnOut(), "read": ComplexRead()}
-        return Parts(ProjectChannels(shape, 0, silu=False), operands, outputs, Direct(shape.width))
+        project = ProjectChannels(shape, 0, silu=False, std=(2 * shape.width) ** -0.5)
+        return Parts(project, operands, outputs, Direct(shape.width), shape.value_heads**-0.5)

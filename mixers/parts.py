@@ -94,6 +94,7 @@ class Parts:
     operands: Mapping[str, OperandPart] = field(default_factory=dict)
     outputs: Mapping[str, OutputPart] = field(default_factory=dict)
     direct: nn.Module | None = None  # past the update, x [B, T, D] to y
+    out_std: float | None = None  # of the output map at first, normal; None: torch's linear map
 
     def __post_init__(self) -> None:
         names = ["project", "update", *self.operands, *self.outputs]

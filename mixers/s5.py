@@ -13,7 +13,10 @@ from deltazoo.mixers.variant import ChannelConfig
 
 
 class S5(ChannelConfig):
-    """s_t = a * s_(t-1) + b * (B x_t), y_t = Re(C s_t) + D * x_t, a and b from lambda and dt."""
+    """s_t = a * s_(t-1) + b * (B x_t), y_t = Re(C s_t) + D * x_t, a and b from lambda and dt.
+
+    Initialisation: the parts of B N(0, 1 / 4 channels), those of C N(0, 2 / channels), the 2 of conjugate pairs in C.
+    """
 
     name: ClassVar[str] = "s5"
     source: ClassVar[str] = "Smith 2022, arXiv 2208.04933"
@@ -29,4 +32,5 @@ class S5(ChannelConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"decay": StateSpaceDecay(shape, self.blocks, self.discretisation), "turn_in": TurnIn(shape)}
         outputs = {"turn_out": TurnOut(), "read": ComplexRead()}
-        return Parts(ProjectChannels(shape, 0, silu=False), operands, outputs, Direct(shape.width))
+        project = ProjectChannels(shape, 0, silu=False, std=(4 * shape.value_heads) ** -0.5)
+        return Parts(project, operands, outputs, Direct(shape.width), (2 / shape.value_heads) ** 0.5)

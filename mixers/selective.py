@@ -23,15 +23,17 @@ RG_LRU_RING = (0.9, 0.999)
 class ProjectChannels(nn.Module, Stateful):
     """v = conv(W x) for C channels [B, T, C, 1], with SiLU where asked for; q = k = 1.
 
-    Args: conv_width: taps, 0 for none; silu: after the convolution.
+    Args: conv_width: taps, 0 for none; silu: after the convolution; std: of W at first, normal; None: torch's linear.
     State: the convolution's, [B, conv_width - 1, C].
     """
 
-    def __init__(self, shape: HeadShape, conv_width: int, silu: bool) -> None:
+    def __init__(self, shape: HeadShape, conv_width: int, silu: bool, std: float | None = None) -> None:
         super().__init__()
         self.shape, self.silu = shape, silu
         channels = shape.value_heads * shape.value_width
         self.to_v = nn.Linear(shape.width, channels, bias=False)
+        if std is not None:
+            nn.init.normal_(self.to_v.weight, std=std)
         self.conv = ShortConv(channels, conv_width, bias=True) if conv_width else None
 
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:

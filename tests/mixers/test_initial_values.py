@@ -6,7 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.mixers import H3, HGRN, KDA, LRU, MLSTM, RGLRU, RWKV6, RWKV7, Comba, GatedDeltaNet, Mamba, Mamba2, Mesa
+from deltazoo.mixers import (
+    H3,
+    HGRN,
+    KDA,
+    LRU,
+    MLSTM,
+    RGLRU,
+    RWKV6,
+    RWKV7,
+    S5,
+    Comba,
+    GatedDeltaNet,
+    Mamba,
+    Mamba2,
+    Mesa,
+)
 from deltazoo.mixers.base import Mixer, MixerConfig, Place
 
 WIDTH, PLACE = 2048, Place(2, 5)
@@ -96,6 +111,16 @@ def test_an_lru_starts_on_a_ring() -> None:
     square = (-2 * parameter(mixer, "operands.decay.nu").exp()).exp()
     uniform(square, 0.25, 0.81)
     torch.testing.assert_close(parameter(mixer, "operands.decay.gamma").exp(), (1 - square).sqrt(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "into", "out"),
+    [(LRU(channels=128), (2 * 256) ** -0.5, 128**-0.5), (S5(channels=128), (4 * 128) ** -0.5, (2 / 128) ** 0.5)],
+)
+def test_complex_states_are_driven_and_read_as_published(config: MixerConfig, into: float, out: float) -> None:
+    mixer = built(config, 256)
+    assert abs(float(parameter(mixer, "project.to_v.weight").std()) / into - 1) < 0.02
+    assert abs(float(parameter(mixer, "out.weight").std()) / out - 1) < 0.02
 
 
 def test_mlstms_gates_start_shut_and_remembering() -> None:
