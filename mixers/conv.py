@@ -83,7 +83,7 @@ def _shifted(x_BTC: Tensor, by: int) -> Tensor:
     """x_(t - by), zero before the first token. Each tap is padded by itself: Inductor reads x through that, but would
     write out one padded tensor that all taps share."""
     T = x_BTC.shape[1]
-    left = torch.sym_max(T - by, 0)
+    left = max(T - by, 0)
     return F.pad(x_BTC[:, :left], (0, 0, T - left, 0)) if by else x_BTC
 
 
