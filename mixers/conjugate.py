@@ -16,13 +16,13 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.decays import softplus
 from deltazoo.mixers.delta import Update, hidden
-from deltazoo.mixers.parts import HeadShape, OperandPart, Stateful
+from deltazoo.mixers.parts import Costly, HeadShape, OperandPart, Stateful
 from deltazoo.mixers.state import carried
 
 COVARIANCE = UpdateSpec(decay="head", transition="additive", beta="head", scale=1.0)
 
 
-class Solve(OperandPart, Stateful):
+class Solve(OperandPart, Stateful, Costly):
     """q_t <- (H_t + Diag(lambda))^-1 q_t, H_t = a_t H_(t-1) + beta_t k_t k_t^T, by a fixed number of steps.
 
     A product with H_t, for all t at once, is a read of the update whose values are the keys. The gradient is that of
@@ -43,6 +43,10 @@ class Solve(OperandPart, Stateful):
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.update.init_state(batch, like)
+
+    def flops(self) -> int:
+        """Of the steps: a product with H each."""
+        return self.steps * 2 * self.log_lambda.shape[0] * self.log_lambda.shape[1] ** 2
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context

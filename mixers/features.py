@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.base import Context
-from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart, Resizing
+from deltazoo.mixers.parts import Costly, Flow, HeadShape, OperandPart, OutputPart, Resizing
 
 Feature = Literal["identity", "silu", "relu", "elu+1", "softmax", "dpfp"]
 POSITIVE: tuple[Feature, ...] = ("relu", "elu+1", "softmax", "dpfp")
@@ -79,7 +79,7 @@ class Normalise(OutputPart):
         return f"eps={self.eps:g}, floor={self.floor!r}"
 
 
-class RandomFourier(OperandPart, Resizing):
+class RandomFourier(OperandPart, Resizing, Costly):
     """q, k <- phi(q), phi(k); phi(x) = [sin(W x), cos(W x)] / sqrt(R), with W = sigma * G of each key head.
 
     phi(q)^T phi(k) approximates the Gaussian kernel exp(-|sigma * (q - k)|^2 / 2).
@@ -94,6 +94,9 @@ class RandomFourier(OperandPart, Resizing):
         self.features = features
         self.G = nn.Buffer(torch.randn(shape.heads, shape.key_width, features))
         self.sigma = nn.Parameter(torch.ones(shape.heads, shape.key_width))
+
+    def flops(self) -> int:
+        return 2 * 2 * self.G.numel()  # of q and k
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context

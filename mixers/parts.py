@@ -78,6 +78,14 @@ class Stateful(ABC):
         """
 
 
+class Costly(ABC):
+    """A part that computes beside its linear maps, short convolutions and updates."""
+
+    @abstractmethod
+    def flops(self) -> int:
+        """Floating-point operations of one token, forward, of what is beside them."""
+
+
 class Resizing(ABC):
     """An operand part that changes the key or value width of the update."""
 

@@ -14,7 +14,7 @@ from deltazoo.mixers.base import Context
 from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.decays import dt_bias, softplus
 from deltazoo.mixers.norms import RMSNorm
-from deltazoo.mixers.parts import HeadShape, OperandPart, Stateful
+from deltazoo.mixers.parts import Costly, HeadShape, OperandPart, Stateful
 
 RG_LRU_POWER = 8.0
 RG_LRU_RING = (0.9, 0.999)
@@ -101,7 +101,7 @@ class Selective(OperandPart):
         return f"kind={self.kind!r}"
 
 
-class RealGate(OperandPart):
+class RealGate(OperandPart, Costly):
     """log_decay = -8 softplus(L) sigmoid(W_a u + b_a), v <- sqrt(1 - a^2) sigmoid(W_x u + b_x) u, u = v as projected.
 
     W_a and W_x are block diagonal. Initialisation: L so that a^8 = exp(-8 softplus(L)) is uniform in [0.9, 0.999];
@@ -118,6 +118,9 @@ class RealGate(OperandPart):
         self.bias = nn.Parameter(torch.zeros(2, channels))
         kept = torch.empty(channels).uniform_(*RG_LRU_RING)
         self.L = nn.Parameter((-kept.log() / RG_LRU_POWER).expm1().log())
+
+    def flops(self) -> int:
+        return 2 * self.weight.numel()
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context

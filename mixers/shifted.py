@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.mixers.base import Context, Place
 from deltazoo.mixers.conv import TokenShift
-from deltazoo.mixers.parts import HeadShape, Stateful
+from deltazoo.mixers.parts import Costly, HeadShape, Stateful
 
 FIRST_VALUE = "rwkv7 first value"
 
@@ -100,7 +100,7 @@ class Project4(nn.Module, Stateful):
         return UpdateInputs(one, one, v), after
 
 
-class Project6(nn.Module, Stateful):
+class Project6(nn.Module, Stateful, Costly):
     """RWKV-6: r, k, v, g, w of tokens mixed by data: x_i = x_t + (x_(t-1) - x_t) (mu_i + lowrank_i(x_t + (..) mu_x)).
 
     log_decay = -exp(w_0 + tanh(x_w A) B). Leaves the note "gate".
@@ -126,6 +126,9 @@ class Project6(nn.Module, Stateful):
         self.decay = LowRank(D, ranks.decay, keys, "tanh", -6 + 5 * place_K ** (0.7 + 1.3 * share), 1e-2)
         self.to_r, self.to_k = (nn.Linear(D, keys, bias=False) for _ in range(2))
         self.to_v, self.to_g = (nn.Linear(D, values, bias=False) for _ in range(2))
+
+    def flops(self) -> int:
+        return 2 * self.mix_up.numel()
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.shift.init_state(batch, self.shape.width, like)

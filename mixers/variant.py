@@ -16,7 +16,7 @@ from deltazoo.mixers.delta import DeltaMixer, Update
 from deltazoo.mixers.features import Feature, FeatureMap
 from deltazoo.mixers.gates import Beta, ChannelBeta, OutputGate
 from deltazoo.mixers.norms import HeadNorm, UnitNorm
-from deltazoo.mixers.parts import HeadShape, OperandPart, Parts
+from deltazoo.mixers.parts import Costly, HeadShape, OperandPart, Parts
 from deltazoo.mixers.project import Project
 from deltazoo.mixers.state import nbytes
 
@@ -54,7 +54,8 @@ class UpdateConfig(MixerConfig, ABC):
             state = mixer.init_state(1)
         maps = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear | ShortConv))
         updates = sum(update_flops(m.spec, m.shape) for m in mixer.modules() if isinstance(m, Update))
-        return Cost(2 * maps + updates, 0, nbytes(state), 0)
+        beside = sum(m.flops() for m in mixer.modules() if isinstance(m, Costly))
+        return Cost(2 * maps + updates + beside, 0, nbytes(state), 0)
 
 
 class ChannelConfig(UpdateConfig, ABC):
