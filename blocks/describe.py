@@ -9,6 +9,7 @@ from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.dispatch import explain
 from deltazoo.blocks.layer import Layer
 from deltazoo.blocks.stack import LanguageModel
+from deltazoo.mixers.attention import AttentionMixer
 from deltazoo.mixers.base import MixerConfig
 from deltazoo.mixers.delta import Update
 from deltazoo.mixers.state import nbytes
@@ -83,7 +84,9 @@ def describe(model: LanguageModel) -> Description:
 
 def _row(i: int, configs: Iterable[MixerConfig], layer: Layer, width: int) -> LayerRow:
     costs = [config.cost(width) for config in configs]
-    one, two = (nbytes(layer.init_state(1, capacity)) for capacity in (1, 2))
+    # beyond any window: below it a ring has as many slots as tokens may come
+    beyond = max([1, *(m.window or 1 for m in layer.modules() if isinstance(m, AttentionMixer))])
+    less, more = (nbytes(layer.init_state(1, capacity)) for capacity in (beyond, beyond + 1))
     return LayerRow(
         layer=i,
         mixer=" | ".join(config.name for config in configs),
@@ -91,8 +94,8 @@ def _row(i: int, configs: Iterable[MixerConfig], layer: Layer, width: int) -> La
         parameters=_count(layer),
         flops=sum(cost.flops for cost in costs) + (0 if layer.mlp is None else layer.mlp.flops),
         flops_context=sum(cost.flops_context for cost in costs),
-        state_bytes=2 * one - two,
-        cache_bytes=two - one,
+        state_bytes=less - beyond * (more - less),
+        cache_bytes=more - less,
         backends=_backends(layer),
     )
 
