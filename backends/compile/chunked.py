@@ -8,11 +8,12 @@ B batch, T time, H key heads, HV value heads, G value heads a key head, N chunks
 differ by value head), C tokens a chunk, M micro-steps a chunk, K key width, V value width, Y sequences
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
@@ -174,10 +175,10 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
     C, M = q.shape[2], k.shape[2]
     row, column = torch.arange(C, device=q.device)[:, None], torch.arange(M, device=q.device)
     seen = column < (row if spec.read == "before" else row + 1) * n
-    p = _products(q, k).unsqueeze(2)
+    p = _products(q, k).unsqueeze(2).expand(-1, -1, groups, -1, -1)
     scale_q = scale_e = scale_w = gamma = G_e = None
     if x.decay is None:
-        p = torch.where(seen, p, 0).expand(-1, -1, groups, -1, -1)
+        p = torch.where(seen, p, 0)
     else:
         decay = rearrange(x.decay, "b n m (h g) -> n (b h) g m", g=groups)
         G_i = _running(decay, 3)
@@ -186,19 +187,23 @@ def _scalar_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -
         last = G_i[..., -1:]
         scale_q, scale_w = _exp(G_q, p), _exp(last - G_i, p)
         gamma = _exp(last, p)
-        p = torch.where(seen, p * _exp_difference(G_q, G_i, seen, p), 0)
+        factor = _factor(G_q, G_i, seen, p)
+        p = _decayed(p, factor, seen, G_q, G_i)
     operands = ChunkOperands(q, k, u, p, state, gamma=gamma)
     if spec.transition == "delta":
         earlier = column < torch.arange(M, device=q.device)[:, None]
-        a = _products(e, k).unsqueeze(2)
-        if G_e is not None:
-            a = a * _exp_difference(G_e, G_i, earlier, a)
+        a = _products(e, k).unsqueeze(2).expand(-1, -1, groups, -1, -1)
+        if G_e is None:
+            a = torch.where(earlier, a, 0)
+        else:
             scale_e = _exp(G_e, a)
+            if G_e is not G_q:  # else what is earlier is seen, and one factor serves both
+                factor = _factor(G_e, G_i, earlier, a)
+            a = _decayed(a, factor, earlier, G_e, G_i)
         if x.erase is not None:
             erase = rearrange(x.erase, "b n m (h g) -> n (b h) g m", g=groups)
             a = a * erase.unsqueeze(-1)
             scale_e = erase if scale_e is None else erase * scale_e
-        a = torch.where(earlier, a, 0).expand(-1, -1, groups, -1, -1)
         operands = operands._replace(a=a, e=None if x.e is None else e)
     return operands._replace(scale_q=scale_q, scale_e=scale_e, scale_w=scale_w), None
 
@@ -209,10 +214,39 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
     return torch.bmm(rows.flatten(0, 1), columns.flatten(0, 1).mT).unflatten(0, rows.shape[:2])
 
 
-def _exp_difference(G_row: Tensor, G_column: Tensor, seen: Tensor, like: Tensor) -> Tensor:
-    """exp(G_i - G_j) where seen, else 1. Not clamped to 1: the rounding of a decay of 0 may be positive, and a clamp
-    would cut its gradient."""
-    return _exp(torch.where(seen, G_row.unsqueeze(-1) - G_column.unsqueeze(-2), 0), like)
+def _factor(G_row: Tensor, G_column: Tensor, seen: Tensor, like: Tensor) -> Tensor:
+    """exp(G_i - G_j) where seen, else 1, without gradients. Not clamped to 1: the rounding of a decay of 0 may be
+    positive."""
+    difference = G_row.detach().unsqueeze(-1) - G_column.detach().unsqueeze(-2)
+    return _exp(torch.where(seen, difference, 0), like)
+
+
+def _decayed(products: Tensor, factor: Tensor, seen: Tensor, G_row: Tensor, G_column: Tensor) -> Tensor:
+    """products * exp(G_i - G_j) where seen, else 0. factor: from `_factor`."""
+    # Views, for a tensor may not enter a Function twice.
+    return _Decayed.apply(products, factor, seen, G_row.view_as(G_row), G_column)
+
+
+class _Decayed(torch.autograd.Function):
+    """y_ij = x_ij exp(G_i - G_j): as y_ij dy_ij is the gradient of G_i - G_j, the products x need not be kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(products: Tensor, factor: Tensor, seen: Tensor, G_row: Tensor, G_column: Tensor) -> Tensor:
+        return torch.where(seen, products * factor, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1], inputs[2], output)
+        ctx.dtype = inputs[3].dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, Tensor]:
+        factor, seen, decayed = ctx.saved_tensors
+        d_difference = (grad * decayed).to(ctx.dtype)
+        return torch.where(seen, grad * factor, 0), None, None, d_difference.sum(-1), -d_difference.sum(-2)
 
 
 def _channel_operands(spec: UpdateSpec, x: _Chunks, state: Tensor, groups: int) -> tuple[ChunkOperands, Tensor | None]:
