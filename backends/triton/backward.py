@@ -50,7 +50,8 @@ def backward(
     segments, held = segments_of(s, unit, config.scratch, x.q.dtype.itemsize * kind.terms(x.q.dtype))
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
     parts = cdiv(most, split) if split else 1
-    keys = min(config.gradients.keys or s.K, key_tiles(s.K)[0])
+    K0 = key_tiles(s.K)[0]
+    keys = min(config.gradients.keys or K0, K0)
 
     d = Gradients.empty(x, kind)
     scratch, sums = _Scratch(x, kind, s, held), _Sums(x, s, cdiv(s.K, keys))

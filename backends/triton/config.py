@@ -13,7 +13,7 @@ class Launch(BaseModel):
     Args:
         tile: value columns a program (prepare: the block from which on the inverse works on whole chunks).
         warps: of 32 threads; stages: of the software pipeline.
-        keys: key columns a program (gradients alone; else 0, all of them).
+        keys: key columns a program, a power of two from 32 on (gradients alone; else 0, all of them).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -22,6 +22,12 @@ class Launch(BaseModel):
     warps: int = Field(default=4, ge=1)
     stages: int = Field(default=2, ge=1)
     keys: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _no_narrow_products(self) -> Self:
+        if self.keys and (self.keys < 32 or self.keys & (self.keys - 1)):
+            raise ValueError(f"keys must be 0 or a power of two from 32 on, got {self.keys}")
+        return self
 
 
 class LaunchConfig(BaseModel):

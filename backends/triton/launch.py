@@ -84,6 +84,7 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig) -> Prepared:
         ),
         config.prepare.warps,
         config.prepare.stages,
+        registers=160 if s.H == s.HV and s.C == 64 else None,  # three programs a processor
     )  # fmt: skip
     return out
 
@@ -153,7 +154,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
         x, kind, prepared, s, config.scan, "output", Cut(parts, split, every), o=o,
         final=final, checkpoints=checkpoints, begins=begins,
     )  # fmt: skip
-    return o, final, *(prepared if kind.delta else Prepared.nothing(x.q)), checkpoints
+    return o, final, *(prepared if kind.delta and keep else Prepared.nothing(x.q)), checkpoints
 
 
 def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind, launch: configs.Launch) -> Tensor:

@@ -38,9 +38,9 @@ _LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
 _KIND = "bool delta, bool erase_early, bool read_early, bool precise, float scale, str config"
 _STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? b, Tensor? w, Tensor? e"
 _SCAN = f"{_STEP}, Tensor? state, Tensor? cu_seqlens"
-_LIBRARY.define(f"triton_scan({_SCAN}, {_KIND}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(f"triton_scan({_SCAN}, {_KIND}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    f"triton_scan_backward({_SCAN}, Tensor gates, Tensor fades, Tensor inverse, Tensor reads, Tensor checkpoints, "
+    f"triton_scan_backward({_SCAN}, Tensor gates, Tensor fades, Tensor squares, Tensor checkpoints, "
     f"Tensor d_o, Tensor? d_final, {_KIND}) -> Tensor[]"
 )
 _LIBRARY.define(f"triton_step_({_STEP}, Tensor(a!) states, Tensor? slots, {_KIND}) -> Tensor")
@@ -59,8 +59,8 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton import backward, launch
 
     ready = _ready(arguments)
-    x, kind = ScanOperands(*ready[:9]), ScanKind(*ready[16:])
-    prepared, checkpoints, d_o, d_final = Prepared(*ready[9:13]), *ready[13:16]
+    x, kind = ScanOperands(*ready[:9]), ScanKind(*ready[15:])
+    prepared, checkpoints, d_o, d_final = Prepared(*ready[9:12]), *ready[12:15]
     with torch.cuda.device_of(x.q):
         return _listed(backward.backward(x, kind, prepared, checkpoints, d_o, d_final, launch.resolve(x, kind)))
 
@@ -105,14 +105,14 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, kind, keep = ScanOperands(*arguments[:9]), ScanKind(*arguments[9:15]), arguments[15]
     C, every = _steps(kind.config, x.cu_seqlens is not None)
     s = Sizes.of(x, C)
-    prepared = Prepared.empty(x, kind, s) if kind.delta else Prepared.nothing(x.q)
+    prepared = Prepared.empty(x, kind, s) if kind.delta and keep else Prepared.nothing(x.q)
     checkpoints = x.q.new_empty((s.places(every), s.HV, s.V, s.K) if keep else (0,), dtype=torch.float32)
     final = x.q.new_empty((s.N, s.HV, s.K, s.V), dtype=torch.float32)
     return torch.empty_like(x.v, memory_format=torch.contiguous_format), final, *prepared, checkpoints
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
-    return _listed(Gradients.empty(ScanOperands(*arguments[:9]), ScanKind(*arguments[16:])))
+    return _listed(Gradients.empty(ScanOperands(*arguments[:9]), ScanKind(*arguments[15:])))
 
 
 def _step_fake(*arguments: Any) -> Tensor:

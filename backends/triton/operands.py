@@ -71,32 +71,25 @@ class Sizes(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What each chunk decides alone: gates [slots, HV, 3, C]; fades [slots, HV]; inverse, reads
-    [slots, HV, terms, C, C]. Empty where nothing is prepared."""
+    """What each chunk decides alone: gates [slots, HV, 3, C]; fades [slots, HV]; squares [slots, HV, terms, C, C].
+    Empty where nothing is prepared."""
 
     gates: Tensor
     fades: Tensor
-    inverse: Tensor
-    reads: Tensor
+    squares: Tensor
 
     @property
     def there(self) -> bool:
         """Whether anything is prepared."""
-        return self.gates.numel() > 0
+        return self.squares.dim() > 1
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes) -> Self:
-        """Room for what is to be prepared. An inverse in one term has float16's 11 bits, whatever the operands have."""
-        terms, dtype = kind.terms(x.q.dtype), x.q.dtype
-        squares = (s.slots, s.HV, terms, s.C, s.C)
+        """Room for what is to be prepared."""
         return cls(
             x.q.new_empty((s.slots, s.HV, 3, s.C), dtype=torch.float32),
             x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
-            x.q.new_empty(
-                squares if kind.delta else (0,),
-                dtype=torch.float16 if terms == 1 and dtype == torch.bfloat16 else dtype,
-            ),
-            x.q.new_empty(squares),
+            x.q.new_empty((s.slots, s.HV, kind.terms(x.q.dtype), s.C, s.C)),
         )
 
     @classmethod

@@ -32,7 +32,7 @@ _TILES = {
     "scan": _SMALL,
     "replay": _SMALL,
     "reverse": _SMALL,
-    "gradients": Launch(tile=16, stages=1, keys=16),
+    "gradients": Launch(tile=16, stages=1, keys=32),
     "decode": _SMALL,
 }
 CONFIGS = {

@@ -83,6 +83,41 @@ def test_packed_sequences_need_no_host_sync_and_every_run_gives_the_same_bits():
     assert all(torch.equal(got, want) for run in runs for got, want in zip(run, first, strict=True))
 
 
+@pytest.mark.parametrize("transition", ["additive", "delta"])
+@pytest.mark.parametrize("K", [8, 16, 24, 144])
+def test_narrow_keys_and_wide_values_conform(K, transition):
+    spec = UpdateSpec(decay="head", transition=transition, beta="head")
+    report = conformance.compare(
+        TritonBackend(), Case(spec, Shape("narrow", 1, 130, 2, 4, K, 128), torch.bfloat16), device="cuda"
+    )
+    assert report.errors, str(report)
+    assert not report.failures, str(report)
+
+
+@pytest.mark.parametrize("power", [-60, 60])
+def test_values_and_gradients_scale_to_the_bit(power):
+    x = draw(Case(GATED, DENSE, torch.bfloat16, "parallel"), "cuda")
+
+    def run(x: UpdateInputs, scale: float) -> list[Tensor]:
+        """Outputs, and gradients of their sums, scaled."""
+        taken = leaves(x)
+        out = bind(GATED, TritonBackend())(x)
+        ones = [torch.full_like(out.o, scale), torch.full_like(out.state, scale)]
+        return [out.o, out.state, *torch.autograd.grad([out.o, out.state], taken, ones)]
+
+    scale = 2.0**power
+    want = run(x, 1.0)
+    for got, expected in zip(run(x, scale)[2:], want[2:], strict=True):
+        assert torch.equal(got, expected * scale)
+    with torch.no_grad():
+        larger = x._replace(v=x.v * scale, state=x.state * scale)
+        got, expected = bind(GATED, TritonBackend())(larger), bind(GATED, TritonBackend())(x)
+    assert torch.equal(got.o, expected.o * scale)
+    assert torch.equal(got.state, expected.state * scale)
+    assert torch.equal(expected.o, want[0])  # what is kept for a backward changes nothing
+    assert torch.equal(expected.state, want[1])
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_more_sequences_and_heads_than_a_grid_axis_holds(packed):
     rows, HV = 4100, 16

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+_NARROWEST = 32
 
 
 @triton.jit
@@ -48,6 +49,14 @@ def sequence_of_slot(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
         return low
     else:
         return slot // tl.cdiv(T, C)
+
+
+@triton.jit
+def sequence_and_part(pid, parts, each):
+    """The sequence and the part of a program, with `each` programs a part: the first parts of all sequences come first,
+    for in a pack many a sequence has no others, and a program without work delays those behind it."""
+    N = tl.num_programs(0) // (each * parts)
+    return pid % N, pid // N
 
 
 @triton.jit
@@ -122,48 +131,6 @@ def dot_terms(x, y, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.cons
 
 
 @triton.jit
-def load_square(base, place, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
-    """The chunk's matrix [C, C] of base [places, TERMS, C, C], one of its terms."""
-    return tl.load(base + (place * TERMS + TERM) * C * C + i[:, None] * C + i[None, :])
-
-
-@triton.jit
-def dot_square(
-    x, square, acc, base, place, i,
-    C: tl.constexpr, TRANSPOSED: tl.constexpr, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """acc + x M, or x M^T, with M = square the first term of the chunk's matrix in base [places, TERMS, C, C]."""
-    M = tl.trans(square) if TRANSPOSED else square
-    acc = dot_terms(x, M, acc, dtype, TERMS, PREC)
-    if TERMS == 2:
-        rest = load_square(base, place, i, C, TERMS, 1)
-        acc = tl.dot(x.to(dtype), tl.trans(rest) if TRANSPOSED else rest, acc, input_precision=PREC)
-    return acc
-
-
-@triton.jit
-def dot_inverse(
-    x, square, base, place, i,
-    C: tl.constexpr, TRANSPOSED: tl.constexpr, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """x T, or x T^T, with T = square the chunk's inverse in base [places, TERMS, C, C].
-
-    With near-parallel keys T takes differences of neighbours, so that what x and T lose in rounding counts against a
-    small result. A T in float16 keeps 11 bits where bfloat16 has 8, and so does x, its rows scaled by powers of 2.
-    """
-    if TERMS == 1 and square.dtype == tl.float16:
-        largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
-        exponent = tl.minimum(largest & 0x7F800000, 0x7E800000)
-        down = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-        up = exponent.to(tl.float32, bitcast=True)
-        M = tl.trans(square) if TRANSPOSED else square
-        return tl.dot((x * down[:, None]).to(tl.float16), M) * up[:, None]
-    else:
-        nothing = tl.zeros(x.shape, tl.float32)
-        return dot_square(x, square, nothing, base, place, i, C, TRANSPOSED, dtype, TERMS, PREC)
-
-
-@triton.jit
 def log_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl.constexpr):
     """log2 of each token's own decay; zeros outside. tokens: rows of the flattened batch."""
     if DECAY == "head":
@@ -214,7 +181,10 @@ def chunks_remembered(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constex
 
 
 def key_tiles(K: int) -> tuple[int, int]:
-    """K as one or two power-of-two tiles: 64 -> (64, 0), 128 -> (128, 0), 192 -> (128, 64), 200 -> (128, 128)."""
-    first = min(128, max(16, triton.next_power_of_2(K)))
+    """K as one or two power-of-two tiles: 64 -> (64, 0), 128 -> (128, 0), 192 -> (128, 64), 200 -> (128, 128).
+
+    None is of 16: ptxas 12.8 miscompiled a product of 16 columns (docs/notes/triton-kernels/NOTES.md, miscarried).
+    """
+    first = min(128, max(_NARROWEST, triton.next_power_of_2(K)))
     rest = K - first
-    return first, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
+    return first, 0 if rest <= 0 else max(_NARROWEST, triton.next_power_of_2(rest))

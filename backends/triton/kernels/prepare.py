@@ -16,8 +16,8 @@ from deltazoo.backends.triton.kernels.layout import (
     log_decays,
     sequence_bounds,
     sequence_of_slot,
-    two_terms,
 )
+from deltazoo.backends.triton.kernels.squares import store_squares
 
 
 @triton.jit
@@ -65,20 +65,17 @@ def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.const
 
 
 @triton.jit
-def store_square(base, square, place, i, C: tl.constexpr, TERMS: tl.constexpr):
-    """A chunk's matrix [C, C] as TERMS numbers into base [places, TERMS, C, C]."""
-    at = base + place * TERMS * C * C + i[:, None] * C + i[None, :]
-    if TERMS == 2:
-        high, low = two_terms(square, base.dtype.element_ty)
-        tl.store(at, high)
-        tl.store(at + C * C, low)
-    else:
-        tl.store(at, square.to(base.dtype.element_ty))
+def dot_wide(x_a, y_a, x_b, y_b, K1: tl.constexpr, PREC: tl.constexpr):
+    """x y^T over both tiles of keys."""
+    out = tl.dot(x_a, tl.trans(y_a), input_precision=PREC)
+    if K1 > 0:
+        out = tl.dot(x_b, tl.trans(y_b), out, input_precision=PREC)
+    return out
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def prepare_kernel(
-    q, k, e, log_decay, b, w, gates, fades, inverse, reads, cu, N, T, scale,
+    q, k, e, log_decay, b, w, gates, fades, squares, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
@@ -88,7 +85,7 @@ def prepare_kernel(
     """One program a (slot, key head).
 
     gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state;
-    inverse [slots, HV, TERMS, C, C] = T; reads [slots, HV, TERMS, C, C] = P, each as a sum of TERMS numbers.
+    squares [slots, HV, TERMS, C, C] = T and P^T, as squares.py lays them.
     """
     pid = tl.program_id(0)
     slot = pid // H
@@ -115,6 +112,10 @@ def prepare_kernel(
             q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
             if OWN:
                 e_b = load_rows(e + key, i, kb, in_time, in_kb, H * K)
+        else:
+            k_b, q_b = k_a, q_a
+            if OWN:
+                e_b = e_a
         GROUP: tl.constexpr = HV // H
         at = (row + i) * HV + h * GROUP
         erase = tl.where(in_time, 1.0, 0.0)
@@ -126,15 +127,9 @@ def prepare_kernel(
             write = tl.load(w + at, mask=in_time, other=0.0).to(tl.float32)
 
         if DELTA:
-            A = tl.dot(e_a if OWN else k_a, tl.trans(k_a), input_precision=PREC)
-            if K1 > 0:
-                A = tl.dot(e_b if OWN else k_b, tl.trans(k_b), A, input_precision=PREC)
-        P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
-        if K1 > 0:
-            P = tl.dot(q_b, tl.trans(k_b), P, input_precision=PREC)
-        P *= scale
-        after = i[:, None] > i[None, :]
-        seen = after if READ_EARLY else i[:, None] >= i[None, :]
+            A = dot_wide(e_a if OWN else k_a, k_a, e_b if OWN else k_b, k_b, K1, PREC)
+        below = i[:, None] > i[None, :]
+        seen = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
         for g in tl.range(0, GROUP, num_stages=1):
             hv = h * GROUP + g
             out = tl.cast(slot, tl.int64) * HV + hv
@@ -155,12 +150,10 @@ def prepare_kernel(
                     kept = tl.abs(1 - erase * square)
                     fade += tl.sum(tl.log2(tl.maximum(kept, 1.0, propagate_nan=tl.PropagateNan.ALL)), 0)
             tl.store(fades + out, fade)
-            D_read = tl.exp2(tl.where(seen, G_read[:, None] - G[None, :], 0.0))
+            T_inverse = tl.zeros([C, C], tl.float32)
             if DELTA:
-                D_erase = D_read
-                if ERASE_EARLY != READ_EARLY:
-                    D_erase = tl.exp2(tl.where(after, G_erase[:, None] - G[None, :], 0.0))
-                L = tl.where(after, erase[:, None] * A * D_erase, 0.0)
+                D = tl.exp2(tl.where(below, G_erase[:, None] - G[None, :], 0.0))
+                T_inverse = tl.where(below, erase[:, None] * A * D, 0.0)
             if GROUP > 1:
                 more = in_time & (g + 1 < GROUP)
                 own_decay = log_decays(log_decay, row + i, tl.minimum(hv + 1, HV - 1), more, HV, DECAY)
@@ -168,6 +161,9 @@ def prepare_kernel(
                     erase = tl.load(b + at + g + 1, mask=more, other=0.0).to(tl.float32)
                 if WRITE:
                     write = tl.load(w + at + g + 1, mask=more, other=0.0).to(tl.float32)
-            store_square(reads, tl.where(seen, P * D_read, 0.0), out, i, C, TERMS)
             if DELTA:
-                store_square(inverse, unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK), out, i, C, TERMS)
+                T_inverse = unit_lower_inverse(T_inverse, C, OPERAND, PREC_INVERSE, BLOCK)
+            # P comes last: until it is stored it would take registers from the inverse
+            P_T = dot_wide(k_a, q_a, k_b, q_b, K1, PREC)
+            P_T *= tl.exp2(tl.where(seen, G_read[None, :] - G[:, None], 0.0)) * scale
+            store_squares(squares, T_inverse, tl.where(seen, P_T, 0.0), out, i, C, TERMS)

@@ -13,20 +13,20 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.layout import (
     chunks_remembered,
     cumulative_decays,
-    dot_inverse,
     dot_terms,
     first_slot,
     load_rows,
-    load_square,
     segment_of,
+    sequence_and_part,
     sequence_bounds,
     store_rows,
 )
+from deltazoo.backends.triton.kernels.squares import dot_scaled, dot_square, load_squares
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def reverse_kernel(
-    q, k, e, do, log_decay, w, gates, fades, inverse, reads, carry, dstates, du, dv, begins, ends, cu, scale, T,
+    q, k, e, do, log_decay, w, gates, fades, squares, carry, dstates, du, dv, begins, ends, cu, scale, T,
     segment, segments, parts,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
@@ -43,12 +43,10 @@ def reverse_kernel(
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
-    nh = pid // TILES
-    n = nh // HV
-    hv = nh % HV
+    hv = pid // TILES % HV
     h = hv // (HV // H)
-    part = n % parts
-    n = n // parts
+    n, part = sequence_and_part(pid // (TILES * HV), parts, TILES * HV)
+    nh = (n * parts + part) * HV + hv
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_slot(n, cu, T, C, PACKED)
     i = tl.arange(0, C)
@@ -105,6 +103,12 @@ def reverse_kernel(
                 if K1 > 0:
                     store_rows(at, dSb, vs, kb, in_v, in_kb, K)
 
+            if PREPARED:
+                T_first, P_T = load_squares(squares, place, i, C, TERMS, 0)
+                P = tl.trans(P_T)
+                T_rest, P_rest = T_first, P_T
+                if TERMS == 2:
+                    T_rest, P_rest = load_squares(squares, place, i, C, TERMS, 1)
             # dx = scale P'^T do + (e^(Gend - G) k) dS'
             dx = dot_terms(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if K1 > 0:
@@ -115,9 +119,7 @@ def reverse_kernel(
                 )
                 G_read = G_before if READ_EARLY else G
                 dx *= tl.exp2(G_end - G)[None, :]
-            if PREPARED:
-                P = load_square(reads, place, i, C, TERMS, 0)
-            else:
+            if not PREPARED:
                 P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
                 if K1 > 0:
                     P = tl.dot(q_b, tl.trans(k_b), P, input_precision=PREC)
@@ -126,12 +128,14 @@ def reverse_kernel(
                 P = tl.where(causal, P * scale, 0.0).to(dtype)
             dx = tl.dot(do_T, P, dx, input_precision=PREC)
             if TERMS == 2:
-                dx = tl.dot(do_T, load_square(reads, place, i, C, TERMS, 1), dx, input_precision=PREC)
+                dx = tl.dot(do_T, tl.trans(P_rest), dx, input_precision=PREC)
 
             # du = T^T dx
             if DELTA:
-                T_inverse = load_square(inverse, place, i, C, TERMS, 0)
-                dx = dot_inverse(dx, T_inverse, inverse, place, i, C, False, dtype, TERMS, PREC)
+                if T_first.dtype == tl.float16 and TERMS == 1:
+                    dx = dot_scaled(dx, T_first)
+                else:
+                    dx = dot_square(dx, T_first, T_rest, tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if not ENDS:
                 in_tile = in_v[:, None] & in_time[None, :]
                 at = du + (tl.cast(local, tl.int64) * C * HV + hv) * V

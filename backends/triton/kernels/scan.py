@@ -12,21 +12,20 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.layout import (
     chunks_forgotten,
     cumulative_decays,
-    dot_inverse,
-    dot_square,
     dot_terms,
     first_slot,
     load_rows,
-    load_square,
     segment_of,
+    sequence_and_part,
     sequence_bounds,
     store_rows,
 )
+from deltazoo.backends.triton.kernels.squares import dot_square, load_squares
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def scan_kernel(
-    q, k, e, v, log_decay, w, gates, fades, inverse, reads, state, o, final, checkpoints, states, xs, starts, ends, cu,
+    q, k, e, v, log_decay, w, gates, fades, squares, state, o, final, checkpoints, states, xs, starts, ends, cu,
     scale, T, segment, segments, parts,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
@@ -52,12 +51,10 @@ def scan_kernel(
     VALUES: tl.constexpr = 0 if MODE == "maps" else (V + BV - 1) // BV
     TILES: tl.constexpr = VALUES + (K + BV - 1) // BV if ENDS else VALUES
     pid = tl.program_id(0)
-    nh = pid // TILES
-    n = nh // HV
-    hv = nh % HV
+    hv = pid // TILES % HV
     h = hv // (HV // H)
-    part = n % parts
-    n = n // parts
+    n, part = sequence_and_part(pid // (TILES * HV), parts, TILES * HV)
+    nh = (n * parts + part) * HV + hv
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_slot(n, cu, T, C, PACKED)
     i = tl.arange(0, C)
@@ -72,7 +69,7 @@ def scan_kernel(
     if K1 > 0:
         kb = K0 + tl.arange(0, K1)
         in_kb = kb < K
-    causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
+    causal = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
     at_state = (tl.cast(n, tl.int64) * HV + hv) * K * V
     dtype: tl.constexpr = k.dtype.element_ty
 
@@ -148,17 +145,6 @@ def scan_kernel(
                 q_a = load_rows(q + key, i, ka, in_time, in_ka, H * K)
                 if K1 > 0:
                     q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
-            if PAIRS:
-                v_pairs = tl.load(
-                    v.to(tl.pointer_type(tl.int32)) + value // 2 + pairs[:, None] + i[None, :] * (HV * V // 2),
-                    mask=in_pairs[:, None] & in_time[None, :],
-                    other=0,
-                )
-            else:
-                v_T = tl.load(
-                    v + value + vs[:, None] + i[None, :] * (HV * V), mask=in_v[:, None] & in_time[None, :], other=0.0
-                )
-
             if REPLAY:
                 local = first_place + c - begins
                 at = states + (tl.cast(local, tl.int64) * HV + hv) * V * K
@@ -166,19 +152,17 @@ def scan_kernel(
                 if K1 > 0:
                     store_rows(at, Sb, vs, kb, in_v, in_kb, K)
 
+            if PREPARED:
+                T_first, P_T = load_squares(squares, place, i, C, TERMS, 0)
+                T_first = tl.trans(T_first.to(dtype))
+                T_rest, P_rest = T_first, P_T
+                if TERMS == 2:
+                    T_rest, P_rest = load_squares(squares, place, i, C, TERMS, 1)
+                    T_rest = tl.trans(T_rest.to(dtype))
             # u = w v - c S0^T e,  x = T u
             S_a = Sa.to(dtype)
             if K1 > 0:
                 S_b = Sb.to(dtype)
-            if PAIRS:
-                both = tl.join(v_pairs.to(tl.int16), (v_pairs >> 16).to(tl.int16))
-                v_T = tl.reshape(tl.permute(both, [0, 2, 1]), [BV, C]).to(dtype, bitcast=True)
-            x = v_T.to(tl.float32)
-            if WRITE:
-                if PREPARED:
-                    x *= tl.load(gates + (place * 3 + 2) * C + i)[None, :]
-                else:
-                    x *= tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
             if DELTA:
                 if OWN:
                     e_a = load_rows(e + key, i, ka, in_time, in_ka, H * K)
@@ -193,9 +177,30 @@ def scan_kernel(
                     y = tl.dot((Sa - S_a.to(tl.float32)).to(dtype), tl.trans(e_a), y, input_precision=PREC)
                 if K1 > 0:
                     y = dot_terms(Sb, tl.trans(e_b), y, dtype, TERMS, PREC)
+            # v comes after y: its registers would be taken from here on
+            if PAIRS:
+                v_pairs = tl.load(
+                    v.to(tl.pointer_type(tl.int32)) + value // 2 + pairs[:, None] + i[None, :] * (HV * V // 2),
+                    mask=in_pairs[:, None] & in_time[None, :],
+                    other=0,
+                )
+                both = tl.join(v_pairs.to(tl.int16), (v_pairs >> 16).to(tl.int16))
+                v_T = tl.reshape(tl.permute(both, [0, 2, 1]), [BV, C]).to(dtype, bitcast=True)
+            else:
+                v_T = tl.load(
+                    v + value + vs[:, None] + i[None, :] * (HV * V), mask=in_v[:, None] & in_time[None, :], other=0.0
+                )
+            x = v_T.to(tl.float32)
+            if WRITE:
+                if PREPARED:
+                    x *= tl.load(gates + (place * 3 + 2) * C + i)[None, :]
+                else:
+                    x *= tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
+            if DELTA:
                 x -= y * tl.load(gates + (place * 3 + 1) * C + i)[None, :]
-                T_inverse = load_square(inverse, place, i, C, TERMS, 0)
-                x = dot_inverse(x, T_inverse, inverse, place, i, C, True, dtype, TERMS, PREC)
+                nothing = tl.zeros([BV, C], tl.float32)
+                x = dot_square(x, T_first, T_rest, nothing, dtype, TERMS, PREC)
+
             if DECAY != "none":
                 G, G_before, G_end = cumulative_decays(
                     gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
@@ -214,16 +219,15 @@ def scan_kernel(
                     out *= (tl.exp2(G_read) * scale)[None, :]
                 else:
                     out *= scale
-                if PREPARED:
-                    P = load_square(reads, place, i, C, TERMS, 0)
-                else:
-                    P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
+                if not PREPARED:
+                    P_T = tl.dot(k_a, tl.trans(q_a), input_precision=PREC)
                     if K1 > 0:
-                        P = tl.dot(q_b, tl.trans(k_b), P, input_precision=PREC)
+                        P_T = tl.dot(k_b, tl.trans(q_b), P_T, input_precision=PREC)
                     if DECAY != "none":
-                        P *= tl.exp2(tl.where(causal, G_read[:, None] - G[None, :], 0.0))
-                    P = tl.where(causal, P * scale, 0.0).to(dtype)
-                out = dot_square(x, P, out, reads, place, i, C, True, dtype, TERMS, PREC)
+                        P_T *= tl.exp2(tl.where(causal, G_read[None, :] - G[:, None], 0.0))
+                    P_T = tl.where(causal, P_T * scale, 0.0).to(dtype)
+                    P_rest = P_T
+                out = dot_square(x, P_T, P_rest, out, dtype, TERMS, PREC)
                 tl.store(
                     o + value + vs[:, None] + i[None, :] * (HV * V),
                     out.to(o.dtype.element_ty),

@@ -75,8 +75,9 @@ if __name__ == "__main__":
                 results.append(f.result())
         except Exception as ex:
             print("stopped", repr(ex)[:100])
+            running = list(pool._processes.values())
             pool.shutdown(wait=False, cancel_futures=True)
-            for p in list(pool._processes.values()): p.kill()
+            for p in running: p.kill()
     bad = [r for r in results if r[1] is None or not r[1] <= 1]
     print(f"{len(results)} of {len(todo)} done in {time.time()-t:.0f} s, {len(bad)} bad")
     for r in sorted(bad): print("BAD", r[0], None if r[1] is None else f"{r[1]:.2f}", r[2][:500])

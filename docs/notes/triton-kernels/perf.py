@@ -45,6 +45,7 @@ if __name__=="__main__":
     gdn=UpdateSpec(decay="head",beta="head")
     b=bind(gdn,TritonBackend())
     for n,(B,T,H,HV,L) in SHAPES.items():
+        if len(sys.argv)>1 and not any(n.startswith(a) for a in sys.argv[1:]): continue
         x=inputs(gdn,B,T,H,HV,L); f=bench(lambda: b(x)); fe=bench(lambda: b(x),graph=False)
         xg=inputs(gdn,B,T,H,HV,L,grad=True); do=torch.randn_like(xg.v); fn=both(b,xg,do)
         fb=bench(fn); fbe=bench(fn,graph=False)
@@ -53,6 +54,6 @@ if __name__=="__main__":
         peak=(torch.cuda.max_memory_allocated()-base)/2**20
         print(f"{n:15s} fwd graph {f:.3f} eager {fe:.3f}; both graph {fb:.3f} eager {fbe:.3f}; peak {peak:.0f} MiB  [{time.time()-t0:.0f} s]",flush=True)
         del o,gr
-    for name,spec in {"delta":UpdateSpec(beta="head"),"additive":UpdateSpec(decay="head",transition="additive"),"retnet":UpdateSpec(decay="fixed",transition="additive")}.items():
+    for name,spec in {} if len(sys.argv)>1 and "specs" not in sys.argv else {"delta":UpdateSpec(beta="head"),"additive":UpdateSpec(decay="head",transition="additive"),"retnet":UpdateSpec(decay="fixed",transition="additive")}.items():
         b=bind(spec,TritonBackend()); x=inputs(spec,8,4096,16,16,None); f=bench(lambda: b(x)); xg=inputs(spec,8,4096,16,16,None,grad=True); fb=bench(both(b,xg,torch.randn_like(xg.v)))
         print(f"{name} fwd {f:.3f} both {fb:.3f} [{time.time()-t0:.0f} s]",flush=True)
