@@ -40,7 +40,7 @@ def written(cache: KVCache, k: Tensor, v: Tensor, count_B: Tensor, first_B: Tens
         real_B11 = (count_B > 0)[:, None, None]
         for kept, new in ((cache.k, k), (cache.v, v)):
             kept[row_B, slot_B] = torch.where(real_B11, new[:, 0].to(kept.dtype), kept[row_B, slot_B])
-        return cache._replace(position=cache.position.add_(count_B))
+        return KVCache(cache.k, cache.v, cache.position.add_(count_B))
     # The last of the new tokens that belongs in a slot; negative where none does.
     slot_S = torch.arange(S, device=k.device)
     end_B1 = (cache.position + count_B)[:, None]

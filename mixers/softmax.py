@@ -99,7 +99,8 @@ def _later_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, which_T
         before_and_own = torch.cat([which_MW[:-1], which_MW[1:]], 1)
         seen = (seen & (before_and_own[:, None] == which_MW[1:, :, None]))[:, None]
     o = sdpa(q_BMWE[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, seen)
-    return o.unflatten(0, (B, q_BMWE.shape[1] - 1)).flatten(1, 2)[:, : T - W]
+    o = o.unflatten(0, (B, q_BMWE.shape[1] - 1)).flatten(1, 2)
+    return F.pad(o, (0, 0, 0, 0, 0, T - W - o.shape[1]))  # cuts; a slice would make the compiler guard its strides
 
 
 def _blocks(x: Tensor, W: int) -> Tensor:

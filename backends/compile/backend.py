@@ -59,7 +59,7 @@ class CompileBackend(Backend):
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         refuse_forward_mode(self.name, inputs)
-        if inputs.q.shape[1] == 0:
+        if inputs.q.shape[0] == 0 or inputs.q.shape[1] == 0:
             return _empty(inputs)
         if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta:
             return self._update(spec, inputs)
@@ -134,10 +134,11 @@ def _with_free_sizes(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Upd
 
 
 def _empty(inputs: UpdateInputs) -> UpdateOutput:
-    """No token: the initial state comes back."""
+    """No token, or no row: the initial state comes back. Every operand has its gradient, of zeros."""
     HV, V = inputs.v.shape[-2:]
-    B, _, _, K = inputs.q.shape
+    B, T, _, K = inputs.q.shape
     rows = B if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     dtype = state_dtype(inputs.q.dtype)
     state = inputs.q.new_zeros(rows, HV, K, V, dtype=dtype) if inputs.state is None else inputs.state.clone()
-    return UpdateOutput(inputs.v.new_zeros(B, 0, HV, V), state)
+    used = sum(x.sum() for x in inputs if x is not None and x.is_floating_point())
+    return UpdateOutput((inputs.v.new_zeros(B, T, HV, V) + used).to(inputs.v.dtype), state)

@@ -84,7 +84,7 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig) -> Prepared:
         ),
         config.prepare.warps,
         config.prepare.stages,
-        registers=160 if s.H == s.HV and s.C == 64 else None,  # three programs a processor
+        registers=None if exact or s.HV > s.H or s.C != 64 else 160,  # three programs a processor
     )  # fmt: skip
     return out
 

@@ -217,3 +217,16 @@ def test_the_reference_is_never_called_in_its_place(monkeypatch: pytest.MonkeyPa
     spec = SPECS["gated delta"]
     out = bind(spec, CompileBackend(compiled=False))(draw(spec, 2, 5))
     assert torch.isfinite(out.o).all()
+
+
+@pytest.mark.parametrize("decay", ["head", "channel", "none"])
+@pytest.mark.parametrize("backend", ["compile", "reference"])
+def test_no_row_gives_no_output_and_gradients_of_its_shape(decay, backend):
+    spec = UpdateSpec(decay=decay, beta="head")
+    x = UpdateInputs(*(t if t is None else t[:0].detach().requires_grad_() for t in draw(spec, 1, 20)))
+    out = bind(spec, backend)(x)
+    assert out.o.shape == x.v.shape
+    assert out.state.shape == (0, *x.v.shape[2:3], x.q.shape[-1], x.v.shape[-1])
+    given = [t for t in x if t is not None]
+    grads = torch.autograd.grad(out.o.sum() + out.state.sum(), given)
+    assert [g.shape for g in grads] == [t.shape for t in given]

@@ -47,7 +47,7 @@ def jobs():
         if delta:
             operand = "triton.language.float32" if terms == 2 or dtype == "fp32" else "triton.language.float16"
             inverse = "tf32x3" if operand.endswith("32") else "tf32"
-            registers = 160 if group == 1 else None
+            registers = 160 if group == 1 and operand.endswith("16") else None
             yield common | dict(module="prepare", kernel="prepare_kernel", stages=1, BLOCK=16, OPERAND=operand, PREC_INVERSE=inverse, maxnreg=registers)
         for kept in (every, 0):
             yield common | scan | dict(module="scan", kernel="scan_kernel", MODE="output", EVERY=kept)
