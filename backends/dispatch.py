@@ -56,6 +56,10 @@ class BoundUpdate:
         meta = UpdateMeta.of(inputs)._replace(grad=False)
         return self.backend_for(meta).step_(self.spec, inputs, states, slots)
 
+    def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
+        """The same choice for another form of the spec, which may never be run: what refuses it is said when it is."""
+        return BoundUpdate(spec, self._candidates, self.asked)
+
     def backend_for(self, meta: UpdateMeta) -> Backend:
         """The backend that runs on such tensors: the first candidate for the device that can.
 

@@ -39,7 +39,7 @@ class Update(nn.Module):
         self.bound_fixed: dict[int, BoundUpdate] = {}
         if self.spec.decay == "fixed":
             self.bound_fixed = {
-                dim: bind(self.spec.model_copy(update={"decay": decay}), backend, meta)
+                dim: self.bound.for_spec(self.spec.model_copy(update={"decay": decay}))
                 for dim, decay in ((3, "head"), (4, "channel"))
             }
 

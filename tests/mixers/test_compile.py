@@ -1,5 +1,7 @@
 """Every mixer under torch.compile(fullgraph=True): one graph, the numbers of eager, forward, backward and decoding."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,8 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.mixers import Context, MixerConfig
+from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.mixers import Context, MixerConfig, RetNet
 from deltazoo.mixers.base import Mixer
+from deltazoo.mixers.delta import Update
 
 WIDTH, T = 16, 3
 
@@ -119,3 +123,24 @@ def test_inductor_gives_the_same_numbers(zoo: dict[str, MixerConfig], name: str)
     leaves = [x, *mixer.parameters()]
     for ours, theirs in zip(*(torch.autograd.grad((y * y.cos()).sum(), leaves) for y in (got, want)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
+
+
+def test_a_fixed_decay_asks_nothing_of_the_backend_that_only_a_mask_would_need():
+    """With a mask a decay that is constant in time is given token by token: another spec, which few ever run."""
+
+    class HeadsAlone(ReferenceBackend):
+        name = "heads-alone"
+
+        def unsupported(self, spec, meta):
+            return ["decay must not be 'channel'."] if spec.decay == "channel" else []
+
+    mixer = RetNet(heads=2).build(16, backend=HeadsAlone())
+    update = next(part for part in mixer.modules() if isinstance(part, Update))
+    update.rebind(HeadsAlone(), SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
+    x = torch.randn(2, 5, 16)
+    y, _ = mixer(x)
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    state = mixer.init_state(2)
+    masked, _ = mixer(x, state, Context(mask=mask))
+    torch.testing.assert_close(masked[0], y[0])
+    torch.testing.assert_close(masked[1, :3], y[1, :3])
