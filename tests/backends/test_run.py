@@ -1,0 +1,93 @@
+"""Launching by compiled handle: what a handle is kept by, and what it gets."""
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from deltazoo.backends.triton import Launch
+from deltazoo.backends.triton import run as running
+
+
+class Kernel:
+    """Counts what it compiles, as a Triton kernel does; compiled, it notes what it is launched with."""
+
+    def __init__(self, compiles: bool = True) -> None:
+        self.fn = object()
+        self.compiles = compiles
+        self.compilations: list[dict[str, Any]] = []
+        self.launches: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Any:
+            self.compilations.append(options)
+            return _Compiled(self) if self.compiles else None
+
+        return launch
+
+
+class _Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.kernel.launches.append((grid, arguments))
+
+
+@pytest.fixture(autouse=True)
+def no_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_compiled", {})
+
+
+def test_a_call_like_one_before_gets_bare_pointers():
+    kernel, x, y = Kernel(), torch.zeros(64), torch.zeros(64)
+    running.run(kernel, 3, (x, None), (7, 0.5), (True, "head"), warps=8, stages=2)
+    running.run(kernel, 5, (y, None), (9, 0.25), (True, "head"), warps=8, stages=2)
+    assert kernel.compilations == [{"num_warps": 8, "num_stages": 2}]
+    assert kernel.launches == [((5, 1, 1), (y.data_ptr(), None, 9, 0.25, True, "head"))]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tensors": (torch.zeros(64, dtype=torch.bfloat16), None)},
+        {"tensors": (torch.zeros(64)[1:], None)},
+        {"tensors": (torch.zeros(64), torch.zeros(64))},
+        {"constants": (False,)},
+        {"warps": 8},
+        {"stages": 2},
+        {"registers": 160},
+    ],
+    ids=["dtype", "alignment", "another operand", "constant", "warps", "stages", "registers"],
+)
+def test_what_a_kernel_is_compiled_for_makes_another_handle(other):
+    kernel = Kernel()
+    call = {"tensors": (torch.zeros(64), None), "numbers": (1,), "constants": (True,)}
+    running.run(kernel, 1, **call)
+    running.run(kernel, 1, **(call | other))
+    assert len(kernel.compilations) == 2
+    assert not kernel.launches
+    running.run(kernel, 1, **(call | other))
+    assert len(kernel.compilations) == 2
+    assert len(kernel.launches) == 1
+
+
+def test_nothing_is_kept_of_the_interpreter_nor_of_numbers_beyond_32_bits():
+    interpreted, wide = Kernel(compiles=False), Kernel()
+    for _ in range(2):
+        running.run(interpreted, 1, (torch.zeros(4),), (1,), ())
+        running.run(wide, 1, (torch.zeros(4),), (2**31,), ())
+    assert len(interpreted.compilations) == len(wide.compilations) == 2
+
+
+def test_no_program_is_no_launch():
+    kernel = Kernel()
+    running.run(kernel, 0, (torch.zeros(4),), (1,), ())
+    assert not kernel.compilations
+
+
+@pytest.mark.parametrize("keys", [16, 48])
+def test_a_tile_of_keys_that_a_compiler_may_miscarry_is_refused(keys):
+    with pytest.raises(ValidationError, match=f"keys must be 0 or a power of two from 32 on, got {keys}"):
+        Launch(tile=64, keys=keys)
