@@ -150,10 +150,9 @@ def prepare_kernel(
                     kept = tl.abs(1 - erase * square)
                     fade += tl.sum(tl.log2(tl.maximum(kept, 1.0, propagate_nan=tl.PropagateNan.ALL)), 0)
             tl.store(fades + out, fade)
-            T_inverse = tl.zeros([C, C], tl.float32)
             if DELTA:
                 D = tl.exp2(tl.where(below, G_erase[:, None] - G[None, :], 0.0))
-                T_inverse = tl.where(below, erase[:, None] * A * D, 0.0)
+                L = tl.where(below, erase[:, None] * A * D, 0.0)
             if GROUP > 1:
                 more = in_time & (g + 1 < GROUP)
                 own_decay = log_decays(log_decay, row + i, tl.minimum(hv + 1, HV - 1), more, HV, DECAY)
@@ -161,8 +160,9 @@ def prepare_kernel(
                     erase = tl.load(b + at + g + 1, mask=more, other=0.0).to(tl.float32)
                 if WRITE:
                     write = tl.load(w + at + g + 1, mask=more, other=0.0).to(tl.float32)
+            T_inverse = tl.zeros([C, C], tl.float32)
             if DELTA:
-                T_inverse = unit_lower_inverse(T_inverse, C, OPERAND, PREC_INVERSE, BLOCK)
+                T_inverse = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
             # P comes last: until it is stored it would take registers from the inverse
             P_T = dot_wide(k_a, q_a, k_b, q_b, K1, PREC)
             P_T *= tl.exp2(tl.where(seen, G_read[None, :] - G[:, None], 0.0)) * scale
