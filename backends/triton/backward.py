@@ -46,12 +46,14 @@ def backward(
     split = config.split if config.split and chunks > config.split else 0
     if split and not kind.delta:
         prepared = prepare(x, kind, config)
+    itemsize = x.q.dtype.itemsize * kind.terms(x.q.dtype)
     unit = max(config.every, split)
-    segments, held = segments_of(s, unit, config.scratch, x.q.dtype.itemsize * kind.terms(x.q.dtype))
+    segments, held = segments_of(s, unit, config.scratch, itemsize)
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
     parts = cdiv(most, split) if split else 1
     K0 = key_tiles(s.K)[0]
-    keys = min(config.gradients.keys or K0, K0)
+    # 128 bytes of keys at least, for the reason that `key_tiles` gives
+    keys = min(max(config.gradients.keys or K0, 128 // itemsize), K0)
 
     d = Gradients.empty(x, kind)
     scratch, sums = _Scratch(x, kind, s, held), _Sums(x, s, cdiv(s.K, keys))

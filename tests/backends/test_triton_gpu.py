@@ -84,11 +84,11 @@ def test_packed_sequences_need_no_host_sync_and_every_run_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("transition", ["additive", "delta"])
-@pytest.mark.parametrize("K", [8, 16, 24, 144])
-def test_narrow_keys_and_wide_values_conform(K, transition):
+@pytest.mark.parametrize(("K", "V"), [(8, 128), (16, 128), (16, 16), (32, 64), (32, 32), (64, 16), (144, 128)])
+def test_narrow_keys_and_values_conform(K, V, transition):
     spec = UpdateSpec(decay="head", transition=transition, beta="head")
     report = conformance.compare(
-        TritonBackend(), Case(spec, Shape("narrow", 1, 130, 2, 4, K, 128), torch.bfloat16), device="cuda"
+        TritonBackend(), Case(spec, Shape("narrow", 1, 130, 2, 4, K, V), torch.bfloat16), device="cuda"
     )
     assert report.errors, str(report)
     assert not report.failures, str(report)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-_NARROWEST = 32
+_NARROWEST = 64
 
 
 @triton.jit
@@ -183,7 +183,8 @@ def chunks_remembered(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constex
 def key_tiles(K: int) -> tuple[int, int]:
     """K as one or two power-of-two tiles: 64 -> (64, 0), 128 -> (128, 0), 192 -> (128, 64), 200 -> (128, 128).
 
-    None is of 16: ptxas 12.8 miscompiled a product of 16 columns (docs/notes/triton-kernels/NOTES.md, miscarried).
+    None is narrower than 64: ptxas 12.8 miscompiled products of 16 and of 32 columns, as "miscarried" in
+    docs/notes/triton-kernels/NOTES.md tells.
     """
     first = min(128, max(_NARROWEST, triton.next_power_of_2(K)))
     rest = K - first

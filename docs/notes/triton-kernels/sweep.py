@@ -10,12 +10,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-WIDTHS = ((16, 16), (32, 64), (64, 64), (64, 128), (128, 128), (192, 384), (200, 400), (256, 256))
+WIDTHS = ((16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (128, 32), (128, 128), (192, 384), (200, 400), (256, 256))
 
 
 def tiles(K):
-    first = min(128, max(32, 1 << (K - 1).bit_length()))
-    return first, 0 if K <= first else max(32, 1 << (K - first - 1).bit_length())
+    first = min(128, max(64, 1 << (K - 1).bit_length()))
+    return first, 0 if K <= first else max(64, 1 << (K - first - 1).bit_length())
 
 
 def wide(most, V):
