@@ -6,11 +6,22 @@ B batch, T time, N sequences, H key heads, HV value heads, K key width, V value 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.config import LaunchConfig, least_keys
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.layout import key_tiles
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
-from deltazoo.backends.triton.launch import Cut, cdiv, decay_of, empty, join, precision, prepare, scan, value_tile
+from deltazoo.backends.triton.launch import (
+    Cut,
+    cdiv,
+    decay_of,
+    empty,
+    join,
+    part_states,
+    precision,
+    prepare,
+    scan,
+    value_tile,
+)
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.run import run
 
@@ -20,7 +31,7 @@ class _Scratch:
     with grouped heads each value head's share of the keys' gradients. float32 where two terms feed back."""
 
     def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int) -> None:
-        dtype = x.q.dtype if kind.terms(x.q.dtype) == 1 else torch.float32
+        dtype = kind.kept(x.q.dtype)
         self.held = held
         self.states, self.dstates = (empty(x.q, held, s.HV, s.V, s.K, dtype=dtype) for _ in range(2))
         self.xs, self.du = (empty(x.q, held, s.C, s.HV, s.V, dtype=dtype) for _ in range(2))
@@ -46,22 +57,18 @@ def backward(
     split = config.split if config.split and chunks > config.split else 0
     if split and not kind.delta:
         prepared = prepare(x, kind, config)
-    itemsize = x.q.dtype.itemsize * kind.terms(x.q.dtype)
     unit = max(config.every, split)
-    segments, held = segments_of(s, unit, config.scratch, itemsize)
+    segments, held = segments_of(s, unit, config.scratch, kind.kept(x.q.dtype).itemsize)
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
     parts = cdiv(most, split) if split else 1
     K0 = key_tiles(s.K)[0]
-    # 128 bytes of keys at least, for the reason that `key_tiles` gives
-    keys = min(max(config.gradients.keys or K0, 128 // itemsize), K0)
+    keys = min(max(config.gradients.keys or K0, least_keys(kind.kept(x.q.dtype))), K0)
 
     d = Gradients.empty(x, kind)
     scratch, sums = _Scratch(x, kind, s, held), _Sums(x, s, cdiv(s.K, keys))
     carry = empty(x.q, s.N, s.HV, s.V, s.K)
     carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
-    begins = ends = None
-    if split:
-        begins, ends = empty(x.q, s.N * parts, s.HV, s.V, s.K), empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
+    begins, ends = part_states(x, s, parts) if split else (None, None)
     for segment in reversed(range(segments)):
         replayed = Cut(cdiv(most, config.every), 0, config.every, unit, segment, segments)
         scan(

@@ -13,7 +13,8 @@ class Launch(BaseModel):
     Args:
         tile: value columns a program (prepare: the block from which on the inverse works on whole chunks).
         warps: of 32 threads; stages: of the software pipeline.
-        keys: key columns a program, a power of two from 32 on (gradients alone; else 0, all of them).
+        keys: key columns a program, a power of two from 32 on (gradients alone; else 0, all of them); 128 bytes of them
+            at least are taken, see `least_keys`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +60,12 @@ class LaunchConfig(BaseModel):
                 f"split must be 0 or a power of two and a multiple of every = {self.every}, got {self.split}"
             )
         return self
+
+
+def least_keys(kept: torch.dtype) -> int:
+    """The fewest key columns a program of the gradients, 128 bytes of what is kept: of narrower tiles a compiler
+    miscarried the addresses (docs/notes/triton-kernels/NOTES.md)."""
+    return 128 // kept.itemsize
 
 
 class Problem(NamedTuple):

@@ -67,6 +67,11 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
     return torch.empty(shape, device=like.device, dtype=dtype)
 
 
+def part_states(x: ScanOperands, s: Sizes, parts: int) -> tuple[Tensor, Tensor]:
+    """Room for where each part begins [N parts, HV, V, K], and for what it hands on with its map below it."""
+    return empty(x.q, s.N * parts, s.HV, s.V, s.K), empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
+
+
 def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig) -> Prepared:
     """Launch what each chunk decides alone."""
     s = Sizes.of(x, config.chunk)
@@ -147,7 +152,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
     checkpoints = empty(x.q, *((s.places(every), s.HV, s.V, s.K) if keep else (0,)))
     begins = None
     if split:
-        begins, ends = empty(x.q, s.N * parts, s.HV, s.V, s.K), empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
+        begins, ends = part_states(x, s, parts)
         scan(x, kind, prepared, s, config.scan, "ends", Cut(parts, split), ends=ends)
         join(prepared, s, x.state, begins, ends, x.cu_seqlens, Cut(parts, split), reverse=False)
     scan(

@@ -37,6 +37,10 @@ class ScanKind(NamedTuple):
         """How many numbers of a dtype keep what feeds back into the state."""
         return 2 if self.precise and dtype != torch.float32 else 1
 
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """What the backward keeps states and their gradients in."""
+        return dtype if self.terms(dtype) == 1 else torch.float32
+
 
 class Sizes(NamedTuple):
     """N sequences, T tokens in a row of the batch, slots: the most chunks of C tokens there may be, H key heads,

@@ -31,12 +31,12 @@ def run(
     kinds = [None if x is None else (x.dtype, p % _WIDE == 0) for x, p in zip(tensors, pointers, strict=True)]  # type: ignore[operator]
     first = tensors[0]
     assert first is not None
-    options = {} if registers is None else {"maxnreg": registers}
     key = (kernel.fn, first.get_device(), warps, stages, registers, *kinds, *constants)
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(programs, 1, 1)](*pointers, *numbers, *constants)
         return
+    options = {} if registers is None else {"maxnreg": registers}
     compiled = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages, **options)
     if compiled is not None and all(abs(x) < 2**31 for x in numbers):  # the interpreter compiles nothing
         _compiled[key] = compiled

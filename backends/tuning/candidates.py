@@ -13,7 +13,7 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.backend import TritonBackend
-from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem
+from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, least_keys
 from deltazoo.backends.triton.table import Kernel
 
 _STATE_LIKE = ("log_decay", "step", "rate")
@@ -73,9 +73,12 @@ def candidates(
         steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
         scratch = {0: 3 * 2**26}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
-    wide_V, wide_K = max(16, _power(problem.V)), _power(problem.K)
+    kept = torch.float32 if problem.precise else problem.dtype
+    wide_V, wide_K = max(16, _power(problem.V)), max(64, _power(problem.K))
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
-    narrow = [x for x in tried if kernel == "prepare" or (x.tile <= wide_V and x.keys <= wide_K)]
+    if kernel == "gradients":
+        tried = [x for x in tried if least_keys(kept) <= x.keys <= wide_K]
+    narrow = [x for x in tried if kernel == "prepare" or x.tile <= wide_V]
     return _unique(base, [{kernel: launch} for launch in narrow])
 
 

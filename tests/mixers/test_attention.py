@@ -12,6 +12,7 @@ from torch import Tensor
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers import Attention, Context, SlidingWindow
 from deltazoo.mixers.attention import AttentionConfig, AttentionMixer
+from deltazoo.mixers.cache import KVCache
 
 WIDTH, H, G, E = 24, 4, 2, 6
 HEADS = {"heads": H, "key_value_heads": G, "head_width": E}
@@ -81,18 +82,26 @@ def test_attention_equals_softmax_written_out(name: str, T: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
 
 
+def in_pieces(
+    mixer: AttentionMixer, x: Tensor, lengths: list[int], capacity: int | None = None
+) -> tuple[Tensor, KVCache]:
+    """The output of x in pieces, and the state after."""
+    with torch.no_grad():
+        state, outputs = mixer.init_state(1, capacity), []
+        for piece in x.split(lengths, dim=1):
+            y, state = mixer(piece, state)
+            outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
 def test_a_ring_keeps_the_window_for_ever() -> None:
     config = SlidingWindow(**HEADS, window=4)
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
     x = torch.randn(1, 50, WIDTH, dtype=torch.float64)
-    with torch.no_grad():
-        state, outputs = mixer.init_state(1), []
-        for piece in x.split([3, 1, 1, 9, 1, 2, 2, 4, 5, 1, 1, 20], dim=1):
-            y, state = mixer(piece, state)
-            outputs.append(y)
+    y, state = in_pieces(mixer, x, [3, 1, 1, 9, 1, 2, 2, 4, 5, 1, 1, 20])
     assert state.k.shape == (1, 4, G, E)
-    torch.testing.assert_close(torch.cat(outputs, 1), written_out(mixer, config, x, 4), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(y, written_out(mixer, config, x, 4), rtol=1e-9, atol=1e-11)
 
 
 def test_a_window_longer_than_the_capacity_keeps_no_more_slots() -> None:
@@ -100,15 +109,11 @@ def test_a_window_longer_than_the_capacity_keeps_no_more_slots() -> None:
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
     x = torch.randn(1, 9, WIDTH, dtype=torch.float64)
-    with torch.no_grad():
-        state, outputs = mixer.init_state(1, 9), []
-        for piece in x.split([3, 1, 1, 4], dim=1):
-            y, state = mixer(piece, state)
-            outputs.append(y)
-        assert state.k.shape == (1, 9, G, E)
-        torch.testing.assert_close(torch.cat(outputs, 1), written_out(mixer, config, x, 100), rtol=1e-9, atol=1e-11)
-        with pytest.raises(StateError, match="it has 9 slots"):
-            mixer(x[:, :1], state)
+    y, state = in_pieces(mixer, x, [3, 1, 1, 4], capacity=9)
+    assert state.k.shape == (1, 9, G, E)
+    torch.testing.assert_close(y, written_out(mixer, config, x, 100), rtol=1e-9, atol=1e-11)
+    with torch.no_grad(), pytest.raises(StateError, match="it has 9 slots"):
+        mixer(x[:, :1], state)
 
 
 def test_a_packed_window_longer_than_its_blocks_stays_in_its_sequence() -> None:
