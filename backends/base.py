@@ -4,6 +4,7 @@ B batch, T time, H key heads, HV value heads, K key width, V value width, N pack
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from deltazoo.backends.errors import UnsupportedError
+from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -126,13 +128,28 @@ class Backend(ABC):
                 states.index_copy_(0, slots, out.state)
         return out.o
 
+    def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
+        """Say why it has no kernel for a mixer's short convolution; [] means it has one.
+
+        That is no error: a convolution without a kernel is plain torch (`deltazoo.backends.short_conv`), whatever the
+        backend, and Inductor fuses it.
+        """
+        return ["it has no kernel for the short convolution: plain torch computes it."]
+
+    def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
+        """Compute the short convolution with what follows it; differentiable and compilable. The inputs are checked.
+
+        Called where `short_conv_unsupported` has no reasons. Returns a tensor [B, T, channels] for each part.
+        """
+        return short_conv(inputs, parts)
+
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Compute in the dtypes at hand on the device of x; the meta device knows no autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def refuse_forward_mode(backend: str, inputs: UpdateInputs) -> None:
+def refuse_forward_mode(backend: str, inputs: Iterable[Tensor | None]) -> None:
     """Raise where an operand carries a forward-mode tangent, which an operator with a hand-written backward would drop.
 
     Raises: UnsupportedError.

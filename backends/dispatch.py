@@ -12,6 +12,7 @@ from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
 from deltazoo.backends.check import check, check_step
 from deltazoo.backends.errors import DuplicateNameError, PluginError, UnknownNameError, UnsupportedError
+from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
 
 _log = logging.getLogger("deltazoo")
@@ -83,6 +84,50 @@ class BoundUpdate:
     def __repr__(self) -> str:
         order = {device or "other": [b.name for b in backends] for device, backends in self._candidates.items()}
         return f"BoundUpdate({self.spec!r}, {order})"
+
+
+class BoundConv:
+    """A short convolution with its backends resolved: call it inside torch.compile, build it outside.
+
+    The first candidate for the device that has a kernel computes it, else plain torch. Get one from `bind_conv`.
+    """
+
+    def __init__(
+        self, parts: tuple[ConvPart, ...], candidates: dict[str, tuple[Backend, ...]], asked: "str | Backend | None"
+    ):
+        self.parts = parts
+        self.asked = asked
+        self._candidates = candidates
+
+    def __call__(self, inputs: ConvInputs) -> tuple[Tensor, ...]:
+        """Convolve; returns [B, T, channels] for each part. Raises: ShapeError."""
+        check_conv(inputs, self.parts)
+        chosen = self.backend_for(inputs.x.device.type, inputs.x.dtype, inputs.weight.shape[1])
+        return short_conv(inputs, self.parts) if chosen is None else chosen.short_conv(inputs, self.parts)
+
+    def backend_for(self, device: str, dtype: torch.dtype, taps: int) -> Backend | None:
+        """The backend whose kernel runs on such tensors; None: plain torch does."""
+        meta = ConvMeta(device, dtype, taps, self.parts)
+        for backend in self._candidates.get(device, self._candidates[""]):
+            if not backend.short_conv_unsupported(meta):
+                return backend
+        return None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _bound_conv, (self.parts, self.asked)  # as of `BoundUpdate`
+
+    def __repr__(self) -> str:
+        order = {device or "other": [b.name for b in backends] for device, backends in self._candidates.items()}
+        return f"BoundConv({list(self.parts)}, {order})"
+
+
+def bind_conv(parts: Sequence[ConvPart], backend: str | Backend | None = None) -> BoundConv:
+    """Resolve the backends of a short convolution once, outside the compiled region.
+
+    Args: backend: as for `bind`; one without a kernel for it leaves the convolution to plain torch.
+    Raises: UnknownNameError, DuplicateNameError, PluginError.
+    """
+    return _bound_conv(tuple(parts), _asked(backend))
 
 
 def bind(spec: UpdateSpec, backend: str | Backend | None = None, meta: UpdateMeta | None = None) -> BoundUpdate:
@@ -212,9 +257,18 @@ def _asked(backend: str | Backend | None) -> str | Backend | None:
 
 
 def _bound(spec: UpdateSpec, asked: str | Backend | None) -> BoundUpdate:
+    return BoundUpdate(spec, _by_device(asked), asked)
+
+
+def _bound_conv(parts: tuple[ConvPart, ...], asked: str | Backend | None) -> BoundConv:
+    return BoundConv(parts, _by_device(asked), asked)
+
+
+def _by_device(asked: str | Backend | None) -> dict[str, tuple[Backend, ...]]:
+    """The candidates for each type of device; "" stands for every other."""
     if asked is not None:
-        return BoundUpdate(spec, {"": (resolve(asked),)}, asked)
-    return BoundUpdate(spec, {device: _default(order) for device, order in DEFAULT_ORDER.items()}, None)
+        return {"": (resolve(asked),)}
+    return {device: _default(order) for device, order in DEFAULT_ORDER.items()}
 
 
 def _default(order: Sequence[str]) -> tuple[Backend, ...]:

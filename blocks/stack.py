@@ -17,8 +17,8 @@ from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateE
 from deltazoo.blocks.head import IGNORE, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerState
 from deltazoo.mixers.base import Context
-from deltazoo.mixers.delta import Update
 from deltazoo.mixers.norms import RMSNorm
+from deltazoo.mixers.parts import Bound
 
 if TYPE_CHECKING:
     from deltazoo.blocks.spec import StackSpec
@@ -137,7 +137,7 @@ class LanguageModel(nn.Module):
     def rebind(self, backend: str | Backend | None) -> Self:
         """Let another backend compute every mixer's update; arguments and errors as for `deltazoo.bind`."""
         for module in self.modules():
-            if isinstance(module, Update):
+            if isinstance(module, Bound):
                 module.rebind(backend, self.embedding.weight)
                 continue
             for name, value in vars(module).items():

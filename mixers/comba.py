@@ -10,7 +10,6 @@ from deltazoo.mixers.decays import SoftplusDecay
 from deltazoo.mixers.gates import Feedback, OutputGate
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.project import Project
 from deltazoo.mixers.variant import DeltaRuleConfig
 
 
@@ -32,7 +31,7 @@ class Comba(DeltaRuleConfig):
         return self.sizes(width, key_share=0.75, value_share=1.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {**self.key_operands(shape), "feedback": Feedback(shape, self.correction)}
+        operands = {**self.beta(shape), "feedback": Feedback(shape, self.correction)}
         operands["decay"] = SoftplusDecay(shape)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, "sigmoid")}
-        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)
+        return Parts(self.project(shape), operands, outputs)

@@ -3,49 +3,65 @@
 B batch, T time, C channels, N packed sequences
 """
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.backends.base import state_dtype
+from deltazoo.backends.base import Backend
+from deltazoo.backends.dispatch import bind_conv
+from deltazoo.backends.short_conv import ConvInputs, ConvPart, taps_of
 from deltazoo.mixers.base import Context
-from deltazoo.mixers.sequence import counts, sequence_of
+from deltazoo.mixers.parts import Bound
+from deltazoo.mixers.sequence import counts
 from deltazoo.mixers.state import carried
 
 
-class ShortConv(nn.Module):
+class ShortConv(nn.Module, Bound):
     """y_t = sum_i weight_i x_(t - taps + 1 + i) + bias, for each channel; before its first token a sequence is zero.
 
-    Computed in float32 (float64 in float64) as shifted products, which Inductor fuses with what follows; in a pack
-    no tap reaches into another sequence.
+    Computed in float32 (float64 in float64), with what follows in each part, by the backend's kernel or in plain torch
+    (`deltazoo.backends.short_conv`); in a pack no tap reaches into another sequence.
 
-    Args: channels: C; taps: how many tokens a result sees, its own included.
+    Args: channels: C; taps: how many tokens a result sees, its own included; parts: the channels that become a tensor
+        each, with SiLU and norm; none: all in one, without; backend: as for `deltazoo.bind`.
     State: [B, taps - 1, C], the last real inputs.
     Initialisation: uniform in +-1 / sqrt(taps), as of torch's Conv1d.
     """
 
-    def __init__(self, channels: int, taps: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        channels: int,
+        taps: int,
+        bias: bool = False,
+        parts: Sequence[ConvPart] = (),
+        backend: str | Backend | None = None,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, taps).uniform_(-(taps**-0.5), taps**-0.5))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        self.parts = tuple(parts) or (ConvPart(channels),)
+        self.rebind(backend, self.weight)
+
+    def rebind(self, backend: str | Backend | None, like: Tensor) -> None:
+        self.bound = bind_conv(self.parts, backend)
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         """The history before the first token, in the dtype and on the device of `like`."""
         channels, taps = self.weight.shape
         return like.new_zeros(batch, taps - 1, channels)
 
-    def forward(self, x_BTC: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Convolve: [B, T, C] -> [B, T, C] in the dtype of x, and the state after."""
-        dtype = state_dtype(x_BTC.dtype)
-        taps, after = taps_of(x_BTC, state, self.weight.shape[1] - 1, context)
-        y_BTC = x_BTC.new_zeros((), dtype=dtype) if self.bias is None else self.bias.to(dtype)
-        for i, tap in enumerate(taps):
-            y_BTC = y_BTC + tap.to(dtype) * self.weight[:, i].to(dtype)
-        return y_BTC.to(x_BTC.dtype), after
+    def forward(
+        self, x_BTC: Tensor, state: Tensor | None, context: Context
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Convolve [B, T, C]: a tensor [B, T, channels] in the dtype of x for each part, and the state after."""
+        history = None if state is None else state.to(x_BTC.dtype)
+        streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, context.cu_seqlens))
+        return streams, _after(x_BTC, state, context)
 
     def extra_repr(self) -> str:
         channels, taps = self.weight.shape
-        return f"channels={channels}, taps={taps}, bias={self.bias is not None}"
+        return f"channels={channels}, taps={taps}, bias={self.bias is not None}, parts={[tuple(p) for p in self.parts]}"
 
 
 class TokenShift(nn.Module):
@@ -60,55 +76,29 @@ class TokenShift(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return x_(t-1) [B, T, D], and the state after."""
-        taps, after = taps_of(x_BTD, state, 1, context)
-        return taps[0], after
+        return taps_of(x_BTD, state, 1, context.cu_seqlens)[0], _after(x_BTD, state, context)
 
 
-def taps_of(x_BTC: Tensor, state: Tensor | None, past: int, context: Context) -> tuple[list[Tensor], Tensor | None]:
-    """x_(t - past), ..., x_t, each [B, T, C], and the state [B, past, C] after them (None where none came in)."""
-    if context.cu_seqlens is not None:
-        padded, rows_T, last = _pack_with_history(x_BTC, state, past, context.cu_seqlens)
-        taps = [padded[:, rows_T - past + i] for i in range(past + 1)]
-        after = padded[0, last] if state is not None else None
-    elif state is not None:
-        padded = torch.cat([state.to(x_BTC.dtype), x_BTC], 1)
-        taps = [padded[:, i : i + x_BTC.shape[1]] for i in range(past + 1)]
-        after = _last_real(padded, past, x_BTC, context)
+def _after(x_BTC: Tensor, state: Tensor | None, context: Context) -> Tensor | None:
+    """The state after: the last real inputs of each sequence, as many as `state` [N, P, C] has."""
+    if state is None:
+        return None
+    T, past = x_BTC.shape[1], state.shape[1]
+    before = state.to(x_BTC.dtype)
+    if context.mask is None and context.cu_seqlens is None:
+        recent = x_BTC[:, max(T - past, 0) :]
+        return carried(state, torch.cat([before, recent], 1)[:, recent.shape[1] :])
+    if T == 0 or past == 0:
+        return carried(state, before)
+    # of each sequence, with its history from -past on: the last indices
+    index_NP = counts(x_BTC, context)[:, None] + torch.arange(-past, 0, device=x_BTC.device)
+    if context.cu_seqlens is None:
+        latest = _rows(x_BTC, index_NP.clamp(min=0))
     else:
-        taps, after = [_shifted(x_BTC, past - i) for i in range(past + 1)], None
-    return taps, None if after is None else carried(state, after)
+        latest = x_BTC[0, (context.cu_seqlens[:-1, None] + index_NP.clamp(min=0)).clamp(max=T - 1)]
+    held = _rows(before, (index_NP + past).clamp(max=past - 1))
+    return carried(state, torch.where((index_NP >= 0)[..., None], latest, held))
 
 
-def _shifted(x_BTC: Tensor, by: int) -> Tensor:
-    """x_(t - by), zero before the first token. Each tap is padded by itself: Inductor reads x through that, but would
-    write out one padded tensor that all taps share."""
-    T = x_BTC.shape[1]
-    left = max(T - by, 0)
-    return F.pad(x_BTC[:, :left], (0, 0, T - left, 0)) if by else x_BTC
-
-
-def _last_real(padded: Tensor, past: int, x_BTC: Tensor, context: Context) -> Tensor:
-    """The last `past` real inputs of each row; row b of `padded` has its first token at index `past`."""
-    if context.mask is None:
-        return padded[:, x_BTC.shape[1] :]
-    index_BP = counts(x_BTC, context)[:, None] + torch.arange(past, device=padded.device)
-    return padded.gather(1, index_BP[..., None].expand(-1, -1, padded.shape[2]))
-
-
-def _pack_with_history(
-    x_1TC: Tensor, state: Tensor | None, past: int, cu_seqlens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay a pack out with `past` rows of history before each sequence.
-
-    Returns: the rows [1, T + N past, C]; where each token lies [T]; where the last `past` rows of each lie [N, past].
-    """
-    _, T, C = x_1TC.shape
-    bounds = cu_seqlens.long()
-    N = bounds.shape[0] - 1
-    history_NP = (torch.arange(N, device=x_1TC.device) * past)[:, None] + torch.arange(past, device=x_1TC.device)
-    rows_T = torch.arange(T, device=x_1TC.device) + (sequence_of(cu_seqlens, T) + 1) * past
-    padded = x_1TC.new_zeros(1, T + N * past, C).index_copy(1, rows_T, x_1TC)
-    if state is not None:
-        first_NP = history_NP + bounds[:-1, None]
-        padded = padded.index_copy(1, first_NP.flatten(), state.to(x_1TC.dtype).reshape(1, N * past, C))
-    return padded, rows_T, history_NP + bounds[1:, None]
+def _rows(x_BTC: Tensor, index_BP: Tensor) -> Tensor:
+    return x_BTC.gather(1, index_BP[..., None].expand(-1, -1, x_BTC.shape[2]))

@@ -12,12 +12,12 @@ from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context, Mixer
-from deltazoo.mixers.parts import Flow, HeadShape, Parts, Resizing, Stateful
+from deltazoo.mixers.parts import Bound, Flow, HeadShape, Parts, Resizing, Stateful
 from deltazoo.mixers.sequence import aligned, check_state, restored
 from deltazoo.mixers.state import carried
 
 
-class Update(nn.Module):
+class Update(nn.Module, Bound):
     """The update of a spec inside a module: bound to its backends, hiding padded tokens, carrying the state.
 
     State: [B, HV, K, V], float32 (float64 in float64).
@@ -29,7 +29,6 @@ class Update(nn.Module):
         self.rebind(backend, torch.empty(0))
 
     def rebind(self, backend: str | Backend | None, like: Tensor) -> None:
-        """Choose the backend anew, as `deltazoo.bind` does. like: a tensor with the device and dtype to come."""
         # A model is often built on the CPU, or on no device, before it moves: those do not tell where it will run.
         known = like.device.type not in ("cpu", "meta")
         _, _, HV, K, V, _ = self.shape
@@ -86,7 +85,7 @@ class DeltaMixer(Mixer):
             nn.init.normal_(self.out.weight, std=parts.out_std)
         self.direct = parts.direct
         self.state_names = tuple(self.init_state(0))
-        self._rebind(backend, torch.empty(0))  # parts with an update of their own are made without the backend
+        self._rebind(backend, torch.empty(0))  # what is bound inside the parts is made without the backend
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """The state before the first token; its size does not depend on `capacity`."""
@@ -131,7 +130,7 @@ class DeltaMixer(Mixer):
 
     def _rebind(self, backend: str | Backend | None, like: Tensor) -> None:
         for module in self.modules():
-            if isinstance(module, Update):
+            if isinstance(module, Bound):
                 module.rebind(backend, like)
 
     def _stages(self) -> list[tuple[str, nn.Module]]:

@@ -6,8 +6,8 @@ from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
-from deltazoo.mixers.features import Feature
-from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.features import Feature, FeatureMap
+from deltazoo.mixers.norms import HeadNorm, UnitNorm
 from deltazoo.mixers.parts import HeadShape, Parts
 from deltazoo.mixers.project import Project
 from deltazoo.mixers.variant import DeltaRuleConfig
@@ -29,6 +29,8 @@ class DeltaNet(DeltaRuleConfig):
         return self.delta_rule("none")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = self.key_operands(shape, self.feature, self.qk_norm)
-        outputs = {"norm": HeadNorm(shape, self.norm_eps)}
-        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)
+        operands, outputs = self.beta(shape), {"norm": HeadNorm(shape, self.norm_eps)}
+        if (self.feature, self.qk_norm) == ("silu", "l2"):
+            return Parts(self.project(shape), operands, outputs)
+        keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit)}
+        return Parts(Project(shape, self.conv_width, silu="v"), {**keys, **operands}, outputs)

@@ -8,7 +8,6 @@ from deltazoo.backends.spec import NegativeEigenvalues, UpdateSpec
 from deltazoo.mixers.base import Place
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.project import Project
 from deltazoo.mixers.variant import DeltaRuleConfig
 
 
@@ -26,6 +25,5 @@ class DeltaProduct(DeltaRuleConfig):
         return self.delta_rule("none")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {**self.key_operands(shape)}
-        outputs = {"norm": HeadNorm(shape, self.norm_eps)}
-        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)
+        operands, outputs = self.beta(shape), {"norm": HeadNorm(shape, self.norm_eps)}
+        return Parts(self.project(shape), operands, outputs)

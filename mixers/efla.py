@@ -6,9 +6,8 @@ from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
-from deltazoo.mixers.features import FeatureMap
 from deltazoo.mixers.gates import Beta
-from deltazoo.mixers.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
 from deltazoo.mixers.project import Project
 from deltazoo.mixers.variant import DeltaConfig
@@ -30,6 +29,6 @@ class EFLA(DeltaConfig):
         return UpdateSpec(beta="head", reparam="efla", householders=self.householders, scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {"feature": FeatureMap("silu"), "unit": UnitNorm(which="q"), "beta": Beta(shape, self.spec())}
+        operands = {"beta": Beta(shape, self.spec())}
         outputs = {"norm": HeadNorm(shape, self.norm_eps)}
-        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)
+        return Parts(Project(shape, self.conv_width, silu="qkv", unit="q"), operands, outputs)

@@ -66,9 +66,9 @@ class FilterMixer(Mixer, ABC):
         """Run one filter, with its part of the state."""
         part = self.filters[name]
         if state is None:
-            return part(x, None, context)[0]
+            return _run(part, x, None, context)[0]
         own = {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
-        y, held = part(x, own.get("", own) if isinstance(part, ShortConv) else own, context)
+        y, held = _run(part, x, own.get("", own) if isinstance(part, ShortConv) else own, context)
         after.update({f"{name}.{key}": tensor for key, tensor in _named(held).items()})
         return y
 
@@ -84,6 +84,13 @@ class FilterMixer(Mixer, ABC):
         after: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, state, after, context)
         return restored(y_BTD, order), None if state is None else after
+
+
+def _run(part: nn.Module, x: Tensor, state: Any, context: Context) -> tuple[Tensor, Any]:
+    if not isinstance(part, ShortConv):
+        return part(x, state, context)
+    (y,), after = part(x, state, context)  # the filters' convolutions are in one part
+    return y, after
 
 
 def _started(part: nn.Module, batch: int, like: Tensor, capacity: int | None) -> Any:

@@ -8,7 +8,6 @@ from deltazoo.mixers.decays import SoftplusDecay
 from deltazoo.mixers.gates import OutputGate
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.project import Project
 from deltazoo.mixers.variant import DeltaRuleConfig
 
 
@@ -28,4 +27,4 @@ class GatedDeltaNet2(DeltaRuleConfig):
         decay = SoftplusDecay(shape, "channel", shape.value_width, rates=(1, 16))
         gate = OutputGate(shape, "sigmoid", shape.value_width, bias=True)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
-        return Parts(Project(shape, self.conv_width, silu=True), {**self.key_operands(shape), "decay": decay}, outputs)
+        return Parts(self.project(shape), {**self.beta(shape), "decay": decay}, outputs)

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
-from deltazoo.mixers.features import FeatureMap
 from deltazoo.mixers.gates import Silu
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
@@ -31,7 +30,7 @@ class GSA(DeltaConfig):
         return self.one_key_each(self.sizes(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {"feature": FeatureMap("silu"), "slots": Slots(shape, self.slots, self.temperature)}
+        operands = {"slots": Slots(shape, self.slots, self.temperature)}
         norm = HeadNorm(shape, self.norm_eps, over="all")
         outputs = {"second": SecondPass(shape, self.slots), "silu": Silu(), "norm": norm}
-        return Parts(Project(shape, silu=True), operands, outputs)
+        return Parts(Project(shape, silu="qkv"), operands, outputs)

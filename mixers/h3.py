@@ -43,7 +43,7 @@ class H3Mixer(FilterMixer):
     def __init__(self, config: H3, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
         self.to_qkv = nn.Linear(width, 3 * width)
-        shift = ShortConv(width, config.shift, bias=False)
+        shift = ShortConv(width, config.shift, backend=backend)
         with torch.no_grad():
             shift.weight[:, -1] += torch.randn(width)
         self.filters["shift"] = shift

@@ -7,7 +7,6 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
 from deltazoo.mixers.decays import SigmoidDecay, TiedWrite
-from deltazoo.mixers.features import FeatureMap
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
 from deltazoo.mixers.project import Project
@@ -29,5 +28,7 @@ class HGRN2(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "channel", None, 1.0, floor=place.layer / place.depth)
-        operands = {"feature": FeatureMap("silu"), "decay": decay, "tied": TiedWrite("key")}
-        return Parts(Project(shape, keys=False), operands, {"norm": HeadNorm(shape, self.norm_eps, over="all")})
+        operands = {"decay": decay, "tied": TiedWrite("key")}
+        return Parts(
+            Project(shape, silu="q", keys=False), operands, {"norm": HeadNorm(shape, self.norm_eps, over="all")}
+        )

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.errors import StateError
+from deltazoo.backends.packs import sequence_of
 from deltazoo.mixers.base import FIRST, Context, Place
 from deltazoo.mixers.cache import KVCache, written
 from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.filters import FilterConfig, FilterMixer, Remembering
-from deltazoo.mixers.sequence import counts, sequence_of
+from deltazoo.mixers.sequence import counts
 from deltazoo.mixers.ssm import fft_convolved
 
 FASTEST, SLOWEST, TARGET = 0.3, 1.5, 1e-2
@@ -43,16 +44,16 @@ class Hyena(FilterConfig):
         return 2 * width
 
     def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "HyenaMixer":
-        return HyenaMixer(self, width)
+        return HyenaMixer(self, width, backend)
 
 
 class HyenaMixer(FilterMixer):
     """Source: section 3, definition 3.1 and algorithm 3. State: the short convolution's, and `LongConv`'s."""
 
-    def __init__(self, config: Hyena, width: int) -> None:
+    def __init__(self, config: Hyena, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
         self.to_streams = nn.Linear(width, 3 * width)
-        self.filters["short"] = ShortConv(3 * width, config.conv_width, bias=True)
+        self.filters["short"] = ShortConv(3 * width, config.conv_width, bias=True, backend=backend)
         self.filters["long"] = LongConv(config, width)
         self.out = nn.Linear(width, width)
 

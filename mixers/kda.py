@@ -10,7 +10,6 @@ from deltazoo.mixers.decays import SoftplusDecay
 from deltazoo.mixers.gates import OutputGate
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.project import Project
 from deltazoo.mixers.variant import DeltaRuleConfig
 
 
@@ -34,4 +33,4 @@ class KDA(DeltaRuleConfig):
         decay = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
         gate = OutputGate(shape, "sigmoid", self.gate_rank or shape.value_width)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
-        return Parts(Project(shape, self.conv_width, silu=True), {**self.key_operands(shape), "decay": decay}, outputs)
+        return Parts(self.project(shape), {**self.beta(shape), "decay": decay}, outputs)

@@ -7,7 +7,6 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
 from deltazoo.mixers.decays import SlopeDecay
-from deltazoo.mixers.features import FeatureMap
 from deltazoo.mixers.gates import OutputGate
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
@@ -27,6 +26,6 @@ class LightningAttention(DeltaConfig):
         return UpdateSpec(decay="fixed", transition="additive", scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {"feature": FeatureMap("silu"), "decay": SlopeDecay(shape, place)}
+        operands = {"decay": SlopeDecay(shape, place)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps, over="all"), "gate": OutputGate(shape, "sigmoid")}
-        return Parts(Project(shape, silu=True), operands, outputs)
+        return Parts(Project(shape, silu="qkv"), operands, outputs)

@@ -30,4 +30,4 @@ class Longhorn(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
-        return Parts(Project(shape, self.conv_width, silu=True), {"beta": Beta(shape, self.spec())}, outputs)
+        return Parts(Project(shape, self.conv_width, silu="v"), {"beta": Beta(shape, self.spec())}, outputs)

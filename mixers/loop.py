@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deltazoo.backends.packs import sequence_of
 from deltazoo.mixers.base import Context
-from deltazoo.mixers.sequence import counts, sequence_of
+from deltazoo.mixers.sequence import counts
 
 STRETCH = 16
 

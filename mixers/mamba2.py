@@ -7,7 +7,6 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
 from deltazoo.mixers.decays import SoftplusDecay
-from deltazoo.mixers.features import FeatureMap
 from deltazoo.mixers.gates import OutputGate, Skip
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
@@ -34,7 +33,7 @@ class Mamba2(DeltaConfig):
         return self.sizes(width, value_heads=2 * width // (self.value_width or 64))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {"feature": FeatureMap("silu"), "decay": SoftplusDecay(shape, rates=(1, 16), writes=True)}
+        operands = {"decay": SoftplusDecay(shape, rates=(1, 16), writes=True)}
         norm = HeadNorm(shape, self.norm_eps, over="group")
         outputs = {"skip": Skip(shape), "gate": OutputGate(shape), "norm": norm}
-        return Parts(Project(shape, self.conv_width, silu=True, conv_bias=True), operands, outputs)
+        return Parts(Project(shape, self.conv_width, silu="qkv", conv_bias=True), operands, outputs)

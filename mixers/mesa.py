@@ -8,9 +8,8 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Place
 from deltazoo.mixers.conjugate import Solve
 from deltazoo.mixers.decays import SigmoidDecay
-from deltazoo.mixers.features import FeatureMap
 from deltazoo.mixers.gates import Beta
-from deltazoo.mixers.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, OperandPart, Parts
 from deltazoo.mixers.project import Project
 from deltazoo.mixers.variant import DeltaConfig
@@ -33,7 +32,7 @@ class Mesa(DeltaConfig):
         return self.one_key_each(self.sizes(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        keys = {"feature": FeatureMap("silu"), "unit": UnitNorm()}
         gates = {"beta": Beta(shape, self.spec(), bias=True), "decay": SigmoidDecay(shape, "head", None, 1.0)}
-        operands: dict[str, OperandPart] = {**keys, **gates, "solve": Solve(shape, self.steps, self.bound)}
-        return Parts(Project(shape, self.conv_width, conv_of="qk"), operands, {"norm": HeadNorm(shape, self.norm_eps)})
+        operands: dict[str, OperandPart] = {**gates, "solve": Solve(shape, self.steps, self.bound)}
+        project = Project(shape, self.conv_width, silu="qk", unit="qk", conv_of="qk")
+        return Parts(project, operands, {"norm": HeadNorm(shape, self.norm_eps)})

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.base import Context
 
@@ -76,6 +76,14 @@ class Stateful(ABC):
 
         Args: like: a parameter of the mixer, which gives the device and the dtype.
         """
+
+
+class Bound(ABC):
+    """A module that a backend computes, in all or in part."""
+
+    @abstractmethod
+    def rebind(self, backend: str | Backend | None, like: Tensor) -> None:
+        """Choose the backend anew, as `deltazoo.bind` does. like: a tensor with the device and dtype to come."""
 
 
 class Costly(ABC):

@@ -5,24 +5,28 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.short_conv import ConvPart, follow
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.parts import HeadShape, Stateful
 
+# Of which of q, k and v.
+Streams = Literal["", "q", "v", "qk", "qkv"]
+
 
 class Project(nn.Module, Stateful):
-    """One linear map for q, k and v, then a short convolution and SiLU on v, where asked for.
+    """One linear map for q, k and v, then a short convolution, SiLU and the L2 norm of each head, where asked for.
 
-    The activation of q and k is the feature map's (`features.FeatureMap`).
+    What follows the convolution is computed with it (`deltazoo.backends.short_conv`). Other activations of q and k are
+    the feature map's (`features.FeatureMap`), other norms `norms.UnitNorm`'s.
 
-    Args: conv_width: taps of the convolution, 0 for none; silu: SiLU on v; conv_bias: a bias in the convolution;
-        keys: False leaves k to a later part (HGRN-2), which finds q in its place; conv_of: "qk" spares v (MesaNet).
+    Args: conv_width: taps of the convolution, 0 for none; silu: of these; unit: after it, these heads are divided by
+        their L2 norm; conv_bias: a bias in the convolution; keys: False leaves k to a later part (HGRN-2), which finds
+        q in its place; conv_of: "qk" spares v (MesaNet).
     State: the convolution's, [B, conv_width - 1, channels]; none without one.
     """
 
@@ -30,33 +34,39 @@ class Project(nn.Module, Stateful):
         self,
         shape: HeadShape,
         conv_width: int = 0,
-        silu: bool = False,
+        silu: Streams = "",
+        unit: Streams = "",
         conv_bias: bool = False,
         keys: bool = True,
         conv_of: Literal["qkv", "qk"] = "qkv",
     ) -> None:
         super().__init__()
-        self.shape, self.silu, self.keys = shape, silu, keys
+        self.shape, self.keys = shape, keys
         n, size = shape.householders, shape.heads * shape.key_width
-        self.sizes = [size, n * size if keys else 0, n * shape.value_heads * shape.value_width]
-        self.to_qkv = nn.Linear(shape.width, sum(self.sizes), bias=False)
-        self.convolved = sum(self.sizes[: len(conv_of)])
-        self.conv = ShortConv(self.convolved, conv_width, conv_bias) if conv_width else None
+        sizes = {"q": size, "k": n * size if keys else 0, "v": n * shape.value_heads * shape.value_width}
+        heads = {"q": shape.key_width, "k": shape.key_width, "v": shape.value_width}
+        parts = [ConvPart(sizes[x], x in silu, heads[x] if x in unit else 0) for x in "qkv"]
+        self.to_qkv = nn.Linear(shape.width, sum(sizes.values()), bias=False)
+        convolved, self.rest = parts[: len(conv_of)], parts[len(conv_of) :]
+        self.conv = None
+        if conv_width:
+            self.conv = ShortConv(sum(part.channels for part in convolved), conv_width, conv_bias, convolved)
+        else:
+            self.rest = parts
 
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         return None if self.conv is None else self.conv.init_state(batch, like)
 
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
         """Project x [B, T, D]; k and v carry the micro-step axis n after T where there are several."""
-        qkv_BTC = self.to_qkv(x)
+        rest_BTC = self.to_qkv(x)
+        streams: tuple[Tensor, ...] = ()
         if self.conv is not None:
-            mixed, state = self.conv(qkv_BTC[..., : self.convolved], state, context)
-            rest = qkv_BTC[..., self.convolved :]
-            qkv_BTC = torch.cat([mixed, rest], -1) if rest.shape[-1] else mixed
-        q, k, v = qkv_BTC.split(self.sizes, dim=-1)
+            convolved = self.conv.weight.shape[0]
+            streams, state = self.conv(rest_BTC[..., :convolved], state, context)
+            rest_BTC = rest_BTC[..., convolved:]
+        q, k, v = (*streams, *follow(rest_BTC, self.rest))
         k = k if self.keys else q
-        if self.silu:
-            v = F.silu(v)
         H, HV = self.shape.heads, self.shape.value_heads
         q_BTHK = rearrange(q, "b t (h k) -> b t h k", h=H)
         if self.shape.householders == 1:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.short_conv import ConvPart, follow
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.decays import dt_bias, softplus
@@ -29,12 +30,13 @@ class ProjectChannels(nn.Module, Stateful):
 
     def __init__(self, shape: HeadShape, conv_width: int, silu: bool, std: float | None = None) -> None:
         super().__init__()
-        self.shape, self.silu = shape, silu
+        self.shape = shape
         channels = shape.value_heads * shape.value_width
+        self.parts = [ConvPart(channels, silu)]
         self.to_v = nn.Linear(shape.width, channels, bias=False)
         if std is not None:
             nn.init.normal_(self.to_v.weight, std=std)
-        self.conv = ShortConv(channels, conv_width, bias=True) if conv_width else None
+        self.conv = ShortConv(channels, conv_width, True, self.parts) if conv_width else None
 
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         return None if self.conv is None else self.conv.init_state(batch, like)
@@ -42,8 +44,9 @@ class ProjectChannels(nn.Module, Stateful):
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
         v = self.to_v(x)
         if self.conv is not None:
-            v, state = self.conv(v, state, context)
-        v = F.silu(v) if self.silu else v
+            (v,), state = self.conv(v, state, context)
+        else:
+            (v,) = follow(v, self.parts)
         one = v.new_ones(*v.shape[:2], self.shape.heads, self.shape.key_width)
         return UpdateInputs(one, one, v.unflatten(-1, (self.shape.value_heads, -1))), state
 

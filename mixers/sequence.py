@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.packs import sequence_of
 from deltazoo.mixers.base import Context
 
 _NOTHING = Context()
@@ -49,12 +50,6 @@ def check_state(rows: dict[str, int], x_BTD: Tensor, context: Context) -> None:
         if got != N:
             what = "row of x" if context.cu_seqlens is None else "sequence of the pack"
             raise StateError(f"state {name!r} must have one row for each {what}, {N} in all, got {got}")
-
-
-def sequence_of(cu_seqlens: Tensor, T: int) -> Tensor:
-    """The sequence that each token of a pack belongs to: [T] int64."""
-    time_T = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:], time_T, right=True)
 
 
 def counts(x_BTD: Tensor, context: Context) -> Tensor:

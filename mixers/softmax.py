@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.packs import sequence_of
 from deltazoo.mixers.cache import KVCache, token_in_slot
-from deltazoo.mixers.sequence import sequence_of
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.packs import sequence_of
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.decays import at_most_zero
 from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart, Stateful
-from deltazoo.mixers.sequence import sequence_of
 from deltazoo.mixers.state import carried
 
 # The maximum before the first token, of an empty state: low, and exp(-LOWEST) is finite in float32.

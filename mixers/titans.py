@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
+from deltazoo.backends.short_conv import ConvPart
 from deltazoo.mixers.base import FIRST, Context, Place
 from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.filters import FilterConfig
@@ -40,7 +41,7 @@ class Titans(FilterConfig):
         return "S_t = eta_t S_(t-1) - theta_t grad |M'(k_t) - v_t|^2, M_t = (1 - alpha_t) M_(t-1) + S_t, o_t = M_t(q_t)"
 
     def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "TitansMixer":
-        return TitansMixer(self, width)
+        return TitansMixer(self, width, backend)
 
     def update_flops(self, width: int) -> int:
         weights = width * width // heads_of(self.heads, width) * (1 if self.depth == 1 else 2 * self.inner_factor)
@@ -54,7 +55,7 @@ class TitansMixer(LearnedMixer):
     Source: section 3.1, equations 8 to 15; chunks, section 3.2, equations 16 to 18; the layer around, section 4.4.
     """
 
-    def __init__(self, config: Titans, width: int) -> None:
+    def __init__(self, config: Titans, width: int, backend: str | Backend | None) -> None:
         super().__init__(width, heads_of(config.heads, width))
         H, E = self.heads, self.head_width
         self.chunk = config.chunk
@@ -62,7 +63,7 @@ class TitansMixer(LearnedMixer):
         sizes = [(E, E)] if config.depth == 1 else [(E, inner), (inner, E)]
         self.memory = nn.ParameterList(nn.Parameter(torch.randn(H, *size) * size[0] ** -0.5) for size in sizes)
         self.to_qkv = nn.Linear(width, 3 * width, bias=False)
-        self.filters["conv"] = ShortConv(3 * width, config.conv_width)
+        self.filters["conv"] = ShortConv(3 * width, config.conv_width, False, [ConvPart(3 * width, silu=True)], backend)
         self.to_gates = nn.Linear(width, 3 * H)
         with torch.no_grad():
             self.to_gates.bias.copy_(torch.tensor([0.0, -2.0, -4.0]).repeat_interleave(H))  # eta, theta, alpha
@@ -75,7 +76,7 @@ class TitansMixer(LearnedMixer):
         return [*memory, *memory, *(torch.zeros_like(layer) for layer in memory)]
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, after: dict[str, Tensor], context: Context) -> Tensor:
-        streams = F.silu(self.filtered("conv", self.to_qkv(x), state, after, context))
+        streams = self.filtered("conv", self.to_qkv(x), state, after, context)
         q, k, v = rearrange(streams, "b t (n h e) -> n b t h e", n=3, h=self.heads).to(state_dtype(x.dtype))
         q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
         place = positions(x, self.seen(state), context._replace(positions=None)) % self.chunk

@@ -41,7 +41,7 @@ class TTTLinear(FilterConfig):
         return "W_t = W' - (1 / i + p_i) sum_s eta_s grad l(W'; k_s, v_s), o_t = q_t + ln(W_t q_t + b_t)"
 
     def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "TTTLinearMixer":
-        return TTTLinearMixer(self, width)
+        return TTTLinearMixer(self, width, backend)
 
     def update_flops(self, width: int) -> int:
         return 8 * width * width // heads_of(self.heads, width)
@@ -55,12 +55,12 @@ class TTTLinearMixer(LearnedMixer):
     projection, the norm and the gate after it as in the published code.
     """
 
-    def __init__(self, config: TTTLinear, width: int) -> None:
+    def __init__(self, config: TTTLinear, width: int, backend: str | Backend | None) -> None:
         super().__init__(width, heads_of(config.heads, width))
         H, E = self.heads, self.head_width
         self.batch, self.rate, self.theta = config.batch, config.rate, config.rotary_theta
         self.to_qk_v = nn.Linear(width, 2 * width, bias=False)
-        self.filters["conv"] = ShortConv(2 * width, config.conv_width, bias=True)
+        self.filters["conv"] = ShortConv(2 * width, config.conv_width, bias=True, backend=backend)
         self.to_rate = nn.Linear(width, H)
         nn.init.normal_(self.to_rate.weight, std=0.02)
         nn.init.zeros_(self.to_rate.bias)

@@ -13,9 +13,8 @@ from deltazoo.mixers.base import FIRST, Cost, MixerConfig, Place
 from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.decays import SoftplusDecay
 from deltazoo.mixers.delta import DeltaMixer, Update
-from deltazoo.mixers.features import Feature, FeatureMap
 from deltazoo.mixers.gates import Beta, ChannelBeta, OutputGate
-from deltazoo.mixers.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import Costly, HeadShape, OperandPart, Parts
 from deltazoo.mixers.project import Project
 from deltazoo.mixers.state import nbytes
@@ -118,14 +117,19 @@ class DeltaRuleConfig(DeltaConfig, ABC):
     reparam: Reparam = Field(default="none", description="none: explicit Euler; efla: exact; longhorn: implicit Euler")
     householders: int = Field(default=1, ge=1, description="delta steps a token")
 
-    def key_operands(
-        self, shape: HeadShape, feature: Feature = "silu", norm: Literal["l2", "l1"] = "l2"
-    ) -> dict[str, OperandPart]:
-        """The feature map and norm of q and k, and beta; with a `reparam` k keeps its length, which tells something."""
-        unit = UnitNorm(norm, "qk" if self.reparam == "none" else "q")
+    @property
+    def unit(self) -> Literal["q", "qk"]:
+        """What is made a unit vector: with a `reparam` k keeps its length, which tells something."""
+        return "qk" if self.reparam == "none" else "q"
+
+    def project(self, shape: HeadShape) -> Project:
+        """q, k and v after a convolution and SiLU, q and k divided by their L2 norm."""
+        return Project(shape, self.conv_width, silu="qkv", unit=self.unit)
+
+    def beta(self, shape: HeadShape) -> dict[str, OperandPart]:
+        """The strengths of erase and write, as the spec wants them."""
         spec = self.spec()
-        beta = ChannelBeta(shape, spec) if spec.beta == "channel" else Beta(shape, spec)
-        return {"feature": FeatureMap(feature), "unit": unit, "beta": beta}
+        return {"beta": ChannelBeta(shape, spec) if spec.beta == "channel" else Beta(shape, spec)}
 
     def delta_rule(self, decay: Decay, beta: Literal["head", "channel"] = "head") -> UpdateSpec:
         """The delta rule with this decay and the fields' other axes."""
@@ -146,9 +150,9 @@ class GatedDeltaRuleConfig(DeltaRuleConfig, ABC):
         return self.delta_rule("head")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {**self.key_operands(shape), "decay": SoftplusDecay(shape)}
+        operands = {**self.beta(shape), "decay": SoftplusDecay(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
-        return Parts(Project(shape, self.conv_width, silu=True), operands, outputs)
+        return Parts(self.project(shape), operands, outputs)
 
 
 def update_flops(spec: UpdateSpec, shape: HeadShape) -> int:

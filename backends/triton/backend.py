@@ -9,7 +9,9 @@ from torch.nn.functional import pad
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
 from deltazoo.backends.lowering import strengths
+from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.triton import conv
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.op import chunk_scan, step_
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
@@ -40,16 +42,7 @@ class TritonBackend(Backend):
         self._interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
-        reasons = []
-        if not self._installed:
-            reasons.append("it needs the package triton, which is not installed.")
-        if meta.device != ("cpu" if self._interpreted else "cuda"):
-            reasons.append(f"it needs tensors on 'cuda', got '{meta.device}'.")
-        if meta.dtype == torch.float64 or (self._interpreted and meta.dtype == torch.bfloat16):
-            takes = (
-                "float32 or float16 under Triton's interpreter" if self._interpreted else "float32, bfloat16 or float16"
-            )
-            reasons.append(f"it computes in {takes}, got {str(meta.dtype).removeprefix('torch.')}.")
+        reasons = self._tensors_unsupported(meta.device, meta.dtype)
         if spec.decay in ("channel", "rate"):
             reasons.append(f"decay must be 'none', 'fixed' or 'head', got '{spec.decay}'.")
         if meta.decay_channels:
@@ -87,6 +80,34 @@ class TritonBackend(Backend):
         with torch.no_grad():
             x, kind = self._operands(spec, inputs, padded=False)
             return step_(x, states, slots, kind)
+
+    def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
+        reasons = self._tensors_unsupported(meta.device, meta.dtype)
+        if meta.taps > conv.MOST_TAPS:
+            reasons.append(f"a short convolution must have at most {conv.MOST_TAPS} taps, got {meta.taps}.")
+        widest = max((part.unit for part in meta.parts), default=0)
+        if widest > conv.WIDEST_UNIT:
+            reasons.append(f"heads with a norm must have at most {conv.WIDEST_UNIT} channels, got {widest}.")
+        return reasons
+
+    def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
+        if inputs.x.shape[1] == 1:
+            return super().short_conv(inputs, parts)  # a token has no neighbours to share, and fuses with the rest
+        refuse_forward_mode(self.name, inputs)
+        return conv.short_conv(inputs, parts)
+
+    def _tensors_unsupported(self, device: str, dtype: torch.dtype) -> list[str]:
+        reasons = []
+        if not self._installed:
+            reasons.append("it needs the package triton, which is not installed.")
+        if device != ("cpu" if self._interpreted else "cuda"):
+            reasons.append(f"it needs tensors on 'cuda', got '{device}'.")
+        if dtype == torch.float64 or (self._interpreted and dtype == torch.bfloat16):
+            takes = (
+                "float32 or float16 under Triton's interpreter" if self._interpreted else "float32, bfloat16 or float16"
+            )
+            reasons.append(f"it computes in {takes}, got {str(dtype).removeprefix('torch.')}.")
+        return reasons
 
     def _operands(self, spec: UpdateSpec, inputs: UpdateInputs, padded: bool = True) -> tuple[ScanOperands, ScanKind]:
         """The kernels' operands; the micro-steps of a token lie in time, but q and log_decay are the token's."""

@@ -41,7 +41,7 @@ def test_short_conv_equals_conv1d(taps: int, bias: bool) -> None:
     conv = ShortConv(6, taps, bias).double()
     x = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
     want = F.conv1d(x.mT, conv.weight[:, None], conv.bias, padding=taps - 1, groups=6).mT[:, :9]
-    got, state = conv(x, None, Context())
+    (got,), state = conv(x, None, Context())
     assert state is None
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
     weight = torch.randn_like(want)
@@ -55,7 +55,9 @@ def test_short_conv_equals_conv1d(taps: int, bias: bool) -> None:
 
 def test_an_empty_pack_is_nothing() -> None:
     conv = ShortConv(6, 4)
-    y, state = conv(torch.randn(1, 0, 6), torch.zeros(0, 3, 6), Context(cu_seqlens=torch.zeros(1, dtype=torch.int32)))
+    (y,), state = conv(
+        torch.randn(1, 0, 6), torch.zeros(0, 3, 6), Context(cu_seqlens=torch.zeros(1, dtype=torch.int32))
+    )
     assert y.numel() == 0
     assert state.shape == (0, 3, 6)
 

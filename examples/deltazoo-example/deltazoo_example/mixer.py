@@ -6,7 +6,6 @@ from deltazoo import Place, UpdateSpec
 from deltazoo.mixers.decays import FixedDecay
 from deltazoo.mixers.norms import HeadNorm
 from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.project import Project
 from deltazoo.mixers.variant import DeltaRuleConfig
 
 
@@ -20,5 +19,5 @@ class FadingDeltaNet(DeltaRuleConfig):
         return self.delta_rule("fixed")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {**self.key_operands(shape), "decay": FixedDecay(shape)}
-        return Parts(Project(shape, self.conv_width, silu=True), operands, {"norm": HeadNorm(shape, self.norm_eps)})
+        operands = {**self.beta(shape), "decay": FixedDecay(shape)}
+        return Parts(self.project(shape), operands, {"norm": HeadNorm(shape, self.norm_eps)})
