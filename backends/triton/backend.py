@@ -85,9 +85,9 @@ class TritonBackend(Backend):
         reasons = self._tensors_unsupported(meta.device, meta.dtype)
         if meta.taps > conv.MOST_TAPS:
             reasons.append(f"a short convolution must have at most {conv.MOST_TAPS} taps, got {meta.taps}.")
-        widest = max((part.unit for part in meta.parts), default=0)
-        if widest > conv.WIDEST_UNIT:
-            reasons.append(f"heads with a norm must have at most {conv.WIDEST_UNIT} channels, got {widest}.")
+        too_wide = [part.unit for part in meta.parts if part.unit > conv.WIDEST_UNIT]
+        if too_wide:
+            reasons.append(f"heads with a norm must have at most {conv.WIDEST_UNIT} channels, got {too_wide[0]}.")
         return reasons
 
     def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:

@@ -130,8 +130,8 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
             sums.append(partial.sum(0))
             begin += part.channels
     by_lag = torch.cat(sums, 1)
-    dweight = by_lag[:W].flip(0).t().to(weight.dtype, memory_format=torch.contiguous_format)
-    dbias = x.new_empty(0) if bias is None else by_lag[W].to(bias.dtype)
+    dweight = by_lag[:W].flip(0).t().contiguous().to(weight.dtype)
+    dbias = x.new_empty(0) if bias is None else by_lag[W].to(bias.dtype, copy=True)
     return [dx, dweight, dbias, dhistory]
 
 

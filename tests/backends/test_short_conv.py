@@ -1,0 +1,469 @@
+"""The short convolution with its SiLU and norm: plain torch and the kernels against float64, operators, one graph.
+
+The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
+"""
+
+import copy
+import importlib.util
+import itertools
+import os
+import pickle
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.dispatch import bind_conv, use_backend
+from deltazoo.backends.errors import ShapeError, UnknownNameError, UnsupportedError
+from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
+from deltazoo.backends.triton import TritonBackend, conv
+from deltazoo.mixers import KDA, Context, DeltaNet, GatedDeltaNet, Hyena, Mesa, MixerConfig
+from deltazoo.mixers.base import Mixer
+from deltazoo.mixers.conv import ShortConv
+from deltazoo.mixers.features import FeatureMap
+from deltazoo.mixers.norms import UnitNorm
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+ABLE = importlib.util.find_spec("triton") is not None and (INTERPRETED or DEVICE == "cuda")
+kernels = pytest.mark.skipif(not ABLE, reason="needs a CUDA device, or TRITON_INTERPRET=1 as make test sets it")
+
+Parts = list[ConvPart]
+Run = Callable[[ConvInputs, Parts], tuple[Tensor, ...]]
+
+Q, V, BARE = ConvPart(32, True, 16), ConvPart(40, True), ConvPart(24)
+
+
+class Case(NamedTuple):
+    """T is of each row; lengths are those of a pack, where there are any."""
+
+    parts: Parts
+    T: int = 0
+    lengths: tuple[int, ...] = ()
+    W: int = 4
+    bias: bool = False
+    history: bool = False
+    B: int = 2
+
+
+PACK = (3, 0, 70, 1, 2, 64, 0, 5)
+CASES = {
+    "one token": Case([Q, V], 1, bias=True, history=True),
+    "fewer than taps": Case([Q, BARE], 2, W=6, history=True),
+    "short": Case([Q, Q, V], 5),
+    "a strip": Case([Q, V, BARE], 64, bias=True, history=True),
+    "a strip and a token": Case([V, Q], 65, W=3, history=True),
+    "three strips": Case([ConvPart(192, True, 96)], 130, W=2),
+    "a norm without silu": Case([ConvPart(32, False, 32)], 70, bias=True),
+    "head of 128": Case([ConvPart(256, True, 128)], 70),
+    "head of 200": Case([ConvPart(200, True, 200)], lengths=(9, 60, 0, 4)),
+    "one tap": Case([Q, V], 9, W=1, bias=True, history=True),
+    "eight taps": Case([Q, V], 20, W=8, bias=True, history=True),
+    "odd channels": Case([ConvPart(9, True, 3), ConvPart(5)], 33, bias=True),
+    "no channels": Case([Q, ConvPart(0), V], 7),
+    "pack": Case([Q, V], lengths=PACK),
+    "pack with history": Case([Q, V], lengths=PACK, bias=True, history=True),
+    "pack of single tokens": Case([Q, V], lengths=(1,) * 7, W=3, history=True),
+    "pack, eight taps": Case([Q], lengths=(3, 0, 10, 1, 40), W=8, bias=True, history=True),
+    "no token": Case([Q, V], 0, bias=True, history=True),
+    "no token in a pack": Case([Q, V], lengths=(0, 0), history=True),
+    "no row": Case([Q, V], 6, history=True, B=0),
+}
+LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def draw(case: Case, dtype: torch.dtype = torch.float32, device: str = DEVICE) -> ConvInputs:
+    torch.manual_seed(0)
+    B, T, N = (1, sum(case.lengths), len(case.lengths)) if case.lengths else (case.B, case.T, case.B)
+    C = sum(part.channels for part in case.parts)
+
+    def leaf(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_()
+
+    wide = torch.promote_types(dtype, torch.float32)
+    return ConvInputs(
+        leaf(B, T, C),
+        leaf(C, case.W, dtype=wide),
+        leaf(C, dtype=wide) if case.bias else None,
+        leaf(N, case.W - 1, C) if case.history else None,
+        bounds(case.lengths, device) if case.lengths else None,
+    )
+
+
+def bounds(lengths: tuple[int, ...], device: str = DEVICE) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def formula(inputs: ConvInputs, parts: Parts) -> tuple[Tensor, ...]:
+    """Sequence by sequence with torch's own convolution."""
+    x, weight, bias, history, cu = inputs
+    W, C = weight.shape[1], x.shape[2]
+    rows = list(x) if cu is None else [x[0, a:b] for a, b in itertools.pairwise(cu.tolist())]
+    done = []
+    for n, row in enumerate(rows):
+        before = row.new_zeros(W - 1, C) if history is None else history[n]
+        done.append(F.conv1d(torch.cat([before, row]).mT, weight[:, None], bias, groups=C).mT if len(row) else row)
+    y = (torch.stack(done) if len(done) else x) if cu is None else torch.cat(done)[None]
+    out = []
+    for stream, part in zip(y.split([part.channels for part in parts], -1), parts, strict=True):
+        s = stream * stream.sigmoid() if part.silu else stream
+        if part.unit:
+            heads = s.unflatten(-1, (-1, part.unit)) if s.numel() else s[..., None]
+            s = (heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()).reshape(s.shape)
+        out.append(s)
+    return tuple(out)
+
+
+def gradients(run: Run, inputs: ConvInputs, parts: Parts) -> tuple[Tensor, ...]:
+    """The results, then the gradients of all operands."""
+    leaves = [t for t in inputs[:4] if t is not None]
+    out = run(inputs, parts)
+    torch.manual_seed(1)
+    d = [torch.randn(y.shape, dtype=torch.float64).to(y) for y in out]
+    grads = torch.autograd.grad(out, leaves, d, materialize_grads=True)
+    assert [g.dtype for g in grads] == [t.dtype for t in leaves]
+    return *out, *grads
+
+
+def agrees(run: Run, case: Case, dtype: torch.dtype) -> None:
+    inputs = draw(case, dtype)
+    got = gradients(run, inputs, case.parts)
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in inputs[:4]]
+    wide = gradients(formula, ConvInputs(*exact, inputs.cu_seqlens), case.parts)
+    assert all(y.dtype == dtype and y.is_contiguous() for y in got[: len(case.parts)])
+    for mine, want in zip(got, wide, strict=True):
+        assert mine.shape == want.shape
+        error, size = (float(t.detach().norm()) for t in (mine.double() - want, want))
+        assert error <= LIMITS[dtype] * size, (error, size)
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_plain_torch_is_the_formula(name: str, dtype: torch.dtype) -> None:
+    agrees(short_conv, CASES[name], dtype)
+
+
+_DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_are_the_formula(name: str, dtype: torch.dtype) -> None:
+    agrees(conv.short_conv, CASES[name], dtype)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "launch",
+    [
+        conv.ConvLaunch(rows=1, columns=16, strip=16, group=1),
+        conv.ConvLaunch(rows=2, columns=64, strip=32, group=8, warps=2),
+        conv.ConvLaunch(rows=16, columns=32, strip=128, group=2, warps=8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["three strips", "pack with history"])
+def test_every_way_of_launching_gives_the_same_numbers(name: str, launch: conv.ConvLaunch) -> None:
+    agrees(lambda x, parts: conv.short_conv(x, parts, launch, launch), CASES[name], torch.float32)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["a strip and a token", "pack with history"])
+def test_the_kernels_give_the_same_bits_again(name: str) -> None:
+    case = CASES[name]
+    first, second = (gradients(conv.short_conv, draw(case), case.parts) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+RUNS = [pytest.param(short_conv, id="plain"), pytest.param(conv.short_conv, id="kernels", marks=kernels)]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("lengths", [(70, 2, 0, 61), ()], ids=["pack", "rows"])
+def test_what_is_not_finite_stays_in_its_sequence_and_head(run: Run, lengths: tuple[int, ...]) -> None:
+    case = Case([Q, V], 70, lengths, bias=True, history=True)
+    clean, spoilt = draw(case), draw(case)
+    begin, end, row = (72, 133, 0) if lengths else (0, 70, 1)
+    with torch.no_grad():
+        spoilt.x[row, [begin, end - 1], 17] = torch.nan  # the second head of q
+        spoilt.x[row, begin, 40] = torch.inf
+        spoilt.history[-1, :, 50] = torch.nan
+    touched = torch.zeros_like(clean.x, dtype=torch.bool)
+    touched[row, begin:end, [*range(16, 32), 40, 50]] = True
+    of_part = touched.split([32, 40], -1)
+    wanted, got = (gradients(run, inputs, case.parts) for inputs in (clean, spoilt))
+    for y, want, spoils in zip(got, wanted, (*of_part, touched), strict=False):  # results, then the gradient of x
+        assert torch.equal(y[~spoils], want[~spoils])
+    channels = [c for c in range(72) if c not in (*range(16, 32), 40, 50)]
+    for mine, want in zip(got[3:5], wanted[3:5], strict=True):  # of weight and bias
+        torch.testing.assert_close(mine[channels], want[channels])
+    torch.testing.assert_close(got[5][:-1], wanted[5][:-1])  # of the other sequences' history
+
+
+@kernels
+def test_inputs_may_lie_anyhow() -> None:
+    case = CASES["a strip"]
+    x = draw(case)
+    T, C = x.x.shape[1:]
+    ways = [
+        F.pad(x.x, (8, 8))[..., 8:-8],  # a stride between tokens
+        F.pad(x.x, (1, 2))[..., 1:-2],  # no wide load
+        x.x.mT.contiguous().mT,
+        F.pad(x.x, (0, 0, 3, 0))[:, 3:],  # a stride between rows
+        F.pad(x.x.flatten(), (1, 0))[1:].view(2, T, C),  # begins between 16 bytes
+    ]
+    want = gradients(conv.short_conv, x, case.parts)
+    for way in ways:
+        assert torch.equal(way, x.x)
+        lain = x._replace(x=way.detach().requires_grad_(), weight=x.weight.detach().mT.contiguous().mT.requires_grad_())
+        for mine, expected in zip(gradients(conv.short_conv, lain, case.parts), want, strict=True):
+            assert torch.equal(mine, expected)
+
+
+@kernels
+@pytest.mark.parametrize("name", ["a strip", "pack with history"])
+def test_the_operators_pass_torchs_checks(name: str) -> None:
+    case = CASES[name]
+    inputs = [t if t is None else t.detach() for t in draw(case)]
+    kind = [[part[i] for part in case.parts] for i in range(3)] + [[*conv.FORWARD, *conv.BACKWARD]]
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.deltazoo.triton_short_conv.default, (*inputs, *kind), test_utils=tests)
+    d = [torch.randn_like(y) for y in torch.ops.deltazoo.triton_short_conv(*inputs, *kind)]
+    arguments = (*inputs, d, *kind)
+    torch.library.opcheck(torch.ops.deltazoo.triton_short_conv_backward.default, arguments, test_utils=tests)
+
+
+@kernels
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    case = CASES["short"]
+    inputs = draw(case)
+    (grad,) = torch.autograd.grad(conv.short_conv(inputs, case.parts)[0].square().sum(), inputs.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@kernels
+def test_a_forward_derivative_is_refused() -> None:
+    inputs = draw(CASES["short"])
+    bound = bind_conv(CASES["short"].parts, TritonBackend())
+    with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: bound(inputs._replace(x=x)), (inputs.x,), (inputs.x,))
+
+
+@pytest.mark.parametrize("backend", ["compile", pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_one_graph_forward_and_backward_for_every_length(backend: str, packed: bool) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    bound = bind_conv([Q, V], backend)
+
+    def run(inputs: ConvInputs) -> Tensor:
+        q, v = bound(inputs)
+        return q.square().cos().sum() + v.square().sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
+    for T in (40, 70, 17):
+        case = Case([Q, V], T, (T - 9, 0, 9) if packed else (), bias=True, history=True)
+        inputs = draw(case)
+        leaves = list(inputs[:4])
+        want = torch.autograd.grad(run(inputs), leaves)
+        for got, grad in zip(torch.autograd.grad(compiled(inputs), leaves), want, strict=True):
+            torch.testing.assert_close(got, grad)
+    assert counter.frame_count == 1
+
+
+def test_what_the_kernels_do_not_take_is_said_in_sentences() -> None:
+    def reasons(dtype: torch.dtype = torch.float16, taps: int = 4, unit: int = 128, device: str = DEVICE) -> list[str]:
+        return TritonBackend().short_conv_unsupported(ConvMeta(device, dtype, taps, (ConvPart(2 * unit, True, unit),)))
+
+    assert reasons() == [] if ABLE else reasons() == ["it needs tensors on 'cuda', got 'cpu'."]
+    assert "a short convolution must have at most 8 taps, got 9." in reasons(taps=9)
+    assert "heads with a norm must have at most 1024 channels, got 1025." in reasons(unit=1025)
+    assert any("got float64" in reason for reason in reasons(torch.float64))
+    assert any("got 'mps'" in reason for reason in reasons(device="mps"))
+
+
+class Counting(ReferenceBackend):
+    """Has a kernel for bare convolutions of at most three taps, and counts what it computes."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
+        return [] if meta.taps <= 3 else [f"at most 3 taps, got {meta.taps}."]
+
+    def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
+        self.calls += 1
+        return formula(inputs, list(parts))
+
+
+class Older(ReferenceBackend):
+    """Written before there was a short convolution to compute."""
+
+    name = "older"
+
+
+def test_a_named_backend_computes_what_it_has_a_kernel_for_and_plain_torch_the_rest() -> None:
+    for W, calls in ((3, 1), (4, 0)):
+        backend, inputs = Counting(), draw(Case([Q, V], 6, W=W))
+        got = bind_conv([Q, V], backend)(inputs)
+        assert backend.calls == calls
+        for mine, want in zip(got, short_conv(inputs, [Q, V]), strict=True):
+            torch.testing.assert_close(mine, want)
+    meta = ConvMeta("cpu", torch.float32, 4, (Q,))
+    assert Older().short_conv_unsupported(meta) == [
+        "it has no kernel for the short convolution: plain torch computes it."
+    ]
+    assert torch.equal(bind_conv([Q, V], Older())(inputs)[0], short_conv(inputs, [Q, V])[0])
+
+
+def test_a_mixers_convolution_goes_where_its_update_goes() -> None:
+    config, x = GatedDeltaNet(heads=2, key_width=8, value_width=8, conv_width=3), torch.randn(2, 5, 16)
+    named, surrounding, later = Counting(), Counting(), Counting()
+    config.build(16, backend=named)(x)
+    with use_backend(surrounding):
+        mixer = config.build(16)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(config.build(16, backend="reference"))))
+    assert copied.project.conv.bound.asked == "reference"
+    mixer(x)
+    mixer.rebind(later)
+    mixer(x)
+    assert [named.calls, surrounding.calls, later.calls] == [1, 1, 1]
+    with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
+        mixer.rebind("referense")
+    filtering = Counting()
+    Hyena(conv_width=3, max_length=8).build(16, backend=filtering)(x)
+    assert filtering.calls == 1
+
+
+def test_shapes_that_do_not_fit_are_refused_in_sentences() -> None:
+    x = draw(Case([Q, V], lengths=(4, 3), bias=True, history=True))
+    bound = bind_conv([Q, V])
+    with pytest.raises(ShapeError, match="parts must share the 72 channels of x in whole heads"):
+        bind_conv([Q])(x)
+    with pytest.raises(ShapeError, match="in whole heads"):
+        bind_conv([ConvPart(32, True, 5), V])(x)
+    with pytest.raises(ShapeError, match=r"weight must have shape \[72, 4\], got \[71, 4\]"):
+        bound(x._replace(weight=x.weight[1:]))
+    with pytest.raises(ShapeError, match=r"bias must have shape \[72\], got \[1\]"):
+        bound(x._replace(bias=x.bias[:1]))
+    with pytest.raises(ShapeError, match=r"history must have shape \[2, 3, 72\], got \[1, 3, 72\]"):
+        bound(x._replace(history=x.history[1:]))
+    with pytest.raises(ShapeError, match="need B = 1, got B = 2"):
+        bound(x._replace(x=x.x.expand(2, -1, -1)))
+
+
+class Kernels(CompileBackend):
+    """The kernels' convolution beside another update."""
+
+    name = "kernels"
+
+    def __init__(self) -> None:
+        super().__init__(compiled=False)
+
+    def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
+        return []
+
+    def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
+        return conv.short_conv(inputs, parts)
+
+
+CONFIGS = {
+    "gated_deltanet": GatedDeltaNet(heads=2, value_heads=4, key_width=8, value_width=6),
+    "efla": GatedDeltaNet(heads=2, key_width=8, reparam="efla"),
+    "kda": KDA(heads=2),
+    "householders": DeltaNet(heads=2, key_width=8, householders=2),
+    "mesa": Mesa(heads=2, steps=4),
+}
+
+
+@kernels
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_with_the_kernels_is_one_graph_and_gives_the_same_numbers(name: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mixer = CONFIGS[name].build(16, backend="reference").to(DEVICE)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mixer, fullgraph=True, backend=counter)
+    contexts = [
+        (2, None),
+        (1, Context(cu_seqlens=bounds((4, 0, 2)))),
+        (2, Context(mask=torch.tensor([[True] * 6, [False] * 2 + [True] * 4], device=DEVICE))),
+    ]
+    for B, context in contexts:
+        x = torch.randn(B, 6, 16, device=DEVICE, requires_grad=True)
+        mixer.rebind("reference")
+        want = outcome(mixer, mixer, x, context)
+        mixer.rebind(Kernels())
+        for run in (mixer, compiled):
+            for mine, expected in zip(outcome(run, mixer, x, context), want, strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == len(contexts)
+
+
+def outcome(run: Callable, mixer: Mixer, x: Tensor, context: Context | None) -> list[Tensor]:
+    """What a layer gives, its state after, and all gradients."""
+    packed = context is not None and context.cu_seqlens is not None
+    y, state = run(x, mixer.init_state(len(context.cu_seqlens) - 1 if packed else len(x)), context)
+    total = y.square().sum() + sum(part.square().sum() for part in state.values())
+    return [y, *state.values(), *torch.autograd.grad(total, [x, *mixer.parameters()])]
+
+
+def test_what_the_projection_folds_in_is_the_feature_map_and_the_norm() -> None:
+    """DeltaNet by parts of its own (another norm, then the same one) against the projection that has them inside."""
+
+    def build(config: MixerConfig) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return config.build(16, backend="reference").double()
+
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    for conv_width, reparam in itertools.product((0, 4), ("none", "efla")):
+        fields = {"heads": 2, "conv_width": conv_width, "reparam": reparam}
+        folded, apart = build(DeltaNet(**fields)), build(DeltaNet(**fields, qk_norm="l1"))
+        assert set(folded.operands) == {"beta"}
+        assert isinstance(apart.operands["feature"], FeatureMap)
+        apart.operands["unit"] = UnitNorm("l2", apart.operands["unit"].which)
+        torch.testing.assert_close(folded(x)[0], apart(x)[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("taps", [1, 4])
+def test_the_state_after_is_the_last_real_inputs(taps: int) -> None:
+    part, x = ShortConv(3, taps), torch.arange(24.0).view(1, 8, 3)
+    past = taps - 1
+    state = -torch.arange(3.0 * past * 3).view(3, past, 3) - 1
+    packed = Context(cu_seqlens=bounds((2, 0, 6), "cpu"))
+    rows = [torch.cat([state[n], x[0, a:b]])[b - a :] for n, (a, b) in enumerate([(0, 2), (2, 2), (2, 8)])]
+    assert torch.equal(part(x, state.clone(), packed)[1], torch.stack(rows))
+    for count in (0, 1, 3, 8):
+        mask = (torch.arange(8) < count)[None]
+        want = torch.cat([state[:1], x[:, :count]], 1)[:, count:]
+        assert torch.equal(part(x, state[:1].clone(), Context(mask=mask))[1], want)
+        assert torch.equal(part(x[:, :count], state[:1].clone(), Context())[1], want)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_more_than_2_to_the_31_numbers() -> None:
+    parts = [ConvPart(2048, True, 128), ConvPart(2048, True)]
+    T = 2**31 // 4096 + 70
+    x = torch.zeros(1, T, 4096, device="cuda", dtype=torch.bfloat16)
+    end = torch.randn(1, 70, 4096, device="cuda", dtype=torch.bfloat16)
+    x[:, -70:] = end
+    weight = torch.randn(4096, 4, device="cuda")
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    tail = [end.requires_grad_(), weight]
+    out, want = conv.short_conv(ConvInputs(x, weight), parts), short_conv(ConvInputs(end, weight), parts)
+    d = [torch.randn_like(y) for y in want]
+    whole = [F.pad(y, (0, 0, T - 70, 0)) for y in d]
+    got, expected = torch.autograd.grad(out, leaves, whole), torch.autograd.grad(want, tail, d)
+    for mine, y in zip((*(y[:, -70:] for y in out), got[0][:, -70:], got[1]), (*want, *expected), strict=True):
+        assert float((mine - y).float().norm()) <= LIMITS[torch.bfloat16] * float(y.float().norm())
