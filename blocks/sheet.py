@@ -9,7 +9,7 @@ from pydantic_core import to_jsonable_python
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.dispatch import explain, resolve
+from deltazoo.backends.dispatch import bind_conv, explain, resolve
 from deltazoo.backends.errors import ConfigError, PluginError, UnknownNameError
 from deltazoo.backends.notation import papers
 from deltazoo.blocks import document, presets
@@ -18,6 +18,7 @@ from deltazoo.blocks.describe import Description
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.base import Mixer, MixerConfig
 from deltazoo.mixers.configs import config_class
+from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.delta import Update
 
 _WIDTH = 1024
@@ -98,6 +99,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Sheet:
     if spec is not None:
         words |= {"update of": "; ".join(papers(spec)) or "no paper that deltazoo knows"}
         words |= {"eigenvalue of the erased direction": str(spec.spectrum()), "spec": repr(spec)}
+    words |= _convolution(config, width, device, dtype)
     cost = config.cost(width)
     verdicts = [] if spec is None else explain(spec, _meta(config, width, device, dtype)).verdicts
     return Sheet(
@@ -149,11 +151,25 @@ def _meta(config: MixerConfig, width: int, device: str, dtype: torch.dtype) -> U
     """The tensors that a mixer of this width gives its update in training."""
     update = next((module for module in _on_no_device(config, width).modules() if isinstance(module, Update)), None)
     H, HV, K, V = (1, 1, 64, 64) if update is None else update.shape[1:5]
+    return UpdateMeta(_kind(device), dtype, H, HV, K, V, grad=True)
+
+
+def _convolution(config: MixerConfig, width: int, device: str, dtype: torch.dtype) -> dict[str, str]:
+    """Who computes the short convolution, of a mixer that has one."""
+    for module in _on_no_device(config, width).modules():
+        if isinstance(module, ShortConv):
+            taps = module.weight.shape[1]
+            backend = bind_conv(module.parts).backend_for(_kind(device), dtype, taps)
+            by = "plain torch" if backend is None else f"backend {backend.name!r}"
+            return {"short convolution": f"{taps} taps, by {by} on {device!r}"}
+    return {}
+
+
+def _kind(device: str) -> str:
     try:
-        kind = torch.device(device).type
+        return torch.device(device).type
     except RuntimeError as error:
         raise ConfigError(f"device must be cpu, cuda, mps or another that torch knows, got {device!r}") from error
-    return UpdateMeta(kind, dtype, H, HV, K, V, grad=True)
 
 
 def _on_no_device(config: MixerConfig, width: int) -> Mixer:

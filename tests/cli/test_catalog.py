@@ -81,6 +81,16 @@ def test_show_a_mixer_says_what_explain_says(ok):
     assert "chosen" in ok("show", "kda").out
 
 
+def test_show_a_mixer_says_who_computes_its_short_convolution(ok):
+    def computed(name: str, *options: str) -> str | None:
+        return ok("show", name, *options, "--json").json["about"].get("short convolution")
+
+    assert computed("kda", "--device", "cuda") == "4 taps, by backend 'triton' on 'cuda'"
+    assert computed("kda", "--device", "cuda", "--dtype", "float64") == "4 taps, by plain torch on 'cuda'"
+    assert computed("kda", "--device", "mps") == "4 taps, by plain torch on 'mps'"
+    assert computed("retnet") is None
+
+
 def test_show_a_backend_says_which_mixers_it_takes(ok):
     takes = ok("show", "reference", "--json").json["takes"]
     assert takes.keys() == {n for n in registry.names(registry.MIXERS) if config_class(n)().spec() is not None}
