@@ -59,23 +59,16 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
     x_BTC, weight, bias, history, cu_seqlens = inputs
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
     taps = taps_of(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
-    out, begin = [], 0
-    for part in parts:
-        own = slice(begin, begin + part.channels)
-        y_BTC = x_BTC.new_zeros((), dtype=wide) if bias is None else bias[own].to(wide)
-        for i, tap in enumerate(taps):
-            y_BTC = y_BTC + tap[..., own].to(wide) * weight[own, i].to(wide)
-        out.append(_followed(y_BTC, part).to(x_BTC.dtype))
-        begin += part.channels
-    return tuple(out)
+    y_BTC = x_BTC.new_zeros((), dtype=wide) if bias is None else bias.to(wide)
+    for i, tap in enumerate(taps):
+        y_BTC = y_BTC + tap.to(wide) * weight[:, i].to(wide)
+    return tuple(y.to(x_BTC.dtype) for y in follow(y_BTC, parts))
 
 
-def follow(x_BTC: Tensor, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:
-    """The parts without a convolution before."""
-    wide = torch.promote_types(x_BTC.dtype, torch.float32)
-    streams = x_BTC.split([part.channels for part in parts], dim=-1)
-    pairs = zip(streams, parts, strict=True)
-    return tuple(_followed(x.to(wide), part).to(x.dtype) if part.silu or part.unit else x for x, part in pairs)
+def follow(y_BTC: Tensor, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:
+    """What follows the convolution: SiLU and norm as each part says, [B, T, channels] in the dtype of y for each."""
+    streams = y_BTC.split([part.channels for part in parts], dim=-1)
+    return tuple(_unit(_silu(y, part), part) for y, part in zip(streams, parts, strict=True))
 
 
 def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
@@ -105,12 +98,16 @@ def taps_of(x_BTC: Tensor, history: Tensor | None, past: int, cu_seqlens: Tensor
     return [_shifted(x_BTC, past - i) for i in range(past + 1)]
 
 
-def _followed(y: Tensor, part: ConvPart) -> Tensor:
-    y = F.silu(y) if part.silu else y
+def _silu(y: Tensor, part: ConvPart) -> Tensor:
+    return F.silu(y) if part.silu else y
+
+
+def _unit(y: Tensor, part: ConvPart) -> Tensor:
     if not part.unit:
         return y
     heads = y.unflatten(-1, (part.channels // part.unit, part.unit))
-    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + EPS)).flatten(-2)
+    wide = heads.to(torch.promote_types(y.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)).to(y.dtype).flatten(-2)
 
 
 def _shifted(x_BTC: Tensor, by: int) -> Tensor:
