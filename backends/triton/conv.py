@@ -20,8 +20,8 @@ WIDEST_UNIT = 1024
 class ConvLaunch(NamedTuple):
     """A program walks `rows` strips of `strip` tokens over `columns` channels, loading `group` tokens ahead.
 
-    Of heads with a norm a program takes one, and as many strips as keep rows x columns. registers: the most that a
-    thread may have; 0: as many as it takes.
+    Of heads with a norm a program takes one, and as many strips as keep rows x columns. Strips are shorter where there
+    would be too few programs. registers: the most that a thread may have; 0: as many as it takes.
     """
 
     rows: int = 4
@@ -34,6 +34,8 @@ class ConvLaunch(NamedTuple):
 
 FORWARD = ConvLaunch(rows=8)
 BACKWARD = ConvLaunch(group=2)
+_SHORTEST = 16
+_ENOUGH = 256  # programs
 
 
 def short_conv(
@@ -82,11 +84,11 @@ class _Problem(NamedTuple):
 
         x, weight, bias, history, cu = self.inputs
         B, T, C = x.shape
-        columns, rows, strip = _tile(part, T, launch)
+        columns, rows, strip, tiles, heads = _tile(part, B, T, launch)
         per_row = _cdiv(T, strip)
         run(
             kernel,
-            _cdiv(B * per_row, rows) * _cdiv(part.channels, part.unit or columns),
+            tiles * heads,
             (x, weight, bias, history, self.first, self.which, *tensors),
             (T, B * per_row, per_row),
             (
@@ -122,8 +124,7 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     sums, begin = [], 0
     with torch.cuda.device_of(x):
         for part, d in zip(parts, arguments[5], strict=True):
-            _, rows, strip = _tile(part, T, launch)
-            tiles = _cdiv(B * _cdiv(T, strip), rows)
+            *_, tiles, _ = _tile(part, B, T, launch)
             partial = x.new_empty((tiles, W + (bias is not None), part.channels), dtype=torch.float32)
             tensors = (_ready(d), dx, dhistory, partial)
             problem.run(short_conv_backward_kernel, part, begin, launch, tensors)
@@ -177,10 +178,15 @@ def _parts(lists: Sequence[Sequence[Any]]) -> list[ConvPart]:
     return [ConvPart(*part) for part in zip(*lists, strict=True)]
 
 
-def _tile(part: ConvPart, T: int, launch: ConvLaunch) -> tuple[int, int, int]:
-    """Channels, strips and tokens a strip of a program."""
+def _tile(part: ConvPart, B: int, T: int, launch: ConvLaunch) -> tuple[int, int, int, int, int]:
+    """Channels, strips and tokens a strip of a program; programs along time and along channels."""
     columns = _power_of_two(part.unit) if part.unit else min(launch.columns, _power_of_two(part.channels))
-    return columns, max(1, launch.rows * launch.columns // columns), min(launch.strip, max(8, _power_of_two(T)))
+    rows = max(1, launch.rows * launch.columns // columns)
+    heads = _cdiv(part.channels, part.unit or columns)
+    strip = min(launch.strip, max(MOST_TAPS, _power_of_two(T)))
+    while strip > _SHORTEST and _cdiv(B * _cdiv(T, strip), rows) * heads < _ENOUGH:
+        strip //= 2
+    return columns, rows, strip, _cdiv(B * _cdiv(T, strip), rows), heads
 
 
 def _ready(x: Tensor) -> Tensor:
