@@ -47,26 +47,44 @@ def load_taps(weight, bias, channel, in_channels, W: tl.constexpr, BIAS: tl.cons
 
 
 @triton.jit
-def load_row(
-    x, at, history, past, t, low, high, i, in_channels,
+def load_rows(
+    x, at, history, past, t, low, high, i, in_channels, COUNT: tl.constexpr,
     STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, HISTORY: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Row i of x [R, BC]. Without a pack, what is before token 0 is the history."""
-    row = tl.load(x + at + i * STRIDE, mask=((i >= low) & (i < high))[:, None] & in_channels, other=0.0).to(tl.float32)
-    if HISTORY and not PACKED:
-        before = (t + i < 0)[:, None]
-        there = before & ((t + i > -W) & (high > 0))[:, None] & in_channels
-        kept = tl.load(history + past + (t + i)[:, None] * C, mask=there, other=0.0)
-        row = tl.where(before, kept.to(tl.float32), row)
-    return row
+    """Rows i, i - 1, ... of x [R, BC]. Without a pack, what is before token 0 is the history."""
+    rows = ()
+    for u in tl.static_range(COUNT):
+        row = i - u
+        value = tl.load(x + at + row * STRIDE, mask=((row >= low) & (row < high))[:, None] & in_channels, other=0.0)
+        value = value.to(tl.float32)
+        if HISTORY and not PACKED:
+            before = (t + row < 0)[:, None]
+            there = before & ((t + row > -W) & (high > 0))[:, None] & in_channels
+            kept = tl.load(history + past + (t + row)[:, None] * C, mask=there, other=0.0)
+            value = tl.where(before, kept.to(tl.float32), value)
+        rows = rows + (value,)
+    return rows
 
 
 @triton.jit
-def load_first(first, t, high, i, PACKED: tl.constexpr):
-    """The row at which the sequence of row i begins [R]; nothing that is read without a pack."""
-    begins = t
-    if PACKED:
-        begins = tl.load(first + t + i, mask=(i >= 0) & (i < high), other=0) - t
+def load_gradients(dy, of, high, i, in_channels, COUNT: tl.constexpr, CHANNELS: tl.constexpr):
+    """Rows i, i - 1, ... of dy [R, BC]."""
+    rows = ()
+    for u in tl.static_range(COUNT):
+        here = ((i - u >= 0) & (i - u < high))[:, None] & in_channels
+        rows = rows + (tl.load(dy + of + (i - u) * CHANNELS, mask=here, other=0.0).to(tl.float32),)
+    return rows
+
+
+@triton.jit
+def load_begins(first, t, high, i, COUNT: tl.constexpr, PACKED: tl.constexpr):
+    """The row at which the sequence of row i, i - 1, ... begins [R]; nothing that is read without a pack."""
+    begins = ()
+    for u in tl.static_range(COUNT):
+        begin = t
+        if PACKED:
+            begin = tl.load(first + t + i - u, mask=(i - u >= 0) & (i - u < high), other=0) - t
+        begins = begins + (begin,)
     return begins
 
 
@@ -126,31 +144,22 @@ def short_conv_kernel(
     to = token * CHANNELS + channel
     # where token 0 would be in the history of a row of the batch, or of sequence 0
     past = (b * 0 if PACKED else b * (W - 1))[:, None] * C + (W - 1) * C + BEGIN + channel
-    recent = ()  # rows -1 to 1 - W
-    for u in tl.static_range(W - 1):
-        recent = recent + (
-            load_row(x, at, history, past, t, low, high, -1 - u, in_channels, STRIDE, C, W, HISTORY, PACKED),
-        )
-    ahead = ()
-    begins = ()
-    for u in tl.static_range(GROUP):
-        row = load_row(x, at, history, past, t, low, high, u, in_channels, STRIDE, C, W, HISTORY, PACKED)
-        ahead = (row,) + ahead
-        begins = begins + (load_first(first, t, high, u, PACKED),)
+    # rows and beginnings go from the latest backwards
+    recent = load_rows(x, at, history, past, t, low, high, -1, in_channels, W - 1, STRIDE, C, W, HISTORY, PACKED)
+    i = GROUP - 1
+    ahead = load_rows(x, at, history, past, t, low, high, i, in_channels, GROUP, STRIDE, C, W, HISTORY, PACKED)
+    next_begins = load_begins(first, t, high, i, GROUP, PACKED)
     for g in range(0, STRIP, GROUP):
-        rows = ahead + recent  # from the latest of the group backwards
-        begin = begins
-        ahead = ()
-        begins = ()
-        for u in tl.static_range(GROUP):
-            i = g + GROUP + u
-            row = load_row(x, at, history, past, t, low, high, i, in_channels, STRIDE, C, W, HISTORY, PACKED)
-            ahead = (row,) + ahead
-            begins = begins + (load_first(first, t, high, i, PACKED),)
-        for u in tl.static_range(GROUP):
-            i = g + u
-            window = rows[GROUP - 1 - u : GROUP - 1 - u + W]
-            values = seen(window, begin[u], history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
+        rows = ahead + recent
+        begins = next_begins
+        i = g + 2 * GROUP - 1
+        ahead = load_rows(x, at, history, past, t, low, high, i, in_channels, GROUP, STRIDE, C, W, HISTORY, PACKED)
+        next_begins = load_begins(first, t, high, i, GROUP, PACKED)
+        for k in tl.static_range(GROUP):
+            i = g + k
+            window = rows[GROUP - 1 - k : GROUP - 1 - k + W]
+            begin = begins[GROUP - 1 - k]
+            values = seen(window, begin, history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
             a = weighted(values, taps, offset, W)
             if SILU:
                 a *= sigmoid(a)
@@ -187,14 +196,6 @@ def store_past(dhistory, at, later, taps, there, C: tl.constexpr, W: tl.constexp
 
 
 @triton.jit
-def load_gradient(dy, of, high, i, in_channels, CHANNELS: tl.constexpr):
-    """Row i of dy [R, BC]."""
-    return tl.load(dy + of + i * CHANNELS, mask=((i >= 0) & (i < high))[:, None] & in_channels, other=0.0).to(
-        tl.float32
-    )
-
-
-@triton.jit
 def pushed(later, d, W: tl.constexpr):
     """`later` for the row before."""
     return ((d,) + later)[: W - 1]
@@ -215,26 +216,22 @@ def after_strip(
     STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
     UNIT: tl.constexpr, EPS: tl.constexpr, HISTORY: tl.constexpr, PACKED: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """From the W - 1 rows after a strip: `recent` and `later` for its last row."""
-    recent = ()
+    """From the W - 1 rows after a strip: those before its last, from it on, and the gradients after its last."""
     later = ()
-    for u in tl.static_range(W - 1):
-        i = STRIP + W - 2 - u
+    for _ in tl.static_range(W - 1):
         later = later + (nothing,)
-        recent = recent + (load_row(x, at, history, past, t, low, high, i, in_channels, STRIDE, C, W, HISTORY, PACKED),)
+    last = STRIP + W - 2
+    rows = load_rows(x, at, history, past, t, low, high, last, in_channels, 2 * W - 2, STRIDE, C, W, HISTORY, PACKED)
+    ds = load_gradients(dy, of, high, last, in_channels, W - 1, CHANNELS)
+    begins = load_begins(first, t, high, last, W - 1, PACKED)
     for u in tl.static_range(W - 1):
-        i = STRIP + W - 2 - u
-        row = load_row(x, at, history, past, t, low, high, i - W + 1, in_channels, STRIDE, C, W, HISTORY, PACKED)
-        d = load_gradient(dy, of, high, i, in_channels, CHANNELS)
-        begin = load_first(first, t, high, i, PACKED)
-        window = recent + (row,)
-        values = seen(window, begin, history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
-        d = gradient_before(weighted(values, taps, offset, W), d, SILU, UNIT, EPS)
+        i = last - u
+        values = seen(rows[u : u + W], begins[u], history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
+        d = gradient_before(weighted(values, taps, offset, W), ds[u], SILU, UNIT, EPS)
         later = pushed(later, d, W)
         if PACKED:
-            later = cut(later, ((begin == i) & (i < high))[:, None], W)
-        recent = window[1:]
-    return recent, later
+            later = cut(later, ((begins[u] == i) & (i < high))[:, None], W)
+    return rows[W - 1 :], later
 
 
 @triton.jit(do_not_specialize=["T", "strips", "per_row"])
@@ -267,34 +264,24 @@ def short_conv_backward_kernel(
     sums = ()
     for _ in tl.static_range(W + 1):
         sums = sums + (nothing,)
-    ahead = ()
-    ahead_d = ()
-    begins = ()
-    for u in tl.static_range(GROUP):
-        i = STRIP - 1 - u
-        ahead = ahead + (
-            load_row(x, at, history, past, t, low, high, i - W + 1, in_channels, STRIDE, C, W, HISTORY, PACKED),
-        )
-        ahead_d = ahead_d + (load_gradient(dy, of, high, i, in_channels, CHANNELS),)
-        begins = begins + (load_first(first, t, high, i, PACKED),)
+    i = STRIP - 1
+    ahead = load_rows(x, at, history, past, t, low, high, i - W + 1, in_channels, GROUP, STRIDE, C, W, HISTORY, PACKED)
+    next_ds = load_gradients(dy, of, high, i, in_channels, GROUP, CHANNELS)
+    next_begins = load_begins(first, t, high, i, GROUP, PACKED)
     for g in range(0, STRIP, GROUP):
         rows = recent + ahead
-        ds = ahead_d
-        begin = begins
-        ahead = ()
-        ahead_d = ()
-        begins = ()
-        for u in tl.static_range(GROUP):
-            i = STRIP - 1 - g - GROUP - u
-            ahead = ahead + (
-                load_row(x, at, history, past, t, low, high, i - W + 1, in_channels, STRIDE, C, W, HISTORY, PACKED),
-            )
-            ahead_d = ahead_d + (load_gradient(dy, of, high, i, in_channels, CHANNELS),)
-            begins = begins + (load_first(first, t, high, i, PACKED),)
+        ds = next_ds
+        begins = next_begins
+        i = STRIP - 1 - g - GROUP
+        ahead = load_rows(
+            x, at, history, past, t, low, high, i - W + 1, in_channels, GROUP, STRIDE, C, W, HISTORY, PACKED
+        )
+        next_ds = load_gradients(dy, of, high, i, in_channels, GROUP, CHANNELS)
+        next_begins = load_begins(first, t, high, i, GROUP, PACKED)
         for u in tl.static_range(GROUP):
             i = STRIP - 1 - g - u
-            window = rows[u : u + W]
-            values = seen(window, begin[u], history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
+            seen_by = rows[u : u + W]
+            values = seen(seen_by, begins[u], history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
             d = gradient_before(weighted(values, taps, offset, W), ds[u], SILU, UNIT, EPS)
             grown = ()
             for j in tl.static_range(W):
@@ -304,7 +291,7 @@ def short_conv_backward_kernel(
             tl.store(dx + to + i * C, dxi.to(dx.dtype.element_ty), mask=(i < high)[:, None] & in_channels)
             later = pushed(later, d, W)
             if PACKED:
-                is_first = ((begin[u] == i) & (i < high))[:, None]
+                is_first = ((begins[u] == i) & (i < high))[:, None]
                 if HISTORY:
                     n = tl.load(which + t + i, mask=i < high, other=0).to(tl.int64)
                     store_past(dhistory, past + n[:, None] * (W - 1) * C, later, taps, is_first & in_channels, C, W)
