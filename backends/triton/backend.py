@@ -29,6 +29,9 @@ class TritonBackend(Backend):
     float16 computes in float32. Deterministic, without a host sync, CUDA-graph safe. Launch configs come from a table,
     else from a heuristic; nothing is tuned at first call.
 
+    The short convolution of a mixer has kernels too, up to 8 taps and heads of 1024 channels; that of a single token is
+    left to plain torch, which fuses it with what stands around it.
+
     Args:
         config: a launch config for every call; None: the table's, else the heuristic's.
     Source: Gated DeltaNet 2412.06464 section 3.3 (the chunked form); docs/notes/triton-kernels.
