@@ -71,7 +71,8 @@ class _Problem(NamedTuple):
         weight, bias, history, cu = (None if t is None else _ready(t) for t in given[1:])
         first = which = None
         if cu is not None:
-            which = sequence_of(cu, x.shape[1]).int()
+            # bounds on a GPU are not inspected: what lies beyond the last counts to the last sequence
+            which = sequence_of(cu, x.shape[1]).clamp(max=max(cu.shape[0] - 2, 0)).int()
             first = cu[which]
         assert weight is not None
         return cls(ConvInputs(x, weight, bias, history, cu), stride, first, which)
