@@ -56,7 +56,7 @@ def backward(
     chunks = cdiv(s.T, s.C)
     split = config.split if config.split and chunks > config.split else 0
     if split and not kind.delta:
-        prepared = prepare(x, kind, config)
+        prepared = prepare(x, kind, config, keep=True)
     unit = max(config.every, split)
     segments, held = segments_of(s, unit, config.scratch, kind.kept(x.q.dtype).itemsize)
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton.config import LaunchConfig, Problem
@@ -72,10 +73,10 @@ def part_states(x: ScanOperands, s: Sizes, parts: int) -> tuple[Tensor, Tensor]:
     return empty(x.q, s.N * parts, s.HV, s.V, s.K), empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
 
 
-def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig) -> Prepared:
-    """Launch what each chunk decides alone."""
+def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -> Prepared:
+    """Launch what each chunk decides alone; keep: for a backward, too."""
     s = Sizes.of(x, config.chunk)
-    out = Prepared.empty(x, kind, s)
+    out = Prepared.empty(x, kind, s, keep)
     exact = kind.terms(x.q.dtype) == 2 or x.q.dtype == torch.float32
     run(
         prepare_kernel,
@@ -100,21 +101,24 @@ def scan(
 ) -> None:  # fmt: skip
     """Launch scan_kernel in one of its modes."""
     BV = value_tile(launch.tile, s.V)
-    tiles = 0 if mode == "maps" else cdiv(s.V, BV)
-    tiles += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
+    columns = 0 if mode == "maps" else cdiv(s.V, BV)
+    columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
     t = tensors.get
+    # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
+    tiled = x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
+    v = TensorDescriptor(x.v, [*x.v.shape], [*x.v.stride()], [1, s.C, 1, BV]) if tiled else x.v
     run(
         scan_kernel,
-        s.N * cut.parts * s.HV * tiles,
+        s.N * cut.parts * s.HV * columns,
         (
-            x.q, x.k, x.e, x.v, x.log_decay, x.w, *prepared, x.state, t("o"), t("final"), t("checkpoints"),
+            x.q, x.k, x.e, v, x.log_decay, x.w, *prepared, x.state, t("o"), t("final"), t("checkpoints"),
             t("states"), t("xs"), t("begins"), t("ends"), x.cu_seqlens,
         ),
         (kind.scale, s.T, cut.segment, cut.segments, cut.parts),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             x.state is not None, kind.read_early, s.packed, prepared.there, cut.every, cut.unit, cut.split, mode,
-            kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages,
+            kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages, tiled,
         ),
         launch.warps,
         launch.stages,
@@ -145,11 +149,11 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
     chunks = cdiv(s.T, s.C)
     parts = cdiv(chunks, config.split) if config.split else 1
     split = config.split if parts > 1 else 0
-    prepared = prepare(x, kind, config) if kind.delta or split else Prepared.nothing(x.q)
+    prepared = prepare(x, kind, config, keep) if kind.delta or split else Prepared.nothing(x.q)
     o = torch.empty_like(x.v)
     final = empty(x.q, s.N, s.HV, s.K, s.V)
     every = config.every if keep else 0
-    checkpoints = empty(x.q, *((s.places(every), s.HV, s.V, s.K) if keep else (0,)))
+    checkpoints = empty(x.q, *((s.places(every), s.HV, s.V, s.K) if keep else (0,)), dtype=kind.kept(x.q.dtype))
     begins = None
     if split:
         begins, ends = part_states(x, s, parts)

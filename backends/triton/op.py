@@ -105,8 +105,8 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, kind, keep = ScanOperands(*arguments[:9]), ScanKind(*arguments[9:15]), arguments[15]
     C, every = _steps(kind.config, x.cu_seqlens is not None)
     s = Sizes.of(x, C)
-    prepared = Prepared.empty(x, kind, s) if kind.delta and keep else Prepared.nothing(x.q)
-    checkpoints = x.q.new_empty((s.places(every), s.HV, s.V, s.K) if keep else (0,), dtype=torch.float32)
+    prepared = Prepared.empty(x, kind, s, keep) if kind.delta and keep else Prepared.nothing(x.q)
+    checkpoints = x.q.new_empty((s.places(every), s.HV, s.V, s.K) if keep else (0,), dtype=kind.kept(x.q.dtype))
     final = x.q.new_empty((s.N, s.HV, s.K, s.V), dtype=torch.float32)
     return torch.empty_like(x.v, memory_format=torch.contiguous_format), final, *prepared, checkpoints
 

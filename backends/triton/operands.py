@@ -67,16 +67,17 @@ class Sizes(NamedTuple):
         return cls(N, T, T // C + N, H, HV, K, V, C, True)
 
     def places(self, every: int) -> Any:
-        """How many checkpoints there may be, one every so many chunks of each sequence."""
+        """Places for checkpoints, one every so many chunks of each sequence, the first not counted; two more than there
+        may be, for none or one would be cases of their own to torch.compile."""
         if self.packed:
-            return self.slots // every + self.N
-        chunks = (self.T + self.C - 1) // self.C
-        return self.N * ((chunks + every - 1) // every)
+            return self.slots // every + 2
+        empty = isinstance(self.T, int) and self.T == 0  # a symbol is not asked: the answer would be a guard
+        return 2 if empty else self.N * ((self.T - 1) // (self.C * every)) + 2
 
 
 class Prepared(NamedTuple):
-    """What each chunk decides alone: gates [slots, HV, 3, C]; fades [slots, HV]; squares [slots, HV, terms, C, C].
-    Empty where nothing is prepared."""
+    """What each chunk decides alone: gates [slots, HV, 3, C]; fades [slots, HV]; squares
+    [slots, HV, terms, C, C + 8], see kernels/squares.py. Empty where nothing is prepared."""
 
     gates: Tensor
     fades: Tensor
@@ -88,12 +89,14 @@ class Prepared(NamedTuple):
         return self.squares.dim() > 1
 
     @classmethod
-    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes) -> Self:
-        """Room for what is to be prepared."""
+    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, keep: bool) -> Self:
+        """Room for what is to be prepared; keep: for a backward, too."""
+        terms = kind.terms(x.q.dtype)
+        half = keep and terms == 1 and x.q.dtype == torch.bfloat16
         return cls(
             x.q.new_empty((s.slots, s.HV, 3, s.C), dtype=torch.float32),
             x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
-            x.q.new_empty((s.slots, s.HV, kind.terms(x.q.dtype), s.C, s.C)),
+            x.q.new_empty((s.slots, s.HV, terms, s.C, s.C + 8), dtype=torch.float16 if half else x.q.dtype),
         )
 
     @classmethod

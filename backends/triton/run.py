@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _compiled: dict[Hashable, Any] = {}
 _WIDE = 16  # bytes; Triton compiles another kernel for a pointer that is no multiple
@@ -12,14 +13,14 @@ _WIDE = 16  # bytes; Triton compiles another kernel for a pointer that is no mul
 def run(
     kernel: Any,
     programs: int,
-    tensors: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | TensorDescriptor | None],
     numbers: Sequence[int | float],
     constants: Sequence[Hashable],
     warps: int = 4,
     stages: int = 1,
     registers: int | None = None,
 ) -> None:
-    """Run a Triton kernel whose parameters are tensors, then numbers (none of them specialised), then constants.
+    """Run a Triton kernel: its parameters are tensors or descriptors of such, numbers (none specialised), constants.
 
     Triton's own launch looks at each argument anew, which takes longer than a small kernel runs. Here the compiled
     kernel is kept by all that it was compiled for (constants, the tensors' dtypes and alignment, the device), and gets
@@ -27,10 +28,17 @@ def run(
     """
     if programs == 0:
         return
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
-    kinds = [None if x is None else (x.dtype, p % _WIDE == 0) for x, p in zip(tensors, pointers, strict=True)]  # type: ignore[operator]
+    pointers: list[Any] = []
+    kinds: list[Hashable] = []
+    for x in tensors:
+        if isinstance(x, Tensor):
+            pointers.append(x.data_ptr())
+            kinds.append((x.dtype, pointers[-1] % _WIDE == 0))
+        else:
+            pointers.append(x)
+            kinds.append(None if x is None else (x.base.dtype, *x.block_shape))
     first = tensors[0]
-    assert first is not None
+    assert isinstance(first, Tensor)
     key = (kernel.fn, first.get_device(), warps, stages, registers, *kinds, *constants)
     compiled = _compiled.get(key)
     if compiled is not None:

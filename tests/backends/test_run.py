@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import Launch
 from deltazoo.backends.triton import run as running
@@ -46,6 +47,17 @@ def test_a_call_like_one_before_gets_bare_pointers():
     running.run(kernel, 5, (y, None), (9, 0.25), (True, "head"), warps=8, stages=2)
     assert kernel.compilations == [{"num_warps": 8, "num_stages": 2}]
     assert kernel.launches == [((5, 1, 1), (y.data_ptr(), None, 9, 0.25, True, "head"))]
+
+
+def test_a_descriptor_is_handed_on_and_counts_by_its_dtype_and_tile():
+    def tiles(rows: int, dtype: torch.dtype = torch.float32) -> TensorDescriptor:
+        return TensorDescriptor(torch.zeros(8, 8, dtype=dtype), [8, 8], [8, 1], [rows, 8])
+
+    kernel, x, again = Kernel(), torch.zeros(64), tiles(4)
+    for descriptor in (tiles(4), again, tiles(8), tiles(4, torch.bfloat16)):
+        running.run(kernel, 3, (x, descriptor), (7,), (True,))
+    assert len(kernel.compilations) == 3
+    assert kernel.launches == [((3, 1, 1), (x.data_ptr(), again, 7, True))]
 
 
 @pytest.mark.parametrize(

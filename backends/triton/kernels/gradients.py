@@ -17,11 +17,41 @@ from deltazoo.backends.triton.kernels.layout import (
     chunk_of_place,
     cumulative_decays,
     first_slot,
+    load_by_warps,
     load_rows,
     sequence_bounds,
     sequence_of_slot,
+    store_by_warps,
     store_rows,
+    warp_rows,
 )
+
+
+@triton.jit
+def token_of(i, C: tl.constexpr):
+    """The token of row i of a tile [C, ..]."""
+    return i // 16 * 8 + i // 8 % 2 * (C // 2) + i % 8
+
+
+@triton.jit
+def stacked_token_of(r, DELTA: tl.constexpr):
+    """The token of stacked row r, and whether it is of the erases."""
+    if DELTA:
+        return r // 16 * 8 + r % 8, r // 8 % 2 == 1
+    else:
+        return r, r < 0
+
+
+@triton.jit
+def add_each(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def both_rows(stacked, C: tl.constexpr):
+    """Of a number [2 C] for each stacked row the sum of each token's [C], in the order of the rows of a tile."""
+    pair = tl.sum(tl.reshape(stacked, [2, C // 16, 2, 8]), 2)
+    return tl.reshape(tl.permute(pair, [1, 0, 2]), [C])
 
 
 @triton.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])
@@ -37,7 +67,8 @@ def gradients_kernel(
     """One program a (chunk, value head, K tile), looping over V tiles.
 
     Reads (q, do) and erases (e, du) are stacked, so that one product serves both; eight rows of one alternate with
-    eight of the other, which leaves both rows of a token in one thread. One matrix, dP over dA, makes dq, de and dk,
+    eight of the other, and the tokens i of a tile [C, ..] come in an order that leaves all three rows of a token in one
+    thread. One matrix, dP over dA, makes dq, de and dk,
     so that what cancels in d log_decay cancels exactly. db divides by b, which is held away from 0 in dA.
     The scratch (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
     dq, dk, de [B, T, H, K], or with grouped heads partial [3, held, C, HV, K], for sum_groups_kernel;
@@ -57,14 +88,11 @@ def gradients_kernel(
     start, length = sequence_bounds(n, cu, T, PACKED)
     if held_here:
         slot = first_slot(n, cu, T, C, PACKED) + c
-        i = tl.arange(0, C)
         r = tl.arange(0, R)
+        i = tl.arange(0, C)
         if DELTA:
-            t = r // 16 * 8 + r % 8
-            erases = r // 8 % 2 == 1
-        else:
-            t = r
-            erases = r < 0
+            i = token_of(i, C)
+        t, erases = stacked_token_of(r, DELTA)
         in_time = i < length - c * C
         in_rows = t < length - c * C
         row = start + c * C
@@ -105,11 +133,15 @@ def gradients_kernel(
             if DECAY != "none":
                 kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
 
-        k_tile = load_rows(k + key, i, ks, in_time, in_k, H * K).to(dtype)
-        qe_at = q + key + t[:, None] * (H * K) + ks[None, :]
+        LANES: tl.constexpr = min(16, 4096 // (BK * k.dtype.element_ty.primitive_bitwidth))
+        row_i = warp_rows(C, LANES)
         if DELTA:
-            qe_at = tl.where(erases[:, None], (e if OWN else k) + key + t[:, None] * (H * K) + ks[None, :], qe_at)
-        qe = tl.load(qe_at, mask=in_rows[:, None] & in_k[None, :], other=0.0).to(dtype)
+            row_i = token_of(row_i, C)
+        in_row_i = row_i < length - c * C
+        row_t, row_erases = stacked_token_of(warp_rows(R, LANES), DELTA)
+        k_tile = load_by_warps(k + key, row_i, ks, in_row_i, in_k, H * K).to(dtype)
+        qe_base = tl.where(row_erases, (e if OWN else k) + key, q + key) if DELTA else q + key
+        qe = load_by_warps(qe_base, row_t, ks, row_t < length - c * C, in_k, H * K).to(dtype)
         strength = tl.where(erases, -1.0, scale)
         if DELTA and ERASE:
             LEAST: tl.constexpr = 2.0**-12 if dtype == tl.float16 else 2.0**-24
@@ -118,7 +150,7 @@ def gradients_kernel(
             strength = tl.where(erases, -held_off, scale)
         if DECAY != "none":
             G, G_before, G_end = cumulative_decays(
-                gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
+                gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED, LOOP=False
             )
             if PREPARED:
                 G_row = tl.load(gates + place * 3 * C + t - early, mask=t >= early, other=0.0)
@@ -144,13 +176,14 @@ def gradients_kernel(
                 turn = tl.where(early > 0, 0.0, turned)
                 ahead = turned - turn
                 if DELTA:
-                    ahead = tl.reshape(tl.sum(tl.reshape(ahead, [C // 8, 2, 8]), 1), [C])
+                    ahead = both_rows(ahead, C)
                 tl.store(at_gate + 3 * C + i, ahead)
             if DELTA:
-                turn = tl.reshape(tl.sum(tl.reshape(turn, [C // 8, 2, 8]), 1), [C])
-            turn -= tl.sum(k_tile.to(tl.float32) * dk_tile, 1)
-            tl.store(at_gate + i, turn)
-            tl.store(at_gate + C + i, tl.sum(k_tile.to(tl.float32) * dk_stored, 1))
+                turn = both_rows(turn, C)
+            wide_k = k_tile.to(tl.float32)
+            turn_k, stored = tl.reduce((wide_k * dk_tile, wide_k * dk_stored), 1, add_each)
+            tl.store(at_gate + i, turn - turn_k)
+            tl.store(at_gate + C + i, stored)
             tl.store(kepts + tl.cast(tile, tl.int64) * slots * HV + place, tl.sum(kept, 0) * tl.exp2(G_end))
         dk_tile += dk_stored
         if GROUP > 1:
@@ -161,16 +194,16 @@ def gradients_kernel(
             dq_at, dk_at, de_at = dq + key, dk + key, de + key if OWN else dk
         STRIDE: tl.constexpr = HV * K
         if DELTA:
-            pair = tl.permute(tl.reshape(dqe, [C // 8, 2, 8, BK]), [0, 2, 3, 1])
+            pair = tl.permute(tl.reshape(dqe, [2, C // 16, 2, 8, BK]), [1, 0, 3, 4, 2])
             dq_tile, de_tile = tl.split(tl.reshape(pair, [C, BK, 2]))
             if OWN:
-                store_rows(de_at, de_tile, i, ks, in_time, in_k, STRIDE)
+                store_by_warps(de_at, de_tile, row_i, ks, in_row_i, in_k, STRIDE)
             else:
                 dk_tile += de_tile
         else:
             dq_tile = dqe
-        store_rows(dq_at, dq_tile, i, ks, in_time, in_k, STRIDE)
-        store_rows(dk_at, dk_tile, i, ks, in_time, in_k, STRIDE)
+        store_by_warps(dq_at, dq_tile, row_i, ks, in_row_i, in_k, STRIDE)
+        store_by_warps(dk_at, dk_tile, row_i, ks, in_row_i, in_k, STRIDE)
         if WRITE:
             # each K tile takes a share of the values
             BW: tl.constexpr = BK if BK * NK >= V else BV

@@ -113,6 +113,49 @@ def store_rows(base, tile, rows, columns, in_rows, in_columns, stride):
 
 
 @triton.jit
+def warp_rows(R: tl.constexpr, LANES: tl.constexpr):
+    """0 to R - 1 as [LANES, R / 16, 16 / LANES, 1]: of a tile that is loaded or stored by such rows a warp has 16 after
+    16, as it has of a product, so that between the two nothing goes from warp to warp."""
+    lane = tl.arange(0, LANES)[:, None, None, None]
+    block = tl.arange(0, R // 16)[None, :, None, None]
+    return block * 16 + tl.arange(0, 16 // LANES)[None, None, :, None] * LANES + lane
+
+
+@triton.jit
+def load_by_warps(base, rows, columns, in_rows, in_columns, stride):
+    """A tile [R, columns] of a row-major matrix, for rows as `warp_rows` lays them; zeros outside."""
+    at = base + rows * stride + columns[None, None, None, :]
+    tile = tl.load(at, mask=in_rows & in_columns[None, None, None, :], other=0.0)
+    R: tl.constexpr = rows.shape[0] * rows.shape[1] * rows.shape[2]
+    return tl.reshape(tl.permute(tile, [1, 2, 0, 3]), [R, columns.shape[0]])
+
+
+@triton.jit
+def store_by_warps(base, tile, rows, columns, in_rows, in_columns, stride):
+    """Write a tile [R, columns] to rows as `warp_rows` lays them."""
+    L: tl.constexpr = rows.shape[0]
+    blocks = tl.reshape(tile.to(base.dtype.element_ty), [tile.shape[0] // 16, 16 // L, L, tile.shape[1]])
+    at = base + rows * stride + columns[None, None, None, :]
+    tl.store(at, tl.permute(blocks, [2, 0, 1, 3]), mask=in_rows & in_columns[None, None, None, :])
+
+
+@triton.jit
+def store_transposed(base, x_T, rows, column, stride, WIDTH: tl.constexpr):
+    """Write x_T [columns, rows] to base [rows, stride] transposed, `rows` of them, from a column on and up to WIDTH.
+
+    In blocks of 16 x 16, laid so that a warp writes the columns that it holds as rows of a product: nothing goes from
+    warp to warp, which takes two barriers a round, and a row of a block is a sector of 32 bytes.
+    """
+    M: tl.constexpr = x_T.shape[0]
+    C: tl.constexpr = x_T.shape[1]
+    blocks = tl.permute(tl.reshape(x_T.to(base.dtype.element_ty), [M // 16, 16, C // 16, 16]), [3, 0, 2, 1])
+    sixteen = tl.arange(0, 16)
+    i = tl.arange(0, C // 16)[None, None, :, None] * 16 + sixteen[:, None, None, None]
+    j = column + tl.arange(0, M // 16)[None, :, None, None] * 16 + sixteen[None, None, None, :]
+    tl.store(base + i * stride + j, blocks, mask=(i < rows) & (j < WIDTH))
+
+
+@triton.jit
 def two_terms(x, dtype: tl.constexpr):
     """x as a sum of two numbers of a narrower dtype."""
     high = x.to(dtype)
@@ -142,13 +185,26 @@ def log_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl.const
 
 
 @triton.jit
+def load_gate(gates, place, which: tl.constexpr, i, C: tl.constexpr):
+    """One of a chunk's rows G, c, w [C] from gates [slots, HV, 3, C].
+
+    It is loaded four times over: a tile of fewer numbers than threads every thread would load for itself, all that it
+    needs of it, where one copy into shared memory does.
+    """
+    same = tl.broadcast_to((gates + (place * 3 + which) * C + i)[None, :], [4, C])
+    first, _ = tl.split(tl.reshape(tl.trans(tl.load(same)), [C, 2, 2]))
+    row, _ = tl.split(first)
+    return row
+
+
+@triton.jit
 def cumulative_decays(
     gates, log_decay, place, tokens, hv, i, in_time,
-    HV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREPARED: tl.constexpr,
+    HV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREPARED: tl.constexpr, LOOP: tl.constexpr = True,
 ):  # fmt: skip
     """G of the chunk, G before each token, and G at the end: from `gates`, or summed here where nothing is prepared."""
     if PREPARED:
-        G = tl.load(gates + place * 3 * C + i)
+        G = load_gate(gates, place, 0, i, C) if LOOP else tl.load(gates + place * 3 * C + i)
         before = tl.load(gates + place * 3 * C + i - 1, mask=i > 0, other=0.0)
         end = tl.load(gates + place * 3 * C + C - 1)
     else:

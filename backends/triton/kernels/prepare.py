@@ -85,7 +85,7 @@ def prepare_kernel(
     """One program a (slot, key head).
 
     gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state;
-    squares [slots, HV, TERMS, C, C] = T and P^T, as squares.py lays them.
+    squares [slots, HV, TERMS, C, C + 8] = T and P^T, as squares.py lays them.
     """
     pid = tl.program_id(0)
     slot = pid // H
@@ -166,4 +166,4 @@ def prepare_kernel(
             # P comes last: until it is stored it would take registers from the inverse
             P_T = dot_wide(k_a, q_a, k_b, q_b, K1, PREC)
             P_T *= tl.exp2(tl.where(seen, G_read[None, :] - G[:, None], 0.0)) * scale
-            store_squares(squares, T_inverse, tl.where(seen, P_T, 0.0), out, i, C, TERMS)
+            store_squares(squares, T_inverse, tl.where(seen, P_T, 0.0), q.dtype.element_ty, out, i, C, TERMS)

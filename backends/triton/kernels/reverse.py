@@ -15,13 +15,15 @@ from deltazoo.backends.triton.kernels.layout import (
     cumulative_decays,
     dot_terms,
     first_slot,
+    load_gate,
     load_rows,
     segment_of,
     sequence_and_part,
     sequence_bounds,
     store_rows,
+    store_transposed,
 )
-from deltazoo.backends.triton.kernels.squares import dot_scaled, dot_square, load_squares
+from deltazoo.backends.triton.kernels.squares import dot_inverse, load_inverse, load_reads
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
@@ -50,7 +52,8 @@ def reverse_kernel(
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_slot(n, cu, T, C, PACKED)
     i = tl.arange(0, C)
-    vs = (pid % TILES) * BV + tl.arange(0, BV)
+    column = (pid % TILES) * BV
+    vs = column + tl.arange(0, BV)
     ka = tl.arange(0, K0)
     in_v = vs < V
     in_ka = ka < K
@@ -85,7 +88,6 @@ def reverse_kernel(
             in_time = i < length - c * C
             row = start + c * C
             key = (row * H + h) * K
-            value = (row * HV + hv) * V
             place = tl.cast(slot + c, tl.int64) * HV + hv
             local = first_place + c - first_chunk
 
@@ -94,21 +96,20 @@ def reverse_kernel(
             if K1 > 0:
                 k_b = load_rows(k + key, i, kb, in_time, in_kb, H * K)
                 q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
-            do_T = tl.load(
-                do + value + vs[:, None] + i[None, :] * (HV * V), mask=in_v[:, None] & in_time[None, :], other=0.0
-            )
+            do_T = tl.trans(load_rows(do + (row * HV + hv) * V, i, vs, in_time, in_v, HV * V))
             if not ENDS:
                 at = dstates + (tl.cast(local, tl.int64) * HV + hv) * V * K
                 store_rows(at, dSa, vs, ka, in_v, in_ka, K)
                 if K1 > 0:
                     store_rows(at, dSb, vs, kb, in_v, in_kb, K)
 
+            if DELTA:
+                T_first = load_inverse(squares, place, i, C, TERMS, 0)
+                T_rest = load_inverse(squares, place, i, C, TERMS, 1) if TERMS == 2 else T_first
             if PREPARED:
-                T_first, P_T = load_squares(squares, place, i, C, TERMS, 0)
-                P = tl.trans(P_T)
-                T_rest, P_rest = T_first, P_T
+                P = tl.trans(load_reads(squares, dtype, place, i, C, TERMS, 0))
                 if TERMS == 2:
-                    T_rest, P_rest = load_squares(squares, place, i, C, TERMS, 1)
+                    P_rest = tl.trans(load_reads(squares, dtype, place, i, C, TERMS, 1))
             # dx = scale P'^T do + (e^(Gend - G) k) dS'
             dx = dot_terms(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if K1 > 0:
@@ -128,26 +129,13 @@ def reverse_kernel(
                 P = tl.where(causal, P * scale, 0.0).to(dtype)
             dx = tl.dot(do_T, P, dx, input_precision=PREC)
             if TERMS == 2:
-                dx = tl.dot(do_T, tl.trans(P_rest), dx, input_precision=PREC)
+                dx = tl.dot(do_T, P_rest, dx, input_precision=PREC)
 
             # du = T^T dx
             if DELTA:
-                if T_first.dtype == tl.float16 and TERMS == 1:
-                    dx = dot_scaled(dx, T_first)
-                else:
-                    dx = dot_square(dx, T_first, T_rest, tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
+                dx = dot_inverse(dx, T_first, T_rest, dtype, TERMS, PREC)
             if not ENDS:
-                in_tile = in_v[:, None] & in_time[None, :]
-                at = du + (tl.cast(local, tl.int64) * C * HV + hv) * V
-                tl.store(at + vs[:, None] + i[None, :] * (HV * V), dx.to(du.dtype.element_ty), mask=in_v[:, None])
-                dvalue = dx
-                if WRITE:
-                    if PREPARED:
-                        dvalue = dx * tl.load(gates + (place * 3 + 2) * C + i)[None, :]
-                    else:
-                        dvalue = dx * tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
-                tl.store(dv + value + vs[:, None] + i[None, :] * (HV * V), dvalue.to(dtype), mask=in_tile)
-
+                store_transposed(du + (tl.cast(local, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V)
             # dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
             doq = do_T.to(tl.float32) * scale
             if DECAY != "none":
@@ -158,6 +146,14 @@ def reverse_kernel(
             dSa = tl.dot(doq.to(dtype), q_a, dSa, input_precision=PREC)
             if K1 > 0:
                 dSb = tl.dot(doq.to(dtype), q_b, dSb, input_precision=PREC)
+            if not ENDS:
+                dvalue = dx
+                if WRITE:
+                    if PREPARED:
+                        dvalue = dx * load_gate(gates, place, 2, i, C)[None, :]
+                    else:
+                        dvalue = dx * tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
+                store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
             if DELTA:
                 if OWN:
                     e_a = load_rows(e + key, i, ka, in_time, in_ka, H * K)
@@ -167,7 +163,7 @@ def reverse_kernel(
                     e_a = k_a
                     if K1 > 0:
                         e_b = k_b
-                due = dx * -tl.load(gates + (place * 3 + 1) * C + i)[None, :]
+                due = dx * -load_gate(gates, place, 1, i, C)[None, :]
                 dSa = dot_terms(due, e_a, dSa, dtype, TERMS, PREC)
                 if K1 > 0:
                     dSb = dot_terms(due, e_b, dSb, dtype, TERMS, PREC)

@@ -14,13 +14,15 @@ from deltazoo.backends.triton.kernels.layout import (
     cumulative_decays,
     dot_terms,
     first_slot,
+    load_gate,
     load_rows,
     segment_of,
     sequence_and_part,
     sequence_bounds,
     store_rows,
+    store_transposed,
 )
-from deltazoo.backends.triton.kernels.squares import dot_square, load_squares
+from deltazoo.backends.triton.kernels.squares import dot_inverse, dot_square, load_inverse, load_reads
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
@@ -32,17 +34,18 @@ def scan_kernel(
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
     READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr, EVERY: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile); S^T [BV, K] stays in registers, as tiles of K0 and K1 keys.
 
-    MODE "output": o and the final state; checkpoints [place, HV, V, K] keeps S^T every EVERY chunks (0: never). With
-        SPLIT > 0 a program is a part of SPLIT chunks, and begins from starts [N parts, HV, V, K].
+    MODE "output": o and the final state; checkpoints [place, HV, V, K] keeps S^T every EVERY chunks (0: never), but not
+        the initial state. With SPLIT > 0 a program is a part of SPLIT chunks, and
+        begins from starts [N parts, HV, V, K].
     MODE "replay": from each checkpoint of a segment it walks EVERY chunks and keeps the state before each in
         states [place, HV, V, K] and x in xs [place, C, HV, V]; parts: checkpoints a segment.
     MODE "ends": the state that each part leaves when it begins from nothing (the first from the initial state) and, in
         further tiles, the map from its beginning to its end: ends [N parts, HV, V + K, K]. "maps": the maps alone.
-    TERMS 2: what feeds back into the state is rounded to two numbers instead of one.
+    TERMS 2: what feeds back into the state is rounded to two numbers instead of one. TILED: v is a descriptor.
     Segments and places are those of `segment_of`.
     """
     OUTPUT: tl.constexpr = MODE == "output"
@@ -59,11 +62,12 @@ def scan_kernel(
     slot = first_slot(n, cu, T, C, PACKED)
     i = tl.arange(0, C)
     maps = pid % TILES >= VALUES
-    vs = (pid % TILES) * BV + tl.arange(0, BV)
-    in_v = vs < V
+    column = (pid % TILES) * BV
     if ENDS:
-        vs = tl.where(maps, vs - VALUES * BV, vs)
-        in_v = (vs < V) & (maps == 0)
+        column = tl.where(maps, column - VALUES * BV, column)
+    vs = column + tl.arange(0, BV)
+    in_v = (vs < V) & ((maps == 0) | (not ENDS))
+    v_column = tl.where(maps, V, column) if ENDS else column
     ka = tl.arange(0, K0)
     in_ka = ka < K
     if K1 > 0:
@@ -89,19 +93,14 @@ def scan_kernel(
         if (maps & ((part == 0) | (forgotten > 0))) | ((last == chunks) & (MODE == "ends")):
             last = first
         first = tl.minimum(first + tl.maximum(forgotten - 1, 0), last)
-    # two values a load: bf16 carried round the loop would be unpacked, and so waited for, right after its load
-    PAIRS: tl.constexpr = dtype.primitive_bitwidth == 16 and V % 2 == 0
-    if PAIRS:
-        pairs = (pid % TILES) * (BV // 2) + tl.arange(0, BV // 2)
-        in_pairs = (pairs < V // 2) & ((maps == 0) | (not ENDS))
-
     Sa = tl.zeros([BV, K0], tl.float32)
     if K1 > 0:
         Sb = tl.zeros([BV, K1], tl.float32)
     if EVERY > 0:
-        checkpoint = slot // EVERY + n if PACKED else n * tl.cdiv(chunks, EVERY)
+        # of the first one, before any chunk: the state there is an operand, and is not kept
+        checkpoint = (slot // EVERY if PACKED else n * ((chunks - 1) // EVERY)) - 1
     if REPLAY:
-        if first < last:
+        if (first > 0) & (first < last):
             begin_at = checkpoints + (tl.cast(checkpoint + first // EVERY, tl.int64) * HV + hv) * V * K
             Sa += load_rows(begin_at, vs, ka, in_v, in_ka, K)
             if K1 > 0:
@@ -112,8 +111,8 @@ def scan_kernel(
             Sa += load_rows(at_start, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 Sb += load_rows(at_start, vs, kb, in_v, in_kb, K)
-    elif STATE:
-        from_state = in_v & (part == 0) & (forgotten == 0)
+    if STATE and not (OUTPUT and SPLIT > 0):
+        from_state = in_v & ((first == 0) if REPLAY else (part == 0) & (forgotten == 0))
         state_v = state + at_state + vs[:, None]
         Sa += tl.load(state_v + ka[None, :] * V, mask=from_state[:, None] & in_ka[None, :], other=0.0)
         if K1 > 0:
@@ -124,125 +123,112 @@ def scan_kernel(
             if K1 > 0:
                 Sb = tl.where(vs[:, None] == kb[None, :], 1.0, 0.0)
 
-    # The pipeline drains at a checkpoint, so that its store shares the shared memory of the loads.
-    STRIDE: tl.constexpr = EVERY if EVERY > 0 and OUTPUT else 1 << 30
-    for begin in range(first, last, STRIDE):
-        if EVERY > 0 and OUTPUT:
-            at = checkpoints + (tl.cast(checkpoint + begin // EVERY, tl.int64) * HV + hv) * V * K
-            store_rows(at, Sa, vs, ka, in_v, in_ka, K)
+    for c in tl.range(first, last, num_stages=STAGES):
+        in_time = i < length - c * C
+        row = start + c * C
+        key = (row * H + h) * K
+        place = tl.cast(slot + c, tl.int64) * HV + hv
+        k_a = load_rows(k + key, i, ka, in_time, in_ka, H * K)
+        if K1 > 0:
+            k_b = load_rows(k + key, i, kb, in_time, in_kb, H * K)
+        if OUTPUT:
+            q_a = load_rows(q + key, i, ka, in_time, in_ka, H * K)
             if K1 > 0:
-                store_rows(at, Sb, vs, kb, in_v, in_kb, K)
-        for c in tl.range(begin, tl.minimum(begin + STRIDE, last), num_stages=STAGES):
-            in_time = i < length - c * C
-            row = start + c * C
-            key = (row * H + h) * K
-            value = (row * HV + hv) * V
-            place = tl.cast(slot + c, tl.int64) * HV + hv
-            k_a = load_rows(k + key, i, ka, in_time, in_ka, H * K)
-            if K1 > 0:
-                k_b = load_rows(k + key, i, kb, in_time, in_kb, H * K)
-            if OUTPUT:
-                q_a = load_rows(q + key, i, ka, in_time, in_ka, H * K)
-                if K1 > 0:
-                    q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
-            if REPLAY:
-                local = first_place + c - begins
-                at = states + (tl.cast(local, tl.int64) * HV + hv) * V * K
+                q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
+        if OUTPUT and EVERY > 0:
+            if (c > 0) & (c % EVERY == 0):
+                at = checkpoints + (tl.cast(checkpoint + c // EVERY, tl.int64) * HV + hv) * V * K
                 store_rows(at, Sa, vs, ka, in_v, in_ka, K)
                 if K1 > 0:
                     store_rows(at, Sb, vs, kb, in_v, in_kb, K)
-
-            if PREPARED:
-                T_first, P_T = load_squares(squares, place, i, C, TERMS, 0)
-                T_first = tl.trans(T_first.to(dtype))
-                T_rest, P_rest = T_first, P_T
-                if TERMS == 2:
-                    T_rest, P_rest = load_squares(squares, place, i, C, TERMS, 1)
-                    T_rest = tl.trans(T_rest.to(dtype))
-            # u = w v - c S0^T e,  x = T u
-            S_a = Sa.to(dtype)
+        if REPLAY:
+            local = first_place + c - begins
+            at = states + (tl.cast(local, tl.int64) * HV + hv) * V * K
+            store_rows(at, Sa, vs, ka, in_v, in_ka, K)
             if K1 > 0:
-                S_b = Sb.to(dtype)
-            if DELTA:
-                if OWN:
-                    e_a = load_rows(e + key, i, ka, in_time, in_ka, H * K)
-                    if K1 > 0:
-                        e_b = load_rows(e + key, i, kb, in_time, in_kb, H * K)
-                else:
-                    e_a = k_a
-                    if K1 > 0:
-                        e_b = k_b
-                y = tl.dot(S_a, tl.trans(e_a), input_precision=PREC)
-                if TERMS == 2:
-                    y = tl.dot((Sa - S_a.to(tl.float32)).to(dtype), tl.trans(e_a), y, input_precision=PREC)
+                store_rows(at, Sb, vs, kb, in_v, in_kb, K)
+
+        if DELTA:
+            T_first = tl.trans(load_inverse(squares, place, i, C, TERMS, 0))
+            T_rest = tl.trans(load_inverse(squares, place, i, C, TERMS, 1)) if TERMS == 2 else T_first
+        if OUTPUT and PREPARED:
+            P_T = load_reads(squares, dtype, place, i, C, TERMS, 0)
+            P_rest = load_reads(squares, dtype, place, i, C, TERMS, 1) if TERMS == 2 else P_T
+        # u = w v - c S0^T e,  x = T u
+        S_a = Sa.to(dtype)
+        if K1 > 0:
+            S_b = Sb.to(dtype)
+        if DELTA:
+            if OWN:
+                e_a = load_rows(e + key, i, ka, in_time, in_ka, H * K)
                 if K1 > 0:
-                    y = dot_terms(Sb, tl.trans(e_b), y, dtype, TERMS, PREC)
-            # v comes after y: its registers would be taken from here on
-            if PAIRS:
-                v_pairs = tl.load(
-                    v.to(tl.pointer_type(tl.int32)) + value // 2 + pairs[:, None] + i[None, :] * (HV * V // 2),
-                    mask=in_pairs[:, None] & in_time[None, :],
-                    other=0,
-                )
-                both = tl.join(v_pairs.to(tl.int16), (v_pairs >> 16).to(tl.int16))
-                v_T = tl.reshape(tl.permute(both, [0, 2, 1]), [BV, C]).to(dtype, bitcast=True)
+                    e_b = load_rows(e + key, i, kb, in_time, in_kb, H * K)
             else:
-                v_T = tl.load(
-                    v + value + vs[:, None] + i[None, :] * (HV * V), mask=in_v[:, None] & in_time[None, :], other=0.0
-                )
-            x = v_T.to(tl.float32)
-            if WRITE:
-                if PREPARED:
-                    x *= tl.load(gates + (place * 3 + 2) * C + i)[None, :]
-                else:
-                    x *= tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
-            if DELTA:
-                x -= y * tl.load(gates + (place * 3 + 1) * C + i)[None, :]
-                nothing = tl.zeros([BV, C], tl.float32)
-                x = dot_square(x, T_first, T_rest, nothing, dtype, TERMS, PREC)
-
-            if DECAY != "none":
-                G, G_before, G_end = cumulative_decays(
-                    gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
-                )
-            if REPLAY:
-                at = xs + (tl.cast(local, tl.int64) * C * HV + hv) * V
-                tl.store(at + vs[:, None] + i[None, :] * (HV * V), x.to(xs.dtype.element_ty), mask=in_v[:, None])
-
-            if OUTPUT:
-                # o = scale e^G'' S0^T q + P x
-                out = tl.dot(S_a, tl.trans(q_a), input_precision=PREC)
+                e_a = k_a
                 if K1 > 0:
-                    out = tl.dot(S_b, tl.trans(q_b), out, input_precision=PREC)
-                if DECAY != "none":
-                    G_read = G_before if READ_EARLY else G
-                    out *= (tl.exp2(G_read) * scale)[None, :]
-                else:
-                    out *= scale
-                if not PREPARED:
-                    P_T = tl.dot(k_a, tl.trans(q_a), input_precision=PREC)
-                    if K1 > 0:
-                        P_T = tl.dot(k_b, tl.trans(q_b), P_T, input_precision=PREC)
-                    if DECAY != "none":
-                        P_T *= tl.exp2(tl.where(causal, G_read[None, :] - G[:, None], 0.0))
-                    P_T = tl.where(causal, P_T * scale, 0.0).to(dtype)
-                    P_rest = P_T
-                out = dot_square(x, P_T, P_rest, out, dtype, TERMS, PREC)
-                tl.store(
-                    o + value + vs[:, None] + i[None, :] * (HV * V),
-                    out.to(o.dtype.element_ty),
-                    mask=in_v[:, None] & in_time[None, :],
-                )
-
-            # S' = e^Gend S0 + (e^(Gend - G) k)^T x
-            if DECAY != "none":
-                x *= tl.exp2(G_end - G)[None, :]
-                Sa *= tl.exp2(G_end)
-                if K1 > 0:
-                    Sb *= tl.exp2(G_end)
-            Sa = dot_terms(x, k_a, Sa, dtype, TERMS, PREC)
+                    e_b = k_b
+            y = tl.dot(S_a, tl.trans(e_a), input_precision=PREC)
+            if TERMS == 2:
+                y = tl.dot((Sa - S_a.to(tl.float32)).to(dtype), tl.trans(e_a), y, input_precision=PREC)
             if K1 > 0:
-                Sb = dot_terms(x, k_b, Sb, dtype, TERMS, PREC)
+                y = dot_terms(Sb, tl.trans(e_b), y, dtype, TERMS, PREC)
+        # v comes after y: its registers would be taken from here on
+        if TILED:
+            # what the tensor memory accelerator copies goes to its place in a product at once; through a pointer it
+            # would feed no product, and be neither copied ahead of time nor turned without many barriers
+            v_at = [0, start.to(tl.int32) + c * C, hv, v_column] if PACKED else [n, c * C, hv, v_column]
+            v_T = tl.trans(tl.reshape(v.load(v_at), [C, BV]))
+            if PACKED:
+                v_T = tl.where(in_time[None, :], v_T, 0.0)
+        else:
+            v_T = tl.trans(load_rows(v + (row * HV + hv) * V, i, vs, in_time, in_v, HV * V))
+        x = v_T.to(tl.float32)
+        if WRITE:
+            if PREPARED:
+                x *= load_gate(gates, place, 2, i, C)[None, :]
+            else:
+                x *= tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
+        if DELTA:
+            x -= y * load_gate(gates, place, 1, i, C)[None, :]
+            x = dot_inverse(x, T_first, T_rest, dtype, TERMS, PREC)
+
+        if DECAY != "none":
+            G, G_before, G_end = cumulative_decays(
+                gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
+            )
+        if REPLAY:
+            store_transposed(xs + (tl.cast(local, tl.int64) * C * HV + hv) * V, x, C, column, HV * V, V)
+
+        if OUTPUT:
+            # o = scale e^G'' S0^T q + P x
+            out = tl.dot(S_a, tl.trans(q_a), input_precision=PREC)
+            if K1 > 0:
+                out = tl.dot(S_b, tl.trans(q_b), out, input_precision=PREC)
+            if DECAY != "none":
+                G_read = G_before if READ_EARLY else G
+                out *= (tl.exp2(G_read) * scale)[None, :]
+            else:
+                out *= scale
+            if not PREPARED:
+                P_T = tl.dot(k_a, tl.trans(q_a), input_precision=PREC)
+                if K1 > 0:
+                    P_T = tl.dot(k_b, tl.trans(q_b), P_T, input_precision=PREC)
+                if DECAY != "none":
+                    P_T *= tl.exp2(tl.where(causal, G_read[None, :] - G[:, None], 0.0))
+                P_T = tl.where(causal, P_T * scale, 0.0).to(dtype)
+                P_rest = P_T
+            out = dot_square(x, P_T, P_rest, out, dtype, TERMS, PREC)
+            store_transposed(o + (row * HV + hv) * V, out, length - c * C, column, HV * V, V)
+
+        # S' = e^Gend S0 + (e^(Gend - G) k)^T x
+        if DECAY != "none":
+            x *= tl.exp2(G_end - G)[None, :]
+            Sa *= tl.exp2(G_end)
+            if K1 > 0:
+                Sb *= tl.exp2(G_end)
+        Sa = dot_terms(x, k_a, Sa, dtype, TERMS, PREC)
+        if K1 > 0:
+            Sb = dot_terms(x, k_b, Sb, dtype, TERMS, PREC)
 
     if ENDS:
         rows = tl.where(maps, vs + V, vs)

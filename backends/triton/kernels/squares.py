@@ -1,8 +1,12 @@
-"""A chunk's two triangular matrices in one square: T = (I + A)^-1 below the diagonal (its own is 1), P^T on and above.
+"""A chunk's two triangular matrices in one square: T = (I + A)^-1 below the diagonal, P^T on and above it.
 
-squares [slots, HV, TERMS, C, C] holds the square as a sum of TERMS numbers (prepare.py says what T and P are). With
-near-parallel keys T takes differences of neighbours, and what it loses in rounding counts against a small result: where
-the operands are bfloat16 and one number is all, T lies there as float16, with 11 bits instead of 8.
+squares [slots, HV, TERMS, C, C + 8] holds them as sums of TERMS numbers (prepare.py says what T and P are), cut along
+the blocks of 8 on the diagonal: those of P^T lie in the square, those of T in the last 8 columns. So 8 numbers side by
+side, a copy of 16 bytes, never belong to both, and a product takes either matrix as it is copied, without a mask.
+
+The dtype of squares is T's, and P^T has that of the operands. With near-parallel keys T takes differences of
+neighbours, and what it loses in rounding counts against a small result: for a backward with bfloat16 operands T lies
+there as float16, with 11 bits instead of 8.
 """
 
 import triton
@@ -12,50 +16,62 @@ from deltazoo.backends.triton.kernels.layout import dot_terms, two_terms
 
 
 @triton.jit
-def store_squares(base, T, P_T, place, i, C: tl.constexpr, TERMS: tl.constexpr):
-    """T without its diagonal, and P^T, float32 [C, C], each zero where the other stands."""
-    dtype: tl.constexpr = base.dtype.element_ty
-    below = i[:, None] > i[None, :]
-    at = base + place * TERMS * C * C + i[:, None] * C + i[None, :]
+def store_squares(base, T, P_T, dtype: tl.constexpr, place, i, C: tl.constexpr, TERMS: tl.constexpr):
+    """T and P^T, float32 [C, C], each zero where the other stands; dtype: P^T's."""
+    at = base + place * TERMS * C * (C + 8)
+    block = i // 8
+    own = block[:, None] == tl.arange(0, C // 8)[None, :]
+    on_diagonal = tl.sum(tl.where(own[:, :, None], tl.reshape(T, [C, C // 8, 8]), 0.0), 1)
+    below = block[:, None] > block[None, :]
+    lies: tl.constexpr = base.dtype.element_ty
     if TERMS == 2:
-        high, low = two_terms(tl.where(below, T, P_T), dtype)
-        tl.store(at, high)
-        tl.store(at + C * C, low)
-    elif dtype == tl.bfloat16:
-        half = T.to(tl.float16).to(tl.int16, bitcast=True)
-        bits = tl.where(below, half, P_T.to(dtype).to(tl.int16, bitcast=True))
-        tl.store(at, bits.to(dtype, bitcast=True))
+        square, square_low = two_terms(tl.where(below, T, P_T), dtype)
+        on_diagonal, diagonal_low = two_terms(on_diagonal, dtype)
+        store_square(at + C * (C + 8), square_low, diagonal_low, i, C)
+    elif lies == dtype:
+        square = tl.where(below, T, P_T).to(dtype)
     else:
-        tl.store(at, tl.where(below, T, P_T).to(dtype))
+        bits = tl.where(below, T.to(lies).to(tl.int16, bitcast=True), P_T.to(dtype).to(tl.int16, bitcast=True))
+        square = bits.to(lies, bitcast=True)
+    store_square(at, square, on_diagonal, i, C)
 
 
 @triton.jit
-def load_squares(base, place, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
-    """One term of T, in float16 where it lies so, and of P^T."""
-    dtype: tl.constexpr = base.dtype.element_ty
-    at = base + (place * TERMS + TERM) * C * C
-    if dtype.primitive_bitwidth == 16:
-        # two numbers a load: what feeds no product at once is copied ahead of time only in 32 bits
-        half = tl.arange(0, C // 2)
-        pairs = tl.load(at.to(tl.pointer_type(tl.int32)) + i[:, None] * (C // 2) + half[None, :])
-        both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-        square = tl.reshape(both, [C, C]).to(dtype, bitcast=True)
-    else:
-        square = tl.load(at + i[:, None] * C + i[None, :])
-    kind: tl.constexpr = tl.float16 if TERMS == 1 and dtype == tl.bfloat16 else dtype
-    diagonal = tl.where(i[:, None] == i[None, :], 1.0 if TERM == 0 else 0.0, 0.0).to(kind)
-    T = tl.where(i[:, None] > i[None, :], square.to(kind, bitcast=True), diagonal)
-    return T, tl.where(i[:, None] <= i[None, :], square, 0.0)
+def store_square(at, square, on_diagonal, i, C: tl.constexpr):
+    tl.store(at + i[:, None] * (C + 8) + i[None, :], square)
+    tl.store(at + i[:, None] * (C + 8) + C + tl.arange(0, 8)[None, :], on_diagonal.to(at.dtype.element_ty))
 
 
 @triton.jit
-def dot_scaled(x, T):
-    """x T, x float32 and T float16, with x as float16, too: its rows are scaled by powers of 2 to that."""
-    largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
-    exponent = tl.minimum(largest & 0x7F800000, 0x7E800000)
-    down = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    up = exponent.to(tl.float32, bitcast=True)
-    return tl.dot((x * down[:, None]).to(tl.float16), T) * up[:, None]
+def load_inverse(base, place, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
+    """One term of T [C, C], in the dtype that it lies in."""
+    j = tl.arange(0, C)
+    block = (j[None, :] // 8) - (i[:, None] // 8)
+    at = (place * TERMS + TERM) * C * (C + 8) + i[:, None] * (C + 8) + tl.where(block == 0, C + j % 8, j)
+    return tl.load(base + at, mask=block <= 0, other=0.0)
+
+
+@triton.jit
+def load_reads(base, dtype: tl.constexpr, place, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
+    """One term of P^T [C, C]."""
+    j = tl.arange(0, C)
+    at = (place * TERMS + TERM) * C * (C + 8) + i[:, None] * (C + 8) + j[None, :]
+    here = j[None, :] // 8 >= i[:, None] // 8
+    return tl.load(base.to(tl.pointer_type(dtype)) + at, mask=here, other=0.0)
+
+
+@triton.jit
+def dot_inverse(x, T, T_low, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
+    """x T, x float32 [rows, C], T in TERMS terms. Beside a T in float16 x is rounded to that, too, its rows scaled by
+    powers of 2."""
+    if T.dtype != tl.float16 or TERMS == 2:
+        return dot_square(x, T, T_low, tl.zeros(x.shape, tl.float32), dtype, TERMS, PREC)
+    else:
+        largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
+        exponent = tl.minimum(largest & 0x7F800000, 0x7E800000)
+        down = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        up = exponent.to(tl.float32, bitcast=True)
+        return tl.dot((x * down[:, None]).to(T.dtype), T) * up[:, None]
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def miscarried(cubin):
     return found
 def compile(kernel, types_, constants, warps=4, stages=2, dump=None, maxnreg=None):
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants or n not in types_ else types_[n].split(":")[0] for n in names}
+    signature = {n: "constexpr" if n in constants or n not in types_ else types_[n].removesuffix(":16") for n in names}
     constexprs = {(i,): constants.get(n) for i, n in enumerate(names) if signature[n] == "constexpr"}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types_ and types_[n].endswith(":16")}
     src = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
@@ -58,17 +58,20 @@ def compile(kernel, types_, constants, warps=4, stages=2, dump=None, maxnreg=Non
         open(f"{dump}.cubin", "wb").write(out.asm["cubin"])
     return info
 DT = {"bf16": "*bf16:16", "fp16": "*fp16:16", "fp32": "*fp32:16"}
-def go(module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, stages=2, decay="head", delta=True, strengths=True, packed=False, own=False, dump=None, maxnreg=None, **kw):
+def c_terms(kw): return kw.get("TERMS", 1)
+def go(module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, stages=2, decay="head", delta=True, strengths=True, packed=False, own=False, half=True, dump=None, maxnreg=None, **kw):
     fn = getattr(importlib.import_module("deltazoo.backends.triton.kernels." + module), kernel)
     t, f, i = DT[dtype], "*fp32:16", "*i32:16"
-    ty = {n: t for n in "q k v do squares o states xs dstates dv du dq dk partial".split()}
-    ty |= {n: f for n in "gates fades checkpoints dgates kepts dw dlog_decay final starts ends begins carry sums db".split()}
+    ty = {n: t for n in "q k v do squares o checkpoints states xs dstates dv du dq dk partial".split()}
+    ty |= {n: f for n in "gates fades dgates kepts dw dlog_decay final starts ends begins carry sums db".split()}
     ty |= {n: "i32" for n in "T segment segments parts N slots held".split()} | {"scale": "fp32"}
+    if half and dtype == "bf16" and c_terms(kw) == 1: ty["squares"] = DT["fp16"]
     if decay == "head": ty["log_decay"] = f
     if strengths: ty |= dict(b=f, w=f)
     if own: ty |= dict(e=t, de=t)
     if packed: ty["cu"] = i
-    c = dict(H=16, HV=16, K=128, V=128, C=64, K0=128, K1=0, BV=128, BK=128, TILES=1, VARIANT=0, DECAY=decay, DELTA=delta, OWN=own, ERASE=strengths and delta, WRITE=strengths, ERASE_EARLY=False, READ_EARLY=False, PACKED=packed, PREPARED=delta, EVERY=16, UNIT=16, SPLIT=0, ENDS=False, TERMS=1, PREC="tf32", STAGES=stages, EARLY_LOADS=False, MODE="replay", STATE=False) | kw
+    c = dict(H=16, HV=16, K=128, V=128, C=64, K0=128, K1=0, BV=128, KP=kw.get("K0", 128) + kw.get("K1", 0), BK=128, TILES=1, VARIANT=0, DECAY=decay, DELTA=delta, OWN=own, ERASE=strengths and delta, WRITE=strengths, ERASE_EARLY=False, READ_EARLY=False, PACKED=packed, PREPARED=delta, EVERY=16, UNIT=16, SPLIT=0, ENDS=False, TERMS=1, PREC="tf32", STAGES=stages, EARLY_LOADS=False, MODE="replay", STATE=False, TILED=True) | kw
+    if c["TILED"] and "TILED" in fn.arg_names: ty["v"] = f"tensordesc<{dtype}[1,{c['C']},1,{c['BV']}]>"
     ty = {n: x for n, x in ty.items() if n in fn.arg_names}
     return compile(fn, ty, {n: x for n, x in c.items() if n in fn.arg_names}, warps=warps, stages=stages, dump=dump, maxnreg=maxnreg)
 if __name__ == "__main__":
