@@ -33,7 +33,7 @@ class ConvLaunch(NamedTuple):
 
 
 FORWARD = ConvLaunch(rows=8)
-BACKWARD = ConvLaunch(group=2)
+BACKWARD = ConvLaunch(strip=128, group=2)
 _SHORTEST = 16
 _ENOUGH = 256  # programs
 

@@ -87,6 +87,7 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
             s.H, s.HV, s.K, s.C, *key_tiles(s.K), decay_of(x), kind.delta, x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
             precision(x.q.dtype), "tf32x3" if exact else "tf32", min(config.prepare.tile, s.C), kind.terms(x.q.dtype),
+            bool(config.split) and cdiv(s.T, s.C) > config.split,
         ),
         config.prepare.warps,
         config.prepare.stages,

@@ -33,7 +33,7 @@ def double_level(X, L, level: tl.constexpr, C: tl.constexpr, OPERAND: tl.constex
 
 @triton.jit
 def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr, BLOCK: tl.constexpr):
-    """(I + L)^-1 for strictly lower L [C, C] by level doubling, s = 1, 2, ..., C / 2.
+    """(I + L)^-1 for strictly lower L [C, C] by level doubling, s = 1, 2, ..., C / 2; and its blocks of 8 on the diagonal.
 
     Every intermediate is the inverse of the diagonal blocks of size 2s, so none grows beyond the result (a Neumann
     series would). The levels below BLOCK run on the diagonal blocks alone, as one batch.
@@ -52,6 +52,7 @@ def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.const
                 M = tl.where(below, D, 0.0).to(OPERAND)
                 Y = tl.dot(M, X.to(OPERAND), input_precision=PREC)
                 X -= tl.dot(X.to(OPERAND), Y.to(OPERAND), input_precision=PREC)
+        blocks = blocks_of_8(X)
         X = tl.reshape(tl.where(own, X[:, :, None, :], 0.0), [C, C])
     else:
         i = tl.arange(0, C)[:, None]
@@ -61,7 +62,19 @@ def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.const
         if 2**level < C:
             if 2**level >= BLOCK or R == 1:
                 X = double_level(X, L, level, C, OPERAND, PREC)
-    return X
+    if R == 1:
+        blocks = blocks_of_8(X[None, :, :])
+    return X, blocks
+
+
+@triton.jit
+def blocks_of_8(X):
+    """The blocks of 8 on the diagonals of X [R, B, B], one below the other: [R B, 8]."""
+    R: tl.constexpr = X.shape[0]
+    N: tl.constexpr = X.shape[1] // 8
+    n = tl.arange(0, N)
+    own = (n[:, None] == n[None, :])[None, :, None, :, None]
+    return tl.reshape(tl.sum(tl.where(own, tl.reshape(X, [R, N, 8, N, 8]), 0.0), 3), [R * N * 8, 8])
 
 
 @triton.jit
@@ -80,11 +93,11 @@ def prepare_kernel(
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-    TERMS: tl.constexpr,
+    TERMS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program a (slot, key head).
 
-    gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state;
+    gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state (PARTS: closely);
     squares [slots, HV, TERMS, C, C + 8] = T and P^T, as squares.py lays them.
     """
     pid = tl.program_id(0)
@@ -142,8 +155,9 @@ def prepare_kernel(
             tl.store(gates + (out * 3 + 2) * C + i, write)
             fade = tl.sum(own_decay, 0)
             if DELTA:
-                # one step keeps at most max(1, |1 - b k.k|) of a state; with an erase key of its own nothing bounds it
-                if OWN or ERASE_EARLY:
+                # one step keeps at most max(1, |1 - b k.k|) of a state; with an erase key of its own nothing bounds it,
+                # and where no part is left out nobody asks
+                if OWN or ERASE_EARLY or not PARTS:
                     fade = 0.0 * fade
                 else:
                     square = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
@@ -160,10 +174,11 @@ def prepare_kernel(
                     erase = tl.load(b + at + g + 1, mask=more, other=0.0).to(tl.float32)
                 if WRITE:
                     write = tl.load(w + at + g + 1, mask=more, other=0.0).to(tl.float32)
-            T_inverse = tl.zeros([C, C], tl.float32)
+            T_inverse, T_blocks = tl.zeros([C, C], tl.float32), tl.zeros([C, 8], tl.float32)
             if DELTA:
-                T_inverse = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
+                T_inverse, T_blocks = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
             # P comes last: until it is stored it would take registers from the inverse
             P_T = dot_wide(k_a, q_a, k_b, q_b, K1, PREC)
             P_T *= tl.exp2(tl.where(seen, G_read[None, :] - G[:, None], 0.0)) * scale
-            store_squares(squares, T_inverse, tl.where(seen, P_T, 0.0), q.dtype.element_ty, out, i, C, TERMS)
+            P_T = tl.where(seen, P_T, 0.0)
+            store_squares(squares, T_inverse, T_blocks, P_T, q.dtype.element_ty, out, i, C, TERMS)

@@ -16,30 +16,28 @@ from deltazoo.backends.triton.kernels.layout import dot_terms, two_terms
 
 
 @triton.jit
-def store_squares(base, T, P_T, dtype: tl.constexpr, place, i, C: tl.constexpr, TERMS: tl.constexpr):
-    """T and P^T, float32 [C, C], each zero where the other stands; dtype: P^T's."""
+def store_squares(base, T, T_blocks, P_T, dtype: tl.constexpr, place, i, C: tl.constexpr, TERMS: tl.constexpr):
+    """T and P^T, float32 [C, C], each zero where the other stands, and the blocks of T on the diagonal [C, 8]; dtype:
+    P^T's."""
     at = base + place * TERMS * C * (C + 8)
-    block = i // 8
-    own = block[:, None] == tl.arange(0, C // 8)[None, :]
-    on_diagonal = tl.sum(tl.where(own[:, :, None], tl.reshape(T, [C, C // 8, 8]), 0.0), 1)
-    below = block[:, None] > block[None, :]
+    below = (i // 8)[:, None] > (i // 8)[None, :]
     lies: tl.constexpr = base.dtype.element_ty
     if TERMS == 2:
         square, square_low = two_terms(tl.where(below, T, P_T), dtype)
-        on_diagonal, diagonal_low = two_terms(on_diagonal, dtype)
-        store_square(at + C * (C + 8), square_low, diagonal_low, i, C)
+        T_blocks, blocks_low = two_terms(T_blocks, dtype)
+        store_square(at + C * (C + 8), square_low, blocks_low, i, C)
     elif lies == dtype:
         square = tl.where(below, T, P_T).to(dtype)
     else:
         bits = tl.where(below, T.to(lies).to(tl.int16, bitcast=True), P_T.to(dtype).to(tl.int16, bitcast=True))
         square = bits.to(lies, bitcast=True)
-    store_square(at, square, on_diagonal, i, C)
+    store_square(at, square, T_blocks, i, C)
 
 
 @triton.jit
-def store_square(at, square, on_diagonal, i, C: tl.constexpr):
+def store_square(at, square, T_blocks, i, C: tl.constexpr):
     tl.store(at + i[:, None] * (C + 8) + i[None, :], square)
-    tl.store(at + i[:, None] * (C + 8) + C + tl.arange(0, 8)[None, :], on_diagonal.to(at.dtype.element_ty))
+    tl.store(at + i[:, None] * (C + 8) + C + tl.arange(0, 8)[None, :], T_blocks.to(at.dtype.element_ty))
 
 
 @triton.jit
