@@ -106,7 +106,7 @@ def scan(
     columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
     t = tensors.get
     # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
-    tiled = x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
+    tiled = prepared.there and x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
     v = TensorDescriptor(x.v, [*x.v.shape], [*x.v.stride()], [1, s.C, 1, BV]) if tiled else x.v
     run(
         scan_kernel,

@@ -7,13 +7,15 @@ that is computed but the order of roundings. H key heads, HV value heads, K key 
 
 import functools
 import hashlib
+import io
 import json
 import logging
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
+import tokenize
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, get_args
@@ -210,11 +212,23 @@ class Table(BaseModel):
 
 @functools.cache
 def source_of(kernel: str) -> str:
-    """A fingerprint of a kernel's text, blank lines and lines of comment aside."""
+    """A fingerprint of a kernel's code; comments, docstrings and blank lines do not count."""
     folder = files("deltazoo.backends.triton") / "kernels"
-    texts = [folder / f"{name}.py" for name in (*_SOURCES.get(kernel, (kernel,)), "layout")]
-    lines = [line.strip() for text in texts for line in text.read_text(encoding="utf-8").splitlines()]
-    return hashlib.sha256("\n".join(line for line in lines if line and line[0] != "#").encode()).hexdigest()[:12]
+    texts = [folder / f"{name}.py" for name in (*_SOURCES.get(kernel, (kernel,)), "squares", "layout")]
+    code = " ".join(word for text in texts for word in _code_of(text.read_text(encoding="utf-8")))
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
+def _code_of(text: str) -> Iterator[str]:
+    """The words of a Python source, with its blocks, without comments and docstrings."""
+    begins = True  # a statement
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        says_nothing = token.type in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
+        docstring = begins and token.type == tokenize.STRING
+        if says_nothing or docstring or (begins and token.type == tokenize.NEWLINE):
+            continue
+        begins = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        yield tokenize.tok_name[token.type] if begins else token.string
 
 
 def read_table(path: str | Path) -> Table:

@@ -395,6 +395,21 @@ def test_the_shipped_tables_are_valid_and_hold_what_the_key_says():
         assert table.records
         for record in table.records:
             assert record.gain is None or record.gain >= 1
+            assert record.source == tables.source_of(record.kernel), (
+                f"{path.name}: measured with another {record.kernel}"
+            )
+
+
+def test_comments_and_docstrings_of_a_kernel_do_not_count_but_its_blocks_do():
+    def code(text: str) -> list[str]:
+        return list(tables._code_of(text))
+
+    plain = "def f(x):\n    if x:\n        y = 1\n        z = 'a'\n"
+    assert code(
+        '"""Of it."""\n\ndef f(x):  # so\n    """Says."""\n    if x:\n\n        y = 1\n        z = \'a\'\n'
+    ) == code(plain)
+    assert code(plain.replace("        z", "    z")) != code(plain)
+    assert code(plain.replace("'a'", "'b'")) != code(plain)
 
 
 def test_tuning_nothing_is_a_mistake(tmp_path):

@@ -33,7 +33,8 @@ def double_level(X, L, level: tl.constexpr, C: tl.constexpr, OPERAND: tl.constex
 
 @triton.jit
 def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr, BLOCK: tl.constexpr):
-    """(I + L)^-1 for strictly lower L [C, C] by level doubling, s = 1, 2, ..., C / 2; and its blocks of 8 on the diagonal.
+    """(I + L)^-1 for strictly lower L [C, C] by level doubling, s = 1, 2, ..., C / 2; and its blocks of 8 on the
+    diagonal.
 
     Every intermediate is the inverse of the diagonal blocks of size 2s, so none grows beyond the result (a Neumann
     series would). The levels below BLOCK run on the diagonal blocks alone, as one batch.
@@ -97,8 +98,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """One program a (slot, key head).
 
-    gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state (PARTS: closely);
-    squares [slots, HV, TERMS, C, C + 8] = T and P^T, as squares.py lays them.
+    gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state,
+    closely with PARTS; squares [slots, HV, TERMS, C, C + 8] = T and P^T, as squares.py lays them.
     """
     pid = tl.program_id(0)
     slot = pid // H

@@ -68,6 +68,11 @@ def scan_kernel(
     vs = column + tl.arange(0, BV)
     in_v = (vs < V) & ((maps == 0) | (not ENDS))
     v_column = tl.where(maps, V, column) if ENDS else column
+    # two values a load: what feeds no product at once is copied ahead of time in 32 bits alone
+    PAIRS: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 16 and V % 2 == 0
+    if PAIRS:
+        pairs = column // 2 + tl.arange(0, BV // 2)
+        in_pairs = (pairs < V // 2) & ((maps == 0) | (not ENDS))
     ka = tl.arange(0, K0)
     in_ka = ka < K
     if K1 > 0:
@@ -127,6 +132,7 @@ def scan_kernel(
         in_time = i < length - c * C
         row = start + c * C
         key = (row * H + h) * K
+        value = (row * HV + hv) * V
         place = tl.cast(slot + c, tl.int64) * HV + hv
         k_a = load_rows(k + key, i, ka, in_time, in_ka, H * K)
         if K1 > 0:
@@ -180,8 +186,12 @@ def scan_kernel(
             v_T = tl.trans(tl.reshape(v.load(v_at), [C, BV]))
             if PACKED:
                 v_T = tl.where(in_time[None, :], v_T, 0.0)
+        elif PAIRS:
+            v_pairs = load_rows((v + value).to(tl.pointer_type(tl.int32)), i, pairs, in_time, in_pairs, HV * V // 2)
+            both = tl.join(v_pairs.to(tl.int16), (v_pairs >> 16).to(tl.int16))
+            v_T = tl.trans(tl.reshape(both, [C, BV])).to(dtype, bitcast=True)
         else:
-            v_T = tl.trans(load_rows(v + (row * HV + hv) * V, i, vs, in_time, in_v, HV * V))
+            v_T = tl.trans(load_rows(v + value, i, vs, in_time, in_v, HV * V))
         x = v_T.to(tl.float32)
         if WRITE:
             if PREPARED:
@@ -218,7 +228,10 @@ def scan_kernel(
                 P_T = tl.where(causal, P_T * scale, 0.0).to(dtype)
                 P_rest = P_T
             out = dot_square(x, P_T, P_rest, out, dtype, TERMS, PREC)
-            store_transposed(o + (row * HV + hv) * V, out, length - c * C, column, HV * V, V)
+            if PREPARED:
+                store_transposed(o + value, out, length - c * C, column, HV * V, V)
+            else:
+                store_rows(o + value, tl.trans(out), i, vs, in_time, in_v, HV * V)
 
         # S' = e^Gend S0 + (e^(Gend - G) k)^T x
         if DECAY != "none":
