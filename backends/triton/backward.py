@@ -25,6 +25,8 @@ from deltazoo.backends.triton.launch import (
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.run import run
 
+_WALK = 16  # chunks that a program of the replay keeps, without parts: enough to make up for its start
+
 
 class _Scratch:
     """What a segment keeps for its gradients: states and their gradients [held, HV, V, K], x and du [held, C, HV, V],
@@ -57,10 +59,10 @@ def backward(
     split = config.split if config.split and chunks > config.split else 0
     if split and not kind.delta:
         prepared = prepare(x, kind, config, keep=True)
-    unit = max(config.every, split)
-    segments, held = segments_of(s, unit, config.scratch, kind.kept(x.q.dtype).itemsize)
+    unit, segments, held = segments_of(s, config.every, split, config.scratch, kind.kept(x.q.dtype).itemsize)
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
     parts = cdiv(most, split) if split else 1
+    walk = config.every if split else max(config.every, _WALK)
     K0 = key_tiles(s.K)[0]
     keys = min(max(config.gradients.keys or K0, least_keys(kind.kept(x.q.dtype))), K0)
 
@@ -70,7 +72,7 @@ def backward(
     carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
     begins, ends = part_states(x, s, parts) if split else (None, None)
     for segment in reversed(range(segments)):
-        replayed = Cut(cdiv(most, config.every), 0, config.every, unit, segment, segments)
+        replayed = Cut(cdiv(most, walk), walk, config.every, unit, segment, segments)
         scan(
             x, kind, prepared, s, config.replay, "replay", replayed,
             checkpoints=checkpoints, states=scratch.states, xs=scratch.xs,
@@ -88,25 +90,31 @@ def backward(
     return d
 
 
-def segments_of(s: Sizes, unit: int, scratch: int, itemsize: int) -> tuple[int, int]:
-    """In how many segments the backward goes through the sequences, and the chunks that one holds at most.
+def segments_of(s: Sizes, every: int, split: int, scratch: int, itemsize: int) -> tuple[int, int, int]:
+    """The unit of chunks that the backward's segments are cut between, how many segments, the chunks that one holds.
 
-    No more than the scratch has room for; but a segment is at least a unit of each sequence. The lengths of packed
-    sequences are unknown here, and all segments are of use whatever they are, as long as they are long.
+    No more than the scratch has room for; but a segment is at least a unit of each sequence: a part, or what a
+    checkpoint leaves. The lengths of packed sequences are unknown here, so that a unit of each may go to waste. Where
+    that is more than an eighth, a pack's units are smaller, and the replay comes to a segment's first chunk from the
+    checkpoint before it. All segments are of use whatever the lengths are, as long as they are long.
     """
     a_place = s.HV * 2 * (s.K + s.C) * s.V * itemsize
-    units = cdiv(cdiv(s.T, s.C), unit)
+    unit = max(every, split)
     places = min(s.slots, scratch // max(a_place, 1))
     if places >= s.slots:
-        return 1, s.slots
+        return unit, 1, s.slots
     if s.packed:
+        if not split and places >= 8 * s.N:
+            unit = min(every, 1 << ((places // (8 * s.N)).bit_length() - 1))
+        units = cdiv(cdiv(s.T, s.C), unit)
         # beyond a unit of each sequence: as much as there is room for, or as much again where there is none
         segments = min(max(units, 1), cdiv(s.slots + 1, max(places - s.N * unit, s.N * unit)))
         held = (s.slots + 1) // segments + s.N * unit
     else:
+        units = cdiv(cdiv(s.T, s.C), unit)
         segments = cdiv(units, max(places // (s.N * unit), 1))
         held = s.N * cdiv(units, segments) * unit
-    return (segments, held) if held < s.slots else (1, s.slots)
+    return (unit, segments, held) if held < s.slots else (unit, 1, s.slots)
 
 
 def _reverse(

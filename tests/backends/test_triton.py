@@ -14,7 +14,7 @@ from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.op import chunk_scan
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -231,6 +231,18 @@ def test_what_the_kernels_do_not_take_is_said_in_sentences():
     assert any("got float64" in reason for reason in reasons(torch.float64))
 
 
+def test_units_are_small_where_sequences_are_few_and_as_checkpoints_are_where_they_are_many():
+    from deltazoo.backends.triton.backward import segments_of
+
+    def sizes(N: int, T: int) -> Sizes:
+        return Sizes(N, T, T // 64 + N, 16, 16, 128, 128, 64, True)
+
+    assert segments_of(sizes(8, 32768), 8, 0, 3 * 2**26, 2) == (2, 5, 120)
+    assert segments_of(sizes(64, 32768), 8, 0, 3 * 2**26, 2)[0] == 8
+    assert segments_of(sizes(8, 32768), 8, 32, 3 * 2**26, 2)[0] == 32
+    assert segments_of(Sizes(8, 4096, 512, 16, 16, 128, 128, 64, False), 16, 0, 3 * 2**26, 2) == (16, 4, 128)
+
+
 @pytest.mark.parametrize("lengths", [(), (17, 0, 1, 65), (5,) * 9, (40, 43), (83, 0, 0)], ids=str)
 def test_any_number_of_segments_gives_the_same_bits(lengths):
     shape = Shape("cut", 1 if lengths else 3, sum(lengths) or 83, 1, 2, 16, 16, lengths=lengths)
@@ -246,3 +258,24 @@ def test_any_number_of_segments_gives_the_same_bits(lengths):
     for scratch in (0, 9000, 30000, 70000):
         for got, want in zip(gradients(scratch), whole, strict=True):
             assert torch.equal(got, want), scratch
+
+
+@pytest.mark.parametrize("lengths", [(300, 41), (341,), (200, 141)], ids=str)
+def test_a_segment_may_begin_between_checkpoints(lengths):
+    from deltazoo.backends.triton.backward import segments_of
+
+    x = draw(Case(GATED, Shape("between", 1, 341, 1, 2, 16, 16, lengths=lengths)), DEVICE)
+    leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
+
+    def gradients(scratch: int) -> tuple[torch.Tensor, ...]:
+        way = CONFIGS["in one"].model_copy(update={"every": 4, "scratch": scratch})
+        out = bind(GATED, TritonBackend(way))(x)
+        return torch.autograd.grad([out.o.sum() + out.state.sum()], leaves)
+
+    N = len(lengths)
+    s = Sizes(N, 341, 341 // 16 + N, 1, 2, 16, 16, 16, True)
+    scratch = 8 * N * 2 * 2 * 32 * 16 * 4
+    unit, segments, _ = segments_of(s, 4, 0, scratch, 4)
+    assert unit < 4 and segments > 1
+    for got, want in zip(gradients(scratch), gradients(2**30), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -41,8 +41,8 @@ def scan_kernel(
     MODE "output": o and the final state; checkpoints [place, HV, V, K] keeps S^T every EVERY chunks (0: never), but not
         the initial state. With SPLIT > 0 a program is a part of SPLIT chunks, and
         begins from starts [N parts, HV, V, K].
-    MODE "replay": from each checkpoint of a segment it walks EVERY chunks and keeps the state before each in
-        states [place, HV, V, K] and x in xs [place, C, HV, V]; parts: checkpoints a segment.
+    MODE "replay": a program is a part of SPLIT chunks of a segment; it walks from the checkpoint at or before the part,
+        and keeps the state before each chunk of the part in states [place, HV, V, K] and x in xs [place, C, HV, V].
     MODE "ends": the state that each part leaves when it begins from nothing (the first from the initial state) and, in
         further tiles, the map from its beginning to its end: ends [N parts, HV, V + K, K]. "maps": the maps alone.
     TERMS 2: what feeds back into the state is rounded to two numbers instead of one. TILED: v is a descriptor.
@@ -85,12 +85,12 @@ def scan_kernel(
     chunks = tl.cdiv(length, C)
     begins, last, first_place = segment_of(n, slot, chunks, segment, segments, UNIT, PACKED)
     first = begins
-    if REPLAY:
-        first += part * EVERY
-        last = tl.minimum(first + EVERY, last)
-    elif SPLIT > 0:
+    if SPLIT > 0:
         first += part * SPLIT
         last = tl.minimum(first + SPLIT, last)
+    if REPLAY:
+        first_kept = first
+        first = tl.where(first < last, first // EVERY * EVERY, first)
     forgotten = 0
     if ENDS:
         forgotten = chunks_forgotten(fades, slot + first, last - first, hv, HV, SPLIT)
@@ -149,10 +149,11 @@ def scan_kernel(
                     store_rows(at, Sb, vs, kb, in_v, in_kb, K)
         if REPLAY:
             local = first_place + c - begins
+            kept_v = in_v & (c >= first_kept)
             at = states + (tl.cast(local, tl.int64) * HV + hv) * V * K
-            store_rows(at, Sa, vs, ka, in_v, in_ka, K)
+            store_rows(at, Sa, vs, ka, kept_v, in_ka, K)
             if K1 > 0:
-                store_rows(at, Sb, vs, kb, in_v, in_kb, K)
+                store_rows(at, Sb, vs, kb, kept_v, in_kb, K)
 
         if DELTA:
             T_first = tl.trans(load_inverse(squares, place, i, C, TERMS, 0))
@@ -207,7 +208,8 @@ def scan_kernel(
                 gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
             )
         if REPLAY:
-            store_transposed(xs + (tl.cast(local, tl.int64) * C * HV + hv) * V, x, C, column, HV * V, V)
+            kept_rows = tl.where(c >= first_kept, C, 0)
+            store_transposed(xs + (tl.cast(local, tl.int64) * C * HV + hv) * V, x, kept_rows, column, HV * V, V)
 
         if OUTPUT:
             # o = scale e^G'' S0^T q + P x

@@ -51,7 +51,7 @@ def jobs():
             yield common | dict(module="prepare", kernel="prepare_kernel", stages=1, BLOCK=16, OPERAND=operand, PREC_INVERSE=inverse, maxnreg=registers)
         for kept in (every, 0):
             yield common | scan | dict(module="scan", kernel="scan_kernel", MODE="output", EVERY=kept)
-        yield common | scan | dict(module="scan", kernel="scan_kernel", MODE="replay", EVERY=every)
+        yield common | scan | dict(module="scan", kernel="scan_kernel", MODE="replay", EVERY=every, SPLIT=16)
         yield common | scan | dict(module="reverse", kernel="reverse_kernel", EVERY=every, UNIT=every)
         yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every)
         if delta and decay == "head" and not packed and K in (64, 128):
