@@ -27,7 +27,22 @@ _loaded: dict[str, Backend] = {}
 _told: set[tuple[str, str, UpdateSpec, str]] = set()
 
 
-class BoundUpdate:
+class _Bound:
+    """What was asked for, and the candidates for each type of device; "" stands for every other."""
+
+    def __init__(self, candidates: dict[str, tuple[Backend, ...]], asked: "str | Backend | None"):
+        self.asked = asked
+        self._candidates = candidates
+
+    def candidates(self, device: str) -> tuple[Backend, ...]:
+        """The backends that are tried on a type of device, in order."""
+        return self._candidates.get(device, self._candidates[""])
+
+    def _order(self) -> dict[str, list[str]]:
+        return {device or "other": [b.name for b in backends] for device, backends in self._candidates.items()}
+
+
+class BoundUpdate(_Bound):
     """An update with its backends resolved: call it inside torch.compile, build it outside.
 
     It holds candidates for every device, so a model built on the CPU finds its kernels once it is on a GPU.
@@ -35,9 +50,8 @@ class BoundUpdate:
     """
 
     def __init__(self, spec: UpdateSpec, candidates: dict[str, tuple[Backend, ...]], asked: "str | Backend | None"):
+        super().__init__(candidates, asked)
         self.spec = spec
-        self.asked = asked
-        self._candidates = candidates
 
     def __call__(self, inputs: UpdateInputs) -> UpdateOutput:
         """Compute the update. Returns o [B, T, HV, V] and the final state [B, HV, K, V].
@@ -74,19 +88,14 @@ class BoundUpdate:
                 _tell(backend, meta.device, self.spec, reasons)
         raise UnsupportedError(_refusals(self.spec, meta, self.candidates(meta.device)))
 
-    def candidates(self, device: str) -> tuple[Backend, ...]:
-        """The backends that are tried on a type of device, in order."""
-        return self._candidates.get(device, self._candidates[""])
-
     def __reduce__(self) -> tuple[object, ...]:
         return _bound, (self.spec, self.asked)  # a copy made inside `use_backend` stays what it was
 
     def __repr__(self) -> str:
-        order = {device or "other": [b.name for b in backends] for device, backends in self._candidates.items()}
-        return f"BoundUpdate({self.spec!r}, {order})"
+        return f"BoundUpdate({self.spec!r}, {self._order()})"
 
 
-class BoundConv:
+class BoundConv(_Bound):
     """A short convolution with its backends resolved: call it inside torch.compile, build it outside.
 
     The first candidate for the device that has a kernel computes it, else plain torch. Get one from `bind_conv`.
@@ -95,9 +104,8 @@ class BoundConv:
     def __init__(
         self, parts: tuple[ConvPart, ...], candidates: dict[str, tuple[Backend, ...]], asked: "str | Backend | None"
     ):
+        super().__init__(candidates, asked)
         self.parts = parts
-        self.asked = asked
-        self._candidates = candidates
 
     def __call__(self, inputs: ConvInputs) -> tuple[Tensor, ...]:
         """Convolve; returns [B, T, channels] for each part. Raises: ShapeError."""
@@ -108,7 +116,7 @@ class BoundConv:
     def backend_for(self, device: str, dtype: torch.dtype, taps: int) -> Backend | None:
         """The backend whose kernel runs on such tensors; None: plain torch does."""
         meta = ConvMeta(device, dtype, taps, self.parts)
-        for backend in self._candidates.get(device, self._candidates[""]):
+        for backend in self.candidates(device):
             if not backend.short_conv_unsupported(meta):
                 return backend
         return None
@@ -117,8 +125,7 @@ class BoundConv:
         return _bound_conv, (self.parts, self.asked)  # as of `BoundUpdate`
 
     def __repr__(self) -> str:
-        order = {device or "other": [b.name for b in backends] for device, backends in self._candidates.items()}
-        return f"BoundConv({list(self.parts)}, {order})"
+        return f"BoundConv({list(self.parts)}, {self._order()})"
 
 
 def bind_conv(parts: Sequence[ConvPart], backend: str | Backend | None = None) -> BoundConv:

@@ -62,6 +62,11 @@ class LaunchConfig(BaseModel):
         return self
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is no less than n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def least_keys(kept: torch.dtype) -> int:
     """The fewest key columns a program of the gradients, 128 bytes of what is kept: of narrower tiles a compiler
     miscarried the addresses (docs/notes/triton-kernels/NOTES.md)."""
@@ -147,7 +152,7 @@ def _split(problem: Problem, device: Device) -> int:
     if programs * 5 >= device.processors * 2 or chunks < 32:
         return 0
     parts = max(2, device.processors // max(programs, 1))
-    return max(16, 1 << ((chunks + parts - 1) // parts - 1).bit_length())
+    return max(16, power_of_two((chunks + parts - 1) // parts))
 
 
 def launch_config(problem: Problem, index: int | None) -> LaunchConfig:

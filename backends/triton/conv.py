@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.packs import sequence_of
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
+from deltazoo.backends.triton.config import power_of_two
+from deltazoo.backends.triton.operands import ready
 
 MOST_TAPS = 8
 WIDEST_UNIT = 1024
@@ -68,7 +70,7 @@ class _Problem(NamedTuple):
     def of(cls, *inputs: Tensor | None) -> "_Problem":
         given = ConvInputs(*inputs)  # type: ignore[arg-type]
         x, stride = _by_tokens(given.x)
-        weight, bias, history, cu = (None if t is None else _ready(t) for t in given[1:])
+        weight, bias, history, cu = (None if t is None else ready(t) for t in given[1:])
         first = which = None
         if cu is not None:
             # bounds on a GPU are not inspected: what lies beyond the last counts to the last sequence
@@ -127,7 +129,7 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
         for part, d in zip(parts, arguments[5], strict=True):
             *_, tiles, _ = _tile(part, B, T, launch)
             partial = x.new_empty((tiles, W + (bias is not None), part.channels), dtype=torch.float32)
-            tensors = (_ready(d), dx, dhistory, partial)
+            tensors = (ready(d), dx, dhistory, partial)
             problem.run(short_conv_backward_kernel, part, begin, launch, tensors)
             sums.append(partial.sum(0))
             begin += part.channels
@@ -181,19 +183,13 @@ def _parts(lists: Sequence[Sequence[Any]]) -> list[ConvPart]:
 
 def _tile(part: ConvPart, B: int, T: int, launch: ConvLaunch) -> tuple[int, int, int, int, int]:
     """Channels, strips and tokens a strip of a program; programs along time and along channels."""
-    columns = _power_of_two(part.unit) if part.unit else min(launch.columns, _power_of_two(part.channels))
+    columns = power_of_two(part.unit) if part.unit else min(launch.columns, power_of_two(part.channels))
     rows = max(1, launch.rows * launch.columns // columns)
     heads = _cdiv(part.channels, part.unit or columns)
-    strip = min(launch.strip, max(MOST_TAPS, _power_of_two(T)))
+    strip = min(launch.strip, max(MOST_TAPS, power_of_two(T)))
     while strip > _SHORTEST and _cdiv(B * _cdiv(T, strip), rows) * heads < _ENOUGH:
         strip //= 2
     return columns, rows, strip, _cdiv(B * _cdiv(T, strip), rows), heads
-
-
-def _ready(x: Tensor) -> Tensor:
-    """Contiguous, from 16 bytes on, as the kernels' wide loads want."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _by_tokens(x: Tensor) -> tuple[Tensor, int]:
@@ -203,13 +199,8 @@ def _by_tokens(x: Tensor) -> tuple[Tensor, int]:
     even = x.stride(2) == 1 and stride >= C and x.stride(0) == T * stride
     if even and (x.data_ptr() | stride * x.element_size()) % 16 == 0:
         return x, stride
-    return _ready(x), C
+    return ready(x), C
 
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _power_of_two(n: int) -> int:
-    """The least that is no less than n."""
-    return 1 << max(n - 1, 0).bit_length()

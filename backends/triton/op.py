@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
-from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes, ready
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -90,15 +90,7 @@ def _step_impl(*arguments: Any) -> Tensor:
 
 
 def _ready(arguments: tuple[Any, ...]) -> list[Any]:
-    """Contiguous tensors that begin on 16 bytes, as the kernels' wide loads want."""
-
-    def ready(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        x = x.contiguous()
-        return x if x.data_ptr() % 16 == 0 else x.clone()
-
-    return [ready(x) for x in arguments]
+    return [ready(x) if isinstance(x, Tensor) else x for x in arguments]
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:

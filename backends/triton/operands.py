@@ -130,3 +130,9 @@ class Gradients(NamedTuple):
             like(x.q), like(x.k), like(x.v), like(x.log_decay, single), like(b, single), like(x.w, single), like(x.e),
             like(x.state),
         )  # fmt: skip
+
+
+def ready(x: Tensor) -> Tensor:
+    """Contiguous, and from 16 bytes on, as the kernels' wide loads want."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -13,7 +13,7 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.backend import TritonBackend
-from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, least_keys
+from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, least_keys, power_of_two
 from deltazoo.backends.triton.table import Kernel
 
 _STATE_LIKE = ("log_decay", "step", "rate")
@@ -74,7 +74,7 @@ def candidates(
         scratch = {0: 3 * 2**26}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
     kept = torch.float32 if problem.precise else problem.dtype
-    wide_V, wide_K = max(16, _power(problem.V)), max(64, _power(problem.K))
+    wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
     if kernel == "gradients":
         tried = [x for x in tried if least_keys(kept) <= x.keys <= wide_K]
@@ -111,7 +111,3 @@ def _unique(base: LaunchConfig, changes: list[dict[str, object]]) -> list[Launch
         if config not in found:
             found.append(config)
     return found
-
-
-def _power(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
