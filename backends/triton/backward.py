@@ -6,13 +6,12 @@ B batch, T time, N sequences, H key heads, HV value heads, K key width, V value 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.config import LaunchConfig, least_keys
+from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, least_keys
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
-from deltazoo.backends.triton.kernels.layout import key_tiles
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launch import (
     Cut,
-    cdiv,
+    OnSegment,
     decay_of,
     empty,
     join,
@@ -23,30 +22,35 @@ from deltazoo.backends.triton.launch import (
     value_tile,
 )
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
-from deltazoo.backends.triton.run import run
+from deltazoo.backends.triton.run import launcher
 
 _WALK = 16  # chunks that a program of the replay keeps, without parts: enough to make up for its start
 
 
 class _Scratch:
-    """What a segment keeps for its gradients: states and their gradients [held, HV, V, K], x and du [held, C, HV, V],
-    with grouped heads each value head's share of the keys' gradients. float32 where two terms feed back."""
+    """What a segment keeps for its gradients: states and their gradients [held, HV, V, K], x and du [held, C, HV, V]
+    where they are not v and dv, with grouped heads each value head's share of the keys' gradients. float32 where two
+    terms feed back."""
 
     def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int) -> None:
         dtype = kind.kept(x.q.dtype)
         self.held = held
         self.states, self.dstates = (empty(x.q, held, s.HV, s.V, s.K, dtype=dtype) for _ in range(2))
-        self.xs, self.du = (empty(x.q, held, s.C, s.HV, s.V, dtype=dtype) for _ in range(2))
+        values = (held, s.C, s.HV, s.V)
+        self.xs = empty(x.q, *values, dtype=dtype) if kind.delta else None
+        self.du = empty(x.q, *values, dtype=dtype) if kind.delta or x.w is not None else None
         shares = (3 if x.e is not None else 2, held, s.C, s.HV, s.K)
         self.partial = empty(x.q, *shares, dtype=dtype) if s.HV > s.H else None
 
 
 class _Sums:
-    """What a chunk's gates need of each K tile: dgates [tiles, slots, HV, 5, C] and kepts [tiles, slots, HV]."""
+    """What a chunk's gates need of each K tile: dgates [tiles, slots, HV, rows, C] and kepts [tiles, slots, HV]."""
 
-    def __init__(self, x: ScanOperands, s: Sizes, tiles: int) -> None:
+    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, tiles: int) -> None:
         self.tiles = tiles
-        self.dgates, self.kepts = empty(x.q, tiles, s.slots, s.HV, 5, s.C), empty(x.q, tiles, s.slots, s.HV)
+        self.early = kind.erase_early or kind.read_early
+        self.dgates = empty(x.q, tiles, s.slots, s.HV, 4 if self.early else 3, s.C)
+        self.kepts = empty(x.q, tiles, s.slots, s.HV)
 
 
 def backward(
@@ -67,24 +71,30 @@ def backward(
     keys = min(max(config.gradients.keys or K0, least_keys(kind.kept(x.q.dtype))), K0)
 
     d = Gradients.empty(x, kind)
-    scratch, sums = _Scratch(x, kind, s, held), _Sums(x, s, cdiv(s.K, keys))
+    scratch, sums = _Scratch(x, kind, s, held), _Sums(x, kind, s, cdiv(s.K, keys))
     carry = empty(x.q, s.N, s.HV, s.V, s.K)
     carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
     begins, ends = part_states(x, s, parts) if split else (None, None)
-    for segment in reversed(range(segments)):
-        replayed = Cut(cdiv(most, walk), walk, config.every, unit, segment, segments)
+    replayed = Cut(cdiv(most, walk), walk, config.every, unit, segments)
+    cut = Cut(parts, split, 0, unit, segments)
+    steps = [
         scan(
             x, kind, prepared, s, config.replay, "replay", replayed,
             checkpoints=checkpoints, states=scratch.states, xs=scratch.xs,
-        )  # fmt: skip
-        cut = Cut(parts, split, 0, unit, segment, segments)
-        if begins is not None and ends is not None:
-            scan(x, kind, prepared, s, config.scan, "maps", cut, ends=ends)
-            _reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=True)
-            join(prepared, s, carry, begins, ends, x.cu_seqlens, cut, reverse=True)
-        _reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=False)
-        _gradients(x, kind, prepared, s, config, cut, do, scratch, sums, d, keys)
-    _gate_gradients(x, kind, s, sums, d)
+        )
+    ]  # fmt: skip
+    if begins is not None and ends is not None:
+        steps += [
+            scan(x, kind, prepared, s, config.scan, "maps", cut, ends=ends),
+            _reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=True),
+            join(prepared, s, carry, begins, ends, x.cu_seqlens, cut, reverse=True),
+        ]
+    steps.append(_reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=False))
+    steps += _gradients(x, kind, prepared, s, config, cut, do, scratch, sums, d, keys)
+    for segment in reversed(range(segments)):
+        for step in steps:
+            step(segment)
+    _gate_gradients(x, s, sums, d)
     if d.state is not None:
         d.state.copy_(carry.transpose(2, 3))
     return d
@@ -120,17 +130,15 @@ def segments_of(s: Sizes, every: int, split: int, scratch: int, itemsize: int) -
 def _reverse(
     x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, cut: Cut, do: Tensor,
     carry: Tensor, scratch: _Scratch, d: Gradients, begins: Tensor | None, ends: Tensor | None, hands_on: bool,
-) -> None:  # fmt: skip
+) -> OnSegment:  # fmt: skip
     launch = config.reverse
     BV = value_tile(launch.tile, s.V)
-    run(
+    go = launcher(
         reverse_kernel,
-        s.N * cut.parts * s.HV * cdiv(s.V, BV),
         (
             x.q, x.k, x.e, do, x.log_decay, x.w, *prepared, carry, scratch.dstates, scratch.du, d.v, begins, ends,
             x.cu_seqlens,
         ),
-        (kind.scale, s.T, cut.segment, cut.segments, cut.parts),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             kind.read_early, s.packed, prepared.there, cut.unit, cut.split, hands_on, kind.terms(x.q.dtype),
@@ -139,21 +147,21 @@ def _reverse(
         launch.warps,
         launch.stages,
     )  # fmt: skip
+    programs = s.N * cut.parts * s.HV * cdiv(s.V, BV)
+    return lambda segment: go(programs, kind.scale, s.T, segment, cut.segments, cut.parts)
 
 
 def _gradients(
     x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, cut: Cut, do: Tensor,
     scratch: _Scratch, sums: _Sums, d: Gradients, keys: int,
-) -> None:  # fmt: skip
+) -> list[OnSegment]:  # fmt: skip
     launch, own = config.gradients, x.e is not None
-    run(
+    of_chunks = launcher(
         gradients_kernel,
-        scratch.held * s.HV * sums.tiles,
         (
-            x.q, x.k, x.e, x.v, x.log_decay, x.b, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs,
+            x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs,
             scratch.du, d.q, d.k, d.e, sums.dgates, sums.kepts, scratch.partial, x.cu_seqlens,
         ),
-        (s.N, s.slots, scratch.held, kind.scale, s.T, cut.segment, cut.segments),
         (
             s.H, s.HV, s.K, s.V, s.C, keys, value_tile(launch.tile, s.V), decay_of(x), kind.delta, own,
             d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed, prepared.there, cut.unit,
@@ -162,28 +170,31 @@ def _gradients(
         launch.warps,
         launch.stages,
     )  # fmt: skip
+    held, programs = scratch.held, scratch.held * s.HV * sums.tiles
+    steps = [lambda segment: of_chunks(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)]
     if scratch.partial is not None:
-        run(
+        of_groups = launcher(
             sum_groups_kernel,
-            scratch.held * s.H,
             (scratch.partial, d.q, d.k, d.e, x.cu_seqlens),
-            (s.N, s.T, cut.segment, cut.segments, scratch.held),
             (s.H, s.HV, s.K, s.C, key_tiles(s.K)[0], own, s.packed, cut.unit),
             warps=8,
         )
+        steps.append(lambda segment: of_groups(held * s.H, s.N, s.T, segment, cut.segments, held))
+    return steps
 
 
-def _gate_gradients(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, d: Gradients) -> None:
+def _gate_gradients(x: ScanOperands, s: Sizes, sums: _Sums, d: Gradients) -> None:
     fixed = decay_of(x) == "fixed"
     of_tokens = empty(x.q, *x.v.shape[:3]) if fixed else d.log_decay
     wanted = (of_tokens is not None, d.b is not None, d.w is not None)
-    run(
+    if not any(wanted):
+        return
+    launch = launcher(
         gate_gradients_kernel,
-        s.slots * s.HV if any(wanted) else 0,
         (sums.dgates, sums.kepts, of_tokens, d.b, d.w, x.cu_seqlens),
-        (s.N, s.slots, s.T),
-        (s.HV, s.C, sums.tiles, *wanted, kind.erase_early or kind.read_early, s.packed),
+        (s.HV, s.C, sums.tiles, *wanted, sums.early, s.packed),
         warps=1,
     )
+    launch(s.slots * s.HV, s.N, s.slots, s.T)
     if of_tokens is not None and fixed:
         torch.sum(of_tokens, (0, 1), out=d.log_decay)

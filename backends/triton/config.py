@@ -67,10 +67,27 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def cdiv(n: int, of: int) -> int:
+    """How many times `of` it takes to hold n."""
+    return -(-n // of)
+
+
 def least_keys(kept: torch.dtype) -> int:
     """The fewest key columns a program of the gradients, 128 bytes of what is kept: of narrower tiles a compiler
     miscarried the addresses (docs/notes/triton-kernels/NOTES.md)."""
     return 128 // kept.itemsize
+
+
+def key_tiles(K: int) -> tuple[int, int]:
+    """K as one or two power-of-two tiles: 64 -> (64, 0), 128 -> (128, 0), 192 -> (128, 64), 200 -> (128, 128).
+
+    None is narrower than 64: ptxas 12.8 miscompiled products of 16 and of 32 columns, as "miscarried" in
+    docs/notes/triton-kernels/NOTES.md tells.
+    """
+    narrowest, widest = 64, 128
+    first = min(widest, max(narrowest, power_of_two(K)))
+    rest = K - first
+    return first, 0 if rest <= 0 else max(narrowest, power_of_two(rest))
 
 
 class Problem(NamedTuple):
@@ -152,7 +169,7 @@ def _split(problem: Problem, device: Device) -> int:
     if programs * 5 >= device.processors * 2 or chunks < 32:
         return 0
     parts = max(2, device.processors // max(programs, 1))
-    return max(16, power_of_two((chunks + parts - 1) // parts))
+    return max(16, power_of_two(cdiv(chunks, parts)))
 
 
 def launch_config(problem: Problem, index: int | None) -> LaunchConfig:

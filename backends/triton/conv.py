@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.packs import sequence_of
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
-from deltazoo.backends.triton.config import power_of_two
+from deltazoo.backends.triton.config import cdiv, power_of_two
 from deltazoo.backends.triton.operands import ready
 
 MOST_TAPS = 8
@@ -83,17 +83,15 @@ class _Problem(NamedTuple):
         self, kernel: Any, part: ConvPart, begin: int, launch: ConvLaunch, tensors: Sequence[Tensor | None]
     ) -> None:
         """Launch a kernel for the part that begins at a channel."""
-        from deltazoo.backends.triton.run import run
+        from deltazoo.backends.triton.run import launcher
 
         x, weight, bias, history, cu = self.inputs
         B, T, C = x.shape
         columns, rows, strip, tiles, heads = _tile(part, B, T, launch)
-        per_row = _cdiv(T, strip)
-        run(
+        per_row = cdiv(T, strip)
+        go = launcher(
             kernel,
-            tiles * heads,
             (x, weight, bias, history, self.first, self.which, *tensors),
-            (T, B * per_row, per_row),
             (
                 self.stride, C, weight.shape[1], begin, part.channels, part.silu, part.unit, EPS, bias is not None,
                 history is not None, cu is not None, columns, rows, strip, min(launch.group, strip),
@@ -101,6 +99,7 @@ class _Problem(NamedTuple):
             launch.warps,
             registers=launch.registers or None,
         )  # fmt: skip
+        go(tiles * heads, T, B * per_row, per_row)
 
 
 def _conv_impl(*arguments: Any) -> list[Tensor]:
@@ -185,11 +184,11 @@ def _tile(part: ConvPart, B: int, T: int, launch: ConvLaunch) -> tuple[int, int,
     """Channels, strips and tokens a strip of a program; programs along time and along channels."""
     columns = power_of_two(part.unit) if part.unit else min(launch.columns, power_of_two(part.channels))
     rows = max(1, launch.rows * launch.columns // columns)
-    heads = _cdiv(part.channels, part.unit or columns)
+    heads = cdiv(part.channels, part.unit or columns)
     strip = min(launch.strip, max(MOST_TAPS, power_of_two(T)))
-    while strip > _SHORTEST and _cdiv(B * _cdiv(T, strip), rows) * heads < _ENOUGH:
+    while strip > _SHORTEST and cdiv(B * cdiv(T, strip), rows) * heads < _ENOUGH:
         strip //= 2
-    return columns, rows, strip, _cdiv(B * _cdiv(T, strip), rows), heads
+    return columns, rows, strip, cdiv(B * cdiv(T, strip), rows), heads
 
 
 def _by_tokens(x: Tensor) -> tuple[Tensor, int]:
@@ -200,7 +199,3 @@ def _by_tokens(x: Tensor) -> tuple[Tensor, int]:
     if even and (x.data_ptr() | stride * x.element_size()) % 16 == 0:
         return x, stride
     return ready(x), C
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)

@@ -3,36 +3,34 @@
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import config as configs
-from deltazoo.backends.triton.config import LaunchConfig, Problem
+from deltazoo.backends.triton.config import LaunchConfig, Problem, cdiv, key_tiles, power_of_two
 from deltazoo.backends.triton.kernels.decode import decode_kernel
 from deltazoo.backends.triton.kernels.join import join_kernel
-from deltazoo.backends.triton.kernels.layout import key_tiles
 from deltazoo.backends.triton.kernels.prepare import prepare_kernel
 from deltazoo.backends.triton.kernels.scan import scan_kernel
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
-from deltazoo.backends.triton.run import run
+from deltazoo.backends.triton.run import launcher
 
-cdiv = triton.cdiv
+OnSegment = Callable[..., None]  # launches a kernel, on one of a cut's segments
 
 
 class Cut(NamedTuple):
-    """Which chunks a launch walks: one of `segments` of every sequence, cut between units of `unit` chunks, in parts of
-    `split` chunks (0: in one), with the state kept every `every` (0: never)."""
+    """Which chunks launches walk: one by one the `segments` of every sequence, cut between units of `unit` chunks, in
+    parts of `split` chunks (0: in one), with the state kept every `every` (0: never)."""
 
     parts: int = 1
     split: int = 0
     every: int = 0
     unit: int = 1
-    segment: int = 0
     segments: int = 1
 
 
@@ -60,7 +58,7 @@ def precision(dtype: torch.dtype) -> str:
 
 def value_tile(widest: int, V: int) -> int:
     """Value columns a program: no more than there are, and enough for a product."""
-    return min(widest, max(16, triton.next_power_of_2(V)))
+    return min(widest, max(16, power_of_two(V)))
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -78,11 +76,9 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
     s = Sizes.of(x, config.chunk)
     out = Prepared.empty(x, kind, s, keep)
     exact = kind.terms(x.q.dtype) == 2 or x.q.dtype == torch.float32
-    run(
+    launch = launcher(
         prepare_kernel,
-        s.slots * s.H,
         (x.q, x.k, x.e, x.log_decay, x.b, x.w, *out, x.cu_seqlens),
-        (s.N, s.T, kind.scale),
         (
             s.H, s.HV, s.K, s.C, *key_tiles(s.K), decay_of(x), kind.delta, x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
@@ -93,14 +89,15 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
         config.prepare.stages,
         registers=None if exact or s.HV > s.H or s.C != 64 else 160,  # three programs a processor
     )  # fmt: skip
+    launch(s.slots * s.H, s.N, s.T, kind.scale)
     return out
 
 
 def scan(
     x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, launch: configs.Launch, mode: str, cut: Cut,
     **tensors: Tensor | None,
-) -> None:  # fmt: skip
-    """Launch scan_kernel in one of its modes."""
+) -> OnSegment:  # fmt: skip
+    """What launches scan_kernel in one of its modes."""
     BV = value_tile(launch.tile, s.V)
     columns = 0 if mode == "maps" else cdiv(s.V, BV)
     columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
@@ -108,14 +105,12 @@ def scan(
     # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
     tiled = prepared.there and x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
     v = TensorDescriptor(x.v, [*x.v.shape], [*x.v.stride()], [1, s.C, 1, BV]) if tiled else x.v
-    run(
+    go = launcher(
         scan_kernel,
-        s.N * cut.parts * s.HV * columns,
         (
             x.q, x.k, x.e, v, x.log_decay, x.w, *prepared, x.state, t("o"), t("final"), t("checkpoints"),
             t("states"), t("xs"), t("begins"), t("ends"), x.cu_seqlens,
         ),
-        (kind.scale, s.T, cut.segment, cut.segments, cut.parts),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             x.state is not None, kind.read_early, s.packed, prepared.there, cut.every, cut.unit, cut.split, mode,
@@ -124,24 +119,26 @@ def scan(
         launch.warps,
         launch.stages,
     )  # fmt: skip
+    programs = s.N * cut.parts * s.HV * columns
+    return lambda segment=0: go(programs, kind.scale, s.T, segment, cut.segments, cut.parts)
 
 
 def join(
     prepared: Prepared, s: Sizes, given: Tensor | None, begins: Tensor, ends: Tensor, cu: Tensor | None, cut: Cut,
     reverse: bool,
-) -> None:  # fmt: skip
-    """Chain the parts: from what each hands on, with what is given before the first, where each begins."""
+) -> OnSegment:  # fmt: skip
+    """What chains the parts: from what each hands on, with what is given before the first, where each begins."""
     BV = value_tile(64, s.V)
-    run(
+    go = launcher(
         join_kernel,
-        s.N * s.HV * cdiv(s.V, BV),
         (prepared.fades, given, begins, ends, cu),
-        (s.T, cut.segment, cut.segments, cut.parts),
         (
             s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, given is not None, s.packed, cut.split, cut.unit, reverse,
             "tf32x3",
         ),
     )  # fmt: skip
+    programs = s.N * s.HV * cdiv(s.V, BV)
+    return lambda segment=0: go(programs, s.T, segment, cut.segments, cut.parts)
 
 
 def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -> tuple[Tensor, ...]:
@@ -158,12 +155,12 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
     begins = None
     if split:
         begins, ends = part_states(x, s, parts)
-        scan(x, kind, prepared, s, config.scan, "ends", Cut(parts, split), ends=ends)
-        join(prepared, s, x.state, begins, ends, x.cu_seqlens, Cut(parts, split), reverse=False)
+        scan(x, kind, prepared, s, config.scan, "ends", Cut(parts, split), ends=ends)()
+        join(prepared, s, x.state, begins, ends, x.cu_seqlens, Cut(parts, split), reverse=False)()
     scan(
         x, kind, prepared, s, config.scan, "output", Cut(parts, split, every), o=o,
         final=final, checkpoints=checkpoints, begins=begins,
-    )  # fmt: skip
+    )()  # fmt: skip
     return o, final, *(prepared if kind.delta and keep else Prepared.nothing(x.q)), checkpoints
 
 
@@ -174,18 +171,17 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind,
     """
     B, n, H, K = x.k.shape
     HV, V = x.v.shape[2:]
-    BV = min(launch.tile, triton.next_power_of_2(V))
+    BV = min(launch.tile, power_of_two(V))
     o = x.v.new_empty(B, HV, V)
-    run(
+    go = launcher(
         decode_kernel,
-        B * HV * cdiv(V, BV),
         (x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, states, slots, o),
-        (kind.scale,),
         (
-            H, HV, K, V, triton.next_power_of_2(K), BV, n, decay_of(x), kind.delta, x.e is not None, x.b is not None,
+            H, HV, K, V, power_of_two(K), BV, n, decay_of(x), kind.delta, x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, slots is not None,
         ),
         launch.warps,
         launch.stages,
     )  # fmt: skip
+    go(B * HV * cdiv(V, BV), kind.scale)
     return o

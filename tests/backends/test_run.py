@@ -33,18 +33,19 @@ class _Compiled:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.kernel.launches.append((grid, arguments))
+        return lambda *arguments, stream: self.kernel.launches.append((grid, arguments))
 
 
 @pytest.fixture(autouse=True)
 def no_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_compiled", {})
+    monkeypatch.setattr(running, "_stream", lambda device: 0)
 
 
 def test_a_call_like_one_before_gets_bare_pointers():
     kernel, x, y = Kernel(), torch.zeros(64), torch.zeros(64)
-    running.run(kernel, 3, (x, None), (7, 0.5), (True, "head"), warps=8, stages=2)
-    running.run(kernel, 5, (y, None), (9, 0.25), (True, "head"), warps=8, stages=2)
+    running.launcher(kernel, (x, None), (True, "head"), warps=8, stages=2)(3, 7, 0.5)
+    running.launcher(kernel, (y, None), (True, "head"), warps=8, stages=2)(5, 9, 0.25)
     assert kernel.compilations == [{"num_warps": 8, "num_stages": 2}]
     assert kernel.launches == [((5, 1, 1), (y.data_ptr(), None, 9, 0.25, True, "head"))]
 
@@ -55,7 +56,7 @@ def test_a_descriptor_is_handed_on_and_counts_by_its_dtype_and_tile():
 
     kernel, x, again = Kernel(), torch.zeros(64), tiles(4)
     for descriptor in (tiles(4), again, tiles(8), tiles(4, torch.bfloat16)):
-        running.run(kernel, 3, (x, descriptor), (7,), (True,))
+        running.launcher(kernel, (x, descriptor), (True,))(3, 7)
     assert len(kernel.compilations) == 3
     assert kernel.launches == [((3, 1, 1), (x.data_ptr(), again, 7, True))]
 
@@ -75,27 +76,37 @@ def test_a_descriptor_is_handed_on_and_counts_by_its_dtype_and_tile():
 )
 def test_what_a_kernel_is_compiled_for_makes_another_handle(other):
     kernel = Kernel()
-    call = {"tensors": (torch.zeros(64), None), "numbers": (1,), "constants": (True,)}
-    running.run(kernel, 1, **call)
-    running.run(kernel, 1, **(call | other))
+    call = {"tensors": (torch.zeros(64), None), "constants": (True,)}
+    running.launcher(kernel, **call)(1, 1)
+    running.launcher(kernel, **(call | other))(1, 1)
     assert len(kernel.compilations) == 2
     assert not kernel.launches
-    running.run(kernel, 1, **(call | other))
+    running.launcher(kernel, **(call | other))(1, 1)
     assert len(kernel.compilations) == 2
     assert len(kernel.launches) == 1
+
+
+def test_a_kernel_that_one_launcher_compiled_is_the_next_ones():
+    kernel, x = Kernel(), torch.zeros(64)
+    first = running.launcher(kernel, (x,), (True,))
+    first(1, 1)
+    first(1, 2)
+    running.launcher(kernel, (x,), (True,))(1, 3)
+    assert kernel.launches == [((1, 1, 1), (x.data_ptr(), 2, True)), ((1, 1, 1), (x.data_ptr(), 3, True))]
+    assert len(kernel.compilations) == 1
 
 
 def test_nothing_is_kept_of_the_interpreter_nor_of_numbers_beyond_32_bits():
     interpreted, wide = Kernel(compiles=False), Kernel()
     for _ in range(2):
-        running.run(interpreted, 1, (torch.zeros(4),), (1,), ())
-        running.run(wide, 1, (torch.zeros(4),), (2**31,), ())
+        running.launcher(interpreted, (torch.zeros(4),), ())(1, 1)
+        running.launcher(wide, (torch.zeros(4),), ())(1, 2**31)
     assert len(interpreted.compilations) == len(wide.compilations) == 2
 
 
 def test_no_program_is_no_launch():
     kernel = Kernel()
-    running.run(kernel, 0, (torch.zeros(4),), (1,), ())
+    running.launcher(kernel, (torch.zeros(4),), ())(0, 1)
     assert not kernel.compilations
 
 

@@ -279,3 +279,10 @@ def test_a_segment_may_begin_between_checkpoints(lengths):
     assert unit < 4 and segments > 1
     for got, want in zip(gradients(scratch), gradients(2**30), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pack_of_more_sequences_than_one_look_of_the_search():
+    lengths = (3, 0, 17, 1, 16, 33, 0) * 5 + (40,)  # 36; a look of the search takes in 32
+    case = Case(GATED, Shape("many", 1, sum(lengths), 1, 1, 16, 16, lengths=lengths))
+    found = conformance.compare(backend("segments"), case, device=DEVICE)
+    assert found.errors and not found.failures, found.failures

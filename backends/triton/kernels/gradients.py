@@ -1,11 +1,12 @@
-"""Every gradient of a chunk, in parallel over chunks, from its state S0, the gradient dS' after it, x and du.
+"""Every gradient of a chunk, in parallel over chunks, from its state S0, the gradient dS' after it, x and du (of an
+additive update x is w v, and du counts for dw alone).
 
     dP = tril(do x^T) scale e^(G''_i - G_j),    dA = -tril(du x^T, -1) b_i e^(G'_i - G_j)
     dq = scale e^G'' do S0^T + dP k,    de = dA k - b e^G' du S0^T
     dk = dP^T q + dA^T e + e^(Gend - G) x dS'^T,    db = e . de / b,    dw = v . du
-    d log_decay_t = sum_{i >= t} (q . dq - k . dk' + e . de)_i + sum_{j < t} k_j . (dk - dk')_j + e^Gend <dS', S0>
+    d log_decay_t = sum_{i >= t} (q . dq - k . dk + e . de)_i + <dS', S'>,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
 
-where dk' leaves out the last term of dk, and reads and erases that come before the decay count for i > t only.
+where reads and erases that come before the decay count for i > t only.
 x = (I + A)^-1 u gives -du x^T for the gradient of A at once; dP and dA here are those of q k^T and e k^T. C chunk,
 G cumulative log2 decay, G' and G'' as in prepare.py
 """
@@ -56,8 +57,8 @@ def both_rows(stacked, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])
 def gradients_kernel(
-    q, k, e, v, log_decay, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, partial, cu, N, slots,
-    held, scale, T, segment, segments,
+    q, k, e, v, log_decay, b, w, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, partial, cu, N,
+    slots, held, scale, T, segment, segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
@@ -72,9 +73,11 @@ def gradients_kernel(
     so that what cancels in d log_decay cancels exactly. db divides by b, which is held away from 0 in dA.
     The scratch (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
     dq, dk, de [B, T, H, K], or with grouped heads partial [3, held, C, HV, K], for sum_groups_kernel;
-    dgates [K tiles, slots, HV, 5, C] = turn, stored, read, early, write and kepts [K tiles, slots, HV] go to
-    gate_gradients_kernel.
+    dgates [K tiles, slots, HV, 3 or 4, C] = turn, read, write, early (where something is), and
+    kepts [K tiles, slots, HV] = <dS', S'> go to gate_gradients_kernel.
     """
+    EARLY: tl.constexpr = ERASE_EARLY or READ_EARLY
+    ROWS: tl.constexpr = 4 if EARLY else 3
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
@@ -99,7 +102,7 @@ def gradients_kernel(
         ks = tile * BK + tl.arange(0, BK)
         in_k = ks < K
         key = (row * H + h) * K
-        dtype: tl.constexpr = xs.dtype.element_ty
+        dtype: tl.constexpr = states.dtype.element_ty
         # a read before the update sees no write of its own token, an erase never does
         early = tl.where(erases, 1 if ERASE_EARLY else 0, 1 if READ_EARLY else 0)
         seen = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if READ_EARLY else 0)[:, None]
@@ -115,16 +118,18 @@ def gradients_kernel(
             vs = tv * BV + tl.arange(0, BV)
             in_v = vs < V
             out_at = do + value + t[:, None] * (HV * V) + vs[None, :]
-            du_at = du + local_value + t[:, None] * (HV * V) + vs[None, :]
             here = in_rows[:, None] & in_v[None, :]
-            if not DELTA:
-                dout = tl.load(out_at, mask=here, other=0.0).to(dtype)
-            elif do.dtype == du.dtype:
-                dout = tl.load(tl.where(erases[:, None], du_at, out_at), mask=here, other=0.0)
+            if DELTA:
+                du_at = du + local_value + t[:, None] * (HV * V) + vs[None, :]
+                if do.dtype == du.dtype:
+                    dout = tl.load(tl.where(erases[:, None], du_at, out_at), mask=here, other=0.0)
+                else:
+                    dout = tl.load(out_at, mask=here & (erases[:, None] == 0), other=0.0).to(dtype)
+                    dout += tl.load(du_at, mask=here & erases[:, None], other=0.0)
+                x = load_rows(xs + local_value, i, vs, i < C, in_v, HV * V)
             else:
-                dout = tl.load(out_at, mask=here & (erases[:, None] == 0), other=0.0).to(dtype)
-                dout += tl.load(du_at, mask=here & erases[:, None], other=0.0)
-            x = load_rows(xs + local_value, i, vs, i < C, in_v, HV * V)
+                dout = tl.load(out_at, mask=here, other=0.0)
+                x = load_rows(v + value, i, vs, in_time, in_v, HV * V)
             S = load_rows(states + scratch * V * K, vs, ks, in_v, in_k, K)
             dS = load_rows(dstates + scratch * V * K, vs, ks, in_v, in_k, K)
             inter = tl.dot(dout, S, inter, input_precision=PREC)
@@ -142,6 +147,10 @@ def gradients_kernel(
         k_tile = load_by_warps(k + key, row_i, ks, in_row_i, in_k, H * K).to(dtype)
         qe_base = tl.where(row_erases, (e if OWN else k) + key, q + key) if DELTA else q + key
         qe = load_by_warps(qe_base, row_t, ks, row_t < length - c * C, in_k, H * K).to(dtype)
+        if WRITE and not DELTA:
+            write = tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
+            intra *= write[None, :]
+            dk_stored *= write[:, None]
         strength = tl.where(erases, -1.0, scale)
         if DELTA and ERASE:
             LEAST: tl.constexpr = 2.0**-12 if dtype == tl.float16 else 2.0**-24
@@ -165,14 +174,14 @@ def gradients_kernel(
         low = tl.where(seen, intra, 0.0).to(dtype)
         dqe = tl.dot(low, k_tile, inter, input_precision=PREC)
         dk_tile = tl.dot(tl.trans(low), qe, input_precision=PREC)
-        at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * 5 * C
+        at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * ROWS * C
         if DECAY != "none" or ERASE:
             turned = tl.sum(qe.to(tl.float32) * dqe, 1)
             if DELTA and ERASE:
-                tl.store(at_gate + 2 * C + t, turned / -strength, mask=erases)
+                tl.store(at_gate + C + t, turned / -strength, mask=erases)
         if DECAY != "none":
             turn = turned
-            if ERASE_EARLY or READ_EARLY:
+            if EARLY:
                 turn = tl.where(early > 0, 0.0, turned)
                 ahead = turned - turn
                 if DELTA:
@@ -182,9 +191,9 @@ def gradients_kernel(
                 turn = both_rows(turn, C)
             wide_k = k_tile.to(tl.float32)
             turn_k, stored = tl.reduce((wide_k * dk_tile, wide_k * dk_stored), 1, add_each)
-            tl.store(at_gate + i, turn - turn_k)
-            tl.store(at_gate + C + i, stored)
-            tl.store(kepts + tl.cast(tile, tl.int64) * slots * HV + place, tl.sum(kept, 0) * tl.exp2(G_end))
+            tl.store(at_gate + i, turn - (turn_k + stored))
+            kept_here = tl.sum(kept, 0) * tl.exp2(G_end) + tl.sum(stored, 0)
+            tl.store(kepts + tl.cast(tile, tl.int64) * slots * HV + place, kept_here)
         dk_tile += dk_stored
         if GROUP > 1:
             out = (tl.cast(local, tl.int64) * C * HV + hv) * K
@@ -213,7 +222,7 @@ def gradients_kernel(
                 v_tile = load_rows(v + value, i, vs, in_time, vs < V, HV * V)
                 du_tile = load_rows(du + local_value, i, vs, i < C, vs < V, HV * V)
                 dwrite += tl.sum(v_tile.to(tl.float32) * du_tile.to(tl.float32), 1)
-            tl.store(at_gate + 4 * C + i, dwrite)
+            tl.store(at_gate + 2 * C + i, dwrite)
 
 
 @triton.jit(do_not_specialize=["N", "T", "segment", "segments", "held"])
@@ -253,9 +262,10 @@ def gate_gradients_kernel(
 ):  # fmt: skip
     """One program a (slot, value head): d log_decay, db and dw of a chunk from the sums of every K tile.
 
-    A pair (i, j) of the chunk counts for the tokens from j + 1 to i, what j stored for those after j, what the chunk
-    kept of the state for all; an early read or erase of i counts for the tokens before i.
+    What a token turned counts for the tokens up to it, what the chunk kept of the state for all; an early read or erase
+    for the tokens before it.
     """
+    ROWS: tl.constexpr = 4 if EARLY else 3
     place = tl.program_id(0)
     slot = place // HV
     hv = place % HV
@@ -267,28 +277,26 @@ def gate_gradients_kernel(
         at = (start + t0 + i) * HV + hv
         in_time = i < length - t0
         turn = tl.zeros([C], tl.float32)
-        stored = tl.zeros([C], tl.float32)
         read = tl.zeros([C], tl.float32)
         early = tl.zeros([C], tl.float32)
         kept = 0.0
         write = tl.zeros([C], tl.float32)
         for tile in tl.static_range(TILES):
             part = tl.cast(tile, tl.int64) * slots * HV + place
+            row = dgates + part * ROWS * C + i
             if DECAY:
-                turn += tl.load(dgates + part * 5 * C + i)
-                stored += tl.load(dgates + part * 5 * C + C + i)
+                turn += tl.load(row)
                 kept += tl.load(kepts + part)
                 if EARLY:
-                    early += tl.load(dgates + part * 5 * C + 3 * C + i)
+                    early += tl.load(row + 3 * C)
             if ERASE:
-                read += tl.load(dgates + part * 5 * C + 2 * C + i)
+                read += tl.load(row + C)
             if WRITE:
-                write += tl.load(dgates + part * 5 * C + 4 * C + i)
+                write += tl.load(row + 2 * C)
         if WRITE:
             tl.store(dw + at, write, mask=in_time)
         if DECAY:
             total = tl.cumsum(turn, 0, reverse=True) + kept
-            total += tl.sum(tl.where(i[:, None] > i[None, :], stored[None, :], 0.0), 1)
             if EARLY:
                 total += tl.sum(tl.where(i[:, None] < i[None, :], early[None, :], 0.0), 1)
             tl.store(dlog_decay + at, total, mask=in_time)

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-_NARROWEST = 64
 
 
 @triton.jit
@@ -39,16 +38,28 @@ def first_slot(n, cu, T, C: tl.constexpr, PACKED: tl.constexpr):
 def sequence_of_slot(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
     """The sequence that owns a slot: the last n whose first slot is not beyond it."""
     if PACKED:
-        low = 0
-        high = N
-        while high - low > 1:
-            middle = (low + high) // 2
-            at_or_before = tl.load(cu + middle) // C + middle <= slot
-            low = tl.where(at_or_before, middle, low)
-            high = tl.where(at_or_before, high, middle)
-        return low
+        return sequence_of_place(slot, cu, N, 1, 0, C)
     else:
         return slot // tl.cdiv(T, C)
+
+
+@triton.jit
+def sequence_of_place(place, cu, N, segments, unit, C: tl.constexpr):
+    """The last sequence of a pack whose first place in a segment is not beyond `place`.
+
+    A search that asks 32 at once: of loads that wait for one another there is one up to 32 sequences, two up to 1024.
+    """
+    lane = tl.arange(0, 32)
+    low = 0
+    high = N
+    while high - low > 1:
+        step = tl.cdiv(high - low, 32)
+        n = low + lane * step
+        inside = n < high
+        first = (tl.load(cu + n, mask=inside, other=0) // C + n) // segments + n * unit
+        low += (tl.sum(tl.where(inside & (first <= place), 1, 0), 0) - 1) * step
+        high = tl.minimum(low + step, high)
+    return low
 
 
 @triton.jit
@@ -77,14 +88,7 @@ def segment_of(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: t
 def chunk_of_place(place, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
     """The sequence and the chunk that a place of a segment holds, and whether it holds one."""
     if PACKED:
-        n = 0
-        high = N
-        while high - n > 1:
-            middle = (n + high) // 2
-            slot = first_slot(middle, cu, T, C, PACKED)
-            at_or_before = tl.where(segments == 1, slot, slot // segments + middle * UNIT) <= place
-            n = tl.where(at_or_before, middle, n)
-            high = tl.where(at_or_before, high, middle)
+        n = sequence_of_place(place, cu, N, segments, tl.where(segments == 1, 0, UNIT), C)
     else:
         chunks = tl.cdiv(T, C)
         n = place // tl.where(segments == 1, chunks, tl.cdiv(tl.cdiv(chunks, UNIT), segments) * UNIT)
@@ -234,14 +238,3 @@ def chunks_remembered(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constex
     fade = tl.load(fades + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
     left = tl.cumsum(fade, 0) - fade
     return tl.max(tl.where((left < -40.0) | (c >= count), 0, c + 1), 0)
-
-
-def key_tiles(K: int) -> tuple[int, int]:
-    """K as one or two power-of-two tiles: 64 -> (64, 0), 128 -> (128, 0), 192 -> (128, 64), 200 -> (128, 128).
-
-    None is narrower than 64: ptxas 12.8 miscompiled products of 16 and of 32 columns, as "miscarried" in
-    docs/notes/triton-kernels/NOTES.md tells.
-    """
-    first = min(128, max(_NARROWEST, triton.next_power_of_2(K)))
-    rest = K - first
-    return first, 0 if rest <= 0 else max(_NARROWEST, triton.next_power_of_2(rest))

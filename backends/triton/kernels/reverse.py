@@ -39,9 +39,10 @@ def reverse_kernel(
     """One program a (sequence, part, value head, V tile) walks back through one segment; dS^T [BV, K] in registers.
 
     carry [N, HV, V, K] float32 takes dS^T from segment to segment; keeps dS'^T of each chunk in
-    dstates [place, HV, V, K] and du [place, C, HV, V]; writes dv. With SPLIT > 0 a program is a part of SPLIT chunks,
-    and begins from begins [N parts, HV, V, K]. ENDS, before that: what each part but the first hands on when it begins
-    from nothing, into ends [N parts, HV, V + K, K]. Segments and places are those of `segment_of`.
+    dstates [place, HV, V, K] and, with an erase or a write, du [place, C, HV, V]; writes dv. With SPLIT > 0 a program
+    is a part of SPLIT chunks, and begins from begins [N parts, HV, V, K]. ENDS, before that: what each part but the
+    first hands on when it begins from nothing, into ends [N parts, HV, V + K, K]. Segments and places are those of
+    `segment_of`.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -134,7 +135,7 @@ def reverse_kernel(
             # du = T^T dx
             if DELTA:
                 dx = dot_inverse(dx, T_first, T_rest, dtype, TERMS, PREC)
-            if not ENDS:
+            if (DELTA or WRITE) and not ENDS:
                 store_transposed(du + (tl.cast(local, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V)
             # dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
             doq = do_T.to(tl.float32) * scale

@@ -42,7 +42,8 @@ def scan_kernel(
         the initial state. With SPLIT > 0 a program is a part of SPLIT chunks, and
         begins from starts [N parts, HV, V, K].
     MODE "replay": a program is a part of SPLIT chunks of a segment; it walks from the checkpoint at or before the part,
-        and keeps the state before each chunk of the part in states [place, HV, V, K] and x in xs [place, C, HV, V].
+        and keeps the state before each chunk of the part in states [place, HV, V, K] and, with an erase, x in
+        xs [place, C, HV, V].
     MODE "ends": the state that each part leaves when it begins from nothing (the first from the initial state) and, in
         further tiles, the map from its beginning to its end: ends [N parts, HV, V + K, K]. "maps": the maps alone.
     TERMS 2: what feeds back into the state is rounded to two numbers instead of one. TILED: v is a descriptor.
@@ -207,7 +208,7 @@ def scan_kernel(
             G, G_before, G_end = cumulative_decays(
                 gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
             )
-        if REPLAY:
+        if REPLAY and DELTA:
             kept_rows = tl.where(c >= first_kept, C, 0)
             store_transposed(xs + (tl.cast(local, tl.int64) * C * HV + hv) * V, x, kept_rows, column, HV * V, V)
 
