@@ -115,8 +115,7 @@ class TritonBackend(Backend):
     def _operands(self, spec: UpdateSpec, inputs: UpdateInputs, padded: bool = True) -> tuple[ScanOperands, ScanKind]:
         """The kernels' operands; the micro-steps of a token lie in time, but q and log_decay are the token's."""
         erase, write = strengths(spec, inputs)
-        if write is erase and write is not None:
-            write = write.view_as(write)  # a tensor may not enter an operator twice
+        tied = write is erase and write is not None
         K, V = inputs.q.shape[-1], inputs.v.shape[-1]
         to_K, to_V = (-K % 8, -V % 8) if padded else (0, 0)
 
@@ -137,7 +136,7 @@ class TritonBackend(Backend):
             v=v,
             log_decay=inputs.log_decay,
             b=flat(erase),
-            w=flat(write),
+            w=None if tied else flat(write),
             e=flat(inputs.erase_key, to_K),
             state=state,
             cu_seqlens=inputs.cu_seqlens,
@@ -148,6 +147,7 @@ class TritonBackend(Backend):
             spec.erase_from == "previous",
             spec.read == "before",
             _keeps_roundings(spec),
+            tied,
             scale,
             self.config,
         )

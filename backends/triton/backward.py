@@ -29,18 +29,25 @@ _WALK = 16  # chunks that a program of the replay keeps, without parts: enough t
 
 class _Scratch:
     """What a segment keeps for its gradients: states and their gradients [held, HV, V, K], x and du [held, C, HV, V]
-    where they are not v and dv, with grouped heads each value head's share of the keys' gradients. float32 where two
-    terms feed back."""
+    where v and dv do not tell them, with grouped heads each value head's share of the keys' gradients. float32 where
+    two terms feed back."""
 
-    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int) -> None:
+    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int, dv: Tensor) -> None:
         dtype = kind.kept(x.q.dtype)
         self.held = held
         self.states, self.dstates = (empty(x.q, held, s.HV, s.V, s.K, dtype=dtype) for _ in range(2))
         values = (held, s.C, s.HV, s.V)
         self.xs = empty(x.q, *values, dtype=dtype) if kind.delta else None
-        self.du = empty(x.q, *values, dtype=dtype) if kind.delta or x.w is not None else None
-        shares = (3 if x.e is not None else 2, held, s.C, s.HV, s.K)
-        self.partial = empty(x.q, *shares, dtype=dtype) if s.HV > s.H else None
+        wanted = kind.delta or x.w is not None
+        self.du = dv if kind.shares(x) else empty(x.q, *values, dtype=dtype) if wanted else None
+        parts = (3 if x.e is not None else 2, held, s.C, s.HV, s.K)
+        self.partial = empty(x.q, *parts, dtype=dtype) if s.HV > s.H else None
+
+
+def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes) -> int:
+    """What a chunk of a segment takes, but for grouped heads' shares."""
+    xs, du = kind.delta, (kind.delta or x.w is not None) and not kind.shares(x)
+    return s.HV * s.V * (2 * s.K + (xs + du) * s.C) * kind.kept(x.q.dtype).itemsize
 
 
 class _Sums:
@@ -63,7 +70,8 @@ def backward(
     split = config.split if config.split and chunks > config.split else 0
     if split and not kind.delta:
         prepared = prepare(x, kind, config, keep=True)
-    unit, segments, held = segments_of(s, config.every, split, config.scratch, kind.kept(x.q.dtype).itemsize)
+    places = config.scratch // max(bytes_a_place(x, kind, s), 1)
+    unit, segments, held = segments_of(s, config.every, split, places)
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
     parts = cdiv(most, split) if split else 1
     walk = config.every if split else max(config.every, _WALK)
@@ -71,7 +79,7 @@ def backward(
     keys = min(max(config.gradients.keys or K0, least_keys(kind.kept(x.q.dtype))), K0)
 
     d = Gradients.empty(x, kind)
-    scratch, sums = _Scratch(x, kind, s, held), _Sums(x, kind, s, cdiv(s.K, keys))
+    scratch, sums = _Scratch(x, kind, s, held, d.v), _Sums(x, kind, s, cdiv(s.K, keys))
     carry = empty(x.q, s.N, s.HV, s.V, s.K)
     carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
     begins, ends = part_states(x, s, parts) if split else (None, None)
@@ -94,23 +102,21 @@ def backward(
     for segment in reversed(range(segments)):
         for step in steps:
             step(segment)
-    _gate_gradients(x, s, sums, d)
+    _gate_gradients(x, kind, s, sums, d)
     if d.state is not None:
         d.state.copy_(carry.transpose(2, 3))
     return d
 
 
-def segments_of(s: Sizes, every: int, split: int, scratch: int, itemsize: int) -> tuple[int, int, int]:
+def segments_of(s: Sizes, every: int, split: int, places: int) -> tuple[int, int, int]:
     """The unit of chunks that the backward's segments are cut between, how many segments, the chunks that one holds.
 
-    No more than the scratch has room for; but a segment is at least a unit of each sequence: a part, or what a
+    No more than there are places for; but a segment is at least a unit of each sequence: a part, or what a
     checkpoint leaves. The lengths of packed sequences are unknown here, so that a unit of each may go to waste. Where
     that is more than an eighth, a pack's units are smaller, and the replay comes to a segment's first chunk from the
     checkpoint before it. All segments are of use whatever the lengths are, as long as they are long.
     """
-    a_place = s.HV * 2 * (s.K + s.C) * s.V * itemsize
     unit = max(every, split)
-    places = min(s.slots, scratch // max(a_place, 1))
     if places >= s.slots:
         return unit, 1, s.slots
     if s.packed:
@@ -141,8 +147,8 @@ def _reverse(
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
-            kind.read_early, s.packed, prepared.there, cut.unit, cut.split, hands_on, kind.terms(x.q.dtype),
-            precision(x.q.dtype), launch.stages,
+            kind.read_early, s.packed, prepared.there, kind.shares(x), cut.unit, cut.split,
+            kind.least(x.q.dtype), hands_on, kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages,
         ),
         launch.warps,
         launch.stages,
@@ -156,6 +162,7 @@ def _gradients(
     scratch: _Scratch, sums: _Sums, d: Gradients, keys: int,
 ) -> list[OnSegment]:  # fmt: skip
     launch, own = config.gradients, x.e is not None
+    small = scratch.states.itemsize == 2 and max(keys, launch.tile) <= 64 and launch.warps == 4
     of_chunks = launcher(
         gradients_kernel,
         (
@@ -164,11 +171,12 @@ def _gradients(
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, keys, value_tile(launch.tile, s.V), decay_of(x), kind.delta, own,
-            d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed, prepared.there, cut.unit,
-            precision(x.q.dtype), launch.stages,
+            d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed, prepared.there,
+            kind.shares(x), kind.least(x.q.dtype), cut.unit, precision(x.q.dtype), launch.stages,
         ),
         launch.warps,
         launch.stages,
+        registers=168 if small and not kind.delta else None,  # three programs a processor
     )  # fmt: skip
     held, programs = scratch.held, scratch.held * s.HV * sums.tiles
     steps = [lambda segment: of_chunks(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)]
@@ -183,7 +191,7 @@ def _gradients(
     return steps
 
 
-def _gate_gradients(x: ScanOperands, s: Sizes, sums: _Sums, d: Gradients) -> None:
+def _gate_gradients(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, d: Gradients) -> None:
     fixed = decay_of(x) == "fixed"
     of_tokens = empty(x.q, *x.v.shape[:3]) if fixed else d.log_decay
     wanted = (of_tokens is not None, d.b is not None, d.w is not None)
@@ -191,10 +199,13 @@ def _gate_gradients(x: ScanOperands, s: Sizes, sums: _Sums, d: Gradients) -> Non
         return
     launch = launcher(
         gate_gradients_kernel,
-        (sums.dgates, sums.kepts, of_tokens, d.b, d.w, x.cu_seqlens),
-        (s.HV, s.C, sums.tiles, *wanted, sums.early, s.packed),
+        (sums.dgates, sums.kepts, x.v, x.b, of_tokens, d.b, d.w, d.v, x.cu_seqlens),
+        (
+            s.HV, s.V, s.C, sums.tiles, *wanted, kind.tied, kind.shares(x), kind.least(x.q.dtype), sums.early,
+            s.packed,
+        ),
         warps=1,
-    )
+    )  # fmt: skip
     launch(s.slots * s.HV, s.N, s.slots, s.T)
     if of_tokens is not None and fixed:
         torch.sum(of_tokens, (0, 1), out=d.log_decay)

@@ -45,7 +45,7 @@ class LaunchConfig(BaseModel):
     chunk: int = 64
     every: int = 16
     split: int = 0
-    scratch: int = 3 * 2**26
+    scratch: int = 5 * 2**25
     prepare: Launch = Launch(tile=16, warps=4, stages=1)
     scan: Launch = Launch(tile=64)
     replay: Launch = Launch(tile=64)
@@ -141,14 +141,15 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
     elif problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
         # one program a processor, loads two chunks ahead; a third key leaves room for one chunk ahead
         scan = Launch(tile=128, warps=8, stages=2 if problem.own else 3)
-        # both V tiles at once where two programs a processor still fit: without decay their buffers are wider
-        gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed else 2)
+        # both V tiles at once where two programs a processor still fit: without decay their buffers are wider, and
+        # without erases three programs fit
+        gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     split = _split(problem, device) if split is None else split
     few = problem.N * problem.HV < 64
     return LaunchConfig(
         every=checkpoint_distance(problem.packed),
         split=split,
-        scratch=2**29 if split else 3 * 2**26,
+        scratch=2**29 if split else LaunchConfig().scratch,
         scan=scan,
         replay=scan,
         reverse=scan,

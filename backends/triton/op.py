@@ -35,7 +35,7 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind)
 
 
 _LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
-_KIND = "bool delta, bool erase_early, bool read_early, bool precise, float scale, str config"
+_KIND = "bool delta, bool erase_early, bool read_early, bool precise, bool tied, float scale, str config"
 _STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? b, Tensor? w, Tensor? e"
 _SCAN = f"{_STEP}, Tensor? state, Tensor? cu_seqlens"
 _LIBRARY.define(f"triton_scan({_SCAN}, {_KIND}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
@@ -50,7 +50,8 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton import launch
 
     *ready, keep = _ready(arguments)
-    x, kind = ScanOperands(*ready[:9]), ScanKind(*ready[9:])
+    kind = ScanKind(*ready[9:])
+    x = kind.writes(ScanOperands(*ready[:9]))
     with torch.cuda.device_of(x.q):
         return launch.forward(x, kind, keep, launch.resolve(x, kind))
 
@@ -59,7 +60,8 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton import backward, launch
 
     ready = _ready(arguments)
-    x, kind = ScanOperands(*ready[:9]), ScanKind(*ready[15:])
+    kind = ScanKind(*ready[15:])
+    x = kind.writes(ScanOperands(*ready[:9]))
     prepared, checkpoints, d_o, d_final = Prepared(*ready[9:12]), *ready[12:15]
     with torch.cuda.device_of(x.q):
         return _listed(backward.backward(x, kind, prepared, checkpoints, d_o, d_final, launch.resolve(x, kind)))
@@ -75,7 +77,8 @@ def _step_impl(*arguments: Any) -> Tensor:
 
     states = arguments[7]
     ready = _ready(arguments)
-    x, slots, kind = ScanOperands(*ready[:7]), ready[8], ScanKind(*ready[9:])
+    slots, kind = ready[8], ScanKind(*ready[9:])
+    x = kind.writes(ScanOperands(*ready[:7]))
     decay = x.log_decay
     token = x._replace(
         q=x.q[:, 0].contiguous(),
@@ -94,7 +97,8 @@ def _ready(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    x, kind, keep = ScanOperands(*arguments[:9]), ScanKind(*arguments[9:15]), arguments[15]
+    *known, keep = arguments
+    x, kind = ScanOperands(*known[:9]), ScanKind(*known[9:])
     C, every = _steps(kind.config, x.cu_seqlens is not None)
     s = Sizes.of(x, C)
     prepared = Prepared.empty(x, kind, s, keep) if kind.delta and keep else Prepared.nothing(x.q)

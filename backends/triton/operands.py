@@ -23,13 +23,14 @@ class ScanOperands(NamedTuple):
 
 class ScanKind(NamedTuple):
     """delta: with an erase term. erase_early: it reads the state before the decay. read_early: q reads the state
-    before the update. precise: what feeds back into the state is kept in two terms. config: a LaunchConfig as JSON;
-    "" takes the table's, else the heuristic's."""
+    before the update. precise: what feeds back into the state is kept in two terms. tied: w is b, and is not given.
+    config: a LaunchConfig as JSON; "" takes the table's, else the heuristic's."""
 
     delta: bool
     erase_early: bool
     read_early: bool
     precise: bool
+    tied: bool
     scale: float
     config: str = ""
 
@@ -40,6 +41,20 @@ class ScanKind(NamedTuple):
     def kept(self, dtype: torch.dtype) -> torch.dtype:
         """What the backward keeps states and their gradients in."""
         return dtype if self.terms(dtype) == 1 else torch.float32
+
+    def shares(self, x: ScanOperands) -> bool:
+        """Whether dv tells the backward du: dv = w du, and either w is b, held away from 0, or there is no w. Not in
+        float16, where a b near 0 would take du below the smallest number."""
+        whole = x.w is None or (self.tied and x.q.dtype != torch.float16)
+        return self.delta and whole and self.kept(x.q.dtype) == x.v.dtype
+
+    def least(self, dtype: torch.dtype) -> float:
+        """How far the backward holds b away from 0."""
+        return 2.0**-12 if self.kept(dtype) == torch.float16 else 2.0**-24
+
+    def writes(self, x: ScanOperands) -> ScanOperands:
+        """The operands with the w that the kernels take."""
+        return x._replace(w=x.b) if self.tied else x
 
 
 class Sizes(NamedTuple):
@@ -127,8 +142,8 @@ class Gradients(NamedTuple):
         single = torch.float32
         b = x.b if kind.delta else None
         return cls(
-            like(x.q), like(x.k), like(x.v), like(x.log_decay, single), like(b, single), like(x.w, single), like(x.e),
-            like(x.state),
+            like(x.q), like(x.k), like(x.v), like(x.log_decay, single), like(b, single),
+            like(None if kind.tied else x.w, single), like(x.e), like(x.state),
         )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def candidates(
             return [base]
         chunks = -(-problem.T // base.chunk) // (max(1, problem.N) if problem.packed else 1)
         steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
-        scratch = {0: 3 * 2**26}
+        scratch = {0: LaunchConfig().scratch}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
     kept = torch.float32 if problem.precise else problem.dtype
     wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))

@@ -136,7 +136,7 @@ def operands(x: UpdateInputs) -> ScanOperands:
 
 def test_the_operators_pass_torchs_checks():
     x, way = operands(gated(2, 37)), backend("parts").config
-    kind = ScanKind(True, False, False, False, 0.25, way)
+    kind = ScanKind(True, False, False, False, False, 0.25, way)
     tests = ("test_schema", "test_faketensor")
     for keep in (False, True):
         torch.library.opcheck(torch.ops.deltazoo.triton_scan.default, (*x, *kind, keep), test_utils=tests)
@@ -199,7 +199,7 @@ def test_what_feeds_back_in_two_terms_is_nearer_to_the_numbers_than_in_one():
     args = ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), None, x.state, None)
     errors = []
     for precise in (False, True):
-        o, state = chunk_scan(args, ScanKind(True, False, False, precise, 0.25, backend().config))
+        o, state = chunk_scan(args, ScanKind(True, False, False, precise, False, 0.25, backend().config))
         pairs = ((o, want.o), (state, want.state))
         errors.append([conformance.relative_error(got, expected, expected) for got, expected in pairs])
     (_, one), (_, two) = errors
@@ -237,10 +237,10 @@ def test_units_are_small_where_sequences_are_few_and_as_checkpoints_are_where_th
     def sizes(N: int, T: int) -> Sizes:
         return Sizes(N, T, T // 64 + N, 16, 16, 128, 128, 64, True)
 
-    assert segments_of(sizes(8, 32768), 8, 0, 3 * 2**26, 2) == (2, 5, 120)
-    assert segments_of(sizes(64, 32768), 8, 0, 3 * 2**26, 2)[0] == 8
-    assert segments_of(sizes(8, 32768), 8, 32, 3 * 2**26, 2)[0] == 32
-    assert segments_of(Sizes(8, 4096, 512, 16, 16, 128, 128, 64, False), 16, 0, 3 * 2**26, 2) == (16, 4, 128)
+    assert segments_of(sizes(8, 32768), 8, 0, 128) == (2, 5, 120)
+    assert segments_of(sizes(64, 32768), 8, 0, 128)[0] == 8
+    assert segments_of(sizes(8, 32768), 8, 32, 128)[0] == 32
+    assert segments_of(Sizes(8, 4096, 512, 16, 16, 128, 128, 64, False), 16, 0, 128) == (16, 4, 128)
 
 
 @pytest.mark.parametrize("lengths", [(), (17, 0, 1, 65), (5,) * 9, (40, 43), (83, 0, 0)], ids=str)
@@ -274,10 +274,10 @@ def test_a_segment_may_begin_between_checkpoints(lengths):
 
     N = len(lengths)
     s = Sizes(N, 341, 341 // 16 + N, 1, 2, 16, 16, 16, True)
-    scratch = 8 * N * 2 * 2 * 32 * 16 * 4
-    unit, segments, _ = segments_of(s, 4, 0, scratch, 4)
+    unit, segments, _ = segments_of(s, 4, 0, 8 * N)
     assert unit < 4 and segments > 1
-    for got, want in zip(gradients(scratch), gradients(2**30), strict=True):
+    a_place = 2 * 16 * (2 * 16 + 16) * 4
+    for got, want in zip(gradients(8 * N * a_place), gradients(2**30), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -286,3 +286,26 @@ def test_a_pack_of_more_sequences_than_one_look_of_the_search():
     case = Case(GATED, Shape("many", 1, sum(lengths), 1, 1, 16, 16, lengths=lengths))
     found = conformance.compare(backend("segments"), case, device=DEVICE)
     assert found.errors and not found.failures, found.failures
+
+
+@pytest.mark.parametrize("spec", ["gated delta", "delta with a beta"])
+def test_a_beta_of_0_has_its_gradient(spec):
+    """x = b z tells nothing of z there, and neither does dv = b du of du."""
+    spec = {"delta with a beta": UpdateSpec(beta="head")}.get(spec) or SPECS[spec]
+    x = gated(2, 45, spec=spec)
+    x.beta[:, ::3] = 0
+    x.beta[:, 1::9] = 1e-12
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, x.beta)]
+
+    def gradients(found: UpdateInputs, to: list[torch.Tensor], by: object) -> tuple[torch.Tensor, ...]:
+        o = bind(spec, by)(found).o
+        return torch.autograd.grad(o.double().square().sum(), to)
+
+    wide = {n: None if t is None else t.detach().double().requires_grad_() for n, t in x._asdict().items()}
+    want = gradients(UpdateInputs(**wide), [wide[n] for n in ("q", "k", "v", "beta")], "reference")
+    got = gradients(x, leaves, backend())
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=1e-5)
+    small = got[3][:, ::3]
+    torch.testing.assert_close(small.double(), want[3][:, ::3], rtol=1e-4, atol=1e-5)
+    assert small.abs().max() > 1e-3

@@ -18,6 +18,7 @@ from deltazoo.backends.triton.kernels.layout import (
     chunk_of_place,
     cumulative_decays,
     first_slot,
+    held_off,
     load_by_warps,
     load_rows,
     sequence_bounds,
@@ -63,18 +64,19 @@ def gradients_kernel(
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr,
-    UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr, LEAST: tl.constexpr, UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head, K tile), looping over V tiles.
 
     Reads (q, do) and erases (e, du) are stacked, so that one product serves both; eight rows of one alternate with
     eight of the other, and the tokens i of a tile [C, ..] come in an order that leaves all three rows of a token in one
     thread. One matrix, dP over dA, makes dq, de and dk,
-    so that what cancels in d log_decay cancels exactly. db divides by b, which is held away from 0 in dA.
+    so that what cancels in d log_decay cancels exactly. db is divided by b, which is held away from 0 in dA. SHARED: du
+    is dv, which has w in it (w is b, or none).
     The scratch (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
     dq, dk, de [B, T, H, K], or with grouped heads partial [3, held, C, HV, K], for sum_groups_kernel;
-    dgates [K tiles, slots, HV, 3 or 4, C] = turn, read, write, early (where something is), and
-    kepts [K tiles, slots, HV] = <dS', S'> go to gate_gradients_kernel.
+    dgates [K tiles, slots, HV, 3 or 4, C] = turn, read (e . de), write (v . du, or SHARED dv . x, whole in each K
+    tile), early (where something is), and kepts [K tiles, slots, HV] = <dS', S'> go to gate_gradients_kernel.
     """
     EARLY: tl.constexpr = ERASE_EARLY or READ_EARLY
     ROWS: tl.constexpr = 4 if EARLY else 3
@@ -110,6 +112,7 @@ def gradients_kernel(
         scratch = tl.cast(local, tl.int64) * HV + hv
         value = (row * HV + hv) * V
         local_value = (tl.cast(local, tl.int64) * C * HV + hv) * V
+        du_value = value if SHARED else local_value
         inter = tl.zeros([R, BK], tl.float32)  # do S^T over du S^T
         intra = tl.zeros([R, C], tl.float32)  # do x^T over du x^T
         dk_stored = tl.zeros([C, BK], tl.float32)
@@ -120,7 +123,7 @@ def gradients_kernel(
             out_at = do + value + t[:, None] * (HV * V) + vs[None, :]
             here = in_rows[:, None] & in_v[None, :]
             if DELTA:
-                du_at = du + local_value + t[:, None] * (HV * V) + vs[None, :]
+                du_at = du + du_value + t[:, None] * (HV * V) + vs[None, :]
                 if do.dtype == du.dtype:
                     dout = tl.load(tl.where(erases[:, None], du_at, out_at), mask=here, other=0.0)
                 else:
@@ -138,6 +141,7 @@ def gradients_kernel(
             if DECAY != "none":
                 kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
 
+        at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * ROWS * C
         LANES: tl.constexpr = min(16, 4096 // (BK * k.dtype.element_ty.primitive_bitwidth))
         row_i = warp_rows(C, LANES)
         if DELTA:
@@ -151,12 +155,13 @@ def gradients_kernel(
             write = tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
             intra *= write[None, :]
             dk_stored *= write[:, None]
+        if SHARED and WRITE:
+            of_write = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 1)
+            tl.store(at_gate + 2 * C + t, of_write, mask=erases)
         strength = tl.where(erases, -1.0, scale)
-        if DELTA and ERASE:
-            LEAST: tl.constexpr = 2.0**-12 if dtype == tl.float16 else 2.0**-24
-            given = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
-            held_off = tl.where(given < 0.0, tl.minimum(given, -LEAST), tl.maximum(given, LEAST))
-            strength = tl.where(erases, -held_off, scale)
+        if DELTA and ERASE and not (SHARED and WRITE):
+            erase = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
+            strength = tl.where(erases, -held_off(erase, LEAST), scale)
         if DECAY != "none":
             G, G_before, G_end = cumulative_decays(
                 gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED, LOOP=False
@@ -174,11 +179,10 @@ def gradients_kernel(
         low = tl.where(seen, intra, 0.0).to(dtype)
         dqe = tl.dot(low, k_tile, inter, input_precision=PREC)
         dk_tile = tl.dot(tl.trans(low), qe, input_precision=PREC)
-        at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * ROWS * C
         if DECAY != "none" or ERASE:
             turned = tl.sum(qe.to(tl.float32) * dqe, 1)
             if DELTA and ERASE:
-                tl.store(at_gate + C + t, turned / -strength, mask=erases)
+                tl.store(at_gate + C + t, turned, mask=erases)
         if DECAY != "none":
             turn = turned
             if EARLY:
@@ -213,7 +217,7 @@ def gradients_kernel(
             dq_tile = dqe
         store_by_warps(dq_at, dq_tile, row_i, ks, in_row_i, in_k, STRIDE)
         store_by_warps(dk_at, dk_tile, row_i, ks, in_row_i, in_k, STRIDE)
-        if WRITE:
+        if WRITE and not SHARED:
             # each K tile takes a share of the values
             BW: tl.constexpr = BK if BK * NK >= V else BV
             dwrite = tl.zeros([C], tl.float32)
@@ -256,12 +260,15 @@ def sum_groups_kernel(
 
 @triton.jit(do_not_specialize=["N", "slots", "T"])
 def gate_gradients_kernel(
-    dgates, kepts, dlog_decay, db, dw, cu, N, slots, T,
-    HV: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr,
-    WRITE: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr,
+    dgates, kepts, v, b, dlog_decay, db, dw, dv, cu, N, slots, T,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr,
+    WRITE: tl.constexpr, TIED: tl.constexpr, SHARED: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program a (slot, value head): d log_decay, db and dw of a chunk from the sums of every K tile.
 
+    Where w is b (TIED), db has both: x_i = b_i z_i, so that the two make du . z, which is dv . x / b^2 (SHARED). Where
+    b is too near to 0 to tell z, it is what the two are, e . de and v . dv, divided by the b that dv has.
     What a token turned counts for the tokens up to it, what the chunk kept of the state for all; an early read or erase
     for the tokens before it.
     """
@@ -291,7 +298,7 @@ def gate_gradients_kernel(
                     early += tl.load(row + 3 * C)
             if ERASE:
                 read += tl.load(row + C)
-            if WRITE:
+            if WRITE or (TIED and (tile == 0 or not SHARED)):
                 write += tl.load(row + 2 * C)
         if WRITE:
             tl.store(dw + at, write, mask=in_time)
@@ -301,4 +308,17 @@ def gate_gradients_kernel(
                 total += tl.sum(tl.where(i[:, None] < i[None, :], early[None, :], 0.0), 1)
             tl.store(dlog_decay + at, total, mask=in_time)
         if ERASE:
-            tl.store(db + at, read, mask=in_time)
+            strength = tl.load(b + at, mask=in_time, other=1.0).to(tl.float32)
+            held = held_off(strength, LEAST)
+            if TIED and SHARED:
+                read_and_write = write / held
+                if tl.min(tl.abs(strength), 0) < LEAST:
+                    values = tl.zeros([C], tl.float32)
+                    for column in range(V):
+                        v_i = tl.load(v + at * V + column, mask=in_time, other=0.0).to(tl.float32)
+                        values += v_i * tl.load(dv + at * V + column, mask=in_time, other=0.0).to(tl.float32)
+                    read_and_write = read + values
+                read = read_and_write
+            elif TIED:
+                read += write * held
+            tl.store(db + at, read / held, mask=in_time)

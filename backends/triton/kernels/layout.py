@@ -144,6 +144,14 @@ def store_by_warps(base, tile, rows, columns, in_rows, in_columns, stride):
 
 
 @triton.jit
+def store_state(base, S, column, columns, in_columns, WIDTH: tl.constexpr, stride, wanted):
+    """Write S [values, keys] from row `column` on and up to WIDTH, where wanted; nothing goes from warp to warp."""
+    LANES: tl.constexpr = min(16, 4096 // (S.shape[1] * base.dtype.element_ty.primitive_bitwidth))
+    rows = column + warp_rows(S.shape[0], LANES)
+    store_by_warps(base, S, rows, columns, (rows < WIDTH) & wanted, in_columns, stride)
+
+
+@triton.jit
 def store_transposed(base, x_T, rows, column, stride, WIDTH: tl.constexpr):
     """Write x_T [columns, rows] to base [rows, stride] transposed, `rows` of them, from a column on and up to WIDTH.
 
@@ -217,6 +225,12 @@ def cumulative_decays(
         before = G - own
         end = tl.sum(own, 0)
     return G, before, end
+
+
+@triton.jit
+def held_off(b, LEAST: tl.constexpr):
+    """b held away from 0, by so little that it counts for nothing, so that what it was multiplied with can be told."""
+    return tl.where(b < 0.0, tl.minimum(b, -LEAST), tl.maximum(b, LEAST))
 
 
 @triton.jit

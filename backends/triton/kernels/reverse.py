@@ -15,12 +15,14 @@ from deltazoo.backends.triton.kernels.layout import (
     cumulative_decays,
     dot_terms,
     first_slot,
+    held_off,
     load_gate,
     load_rows,
     segment_of,
     sequence_and_part,
     sequence_bounds,
     store_rows,
+    store_state,
     store_transposed,
 )
 from deltazoo.backends.triton.kernels.squares import dot_inverse, load_inverse, load_reads
@@ -33,16 +35,17 @@ def reverse_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
-    PACKED: tl.constexpr, PREPARED: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, ENDS: tl.constexpr,
+    PACKED: tl.constexpr, PREPARED: tl.constexpr, SHARED: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    LEAST: tl.constexpr, ENDS: tl.constexpr,
     TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile) walks back through one segment; dS^T [BV, K] in registers.
 
     carry [N, HV, V, K] float32 takes dS^T from segment to segment; keeps dS'^T of each chunk in
-    dstates [place, HV, V, K] and, with an erase or a write, du [place, C, HV, V]; writes dv. With SPLIT > 0 a program
-    is a part of SPLIT chunks, and begins from begins [N parts, HV, V, K]. ENDS, before that: what each part but the
-    first hands on when it begins from nothing, into ends [N parts, HV, V + K, K]. Segments and places are those of
-    `segment_of`.
+    dstates [place, HV, V, K] and, with an erase or a write, du [place, C, HV, V], or SHARED, where w du tells it, none;
+    writes dv. With SPLIT > 0 a program is a part of SPLIT chunks, and begins from begins [N parts, HV, V, K]. ENDS,
+    before that: what each part but the first hands on when it begins from nothing, into ends [N parts, HV, V + K, K].
+    Segments and places are those of `segment_of`.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -100,9 +103,9 @@ def reverse_kernel(
             do_T = tl.trans(load_rows(do + (row * HV + hv) * V, i, vs, in_time, in_v, HV * V))
             if not ENDS:
                 at = dstates + (tl.cast(local, tl.int64) * HV + hv) * V * K
-                store_rows(at, dSa, vs, ka, in_v, in_ka, K)
+                store_state(at, dSa, column, ka, in_ka, V, K, True)
                 if K1 > 0:
-                    store_rows(at, dSb, vs, kb, in_v, in_kb, K)
+                    store_state(at, dSb, column, kb, in_kb, V, K, True)
 
             if DELTA:
                 T_first = load_inverse(squares, place, i, C, TERMS, 0)
@@ -135,7 +138,7 @@ def reverse_kernel(
             # du = T^T dx
             if DELTA:
                 dx = dot_inverse(dx, T_first, T_rest, dtype, TERMS, PREC)
-            if (DELTA or WRITE) and not ENDS:
+            if (DELTA or WRITE) and not SHARED and not ENDS:
                 store_transposed(du + (tl.cast(local, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V)
             # dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
             doq = do_T.to(tl.float32) * scale
@@ -151,7 +154,8 @@ def reverse_kernel(
                 dvalue = dx
                 if WRITE:
                     if PREPARED:
-                        dvalue = dx * load_gate(gates, place, 2, i, C)[None, :]
+                        write = load_gate(gates, place, 2, i, C)
+                        dvalue = dx * (held_off(write, LEAST) if SHARED else write)[None, :]
                     else:
                         dvalue = dx * tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
                 store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)

@@ -20,6 +20,7 @@ from deltazoo.backends.triton.kernels.layout import (
     sequence_and_part,
     sequence_bounds,
     store_rows,
+    store_state,
     store_transposed,
 )
 from deltazoo.backends.triton.kernels.squares import dot_inverse, dot_square, load_inverse, load_reads
@@ -145,16 +146,15 @@ def scan_kernel(
         if OUTPUT and EVERY > 0:
             if (c > 0) & (c % EVERY == 0):
                 at = checkpoints + (tl.cast(checkpoint + c // EVERY, tl.int64) * HV + hv) * V * K
-                store_rows(at, Sa, vs, ka, in_v, in_ka, K)
+                store_state(at, Sa, column, ka, in_ka, V, K, True)
                 if K1 > 0:
-                    store_rows(at, Sb, vs, kb, in_v, in_kb, K)
+                    store_state(at, Sb, column, kb, in_kb, V, K, True)
         if REPLAY:
             local = first_place + c - begins
-            kept_v = in_v & (c >= first_kept)
             at = states + (tl.cast(local, tl.int64) * HV + hv) * V * K
-            store_rows(at, Sa, vs, ka, kept_v, in_ka, K)
+            store_state(at, Sa, column, ka, in_ka, V, K, c >= first_kept)
             if K1 > 0:
-                store_rows(at, Sb, vs, kb, kept_v, in_kb, K)
+                store_state(at, Sb, column, kb, in_kb, V, K, c >= first_kept)
 
         if DELTA:
             T_first = tl.trans(load_inverse(squares, place, i, C, TERMS, 0))
