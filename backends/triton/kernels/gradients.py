@@ -158,7 +158,8 @@ def gradients_kernel(
         if SHARED and WRITE:
             of_write = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 1)
             tl.store(at_gate + 2 * C + t, of_write, mask=erases)
-        strength = tl.where(erases, -1.0, scale)
+        # -1, which the compiler must not know: it changes signs between products then, which wait for one another
+        strength = tl.where(erases, tl.where(segments > 0, -1.0, 0.0), scale)
         if DELTA and ERASE and not (SHARED and WRITE):
             erase = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
             strength = tl.where(erases, -held_off(erase, LEAST), scale)

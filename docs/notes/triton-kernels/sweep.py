@@ -40,7 +40,7 @@ def jobs():
         elif terms == 2:
             scan, gradients = dict(BV=64, stages=1), dict(BV=32, BK=32, stages=1)
         elif K <= 128 and V > 64:
-            scan, gradients = dict(BV=128, warps=8, stages=3), dict(BV=64, BK=64, stages=3 if decay == "head" else 2)
+            scan, gradients = dict(BV=128, warps=8, stages=3), dict(BV=64, BK=64, stages=3 if decay == "head" and delta else 2)
         else:
             scan, gradients = dict(BV=64), dict(BV=64, BK=64)
         scan["BV"], gradients["BV"], gradients["BK"] = wide(scan["BV"], V), wide(gradients["BV"], V), min(gradients["BK"], K0)
@@ -53,7 +53,11 @@ def jobs():
             yield common | scan | dict(module="scan", kernel="scan_kernel", MODE="output", EVERY=kept)
         yield common | scan | dict(module="scan", kernel="scan_kernel", MODE="replay", EVERY=every, SPLIT=16)
         yield common | scan | dict(module="reverse", kernel="reverse_kernel", EVERY=every, UNIT=every)
+        if not delta and dtype != "fp32":
+            gradients["maxnreg"] = 168
         yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every)
+        if delta and terms == 1 and dtype != "fp16":  # an erase and a write of their own
+            yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every, SHARED=False)
         if delta and decay == "head" and not packed and K in (64, 128):
             for mode in ("ends", "maps"):
                 yield common | scan | dict(module="scan", kernel="scan_kernel", MODE=mode, SPLIT=32)
