@@ -6,7 +6,8 @@ additive update x is w v, and du counts for dw alone).
     dk = dP^T q + dA^T e + e^(Gend - G) x dS'^T,    db = e . de / b,    dw = v . du
     d log_decay_t = sum_{i >= t} (q . dq - k . dk + e . de)_i + <dS', S'>,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
 
-where reads and erases that come before the decay count for i > t only.
+where reads and erases that come before the decay count for i > t only. Where w is b, x_i = b_i z_i, and db and dw make
+du . z = du . x / b together: the diagonal of a product that is taken anyway.
 x = (I + A)^-1 u gives -du x^T for the gradient of A at once; dP and dA here are those of q k^T and e k^T. C chunk,
 G cumulative log2 decay, G' and G'' as in prepare.py
 """
@@ -70,10 +71,10 @@ def gradients_kernel(
 
     Reads (q, do) and erases (e, du) are stacked, so that one product serves both; eight rows of one alternate with
     eight of the other, and the tokens i of a tile [C, ..] come in an order that leaves all three rows of a token in one
-    thread. One matrix, dP over dA, makes dq, de and dk,
-    so that what cancels in d log_decay cancels exactly. db is divided by b, which is held away from 0 in dA. SHARED: du
-    is dv, which has w in it (w is b, or none).
-    The scratch (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
+    thread. One matrix, dP over dA, makes dq, de and dk, so that what cancels in d log_decay cancels exactly. b is held
+    away from 0 in dA, for db is divided by it. SHARED: du is dv, which has w in it (w is b, or none). The scratch
+    (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
+
     dq, dk, de [B, T, H, K], or with grouped heads partial [3, held, C, HV, K], for sum_groups_kernel;
     dgates [K tiles, slots, HV, 3 or 4, C] = turn, read (e . de), write (v . du, or SHARED dv . x, whole in each K
     tile), early (where something is), and kepts [K tiles, slots, HV] = <dS', S'> go to gate_gradients_kernel.
