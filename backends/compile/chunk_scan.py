@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from deltazoo.backends.compile.body import body
 from deltazoo.backends.compile.inverse import unit_lower_inverse
-from deltazoo.backends.compile.operator import body
+from deltazoo.backends.operator import operator
 
 # Chunks of a segment: few enough for its half dozen operands to stay in the cache, enough for full batches. It is an
 # argument of the operators, for a compiled graph in a cache on disk holds sizes that depend on it.
@@ -298,19 +299,6 @@ def _by_chunk(x: Tensor | None, n: int) -> Sequence[Tensor | None]:
     return [None] * n if x is None else x.unflatten(0, (n, -1)).unbind(0)
 
 
-_LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
-_LIBRARY.define(
-    "chunk_scan(Tensor q, Tensor w, Tensor u, Tensor p, Tensor state, Tensor? a, Tensor? e, Tensor? scale_q, "
-    "Tensor? scale_e, Tensor? scale_w, Tensor? gamma, Tensor? inject, Tensor? sequence, int segment, bool keep) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "chunk_scan_backward(Tensor d_o, Tensor d_last, Tensor state, Tensor firsts, Tensor q, Tensor w, Tensor x, "
-    "Tensor p, Tensor? t, Tensor? e, Tensor? scale_q, Tensor? scale_e, Tensor? scale_w, Tensor? gamma, "
-    "Tensor? inject, Tensor? sequence, int segment) -> Tensor[]"
-)
-
-
 def _forward_fake(
     q: Tensor, w: Tensor, u: Tensor, p: Tensor, state: Tensor, a: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
@@ -338,13 +326,20 @@ def _backward_fake(
     ]  # fmt: skip
 
 
-_LIBRARY.impl("chunk_scan", body(_forward), "CompositeExplicitAutograd")
-# d_o is copied a segment at a time.
-_LIBRARY.impl("chunk_scan_backward", body(_backward, as_it_lies=1), "CompositeExplicitAutograd")
-torch.library.register_fake("deltazoo::chunk_scan", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("deltazoo::chunk_scan_backward", _backward_fake, lib=_LIBRARY)
-_forward_op = torch.ops.deltazoo.chunk_scan.default
-_backward_op = torch.ops.deltazoo.chunk_scan_backward.default
+_forward_op = operator(
+    "chunk_scan(Tensor q, Tensor w, Tensor u, Tensor p, Tensor state, Tensor? a, Tensor? e, Tensor? scale_q, "
+    "Tensor? scale_e, Tensor? scale_w, Tensor? gamma, Tensor? inject, Tensor? sequence, int segment, bool keep) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    body(_forward),
+    _forward_fake,
+)
+_backward_op = operator(
+    "chunk_scan_backward(Tensor d_o, Tensor d_last, Tensor state, Tensor firsts, Tensor q, Tensor w, Tensor x, "
+    "Tensor p, Tensor? t, Tensor? e, Tensor? scale_q, Tensor? scale_e, Tensor? scale_w, Tensor? gamma, "
+    "Tensor? inject, Tensor? sequence, int segment) -> Tensor[]",
+    body(_backward, as_it_lies=1),  # d_o is copied a segment at a time
+    _backward_fake,
+)
 
 
 class _ChunkScan(torch.autograd.Function):

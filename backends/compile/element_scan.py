@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.compile.operator import body
+from deltazoo.backends.compile.body import body
 from deltazoo.backends.lowering import log_decay, strengths
+from deltazoo.backends.operator import operator
 from deltazoo.backends.spec import UpdateSpec
 
 WIDEST_VALUE = 2
@@ -232,17 +233,6 @@ def _contract(S: Tensor, v: Tensor, out: Tensor) -> None:
         torch.bmm(S.reshape(-1, K, columns), v.reshape(-1, columns, 1), out=out.view(-1, K, 1))
 
 
-_LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
-_LIBRARY.define(
-    "element_scan(Tensor q, Tensor k, Tensor v, Tensor state, Tensor? decay, Tensor? step, Tensor? rate, "
-    "Tensor? sequence, bool before, bool keep) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "element_scan_backward(Tensor d_o, Tensor d_last, Tensor q, Tensor k, Tensor v, Tensor firsts, Tensor? decay, "
-    "Tensor? step, Tensor? rate, Tensor? sequence, bool before) -> Tensor[]"
-)
-
-
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor | None, step: Tensor | None, rate: Tensor | None,
     sequence: Tensor | None, before: bool, keep: bool,
@@ -258,12 +248,18 @@ def _backward_fake(
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, d_last, decay, step, rate)]
 
 
-_LIBRARY.impl("element_scan", body(_forward), "CompositeExplicitAutograd")
-_LIBRARY.impl("element_scan_backward", body(_backward), "CompositeExplicitAutograd")
-torch.library.register_fake("deltazoo::element_scan", _forward_fake, lib=_LIBRARY)
-torch.library.register_fake("deltazoo::element_scan_backward", _backward_fake, lib=_LIBRARY)
-_forward_op = torch.ops.deltazoo.element_scan.default
-_backward_op = torch.ops.deltazoo.element_scan_backward.default
+_forward_op = operator(
+    "element_scan(Tensor q, Tensor k, Tensor v, Tensor state, Tensor? decay, Tensor? step, Tensor? rate, "
+    "Tensor? sequence, bool before, bool keep) -> (Tensor, Tensor, Tensor)",
+    body(_forward),
+    _forward_fake,
+)
+_backward_op = operator(
+    "element_scan_backward(Tensor d_o, Tensor d_last, Tensor q, Tensor k, Tensor v, Tensor firsts, Tensor? decay, "
+    "Tensor? step, Tensor? rate, Tensor? sequence, bool before) -> Tensor[]",
+    body(_backward),
+    _backward_fake,
+)
 
 
 class _ElementScan(torch.autograd.Function):

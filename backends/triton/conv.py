@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deltazoo.backends.operator import operator
 from deltazoo.backends.packs import sequence_of
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
 from deltazoo.backends.triton.config import cdiv, power_of_two
@@ -51,11 +52,8 @@ def short_conv(
     return tuple(_conv_op(*inputs, *kind))
 
 
-_LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? history, Tensor? cu_seqlens"
 _KIND = "int[] channels, bool[] silu, int[] unit, int[] launch"
-_LIBRARY.define(f"triton_short_conv({_INPUTS}, {_KIND}) -> Tensor[]")
-_LIBRARY.define(f"triton_short_conv_backward({_INPUTS}, Tensor[] d, {_KIND}) -> Tensor[]")
 
 
 class _Problem(NamedTuple):
@@ -150,12 +148,10 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     return [like.new_empty(shape) for like, shape in shapes]
 
 
-_LIBRARY.impl("triton_short_conv", _conv_impl, "CompositeExplicitAutograd")
-_LIBRARY.impl("triton_short_conv_backward", _backward_impl, "CompositeExplicitAutograd")
-torch.library.register_fake("deltazoo::triton_short_conv", _conv_fake, lib=_LIBRARY)
-torch.library.register_fake("deltazoo::triton_short_conv_backward", _backward_fake, lib=_LIBRARY)
-_conv_op = torch.ops.deltazoo.triton_short_conv.default
-_backward_op = torch.ops.deltazoo.triton_short_conv_backward.default
+_conv_op = operator(f"triton_short_conv({_INPUTS}, {_KIND}) -> Tensor[]", _conv_impl, _conv_fake)
+_backward_op = operator(
+    f"triton_short_conv_backward({_INPUTS}, Tensor[] d, {_KIND}) -> Tensor[]", _backward_impl, _backward_fake
+)
 
 
 class _ShortConv(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deltazoo.backends.operator import operator
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes, ready
 
@@ -34,16 +35,9 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind)
     return _step_op(x.q, x.k, x.v, x.log_decay, x.b, x.w, x.e, states, slots, *kind)
 
 
-_LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
 _KIND = "bool delta, bool erase_early, bool read_early, bool precise, bool tied, float scale, str config"
 _STEP = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? b, Tensor? w, Tensor? e"
 _SCAN = f"{_STEP}, Tensor? state, Tensor? cu_seqlens"
-_LIBRARY.define(f"triton_scan({_SCAN}, {_KIND}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    f"triton_scan_backward({_SCAN}, Tensor gates, Tensor fades, Tensor squares, Tensor checkpoints, "
-    f"Tensor d_o, Tensor? d_final, {_KIND}) -> Tensor[]"
-)
-_LIBRARY.define(f"triton_step_({_STEP}, Tensor(a!) states, Tensor? slots, {_KIND}) -> Tensor")
 
 
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
@@ -123,15 +117,20 @@ def _steps(config: str, packed: bool) -> tuple[int, int]:
     return LaunchConfig().chunk, checkpoint_distance(packed)
 
 
-_LIBRARY.impl("triton_scan", _scan_impl, "CompositeExplicitAutograd")
-_LIBRARY.impl("triton_scan_backward", _backward_impl, "CompositeExplicitAutograd")
-_LIBRARY.impl("triton_step_", _step_impl, "CompositeExplicitAutograd")
-torch.library.register_fake("deltazoo::triton_scan", _scan_fake, lib=_LIBRARY)
-torch.library.register_fake("deltazoo::triton_scan_backward", _backward_fake, lib=_LIBRARY)
-torch.library.register_fake("deltazoo::triton_step_", _step_fake, lib=_LIBRARY)
-_scan_op = torch.ops.deltazoo.triton_scan.default
-_backward_op = torch.ops.deltazoo.triton_scan_backward.default
-_step_op = torch.ops.deltazoo.triton_step_.default
+_scan_op = operator(
+    f"triton_scan({_SCAN}, {_KIND}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _scan_impl,
+    _scan_fake,
+)
+_backward_op = operator(
+    f"triton_scan_backward({_SCAN}, Tensor gates, Tensor fades, Tensor squares, Tensor checkpoints, "
+    f"Tensor d_o, Tensor? d_final, {_KIND}) -> Tensor[]",
+    _backward_impl,
+    _backward_fake,
+)
+_step_op = operator(
+    f"triton_step_({_STEP}, Tensor(a!) states, Tensor? slots, {_KIND}) -> Tensor", _step_impl, _step_fake
+)
 
 
 class _ChunkScan(torch.autograd.Function):

@@ -1,12 +1,12 @@
-"""Every gradient of a chunk, in parallel over chunks, from its state S0, the gradient dS' after it, x and du (of an
-additive update x is w v, and du counts for dw alone).
+"""Every gradient of a chunk, in parallel over chunks, from its state S0, the gradient dS' after it, x and du.
 
     dP = tril(do x^T) scale e^(G''_i - G_j),    dA = -tril(du x^T, -1) b_i e^(G'_i - G_j)
     dq = scale e^G'' do S0^T + dP k,    de = dA k - b e^G' du S0^T
     dk = dP^T q + dA^T e + e^(Gend - G) x dS'^T,    db = e . de / b,    dw = v . du
     d log_decay_t = sum_{i >= t} (q . dq - k . dk + e . de)_i + <dS', S'>,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
 
-where reads and erases that come before the decay count for i > t only. Where w is b, x_i = b_i z_i, and db and dw make
+where reads and erases that come before the decay count for i > t only. Of an additive update x is w v, and du counts
+for dw alone. Where w is b, x_i = b_i z_i, and db and dw make
 du . z = du . x / b together: the diagonal of a product that is taken anyway.
 x = (I + A)^-1 u gives -du x^T for the gradient of A at once; dP and dA here are those of q k^T and e k^T. C chunk,
 G cumulative log2 decay, G' and G'' as in prepare.py
