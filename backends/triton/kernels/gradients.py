@@ -6,8 +6,9 @@
     d log_decay_t = sum_{i >= t} (q . dq - k . dk + e . de)_i + <dS', S'>,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
 
 where reads and erases that come before the decay count for i > t only. Of an additive update x is w v, and du counts
-for dw alone. Where w is b, x_i = b_i z_i, and db and dw make
-du . z = du . x / b together: the diagonal of a product that is taken anyway.
+for dw alone. Where w is b, x_i = b_i z_i, and db and dw make du . z = du . x / b together: the diagonal of a product
+that is taken anyway.
+
 x = (I + A)^-1 u gives -du x^T for the gradient of A at once; dP and dA here are those of q k^T and e k^T. C chunk,
 G cumulative log2 decay, G' and G'' as in prepare.py
 """
