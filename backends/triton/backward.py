@@ -79,18 +79,20 @@ def backward(
     keys = min(max(config.gradients.keys or K0, least_keys(kind.kept(x.q.dtype))), K0)
 
     d = Gradients.empty(x, kind)
-    scratch, sums = _Scratch(x, kind, s, held, d.v), _Sums(x, kind, s, cdiv(s.K, keys))
+    scratch = _Scratch(x, kind, s, held, d.v)
+    replay = scan(
+        x, kind, prepared, s, config.replay, "replay",
+        Cut(cdiv(most, walk), walk, config.every, unit, segments),
+        checkpoints=checkpoints, states=scratch.states, xs=scratch.xs,
+    )  # fmt: skip
+    replay(segments - 1)  # which keeps the device busy while the host goes on
+
+    sums = _Sums(x, kind, s, cdiv(s.K, keys))
     carry = empty(x.q, s.N, s.HV, s.V, s.K)
     carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
     begins, ends = part_states(x, s, parts) if split else (None, None)
-    replayed = Cut(cdiv(most, walk), walk, config.every, unit, segments)
     cut = Cut(parts, split, 0, unit, segments)
-    steps = [
-        scan(
-            x, kind, prepared, s, config.replay, "replay", replayed,
-            checkpoints=checkpoints, states=scratch.states, xs=scratch.xs,
-        )
-    ]  # fmt: skip
+    steps: list[OnSegment] = []
     if begins is not None and ends is not None:
         steps += [
             scan(x, kind, prepared, s, config.scan, "maps", cut, ends=ends),
@@ -100,6 +102,8 @@ def backward(
     steps.append(_reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=False))
     steps += _gradients(x, kind, prepared, s, config, cut, do, scratch, sums, d, keys)
     for segment in reversed(range(segments)):
+        if segment < segments - 1:
+            replay(segment)
         for step in steps:
             step(segment)
     _gate_gradients(x, kind, s, sums, d)
@@ -113,7 +117,7 @@ def segments_of(s: Sizes, every: int, split: int, places: int) -> tuple[int, int
 
     No more than there are places for; but a segment is at least a unit of each sequence: a part, or what a
     checkpoint leaves. The lengths of packed sequences are unknown here, so that a unit of each may go to waste. Where
-    that is more than an eighth, a pack's units are smaller, and the replay comes to a segment's first chunk from the
+    that is more than a sixteenth, a pack's units are smaller, and the replay comes to a segment's first chunk from the
     checkpoint before it. All segments are of use whatever the lengths are, as long as they are long.
     """
     unit = max(every, split)
@@ -121,7 +125,7 @@ def segments_of(s: Sizes, every: int, split: int, places: int) -> tuple[int, int
         return unit, 1, s.slots
     if s.packed:
         if not split and places >= 8 * s.N:
-            unit = min(every, 1 << ((places // (8 * s.N)).bit_length() - 1))
+            unit = min(every, 1 << (max(places // (16 * s.N), 1).bit_length() - 1))
         units = cdiv(cdiv(s.T, s.C), unit)
         # beyond a unit of each sequence: as much as there is room for, or as much again where there is none
         segments = min(max(units, 1), cdiv(s.slots + 1, max(places - s.N * unit, s.N * unit)))

@@ -237,7 +237,7 @@ def test_units_are_small_where_sequences_are_few_and_as_checkpoints_are_where_th
     def sizes(N: int, T: int) -> Sizes:
         return Sizes(N, T, T // 64 + N, 16, 16, 128, 128, 64, True)
 
-    assert segments_of(sizes(8, 32768), 8, 0, 128) == (2, 5, 120)
+    assert segments_of(sizes(8, 32768), 8, 0, 128) == (1, 5, 112)
     assert segments_of(sizes(64, 32768), 8, 0, 128)[0] == 8
     assert segments_of(sizes(8, 32768), 8, 32, 128)[0] == 32
     assert segments_of(Sizes(8, 4096, 512, 16, 16, 128, 128, 64, False), 16, 0, 128) == (16, 4, 128)
