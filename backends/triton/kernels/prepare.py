@@ -154,13 +154,11 @@ def prepare_kernel(
             tl.store(gates + (out * 3 + 0) * C + i, G)
             tl.store(gates + (out * 3 + 1) * C + i, erase * tl.exp2(G_erase))
             tl.store(gates + (out * 3 + 2) * C + i, write)
-            fade = tl.sum(own_decay, 0)
-            if DELTA:
-                # one step keeps at most max(1, |1 - b k.k|) of a state; with an erase key of its own nothing bounds it,
-                # and where no part is left out nobody asks
-                if OWN or ERASE_EARLY or not PARTS:
-                    fade = 0.0 * fade
-                else:
+            # one step keeps at most max(1, |1 - b k.k|) of a state; with a key of its own nothing bounds it
+            fade = 0.0
+            if PARTS and not (DELTA and (OWN or ERASE_EARLY)):
+                fade = tl.sum(own_decay, 0)
+                if DELTA:
                     square = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
                     kept = tl.abs(1 - erase * square)
                     fade += tl.sum(tl.log2(tl.maximum(kept, 1.0, propagate_nan=tl.PropagateNan.ALL)), 0)
