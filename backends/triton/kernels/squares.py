@@ -12,7 +12,7 @@ there as float16, with 11 bits instead of 8.
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.layout import dot_terms, two_terms
+from deltazoo.backends.triton.kernels.layout import dot_terms, store_by_warps, two_terms, warp_rows
 
 
 @triton.jit
@@ -36,7 +36,8 @@ def store_squares(base, T, T_blocks, P_T, dtype: tl.constexpr, place, i, C: tl.c
 
 @triton.jit
 def store_square(at, square, T_blocks, i, C: tl.constexpr):
-    tl.store(at + i[:, None] * (C + 8) + i[None, :], square)
+    rows = warp_rows(C, min(16, 4096 // (C * square.dtype.primitive_bitwidth)))
+    store_by_warps(at, square, rows, i, rows < C, i < C, C + 8)
     tl.store(at + i[:, None] * (C + 8) + C + tl.arange(0, 8)[None, :], T_blocks.to(at.dtype.element_ty))
 
 
