@@ -47,6 +47,15 @@ def stacked_token_of(r, DELTA: tl.constexpr):
 
 
 @triton.jit
+def for_both(x, C: tl.constexpr, DELTA: tl.constexpr):
+    """Of a number [C] for each token one for each stacked row [2 C]; so few are loaded where they are wanted."""
+    if DELTA:
+        return tl.reshape(tl.broadcast_to(tl.reshape(x, [C // 8, 1, 8]), [C // 8, 2, 8]), [2 * C])
+    else:
+        return x
+
+
+@triton.jit
 def add_each(a, b, c, d):
     return a + c, b + d
 
@@ -170,7 +179,11 @@ def gradients_kernel(
                 gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED, LOOP=False
             )
             if PREPARED:
-                G_row = tl.load(gates + place * 3 * C + t - early, mask=t >= early, other=0.0)
+                of_token = gates + place * 3 * C + tl.arange(0, C)
+                G_row = for_both(tl.load(of_token), C, DELTA)
+                if EARLY:
+                    G_early = for_both(tl.load(of_token - 1, mask=tl.arange(0, C) > 0, other=0.0), C, DELTA)
+                    G_row = tl.where(early > 0, G_early, G_row)
             else:
                 G_row = G_before if READ_EARLY else G
             intra *= tl.exp2(tl.where(seen, G_row[:, None] - G[None, :], 0.0)) * strength[:, None]
