@@ -38,16 +38,14 @@ class _Scratch:
         self.states, self.dstates = (empty(x.q, held, s.HV, s.V, s.K, dtype=dtype) for _ in range(2))
         values = (held, s.C, s.HV, s.V)
         self.xs = empty(x.q, *values, dtype=dtype) if kind.delta else None
-        wanted = kind.delta or x.w is not None
-        self.du = dv if kind.shares(x) else empty(x.q, *values, dtype=dtype) if wanted else None
+        self.du = empty(x.q, *values, dtype=dtype) if kind.keeps_du(x) else dv
         parts = (3 if x.e is not None else 2, held, s.C, s.HV, s.K)
         self.partial = empty(x.q, *parts, dtype=dtype) if s.HV > s.H else None
 
 
 def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes) -> int:
     """What a chunk of a segment takes, but for grouped heads' shares."""
-    xs, du = kind.delta, (kind.delta or x.w is not None) and not kind.shares(x)
-    return s.HV * s.V * (2 * s.K + (xs + du) * s.C) * kind.kept(x.q.dtype).itemsize
+    return s.HV * s.V * (2 * s.K + (kind.delta + kind.keeps_du(x)) * s.C) * kind.kept(x.q.dtype).itemsize
 
 
 class _Sums:

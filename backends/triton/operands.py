@@ -48,6 +48,10 @@ class ScanKind(NamedTuple):
         whole = x.w is None or (self.tied and x.q.dtype != torch.float16)
         return self.delta and whole and self.kept(x.q.dtype) == x.v.dtype
 
+    def keeps_du(self, x: ScanOperands) -> bool:
+        """Whether the backward keeps du beside dv: where the gradients need it, and dv does not tell it."""
+        return (self.delta or x.w is not None) and not self.shares(x)
+
     def least(self, dtype: torch.dtype) -> float:
         """How far the backward holds b away from 0."""
         return 2.0**-12 if self.kept(dtype) == torch.float16 else 2.0**-24
