@@ -3,10 +3,13 @@
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, least_keys
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.triton.config import LaunchConfig, cdiv, device_of, for_hopper, key_tiles, least_keys
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launch import (
@@ -17,7 +20,6 @@ from deltazoo.backends.triton.launch import (
     join,
     part_states,
     precision,
-    prepare,
     scan,
     value_tile,
 )
@@ -66,8 +68,6 @@ def backward(
     s = Sizes.of(x, config.chunk)
     chunks = cdiv(s.T, s.C)
     split = config.split if config.split and chunks > config.split else 0
-    if split and not kind.delta:
-        prepared = prepare(x, kind, config, keep=True)
     places = config.scratch // max(bytes_a_place(x, kind, s), 1)
     unit, segments, held = segments_of(s, config.every, split, places)
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
@@ -144,12 +144,12 @@ def _reverse(
     go = launcher(
         reverse_kernel,
         (
-            x.q, x.k, x.e, do, x.log_decay, x.w, *prepared, carry, scratch.dstates, scratch.du, d.v, begins, ends,
+            x.q, x.k, x.e, do, *prepared, carry, scratch.dstates, scratch.du, d.v, begins, ends,
             x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
-            kind.read_early, s.packed, prepared.there, kind.shares(x), cut.unit, cut.split,
+            kind.read_early, s.packed, kind.shares(x), cut.unit, cut.split,
             kind.least(x.q.dtype), hands_on, kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages,
         ),
         launch.warps,
@@ -165,21 +165,22 @@ def _gradients(
     scratch: _Scratch, sums: _Sums, d: Gradients, keys: int,
 ) -> list[OnSegment]:  # fmt: skip
     launch, own = config.gradients, x.e is not None
+    kernel = _for_hopper(x, s, scratch) if launch.hopper else gradients_kernel
     small = scratch.states.itemsize == 2 and max(keys, launch.tile) <= 64 and launch.warps == 4
     of_chunks = launcher(
-        gradients_kernel,
+        kernel,
         (
-            x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs,
+            x.q, x.k, x.e, x.v, x.b, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs,
             scratch.du, d.q, d.k, d.e, sums.dgates, sums.kepts, scratch.partial, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, keys, value_tile(launch.tile, s.V), decay_of(x), kind.delta, own,
-            d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed, prepared.there,
+            d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed,
             kind.shares(x), kind.least(x.q.dtype), cut.unit, precision(x.q.dtype), launch.stages,
         ),
         launch.warps,
         launch.stages,
-        registers=168 if small and not kind.delta else None,  # three programs a processor
+        registers=168 if small and not kind.delta and not launch.hopper else None,  # three programs a processor
     )  # fmt: skip
     held, programs = scratch.held, scratch.held * s.HV * sums.tiles
     steps = [lambda segment: of_chunks(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)]
@@ -192,6 +193,21 @@ def _gradients(
         )
         steps.append(lambda segment: of_groups(held * s.H, s.N, s.T, segment, cut.segments, held))
     return steps
+
+
+def _for_hopper(x: ScanOperands, s: Sizes, scratch: _Scratch) -> Any:
+    """The gradients' kernel for Hopper GPUs. Raises: ConfigError where a config asks for it that cannot have it."""
+    device, kept = device_of(x.q.device.index), scratch.states.dtype
+    if not for_hopper(device, x.q.dtype, kept, s.C, s.V):
+        raise ConfigError(
+            "gradients.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in the "
+            f"same dtype, chunks of 64 tokens and at most 128 values a head, got {device.name}, {x.q.dtype} kept in "
+            f"{kept}, chunks of {s.C} tokens and {s.V} values."
+        )
+    # Triton's interpreter runs no Gluon, so that this is read on such a GPU alone
+    from deltazoo.backends.triton.kernels.gradients_hopper import hopper_gradients_kernel
+
+    return hopper_gradients_kernel
 
 
 def _gate_gradients(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, d: Gradients) -> None:

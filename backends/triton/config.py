@@ -15,6 +15,8 @@ class Launch(BaseModel):
         warps: of 32 threads; stages: of the software pipeline.
         keys: key columns a program, a power of two from 32 on (gradients alone; else 0, all of them); 128 bytes of them
             at least are taken, see `least_keys`.
+        hopper: by the kernel that is written for Hopper GPUs (gradients alone), where `for_hopper` says that it takes
+            the problem, with 4 warps and 64 keys; it does not look at the other numbers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -23,11 +25,14 @@ class Launch(BaseModel):
     warps: int = Field(default=4, ge=1)
     stages: int = Field(default=2, ge=1)
     keys: int = Field(default=0, ge=0)
+    hopper: bool = False
 
     @model_validator(mode="after")
-    def _no_narrow_products(self) -> Self:
+    def _products_that_are_compiled_right(self) -> Self:
         if self.keys and (self.keys < 32 or self.keys & (self.keys - 1)):
             raise ValueError(f"keys must be 0 or a power of two from 32 on, got {self.keys}")
+        if self.hopper and (self.warps, self.keys) != (4, 64):
+            raise ValueError(f"hopper takes 4 warps and 64 keys, got {self.warps} warps and {self.keys} keys")
         return self
 
 
@@ -108,13 +113,19 @@ class Problem(NamedTuple):
     packed: bool
     precise: bool = False
 
+    @property
+    def kept(self) -> torch.dtype:
+        """What the backward keeps states and their gradients in."""
+        return torch.float32 if self.precise else self.dtype
+
 
 class Device(NamedTuple):
-    """What the heuristic knows of a device."""
+    """What the heuristic knows of a device; hopper: of compute capability 9."""
 
     name: str
     processors: int
     shared_memory: int
+    hopper: bool = False
 
 
 @functools.cache
@@ -124,7 +135,13 @@ def device_of(index: int | None) -> Device:
         return Device("interpreter", 1, 2**20)
     found = torch.cuda.get_device_properties(index)
     shared_memory = int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
-    return Device(found.name, found.multi_processor_count, shared_memory)
+    return Device(found.name, found.multi_processor_count, shared_memory, found.major == 9)
+
+
+def for_hopper(device: Device, dtype: torch.dtype, kept: torch.dtype, C: int, V: int) -> bool:
+    """Whether the gradients' kernel for Hopper GPUs takes operands of a dtype, and what the backward keeps in another:
+    both must have the same 16 bits, chunks 64 tokens, heads at most 128 values."""
+    return device.hopper and dtype == kept and dtype.itemsize == 2 and C == 64 and V <= 128
 
 
 def heuristic(problem: Problem, device: Device, split: int | None = None) -> LaunchConfig:
@@ -144,6 +161,8 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # both V tiles at once where two programs a processor still fit: without decay their buffers are wider, and
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
+    if for_hopper(device, problem.dtype, problem.kept, LaunchConfig().chunk, problem.V):
+        gradients = Launch(tile=64, keys=64, stages=1, hopper=True)
     split = _split(problem, device) if split is None else split
     few = problem.N * problem.HV < 64
     return LaunchConfig(

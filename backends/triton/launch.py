@@ -15,7 +15,7 @@ from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton.config import LaunchConfig, Problem, cdiv, key_tiles, power_of_two
 from deltazoo.backends.triton.kernels.decode import decode_kernel
 from deltazoo.backends.triton.kernels.join import join_kernel
-from deltazoo.backends.triton.kernels.prepare import prepare_kernel
+from deltazoo.backends.triton.kernels.prepare import gates_kernel, prepare_kernel
 from deltazoo.backends.triton.kernels.scan import scan_kernel
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.run import launcher
@@ -75,12 +75,21 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
     """Launch what each chunk decides alone; keep: for a backward, too."""
     s = Sizes.of(x, config.chunk)
     out = Prepared.empty(x, kind, s, keep)
+    if not kind.delta:
+        heads = min(power_of_two(s.HV), 16)
+        gates = launcher(
+            gates_kernel,
+            (out.gates, out.fades, x.log_decay, x.w, x.cu_seqlens),
+            (s.HV, s.C, heads, decay_of(x), x.w is not None, s.packed),
+        )
+        gates(s.slots * cdiv(s.HV, heads), s.N, s.T)
+        return out
     exact = kind.terms(x.q.dtype) == 2 or x.q.dtype == torch.float32
     launch = launcher(
         prepare_kernel,
         (x.q, x.k, x.e, x.log_decay, x.b, x.w, *out, x.cu_seqlens),
         (
-            s.H, s.HV, s.K, s.C, *key_tiles(s.K), decay_of(x), kind.delta, x.e is not None, x.b is not None,
+            s.H, s.HV, s.K, s.C, *key_tiles(s.K), decay_of(x), x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
             precision(x.q.dtype), "tf32x3" if exact else "tf32", min(config.prepare.tile, s.C), kind.terms(x.q.dtype),
             bool(config.split) and cdiv(s.T, s.C) > config.split,
@@ -103,17 +112,17 @@ def scan(
     columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
     t = tensors.get
     # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
-    tiled = prepared.there and x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
+    tiled = x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
     v = TensorDescriptor(x.v, [*x.v.shape], [*x.v.stride()], [1, s.C, 1, BV]) if tiled else x.v
     go = launcher(
         scan_kernel,
         (
-            x.q, x.k, x.e, v, x.log_decay, x.w, *prepared, x.state, t("o"), t("final"), t("checkpoints"),
+            x.q, x.k, x.e, v, *prepared, x.state, t("o"), t("final"), t("checkpoints"),
             t("states"), t("xs"), t("begins"), t("ends"), x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
-            x.state is not None, kind.read_early, s.packed, prepared.there, cut.every, cut.unit, cut.split, mode,
+            x.state is not None, kind.read_early, s.packed, cut.every, cut.unit, cut.split, mode,
             kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages, tiled,
         ),
         launch.warps,
@@ -147,7 +156,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
     chunks = cdiv(s.T, s.C)
     parts = cdiv(chunks, config.split) if config.split else 1
     split = config.split if parts > 1 else 0
-    prepared = prepare(x, kind, config, keep) if kind.delta or split else Prepared.nothing(x.q)
+    prepared = prepare(x, kind, config, keep)
     o = torch.empty_like(x.v)
     final = empty(x.q, s.N, s.HV, s.K, s.V)
     every = config.every if keep else 0
@@ -161,7 +170,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
         x, kind, prepared, s, config.scan, "output", Cut(parts, split, every), o=o,
         final=final, checkpoints=checkpoints, begins=begins,
     )()  # fmt: skip
-    return o, final, *(prepared if kind.delta and keep else Prepared.nothing(x.q)), checkpoints
+    return o, final, *(prepared if keep else Prepared.nothing(x.q)), checkpoints
 
 
 def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind, launch: configs.Launch) -> Tensor:

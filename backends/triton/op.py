@@ -95,7 +95,7 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, kind = ScanOperands(*known[:9]), ScanKind(*known[9:])
     C, every = _steps(kind.config, x.cu_seqlens is not None)
     s = Sizes.of(x, C)
-    prepared = Prepared.empty(x, kind, s, keep) if kind.delta and keep else Prepared.nothing(x.q)
+    prepared = Prepared.empty(x, kind, s, keep) if keep else Prepared.nothing(x.q)
     checkpoints = x.q.new_empty((s.places(every), s.HV, s.V, s.K) if keep else (0,), dtype=kind.kept(x.q.dtype))
     final = x.q.new_empty((s.N, s.HV, s.K, s.V), dtype=torch.float32)
     return torch.empty_like(x.v, memory_format=torch.contiguous_format), final, *prepared, checkpoints

@@ -95,17 +95,12 @@ class Sizes(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What each chunk decides alone: gates [slots, HV, 3, C]; fades [slots, HV]; squares
-    [slots, HV, terms, C, C + 8], see kernels/squares.py. Empty where nothing is prepared."""
+    """What each chunk decides alone: gates [slots, HV, 3, C]; fades [slots, HV]; with an erase, squares
+    [slots, HV, terms, C, C + 8], see kernels/squares.py."""
 
     gates: Tensor
     fades: Tensor
     squares: Tensor
-
-    @property
-    def there(self) -> bool:
-        """Whether anything is prepared."""
-        return self.squares.dim() > 1
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, keep: bool) -> Self:
@@ -115,12 +110,14 @@ class Prepared(NamedTuple):
         return cls(
             x.q.new_empty((s.slots, s.HV, 3, s.C), dtype=torch.float32),
             x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
-            x.q.new_empty((s.slots, s.HV, terms, s.C, s.C + 8), dtype=torch.float16 if half else x.q.dtype),
+            x.q.new_empty(
+                (s.slots if kind.delta else 0, s.HV, terms, s.C, s.C + 8), dtype=torch.float16 if half else x.q.dtype
+            ),
         )
 
     @classmethod
     def nothing(cls, like: Tensor) -> Self:
-        """For an additive update in one part: its scan makes what it needs."""
+        """Where no backward needs it."""
         return cls(*(like.new_empty(0, dtype=torch.float32) for _ in cls._fields))
 
 

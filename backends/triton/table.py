@@ -31,7 +31,12 @@ Kernel = Literal["split", "prepare", "scan", "replay", "reverse", "gradients", "
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 # The files that a kernel's text stands in: a record holds while they say the same.
-_SOURCES: dict[str, tuple[str, ...]] = {"split": ("scan", "reverse", "join"), "replay": ("scan",)}
+_SOURCES: dict[str, tuple[str, ...]] = {
+    "split": ("scan", "reverse", "join", "squares", "layout"),
+    "replay": ("scan", "squares", "layout"),
+    "gradients": ("gradients", "gradients_hopper", "layout"),
+    "decode": ("decode",),
+}
 
 _MOST_PROGRAMS, _MOST_CHUNKS = 256, 1024  # beyond these a device is full, and a class is one
 _DTYPES = Literal["float32", "bfloat16", "float16"]
@@ -154,6 +159,7 @@ class Record(BaseModel):
             f"{self.split} chunks" if launch is None else f"tile {launch.tile}, {launch.warps} w, {launch.stages} st"
         )
         chosen += f", {launch.keys} keys" if launch is not None and launch.keys else ""
+        chosen = "for Hopper" if launch is not None and launch.hopper else chosen
         gain = "" if self.gain is None else f"{self.gain:.2f}"
         return [
             self.kernel,
@@ -214,7 +220,7 @@ class Table(BaseModel):
 def source_of(kernel: str) -> str:
     """A fingerprint of a kernel's code; comments, docstrings and blank lines do not count."""
     folder = files("deltazoo.backends.triton") / "kernels"
-    texts = [folder / f"{name}.py" for name in (*_SOURCES.get(kernel, (kernel,)), "squares", "layout")]
+    texts = [folder / f"{name}.py" for name in _SOURCES.get(kernel, (kernel, "squares", "layout"))]
     code = " ".join(word for text in texts for word in _code_of(text.read_text(encoding="utf-8")))
     return hashlib.sha256(code.encode()).hexdigest()[:12]
 

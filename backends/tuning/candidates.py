@@ -13,7 +13,15 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.backend import TritonBackend
-from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, least_keys, power_of_two
+from deltazoo.backends.triton.config import (
+    Device,
+    Launch,
+    LaunchConfig,
+    Problem,
+    for_hopper,
+    least_keys,
+    power_of_two,
+)
 from deltazoo.backends.triton.table import Kernel
 
 _STATE_LIKE = ("log_decay", "step", "rate")
@@ -73,11 +81,12 @@ def candidates(
         steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
         scratch = {0: LaunchConfig().scratch}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
-    kept = torch.float32 if problem.precise else problem.dtype
     wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
     if kernel == "gradients":
-        tried = [x for x in tried if least_keys(kept) <= x.keys <= wide_K]
+        tried = [x for x in tried if least_keys(problem.kept) <= x.keys <= wide_K]
+        if for_hopper(device, problem.dtype, problem.kept, base.chunk, problem.V):
+            tried.append(Launch(tile=64, keys=64, stages=1, hopper=True))
     narrow = [x for x in tried if kernel == "prepare" or x.tile <= wide_V]
     return _unique(base, [{kernel: launch} for launch in narrow])
 

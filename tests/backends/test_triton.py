@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.op import chunk_scan
@@ -111,6 +112,33 @@ def agrees(spec: str, way: str, shape: str, dtype: torch.dtype = DTYPES[0], regi
     report = conformance.compare(backend(way), Case(SPECS[spec], SHAPES[shape], dtype, regime), device=DEVICE)
     assert report.errors, str(report)
     assert not report.failures, str(report)
+
+
+FOR_HOPPER = LaunchConfig(gradients=Launch(tile=64, keys=64, hopper=True))
+
+
+@pytest.mark.skipif(
+    INTERPRETED or not ABLE or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU: Triton's interpreter runs no Gluon",
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_spec_by_the_kernel_for_hopper(shape, dtype):
+    # the others keep float32 states, which that kernel does not take
+    for name in ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla"):
+        report = conformance.compare(
+            TritonBackend(FOR_HOPPER), Case(SPECS[name], SHAPES[shape], dtype, "ordinary"), device=DEVICE
+        )
+        assert report.errors, str(report)
+        assert not report.failures, str(report)
+
+
+def test_a_config_for_hopper_is_refused_where_it_cannot_be_had():
+    x = gated(1, 5)  # float32
+    x.q.requires_grad_()
+    o = bind(GATED, TritonBackend(FOR_HOPPER))(x).o
+    with pytest.raises(ConfigError, match=r"gradients\.hopper must be false but on a Hopper GPU"):
+        o.sum().backward()
 
 
 # Under the interpreter small shapes, and no graph through Inductor: below there is one without it.

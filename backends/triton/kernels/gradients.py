@@ -69,12 +69,12 @@ def both_rows(stacked, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])
 def gradients_kernel(
-    q, k, e, v, log_decay, b, w, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, partial, cu, N,
+    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, partial, cu, N,
     slots, held, scale, T, segment, segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
-    ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr,
+    ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     SHARED: tl.constexpr, LEAST: tl.constexpr, UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head, K tile), looping over V tiles.
@@ -163,7 +163,7 @@ def gradients_kernel(
         qe_base = tl.where(row_erases, (e if OWN else k) + key, q + key) if DELTA else q + key
         qe = load_by_warps(qe_base, row_t, ks, row_t < length - c * C, in_k, H * K).to(dtype)
         if WRITE and not DELTA:
-            write = tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
+            write = tl.load(gates + (place * 3 + 2) * C + i)
             intra *= write[None, :]
             dk_stored *= write[:, None]
         if SHARED and WRITE:
@@ -175,17 +175,12 @@ def gradients_kernel(
             erase = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
             strength = tl.where(erases, -held_off(erase, LEAST), scale)
         if DECAY != "none":
-            G, G_before, G_end = cumulative_decays(
-                gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED, LOOP=False
-            )
-            if PREPARED:
-                of_token = gates + place * 3 * C + tl.arange(0, C)
-                G_row = for_both(tl.load(of_token), C, DELTA)
-                if EARLY:
-                    G_early = for_both(tl.load(of_token - 1, mask=tl.arange(0, C) > 0, other=0.0), C, DELTA)
-                    G_row = tl.where(early > 0, G_early, G_row)
-            else:
-                G_row = G_before if READ_EARLY else G
+            G, _, G_end = cumulative_decays(gates, place, i, C, LOOP=False)
+            of_token = gates + place * 3 * C + tl.arange(0, C)
+            G_row = for_both(tl.load(of_token), C, DELTA)
+            if EARLY:
+                G_early = for_both(tl.load(of_token - 1, mask=tl.arange(0, C) > 0, other=0.0), C, DELTA)
+                G_row = tl.where(early > 0, G_early, G_row)
             intra *= tl.exp2(tl.where(seen, G_row[:, None] - G[None, :], 0.0)) * strength[:, None]
             inter *= (tl.exp2(G_row) * strength)[:, None]
             dk_stored *= tl.exp2(G_end - G)[:, None]

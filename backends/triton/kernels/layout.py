@@ -210,20 +210,11 @@ def load_gate(gates, place, which: tl.constexpr, i, C: tl.constexpr):
 
 
 @triton.jit
-def cumulative_decays(
-    gates, log_decay, place, tokens, hv, i, in_time,
-    HV: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PREPARED: tl.constexpr, LOOP: tl.constexpr = True,
-):  # fmt: skip
-    """G of the chunk, G before each token, and G at the end: from `gates`, or summed here where nothing is prepared."""
-    if PREPARED:
-        G = load_gate(gates, place, 0, i, C) if LOOP else tl.load(gates + place * 3 * C + i)
-        before = tl.load(gates + place * 3 * C + i - 1, mask=i > 0, other=0.0)
-        end = tl.load(gates + place * 3 * C + C - 1)
-    else:
-        own = log_decays(log_decay, tokens, hv, in_time, HV, DECAY)
-        G = tl.cumsum(own, 0)
-        before = G - own
-        end = tl.sum(own, 0)
+def cumulative_decays(gates, place, i, C: tl.constexpr, LOOP: tl.constexpr = True):
+    """G of the chunk, G before each token, and G at the end."""
+    G = load_gate(gates, place, 0, i, C) if LOOP else tl.load(gates + place * 3 * C + i)
+    before = tl.load(gates + place * 3 * C + i - 1, mask=i > 0, other=0.0)
+    end = tl.load(gates + place * 3 * C + C - 1)
     return G, before, end
 
 

@@ -1,4 +1,4 @@
-"""What each chunk decides alone: cumulative decays, the triangular inverse, and the matrix of its reads.
+"""What each chunk decides alone: cumulative decays, and where updates erase the triangular inverse and the reads.
 
     A_ij = b_i e^(G'_i - G_j) e_i.k_j  (j < i),   T = (I + A)^-1,   P_ij = scale e^(G''_i - G_j) q_i.k_j  (j <= i)
 
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import (
+    LOG2E,
     first_slot,
     load_rows,
     log_decays,
@@ -91,7 +92,7 @@ def dot_wide(x_a, y_a, x_b, y_b, K1: tl.constexpr, PREC: tl.constexpr):
 def prepare_kernel(
     q, k, e, log_decay, b, w, gates, fades, squares, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
+    DECAY: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
     TERMS: tl.constexpr, PARTS: tl.constexpr,
@@ -140,8 +141,7 @@ def prepare_kernel(
         if WRITE:
             write = tl.load(w + at, mask=in_time, other=0.0).to(tl.float32)
 
-        if DELTA:
-            A = dot_wide(e_a if OWN else k_a, k_a, e_b if OWN else k_b, k_b, K1, PREC)
+        A = dot_wide(e_a if OWN else k_a, k_a, e_b if OWN else k_b, k_b, K1, PREC)
         below = i[:, None] > i[None, :]
         seen = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
         for g in tl.range(0, GROUP, num_stages=1):
@@ -156,16 +156,13 @@ def prepare_kernel(
             tl.store(gates + (out * 3 + 2) * C + i, write)
             # one step keeps at most max(1, |1 - b k.k|) of a state; with a key of its own nothing bounds it
             fade = 0.0
-            if PARTS and not (DELTA and (OWN or ERASE_EARLY)):
-                fade = tl.sum(own_decay, 0)
-                if DELTA:
-                    square = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
-                    kept = tl.abs(1 - erase * square)
-                    fade += tl.sum(tl.log2(tl.maximum(kept, 1.0, propagate_nan=tl.PropagateNan.ALL)), 0)
+            if PARTS and not (OWN or ERASE_EARLY):
+                square = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
+                kept = tl.maximum(tl.abs(1 - erase * square), 1.0, propagate_nan=tl.PropagateNan.ALL)
+                fade = tl.sum(own_decay, 0) + tl.sum(tl.log2(kept), 0)
             tl.store(fades + out, fade)
-            if DELTA:
-                D = tl.exp2(tl.where(below, G_erase[:, None] - G[None, :], 0.0))
-                L = tl.where(below, erase[:, None] * A * D, 0.0)
+            D = tl.exp2(tl.where(below, G_erase[:, None] - G[None, :], 0.0))
+            L = tl.where(below, erase[:, None] * A * D, 0.0)
             if GROUP > 1:
                 more = in_time & (g + 1 < GROUP)
                 own_decay = log_decays(log_decay, row + i, tl.minimum(hv + 1, HV - 1), more, HV, DECAY)
@@ -173,11 +170,41 @@ def prepare_kernel(
                     erase = tl.load(b + at + g + 1, mask=more, other=0.0).to(tl.float32)
                 if WRITE:
                     write = tl.load(w + at + g + 1, mask=more, other=0.0).to(tl.float32)
-            T_inverse, T_blocks = tl.zeros([C, C], tl.float32), tl.zeros([C, 8], tl.float32)
-            if DELTA:
-                T_inverse, T_blocks = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
+            T_inverse, T_blocks = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
             # P comes last: until it is stored it would take registers from the inverse
             P_T = dot_wide(k_a, q_a, k_b, q_b, K1, PREC)
             P_T *= tl.exp2(tl.where(seen, G_read[None, :] - G[:, None], 0.0)) * scale
             P_T = tl.where(seen, P_T, 0.0)
             store_squares(squares, T_inverse, T_blocks, P_T, q.dtype.element_ty, out, i, C, TERMS)
+
+
+@triton.jit(do_not_specialize=["N", "T"])
+def gates_kernel(
+    gates, fades, log_decay, w, cu, N, T,
+    HV: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, WRITE: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program a (slot, HEADS value heads): all that an additive update prepares, G and w in gates, and fades."""
+    TILES: tl.constexpr = (HV + HEADS - 1) // HEADS
+    slot = tl.program_id(0) // TILES
+    hv = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
+    n = sequence_of_slot(slot, cu, N, T, C, PACKED)
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    t0 = (slot - first_slot(n, cu, T, C, PACKED)) * C
+    if t0 < length:
+        i = tl.arange(0, C)
+        in_time = i < length - t0
+        in_heads = hv < HV
+        at = start + t0 + i
+        place = tl.cast(slot, tl.int64) * HV + hv
+        to = gates + place[:, None] * (3 * C) + i[None, :]
+        own = tl.zeros([HEADS, C], tl.float32)
+        if DECAY == "head":
+            own = load_rows(log_decay, hv, at * HV, in_heads, in_time, 1) * LOG2E
+        elif DECAY == "fixed":
+            own += tl.load(log_decay + hv, mask=in_heads, other=0.0)[:, None] * LOG2E
+            own = tl.where(in_time[None, :], own, 0.0)
+        tl.store(to, tl.cumsum(own, 1), mask=in_heads[:, None])
+        tl.store(fades + place, tl.sum(own, 1), mask=in_heads)
+        if WRITE:
+            tl.store(to + 2 * C, load_rows(w, hv, at * HV, in_heads, in_time, 1).to(tl.float32), mask=in_heads[:, None])

@@ -30,12 +30,12 @@ from deltazoo.backends.triton.kernels.squares import dot_inverse, load_inverse, 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def reverse_kernel(
-    q, k, e, do, log_decay, w, gates, fades, squares, carry, dstates, du, dv, begins, ends, cu, scale, T,
+    q, k, e, do, gates, fades, squares, carry, dstates, du, dv, begins, ends, cu, scale, T,
     segment, segments, parts,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
-    PACKED: tl.constexpr, PREPARED: tl.constexpr, SHARED: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    PACKED: tl.constexpr, SHARED: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
     LEAST: tl.constexpr, ENDS: tl.constexpr,
     TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def reverse_kernel(
             if DELTA:
                 T_first = load_inverse(squares, place, i, C, TERMS, 0)
                 T_rest = load_inverse(squares, place, i, C, TERMS, 1) if TERMS == 2 else T_first
-            if PREPARED:
+            if DELTA:
                 P = tl.trans(load_reads(squares, dtype, place, i, C, TERMS, 0))
                 if TERMS == 2:
                     P_rest = tl.trans(load_reads(squares, dtype, place, i, C, TERMS, 1))
@@ -119,12 +119,10 @@ def reverse_kernel(
             if K1 > 0:
                 dx = dot_terms(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
             if DECAY != "none":
-                G, G_before, G_end = cumulative_decays(
-                    gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
-                )
+                G, G_before, G_end = cumulative_decays(gates, place, i, C)
                 G_read = G_before if READ_EARLY else G
                 dx *= tl.exp2(G_end - G)[None, :]
-            if not PREPARED:
+            if not DELTA:
                 P = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
                 if K1 > 0:
                     P = tl.dot(q_b, tl.trans(k_b), P, input_precision=PREC)
@@ -153,11 +151,8 @@ def reverse_kernel(
             if not ENDS:
                 dvalue = dx
                 if WRITE:
-                    if PREPARED:
-                        write = load_gate(gates, place, 2, i, C)
-                        dvalue = dx * (held_off(write, LEAST) if SHARED else write)[None, :]
-                    else:
-                        dvalue = dx * tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
+                    write = load_gate(gates, place, 2, i, C)
+                    dvalue = dx * (held_off(write, LEAST) if SHARED else write)[None, :]
                 store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
             if DELTA:
                 if OWN:

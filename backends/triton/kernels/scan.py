@@ -28,12 +28,12 @@ from deltazoo.backends.triton.kernels.squares import dot_inverse, dot_square, lo
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def scan_kernel(
-    q, k, e, v, log_decay, w, gates, fades, squares, state, o, final, checkpoints, states, xs, starts, ends, cu,
+    q, k, e, v, gates, fades, squares, state, o, final, checkpoints, states, xs, starts, ends, cu,
     scale, T, segment, segments, parts,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
-    READ_EARLY: tl.constexpr, PACKED: tl.constexpr, PREPARED: tl.constexpr, EVERY: tl.constexpr, UNIT: tl.constexpr,
+    READ_EARLY: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def scan_kernel(
         if DELTA:
             T_first = tl.trans(load_inverse(squares, place, i, C, TERMS, 0))
             T_rest = tl.trans(load_inverse(squares, place, i, C, TERMS, 1)) if TERMS == 2 else T_first
-        if OUTPUT and PREPARED:
+        if OUTPUT and DELTA:
             P_T = load_reads(squares, dtype, place, i, C, TERMS, 0)
             P_rest = load_reads(squares, dtype, place, i, C, TERMS, 1) if TERMS == 2 else P_T
         # u = w v - c S0^T e,  x = T u
@@ -196,18 +196,13 @@ def scan_kernel(
             v_T = tl.trans(load_rows(v + value, i, vs, in_time, in_v, HV * V))
         x = v_T.to(tl.float32)
         if WRITE:
-            if PREPARED:
-                x *= load_gate(gates, place, 2, i, C)[None, :]
-            else:
-                x *= tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)[None, :]
+            x *= load_gate(gates, place, 2, i, C)[None, :]
         if DELTA:
             x -= y * load_gate(gates, place, 1, i, C)[None, :]
             x = dot_inverse(x, T_first, T_rest, dtype, TERMS, PREC)
 
         if DECAY != "none":
-            G, G_before, G_end = cumulative_decays(
-                gates, log_decay, place, row + i, hv, i, in_time, HV, C, DECAY, PREPARED
-            )
+            G, G_before, G_end = cumulative_decays(gates, place, i, C)
         if REPLAY and DELTA:
             kept_rows = tl.where(c >= first_kept, C, 0)
             store_transposed(xs + (tl.cast(local, tl.int64) * C * HV + hv) * V, x, kept_rows, column, HV * V, V)
@@ -222,7 +217,7 @@ def scan_kernel(
                 out *= (tl.exp2(G_read) * scale)[None, :]
             else:
                 out *= scale
-            if not PREPARED:
+            if not DELTA:
                 P_T = tl.dot(k_a, tl.trans(q_a), input_precision=PREC)
                 if K1 > 0:
                     P_T = tl.dot(k_b, tl.trans(q_b), P_T, input_precision=PREC)
@@ -231,10 +226,7 @@ def scan_kernel(
                 P_T = tl.where(causal, P_T * scale, 0.0).to(dtype)
                 P_rest = P_T
             out = dot_square(x, P_T, P_rest, out, dtype, TERMS, PREC)
-            if PREPARED:
-                store_transposed(o + value, out, length - c * C, column, HV * V, V)
-            else:
-                store_rows(o + value, tl.trans(out), i, vs, in_time, in_v, HV * V)
+            store_transposed(o + value, out, length - c * C, column, HV * V, V)
 
         # S' = e^Gend S0 + (e^(Gend - G) k)^T x
         if DECAY != "none":

@@ -33,7 +33,7 @@ def jobs():
             continue
         K0, K1 = tiles(K)
         common = dict(K=K, V=V, K0=K0, K1=K1, dtype=dtype, delta=delta, own=own, TERMS=terms, packed=packed, decay=decay,
-                      H=16, HV=16 * group, PREC="tf32x3" if dtype == "fp32" else "tf32", PREPARED=delta)
+                      H=16, HV=16 * group, PREC="tf32x3" if dtype == "fp32" else "tf32")
         every = 8 if packed else 16
         if dtype == "fp32":
             scan, gradients = dict(BV=32, stages=1), dict(BV=32, BK=32, stages=1)
