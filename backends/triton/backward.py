@@ -3,18 +3,16 @@
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.triton.config import LaunchConfig, cdiv, device_of, for_hopper, key_tiles, least_keys
+from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, least_keys
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launch import (
     Cut,
     OnSegment,
+    check_hopper,
     decay_of,
     empty,
     join,
@@ -165,7 +163,10 @@ def _gradients(
     scratch: _Scratch, sums: _Sums, d: Gradients, keys: int,
 ) -> list[OnSegment]:  # fmt: skip
     launch, own = config.gradients, x.e is not None
-    kernel = _for_hopper(x, s, scratch) if launch.hopper else gradients_kernel
+    kernel = gradients_kernel
+    if launch.hopper:
+        check_hopper("gradients", x, kind, s)
+        from deltazoo.backends.triton.kernels.gradients_hopper import hopper_gradients_kernel as kernel
     small = scratch.states.itemsize == 2 and max(keys, launch.tile) <= 64 and launch.warps == 4
     of_chunks = launcher(
         kernel,
@@ -193,21 +194,6 @@ def _gradients(
         )
         steps.append(lambda segment: of_groups(held * s.H, s.N, s.T, segment, cut.segments, held))
     return steps
-
-
-def _for_hopper(x: ScanOperands, s: Sizes, scratch: _Scratch) -> Any:
-    """The gradients' kernel for Hopper GPUs. Raises: ConfigError where a config asks for it that cannot have it."""
-    device, kept = device_of(x.q.device.index), scratch.states.dtype
-    if not for_hopper(device, x.q.dtype, kept, s.C, s.V):
-        raise ConfigError(
-            "gradients.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in the "
-            f"same dtype, chunks of 64 tokens and at most 128 values a head, got {device.name}, {x.q.dtype} kept in "
-            f"{kept}, chunks of {s.C} tokens and {s.V} values."
-        )
-    # Triton's interpreter runs no Gluon, so that this is read on such a GPU alone
-    from deltazoo.backends.triton.kernels.gradients_hopper import hopper_gradients_kernel
-
-    return hopper_gradients_kernel
 
 
 def _gate_gradients(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, d: Gradients) -> None:

@@ -15,8 +15,8 @@ class Launch(BaseModel):
         warps: of 32 threads; stages: of the software pipeline.
         keys: key columns a program, a power of two from 32 on (gradients alone; else 0, all of them); 128 bytes of them
             at least are taken, see `least_keys`.
-        hopper: by the kernel that is written for Hopper GPUs (gradients alone), where `for_hopper` says that it takes
-            the problem, with 4 warps and 64 keys; it does not look at the other numbers.
+        hopper: by the kernel that is written for Hopper GPUs (prepare and gradients), where `for_hopper` says that it
+            takes the problem, with 4 warps and 64 keys a program of the gradients; it does not look at the others.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,7 +31,7 @@ class Launch(BaseModel):
     def _products_that_are_compiled_right(self) -> Self:
         if self.keys and (self.keys < 32 or self.keys & (self.keys - 1)):
             raise ValueError(f"keys must be 0 or a power of two from 32 on, got {self.keys}")
-        if self.hopper and (self.warps, self.keys) != (4, 64):
+        if self.hopper and (self.warps != 4 or self.keys not in (0, 64)):
             raise ValueError(f"hopper takes 4 warps and 64 keys, got {self.warps} warps and {self.keys} keys")
         return self
 
@@ -138,10 +138,11 @@ def device_of(index: int | None) -> Device:
     return Device(found.name, found.multi_processor_count, shared_memory, found.major == 9)
 
 
-def for_hopper(device: Device, dtype: torch.dtype, kept: torch.dtype, C: int, V: int) -> bool:
-    """Whether the gradients' kernel for Hopper GPUs takes operands of a dtype, and what the backward keeps in another:
-    both must have the same 16 bits, chunks 64 tokens, heads at most 128 values."""
-    return device.hopper and dtype == kept and dtype.itemsize == 2 and C == 64 and V <= 128
+def for_hopper(device: Device, problem: "Problem", C: int, width: int) -> bool:
+    """Whether a kernel for Hopper GPUs takes a problem: operands, and what the backward keeps, of the same 16 bits, no
+    erase key of its own, chunks of 64 tokens, and heads of at most 128 keys (prepare) or values (gradients)."""
+    alike = problem.dtype == problem.kept and problem.dtype.itemsize == 2
+    return device.hopper and alike and not problem.own and C == 64 and width <= 128
 
 
 def heuristic(problem: Problem, device: Device, split: int | None = None) -> LaunchConfig:
@@ -161,7 +162,10 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # both V tiles at once where two programs a processor still fit: without decay their buffers are wider, and
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
-    if for_hopper(device, problem.dtype, problem.kept, LaunchConfig().chunk, problem.V):
+    prepare, chunk = LaunchConfig().prepare, LaunchConfig().chunk
+    if for_hopper(device, problem, chunk, problem.K) and problem.delta:
+        prepare = prepare.model_copy(update={"hopper": True})
+    if for_hopper(device, problem, chunk, problem.V):
         gradients = Launch(tile=64, keys=64, stages=1, hopper=True)
     split = _split(problem, device) if split is None else split
     few = problem.N * problem.HV < 64
@@ -169,6 +173,7 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         every=checkpoint_distance(problem.packed),
         split=split,
         scratch=2**29 if split else LaunchConfig().scratch,
+        prepare=prepare,
         scan=scan,
         replay=scan,
         reverse=scan,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton.config import LaunchConfig, Problem, cdiv, key_tiles, power_of_two
 from deltazoo.backends.triton.kernels.decode import decode_kernel
@@ -38,12 +39,27 @@ def resolve(x: ScanOperands, kind: ScanKind) -> LaunchConfig:
     """The config that was given as JSON, or the one for these sizes on this device."""
     if kind.config:
         return configs.parse(kind.config)
-    s = Sizes.of(x, LaunchConfig().chunk)
-    problem = Problem(
+    return configs.launch_config(_problem(x, kind, Sizes.of(x, LaunchConfig().chunk)), x.q.device.index)
+
+
+def _problem(x: ScanOperands, kind: ScanKind, s: Sizes) -> Problem:
+    return Problem(
         x.q.device.type, x.q.dtype, s.N, s.T, s.H, s.HV, s.K, s.V, kind.delta, x.e is not None,
         x.log_decay is not None, s.packed, kind.precise,
     )  # fmt: skip
-    return configs.launch_config(problem, x.q.device.index)
+
+
+def check_hopper(kernel: str, x: ScanOperands, kind: ScanKind, s: Sizes) -> None:
+    """Raises: ConfigError where a config asks for a kernel for Hopper GPUs that does not take the operands."""
+    device, problem = configs.device_of(x.q.device.index), _problem(x, kind, s)
+    width, of = (s.K, "keys") if kernel == "prepare" else (s.V, "values")
+    if not configs.for_hopper(device, problem, s.C, width):
+        raise ConfigError(
+            f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in the "
+            f"same dtype, without an erase key, in chunks of 64 tokens and at most 128 {of} a head, got {device.name}, "
+            f"{problem.dtype} kept in {problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of {s.C} and "
+            f"{width} {of}."
+        )
 
 
 def decay_of(x: ScanOperands) -> str:
@@ -85,8 +101,15 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
         gates(s.slots * cdiv(s.HV, heads), s.N, s.T)
         return out
     exact = kind.terms(x.q.dtype) == 2 or x.q.dtype == torch.float32
+    grouped = s.HV > s.H
+    kernel, registers = prepare_kernel, None if exact or grouped or s.C != 64 else 160  # three programs a processor
+    if config.prepare.hopper:
+        check_hopper("prepare", x, kind, s)
+        from deltazoo.backends.triton.kernels.prepare_hopper import hopper_prepare_kernel as kernel
+
+        registers = 168 if grouped else None  # three, else five
     launch = launcher(
-        prepare_kernel,
+        kernel,
         (x.q, x.k, x.e, x.log_decay, x.b, x.w, *out, x.cu_seqlens),
         (
             s.H, s.HV, s.K, s.C, *key_tiles(s.K), decay_of(x), x.e is not None, x.b is not None,
@@ -96,7 +119,7 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
         ),
         config.prepare.warps,
         config.prepare.stages,
-        registers=None if exact or s.HV > s.H or s.C != 64 else 160,  # three programs a processor
+        registers=registers,
     )  # fmt: skip
     launch(s.slots * s.H, s.N, s.T, kind.scale)
     return out

@@ -34,7 +34,8 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 _SOURCES: dict[str, tuple[str, ...]] = {
     "split": ("scan", "reverse", "join", "squares", "layout"),
     "replay": ("scan", "squares", "layout"),
-    "gradients": ("gradients", "gradients_hopper", "layout"),
+    "prepare": ("prepare", "prepare_hopper", "ptx", "hopper", "squares", "layout"),
+    "gradients": ("gradients", "gradients_hopper", "hopper", "layout"),
     "decode": ("decode",),
 }
 

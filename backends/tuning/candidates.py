@@ -18,7 +18,7 @@ from deltazoo.backends.triton.config import (
     Launch,
     LaunchConfig,
     Problem,
-    for_hopper,
+    heuristic,
     least_keys,
     power_of_two,
 )
@@ -85,9 +85,9 @@ def candidates(
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
     if kernel == "gradients":
         tried = [x for x in tried if least_keys(problem.kept) <= x.keys <= wide_K]
-        if for_hopper(device, problem.dtype, problem.kept, base.chunk, problem.V):
-            tried.append(Launch(tile=64, keys=64, stages=1, hopper=True))
     narrow = [x for x in tried if kernel == "prepare" or x.tile <= wide_V]
+    best = getattr(heuristic(problem, device), kernel)
+    narrow += [best] if best.hopper else []
     return _unique(base, [{kernel: launch} for launch in narrow])
 
 

@@ -221,15 +221,16 @@ def test_no_tile_is_wider_than_the_values():
 
 def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes():
     hopper = T900._replace(hopper=True)
-    problem = problem_of(PACK, "gradients")
-    taken = Launch(tile=64, keys=64, stages=1, hopper=True)
-    assert problem.dtype.itemsize == 2 and not problem.precise
-    assert heuristic(problem, hopper).gradients == taken
-    assert taken in [config.gradients for config in candidates("gradients", problem, LaunchConfig(), hopper)]
-    others = {"dtype": torch.float32}, {"precise": True}, {"V": 136}
-    for other, device in [(problem, T900), *((problem._replace(**change), hopper) for change in others)]:
-        assert not heuristic(other, device).gradients.hopper
-        assert not any(config.gradients.hopper for config in candidates("gradients", other, LaunchConfig(), device))
+    for kernel, width in ("prepare", "K"), ("gradients", "V"):
+        problem = problem_of(PACK, "scan")
+        assert problem.dtype.itemsize == 2
+        assert getattr(heuristic(problem, hopper), kernel).hopper
+        assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
+        others = {"dtype": torch.float32}, {"precise": True}, {"own": True}, {width: 136}
+        for other, device in [(problem, T900), *((problem._replace(**change), hopper) for change in others)]:
+            assert not getattr(heuristic(other, device), kernel).hopper
+            tried = candidates(kernel, other, LaunchConfig(), device)
+            assert not any(getattr(config, kernel).hopper for config in tried)
 
 
 def test_a_check_runs_the_code_of_the_target_on_a_short_case():

@@ -12,23 +12,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.kernels.hopper import (
+    COLUMNS,
+    MMA,
+    PIECE,
+    ROWS,
+    SHARED_LINE,
+    SHARED_TILE,
+    allocate,
+    barrier,
+    fetch,
+    narrow,
+    of_copy,
+    sequence_of_place,
+    widen,
+)
 from deltazoo.backends.triton.kernels.layout import first_slot, held_off, segment_of, sequence_bounds
 
-MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-PIECE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
-ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
-COLUMNS = gl.constexpr(gl.SliceLayout(0, MMA.value))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-COPY_3 = gl.constexpr(gl.BlockedLayout([4, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
-R_COPY = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, COPY_3.value)))
-T_COPY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, COPY_3.value)))
-J_COPY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, COPY_3.value)))
 LINE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-WHOLE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-SHARED_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-SHARED_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # of a tile [64, 64] a warp has its 16 rows of a product, and a thread 8 columns: 16 bytes
 OUT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -36,24 +39,6 @@ OUT = gl.constexpr(
         [64, 64],
     )
 )  # fmt: skip
-
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
-
-
-@gluon.jit
-def sequence_of_place(place, cu, N, segments, unit, C: gl.constexpr):
-    """As in layout.py."""
-    lane = gl.arange(0, 32, LANES)
-    low = 0
-    high = N
-    while high - low > 1:
-        step = (high - low + 31) // 32
-        n = low + lane * step
-        inside = n < high
-        first = (gl.load(cu + n, mask=inside, other=0) // C + n) // segments + n * unit
-        low += (gl.sum(gl.where(inside & (first <= place), 1, 0), 0) - 1) * step
-        high = gl.minimum(low + step, high)
-    return low
 
 
 @gluon.jit
@@ -69,65 +54,6 @@ def chunk_of_place(place, cu, N, T, segment, segments, C: gl.constexpr, UNIT: gl
     first, last, first_place = segment_of(n, slot, gl.cdiv(length, C), segment, segments, UNIT, PACKED)
     c = first + place - first_place
     return start, length, slot + c, c, c < last
-
-
-@gluon.jit
-def allocate(dtype: gl.constexpr, COUNT: gl.constexpr):
-    """Tiles [64, 64], each a buffer of its own: of views of one the compiler takes it that they overlap."""
-    first = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
-    tiles = (first,)
-    for _ in gl.static_range(COUNT - 1):
-        tiles = tiles + (gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE),)
-    return tiles
-
-
-@gluon.jit
-def of_copy(base, stride: gl.constexpr):
-    """Where a tile's rows r * 16 + t, columns j, are, as [r, t, j]: a thread has all r, a constant apart."""
-    t = gl.arange(0, 16, T_COPY)
-    j = gl.arange(0, 64, J_COPY)
-    first = base + (t[None, :, None] * stride + j[None, None, :])
-    return first + (gl.arange(0, 4, R_COPY) * (16 * stride))[:, None, None]
-
-
-@gluon.jit
-def fetch(
-    tile, at, OFFSET: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr, MASK_COLUMNS: gl.constexpr
-):  # fmt: skip
-    """Copy a tile [64, 64] of a row-major matrix to shared memory; zeros from `rows` and `columns` on."""
-    tile = tile.reshape([4, 16, 64])
-    at = at + OFFSET
-    in_rows = gl.arange(0, 4, R_COPY)[:, None, None] * 16 + gl.arange(0, 16, T_COPY)[None, :, None] < rows
-    in_columns = gl.arange(0, 64, J_COPY)[None, None, :] < columns
-    if MASK_ROWS and MASK_COLUMNS:
-        async_copy.async_copy_global_to_shared(tile, at, mask=in_rows & in_columns)
-    elif MASK_ROWS:
-        async_copy.async_copy_global_to_shared(tile, at, mask=in_rows)
-    elif MASK_COLUMNS:
-        async_copy.async_copy_global_to_shared(tile, at, mask=in_columns)
-    else:
-        async_copy.async_copy_global_to_shared(tile, at)
-
-
-@gluon.jit
-def widen(x):
-    """x as float32: of bfloat16 two from a register, where the compiler takes three instructions."""
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, is_pure=True, pack=2
-        )
-    else:
-        return x.to(gl.float32)
-
-
-@gluon.jit
-def narrow(x, dtype: gl.constexpr):
-    """float32 as a 16-bit dtype, two at once: the compiler would round before a select, one by one."""
-    if dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2)
-    else:
-        y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2)
-    return y
 
 
 @gluon.jit
@@ -368,7 +294,7 @@ def hopper_gradients_kernel(
         if DECAY != "none":
             turn_k = gl.sum(widen(k_s.load(MMA)) * dk_tile, 1)
             gl.store(at_gate + t, turn - (turn_k + stored))
-            kept_all = gl.sum(sums_s.load(WHOLE), 0)
+            kept_all = gl.sum(sums_s.load(LINE), 0)
             gl.store(kepts + tile.to(gl.int64) * slots * HV + place, kept_all)
         if DECAY != "none" or (WRITE and not DELTA):
             dk_tile += dk_stored * fade_k[:, None]

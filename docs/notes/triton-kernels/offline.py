@@ -2,7 +2,7 @@
 
 In a venv with triton==3.6.0 and numpy only (torch is a stub here), from the repository's root:
 python docs/notes/triton-kernels/offline.py "module='gradients',kernel='gradients_kernel',BV=64,BK=64,stages=3"
-Further names: warps, stages, decay ('head', 'fixed', 'none'), delta, strengths, own, packed, dtype, dump=PATH (writes
+(module='gradients_hopper',kernel='hopper_gradients_kernel' for the one in Gluon). Further names: warps, stages, decay ('head', 'fixed', 'none'), delta, strengths, own, packed, dtype, dump=PATH (writes
 TTGIR, PTX, cubin) and any constexpr.
 """
 
@@ -23,13 +23,15 @@ sys.modules["torch"].Tensor = object
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 BIN = triton.__path__[0] + "/backends/nvidia/bin/"
-def miscarried(cubin):
-    """Where ptxas 12.8 adds to a 64-bit descriptor with its low half in place of its high half (NOTES.md): must be 0."""
+def sass_of(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin); f.flush()
-        sass = subprocess.run([BIN + "nvdisasm", "-c", f.name], capture_output=True, text=True).stdout
+        return subprocess.run([BIN + "nvdisasm", "-c", f.name], capture_output=True, text=True).stdout
+def miscarried(sass):
+    """Where ptxas 12.8 adds to a 64-bit descriptor with its low half in place of its high half (NOTES.md): must be 0."""
     low, found = {}, 0  # by predicate: the register that the carry comes from, as long as it holds the same
     for line in sass.splitlines():
         if m := re.search(r"UIADD3\.X UR\d+, (UR\d+), .*?, URZ, (UP\d)", line): found += low.get(m[2]) == m[1]
@@ -43,7 +45,7 @@ def compile(kernel, types_, constants, warps=4, stages=2, dump=None, maxnreg=Non
     signature = {n: "constexpr" if n in constants or n not in types_ else types_[n].removesuffix(":16") for n in names}
     constexprs = {(i,): constants.get(n) for i, n in enumerate(names) if signature[n] == "constexpr"}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types_ and types_[n].endswith(":16")}
-    src = ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    src = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     out = triton.compile(src, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages, "maxnreg": maxnreg})
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(out.asm["ptx"]); f.flush()
@@ -51,7 +53,8 @@ def compile(kernel, types_, constants, warps=4, stages=2, dump=None, maxnreg=Non
     regs = re.search(r"Used (\d+) registers", log); spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     ttgir, ptx = out.asm["ttgir"], out.asm["ptx"]
     info = dict(regs=int(regs.group(1)), spill=spill.groups(), smem=out.metadata.shared, wgmma=ptx.count("wgmma.mma_async"), mma=ptx.count("mma.sync"), cvt=ttgir.count("convert_layout"), alloc=ttgir.count("local_alloc"), store=ttgir.count("local_store"), cp=ttgir.count("async_copy_global_to_local"), bar=ptx.count("bar.sync"))
-    info["miscarried"] = miscarried(out.asm["cubin"])
+    sass = sass_of(out.asm["cubin"])
+    info |= dict(miscarried=miscarried(sass), sass=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)))
     if "C75" in log or "erialized" in log: info["log"] = [l for l in log.splitlines() if "C75" in l or "erial" in l][:2]
     if dump:
         for kind in ("ttgir", "ptx"): open(f"{dump}.{kind}", "w").write(out.asm[kind])
@@ -66,7 +69,7 @@ def go(module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, sta
     ty |= {n: f for n in "gates fades dgates kepts dw dlog_decay final starts ends begins carry sums db".split()}
     ty |= {n: "i32" for n in "T segment segments parts N slots held".split()} | {"scale": "fp32"}
     if half and dtype == "bf16" and c_terms(kw) == 1: ty["squares"] = DT["fp16"]
-    if decay == "head": ty["log_decay"] = f
+    if decay != "none": ty["log_decay"] = f
     if strengths: ty |= dict(b=f, w=f)
     if own: ty |= dict(e=t, de=t)
     if packed: ty["cu"] = i

@@ -56,6 +56,10 @@ def jobs():
         if not delta and dtype != "fp32":
             gradients["maxnreg"] = 168
         yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every)
+        if dtype != "fp32" and terms == 1 and not own and V <= 128:
+            for early in itertools.product((False, True), repeat=2) if delta else ((False, False),):
+                hopper = dict(BV=64, BK=64, UNIT=every, ERASE_EARLY=early[0], READ_EARLY=early[1])
+                yield common | dict(module="gradients_hopper", kernel="hopper_gradients_kernel") | hopper
         if delta and terms == 1 and dtype != "fp16":  # an erase and a write of their own
             yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every, SHARED=False)
         if delta and decay == "head" and not packed and K in (64, 128):

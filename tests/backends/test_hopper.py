@@ -1,0 +1,108 @@
+"""The kernels for Hopper GPUs, which the interpreter does not run: that they compile for one, as they are launched."""
+
+import sys
+from itertools import product
+
+import pytest
+import torch
+
+from deltazoo.backends.triton import Launch, LaunchConfig
+from deltazoo.backends.triton.config import Device
+from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
+
+pytest.importorskip("triton", reason="the kernels need the package triton")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its compiler for NVIDIA GPUs on Linux")
+
+CONFIG = LaunchConfig(
+    prepare=Launch(tile=16, stages=1, hopper=True), gradients=Launch(tile=64, keys=64, stages=1, hopper=True)
+)
+NUMBERS = {"scale": "fp32"}  # the others are int32
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+
+
+class Compiler:
+    """Stands in for `launcher`: compiles the kernels in Gluon for compute capability 9.0, launches nothing."""
+
+    def __init__(self):
+        self.compiled = {}
+
+    def __call__(self, kernel, tensors, constants, warps=4, stages=1, registers=None):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import compile
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        if getattr(kernel, "is_gluon", bool)():
+            names = kernel.arg_names
+            numbers = names[len(tensors) : len(names) - len(constants)]
+            signature = {name: NUMBERS.get(name, "i32") for name in numbers}
+            signature |= {
+                name: "constexpr" if x is None else POINTERS[x.dtype]
+                for name, x in zip(names, tensors, strict=False)
+            }
+            signature |= dict.fromkeys(names[len(tensors) + len(numbers) :], "constexpr")
+            values = dict(zip(names[len(tensors) + len(numbers) :], constants, strict=True))
+            values |= {name: None for name, x in zip(names, tensors, strict=False) if x is None}
+            wide = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(tensors) if x is not None}
+            source = GluonASTSource(
+                kernel,
+                {name: signature[name] for name in names},
+                {(names.index(name),): value for name, value in values.items()},
+                wide,
+            )
+            options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+            self.compiled[kernel.__name__] = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        return lambda *_: None
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    from deltazoo.backends.triton import backward, config, launch
+
+    found = Compiler()
+    for module in launch, backward:
+        monkeypatch.setattr(module, "launcher", found)
+    monkeypatch.setattr(config, "device_of", lambda index: Device("a Hopper GPU", 132, 232448, hopper=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("delta", "early", "grouped", "packed", "dtype", "K", "V"),
+    [
+        (True, False, False, False, torch.bfloat16, 128, 128),
+        (True, False, True, True, torch.float16, 128, 128),
+        (True, True, False, True, torch.bfloat16, 64, 96),
+        (False, False, False, False, torch.bfloat16, 128, 128),
+        (False, False, True, True, torch.float16, 72, 40),
+    ],
+)  # fmt: skip
+def test_they_compile_as_they_are_launched_and_two_programs_share_a_processor(
+    compiler, delta, early, grouped, packed, dtype, K, V
+):
+    from deltazoo.backends.triton import backward, launch
+
+    B, T, H, HV = 1, 200, 2, 4 if grouped else 2
+    strength = torch.empty(B, T, HV)
+    x = ScanOperands(
+        q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
+        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=torch.empty(B, T, HV), b=strength, w=strength.clone(),
+        cu_seqlens=torch.tensor([0, 90, 200], dtype=torch.int32) if packed else None,
+    )  # fmt: skip
+    kind = ScanKind(delta, early, early, False, False, 0.1, CONFIG.model_dump_json())
+    s = Sizes.of(x, CONFIG.chunk)
+    prepared = launch.prepare(x, kind, CONFIG, keep=True)
+    checkpoints = torch.empty(s.places(CONFIG.every), HV, V, K, dtype=dtype)
+    backward.backward(x, kind, prepared, checkpoints, torch.empty_like(x.v), None, CONFIG)
+    wanted = {"hopper_prepare_kernel", "hopper_gradients_kernel"} if delta else {"hopper_gradients_kernel"}
+    assert set(compiler.compiled) == wanted
+    for kernel in compiler.compiled.values():
+        assert kernel.metadata.shared <= 113 * 1024
+        assert "wgmma.mma_async" in kernel.asm["ptx"]
+
+
+def test_what_a_backward_is_given_has_the_shapes_that_were_prepared():
+    for delta, keep in product((True, False), repeat=2):
+        x = ScanOperands(*(torch.empty(1, 70, 2, 16) for _ in range(3)))
+        s = Sizes.of(x, 64)
+        found = Prepared.empty(x, ScanKind(delta, False, False, False, False, 1.0), s, keep)
+        assert found.gates.shape == (2, 2, 3, 64)
+        assert found.squares.shape == (2 if delta else 0, 2, 1, 64, 72)
