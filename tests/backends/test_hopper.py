@@ -36,8 +36,7 @@ class Compiler:
             numbers = names[len(tensors) : len(names) - len(constants)]
             signature = {name: NUMBERS.get(name, "i32") for name in numbers}
             signature |= {
-                name: "constexpr" if x is None else POINTERS[x.dtype]
-                for name, x in zip(names, tensors, strict=False)
+                name: "constexpr" if x is None else POINTERS[x.dtype] for name, x in zip(names, tensors, strict=False)
             }
             signature |= dict.fromkeys(names[len(tensors) + len(numbers) :], "constexpr")
             values = dict(zip(names[len(tensors) + len(numbers) :], constants, strict=True))
