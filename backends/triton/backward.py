@@ -73,6 +73,7 @@ def backward(
     walk = config.every if split else max(config.every, _WALK)
     K0 = key_tiles(s.K)[0]
     keys = min(max(config.gradients.keys or K0, least_keys(kind.kept(x.q.dtype))), K0)
+    keys = 64 if config.gradients.hopper else keys
 
     d = Gradients.empty(x, kind)
     scratch = _Scratch(x, kind, s, held, d.v)

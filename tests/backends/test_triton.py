@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.op import chunk_scan
@@ -124,9 +125,10 @@ FOR_HOPPER = {
     INTERPRETED or not ABLE or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper GPU: Triton's interpreter runs no Gluon",
 )
+@pytest.mark.parametrize("regime", ["ordinary", "decays"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_spec_by_the_kernels_for_hopper(shape, dtype):
+def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
     # the others keep float32 states, which those kernels do not take
     config = LaunchConfig(**(FOR_HOPPER if SHAPES[shape].K <= 128 else {"gradients": FOR_HOPPER["gradients"]}))
     names = ["gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla"]
@@ -135,10 +137,25 @@ def test_every_spec_by_the_kernels_for_hopper(shape, dtype):
         names.remove("delta")
     for name in names:
         report = conformance.compare(
-            TritonBackend(config), Case(SPECS[name], SHAPES[shape], dtype, "ordinary"), device=DEVICE
+            TritonBackend(config), Case(SPECS[name], SHAPES[shape], dtype, regime), device=DEVICE
         )
         assert report.errors, str(report)
         assert not report.failures, str(report)
+
+
+@pytest.mark.parametrize("at", [6, 7, 21])
+@pytest.mark.parametrize("strength", [1e3, 1e5, 1e9])
+@pytest.mark.parametrize("name", ["gated delta", "mamba2", "both before"])
+def test_a_decay_that_leaves_nothing_costs_its_neighbours_no_digits(name, strength, at):
+    dtype = DTYPES[0] if INTERPRETED else torch.bfloat16
+    x = draw(Case(SPECS[name], SHAPES["grouped"], dtype), DEVICE)
+    x.log_decay[:, at] = -strength
+    got = bind(SPECS[name], backend())(x)
+    exact = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in x._asdict().items()}
+    want = bind(SPECS[name], ReferenceBackend())(UpdateInputs(**exact))
+    limit = 1e-4 if dtype == torch.float32 else 1e-2
+    for y, exactly in zip((got.o, got.state), (want.o, want.state), strict=True):
+        assert (y - exactly).norm() <= limit * exactly.norm()
 
 
 @pytest.mark.parametrize("kernel", FOR_HOPPER)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# log2 of a decay that leaves nothing of any float32; a stronger one, summed, would cost its neighbours their digits
+NOTHING = tl.constexpr(-300.0)
 
 
 @triton.jit
@@ -189,11 +191,17 @@ def dot_terms(x, y, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.cons
 def log_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl.constexpr):
     """log2 of each token's own decay; zeros outside. tokens: rows of the flattened batch."""
     if DECAY == "head":
-        return tl.load(log_decay + tokens * HV + hv, mask=in_time, other=0.0) * LOG2E
+        return held_above(tl.load(log_decay + tokens * HV + hv, mask=in_time, other=0.0) * LOG2E)
     elif DECAY == "fixed":
-        return tl.where(in_time, tl.load(log_decay + hv) * LOG2E, 0.0)
+        return tl.where(in_time, held_above(tl.load(log_decay + hv) * LOG2E), 0.0)
     else:
         return tl.where(in_time, 0.0, 0.0)
+
+
+@triton.jit
+def held_above(own):
+    """log2 of a decay, no less than what leaves nothing; what is no number stays so."""
+    return tl.where(own < NOTHING, NOTHING, own)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.layout import (
     LOG2E,
     first_slot,
+    held_above,
     load_rows,
     log_decays,
     sequence_bounds,
@@ -200,9 +201,9 @@ def gates_kernel(
         to = gates + place[:, None] * (3 * C) + i[None, :]
         own = tl.zeros([HEADS, C], tl.float32)
         if DECAY == "head":
-            own = load_rows(log_decay, hv, at * HV, in_heads, in_time, 1) * LOG2E
+            own = held_above(load_rows(log_decay, hv, at * HV, in_heads, in_time, 1) * LOG2E)
         elif DECAY == "fixed":
-            own += tl.load(log_decay + hv, mask=in_heads, other=0.0)[:, None] * LOG2E
+            own += held_above(tl.load(log_decay + hv, mask=in_heads, other=0.0) * LOG2E)[:, None]
             own = tl.where(in_time[None, :], own, 0.0)
         tl.store(to, tl.cumsum(own, 1), mask=in_heads[:, None])
         tl.store(fades + place, tl.sum(own, 1), mask=in_heads)

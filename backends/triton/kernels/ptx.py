@@ -147,11 +147,11 @@ def _products_asm():
 
 PRODUCTS = gl.constexpr(_products_asm())
 PRODUCTS_OPERANDS = gl.constexpr(",".join(["=&r"] * 24 + ["r"] * 16))
-# of two numbers a lane the sums up to them, over the warp
+# of two numbers a lane the sums up to them, over the warp; the first without the second, which may be far larger
 SCAN = gl.constexpr(
     "{\n.reg .f32 t, s;\n.reg .pred p;\nadd.f32 s, $2, $3;\n"
     + "".join(f"shfl.sync.up.b32 t|p, s, {1 << n}, 0, -1;\n@p add.f32 s, s, t;\n" for n in range(5))
-    + "mov.f32 $1, s;\nsub.f32 $0, s, $3;\n}"
+    + "shfl.sync.up.b32 t|p, s, 1, 0, -1;\n@!p mov.f32 t, 0f00000000;\nadd.f32 $0, t, $2;\nmov.f32 $1, s;\n}"
 )
 
 
