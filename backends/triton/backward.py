@@ -72,8 +72,8 @@ def backward(
     parts = cdiv(most, split) if split else 1
     walk = config.every if split else max(config.every, _WALK)
     K0 = key_tiles(s.K)[0]
-    keys = min(max(config.gradients.keys or K0, least_keys(kind.kept(x.q.dtype))), K0)
-    keys = 64 if config.gradients.hopper else keys
+    wanted = 64 if config.gradients.hopper else config.gradients.keys or K0
+    keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
 
     d = Gradients.empty(x, kind)
     scratch = _Scratch(x, kind, s, held, d.v)

@@ -18,13 +18,11 @@ import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import (
     chunk_of_place,
+    chunk_of_slot,
     cumulative_decays,
-    first_slot,
     held_off,
     load_by_warps,
     load_rows,
-    sequence_bounds,
-    sequence_of_slot,
     store_by_warps,
     store_rows,
     warp_rows,
@@ -100,10 +98,8 @@ def gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     local = pid // NK // HV
-    n, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
-    start, length = sequence_bounds(n, cu, T, PACKED)
+    start, length, slot, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
     if held_here:
-        slot = first_slot(n, cu, T, C, PACKED) + c
         r = tl.arange(0, R)
         i = tl.arange(0, C)
         if DELTA:
@@ -251,8 +247,7 @@ def sum_groups_kernel(
     pid = tl.program_id(0)
     h = pid % H
     local = pid // H
-    n, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
-    start, length = sequence_bounds(n, cu, T, PACKED)
+    start, length, _, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
     if held_here:
         i = tl.arange(0, C)
         in_time = i < length - c * C
@@ -287,9 +282,7 @@ def gate_gradients_kernel(
     place = tl.program_id(0)
     slot = place // HV
     hv = place % HV
-    n = sequence_of_slot(slot, cu, N, T, C, PACKED)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    t0 = (slot - first_slot(n, cu, T, C, PACKED)) * C
+    start, length, t0 = chunk_of_slot(slot, cu, N, T, C, PACKED)
     if t0 < length:
         i = tl.arange(0, C)
         at = (start + t0 + i) * HV + hv

@@ -27,7 +27,7 @@ from deltazoo.backends.triton.kernels.hopper import (
     sequence_of_place,
     widen,
 )
-from deltazoo.backends.triton.kernels.layout import first_slot, held_off, segment_of, sequence_bounds
+from deltazoo.backends.triton.kernels.layout import chunk_of_sequence, held_off, places_a_sequence
 
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -39,21 +39,6 @@ OUT = gl.constexpr(
         [64, 64],
     )
 )  # fmt: skip
-
-
-@gluon.jit
-def chunk_of_place(place, cu, N, T, segment, segments, C: gl.constexpr, UNIT: gl.constexpr, PACKED: gl.constexpr):
-    """As in layout.py, and the bounds of the sequence and the slot of the chunk."""
-    if PACKED:
-        n = sequence_of_place(place, cu, N, segments, gl.where(segments == 1, 0, UNIT), C)
-    else:
-        chunks = gl.cdiv(T, C)
-        n = place // gl.where(segments == 1, chunks, gl.cdiv(gl.cdiv(chunks, UNIT), segments) * UNIT)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
-    first, last, first_place = segment_of(n, slot, gl.cdiv(length, C), segment, segments, UNIT, PACKED)
-    c = first + place - first_place
-    return start, length, slot + c, c, c < last
 
 
 @gluon.jit
@@ -98,7 +83,11 @@ def hopper_gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     local = pid // NK // HV
-    start, length, slot, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
+    if PACKED:
+        n = sequence_of_place(local, cu, N, segments, gl.where(segments == 1, 0, UNIT), C)
+    else:
+        n = local // places_a_sequence(T, segments, C, UNIT)
+    start, length, slot, c, held_here = chunk_of_sequence(local, n, cu, T, segment, segments, C, UNIT, PACKED)
     if held_here:
         left = length - c * C
         row = start + c * C

@@ -37,12 +37,12 @@ def first_slot(n, cu, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def sequence_of_slot(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """The sequence that owns a slot: the last n whose first slot is not beyond it."""
-    if PACKED:
-        return sequence_of_place(slot, cu, N, 1, 0, C)
-    else:
-        return slot // tl.cdiv(T, C)
+def chunk_of_slot(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token and length of the sequence that owns a slot, the last whose first slot is not beyond it; and how many
+    of its tokens come before the slot's chunk."""
+    n = sequence_of_place(slot, cu, N, 1, 0, C) if PACKED else slot // tl.cdiv(T, C)
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    return start, length, (slot - first_slot(n, cu, T, C, PACKED)) * C
 
 
 @triton.jit
@@ -87,18 +87,31 @@ def segment_of(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: t
 
 
 @triton.jit
-def chunk_of_place(place, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """The sequence and the chunk that a place of a segment holds, and whether it holds one."""
-    if PACKED:
-        n = sequence_of_place(place, cu, N, segments, tl.where(segments == 1, 0, UNIT), C)
-    else:
-        chunks = tl.cdiv(T, C)
-        n = place // tl.where(segments == 1, chunks, tl.cdiv(tl.cdiv(chunks, UNIT), segments) * UNIT)
+def places_a_sequence(T, segments, C: tl.constexpr, UNIT: tl.constexpr):
+    """Places in a segment of a sequence that is not packed."""
+    chunks = tl.cdiv(T, C)
+    return tl.where(segments == 1, chunks, tl.cdiv(tl.cdiv(chunks, UNIT), segments) * UNIT)
+
+
+@triton.jit
+def chunk_of_sequence(place, n, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """First token and length of sequence n; then the slot and the number of the chunk that a place of a segment of it
+    holds, and whether it holds one."""
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_slot(n, cu, T, C, PACKED)
     first, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
     c = first + place - first_place
-    return n, c, c < last
+    return start, length, slot + c, c, c < last
+
+
+@triton.jit
+def chunk_of_place(place, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """What `chunk_of_sequence` says of a place of a segment, whose sequence is looked for."""
+    if PACKED:
+        n = sequence_of_place(place, cu, N, segments, tl.where(segments == 1, 0, UNIT), C)
+    else:
+        n = place // places_a_sequence(T, segments, C, UNIT)
+    return chunk_of_sequence(place, n, cu, T, segment, segments, C, UNIT, PACKED)
 
 
 @triton.jit

@@ -12,12 +12,10 @@ import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import (
     LOG2E,
-    first_slot,
+    chunk_of_slot,
     held_above,
     load_rows,
     log_decays,
-    sequence_bounds,
-    sequence_of_slot,
 )
 from deltazoo.backends.triton.kernels.squares import store_squares
 
@@ -106,9 +104,7 @@ def prepare_kernel(
     pid = tl.program_id(0)
     slot = pid // H
     h = pid % H
-    n = sequence_of_slot(slot, cu, N, T, C, PACKED)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    t0 = (slot - first_slot(n, cu, T, C, PACKED)) * C
+    start, length, t0 = chunk_of_slot(slot, cu, N, T, C, PACKED)
     if t0 < length:
         # every load before the first product: a product waits, and with it whatever is loaded later
         i = tl.arange(0, C)
@@ -189,9 +185,7 @@ def gates_kernel(
     TILES: tl.constexpr = (HV + HEADS - 1) // HEADS
     slot = tl.program_id(0) // TILES
     hv = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
-    n = sequence_of_slot(slot, cu, N, T, C, PACKED)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    t0 = (slot - first_slot(n, cu, T, C, PACKED)) * C
+    start, length, t0 = chunk_of_slot(slot, cu, N, T, C, PACKED)
     if t0 < length:
         i = tl.arange(0, C)
         in_time = i < length - t0

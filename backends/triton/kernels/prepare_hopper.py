@@ -30,7 +30,7 @@ from deltazoo.backends.triton.kernels.hopper import (
     of_copy,
     sequence_of_place,
 )
-from deltazoo.backends.triton.kernels.layout import LOG2E, NOTHING, first_slot, sequence_bounds
+from deltazoo.backends.triton.kernels.layout import LOG2E, first_slot, held_above, sequence_bounds
 from deltazoo.backends.triton.kernels.ptx import exp2, keep, of_warp_1, of_warp_3, own_inverse, own_products, sums_up_to
 
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PIECE.value, 2))
@@ -81,11 +81,9 @@ def load_gates(
     at = tokens * HV + hv
     ones = gl.where(in_time, 1.0, 0.0)
     if DECAY == "head":
-        own = gl.load(log_decay + at, mask=in_time, other=0.0) * LOG2E
-        own = gl.where(own < NOTHING, NOTHING, own)
+        own = held_above(gl.load(log_decay + at, mask=in_time, other=0.0) * LOG2E)
     elif DECAY == "fixed":
-        own = gl.load(log_decay + hv) * LOG2E
-        own = gl.where(in_time, gl.where(own < NOTHING, NOTHING, own), 0.0)
+        own = gl.where(in_time, held_above(gl.load(log_decay + hv) * LOG2E), 0.0)
     else:
         own = gl.zeros([4, 64], gl.float32, GATE)
     erase = gl.load(b + at, mask=in_time, other=0.0).to(gl.float32) if ERASE else ones
