@@ -10,6 +10,7 @@ from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, least
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launch import (
+    SHARED_OUT,
     Cut,
     OnSegment,
     check_hopper,
@@ -30,22 +31,26 @@ _WALK = 16  # chunks that a program of the replay keeps, without parts: enough t
 class _Scratch:
     """What a segment keeps for its gradients: states and their gradients [held, HV, V, K], x and du [held, C, HV, V]
     where v and dv do not tell them, with grouped heads each value head's share of the keys' gradients. float32 where
-    two terms feed back."""
+    two terms feed back. together: the reverse scan makes the gradients, and keeps nothing for them."""
 
-    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int, dv: Tensor) -> None:
+    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int, dv: Tensor, together: bool) -> None:
         dtype = kind.kept(x.q.dtype)
         self.held = held
-        self.states, self.dstates = (empty(x.q, held, s.HV, s.V, s.K, dtype=dtype) for _ in range(2))
-        values = (held, s.C, s.HV, s.V)
+        states, values = (held, s.HV, s.V, s.K), (held, s.C, s.HV, s.V)
+        self.states = empty(x.q, *states, dtype=dtype)
         self.xs = empty(x.q, *values, dtype=dtype) if kind.delta else None
-        self.du = empty(x.q, *values, dtype=dtype) if kind.keeps_du(x) else dv
+        self.dstates = self.states if together else empty(x.q, *states, dtype=dtype)
+        self.du = empty(x.q, *values, dtype=dtype) if kind.keeps_du(x) and not together else dv
         parts = (3 if x.e is not None else 2, held, s.C, s.HV, s.K)
         self.partial = empty(x.q, *parts, dtype=dtype) if s.HV > s.H else None
 
 
-def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes) -> int:
+def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes, together: bool) -> int:
     """What a chunk of a segment takes, but for grouped heads' shares."""
-    return s.HV * s.V * (2 * s.K + (kind.delta + kind.keeps_du(x)) * s.C) * kind.kept(x.q.dtype).itemsize
+    numbers = s.K + kind.delta * s.C
+    if not together:
+        numbers += s.K + kind.keeps_du(x) * s.C
+    return s.HV * s.V * numbers * kind.kept(x.q.dtype).itemsize
 
 
 class _Sums:
@@ -66,17 +71,18 @@ def backward(
     s = Sizes.of(x, config.chunk)
     chunks = cdiv(s.T, s.C)
     split = config.split if config.split and chunks > config.split else 0
-    places = config.scratch // max(bytes_a_place(x, kind, s), 1)
+    together = config.reverse.hopper
+    places = config.scratch // max(bytes_a_place(x, kind, s, together), 1)
     unit, segments, held = segments_of(s, config.every, split, places)
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
     parts = cdiv(most, split) if split else 1
     walk = config.every if split else max(config.every, _WALK)
     K0 = key_tiles(s.K)[0]
-    wanted = 64 if config.gradients.hopper else config.gradients.keys or K0
+    wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
     keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
 
     d = Gradients.empty(x, kind)
-    scratch = _Scratch(x, kind, s, held, d.v)
+    scratch = _Scratch(x, kind, s, held, d.v, together)
     replay = scan(
         x, kind, prepared, s, config.replay, "replay",
         Cut(cdiv(most, walk), walk, config.every, unit, segments),
@@ -96,8 +102,13 @@ def backward(
             _reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=True),
             join(prepared, s, carry, begins, ends, x.cu_seqlens, cut, reverse=True),
         ]
-    steps.append(_reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=False))
-    steps += _gradients(x, kind, prepared, s, config, cut, do, scratch, sums, d, keys)
+    if together:
+        steps.append(_walk(x, kind, prepared, s, cut, do, carry, scratch, sums, d, begins))
+    else:
+        steps.append(_reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=False))
+        steps.append(_gradients(x, kind, prepared, s, config, cut, do, scratch, sums, d, keys))
+    if scratch.partial is not None:
+        steps.append(_sum_groups(x, s, cut, scratch, d))
     for segment in reversed(range(segments)):
         if segment < segments - 1:
             replay(segment)
@@ -162,13 +173,15 @@ def _reverse(
 def _gradients(
     x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, cut: Cut, do: Tensor,
     scratch: _Scratch, sums: _Sums, d: Gradients, keys: int,
-) -> list[OnSegment]:  # fmt: skip
+) -> OnSegment:  # fmt: skip
     launch, own = config.gradients, x.e is not None
-    kernel = gradients_kernel
+    kernel, warps = gradients_kernel, launch.warps
     if launch.hopper:
         check_hopper("gradients", x, kind, s)
         from deltazoo.backends.triton.kernels.gradients_hopper import hopper_gradients_kernel as kernel
-    small = scratch.states.itemsize == 2 and max(keys, launch.tile) <= 64 and launch.warps == 4
+
+        warps = 4
+    small = scratch.states.itemsize == 2 and max(keys, launch.tile) <= 64 and warps == 4
     of_chunks = launcher(
         kernel,
         (
@@ -180,21 +193,46 @@ def _gradients(
             d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed,
             kind.shares(x), kind.least(x.q.dtype), cut.unit, precision(x.q.dtype), launch.stages,
         ),
-        launch.warps,
+        warps,
         launch.stages,
         registers=168 if small and not kind.delta and not launch.hopper else None,  # three programs a processor
     )  # fmt: skip
     held, programs = scratch.held, scratch.held * s.HV * sums.tiles
-    steps = [lambda segment: of_chunks(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)]
-    if scratch.partial is not None:
-        of_groups = launcher(
-            sum_groups_kernel,
-            (scratch.partial, d.q, d.k, d.e, x.cu_seqlens),
-            (s.H, s.HV, s.K, s.C, key_tiles(s.K)[0], own, s.packed, cut.unit),
-            warps=8,
-        )
-        steps.append(lambda segment: of_groups(held * s.H, s.N, s.T, segment, cut.segments, held))
-    return steps
+    return lambda segment: of_chunks(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)
+
+
+def _walk(
+    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, cut: Cut, do: Tensor, carry: Tensor,
+    scratch: _Scratch, sums: _Sums, d: Gradients, begins: Tensor | None,
+) -> OnSegment:  # fmt: skip
+    check_hopper("reverse", x, kind, s)
+    from deltazoo.backends.triton.kernels.walk_hopper import hopper_walk_kernel
+
+    go = launcher(
+        hopper_walk_kernel,
+        (
+            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.squares, carry, scratch.states, scratch.xs, d.q, d.k, d.v,
+            sums.dgates, sums.kepts, scratch.partial, begins, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
+            kind.read_early, s.packed, kind.shares(x), cut.unit, cut.split, kind.least(x.q.dtype),
+        ),
+        registers=SHARED_OUT,
+    )  # fmt: skip
+    programs, held = s.N * cut.parts * s.HV, scratch.held
+    return lambda segment: go(programs, s.slots, held, kind.scale, s.T, segment, cut.segments, cut.parts)
+
+
+def _sum_groups(x: ScanOperands, s: Sizes, cut: Cut, scratch: _Scratch, d: Gradients) -> OnSegment:
+    go = launcher(
+        sum_groups_kernel,
+        (scratch.partial, d.q, d.k, d.e, x.cu_seqlens),
+        (s.H, s.HV, s.K, s.C, key_tiles(s.K)[0], x.e is not None, s.packed, cut.unit),
+        warps=8,
+    )
+    held = scratch.held
+    return lambda segment: go(held * s.H, s.N, s.T, segment, cut.segments, held)
 
 
 def _gate_gradients(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, d: Gradients) -> None:

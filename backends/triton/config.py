@@ -15,8 +15,9 @@ class Launch(BaseModel):
         warps: of 32 threads; stages: of the software pipeline.
         keys: key columns a program, a power of two from 32 on (gradients alone; else 0, all of them); 128 bytes of them
             at least are taken, see `least_keys`.
-        hopper: by the kernel that is written for Hopper GPUs (prepare and gradients), where `for_hopper` says that it
-            takes the problem, with 4 warps and 64 keys a program of the gradients; it does not look at the others.
+        hopper: by the kernel that is written for Hopper GPUs, where `for_hopper` says that it takes the problem. It has
+            tiles and warps of its own; the scans still take the rest for what parts hand on. That of reverse makes the
+            gradients, too, and nothing is launched for them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,8 +32,6 @@ class Launch(BaseModel):
     def _products_that_are_compiled_right(self) -> Self:
         if self.keys and (self.keys < 32 or self.keys & (self.keys - 1)):
             raise ValueError(f"keys must be 0 or a power of two from 32 on, got {self.keys}")
-        if self.hopper and (self.warps != 4 or self.keys not in (0, 64)):
-            raise ValueError(f"hopper takes 4 warps and 64 keys, got {self.warps} warps and {self.keys} keys")
         return self
 
 
@@ -138,11 +137,25 @@ def device_of(index: int | None) -> Device:
     return Device(found.name, found.multi_processor_count, shared_memory, found.major == 9)
 
 
-def for_hopper(device: Device, problem: "Problem", C: int, width: int) -> bool:
-    """Whether a kernel for Hopper GPUs takes a problem: operands, and what the backward keeps, of the same 16 bits, no
-    erase key of its own, chunks of 64 tokens, and heads of at most 128 keys (prepare) or values (gradients)."""
+def for_hopper(kernel: str, device: Device, problem: "Problem", C: int) -> bool:
+    """Whether the kernel for Hopper GPUs takes a problem: operands, and what the backward keeps, of the same 16 bits,
+    no erase key of its own, chunks of 64 tokens, and such keys and values a head as HOPPER_WIDTHS says."""
     alike = problem.dtype == problem.kept and problem.dtype.itemsize == 2
-    return device.hopper and alike and not problem.own and C == 64 and width <= 128
+    if not device.hopper or not alike or problem.own or C != 64 or kernel not in HOPPER_WIDTHS:
+        return False
+    (keys, values, by), (K, V) = HOPPER_WIDTHS[kernel], problem[6:8]
+    return K in keys and V in values and K % by == V % by == 0
+
+
+_ANY, _NARROW, _HALVES = range(1, 2**31), range(1, 129), range(65, 129)
+# keys and values a head, and what they are multiples of: scans copy rows by 16 bytes, and halve the values
+HOPPER_WIDTHS: dict[str, tuple[range, range, int]] = {
+    "prepare": (_NARROW, _ANY, 1),
+    "scan": (_NARROW, _HALVES, 8),
+    "replay": (_NARROW, _HALVES, 8),
+    "reverse": (_HALVES, _HALVES, 8),
+    "gradients": (_ANY, _NARROW, 1),
+}
 
 
 def heuristic(problem: Problem, device: Device, split: int | None = None) -> LaunchConfig:
@@ -162,22 +175,18 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # both V tiles at once where two programs a processor still fit: without decay their buffers are wider, and
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
-    prepare, chunk = LaunchConfig().prepare, LaunchConfig().chunk
-    if for_hopper(device, problem, chunk, problem.K) and problem.delta:
-        prepare = prepare.model_copy(update={"hopper": True})
-    if for_hopper(device, problem, chunk, problem.V):
-        gradients = Launch(tile=64, keys=64, stages=1, hopper=True)
+    chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
+    for kernel, launch in chosen.items():
+        if for_hopper(kernel, device, problem, LaunchConfig().chunk) and (problem.delta or kernel != "prepare"):
+            launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch
+            chosen[kernel] = launch.model_copy(update={"hopper": True})
     split = _split(problem, device) if split is None else split
     few = problem.N * problem.HV < 64
     return LaunchConfig(
         every=checkpoint_distance(problem.packed),
         split=split,
         scratch=2**29 if split else LaunchConfig().scratch,
-        prepare=prepare,
-        scan=scan,
-        replay=scan,
-        reverse=scan,
-        gradients=gradients,
+        **chosen,
         decode=Launch(tile=16, warps=2, stages=1) if few else Launch(tile=64, warps=4, stages=1),
     )
 

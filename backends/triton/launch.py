@@ -21,6 +21,7 @@ from deltazoo.backends.triton.kernels.scan import scan_kernel
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.run import launcher
 
+SHARED_OUT = 168  # registers a thread of a kernel whose three warp groups share them out anew: 232, 232 and 40
 OnSegment = Callable[..., None]  # launches a kernel, on one of a cut's segments
 
 
@@ -52,13 +53,14 @@ def _problem(x: ScanOperands, kind: ScanKind, s: Sizes) -> Problem:
 def check_hopper(kernel: str, x: ScanOperands, kind: ScanKind, s: Sizes) -> None:
     """Raises: ConfigError where a config asks for a kernel for Hopper GPUs that does not take the operands."""
     device, problem = configs.device_of(x.q.device.index), _problem(x, kind, s)
-    width, of = (s.K, "keys") if kernel == "prepare" else (s.V, "values")
-    if not configs.for_hopper(device, problem, s.C, width):
+    if not configs.for_hopper(kernel, device, problem, s.C):
+        keys, values, by = configs.HOPPER_WIDTHS[kernel]
+        multiples = f", multiples of {by}" if by > 1 else ""
         raise ConfigError(
             f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in the "
-            f"same dtype, without an erase key, in chunks of 64 tokens and at most 128 {of} a head, got {device.name}, "
-            f"{problem.dtype} kept in {problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of {s.C} and "
-            f"{width} {of}."
+            f"same dtype, without an erase key, in chunks of 64 tokens and with {keys[0]} to {keys[-1]} keys and "
+            f"{values[0]} to {values[-1]} values a head{multiples}, got {device.name}, {problem.dtype} kept in "
+            f"{problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of {s.C}, {s.K} keys and {s.V} values."
         )
 
 
@@ -102,12 +104,13 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
         return out
     exact = kind.terms(x.q.dtype) == 2 or x.q.dtype == torch.float32
     grouped = s.HV > s.H
-    kernel, registers = prepare_kernel, None if exact or grouped or s.C != 64 else 160  # three programs a processor
+    kernel, warps = prepare_kernel, config.prepare.warps
+    registers = None if exact or grouped or s.C != 64 else 160  # three programs a processor
     if config.prepare.hopper:
         check_hopper("prepare", x, kind, s)
         from deltazoo.backends.triton.kernels.prepare_hopper import hopper_prepare_kernel as kernel
 
-        registers = 168 if grouped else None  # three, else five
+        warps, registers = 4, 168 if grouped else None  # three, else five
     launch = launcher(
         kernel,
         (x.q, x.k, x.e, x.log_decay, x.b, x.w, *out, x.cu_seqlens),
@@ -117,7 +120,7 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
             precision(x.q.dtype), "tf32x3" if exact else "tf32", min(config.prepare.tile, s.C), kind.terms(x.q.dtype),
             bool(config.split) and cdiv(s.T, s.C) > config.split,
         ),
-        config.prepare.warps,
+        warps,
         config.prepare.stages,
         registers=registers,
     )  # fmt: skip
@@ -129,16 +132,24 @@ def scan(
     x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, launch: configs.Launch, mode: str, cut: Cut,
     **tensors: Tensor | None,
 ) -> OnSegment:  # fmt: skip
-    """What launches scan_kernel in one of its modes."""
+    """What launches scan_kernel in one of its modes, or the one for Hopper GPUs."""
     BV = value_tile(launch.tile, s.V)
     columns = 0 if mode == "maps" else cdiv(s.V, BV)
     columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
     t = tensors.get
+    kernel, warps, registers = scan_kernel, launch.warps, None
+    # parts hand on less than all, by a kernel that is not for one kind of GPU
+    hopper = launch.hopper and mode in ("output", "replay")
+    if hopper:
+        check_hopper("scan" if mode == "output" else "replay", x, kind, s)
+        from deltazoo.backends.triton.kernels.scan_hopper import hopper_scan_kernel as kernel
+
+        BV, columns, warps, registers = 128, 1, 4, SHARED_OUT
     # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
-    tiled = x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
+    tiled = not hopper and x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
     v = TensorDescriptor(x.v, [*x.v.shape], [*x.v.stride()], [1, s.C, 1, BV]) if tiled else x.v
     go = launcher(
-        scan_kernel,
+        kernel,
         (
             x.q, x.k, x.e, v, *prepared, x.state, t("o"), t("final"), t("checkpoints"),
             t("states"), t("xs"), t("begins"), t("ends"), x.cu_seqlens,
@@ -146,10 +157,11 @@ def scan(
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             x.state is not None, kind.read_early, s.packed, cut.every, cut.unit, cut.split, mode,
-            kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages, tiled,
+            kind.terms(x.q.dtype), precision(x.q.dtype), 1 if hopper else launch.stages, tiled,
         ),
-        launch.warps,
-        launch.stages,
+        warps,
+        1 if hopper else launch.stages,
+        registers,
     )  # fmt: skip
     programs = s.N * cut.parts * s.HV * columns
     return lambda segment=0: go(programs, kind.scale, s.T, segment, cut.segments, cut.parts)

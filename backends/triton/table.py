@@ -32,8 +32,10 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 # The files that a kernel's text stands in: a record holds while they say the same.
 _SOURCES: dict[str, tuple[str, ...]] = {
-    "split": ("scan", "reverse", "join", "squares", "layout"),
-    "replay": ("scan", "squares", "layout"),
+    "split": ("scan", "scan_hopper", "reverse", "walk_hopper", "hopper", "join", "squares", "layout"),
+    "scan": ("scan", "scan_hopper", "hopper", "squares", "layout"),
+    "replay": ("scan", "scan_hopper", "hopper", "squares", "layout"),
+    "reverse": ("reverse", "gradients", "walk_hopper", "hopper", "squares", "layout"),
     "prepare": ("prepare", "prepare_hopper", "ptx", "hopper", "squares", "layout"),
     "gradients": ("gradients", "gradients_hopper", "hopper", "layout"),
     "decode": ("decode",),

@@ -81,6 +81,8 @@ def candidates(
         steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
         scratch = {0: LaunchConfig().scratch}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
+    if kernel == "gradients" and base.reverse.hopper:
+        return [base]  # which makes them, too
     wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
     if kernel == "gradients":

@@ -6,16 +6,13 @@ from itertools import product
 import pytest
 import torch
 
-from deltazoo.backends.triton import Launch, LaunchConfig
-from deltazoo.backends.triton.config import Device
+from deltazoo.backends.triton.config import Device, Problem, heuristic
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its compiler for NVIDIA GPUs on Linux")
 
-CONFIG = LaunchConfig(
-    prepare=Launch(tile=16, stages=1, hopper=True), gradients=Launch(tile=64, keys=64, stages=1, hopper=True)
-)
+DEVICE = Device("a Hopper GPU", 132, 232448, hopper=True)
 NUMBERS = {"scale": "fp32"}  # the others are int32
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 
@@ -24,7 +21,7 @@ class Compiler:
     """Stands in for `launcher`: compiles the kernels in Gluon for compute capability 9.0, launches nothing."""
 
     def __init__(self):
-        self.compiled = {}
+        self.compiled = []
 
     def __call__(self, kernel, tensors, constants, warps=4, stages=1, registers=None):
         from triton.backends.compiler import GPUTarget
@@ -49,7 +46,8 @@ class Compiler:
                 wide,
             )
             options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-            self.compiled[kernel.__name__] = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            found = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            self.compiled.append((kernel.__name__, found))
         return lambda *_: None
 
 
@@ -60,23 +58,26 @@ def compiler(monkeypatch):
     found = Compiler()
     for module in launch, backward:
         monkeypatch.setattr(module, "launcher", found)
-    monkeypatch.setattr(config, "device_of", lambda index: Device("a Hopper GPU", 132, 232448, hopper=True))
+    monkeypatch.setattr(config, "device_of", lambda index: DEVICE)
     return found
 
 
+PREPARE, GRADIENTS = "hopper_prepare_kernel", "hopper_gradients_kernel"
+SCANS = ["hopper_scan_kernel", "hopper_scan_kernel", "hopper_walk_kernel"]  # output, replay
+
+
 @pytest.mark.parametrize(
-    ("delta", "early", "grouped", "packed", "dtype", "K", "V"),
+    ("delta", "early", "grouped", "packed", "dtype", "K", "V", "wanted"),
     [
-        (True, False, False, False, torch.bfloat16, 128, 128),
-        (True, False, True, True, torch.float16, 128, 128),
-        (True, True, False, True, torch.bfloat16, 64, 96),
-        (False, False, False, False, torch.bfloat16, 128, 128),
-        (False, False, True, True, torch.float16, 72, 40),
+        (True, False, False, False, torch.bfloat16, 128, 128, [PREPARE, *SCANS]),
+        (True, True, True, True, torch.float16, 104, 72, [PREPARE, *SCANS]),
+        (False, False, True, True, torch.bfloat16, 128, 128, SCANS),
+        (True, True, False, True, torch.bfloat16, 64, 96, [PREPARE, *SCANS[:2], GRADIENTS]),
+        (False, False, True, True, torch.float16, 72, 40, [GRADIENTS]),
+        (True, False, True, False, torch.float16, 128, 64, [PREPARE, GRADIENTS]),
     ],
 )  # fmt: skip
-def test_they_compile_as_they_are_launched_and_two_programs_share_a_processor(
-    compiler, delta, early, grouped, packed, dtype, K, V
-):
+def test_they_compile_as_they_are_launched_and_find_room(compiler, delta, early, grouped, packed, dtype, K, V, wanted):
     from deltazoo.backends.triton import backward, launch
 
     B, T, H, HV = 1, 200, 2, 4 if grouped else 2
@@ -84,17 +85,18 @@ def test_they_compile_as_they_are_launched_and_two_programs_share_a_processor(
     x = ScanOperands(
         q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
         v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=torch.empty(B, T, HV), b=strength, w=strength.clone(),
+        state=torch.empty(2 if packed else B, HV, K, V),
         cu_seqlens=torch.tensor([0, 90, 200], dtype=torch.int32) if packed else None,
     )  # fmt: skip
-    kind = ScanKind(delta, early, early, False, False, 0.1, CONFIG.model_dump_json())
-    s = Sizes.of(x, CONFIG.chunk)
-    prepared = launch.prepare(x, kind, CONFIG, keep=True)
-    checkpoints = torch.empty(s.places(CONFIG.every), HV, V, K, dtype=dtype)
-    backward.backward(x, kind, prepared, checkpoints, torch.empty_like(x.v), None, CONFIG)
-    wanted = {"hopper_prepare_kernel", "hopper_gradients_kernel"} if delta else {"hopper_gradients_kernel"}
-    assert set(compiler.compiled) == wanted
-    for kernel in compiler.compiled.values():
-        assert kernel.metadata.shared <= 113 * 1024
+    config = heuristic(Problem("cuda", dtype, 1, T, H, HV, K, V, delta, False, True, packed), DEVICE)
+    kind = ScanKind(delta, early, early, False, False, 0.1, config.model_dump_json())
+    _, _, *saved = launch.forward(x, kind, True, config)
+    *prepared, checkpoints = saved
+    backward.backward(x, kind, Prepared(*prepared), checkpoints, torch.empty_like(x.v), None, config)
+    assert [name for name, _ in compiler.compiled] == wanted
+    for name, kernel in compiler.compiled:
+        # one program a processor, or two
+        assert kernel.metadata.shared <= (DEVICE.shared_memory if name in SCANS else 113 * 1024)
         assert "wgmma.mma_async" in kernel.asm["ptx"]
 
 

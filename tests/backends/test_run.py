@@ -114,8 +114,3 @@ def test_no_program_is_no_launch():
 def test_a_tile_of_keys_that_a_compiler_may_miscarry_is_refused(keys):
     with pytest.raises(ValidationError, match=f"keys must be 0 or a power of two from 32 on, got {keys}"):
         Launch(tile=64, keys=keys)
-
-
-def test_the_kernel_for_hopper_takes_four_warps_and_64_keys():
-    with pytest.raises(ValidationError, match="hopper takes 4 warps and 64 keys, got 8 warps and 128 keys"):
-        Launch(tile=64, warps=8, keys=128, hopper=True)

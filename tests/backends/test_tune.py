@@ -221,16 +221,24 @@ def test_no_tile_is_wider_than_the_values():
 
 def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes():
     hopper = T900._replace(hopper=True)
-    for kernel, width in ("prepare", "K"), ("gradients", "V"):
+    widths = {"prepare": "K", "scan": "KV", "replay": "KV", "reverse": "KV", "gradients": "V"}
+    for kernel, bounded in widths.items():
         problem = problem_of(PACK, "scan")
         assert problem.dtype.itemsize == 2
         assert getattr(heuristic(problem, hopper), kernel).hopper
         assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
-        others = {"dtype": torch.float32}, {"precise": True}, {"own": True}, {width: 136}
+        others = [{"dtype": torch.float32}, {"precise": True}, {"own": True}, *({width: 136} for width in bounded)]
+        others += [{"V": 64}] if kernel in ("scan", "replay", "reverse") else []
+        others += [{"K": 64}] if kernel == "reverse" else []
         for other, device in [(problem, T900), *((problem._replace(**change), hopper) for change in others)]:
             assert not getattr(heuristic(other, device), kernel).hopper
             tried = candidates(kernel, other, LaunchConfig(), device)
             assert not any(getattr(config, kernel).hopper for config in tried)
+
+
+def test_gradients_that_the_reverse_scan_makes_are_not_tuned():
+    base = LaunchConfig(reverse=Launch(tile=128, warps=8, hopper=True))
+    assert candidates("gradients", problem_of(PACK, "scan"), base, T900._replace(hopper=True)) == [base]
 
 
 def test_a_check_runs_the_code_of_the_target_on_a_short_case():

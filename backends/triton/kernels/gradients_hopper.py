@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from deltazoo.backends.triton.kernels.hopper import (
     COLUMNS,
+    LEFT,
+    LINE,
     MMA,
     PIECE,
     ROWS,
@@ -24,39 +26,14 @@ from deltazoo.backends.triton.kernels.hopper import (
     fetch,
     narrow,
     of_copy,
+    of_warps,
+    put,
     sequence_of_place,
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import chunk_of_sequence, held_off, places_a_sequence
 
-LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-LINE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-# of a tile [64, 64] a warp has its 16 rows of a product, and a thread 8 columns: 16 bytes
-OUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]], [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]], [[16, 0], [32, 0]], [],
-        [64, 64],
-    )
-)  # fmt: skip
-
-
-@gluon.jit
-def of_warps(x):
-    """The sum [4] over the 16 rows of each warp."""
-    return gl.sum(gl.reshape(x, [4, 16]), 1)
-
-
-@gluon.jit
-def put(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
-    """Write a tile [64, 64] of a product up to `rows` and `columns`; nothing goes from warp to warp."""
-    out = gl.convert_layout(tile.to(base.dtype.element_ty), OUT)
-    t = gl.arange(0, 64, gl.SliceLayout(1, OUT))
-    j = gl.arange(0, 64, gl.SliceLayout(0, OUT))
-    inside = (t < rows)[:, None]
-    if MASK_COLUMNS:
-        inside = inside & (j < columns)[None, :]
-    gl.store(base + (t[:, None] * stride + j[None, :]), out, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])

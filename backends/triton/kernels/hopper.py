@@ -6,9 +6,11 @@ Of a product [64, ..] a warp has 16 rows; a tile is [64, 64], of a 16-bit dtype.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 PIECE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, MMA.value))
 COPY_3 = gl.constexpr(gl.BlockedLayout([4, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
@@ -16,8 +18,18 @@ R_COPY = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, COPY_3.value)))
 T_COPY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, COPY_3.value)))
 J_COPY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, COPY_3.value)))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+LINE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 SHARED_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 SHARED_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# of a tile [64, 64] of a product: the four threads of a row exchange so much in pairs that each has 4 columns of 16,
+# and the four a sector of 32 bytes; the compiler does so by one shuffle a register
+OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, 64],
+    )
+)  # fmt: skip
+WALKERS = gl.constexpr(128)  # threads of a warp group
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
 
@@ -93,3 +105,102 @@ def narrow(x, dtype: gl.constexpr):
     else:
         y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2)
     return y
+
+
+@gluon.jit
+def of_warps(x):
+    """The sum [4] over the 16 rows of each warp."""
+    return gl.sum(gl.reshape(x, [4, 16]), 1)
+
+
+@gluon.jit
+def put(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
+    """Write a float32 tile [64, 64] of a product up to `rows` and `columns`, in base's dtype."""
+    out = gl.convert_layout(narrow(tile, base.dtype.element_ty), OUT)
+    t = gl.arange(0, 64, gl.SliceLayout(1, OUT))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, OUT))[None, :]
+    # what differs within a thread are constants
+    at = base + ((t // 16 * 16 + t % 8) * stride + j % 16)
+    at = at + (t // 8 % 2 * (8 * stride) + j // 16 * 16)
+    inside = t < rows
+    if MASK_COLUMNS:
+        inside = inside & (j < columns)
+    gl.store(at, out, mask=inside)
+
+
+@gluon.jit
+def fetch_square(tile, base, FIRST: gl.constexpr):
+    """Copy a matrix of squares.py to shared memory: T if FIRST, else P^T; zeros where the other lies."""
+    r = gl.arange(0, 4, R_COPY)[:, None, None]
+    t = gl.arange(0, 16, T_COPY)[None, :, None]
+    j = gl.arange(0, 64, J_COPY)[None, None, :]
+    block = j // 8 - (r * 2 + t // 8)
+    at = base + (t * 72 + j) + r * (16 * 72)
+    if FIRST:
+        at += gl.where(block == 0, 64 - j // 8 * 8, 0)
+        here = block <= 0
+    else:
+        here = block >= 0
+    async_copy.async_copy_global_to_shared(tile.reshape([4, 16, 64]), at, mask=here)
+
+
+@gluon.jit
+def fetch_gates(
+    of_chunk, G_s, before_s, c_s, w_s,
+    DECAY: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr,
+):  # fmt: skip
+    """Copy a chunk's rows of gates to lines of shared memory: G, G before each token if EARLY, c and w."""
+    if DECAY != "none":
+        async_copy.async_copy_global_to_shared(G_s, of_chunk + gl.arange(0, 64, LINE))
+        if EARLY:
+            i = gl.arange(0, 64, LANES)
+            async_copy.async_copy_global_to_shared(before_s, of_chunk - 1 + i, mask=i > 0)
+    if DELTA:
+        async_copy.async_copy_global_to_shared(c_s, of_chunk + 64 + gl.arange(0, 64, LINE))
+    if WRITE:
+        async_copy.async_copy_global_to_shared(w_s, of_chunk + 128 + gl.arange(0, 64, LINE))
+
+
+@gluon.jit
+def ring(dtype: gl.constexpr, COUNT: gl.constexpr, BUFFERS: gl.constexpr):
+    """Tiles [64, 64], each with several buffers."""
+    tiles = (gl.allocate_shared_memory(dtype, [BUFFERS, 64, 64], SHARED_TILE),)
+    for _ in gl.static_range(COUNT - 1):
+        tiles = tiles + (gl.allocate_shared_memory(dtype, [BUFFERS, 64, 64], SHARED_TILE),)
+    return tiles
+
+
+@gluon.jit
+def ring_of_lines(BUFFERS: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float32, [BUFFERS, 64], SHARED_LINE)
+
+
+@gluon.jit
+def barriers(BARRIERS: gl.constexpr, COUNT: gl.constexpr):
+    """mbarriers, for COUNT arrivals each."""
+    out = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
+        mbarrier.init(out.index(i), count=COUNT)
+    return out
+
+
+@gluon.jit
+def free(done):
+    """Each thread by itself is done with a buffer: it has no copies under way that this would wait for, and unlike
+    mbarrier.arrive nothing has the compiler put a barrier of the warp group before it, and another after it."""
+    async_copy.mbarrier_arrive(done, increment_count=False)
+
+
+@gluon.jit
+def tell(came, UNDER_WAY: gl.constexpr, wanted):
+    """That all copies but the last `UNDER_WAY` groups have come."""
+    async_copy.wait_group(UNDER_WAY)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(came, count=1, pred=wanted)
+
+
+@gluon.jit
+def of_end(line):
+    """G at the end of a chunk, of the line of its G in shared memory."""
+    return gl.sum(line.slice(63, 1).load(LANES), 0)

@@ -42,24 +42,26 @@ def steps(name: str) -> None:
     first = time.perf_counter() - began
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
-    def median(call: object, n: int = 20) -> float:
-        times = []
-        for _ in range(n):
+    def median(call: object, queued: bool, n: int = 20) -> float:
+        """Of calls one after the other as in training, or each on a device that stands still, with the host's time."""
+        events = [(torch.cuda.Event(True), torch.cuda.Event(True)) for _ in range(n)]
+        for begin, end in events:
             flush.zero_()
-            begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
             begin.record()
             call()  # type: ignore[operator]
             end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        return statistics.median(times[3:])
+            if not queued:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return statistics.median([begin.elapsed_time(end) for begin, end in events[3:]])
 
     with torch.no_grad():
         layer(x)
-        forward = median(lambda: layer(x))
-    both = median(step)
+        forward = [median(lambda: layer(x), queued) for queued in (True, False)]
+    both = [median(step, queued) for queued in (True, False)]
     print(
-        f"{name}: first step {first:.1f} s; forward {forward:.2f} ms, forward + backward {both:.2f} ms; torch "
+        f"{name}: first step {first:.1f} s; forward {forward[0]:.2f} ms, forward + backward {both[0]:.2f} ms, "
+        f"alone on an idle device {forward[1]:.2f} and {both[1]:.2f} ms; torch "
         f"{torch.__version__}, {torch.cuda.get_device_name()}, deltazoo {deltazoo.__version__}",
         flush=True,
     )
