@@ -27,8 +27,8 @@ class TritonBackend(Backend):
     float32 operands use tf32 only where `torch.backends.cuda.matmul.allow_tf32` says so. Where the state may keep its
     roundings (negative eigenvalues, an own erase key, several householders), bfloat16 feeds back in two terms, and
     float16 computes in float32. Deterministic, without a host sync, CUDA-graph safe. Launch configs come from a table,
-    else from a heuristic; nothing is tuned at first call. On Hopper GPUs the heuristic has 16-bit operands prepared and
-    their gradients made by kernels in Gluon (`Launch.hopper`), which Triton's interpreter does not run.
+    else from a heuristic; nothing is tuned at first call. On Hopper GPUs the heuristic takes kernels in Gluon for
+    operands in 16 bits (`Launch.hopper`), which Triton's interpreter does not run.
 
     The short convolution of a mixer has kernels too, up to 8 taps and heads of 1024 channels; that of a single token is
     left to plain torch, which fuses it with what stands around it.

@@ -164,7 +164,7 @@ WALKED = ["gated delta", "delta", "retnet", "mamba2", "linear", "read before", "
 @on_hopper
 @pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("way", "shape"), zip(WALKS, WIDE, strict=True))
+@pytest.mark.parametrize(("way", "shape"), list(zip(WALKS, WIDE, strict=True)))
 def test_every_spec_by_the_scans_for_hopper(way, shape, dtype, regime):
     config = LaunchConfig(**(WALKS[way] | FOR_HOPPER))
     for name in WALKED:

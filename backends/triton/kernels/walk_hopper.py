@@ -250,7 +250,7 @@ def reverse_chunk(
         fade = gl.exp2(end - G_s.index(stage).load(COLUMNS))
     if WRITE:
         write = w_s.index(stage).load(COLUMNS)
-        if SHARED:
+        if SHARED or not DELTA:
             write = held_off(write, LEAST)
     if DELTA:
         dx, of_reads, _, _ = warpgroup_mma_wait(2, deps=[dx, of_reads, low[0], low[1]])
@@ -434,16 +434,15 @@ def chunk_gradients(
     dq_tile = warpgroup_mma_wait(1, deps=[dq_tile])
     if DECAY != "none":
         turn = gl.sum(widen(q_t.load(MMA)) * dq_tile, 1)
+    STRIDE: gl.constexpr = HV * K if HV > H else H * K
     if HV > H:
         out = (local * 64 * HV + hv) * K + COLUMN
         dq_at = partial + out
         dk_at = partial + held.to(gl.int64) * (64 * HV * K) + out
-        STRIDE: gl.constexpr = HV * K
     else:
         out = (row * H + h) * K + COLUMN
         dq_at = dq + out
         dk_at = dk + out
-        STRIDE: gl.constexpr = H * K
     put(dq_at, dq_tile, STRIDE, left, K - COLUMN, NARROW_K)
     if DECAY != "none" and DELTA:
         if is_last:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-WIDTHS = ((16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (128, 32), (128, 128), (192, 384), (200, 400), (256, 256))
+WIDTHS = ((16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (72, 104), (128, 32), (128, 128), (192, 384), (200, 400), (256, 256))
 
 
 def tiles(K):
@@ -56,10 +56,21 @@ def jobs():
         if not delta and dtype != "fp32":
             gradients["maxnreg"] = 168
         yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every)
-        if dtype != "fp32" and terms == 1 and not own and V <= 128:
-            for early in itertools.product((False, True), repeat=2) if delta else ((False, False),):
-                hopper = dict(BV=64, BK=64, UNIT=every, ERASE_EARLY=early[0], READ_EARLY=early[1])
-                yield common | dict(module="gradients_hopper", kernel="hopper_gradients_kernel") | hopper
+        if dtype != "fp32" and terms == 1 and not own:
+            for early in itertools.product((False, True), repeat=2) if delta else ((False, False), (False, True)):
+                hopper = common | dict(UNIT=every, ERASE_EARLY=early[0], READ_EARLY=early[1], stages=1)
+                if V <= 128:
+                    yield hopper | dict(module="gradients_hopper", kernel="hopper_gradients_kernel", BV=64, BK=64)
+                if K <= 128 and 64 < V <= 128 and not early[0]:
+                    scans = hopper | dict(module="scan_hopper", kernel="hopper_scan_kernel", BV=128, TILED=False, maxnreg=168)
+                    for more in (dict(EVERY=every), dict(EVERY=0), dict(EVERY=every, SPLIT=32)):
+                        yield scans | more | dict(MODE="output", STATE=True)
+                    if not early[1]:
+                        yield scans | dict(MODE="replay", STATE=True, EVERY=every, SPLIT=16)
+                if 64 < K <= 128 and 64 < V <= 128:
+                    for split, strengths in itertools.product((0, 32), (True, False)):
+                        walk = dict(module="walk_hopper", kernel="hopper_walk_kernel", SPLIT=split, strengths=strengths, maxnreg=168)
+                        yield hopper | walk
         if delta and terms == 1 and dtype != "fp16":  # an erase and a write of their own
             yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every, SHARED=False)
         if delta and decay == "head" and not packed and K in (64, 128):
