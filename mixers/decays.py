@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.mixers.base import Context, Place
-from deltazoo.mixers.parts import HeadShape, OperandPart, projection
+from deltazoo.mixers.parts import HeadShape, Narrow, OperandPart, projection
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 
 
-class SoftplusDecay(OperandPart):
+class SoftplusDecay(Narrow):
     """log_decay = -exp(A_log) dt,  dt = softplus(W x + dt_bias): Mamba-2's decay, a step dt at the rate exp(A_log).
 
     Args:
@@ -46,22 +46,19 @@ class SoftplusDecay(OperandPart):
         self.A_log = nn.Parameter(torch.empty(shape.value_heads).uniform_(*rates).log_())
         self.dt_bias = nn.Parameter(dt_bias(size))
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
-        raw = self.proj(x)
+    def of(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
         dtype = state_dtype(raw.dtype)
         wide = raw.to(dtype) + self.dt_bias.to(dtype)
         rate = -self.A_log.to(dtype).exp()
         if self.per == "channel":
             wide, rate = rearrange(wide, "b t (h k) -> b t h k", h=rate.shape[0]), rate[:, None]
         if self.bound is not None:
-            return inputs._replace(log_decay=self.bound * (-rate * wide).sigmoid()), None
+            return inputs._replace(log_decay=self.bound * (-rate * wide).sigmoid())
         dt = softplus(wide)
         if self.per == "channel":
-            return inputs._replace(log_decay=dt * rate), None
+            return inputs._replace(log_decay=dt * rate)
         v = (inputs.v * dt[..., None]).to(inputs.v.dtype) if self.writes else inputs.v
-        return inputs._replace(log_decay=dt * rate, v=v), None
+        return inputs._replace(log_decay=dt * rate, v=v)
 
     def extra_repr(self) -> str:
         return f"per={self.per!r}, writes={self.writes}"

@@ -12,7 +12,7 @@ from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context, Mixer
-from deltazoo.mixers.parts import Bound, Flow, HeadShape, Parts, Resizing, Stateful
+from deltazoo.mixers.parts import Bound, Flow, HeadShape, Narrow, Parts, Resizing, Stateful, together
 from deltazoo.mixers.sequence import aligned, check_state, restored
 from deltazoo.mixers.state import carried
 
@@ -110,8 +110,12 @@ class DeltaMixer(Mixer):
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         inputs, after["project"] = self.project(x_BTD, before.get("project"), context)
         projected = inputs
+        raw = together(x_BTD, {name: part.proj for name, part in self.operands.items() if isinstance(part, Narrow)})
         for name, part in self.operands.items():
-            inputs, after[name] = part(x_BTD, inputs, before.get(name), context)
+            if isinstance(part, Narrow) and name in raw:
+                inputs = part.of(raw[name], inputs)
+            else:
+                inputs, after[name] = part(x_BTD, inputs, before.get(name), context)
         o, after["update"] = self.update(inputs, before.get("update"), context)
         flow = Flow(x_BTD, projected, inputs)
         for name, part in self.outputs.items():

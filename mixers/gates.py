@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context
-from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart, projection
+from deltazoo.mixers.parts import Flow, HeadShape, Narrow, OperandPart, OutputPart, projection
 
 # Doubled for negative eigenvalues this is 2 - 2^-6: an orthogonal transition drifts past -1 in bf16.
 TOP = 1 - 2**-7
@@ -21,7 +21,7 @@ TOP = 1 - 2**-7
 Activation = Literal["silu", "sigmoid", "gelu", "none"]
 
 
-class Beta(OperandPart):
+class Beta(Narrow):
     """beta = sigmoid(W x) for each value head (and micro-step), float32; at most `TOP` where the spec doubles it.
 
     Args: bias: of the map W (MesaNet).
@@ -34,16 +34,13 @@ class Beta(OperandPart):
         self.top = 1.0 if spec.negative_eigenvalues == "off" else TOP
         self.proj = projection(shape.width, self.n * shape.value_heads, bias=bias)
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
-        raw = self.proj(x)
+    def of(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
         beta = raw.to(state_dtype(raw.dtype)).sigmoid()
         if self.top < 1:
             beta = beta.clamp(max=self.top)
         if self.n > 1:
             beta = rearrange(beta, "b t (n h) -> b t n h", n=self.n)
-        return inputs._replace(beta=beta), None
+        return inputs._replace(beta=beta)
 
     def extra_repr(self) -> str:
         return f"top={self.top}"

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, UpdateInputs
@@ -57,6 +59,22 @@ class OperandPart(nn.Module, ABC):
 
         Args: x: [B, T, D]; state: as `init_state` made it, or None; context: aligned, real tokens first.
         """
+
+
+class Narrow(OperandPart):
+    """A part that looks at x through one linear map, `proj`, to a few numbers a token. A mixer with several of these
+    takes their maps by one product: each by itself reads all of x, and gives it a gradient of its own to be added."""
+
+    proj: nn.Module
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        return self.of(self.proj(x), inputs), None
+
+    @abstractmethod
+    def of(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
+        """Return the operands. Args: raw: what `proj` makes of x, [B, T, ..]."""
 
 
 class OutputPart(nn.Module, ABC):
@@ -123,3 +141,20 @@ def projection(width: int, out: int, rank: int | None = None, bias: bool = False
     if rank is None:
         return nn.Linear(width, out, bias=bias)
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=bias))
+
+
+def together(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """What those of several maps that are narrow make of x [B, T, D], by one product; {} where that are not two.
+
+    Plain linear maps alone, without a bias: what was wrapped, quantised or hooked since it was built is left alone.
+    """
+    narrow = {name: layer for name, layer in maps.items() if type(layer) is nn.Linear and _joins(layer)}
+    if len(narrow) < 2:
+        return {}
+    y = F.linear(x, torch.cat([layer.weight for layer in narrow.values()]))
+    return dict(zip(narrow, y.split([layer.out_features for layer in narrow.values()], -1), strict=True))
+
+
+def _joins(layer: nn.Linear) -> bool:
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return layer.bias is None and not hooked and 8 * layer.out_features <= layer.in_features

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.errors import ConfigError
@@ -13,8 +14,9 @@ from deltazoo.mixers.conv import ShortConv
 from deltazoo.mixers.decays import FixedDecay, SigmoidDecay, SoftplusDecay
 from deltazoo.mixers.delta import DeltaMixer, hidden
 from deltazoo.mixers.features import FeatureMap
+from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 from deltazoo.mixers.norms import HeadNorm, RMSNorm, UnitNorm
-from deltazoo.mixers.parts import Flow, HeadShape, Parts
+from deltazoo.mixers.parts import Flow, HeadShape, Parts, together
 from deltazoo.mixers.project import Project
 from deltazoo.mixers.rotary import angles, rotate
 from deltazoo.mixers.sequence import aligned, restored
@@ -185,3 +187,48 @@ def test_a_mixer_may_be_put_together_by_hand() -> None:
     y, state = mixer(x, mixer.init_state(1))
     assert list(state) == ["update"]
     torch.testing.assert_close(mixer(x[:, :3])[0], y[:, :3], rtol=1e-12, atol=0)
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_narrow_maps_are_one_product_with_the_numbers_and_gradients_of_two() -> None:
+    mixer = GatedDeltaNet(heads=2, conv_width=0).build(64, backend="reference").double()
+    x = torch.randn(1, 5, 64, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *mixer.parameters()]
+
+    def run():
+        with Products() as products:
+            y = mixer(x)[0]
+        return products.count, y, torch.autograd.grad(y.square().sum(), wanted)
+
+    one, y, grads = run()
+    # a hook wants its module to be called
+    called = []
+    for name in ("beta", "decay"):
+        mixer.operands[name].proj.register_forward_hook(lambda *_, name=name: called.append(name))
+    two, want, want_grads = run()
+    assert called == ["beta", "decay"] and two == one + 1
+    torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(grad, want_grad, rtol=1e-12, atol=1e-12)
+
+
+def test_only_plain_narrow_maps_are_put_together() -> None:
+    x = torch.randn(2, 3, 64)
+    narrow, other = (nn.Linear(64, size, bias=False) for size in (2, 8))
+    found = together(x, {"a": narrow, "b": other})
+    for name, layer in ("a", narrow), ("b", other):
+        torch.testing.assert_close(found[name], layer(x))
+    wide, biased, several = nn.Linear(64, 9, bias=False), nn.Linear(64, 2), nn.Sequential(nn.Linear(64, 2, bias=False))
+    for left_alone in (wide, biased, several):
+        assert together(x, {"a": narrow, "b": left_alone}) == {}
