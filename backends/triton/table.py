@@ -31,11 +31,12 @@ Kernel = Literal["split", "prepare", "scan", "replay", "reverse", "gradients", "
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 # The files that a kernel's text stands in: a record holds while they say the same.
+_SCAN, _WALK = ("scan_hopper", "states_hopper"), ("walk_hopper", "walk_copies", "walk_steps")
 _SOURCES: dict[str, tuple[str, ...]] = {
-    "split": ("scan", "scan_hopper", "reverse", "walk_hopper", "hopper", "join", "squares", "layout"),
-    "scan": ("scan", "scan_hopper", "hopper", "squares", "layout"),
-    "replay": ("scan", "scan_hopper", "hopper", "squares", "layout"),
-    "reverse": ("reverse", "gradients", "walk_hopper", "hopper", "squares", "layout"),
+    "split": ("scan", *_SCAN, "reverse", *_WALK, "hopper", "join", "squares", "layout"),
+    "scan": ("scan", *_SCAN, "hopper", "squares", "layout"),
+    "replay": ("scan", *_SCAN, "hopper", "squares", "layout"),
+    "reverse": ("reverse", "gradients", *_WALK, "hopper", "squares", "layout"),
     "prepare": ("prepare", "prepare_hopper", "ptx", "hopper", "squares", "layout"),
     "gradients": ("gradients", "gradients_hopper", "hopper", "layout"),
     "decode": ("decode",),

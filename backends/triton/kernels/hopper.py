@@ -1,4 +1,4 @@
-"""What the kernels for Hopper GPUs share, in Gluon: layouts, and copies into shared memory.
+"""What the kernels for Hopper GPUs share, in Gluon: layouts, copies, stores, and meetings of warp groups.
 
 Of a product [64, ..] a warp has 16 rows; a tile is [64, 64], of a 16-bit dtype.
 """
@@ -6,7 +6,7 @@ Of a product [64, ..] a warp has 16 rows; a tile is [64, 64], of a 16-bit dtype.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 PIECE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
@@ -26,6 +26,13 @@ SHARED_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 OUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, 64],
+    )
+)  # fmt: skip
+# of a tile [64, 64] of a product once its blocks of 8 x 8 are transposed: as OUT
+ACROSS_OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32]], [[8, 0], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
     )
 )  # fmt: skip
@@ -204,3 +211,53 @@ def tell(came, UNDER_WAY: gl.constexpr, wanted):
 def of_end(line):
     """G at the end of a chunk, of the line of its G in shared memory."""
     return gl.sum(line.slice(63, 1).load(LANES), 0)
+
+
+@gluon.jit
+def meet(both, phase):
+    """Of two warp groups each sees what the other wrote to shared memory until then."""
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(both, count=1)
+    mbarrier.wait(both, phase)
+
+
+@gluon.jit
+def hidden_zero(back, BITS: gl.constexpr):
+    """0, which the compiler does not know: it would compute where each tile lies once, before the loop, and have no
+    registers for so much; what is spilled goes through L2, since shared memory leaves L1 next to nothing."""
+    return back >> BITS
+
+
+@gluon.jit
+def put_across(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
+    """Write a narrow tile [64 columns, 64 rows] of a product transposed, up to `rows` and `columns`."""
+    # each block of 8 x 8 transposed: of the tile's element [8 a + r, 8 b + c] there is what was [8 a + c, 8 b + r]
+    across = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [tile], tile.dtype, is_pure=True, pack=2
+    )
+    out = gl.convert_layout(across, ACROSS_OUT)
+    x = gl.arange(0, 64, gl.SliceLayout(1, ACROSS_OUT))[:, None]
+    y = gl.arange(0, 64, gl.SliceLayout(0, ACROSS_OUT))[None, :]
+    column = x // 8 * 8 + y % 8
+    at = base + (x % 8 * stride + column)
+    at = at + y // 8 * (8 * stride)
+    inside = x % 8 < rows - y // 8 * 8
+    if MASK_COLUMNS:
+        inside = inside & (column < columns)
+    gl.store(at, out, mask=inside)
+
+
+@gluon.jit
+def times_inverse(x, T_s):
+    """x T^T under way, its left operand, and what its rows are to be multiplied with."""
+    up = gl.full([64], 1.0, gl.float32, ROWS)
+    if T_s.dtype == gl.float16:
+        largest = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
+        exponent = gl.minimum(largest & 0x7F800000, 0x7E800000)
+        x *= (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
+        up = exponent.to(gl.float32, bitcast=True)
+    left_x = gl.convert_layout(narrow(x, T_s.dtype), LEFT, assert_trivial=True)
+    product = gl.zeros([64, 64], gl.float32, MMA)
+    product = warpgroup_mma(left_x, T_s.permute((1, 0)), product, use_acc=False, is_async=True)
+    return product, left_x, up

@@ -1,12 +1,11 @@
-"""The scan over chunks for Hopper GPUs, one program of 128 values a processor, in Gluon: equations, parameters and
-results are those of scan.py.
+"""The scan over chunks for Hopper GPUs, in Gluon: equations, parameters and results are those of scan.py.
 
-Two warp groups, each with 64 of the values and its half of S^T in registers, share the tiles of a chunk in shared
-memory and walk out of step; a third copies chunk after chunk into a ring of buffers. Of each buffer three mbarriers
-tell that k, q and the gates have come, that v and the squares have, and that both have done with all of it. What goes
-to memory is turned in a tile of shared memory that a group has for itself, with one barrier of the group between. It
-takes operands and scratch of one 16-bit dtype, chunks of 64, keys up to 128, k as the erase key, and modes "output" and
-"replay".
+A program has 128 values, and a processor to itself. Two warp groups, each with 64 of the values and its half of S^T in
+registers, share the tiles of a chunk in shared memory and walk out of step; a third copies chunk after chunk into a
+ring of buffers. Of each buffer three mbarriers tell that k, q and the gates have come, that v and the squares have, and
+that both have done with all of it. What goes to memory is turned in a tile of shared memory that a group has for
+itself, with one barrier of the group between. It takes operands and scratch of one 16-bit dtype, chunks of 64, keys up
+to 128, k as the erase key, and modes "output" and "replay".
 """
 
 from triton.experimental import gluon
@@ -38,24 +37,13 @@ from deltazoo.backends.triton.kernels.hopper import (
     ring,
     ring_of_lines,
     tell,
+    times_inverse,
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
+from deltazoo.backends.triton.kernels.states_hopper import load_checkpoint, load_state, put_tile, store_final
 
 BUFFERS = gl.constexpr(3)
-# of a tile [64, 64] a warp has its 16 rows of a product, and a thread 8 columns: 16 bytes
-WHOLE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]], [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]], [[16, 0], [32, 0]], [],
-        [64, 64],
-    )
-)  # fmt: skip
-# half a tile of a product, [64, 32], in float32 as long as a tile in 16 bits; and how it lies in memory and on the way,
-# as it is or transposed: 16 bytes a thread, in shared memory without conflicts
-HALF_MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
-HALF_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-HALF_ACROSS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
-SHARED_HALF = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 @gluon.jit
@@ -111,112 +99,6 @@ def copy_chunks(
         told = stage
         stage, phase = next_buffer(stage, phase)
     tell(rest_came.index(told), 0, first < last)
-
-
-@gluon.jit
-def put_tile(base, tile, stride: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr, MASK_COLUMNS: gl.constexpr):
-    """Write a tile [64, 64] of shared memory up to `rows` and `columns`, each row whole."""
-    out = tile.load(WHOLE)
-    i = gl.arange(0, 64, gl.SliceLayout(1, WHOLE))[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, WHOLE))[None, :]
-    at = base + (i * stride + j)
-    if MASK_ROWS and MASK_COLUMNS:
-        gl.store(at, out, mask=(i < rows) & (j < columns))
-    elif MASK_ROWS:
-        gl.store(at, out, mask=i < rows)
-    elif MASK_COLUMNS:
-        gl.store(at, out, mask=j < columns)
-    else:
-        gl.store(at, out)
-
-
-@gluon.jit
-def load_half(at, K: gl.constexpr, stride: gl.constexpr, rows, OFFSET: gl.constexpr, ACROSS: gl.constexpr):
-    """S^T's 32 keys from OFFSET on, as they lie in memory: [values, keys], or [keys, values] if ACROSS."""
-    layout: gl.constexpr = HALF_ACROSS if ACROSS else HALF_ROWS
-    R: gl.constexpr = 32 if ACROSS else 64
-    i = gl.arange(0, R, gl.SliceLayout(1, layout))[:, None]
-    j = gl.arange(0, 96 - R, gl.SliceLayout(0, layout))[None, :]
-    if ACROSS:
-        return gl.load(at + ((OFFSET + i) * stride + j), mask=(OFFSET + i < K) & (j < rows), other=0.0)
-    else:
-        return gl.load(at + (i * stride + (OFFSET + j)), mask=(i < rows) & (OFFSET + j < K), other=0.0)
-
-
-@gluon.jit
-def as_product(half, tile, ACROSS: gl.constexpr):
-    """What `load_half` loaded, as half a tile of a product."""
-    if ACROSS:
-        across = tile._reinterpret(gl.float32, [32, 64], SHARED_HALF)
-        across.store(half)
-        return across.permute((1, 0)).load(HALF_MMA)
-    else:
-        straight = tile._reinterpret(gl.float32, [64, 32], SHARED_HALF)
-        straight.store(half)
-        return straight.load(HALF_MMA)
-
-
-@gluon.jit
-def join_halves(low, high):
-    return gl.convert_layout(gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [64, 64]), MMA)
-
-
-@gluon.jit
-def load_state(at, tile, K: gl.constexpr, stride: gl.constexpr, rows, NK: gl.constexpr, ACROSS: gl.constexpr):
-    """S^T [64 values, keys] from float32 [values, keys], or [keys, values] if ACROSS, `rows` of the values. All loads
-    are under way before the first turns through a tile."""
-    halves = (load_half(at, K, stride, rows, 0, ACROSS),)
-    for half in gl.static_range(2 * NK - 1):
-        halves = halves + (load_half(at, K, stride, rows, half * 32 + 32, ACROSS),)
-    S = (join_halves(as_product(halves[0], tile, ACROSS), as_product(halves[1], tile, ACROSS)),)
-    for tk in gl.static_range(NK - 1):
-        low = as_product(halves[2 * tk + 2], tile, ACROSS)
-        S = S + (join_halves(low, as_product(halves[2 * tk + 3], tile, ACROSS)),)
-    return S
-
-
-@gluon.jit
-def load_checkpoint(at, tile, K: gl.constexpr, rows, NK: gl.constexpr, MASK_V: gl.constexpr):
-    """S^T [64 values, keys] from [values, keys] in 16 bits, by way of as many tiles."""
-    from_at = of_copy(at, K)
-    for tk in gl.static_range(NK):
-        fetch(tile[tk], from_at, tk * 64, rows, K - tk * 64, MASK_V, tk * 64 + 64 > K)
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    barrier()
-    S = (widen(tile[0].load(MMA)),)
-    for tk in gl.static_range(NK - 1):
-        S = S + (widen(tile[tk + 1].load(MMA)),)
-    return S
-
-
-@gluon.jit
-def store_final(at, S, tile, K: gl.constexpr, stride: gl.constexpr, rows, NK: gl.constexpr):
-    """S^T to float32 [keys, values], `rows` of the values."""
-    across = tile._reinterpret(gl.float32, [32, 64], SHARED_HALF)
-    i = gl.arange(0, 32, gl.SliceLayout(1, HALF_ACROSS))[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, HALF_ACROSS))[None, :]
-    for tk in gl.static_range(NK):
-        halves = gl.split(gl.permute(gl.reshape(S[tk], [64, 2, 32]), (0, 2, 1)))
-        for half in gl.static_range(2):
-            key = tk * 64 + half * 32 + i
-            across.permute((1, 0)).store(gl.convert_layout(halves[half], HALF_MMA))
-            gl.store(at + (key * stride + j), across.load(HALF_ACROSS), mask=(key < K) & (j < rows))
-
-
-@gluon.jit
-def times_inverse(x, T_s):
-    """x T^T under way, its left operand, and what its rows are to be multiplied with."""
-    up = gl.full([64], 1.0, gl.float32, ROWS)
-    if T_s.dtype == gl.float16:
-        largest = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
-        exponent = gl.minimum(largest & 0x7F800000, 0x7E800000)
-        x *= (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
-        up = exponent.to(gl.float32, bitcast=True)
-    left_x = gl.convert_layout(narrow(x, T_s.dtype), LEFT, assert_trivial=True)
-    product = gl.zeros([64, 64], gl.float32, MMA)
-    product = warpgroup_mma(left_x, T_s.permute((1, 0)), product, use_acc=False, is_async=True)
-    return product, left_x, up
 
 
 @gluon.jit
