@@ -39,7 +39,7 @@ class _Scratch:
         states, values = (held, s.HV, s.V, s.K), (held, s.C, s.HV, s.V)
         self.states = empty(x.q, *states, dtype=dtype)
         self.xs = empty(x.q, *values, dtype=dtype) if kind.delta else None
-        self.dstates = self.states if together else empty(x.q, *states, dtype=dtype)
+        self.dstates = None if together else empty(x.q, *states, dtype=dtype)
         self.du = empty(x.q, *values, dtype=dtype) if kind.keeps_du(x) and not together else dv
         parts = (3 if x.e is not None else 2, held, s.C, s.HV, s.K)
         self.partial = empty(x.q, *parts, dtype=dtype) if s.HV > s.H else None

@@ -141,10 +141,10 @@ def for_hopper(kernel: str, device: Device, problem: "Problem", C: int) -> bool:
     """Whether the kernel for Hopper GPUs takes a problem: operands, and what the backward keeps, of the same 16 bits,
     no erase key of its own, chunks of 64 tokens, and such keys and values a head as HOPPER_WIDTHS says."""
     alike = problem.dtype == problem.kept and problem.dtype.itemsize == 2
-    if not device.hopper or not alike or problem.own or C != 64 or kernel not in HOPPER_WIDTHS:
+    if not device.hopper or not alike or problem.own or C != 64:
         return False
-    (keys, values, by), (K, V) = HOPPER_WIDTHS[kernel], problem[6:8]
-    return K in keys and V in values and K % by == V % by == 0
+    keys, values, by = HOPPER_WIDTHS[kernel]
+    return problem.K in keys and problem.V in values and problem.K % by == problem.V % by == 0
 
 
 _ANY, _NARROW, _HALVES = range(1, 2**31), range(1, 129), range(65, 129)

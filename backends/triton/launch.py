@@ -137,14 +137,14 @@ def scan(
     columns = 0 if mode == "maps" else cdiv(s.V, BV)
     columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
     t = tensors.get
-    kernel, warps, registers = scan_kernel, launch.warps, None
+    kernel, warps, stages, registers = scan_kernel, launch.warps, launch.stages, None
     # parts hand on less than all, by a kernel that is not for one kind of GPU
     hopper = launch.hopper and mode in ("output", "replay")
     if hopper:
         check_hopper("scan" if mode == "output" else "replay", x, kind, s)
         from deltazoo.backends.triton.kernels.scan_hopper import hopper_scan_kernel as kernel
 
-        BV, columns, warps, registers = 128, 1, 4, SHARED_OUT
+        BV, columns, warps, stages, registers = 128, 1, 4, 1, SHARED_OUT
     # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
     tiled = not hopper and x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
     v = TensorDescriptor(x.v, [*x.v.shape], [*x.v.stride()], [1, s.C, 1, BV]) if tiled else x.v
@@ -157,10 +157,10 @@ def scan(
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             x.state is not None, kind.read_early, s.packed, cut.every, cut.unit, cut.split, mode,
-            kind.terms(x.q.dtype), precision(x.q.dtype), 1 if hopper else launch.stages, tiled,
+            kind.terms(x.q.dtype), precision(x.q.dtype), stages, tiled,
         ),
         warps,
-        1 if hopper else launch.stages,
+        stages,
         registers,
     )  # fmt: skip
     programs = s.N * cut.parts * s.HV * columns

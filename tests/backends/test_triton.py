@@ -110,7 +110,11 @@ def test_adversarial_inputs(spec, dtype, regime):
 
 
 def agrees(spec: str, way: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
-    report = conformance.compare(backend(way), Case(SPECS[spec], SHAPES[shape], dtype, regime), device=DEVICE)
+    conforms(backend(way), Case(SPECS[spec], SHAPES[shape], dtype, regime))
+
+
+def conforms(of: TritonBackend, case: Case) -> None:
+    report = conformance.compare(of, case, device=DEVICE)
     assert report.errors, str(report)
     assert not report.failures, str(report)
 
@@ -122,6 +126,8 @@ FOR_HOPPER = {
     "reverse": Launch(tile=64, hopper=True),
     "gradients": Launch(tile=64, keys=64, hopper=True),
 }
+# the others keep float32 states, which those kernels do not take
+IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla")
 on_hopper = pytest.mark.skipif(
     INTERPRETED or not ABLE or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper GPU: Triton's interpreter runs no Gluon",
@@ -133,10 +139,9 @@ on_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
-    # the others keep float32 states, which those kernels do not take
     kernels = ["prepare", "gradients"] if SHAPES[shape].K <= 128 else ["gradients"]
     config = LaunchConfig(**{kernel: FOR_HOPPER[kernel] for kernel in kernels})
-    names = ["gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla"]
+    names = [*IN_16_BITS]
     if dtype == torch.bfloat16:
         # b = 1 without decay in 5 or 16 keys: rounding the operands of its products costs o 6e-3 by itself, limit 5e-3
         names.remove("delta")
@@ -145,11 +150,7 @@ def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
             # these kernels and by those in Triton alike, limit 2e-2
             names.remove("retnet")
     for name in names:
-        report = conformance.compare(
-            TritonBackend(config), Case(SPECS[name], SHAPES[shape], dtype, regime), device=DEVICE
-        )
-        assert report.errors, str(report)
-        assert not report.failures, str(report)
+        conforms(TritonBackend(config), Case(SPECS[name], SHAPES[shape], dtype, regime))
 
 
 WIDE = {
@@ -158,7 +159,6 @@ WIDE = {
     "narrow": Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120),
 }
 WALKS = {"in one": {}, "parts": {"split": 16}, "segments": {"every": 4, "scratch": 0}}
-WALKED = ["gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla"]
 
 
 @on_hopper
@@ -167,11 +167,8 @@ WALKED = ["gated delta", "delta", "retnet", "mamba2", "linear", "read before", "
 @pytest.mark.parametrize(("way", "shape"), list(zip(WALKS, WIDE, strict=True)))
 def test_every_spec_by_the_scans_for_hopper(way, shape, dtype, regime):
     config = LaunchConfig(**(WALKS[way] | FOR_HOPPER))
-    for name in WALKED:
-        case = Case(SPECS[name], WIDE[shape], dtype, regime)
-        report = conformance.compare(TritonBackend(config), case, device=DEVICE)
-        assert report.errors, str(report)
-        assert not report.failures, str(report)
+    for name in IN_16_BITS:
+        conforms(TritonBackend(config), Case(SPECS[name], WIDE[shape], dtype, regime))
 
 
 @pytest.mark.parametrize("at", [6, 7, 21])

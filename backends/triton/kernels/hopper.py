@@ -17,6 +17,7 @@ COPY_3 = gl.constexpr(gl.BlockedLayout([4, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0
 R_COPY = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, COPY_3.value)))
 T_COPY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, COPY_3.value)))
 J_COPY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, COPY_3.value)))
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LINE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 SHARED_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -249,15 +250,15 @@ def put_across(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl
 
 
 @gluon.jit
-def times_inverse(x, T_s):
-    """x T^T under way, its left operand, and what its rows are to be multiplied with."""
+def times_inverse(x, T, SCALED: gl.constexpr):
+    """x T under way, its left operand, and what its rows are to be multiplied with: SCALED by powers of 2 meanwhile."""
     up = gl.full([64], 1.0, gl.float32, ROWS)
-    if T_s.dtype == gl.float16:
+    if SCALED:
         largest = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
         exponent = gl.minimum(largest & 0x7F800000, 0x7E800000)
         x *= (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
         up = exponent.to(gl.float32, bitcast=True)
-    left_x = gl.convert_layout(narrow(x, T_s.dtype), LEFT, assert_trivial=True)
+    left_x = gl.convert_layout(narrow(x, T.dtype), LEFT, assert_trivial=True)
     product = gl.zeros([64, 64], gl.float32, MMA)
-    product = warpgroup_mma(left_x, T_s.permute((1, 0)), product, use_acc=False, is_async=True)
+    product = warpgroup_mma(left_x, T, product, use_acc=False, is_async=True)
     return product, left_x, up

@@ -171,7 +171,8 @@ def walk_chunk(
         erase = c_s.index(stage).load(COLUMNS)
         y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, left[0], left[NK - 1]])
         x -= y * erase[None, :]
-        x, left_u, up = times_inverse(x, T_s.index(stage))
+        SCALED: gl.constexpr = T_s.dtype == gl.float16
+        x, left_u, up = times_inverse(x, T_s.index(stage).permute((1, 0)), SCALED)
     if DECAY != "none":
         G = G_s.index(stage).load(COLUMNS)
         G_end = G_s.index(stage).slice(63, 1).load(COLUMNS)
@@ -192,7 +193,7 @@ def walk_chunk(
             out *= scale
     if DELTA:
         x, left_u = warpgroup_mma_wait(0, deps=[x, left_u])
-        if T_s.dtype == gl.float16:
+        if SCALED:
             x *= up[:, None]
     x_low = narrow(x, dtype)
     left_x = gl.convert_layout(x_low, LEFT, assert_trivial=True)

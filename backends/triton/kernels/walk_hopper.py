@@ -30,7 +30,7 @@ BUFFERS = gl.constexpr(2)  # of what the reverse scan takes of a chunk: that of 
 
 @gluon.jit
 def walk_back(
-    v, b, dq, dk, dv, squares, carry, begins, dgates, kepts, partial, scale,
+    v, b, dq, dk, dv, carry, begins, dgates, kepts, partial, scale,
     k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s,
     came, rest_came, states_came, done, shared, lows, walked,
     start, length, slot, slots, held, segments, first_chunk, first, last, first_place, n, part, parts, h, hv,
@@ -54,7 +54,7 @@ def walk_back(
         place = (slot + c).to(gl.int64) * HV + hv
         local = (first_place + c - first_chunk).to(gl.int64)
         dS_a, dS_b, end = reverse_chunk(
-            (dS_a, dS_b), squares, dv, scale, k_s, q_s, do_s[HALF], do_s, T_s, P_s, G_s, before_s, c_s, w_s,
+            (dS_a, dS_b), dv, scale, k_s, q_s, do_s[HALF], do_s, T_s, P_s, G_s, before_s, c_s, w_s,
             dS_s, du_s, x_s, low_s, came, rest_came, states_came, shared, walked,
             hidden_zero(back, 20), stage, back // 2 % 2, back % 2, (row * HV + hv) * V, left, V - HALF * 64,
             HALF, HV, V, DECAY, DELTA, WRITE, READ_EARLY, SHARED, LEAST, dtype,
@@ -106,13 +106,12 @@ def hopper_walk_kernel(
         S_s = ring(dtype, 4, 1)
         x_s = ring(dtype, 2, 1)
         dS_s = ring(dtype, 4, 1)
+        P_s = ring(dtype, 1, BUFFERS)[0]
         if DELTA:
-            P_s = ring(dtype, 1, BUFFERS)[0]
             T_s = ring(squares.dtype.element_ty, 1, BUFFERS)[0]
             du_s = ring(dtype, 2, 1)
             low_s = x_s[0]
         else:
-            P_s = ring(dtype, 1, BUFFERS)[0]
             T_s = P_s
             du_s = x_s
             low_s = ring(dtype, 1, BUFFERS)[0]
@@ -135,7 +134,7 @@ def hopper_walk_kernel(
                 (
                     walk_back,
                     (
-                        v, b, dq, dk, dv, squares, carry, begins, dgates, kepts, partial, scale,
+                        v, b, dq, dk, dv, carry, begins, dgates, kepts, partial, scale,
                         k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_0,
                         came, rest_came, states_came, done, shared, lows, walked,
                         start, length, slot, slots, held, segments, first_chunk, first, last, first_place, n, part,
@@ -146,7 +145,7 @@ def hopper_walk_kernel(
                 (
                     walk_back,
                     (
-                        v, b, dq, dk, dv, squares, carry, begins, dgates, kepts, partial, scale,
+                        v, b, dq, dk, dv, carry, begins, dgates, kepts, partial, scale,
                         k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_1,
                         came, rest_came, states_came, done, shared, lows, walked,
                         start, length, slot, slots, held, segments, first_chunk, first, last, first_place, n, part,

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from deltazoo.backends.triton.kernels.hopper import (
     COLUMNS,
+    COPY,
     LEFT,
     LINE,
     MMA,
@@ -19,24 +20,22 @@ from deltazoo.backends.triton.kernels.hopper import (
     of_warps,
     put,
     put_across,
+    times_inverse,
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import held_off
 
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
 
 @gluon.jit
-def faded(intra, G_at, G_from, factor, DECAY: gl.constexpr):
+def faded(intra, G_at, G_from, factor):
     """A product over tokens [64, 64] with the decay from one to the other; where none is seen it may be no number."""
-    if DECAY != "none":
-        intra *= gl.exp2(G_at[:, None] - G_from[None, :])
+    intra *= gl.exp2(G_at[:, None] - G_from[None, :])
     return intra * factor
 
 
 @gluon.jit
 def reverse_chunk(
-    dS, squares, dv, scale, k_s, q_s, do_h, do_s, T_s, P_s, G_s, before_s, c_s, w_s, dS_s, du_s, x_s, low_s,
+    dS, dv, scale, k_s, q_s, do_h, do_s, T_s, P_s, G_s, before_s, c_s, w_s, dS_s, du_s, x_s, low_s,
     came, rest_came, states_came, shared, walked, z, stage, phase, odd, value, left, columns,
     HALF: gl.constexpr, HV: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr,
     WRITE: gl.constexpr, READ_EARLY: gl.constexpr, SHARED: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
@@ -107,18 +106,12 @@ def reverse_chunk(
         else:
             dx += of_reads
         # du = T^T dx
-        if squares.dtype.element_ty == gl.float16 and dtype != gl.float16:
-            largest = gl.max(gl.abs(dx), 1).to(gl.int32, bitcast=True)
-            exponent = gl.minimum(largest & 0x7F800000, 0x7E800000)
-            dx *= (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
-            up = exponent.to(gl.float32, bitcast=True)[:, None]
-        left_x = gl.convert_layout(narrow(dx, squares.dtype.element_ty), LEFT, assert_trivial=True)
-        dx = gl.zeros([64, 64], gl.float32, MMA)
-        dx = warpgroup_mma(left_x, T_s.index(stage), dx, use_acc=False, is_async=True)
+        SCALED: gl.constexpr = T_s.dtype == gl.float16 and dtype != gl.float16
+        dx, left_x, up = times_inverse(dx, T_s.index(stage), SCALED)
         erase = c_s.index(stage).load(COLUMNS)
         dx, left_x = warpgroup_mma_wait(0, deps=[dx, left_x])
-        if squares.dtype.element_ty == gl.float16 and dtype != gl.float16:
-            dx *= up
+        if SCALED:
+            dx *= up[:, None]
         # - (c e)^T du
         left_e = gl.convert_layout(narrow(dx * -erase[None, :], dtype), LEFT, assert_trivial=True)
         dS_a = warpgroup_mma(left_e, k_s[0].index(stage), dS_a, is_async=True)
@@ -129,7 +122,7 @@ def reverse_chunk(
         j = gl.arange(0, 64, COLUMNS)[None, :]
         if DECAY != "none":
             G_i = before_s.index(stage).load(ROWS) if READ_EARLY else G_s.index(stage).load(ROWS)
-            square = faded(square, G_i, G, scale, DECAY)
+            square = faded(square, G_i, G, scale)
         else:
             square *= scale
         if WRITE and HALF == 0:
@@ -233,13 +226,13 @@ def chunk_gradients(
                 of_write = gl.sum(gl.where(t[:, None] == j[None, :], intra, 0.0), 1)
                 gl.store(at_gate + 128 + t, of_write)
             if DECAY != "none":
-                intra = faded(intra, G_e, G_j, strength[:, None], DECAY)
+                intra = faded(intra, G_e, G_j, strength[:, None])
             else:
                 intra *= strength[:, None]
             low_e_s.store(narrow(gl.where(t[:, None] > j[None, :], intra, 0.0), dtype))
         else:
             if DECAY != "none":
-                intra = faded(intra, G_q, G_j, scale, DECAY)
+                intra = faded(intra, G_q, G_j, scale)
             else:
                 intra *= scale
             low_q_s.store(narrow(gl.where(t[:, None] >= j[None, :] + FIRST, intra, 0.0), dtype))
@@ -271,6 +264,7 @@ def chunk_gradients(
         fade_k = fade_k * write if DECAY != "none" else write
     if SUMS:
         dk_stored *= fade_k[:, None]
+    # before dk takes dk_stored over; with an erase that comes later, and there are registers after dq
     if DECAY != "none" and not DELTA:
         if is_last:
             keep_end(end, dk_stored, S_s, dS_s, k_t, sums_s, at_kept, z, HALF)
