@@ -218,6 +218,7 @@ def _walk(
             s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
             kind.read_early, s.packed, kind.shares(x), cut.unit, cut.split, kind.least(x.q.dtype),
         ),
+        warps=8,
         registers=SHARED_OUT,
     )  # fmt: skip
     programs, held = s.N * cut.parts * s.HV, scratch.held

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from deltazoo.backends.triton.kernels.hopper import (
     COLUMNS,
-    COPY,
     LEFT,
     LINE,
     MMA,
@@ -33,6 +32,8 @@ from deltazoo.backends.triton.kernels.hopper import (
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import chunk_of_sequence, held_off, places_a_sequence
+
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])

@@ -13,11 +13,9 @@ PIECE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4,
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, MMA.value))
-COPY_3 = gl.constexpr(gl.BlockedLayout([4, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
-R_COPY = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, COPY_3.value)))
-T_COPY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, COPY_3.value)))
-J_COPY = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, COPY_3.value)))
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# of a copy by a warp group, as [r, t, j] (of_copy): 64 columns, and 128
+COPIES = gl.constexpr(gl.BlockedLayout([4, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
+WIDE_COPIES = gl.constexpr(gl.BlockedLayout([8, 1, 8], [1, 2, 16], [1, 4, 1], [2, 1, 0]))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LINE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 SHARED_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -30,11 +28,10 @@ OUT = gl.constexpr(
         [64, 64],
     )
 )  # fmt: skip
-# of a tile [64, 64] of a product once its blocks of 8 x 8 are transposed: as OUT
-ACROSS_OUT = gl.constexpr(
+WIDE_OUT = gl.constexpr(  # of a tile [64, 128] that two warp groups have side by side
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32]], [[8, 0], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [64, 64],
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0], [0, 64]], [], [64, 128],
     )
 )  # fmt: skip
 WALKERS = gl.constexpr(128)  # threads of a warp group
@@ -69,21 +66,31 @@ def allocate(dtype: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def of_copy(base, stride: gl.constexpr):
-    """Where a tile's rows r * 16 + t, columns j, are, as [r, t, j]: a thread has all r, a constant apart."""
-    t = gl.arange(0, 16, T_COPY)
-    j = gl.arange(0, 64, J_COPY)
-    first = base + (t[None, :, None] * stride + j[None, None, :])
-    return first + (gl.arange(0, 4, R_COPY) * (16 * stride))[:, None, None]
+def of_copy(base, stride: gl.constexpr, R: gl.constexpr = 64, J: gl.constexpr = 64, zero=0):
+    """Where rows and columns of a tile [R, J] are, as [r, t, j]: a thread has all r, which are constants apart."""
+    layout: gl.constexpr = COPIES if J == 64 else WIDE_COPIES
+    TOGETHER: gl.constexpr = 1024 // J
+    t = gl.arange(0, TOGETHER, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    j = gl.arange(0, J, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    r = gl.arange(0, R // TOGETHER, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    first = base + (t[None, :, None] * stride + j[None, None, :] + zero * 64)
+    return first + (r * (TOGETHER * stride))[:, None, None]
 
 
 @gluon.jit
 def fetch(tile, at, OFFSET: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr, MASK_COLUMNS: gl.constexpr):
-    """Copy a tile [64, 64] of a row-major matrix to shared memory; zeros from `rows` and `columns` on."""
-    tile = tile.reshape([4, 16, 64])
+    """Copy a tile of a row-major matrix to shared memory; zeros from `rows` and `columns` on."""
+    R: gl.constexpr = tile.shape[0]
+    J: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = COPIES if J == 64 else WIDE_COPIES
+    TOGETHER: gl.constexpr = 1024 // J
+    t = gl.arange(0, TOGETHER, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    j = gl.arange(0, J, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    r = gl.arange(0, R // TOGETHER, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    tile = tile.reshape([R // TOGETHER, TOGETHER, J])
     at = at + OFFSET
-    in_rows = gl.arange(0, 4, R_COPY)[:, None, None] * 16 + gl.arange(0, 16, T_COPY)[None, :, None] < rows
-    in_columns = gl.arange(0, 64, J_COPY)[None, None, :] < columns
+    in_rows = r[:, None, None] * TOGETHER + t[None, :, None] < rows
+    in_columns = j[None, None, :] < columns
     if MASK_ROWS and MASK_COLUMNS:
         async_copy.async_copy_global_to_shared(tile, at, mask=in_rows & in_columns)
     elif MASK_ROWS:
@@ -123,13 +130,14 @@ def of_warps(x):
 
 @gluon.jit
 def put(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
-    """Write a float32 tile [64, 64] of a product up to `rows` and `columns`, in base's dtype."""
-    out = gl.convert_layout(narrow(tile, base.dtype.element_ty), OUT)
-    t = gl.arange(0, 64, gl.SliceLayout(1, OUT))[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, OUT))[None, :]
+    """Write a float32 tile of a product, [64, 64] or [64, 128], up to `rows` and `columns`, in base's dtype."""
+    layout: gl.constexpr = OUT if tile.shape[1] == 64 else WIDE_OUT
+    out = gl.convert_layout(narrow(tile, base.dtype.element_ty), layout)
+    t = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
     # what differs within a thread are constants
-    at = base + ((t // 16 * 16 + t % 8) * stride + j % 16)
-    at = at + (t // 8 % 2 * (8 * stride) + j // 16 * 16)
+    at = base + ((t // 16 * 16 + t % 8) * stride + (j // 64 * 64 + j % 16))
+    at = at + (t // 8 % 2 * (8 * stride) + j // 16 % 4 * 16)
     inside = t < rows
     if MASK_COLUMNS:
         inside = inside & (j < columns)
@@ -139,9 +147,9 @@ def put(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.conste
 @gluon.jit
 def fetch_square(tile, base, FIRST: gl.constexpr):
     """Copy a matrix of squares.py to shared memory: T if FIRST, else P^T; zeros where the other lies."""
-    r = gl.arange(0, 4, R_COPY)[:, None, None]
-    t = gl.arange(0, 16, T_COPY)[None, :, None]
-    j = gl.arange(0, 64, J_COPY)[None, None, :]
+    r = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPIES)))[:, None, None]
+    t = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, COPIES)))[None, :, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, COPIES)))[None, None, :]
     block = j // 8 - (r * 2 + t // 8)
     at = base + (t * 72 + j) + r * (16 * 72)
     if FIRST:
@@ -209,56 +217,18 @@ def tell(came, UNDER_WAY: gl.constexpr, wanted):
 
 
 @gluon.jit
-def of_end(line):
-    """G at the end of a chunk, of the line of its G in shared memory."""
-    return gl.sum(line.slice(63, 1).load(LANES), 0)
+def times_inverse(x, T, left: gl.constexpr, SCALED: gl.constexpr):
+    """x T under way, its operand in the layout `left`, and what its rows are to be multiplied with.
 
-
-@gluon.jit
-def meet(both, phase):
-    """Of two warp groups each sees what the other wrote to shared memory until then."""
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(both, count=1)
-    mbarrier.wait(both, phase)
-
-
-@gluon.jit
-def hidden_zero(back, BITS: gl.constexpr):
-    """0, which the compiler does not know: it would compute where each tile lies once, before the loop, and have no
-    registers for so much; what is spilled goes through L2, since shared memory leaves L1 next to nothing."""
-    return back >> BITS
-
-
-@gluon.jit
-def put_across(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
-    """Write a narrow tile [64 columns, 64 rows] of a product transposed, up to `rows` and `columns`."""
-    # each block of 8 x 8 transposed: of the tile's element [8 a + r, 8 b + c] there is what was [8 a + c, 8 b + r]
-    across = gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [tile], tile.dtype, is_pure=True, pack=2
-    )
-    out = gl.convert_layout(across, ACROSS_OUT)
-    x = gl.arange(0, 64, gl.SliceLayout(1, ACROSS_OUT))[:, None]
-    y = gl.arange(0, 64, gl.SliceLayout(0, ACROSS_OUT))[None, :]
-    column = x // 8 * 8 + y % 8
-    at = base + (x % 8 * stride + column)
-    at = at + y // 8 * (8 * stride)
-    inside = x % 8 < rows - y // 8 * 8
-    if MASK_COLUMNS:
-        inside = inside & (column < columns)
-    gl.store(at, out, mask=inside)
-
-
-@gluon.jit
-def times_inverse(x, T, SCALED: gl.constexpr):
-    """x T under way, its left operand, and what its rows are to be multiplied with: SCALED by powers of 2 meanwhile."""
-    up = gl.full([64], 1.0, gl.float32, ROWS)
+    SCALED: meanwhile each row is divided by a power of 2."""
+    layout: gl.constexpr = x.type.layout
+    up = gl.full([x.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, layout))
     if SCALED:
         largest = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
         exponent = gl.minimum(largest & 0x7F800000, 0x7E800000)
         x *= (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
         up = exponent.to(gl.float32, bitcast=True)
-    left_x = gl.convert_layout(narrow(x, T.dtype), LEFT, assert_trivial=True)
-    product = gl.zeros([64, 64], gl.float32, MMA)
+    left_x = gl.convert_layout(narrow(x, T.dtype), left, assert_trivial=True)
+    product = gl.zeros([x.shape[0], 64], gl.float32, layout)
     product = warpgroup_mma(left_x, T, product, use_acc=False, is_async=True)
     return product, left_x, up

@@ -172,7 +172,7 @@ def walk_chunk(
         y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, left[0], left[NK - 1]])
         x -= y * erase[None, :]
         SCALED: gl.constexpr = T_s.dtype == gl.float16
-        x, left_u, up = times_inverse(x, T_s.index(stage).permute((1, 0)), SCALED)
+        x, left_u, up = times_inverse(x, T_s.index(stage).permute((1, 0)), LEFT, SCALED)
     if DECAY != "none":
         G = G_s.index(stage).load(COLUMNS)
         G_end = G_s.index(stage).slice(63, 1).load(COLUMNS)

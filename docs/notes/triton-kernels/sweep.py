@@ -69,7 +69,7 @@ def jobs():
                         yield scans | dict(MODE="replay", STATE=True, EVERY=every, SPLIT=16)
                 if 64 < K <= 128 and 64 < V <= 128:
                     for split, strengths in itertools.product((0, 32), (True, False)):
-                        walk = dict(module="walk_hopper", kernel="hopper_walk_kernel", SPLIT=split, strengths=strengths, maxnreg=168)
+                        walk = dict(module="walk_hopper", kernel="hopper_walk_kernel", SPLIT=split, strengths=strengths, warps=8, maxnreg=168)
                         yield hopper | walk
         if delta and terms == 1 and dtype != "fp16":  # an erase and a write of their own
             yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every, SHARED=False)
