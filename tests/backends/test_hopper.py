@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from assembly import disassemble, forgotten, miscarried
 
 from deltazoo.backends.triton.config import Device, Problem, heuristic
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
@@ -98,6 +99,34 @@ def test_they_compile_as_they_are_launched_and_find_room(compiler, delta, early,
         # one program a processor, or two
         assert kernel.metadata.shared <= (DEVICE.shared_memory if name in SCANS else 113 * 1024)
         assert "wgmma.mma_async" in kernel.asm["ptx"]
+        text = disassemble(kernel.asm["cubin"])
+        assert not miscarried(text)
+        assert not forgotten(text)
+
+
+# of ptxas 12.8.93: the second product takes exp2's result before it is there, the first waits for its own
+FORGOTTEN = """
+        /*a1e0*/                   MUFU.EX2 R0, R8 ;                /* 0x0000000800007308 */
+                                                                    /* 0x004ea20000000800 */
+        /*a2b0*/                   MUFU.EX2 R5, R5 ;                /* 0x0000000500057308 */
+                                                                    /* 0x000ee20000000800 */
+        /*a300*/                   FMUL R213, R0, UR58 ;            /* 0x0000003a00d57c20 */
+                                                                    /* 0x004fe20008400000 */
+        /*a350*/                   FMUL R215, R5, UR58 ;            /* 0x0000003a05d77c20 */
+                                                                    /* 0x000fe20008400000 */
+"""
+# of the same: the high half takes UR25, the low half, where it should take zero
+MISCARRIED = """
+        /*0010*/                   UIADD3 UR4, UP0, UR25, 0x20, URZ ;
+        /*0020*/                   UIADD3.X UR5, UR25, 0xc0000010, URZ, UP0, !UPT ;
+"""
+
+
+def test_faults_of_the_assembler_are_seen_where_they_are():
+    assert forgotten(FORGOTTEN) == ["FMUL R215, R5, UR58 does not wait for MUFU.EX2 R5, R5"]
+    assert forgotten(FORGOTTEN.replace("0x000fe20008400000", "0x008fe20008400000")) == []
+    assert len(miscarried(MISCARRIED)) == 1
+    assert miscarried(MISCARRIED.replace("UIADD3.X UR5, UR25", "UIADD3.X UR5, URZ")) == []
 
 
 def test_what_a_backward_is_given_has_the_shapes_that_were_prepared():

@@ -238,9 +238,9 @@ def chunk_gradients(
             intra_q *= scale
         low_e_s.store(narrow(gl.where(i > j, intra_e, 0.0), dtype))
         low_q_s.store(narrow(gl.where(i >= j + FIRST, intra_q, 0.0), dtype))
+        fence_async_shared()  # not right before a wait: there ptxas 12.8 forgot that what came next was not there yet
         inter_e = gl.zeros([64, 128], gl.float32, KEYS)
         inter_e = warpgroup_mma(du_T, S_s.index(z), inter_e, use_acc=False, is_async=True)
-        fence_async_shared()
         inter_q, dk_stored = warpgroup_mma_wait(1, deps=[inter_q, dk_stored])
     else:
         low_q_s = low_s.index(stage)

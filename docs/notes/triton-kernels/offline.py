@@ -20,26 +20,14 @@ for name in ("deltazoo", "deltazoo.backends", "deltazoo.backends.triton"):  # fo
 sys.modules["torch"] = types.ModuleType("torch")
 sys.modules["torch"].Tensor = object
 
+sys.path.insert(0, "tests/backends")
 import triton  # noqa: E402
+from assembly import disassemble, forgotten, miscarried  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 BIN = triton.__path__[0] + "/backends/nvidia/bin/"
-def sass_of(cubin):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin); f.flush()
-        return subprocess.run([BIN + "nvdisasm", "-c", f.name], capture_output=True, text=True).stdout
-def miscarried(sass):
-    """Where ptxas 12.8 adds to a 64-bit descriptor with its low half in place of its high half (NOTES.md): must be 0."""
-    low, found = {}, 0  # by predicate: the register that the carry comes from, as long as it holds the same
-    for line in sass.splitlines():
-        if m := re.search(r"UIADD3\.X UR\d+, (UR\d+), .*?, URZ, (UP\d)", line): found += low.get(m[2]) == m[1]
-        if m := re.search(r"\s(?:U\w+|R2UR|S2UR)(?:\.\w+)* (?:UP\d, )?(UR\d+)", line):
-            wide = {m[1], f"UR{int(m[1][2:]) + 1}"} if ".64" in line or ".128" in line else {m[1]}
-            low = {p: r for p, r in low.items() if r not in wide}
-        if m := re.search(r"UIADD3 UR\d+, (UP\d), (UR\d+), ", line): low[m[1]] = m[2]
-    return found
 def compile(kernel, types_, constants, warps=4, stages=2, dump=None, maxnreg=None):
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants or n not in types_ else types_[n].removesuffix(":16") for n in names}
@@ -53,8 +41,8 @@ def compile(kernel, types_, constants, warps=4, stages=2, dump=None, maxnreg=Non
     regs = re.search(r"Used (\d+) registers", log); spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     ttgir, ptx = out.asm["ttgir"], out.asm["ptx"]
     info = dict(regs=int(regs.group(1)), spill=spill.groups(), smem=out.metadata.shared, wgmma=ptx.count("wgmma.mma_async"), mma=ptx.count("mma.sync"), cvt=ttgir.count("convert_layout"), alloc=ttgir.count("local_alloc"), store=ttgir.count("local_store"), cp=ttgir.count("async_copy_global_to_local"), bar=ptx.count("bar.sync"))
-    sass = sass_of(out.asm["cubin"])
-    info |= dict(miscarried=miscarried(sass), sass=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)))
+    sass = disassemble(out.asm["cubin"])
+    info |= dict(miscarried=len(miscarried(sass)), forgotten=len(forgotten(sass)), sass=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)))
     if "C75" in log or "erialized" in log: info["log"] = [l for l in log.splitlines() if "C75" in l or "erial" in l][:2]
     if dump:
         for kind in ("ttgir", "ptx"): open(f"{dump}.{kind}", "w").write(out.asm[kind])

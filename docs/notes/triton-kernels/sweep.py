@@ -1,4 +1,4 @@
-"""Compile the kernels for sm_90 over what the heuristic gives, and name what spills much or is miscarried.
+"""Compile the kernels for sm_90 over what the heuristic gives, and name what spills much, is miscarried or forgets a wait.
 
 As offline.py beside it, whose venv and stand-ins it takes: python docs/notes/triton-kernels/sweep.py [WORD OF A NAME]...
 """
@@ -101,6 +101,6 @@ if __name__ == "__main__":
     print(len(todo), "kernels", flush=True)
     with ProcessPoolExecutor(1) as pool:
         for n, (job, info) in enumerate(zip(todo, pool.map(one, todo))):
-            if "error" in info or info["miscarried"] or "log" in info or int(info["spill"][0]) > 600:
+            if "error" in info or info["miscarried"] or info["forgotten"] or "log" in info or int(info["spill"][0]) > 600:
                 print(n, name(job), info, flush=True)
     print("done")
