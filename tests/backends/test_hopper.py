@@ -72,6 +72,7 @@ SCANS = ["hopper_scan_kernel", "hopper_scan_kernel", "hopper_walk_kernel"]  # ou
     [
         (True, False, False, False, torch.bfloat16, 128, 128, [PREPARE, *SCANS]),
         (True, True, True, True, torch.float16, 104, 72, [PREPARE, *SCANS]),
+        (True, True, True, False, torch.float16, 128, 128, [PREPARE, *SCANS]),
         (False, False, True, True, torch.bfloat16, 128, 128, SCANS),
         (True, True, False, True, torch.bfloat16, 64, 96, [PREPARE, *SCANS[:2], GRADIENTS]),
         (False, False, True, True, torch.float16, 72, 40, [GRADIENTS]),
