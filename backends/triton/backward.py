@@ -13,7 +13,6 @@ from deltazoo.backends.triton.launch import (
     SHARED_OUT,
     Cut,
     OnSegment,
-    check_hopper,
     decay_of,
     empty,
     join,
@@ -177,7 +176,6 @@ def _gradients(
     launch, own = config.gradients, x.e is not None
     kernel, warps = gradients_kernel, launch.warps
     if launch.hopper:
-        check_hopper("gradients", x, kind, s)
         from deltazoo.backends.triton.kernels.gradients_hopper import hopper_gradients_kernel as kernel
 
         warps = 4
@@ -205,7 +203,6 @@ def _walk(
     x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, cut: Cut, do: Tensor, carry: Tensor,
     scratch: _Scratch, sums: _Sums, d: Gradients, begins: Tensor | None,
 ) -> OnSegment:  # fmt: skip
-    check_hopper("reverse", x, kind, s)
     from deltazoo.backends.triton.kernels.walk_hopper import hopper_walk_kernel
 
     go = launcher(

@@ -6,6 +6,10 @@ from typing import NamedTuple, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deltazoo.backends.errors import ConfigError
+
+CHUNK = 64  # tokens, where nothing else is given
+
 
 class Launch(BaseModel):
     """How one kernel is launched.
@@ -46,7 +50,7 @@ class LaunchConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    chunk: int = 64
+    chunk: int = CHUNK
     every: int = 16
     split: int = 0
     scratch: int = 5 * 2**25
@@ -177,7 +181,7 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
     for kernel, launch in chosen.items():
-        if for_hopper(kernel, device, problem, LaunchConfig().chunk) and (problem.delta or kernel != "prepare"):
+        if for_hopper(kernel, device, problem, CHUNK) and (problem.delta or kernel != "prepare"):
             launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch
             chosen[kernel] = launch.model_copy(update={"hopper": True})
     split = _split(problem, device) if split is None else split
@@ -211,6 +215,27 @@ def launch_config(problem: Problem, index: int | None) -> LaunchConfig:
     from deltazoo.backends.triton.table import tuned_config  # which imports the values of this file
 
     return tuned_config(problem, index)
+
+
+@functools.lru_cache(maxsize=4096)
+def given_config(config: str, problem: Problem, index: int | None) -> LaunchConfig:
+    """A launch config given as JSON, for a problem on a CUDA device. Raises: ConfigError as `checked`."""
+    return checked(parse(config), problem, device_of(index))
+
+
+def checked(config: LaunchConfig, problem: Problem, device: Device) -> LaunchConfig:
+    """Raises: ConfigError where a config asks for a kernel for Hopper GPUs that does not take the problem."""
+    for kernel, (keys, values, by) in HOPPER_WIDTHS.items():
+        if getattr(config, kernel).hopper and not for_hopper(kernel, device, problem, config.chunk):
+            multiples = f", multiples of {by}" if by > 1 else ""
+            raise ConfigError(
+                f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in "
+                f"the same dtype, without an erase key, in chunks of 64 tokens and with {keys[0]} to {keys[-1]} keys "
+                f"and {values[0]} to {values[-1]} values a head{multiples}, got {device.name}, {problem.dtype} kept in "
+                f"{problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of {config.chunk}, {problem.K} "
+                f"keys and {problem.V} values."
+            )
+    return config
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton.config import LaunchConfig, Problem, cdiv, key_tiles, power_of_two
 from deltazoo.backends.triton.kernels.decode import decode_kernel
@@ -38,30 +37,14 @@ class Cut(NamedTuple):
 
 def resolve(x: ScanOperands, kind: ScanKind) -> LaunchConfig:
     """The config that was given as JSON, or the one for these sizes on this device."""
-    if kind.config:
-        return configs.parse(kind.config)
-    return configs.launch_config(_problem(x, kind, Sizes.of(x, LaunchConfig().chunk)), x.q.device.index)
-
-
-def _problem(x: ScanOperands, kind: ScanKind, s: Sizes) -> Problem:
-    return Problem(
+    s, index = Sizes.of(x, configs.CHUNK), x.q.device.index
+    problem = Problem(
         x.q.device.type, x.q.dtype, s.N, s.T, s.H, s.HV, s.K, s.V, kind.delta, x.e is not None,
         x.log_decay is not None, s.packed, kind.precise,
     )  # fmt: skip
-
-
-def check_hopper(kernel: str, x: ScanOperands, kind: ScanKind, s: Sizes) -> None:
-    """Raises: ConfigError where a config asks for a kernel for Hopper GPUs that does not take the operands."""
-    device, problem = configs.device_of(x.q.device.index), _problem(x, kind, s)
-    if not configs.for_hopper(kernel, device, problem, s.C):
-        keys, values, by = configs.HOPPER_WIDTHS[kernel]
-        multiples = f", multiples of {by}" if by > 1 else ""
-        raise ConfigError(
-            f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in the "
-            f"same dtype, without an erase key, in chunks of 64 tokens and with {keys[0]} to {keys[-1]} keys and "
-            f"{values[0]} to {values[-1]} values a head{multiples}, got {device.name}, {problem.dtype} kept in "
-            f"{problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of {s.C}, {s.K} keys and {s.V} values."
-        )
+    if kind.config:
+        return configs.given_config(kind.config, problem, index)
+    return configs.launch_config(problem, index)
 
 
 def decay_of(x: ScanOperands) -> str:
@@ -107,7 +90,6 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
     kernel, warps = prepare_kernel, config.prepare.warps
     registers = None if exact or grouped or s.C != 64 else 160  # three programs a processor
     if config.prepare.hopper:
-        check_hopper("prepare", x, kind, s)
         from deltazoo.backends.triton.kernels.prepare_hopper import hopper_prepare_kernel as kernel
 
         warps, registers = 4, 168 if grouped else None  # three, else five
@@ -141,7 +123,6 @@ def scan(
     # parts hand on less than all, by a kernel that is not for one kind of GPU
     hopper = launch.hopper and mode in ("output", "replay")
     if hopper:
-        check_hopper("scan" if mode == "output" else "replay", x, kind, s)
         from deltazoo.backends.triton.kernels.scan_hopper import hopper_scan_kernel as kernel
 
         BV, columns, warps, stages, registers = 128, 1, 4, 1, SHARED_OUT

@@ -62,8 +62,8 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
 
 
 def _listed(d: Gradients) -> list[Tensor]:
-    """An operator returns no None: it returns nothing's tensor."""
-    return [d.q.new_empty(0) if x is None else x for x in d]
+    """An operator returns no None: those that there are, as Gradients.which says."""
+    return [x for x in d if x is not None]
 
 
 def _step_impl(*arguments: Any) -> Tensor:
@@ -153,9 +153,10 @@ class _ChunkScan(torch.autograd.Function):
         saved = ctx.saved_tensors
         operands = saved[:9]
         d_o = operands[2].new_zeros(ctx.o_shape) if d_o is None else d_o
-        grads = _backward_op(*saved, d_o, d_final, *ctx.kind)
-        wanted = ctx.needs_input_grad
+        grads = iter(_backward_op(*saved, d_o, d_final, *ctx.kind))
         out = []
-        for grad, operand, want in zip(grads, operands[:8], wanted, strict=False):
-            out.append(grad.to(operand.dtype) if want and operand is not None else None)
+        counts = Gradients.which(ScanOperands(*operands), ScanKind(*ctx.kind))
+        for operand, exists, wanted in zip(operands, counts, ctx.needs_input_grad, strict=False):
+            grad = next(grads) if exists else None
+            out.append(grad.to(operand.dtype) if grad is not None and wanted else None)
         return (*out, None, *(None for _ in ctx.kind))

@@ -136,16 +136,20 @@ class Gradients(NamedTuple):
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind) -> Self:
         """Room for the gradients: in the operands' dtype, those of the gates in float32."""
+        counts = cls.which(x, kind)
 
-        def like(y: Tensor | None, dtype: torch.dtype | None = None) -> Any:
-            return None if y is None else y.new_empty(y.shape, dtype=dtype)
+        def like(n: int, dtype: torch.dtype | None = None) -> Any:
+            y = x[n]
+            return None if y is None or not counts[n] else y.new_empty(y.shape, dtype=dtype)
 
         single = torch.float32
-        b = x.b if kind.delta else None
-        return cls(
-            like(x.q), like(x.k), like(x.v), like(x.log_decay, single), like(b, single),
-            like(None if kind.tied else x.w, single), like(x.e), like(x.state),
-        )  # fmt: skip
+        return cls(like(0), like(1), like(2), like(3, single), like(4, single), like(5, single), like(6), like(7))
+
+    @staticmethod
+    def which(x: ScanOperands, kind: ScanKind) -> tuple[bool, ...]:
+        """Whether there is one of each operand."""
+        b, w = kind.delta and x.b is not None, x.w is not None and not kind.tied
+        return True, True, True, x.log_decay is not None, b, w, x.e is not None, x.state is not None
 
 
 def ready(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, device_of, heuristic
+from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, checked, device_of, heuristic
 
 _log = logging.getLogger("deltazoo")
 
@@ -305,7 +305,7 @@ def tuned_config(problem: Problem, index: int | None) -> LaunchConfig:
     Raises: ConfigError for a broken table.
     """
     device = device_of(index)
-    return configured(problem, device, _records(device.name) if index is not None else {})
+    return checked(configured(problem, device, _records(device.name) if index is not None else {}), problem, device)
 
 
 def configured(problem: Problem, device: Device, records: dict[Key, Record]) -> LaunchConfig:
