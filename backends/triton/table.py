@@ -229,16 +229,39 @@ def source_of(kernel: str) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:12]
 
 
+_FORMATTED = {n for n, name in tokenize.tok_name.items() if name.startswith("FSTRING_")}
+
+
 def _code_of(text: str) -> Iterator[str]:
-    """The words of a Python source, with its blocks, without comments and docstrings."""
+    """The words of a Python source, with its blocks, without comments and docstrings; the same in any Python."""
     begins = True  # a statement
+    opened = []  # f-strings: one word each, as before Python 3.12, which takes them apart
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in _FORMATTED:
+            if tokenize.tok_name[token.type].endswith("START"):
+                opened.append(token.start)
+            elif tokenize.tok_name[token.type].endswith("END"):
+                start = opened.pop()
+                if not opened:
+                    yield _between(text, start, token.end)
+            begins = False
+            continue
+        if opened:
+            continue
         says_nothing = token.type in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
         docstring = begins and token.type == tokenize.STRING
         if says_nothing or docstring or (begins and token.type == tokenize.NEWLINE):
             continue
         begins = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
         yield tokenize.tok_name[token.type] if begins else token.string
+
+
+def _between(text: str, start: tuple[int, int], end: tuple[int, int]) -> str:
+    """The text from one (line, column) to another, lines from 1 on."""
+    lines = text.splitlines(keepends=True)[start[0] - 1 : end[0]]
+    lines[-1] = lines[-1][: end[1]]
+    lines[0] = lines[0][start[1] :]
+    return "".join(lines)
 
 
 def read_table(path: str | Path) -> Table:

@@ -20,19 +20,24 @@ def hidden_zero(back, BITS: gl.constexpr):
 @gluon.jit
 def fetch_first(
     q, k, do, gates, squares, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, stage,
-    numbers_s, z, row, left, place, local, h, hv,
+    numbers_s, z, row, left, place, local, c, first, fresh, h, hv,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr,
     WRITE: gl.constexpr, EARLY: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Copy what the reverse scan takes of a chunk, in two groups: k, do, P^T and the gates; then q and T.
 
-    Leave its row of values, its row of keys, its place and how many tokens are left, which the others would spill."""
+    Leave what the others would spill: its row of values, its row of keys, its place, how many tokens are left, how many
+    chunks are to come, its number, whether it is the first to be walked, and whether it is a sequence's last."""
     key = (row * H + h) * K
-    i = gl.arange(0, 4, FEW)
+    i = gl.arange(0, 8, FEW)
     of_keys = local * 64 * HV + hv if HV > H else row * H + h
     numbers = gl.where(i == 0, row * HV + hv, of_keys)
     numbers = gl.where(i == 2, place, numbers)
-    numbers_s.index(stage).store(gl.where(i == 3, left.to(gl.int64), numbers))
+    numbers = gl.where(i == 3, left.to(gl.int64), numbers)
+    small = gl.where(i == 4, c - first, c)
+    small = gl.where(i == 6, fresh, small)
+    small = gl.where(i == 7, fresh & (left <= 64), small)
+    numbers_s.index(stage).store(gl.where(i > 3, small.to(gl.int64), numbers))
     fetch(k_s.index(stage), of_copy(k + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
     fetch(do_s.index(stage), of_copy(do + (row * HV + hv) * V, HV * V, 64, 128, z), 0, left, V, True, V % 128 != 0)
     fetch_gates(
@@ -64,7 +69,7 @@ def copy_chunks(
     fetch_first(
         q, k, do, gates, squares, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, 0,
         numbers_s, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
-        (first_place + c - first_chunk).to(gl.int64), h, hv,
+        (first_place + c - first_chunk).to(gl.int64), c, first, 1, h, hv,
         H, HV, K, V, DECAY, DELTA, WRITE, EARLY, dtype,
     )  # fmt: skip
     tell(came.index(0), 1, True)
@@ -87,7 +92,8 @@ def copy_chunks(
         if c > first:
             fetch_first(
                 q, k, do, gates, squares, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, stage,
-                numbers_s, z, row - 64, length - (c - 1) * 64, (slot + c - 1).to(gl.int64) * HV + hv, local - 1, h, hv,
+                numbers_s, z, row - 64, length - (c - 1) * 64, (slot + c - 1).to(gl.int64) * HV + hv, local - 1,
+                c - 1, first, 0, h, hv,
                 H, HV, K, V, DECAY, DELTA, WRITE, EARLY, dtype,
             )  # fmt: skip
             tell(came.index(stage), 1, True)

@@ -23,7 +23,7 @@ from deltazoo.backends.triton.kernels.hopper import (
 from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
 from deltazoo.backends.triton.kernels.walk_copies import copy_chunks, hidden_zero
 from deltazoo.backends.triton.kernels.walk_steps import chunk_gradients, reverse_chunk
-from deltazoo.backends.triton.kernels.walk_sums import SHARED_SUMS, STATE, put_kept
+from deltazoo.backends.triton.kernels.walk_sums import SHARED_SUMS, STATE, number, put_kept
 
 BUFFERS = gl.constexpr(2)  # of what the reverse scan takes of a chunk: that of the next is copied meanwhile
 
@@ -32,7 +32,7 @@ BUFFERS = gl.constexpr(2)  # of what the reverse scan takes of a chunk: that of 
 def walk_back(
     v, b, dq, dk, dv, carry, begins, dgates, kepts, partial, scale,
     k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
-    came, rest_came, states_came, done, walked, slot, slots, held, segments, first, last, at_end, n, part, parts, hv,
+    came, rest_came, states_came, done, walked, slot, slots, held, segments, first, last, n, part, parts, hv,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr,
     DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr, ERASE_EARLY: gl.constexpr,
     READ_EARLY: gl.constexpr, SHARED: gl.constexpr, SPLIT: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
@@ -46,22 +46,27 @@ def walk_back(
     inside = (i < V) & (j < K)
     dS = gl.load(at_begin + (i * K + j), mask=inside, other=0.0)
     apart = slots.to(gl.int64) * HV
-    for back in range(0, last - first):
-        stage = back % 2
+    stage = 0
+    phase = 0
+    to_come = last - first
+    while to_come > 0:
         dS, intra_q, inter_q = reverse_chunk(
             dS, dv, scale, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s,
             S_s, dS_s, du_s, x_s, low_s, sums_s, numbers_s, came, rest_came, states_came,
-            hidden_zero(back, 20), stage, back // 2 % 2, back % 2, kepts, apart, back > 0,
+            hidden_zero(to_come, 20), stage, phase, kepts, apart,
             HV, V, DECAY, DELTA, WRITE, READ_EARLY, SHARED, LEAST, dtype,
         )  # fmt: skip
         dS = chunk_gradients(
             dS, intra_q, inter_q, v, b, dq, dk, dgates, kepts, partial, scale,
-            k_s, q_s, do_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s,
-            numbers_s, walked, hidden_zero(back, 21), stage + hidden_zero(back, 22), segments, slots, held,
-            (back == 0) & at_end, last - 1 - back > 0,
+            k_s, q_s, do_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
+            walked, hidden_zero(to_come, 21), stage + hidden_zero(to_come, 22), segments, slots, held,
             H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype,
         )  # fmt: skip
+        # counted by the copying warp group: a number of this one's own would be spilled, and waited for here
+        to_come = number(numbers_s.index(stage), 4).to(gl.int32)
         free(done)
+        phase = phase ^ stage
+        stage = stage ^ 1
     if DECAY != "none" and not DELTA:
         barrier()
         put_kept(kepts + ((slot + first - 1).to(gl.int64) * HV + hv), apart, sums_s, first > 0)
@@ -95,7 +100,6 @@ def hopper_walk_kernel(
     if SPLIT > 0:
         first += part * SPLIT
         last = gl.minimum(first + SPLIT, last)
-    at_end = last * 64 >= length
     if first < last:
         k_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
         q_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
@@ -117,7 +121,7 @@ def hopper_walk_kernel(
         c_s = ring_of_lines(BUFFERS) if DELTA else G_s
         w_s = ring_of_lines(BUFFERS) if WRITE else G_s
         sums_s = gl.allocate_shared_memory(gl.float32, [2, 4], SHARED_SUMS)
-        numbers_s = gl.allocate_shared_memory(gl.int64, [BUFFERS, 4], SHARED_LINE)
+        numbers_s = gl.allocate_shared_memory(gl.int64, [BUFFERS, 8], SHARED_LINE)
         values = xs if DELTA else v
         came = barriers(BUFFERS, 1)
         rest_came = barriers(BUFFERS, 1)
@@ -132,7 +136,7 @@ def hopper_walk_kernel(
                         v, b, dq, dk, dv, carry, begins, dgates, kepts, partial, scale,
                         k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s,
                         numbers_s, came, rest_came, states_came, done, walked,
-                        slot, slots, held, segments, first, last, at_end, n, part, parts, hv,
+                        slot, slots, held, segments, first, last, n, part, parts, hv,
                         H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, SPLIT, LEAST, dtype,
                     ),
                 ),

@@ -45,7 +45,7 @@ def stores_first(number):
 @gluon.jit
 def reverse_chunk(
     dS, dv, scale, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, dS_s, du_s, x_s, low_s, sums_s,
-    numbers_s, came, rest_came, states_came, z, stage, phase, odd, kepts, apart, kept_wanted,
+    numbers_s, came, rest_came, states_came, z, stage, phase, kepts, apart,
     HV: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr,
     WRITE: gl.constexpr, READ_EARLY: gl.constexpr, SHARED: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def reverse_chunk(
     mbarrier.wait(rest_came.index(stage), phase)
     if not DELTA:
         # dP and P
-        mbarrier.wait(states_came, odd)
+        mbarrier.wait(states_came, stage)
         d_square = gl.zeros([64, 64], gl.float32, PAIRS)
         d_square = warpgroup_mma(
             do_s.index(stage), x_s.index(z).permute((1, 0)), d_square, use_acc=False, is_async=True
@@ -94,7 +94,7 @@ def reverse_chunk(
     # e^Gend dS' + scale (e^G'' q)^T do
     dS = warpgroup_mma(left_doq, q_s.index(stage), dS0, is_async=True)
     if DECAY != "none" and not DELTA:
-        put_kept(kepts + number(numbers_s.index(stage), 2), apart, sums_s, kept_wanted)
+        put_kept(kepts + number(numbers_s.index(stage), 2), apart, sums_s, number(numbers_s.index(stage), 6) == 0)
     dS_s.index(z).store(low)
     if DECAY != "none":
         fade = gl.exp2(G_s.index(stage).slice(63, 1).load(TOKENS) - G_s.index(stage).load(TOKENS))
@@ -112,7 +112,7 @@ def reverse_chunk(
         SCALED: gl.constexpr = T_s.dtype == gl.float16 and dtype != gl.float16
         dx, left_x, up = times_inverse(dx, T_s.index(stage), LEFT, SCALED)
         erase = c_s.index(stage).load(TOKENS)
-        mbarrier.wait(states_came, odd)
+        mbarrier.wait(states_came, stage)
         intra_q = gl.zeros([64, 64], gl.float32, PAIRS)
         intra_q = warpgroup_mma(do_s.index(stage), x_s.index(z).permute((1, 0)), intra_q, use_acc=False, is_async=True)
         dx, left_x, left_doq = warpgroup_mma_wait(1, deps=[dx, left_x, left_doq])
@@ -174,7 +174,7 @@ def reverse_chunk(
 def chunk_gradients(
     dS, intra_q, inter_q, v, b, dq, dk, dgates, kepts, partial, scale,
     k_s, q_s, do_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
-    walked, z, stage, segments, slots, held, is_last, has_before,
+    walked, z, stage, segments, slots, held,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr,
     DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr, ERASE_EARLY: gl.constexpr,
     READ_EARLY: gl.constexpr, SHARED: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
@@ -200,12 +200,15 @@ def chunk_gradients(
     dk_stored = warpgroup_mma(x_s.index(z), dS_s.index(z), dk_stored, use_acc=False, is_async=True)
     at_kept = kepts + place
     if DECAY != "none" and DELTA:
-        put_kept(at_kept - HV, apart, sums_s, has_before)
+        put_kept(at_kept - HV, apart, sums_s, number(numbers, 5) > 0)
     if DECAY != "none":
         G = G_s.index(stage).load(ROWS)
         G_early = before_s.index(stage).load(ROWS) if EARLY else G
         G_q = G_early if READ_EARLY else G
         G_e = G_early if ERASE_EARLY else G
+        read = gl.exp2(G_q) * scale
+        fade_k = gl.exp2(G_s.index(stage).slice(63, 1).load(ROWS) - G)
+        is_last = number(numbers, 7) > 0
     if DELTA and ERASE and not (SHARED and WRITE):
         t = gl.arange(0, 64, ROWS)
         erase = gl.load(b + number(numbers, 0) + t * HV, mask=t < left, other=0.0).to(gl.float32)
@@ -246,12 +249,10 @@ def chunk_gradients(
         low_q_s = low_s.index(stage)
         inter_q, dk_stored = warpgroup_mma_wait(0, deps=[inter_q, dk_stored])
     if DECAY != "none":
-        inter_q *= (gl.exp2(G_q) * scale)[:, None]
+        inter_q *= read[:, None]
     else:
         inter_q *= scale
     SUMS_OF_K: gl.constexpr = DECAY != "none" or (WRITE and not DELTA)
-    if DECAY != "none":
-        fade_k = gl.exp2(G_s.index(stage).slice(63, 1).load(ROWS) - G)
     if WRITE and not DELTA:
         write = held_off(w_s.index(stage).load(ROWS), LEAST)
         fade_k = fade_k * write if DECAY != "none" else write
