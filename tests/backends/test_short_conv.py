@@ -178,7 +178,7 @@ def test_the_kernels_give_a_tensor_of_its_own_for_each_part() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["three strips", "pack with history"])
+@pytest.mark.parametrize("name", ["three strips", "pack, eight taps"])
 def test_every_way_of_launching_gives_the_same_numbers(name: str, launch: conv.ConvLaunch) -> None:
     agrees(lambda x, parts: conv.short_conv(x, parts, launch, launch), CASES[name], torch.float32)
 
