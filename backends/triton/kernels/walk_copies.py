@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from deltazoo.backends.triton.kernels.hopper import fetch, fetch_gates, fetch_square, of_copy, tell
+from deltazoo.backends.triton.kernels.walk_sums import IS_FIRST, IS_LAST, LEFT_TOKENS, PLACE, ROW_OF_VALUES, TO_COME
 
 FEW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -26,18 +27,17 @@ def fetch_first(
 ):  # fmt: skip
     """Copy what the reverse scan takes of a chunk, in two groups: k, do, P^T and the gates; then q and T.
 
-    Leave what the others would spill: its row of values, its row of keys, its place, how many tokens are left, how many
-    chunks are to come, its number, whether it is the first to be walked, and whether it is a sequence's last."""
+    Leave the chunk's numbers, too."""
     key = (row * H + h) * K
     i = gl.arange(0, 8, FEW)
     of_keys = local * 64 * HV + hv if HV > H else row * H + h
-    numbers = gl.where(i == 0, row * HV + hv, of_keys)
-    numbers = gl.where(i == 2, place, numbers)
-    numbers = gl.where(i == 3, left.to(gl.int64), numbers)
-    small = gl.where(i == 4, c - first, c)
-    small = gl.where(i == 6, fresh, small)
-    small = gl.where(i == 7, fresh & (left <= 64), small)
-    numbers_s.index(stage).store(gl.where(i > 3, small.to(gl.int64), numbers))
+    numbers = gl.where(i == ROW_OF_VALUES, row * HV + hv, of_keys)
+    numbers = gl.where(i == PLACE, place, numbers)
+    numbers = gl.where(i == LEFT_TOKENS, left.to(gl.int64), numbers)
+    small = gl.where(i == TO_COME, c - first, c)
+    small = gl.where(i == IS_FIRST, fresh, small)
+    small = gl.where(i == IS_LAST, fresh & (left <= 64), small)
+    numbers_s.index(stage).store(gl.where(i >= TO_COME, small.to(gl.int64), numbers))
     fetch(k_s.index(stage), of_copy(k + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
     fetch(do_s.index(stage), of_copy(do + (row * HV + hv) * V, HV * V, 64, 128, z), 0, left, V, True, V % 128 != 0)
     fetch_gates(

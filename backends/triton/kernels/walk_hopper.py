@@ -23,7 +23,13 @@ from deltazoo.backends.triton.kernels.hopper import (
 from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
 from deltazoo.backends.triton.kernels.walk_copies import copy_chunks, hidden_zero
 from deltazoo.backends.triton.kernels.walk_steps import chunk_gradients, reverse_chunk
-from deltazoo.backends.triton.kernels.walk_sums import SHARED_SUMS, STATE, number, put_kept
+from deltazoo.backends.triton.kernels.walk_sums import (
+    SHARED_SUMS,
+    STATE,
+    TO_COME,
+    number,
+    put_kept,
+)
 
 BUFFERS = gl.constexpr(2)  # of what the reverse scan takes of a chunk: that of the next is copied meanwhile
 
@@ -63,7 +69,7 @@ def walk_back(
             H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype,
         )  # fmt: skip
         # counted by the copying warp group: a number of this one's own would be spilled, and waited for here
-        to_come = number(numbers_s.index(stage), 4).to(gl.int32)
+        to_come = number(numbers_s.index(stage), TO_COME).to(gl.int32)
         free(done)
         phase = phase ^ stage
         stage = stage ^ 1

@@ -12,13 +12,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltazoo.backends.triton.kernels.hopper import SHARED_TILE, barrier, free, narrow, put, times_inverse, widen
 from deltazoo.backends.triton.kernels.layout import held_off
 from deltazoo.backends.triton.kernels.walk_sums import (
+    CHUNK,
+    IS_FIRST,
+    IS_LAST,
     KEYS,
     LEFT,
     LEFT_STATE,
+    LEFT_TOKENS,
     OF_KEYS,
     PAIR_COLUMNS,
     PAIR_ROWS,
     PAIRS,
+    PLACE,
+    ROW_OF_KEYS,
+    ROW_OF_VALUES,
     ROWS,
     STATE_COLUMNS,
     TOKENS,
@@ -94,7 +101,9 @@ def reverse_chunk(
     # e^Gend dS' + scale (e^G'' q)^T do
     dS = warpgroup_mma(left_doq, q_s.index(stage), dS0, is_async=True)
     if DECAY != "none" and not DELTA:
-        put_kept(kepts + number(numbers_s.index(stage), 2), apart, sums_s, number(numbers_s.index(stage), 6) == 0)
+        put_kept(
+            kepts + number(numbers_s.index(stage), PLACE), apart, sums_s, number(numbers_s.index(stage), IS_FIRST) == 0
+        )
     dS_s.index(z).store(low)
     if DECAY != "none":
         fade = gl.exp2(G_s.index(stage).slice(63, 1).load(TOKENS) - G_s.index(stage).load(TOKENS))
@@ -158,8 +167,8 @@ def reverse_chunk(
     if DELTA and SHARED:
         du_s.index(z).store(dvalue)
     numbers = numbers_s.index(stage)
-    left = number(numbers, 3).to(gl.int32)
-    put_across(dv + number(numbers, 0) * V, dvalue, z, HV * V, left, V, V % 128 != 0)
+    left = number(numbers, LEFT_TOKENS).to(gl.int32)
+    put_across(dv + number(numbers, ROW_OF_VALUES) * V, dvalue, z, HV * V, left, V, V % 128 != 0)
     if DELTA:
         stores_first(left)
         dS, left_e = warpgroup_mma_wait(1, deps=[dS, left_e])
@@ -187,8 +196,8 @@ def chunk_gradients(
     apart = slots.to(gl.int64) * HV  # from what a gate has of the first half of the keys to what it has of the second
     of_gate = apart * (GATE_ROWS * 64)
     numbers = numbers_s.index(stage)
-    place = number(numbers, 2)
-    left = number(numbers, 3).to(gl.int32)
+    place = number(numbers, PLACE)
+    left = number(numbers, LEFT_TOKENS).to(gl.int32)
     at_gate = dgates + place * (GATE_ROWS * 64)
     k_t = k_s.index(stage)
     q_t = q_s.index(stage)
@@ -200,7 +209,7 @@ def chunk_gradients(
     dk_stored = warpgroup_mma(x_s.index(z), dS_s.index(z), dk_stored, use_acc=False, is_async=True)
     at_kept = kepts + place
     if DECAY != "none" and DELTA:
-        put_kept(at_kept - HV, apart, sums_s, number(numbers, 5) > 0)
+        put_kept(at_kept - HV, apart, sums_s, number(numbers, CHUNK) > 0)
     if DECAY != "none":
         G = G_s.index(stage).load(ROWS)
         G_early = before_s.index(stage).load(ROWS) if EARLY else G
@@ -208,10 +217,10 @@ def chunk_gradients(
         G_e = G_early if ERASE_EARLY else G
         read = gl.exp2(G_q) * scale
         fade_k = gl.exp2(G_s.index(stage).slice(63, 1).load(ROWS) - G)
-        is_last = number(numbers, 7) > 0
+        is_last = number(numbers, IS_LAST) > 0
     if DELTA and ERASE and not (SHARED and WRITE):
         t = gl.arange(0, 64, ROWS)
-        erase = gl.load(b + number(numbers, 0) + t * HV, mask=t < left, other=0.0).to(gl.float32)
+        erase = gl.load(b + number(numbers, ROW_OF_VALUES) + t * HV, mask=t < left, other=0.0).to(gl.float32)
         strength = -held_off(erase, LEAST)
     else:
         # -1, which the compiler must not know: it changes signs between products then
@@ -278,14 +287,14 @@ def chunk_gradients(
     if DECAY != "none" and not DELTA:
         keep_before(dS, S_s.index(z), sums_s)
     if DELTA and WRITE and not SHARED:
-        put_writes(at_gate + 128, of_gate, v + number(numbers, 0) * V, du_T, left, HV, V)
+        put_writes(at_gate + 128, of_gate, v + number(numbers, ROW_OF_VALUES) * V, du_T, left, HV, V)
     if not DELTA:
         free(walked)
     dq_tile = warpgroup_mma_wait(3 if DELTA else 1, deps=[dq_tile])
     if DECAY != "none":
         turn = of_halves(widen(q_t.load(KEYS)) * dq_tile, OF_KEYS)
     STRIDE: gl.constexpr = HV * K if HV > H else H * K
-    out = number(numbers, 1) * K
+    out = number(numbers, ROW_OF_KEYS) * K
     if HV > H:
         dq_at = partial + out
         dk_at = partial + held.to(gl.int64) * (64 * HV * K) + out

@@ -40,6 +40,17 @@ ACROSS_OUT = gl.constexpr(
         [[16, 0], [32, 0], [64, 0]], [], [128, 64],
     )
 )  # fmt: skip
+# what the copying warp group leaves of a chunk, for the others would spill it: its first row of v, its first row of k
+# (or of partial), its place, its tokens with all that follow, the chunks still to come, its own number, and whether it
+# is the first that is walked, and with that a sequence's last
+ROW_OF_VALUES = gl.constexpr(0)
+ROW_OF_KEYS = gl.constexpr(1)
+PLACE = gl.constexpr(2)
+LEFT_TOKENS = gl.constexpr(3)
+TO_COME = gl.constexpr(4)
+CHUNK = gl.constexpr(5)
+IS_FIRST = gl.constexpr(6)
+IS_LAST = gl.constexpr(7)
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 SUMS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, 8], [1, 0]))
 SHARED_SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
