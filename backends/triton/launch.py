@@ -72,8 +72,8 @@ def part_states(x: ScanOperands, s: Sizes, parts: int) -> tuple[Tensor, Tensor]:
     return empty(x.q, s.N * parts, s.HV, s.V, s.K), empty(x.q, s.N * parts, s.HV, s.V + s.K, s.K)
 
 
-def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool, reads: bool = True) -> Prepared:
-    """Launch what each chunk decides alone; keep: for a backward, too; reads: P with it."""
+def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -> Prepared:
+    """Launch what each chunk decides alone; keep: for a backward, too."""
     s = Sizes.of(x, config.chunk)
     out = Prepared.empty(x, kind, s, keep)
     if not kind.delta:
@@ -100,7 +100,7 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool, r
             s.H, s.HV, s.K, s.C, *key_tiles(s.K), decay_of(x), x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
             precision(x.q.dtype), "tf32x3" if exact else "tf32", min(config.prepare.tile, s.C), kind.terms(x.q.dtype),
-            bool(config.split) and cdiv(s.T, s.C) > config.split, reads,
+            bool(config.split) and cdiv(s.T, s.C) > config.split,
         ),
         warps,
         config.prepare.stages,
@@ -112,9 +112,9 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool, r
 
 def scan(
     x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, launch: configs.Launch, mode: str, cut: Cut,
-    reads: bool = True, **tensors: Tensor | None,
+    **tensors: Tensor | None,
 ) -> OnSegment:  # fmt: skip
-    """What launches scan_kernel in one of its modes, or the one for Hopper GPUs; reads: P was prepared."""
+    """What launches scan_kernel in one of its modes, or the one for Hopper GPUs."""
     BV = value_tile(launch.tile, s.V)
     columns = 0 if mode == "maps" else cdiv(s.V, BV)
     columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
@@ -138,7 +138,7 @@ def scan(
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             x.state is not None, kind.read_early, s.packed, cut.every, cut.unit, cut.split, mode,
-            kind.terms(x.q.dtype), precision(x.q.dtype), stages, tiled, reads,
+            kind.terms(x.q.dtype), precision(x.q.dtype), stages, tiled,
         ),
         warps,
         stages,
@@ -172,9 +172,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
     chunks = cdiv(s.T, s.C)
     parts = cdiv(chunks, config.split) if config.split else 1
     split = config.split if parts > 1 else 0
-    # where no backward needs P the scan for Hopper makes it, which has q and k at hand: that takes no memory's time
-    reads = keep or not (config.prepare.hopper and config.scan.hopper)
-    prepared = prepare(x, kind, config, keep, reads)
+    prepared = prepare(x, kind, config, keep)
     o = torch.empty_like(x.v)
     final = empty(x.q, s.N, s.HV, s.K, s.V)
     every = config.every if keep else 0
@@ -185,7 +183,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
         scan(x, kind, prepared, s, config.scan, "ends", Cut(parts, split), ends=ends)()
         join(prepared, s, x.state, begins, ends, x.cu_seqlens, Cut(parts, split), reverse=False)()
     scan(
-        x, kind, prepared, s, config.scan, "output", Cut(parts, split, every), reads, o=o,
+        x, kind, prepared, s, config.scan, "output", Cut(parts, split, every), o=o,
         final=final, checkpoints=checkpoints, begins=begins,
     )()  # fmt: skip
     return o, final, *(prepared if keep else Prepared.nothing(x.q)), checkpoints

@@ -96,7 +96,6 @@ def test_they_compile_as_they_are_launched_and_find_room(compiler, delta, early,
     *prepared, checkpoints = saved
     backward.backward(x, kind, Prepared(*prepared), checkpoints, torch.empty_like(x.v), None, config)
     assert [name for name, _ in compiler.compiled] == wanted
-    launch.forward(x, kind, False, config)  # where the scan makes P, if both kernels are those for Hopper
     for name, kernel in compiler.compiled:
         # one program a processor, or two
         assert kernel.metadata.shared <= (DEVICE.shared_memory if name in SCANS else 113 * 1024)

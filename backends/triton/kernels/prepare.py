@@ -94,14 +94,13 @@ def prepare_kernel(
     DECAY: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-    TERMS: tl.constexpr, PARTS: tl.constexpr, READS: tl.constexpr,
+    TERMS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program a (slot, key head).
 
     gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state,
     closely with PARTS; squares [slots, HV, TERMS, C, C + 8] = T and P^T, as squares.py lays them.
     """
-    tl.static_assert(READS)
     pid = tl.program_id(0)
     slot = pid // H
     h = pid % H

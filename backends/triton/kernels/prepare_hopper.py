@@ -133,7 +133,7 @@ def hopper_prepare_kernel(
     DECAY: gl.constexpr, OWN: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
     OPERAND: gl.constexpr, PREC: gl.constexpr, PREC_INVERSE: gl.constexpr, BLOCK: gl.constexpr,
-    TERMS: gl.constexpr, PARTS: gl.constexpr, READS: gl.constexpr,
+    TERMS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """One program a (slot, key head), of 4 warps."""
     gl.static_assert(C == 64 and K <= 128 and K % 8 == 0 and TERMS == 1 and gl.float16 == OPERAND and not OWN)
@@ -152,7 +152,7 @@ def hopper_prepare_kernel(
     if left > 0:
         row = start + t0
         k_s = allocate(dtype, NK)
-        q_s = allocate(dtype, NK) if READS else k_s
+        q_s = allocate(dtype, NK)
         erase_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE)
         G_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE) if DECAY != "none" else erase_s
         before_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE) if EARLY else G_s
@@ -161,8 +161,7 @@ def hopper_prepare_kernel(
         NARROW_K: gl.constexpr = K % 64 != 0
         for tk in gl.static_range(NK):
             fetch(k_s[tk], of_copy(k + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
-            if READS:
-                fetch(q_s[tk], of_copy(q + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
+            fetch(q_s[tk], of_copy(q + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
         async_copy.commit_group()
 
         i = gl.arange(0, C, GATE_TOKEN)[None, :]
@@ -183,15 +182,12 @@ def hopper_prepare_kernel(
         for tk in gl.static_range(NK):
             k_t = k_s[tk]
             A = warpgroup_mma(k_t, k_t.permute((1, 0)), A, is_async=True)
-        if READS:
-            for tk in gl.static_range(NK):
-                q_t = q_s[tk]
-                k_t = k_s[tk]
-                P = warpgroup_mma(q_t, k_t.permute((1, 0)), P, is_async=True)
-            A, P = warpgroup_mma_wait(0, deps=[A, P])
-            P_s = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
-        else:
-            A = warpgroup_mma_wait(0, deps=[A])
+        for tk in gl.static_range(NK):
+            q_t = q_s[tk]
+            k_t = k_s[tk]
+            P = warpgroup_mma(q_t, k_t.permute((1, 0)), P, is_async=True)
+        A, P = warpgroup_mma_wait(0, deps=[A, P])
+        P_s = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
         X_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
         U_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
         N0_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
@@ -214,15 +210,13 @@ def hopper_prepare_kernel(
                 G_e = before_row if ERASE_EARLY else G
                 D = exp2(G_e[:, None] - G_j[None, :])
                 L = A * D * (-erase_row)[:, None]
-                if READS and READ_EARLY != ERASE_EARLY:
+                if READ_EARLY != ERASE_EARLY:
                     G_q = before_row if READ_EARLY else G
                     D = exp2(G_q[:, None] - G_j[None, :])
-                if READS:
-                    reads = P * D * scale
+                reads = P * D * scale
             else:
                 L = A * (-erase_row)[:, None]
-                if READS:
-                    reads = P * scale
+                reads = P * scale
             fade = 0.0
             if PARTS and not ERASE_EARLY:
                 square = gl.sum(gl.where(t[:, None] == gl.arange(0, C, COLUMNS)[None, :], A, 0.0), 1)
@@ -232,8 +226,7 @@ def hopper_prepare_kernel(
                     fade += gl.where(t == C - 1, G, 0.0)
                 fade = gl.sum(fade, 0)
             gl.store(fades + out, fade)
-            if READS:
-                P_s.permute((1, 0)).store(keep(reads, dtype, READ_EARLY))
+            P_s.permute((1, 0)).store(keep(reads, dtype, READ_EARLY))
 
             l0, l1, l2, l3 = blocks_of_16(L)
             l0 = narrow(l0, gl.float16)
@@ -261,8 +254,7 @@ def hopper_prepare_kernel(
             r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
             m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
             x8 = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
-            if READS:
-                reads_8 = P_s.reshape([64, 8, 8]).load(OUT)
+            reads_8 = P_s.reshape([64, 8, 8]).load(OUT)
             reads_at = at_reads + (r * (C + 8) + m * 8 + x8)
             reads_here = m >= r // 8
             r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, OUT_PIECE)))[:, None, None]
@@ -282,8 +274,7 @@ def hopper_prepare_kernel(
             f0 = warpgroup_mma(z0, X_s.slice(0, 16), f0, is_async=True)
             f0 = warpgroup_mma(z1, U_s.slice(16, 16), f0, is_async=True)
             f1 = warpgroup_mma(z1, X_s.slice(16, 16), f1, is_async=True)
-            if READS:
-                gl.store(reads_at, reads_8, mask=reads_here)
+            gl.store(reads_at, reads_8, mask=reads_here)
             gl.store(own_at, own_8, mask=low >= m)
             place = r * (C + 8) + m * 8 + x8
             gl.store(at + place + (r // 16 * 16 - 16), piece_of(U_s).to(lies), mask=(r // 16) % 2 == 1)

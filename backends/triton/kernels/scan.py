@@ -35,7 +35,7 @@ def scan_kernel(
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
     READ_EARLY: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, TILED: tl.constexpr, READS: tl.constexpr,
+    STAGES: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile); S^T [BV, K] stays in registers, as tiles of K0 and K1 keys.
 
@@ -50,7 +50,6 @@ def scan_kernel(
     TERMS 2: what feeds back into the state is rounded to two numbers instead of one. TILED: v is a descriptor.
     Segments and places are those of `segment_of`.
     """
-    tl.static_assert(READS)
     OUTPUT: tl.constexpr = MODE == "output"
     REPLAY: tl.constexpr = MODE == "replay"
     ENDS: tl.constexpr = MODE == "ends" or MODE == "maps"

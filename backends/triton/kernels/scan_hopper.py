@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -21,6 +22,7 @@ from deltazoo.backends.triton.kernels.hopper import (
     COLUMNS,
     LEFT,
     MMA,
+    ROWS,
     SHARED_TILE,
     WALKERS,
     allocate,
@@ -39,7 +41,6 @@ from deltazoo.backends.triton.kernels.hopper import (
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
-from deltazoo.backends.triton.kernels.reads_hopper import faded_reads, put_reads
 from deltazoo.backends.triton.kernels.states_hopper import load_checkpoint, load_state, put_tile, store_final
 
 BUFFERS = gl.constexpr(3)
@@ -57,7 +58,7 @@ def copy_chunks(
     start, length, slot, first, last, hv, tile,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, EARLY: gl.constexpr, OUTPUT: gl.constexpr,
-    FETCH_P: gl.constexpr, dtype: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """The copying warp group: the chunks from the first to the last, each once its buffer is free."""
     h = hv // (HV // H)
@@ -91,7 +92,7 @@ def copy_chunks(
         if DELTA:
             square = squares + place * (64 * 72)
             fetch_square(T_s.index(stage), square, True)
-            if FETCH_P:
+            if OUTPUT:
                 fetch_square(P_s.index(stage), square.to(gl.pointer_type(dtype), bitcast=True), False)
         async_copy.commit_group()
         tell(came.index(stage), 1, True)
@@ -107,11 +108,10 @@ def walk_chunk(
     start, length, c, begins, first_kept, first_place, checkpoint, hv, column,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
-    EVERY: gl.constexpr, OUTPUT: gl.constexpr, LOCAL: gl.constexpr, dtype: gl.constexpr,
+    EVERY: gl.constexpr, OUTPUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """One chunk of one of the two warp groups: S^T after it."""
     MASK_V: gl.constexpr = V % 128 != 0
-    LATE: gl.constexpr = LOCAL and DELTA  # o's products when T's is under way: there are no registers before
     left_v = V - column
     local = (first_place + c - begins).to(gl.int64)
 
@@ -131,14 +131,14 @@ def walk_chunk(
     P = gl.zeros([64, 64], gl.float32, MMA)
     y = gl.zeros([64, 64], gl.float32, MMA)
     out = gl.zeros([64, 64], gl.float32, MMA)
-    if DELTA:
-        for tk in gl.static_range(NK):
-            y = warpgroup_mma(left[tk], k_s[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
-    if LOCAL:
+    if OUTPUT and not DELTA:
         for tk in gl.static_range(NK):
             q_T = q_s[tk].index(stage).permute((1, 0))
             P = warpgroup_mma(k_s[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
-    if OUTPUT and not LATE:
+    if DELTA:
+        for tk in gl.static_range(NK):
+            y = warpgroup_mma(left[tk], k_s[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
+    if OUTPUT:
         for tk in gl.static_range(NK):
             out = warpgroup_mma(left[tk], q_s[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
 
@@ -150,9 +150,17 @@ def walk_chunk(
         for tk in gl.static_range(NK):
             put_tile(at + tk * 64, state_s[tk], K, rows, K - tk * 64, True, tk * 64 + 64 > K)
 
-    if LOCAL and not DELTA:
+    if OUTPUT and not DELTA:
         P = warpgroup_mma_wait(NK, deps=[P])
-        put_reads(P_s, P, G_s.index(stage), before_s.index(stage), scale, DECAY, EARLY, READ_EARLY, dtype)
+        i = gl.arange(0, 64, COLUMNS)[None, :]
+        j = gl.arange(0, 64, ROWS)[:, None]
+        if DECAY != "none":
+            # where a token is not seen this may be no number
+            G_i = before_s.index(stage).load(COLUMNS) if EARLY else G_s.index(stage).load(COLUMNS)
+            P *= gl.exp2(G_i[None, :] - G_s.index(stage).load(ROWS)[:, None])
+        P_s.index(0).store(narrow(gl.where(j + (1 if READ_EARLY else 0) <= i, P * scale, 0.0), dtype))
+        fence_async_shared()
+        barrier()
 
     # u = w v - c S0^T e,  x = T u
     mbarrier.wait(rest_came.index(stage), phase)
@@ -165,11 +173,6 @@ def walk_chunk(
         x -= y * erase[None, :]
         SCALED: gl.constexpr = T_s.dtype == gl.float16
         x, left_u, up = times_inverse(x, T_s.index(stage).permute((1, 0)), LEFT, SCALED)
-    if LATE:
-        P = warpgroup_mma_wait(1, deps=[P])
-        put_reads(P_s, P, G_s.index(stage), before_s.index(stage), scale, DECAY, EARLY, READ_EARLY, dtype)
-        for tk in gl.static_range(NK):
-            out = warpgroup_mma(left[tk], q_s[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
     if DECAY != "none":
         G = G_s.index(stage).load(COLUMNS)
         G_end = G_s.index(stage).slice(63, 1).load(COLUMNS)
@@ -179,14 +182,17 @@ def walk_chunk(
             S0 = S0 + (S[tk + 1] * end,)
         fade = gl.exp2(G_end - G)
     else:
-        G = 0.0
         S0 = S
     # o = scale e^G'' S0^T q + P x
-    if OUTPUT and not LATE:
+    if OUTPUT:
         out, _, _ = warpgroup_mma_wait(1 if DELTA else 0, deps=[out, left[0], left[NK - 1]])
-        out = faded_reads(out, G, before_s, stage, scale, DECAY, EARLY)
+        if DECAY != "none":
+            G_read = before_s.index(stage).load(COLUMNS) if EARLY else G
+            out *= (gl.exp2(G_read) * scale)[None, :]
+        else:
+            out *= scale
     if DELTA:
-        x, left_u = warpgroup_mma_wait(NK if LATE else 0, deps=[x, left_u])
+        x, left_u = warpgroup_mma_wait(0, deps=[x, left_u])
         if SCALED:
             x *= up[:, None]
     x_low = narrow(x, dtype)
@@ -195,18 +201,14 @@ def walk_chunk(
         left_k = gl.convert_layout(narrow(x * fade[None, :], dtype), LEFT, assert_trivial=True)
     else:
         left_k = left_x
-    if OUTPUT and not LATE:
-        out = warpgroup_mma(left_x, P_s.index(0 if LOCAL else stage), out, is_async=True)
+    if OUTPUT:
+        out = warpgroup_mma(left_x, P_s.index(stage if DELTA else 0), out, is_async=True)
     # S' = e^Gend S0 + (e^(Gend - G) k)^T x
     S1 = (warpgroup_mma(left_k, k_s[0].index(stage), S0[0], is_async=True),)
     for tk in gl.static_range(NK - 1):
         S1 = S1 + (warpgroup_mma(left_k, k_s[tk + 1].index(stage), S0[tk + 1], is_async=True),)
-    if LATE:
-        out, _, _ = warpgroup_mma_wait(NK, deps=[out, left[0], left[NK - 1]])
-        out = faded_reads(out, G, before_s, stage, scale, DECAY, EARLY)
-        out = warpgroup_mma(left_x, P_s.index(0), out, is_async=True)
     if OUTPUT:
-        out, left_x = warpgroup_mma_wait(0 if LATE else NK, deps=[out, left_x])
+        out, left_x = warpgroup_mma_wait(NK, deps=[out, left_x])
         tile.permute((1, 0)).store(narrow(out, dtype))
         at = o + (((start + c * 64) * HV + hv) * V + column)
         put_tile(at, tile, HV * V, length - c * 64, left_v, True, MASK_V)
@@ -231,8 +233,7 @@ def walk(
     start, length, begins, first, first_kept, last, first_place, checkpoint, n, part, parts, is_last, hv, pair,
     HALF: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, STATE: gl.constexpr, EARLY: gl.constexpr,
-    READ_EARLY: gl.constexpr, EVERY: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr, LOCAL: gl.constexpr,
-    dtype: gl.constexpr,
+    READ_EARLY: gl.constexpr, EVERY: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """One of the two warp groups that compute, with the values from 128 `pair` + 64 HALF on."""
     column = pair * 128 + HALF * 64
@@ -260,7 +261,7 @@ def walk(
             S, o, checkpoints, states, xs, scale,
             k_s, q_s, v_s[HALF], T_s, P_s, G_s, before_s, c_s, w_s, tile, state_s, came, rest_came, done, stage, phase,
             start, length, c, begins, first_kept, first_place, checkpoint, hv, column,
-            HV, K, V, NK, DECAY, DELTA, WRITE, EARLY, READ_EARLY, EVERY, OUTPUT, LOCAL, dtype,
+            HV, K, V, NK, DECAY, DELTA, WRITE, EARLY, READ_EARLY, EVERY, OUTPUT, dtype,
         )  # fmt: skip
         stage, phase = next_buffer(stage, phase)
     if OUTPUT:
@@ -277,7 +278,7 @@ def hopper_scan_kernel(
     DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, STATE: gl.constexpr,
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, EVERY: gl.constexpr, UNIT: gl.constexpr,
     SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, PREC: gl.constexpr,
-    STAGES: gl.constexpr, TILED: gl.constexpr, READS: gl.constexpr,
+    STAGES: gl.constexpr, TILED: gl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, tile of 128 values), as in scan.py.
 
@@ -291,7 +292,6 @@ def hopper_scan_kernel(
     gl.static_assert(OUTPUT or states.dtype == k.dtype)
     if STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
-    LOCAL: gl.constexpr = OUTPUT and (not DELTA or not READS)
     NK: gl.constexpr = K0 // 64
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none"
@@ -326,7 +326,7 @@ def hopper_scan_kernel(
         q_s = ring(dtype, NK, BUFFERS) if OUTPUT else k_s
         v_s = ring(dtype, 2, BUFFERS)
         T_s = ring(squares.dtype.element_ty, 1, BUFFERS)[0] if DELTA else k_s[0]
-        if OUTPUT and not LOCAL:
+        if OUTPUT and DELTA:
             P_s = ring(dtype, 1, BUFFERS)[0]
             P_a = P_s
             P_b = P_s
@@ -357,7 +357,7 @@ def hopper_scan_kernel(
                         k_s, q_s, v_s, T_s, P_a, G_s, before_s, c_s, w_s, tiles[0], state_a, came, rest_came, done,
                         start, length, begins, first, first_kept, last, first_place, checkpoint,
                         n, part, parts, is_last, hv, pair, 0,
-                        HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, LOCAL, dtype,
+                        HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype,
                     ),
                 ),
                 (
@@ -367,7 +367,7 @@ def hopper_scan_kernel(
                         k_s, q_s, v_s, T_s, P_b, G_s, before_s, c_s, w_s, tiles[1], state_b, came, rest_came, done,
                         start, length, begins, first, first_kept, last, first_place, checkpoint,
                         n, part, parts, is_last, hv, pair, 1,
-                        HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, LOCAL, dtype,
+                        HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype,
                     ),
                 ),
                 (
@@ -376,7 +376,7 @@ def hopper_scan_kernel(
                         q, k, v, gates, squares,
                         k_s, q_s, v_s, T_s, P_s, G_s, before_s, c_s, w_s, came, rest_came, done,
                         start, length, slot, first, last, hv, pair,
-                        H, HV, K, V, NK, DECAY, DELTA, WRITE, EARLY, OUTPUT, OUTPUT and not LOCAL, dtype,
+                        H, HV, K, V, NK, DECAY, DELTA, WRITE, EARLY, OUTPUT, dtype,
                     ),
                 ),
             ],

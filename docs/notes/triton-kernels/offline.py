@@ -61,7 +61,7 @@ def go(module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, sta
     if strengths: ty |= dict(b=f, w=f)
     if own: ty |= dict(e=t, de=t)
     if packed: ty["cu"] = i
-    c = dict(H=16, HV=16, K=128, V=128, C=64, K0=128, K1=0, BV=128, KP=kw.get("K0", 128) + kw.get("K1", 0), BK=128, TILES=1, VARIANT=0, DECAY=decay, DELTA=delta, OWN=own, ERASE=strengths and delta, WRITE=strengths, ERASE_EARLY=False, READ_EARLY=False, PACKED=packed, LEAST=2.0**-24, SHARED=delta and dtype != "fp16" and c_terms(kw) == 1, EVERY=16, UNIT=16, SPLIT=0, ENDS=False, TERMS=1, PREC="tf32", STAGES=stages, EARLY_LOADS=False, MODE="replay", STATE=False, TILED=True, PARTS=False, READS=True) | kw
+    c = dict(H=16, HV=16, K=128, V=128, C=64, K0=128, K1=0, BV=128, KP=kw.get("K0", 128) + kw.get("K1", 0), BK=128, TILES=1, VARIANT=0, DECAY=decay, DELTA=delta, OWN=own, ERASE=strengths and delta, WRITE=strengths, ERASE_EARLY=False, READ_EARLY=False, PACKED=packed, LEAST=2.0**-24, SHARED=delta and dtype != "fp16" and c_terms(kw) == 1, EVERY=16, UNIT=16, SPLIT=0, ENDS=False, TERMS=1, PREC="tf32", STAGES=stages, EARLY_LOADS=False, MODE="replay", STATE=False, TILED=True, PARTS=False) | kw
     if c["TILED"] and "TILED" in fn.arg_names: ty["v"] = f"tensordesc<{dtype}[1,{c['C']},1,{c['BV']}]>"
     ty = {n: x for n, x in ty.items() if n in fn.arg_names}
     return compile(fn, ty, {n: x for n, x in c.items() if n in fn.arg_names}, warps=warps, stages=stages, dump=dump, maxnreg=maxnreg)
