@@ -86,8 +86,9 @@ def copy_chunks(
         x_at = of_copy(xs + (x_row * HV + hv) * V, HV * V, 64, 128, z)
         fetch(x_s.index(z), x_at, 0, length - c * 64, V, not DELTA, V % 128 != 0)
         async_copy.commit_group()
-        tell(states_came, 0, True)
+        # before the others can be done with this chunk: a barrier tells the last phase from the one before it, no more
         mbarrier.wait(done, (back & 1) ^ 1)
+        tell(states_came, 0, True)
         stage = 1 - back % 2
         if c > first:
             fetch_first(
