@@ -81,14 +81,6 @@ def backward(
     keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
 
     d = Gradients.empty(x, kind)
-    sums = _Sums(x, kind, s, cdiv(s.K, keys))
-    carry = empty(x.q, s.N, s.HV, s.V, s.K)
-    carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
-    at_once = s.N * config.every  # chunks, where each program replays and walks its sequence by itself
-    if together and s.HV == s.H and not split and at_once <= places:
-        scratch = _Scratch(x, kind, s, at_once, d.v, together)
-        _replay_and_walk(x, kind, prepared, s, config.every, checkpoints, do, carry, scratch, sums, d)
-        return _finished(x, kind, s, sums, carry, d)
     scratch = _Scratch(x, kind, s, held, d.v, together)
     replay = scan(
         x, kind, prepared, s, config.replay, "replay",
@@ -97,6 +89,9 @@ def backward(
     )  # fmt: skip
     replay(segments - 1)  # which keeps the device busy while the host goes on
 
+    sums = _Sums(x, kind, s, cdiv(s.K, keys))
+    carry = empty(x.q, s.N, s.HV, s.V, s.K)
+    carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
     begins, ends = part_states(x, s, parts) if split else (None, None)
     cut = Cut(parts, split, 0, unit, segments)
     steps: list[OnSegment] = []
@@ -118,10 +113,6 @@ def backward(
             replay(segment)
         for step in steps:
             step(segment)
-    return _finished(x, kind, s, sums, carry, d)
-
-
-def _finished(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, carry: Tensor, d: Gradients) -> Gradients:
     _gate_gradients(x, kind, s, sums, d)
     if d.state is not None:
         d.state.copy_(carry.transpose(2, 3))
@@ -229,28 +220,6 @@ def _walk(
     )  # fmt: skip
     programs, held = s.N * cut.parts * s.HV, scratch.held
     return lambda segment: go(programs, s.slots, held, kind.scale, s.T, segment, cut.segments, cut.parts)
-
-
-def _replay_and_walk(
-    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, every: int, checkpoints: Tensor, do: Tensor,
-    carry: Tensor, scratch: _Scratch, sums: _Sums, d: Gradients,
-) -> None:  # fmt: skip
-    from deltazoo.backends.triton.kernels.replay_walk import hopper_backward_kernel
-
-    go = launcher(
-        hopper_backward_kernel,
-        (
-            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.squares, x.state, checkpoints, carry, scratch.states,
-            scratch.xs, d.q, d.k, d.v, sums.dgates, sums.kepts, x.cu_seqlens,
-        ),
-        (
-            s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
-            kind.read_early, s.packed, kind.shares(x), x.state is not None, every, kind.least(x.q.dtype),
-        ),
-        warps=8,
-        registers=SHARED_OUT,
-    )  # fmt: skip
-    go(s.N * s.HV, s.slots, kind.scale, s.T)
 
 
 def _sum_groups(x: ScanOperands, s: Sizes, cut: Cut, scratch: _Scratch, d: Gradients) -> OnSegment:

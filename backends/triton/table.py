@@ -31,10 +31,7 @@ Kernel = Literal["split", "prepare", "scan", "replay", "reverse", "gradients", "
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 # The files that a kernel's text stands in: a record holds while they say the same.
-_SCAN, _WALK = (
-    ("scan_hopper", "states_hopper"),
-    ("walk_hopper", "walk_copies", "walk_steps", "walk_sums", "replay_walk"),
-)
+_SCAN, _WALK = ("scan_hopper", "states_hopper"), ("walk_hopper", "walk_copies", "walk_steps", "walk_sums")
 _SOURCES: dict[str, tuple[str, ...]] = {
     "split": ("scan", *_SCAN, "reverse", *_WALK, "hopper", "join", "squares", "layout"),
     "scan": ("scan", *_SCAN, "hopper", "squares", "layout"),
