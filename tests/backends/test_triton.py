@@ -325,14 +325,16 @@ def test_units_are_small_where_sequences_are_few_and_as_checkpoints_are_where_th
     assert segments_of(Sizes(8, 4096, 512, 16, 16, 128, 128, 64, False), 16, 0, 128) == (16, 4, 128)
 
 
-@pytest.mark.parametrize("lengths", [(), (17, 0, 1, 65), (5,) * 9, (40, 43), (83, 0, 0)], ids=str)
-def test_any_number_of_segments_gives_the_same_bits(lengths):
-    shape = Shape("cut", 1 if lengths else 3, sum(lengths) or 83, 1, 1, 16, 16, lengths=lengths)
+@pytest.mark.parametrize(
+    ("lengths", "heads"), [((), 1), ((17, 0, 1, 65), 2), ((5,) * 9, 1), ((40, 43), 1), ((83, 0, 0), 1)], ids=str
+)
+def test_any_number_of_segments_gives_the_same_bits(lengths, heads):
+    shape = Shape("cut", 1 if lengths else 3, sum(lengths) or 83, 1, heads, 16, 16, lengths=lengths)
     x = draw(Case(GATED, shape), DEVICE)
     leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
 
     def gradients(scratch: int) -> tuple[torch.Tensor, ...]:
-        way = CONFIGS["in one"].model_copy(update={"every": 1, "scratch": scratch})
+        way = CONFIGS["in one"].model_copy(update={"every": 1, "scratch": heads * scratch})
         out = bind(GATED, TritonBackend(way))(x)
         return torch.autograd.grad([out.o.sum() + out.state.sum()], leaves)
 
@@ -342,11 +344,11 @@ def test_any_number_of_segments_gives_the_same_bits(lengths):
             assert torch.equal(got, want), scratch
 
 
-@pytest.mark.parametrize("lengths", [(300, 41), (341,), (200, 141)], ids=str)
-def test_a_segment_may_begin_between_checkpoints(lengths):
+@pytest.mark.parametrize(("lengths", "heads"), [((300, 41), 2), ((341,), 1), ((200, 141), 1)], ids=str)
+def test_a_segment_may_begin_between_checkpoints(lengths, heads):
     from deltazoo.backends.triton.backward import segments_of
 
-    x = draw(Case(GATED, Shape("between", 1, 341, 1, 1, 16, 16, lengths=lengths)), DEVICE)
+    x = draw(Case(GATED, Shape("between", 1, 341, 1, heads, 16, 16, lengths=lengths)), DEVICE)
     leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
 
     def gradients(scratch: int) -> tuple[torch.Tensor, ...]:
@@ -355,10 +357,10 @@ def test_a_segment_may_begin_between_checkpoints(lengths):
         return torch.autograd.grad([out.o.sum() + out.state.sum()], leaves)
 
     N = len(lengths)
-    s = Sizes(N, 341, 341 // 16 + N, 1, 1, 16, 16, 16, True)
+    s = Sizes(N, 341, 341 // 16 + N, 1, heads, 16, 16, 16, True)
     unit, segments, _ = segments_of(s, 4, 0, 8 * N)
     assert unit < 4 and segments > 1
-    a_place = 16 * (2 * 16 + 16) * 4
+    a_place = heads * 16 * (2 * 16 + 16) * 4
     for got, want in zip(gradients(8 * N * a_place), gradients(2**30), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 

@@ -64,7 +64,7 @@ def walk_back(
         )  # fmt: skip
         dS = chunk_gradients(
             dS, intra_q, inter_q, v, b, dq, dk, dgates, kepts, partial, scale,
-            k_s, q_s, do_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
+            k_s, q_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
             walked, hidden_zero(to_come, 21), stage + hidden_zero(to_come, 22), segments, slots, held,
             H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype,
         )  # fmt: skip

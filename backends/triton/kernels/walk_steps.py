@@ -182,7 +182,7 @@ def reverse_chunk(
 @gluon.jit
 def chunk_gradients(
     dS, intra_q, inter_q, v, b, dq, dk, dgates, kepts, partial, scale,
-    k_s, q_s, do_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
+    k_s, q_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
     walked, z, stage, segments, slots, held,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr,
     DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr, ERASE_EARLY: gl.constexpr,
@@ -271,7 +271,7 @@ def chunk_gradients(
         barrier()
     if DECAY != "none":
         if is_last:
-            keep_end(G_s.index(stage), dk_stored, S_s, dS_s, k_s, sums_s, at_kept, apart, z, stage)
+            keep_end(G_s.index(stage), dk_stored, S_s.index(z), dS_s.index(z), k_t, sums_s, at_kept, apart)
     dq_tile = warpgroup_mma(low_q_s, k_t, inter_q, is_async=True)
     if DELTA:
         inter_e = warpgroup_mma_wait(1, deps=[inter_e])
