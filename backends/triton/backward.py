@@ -68,19 +68,40 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """The gradients of the operands; None where there is no such operand."""
     s = Sizes.of(x, config.chunk)
-    chunks = cdiv(s.T, s.C)
-    split = config.split if config.split and chunks > config.split else 0
     together = config.reverse.hopper
     places = config.scratch // max(bytes_a_place(x, kind, s, together), 1)
+    K0 = key_tiles(s.K)[0]
+    wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
+    keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
+    d, sums = Gradients.empty(x, kind), _Sums(x, kind, s, cdiv(s.K, keys))
+    carry = empty(x.q, s.N, s.HV, s.V, s.K)
+    if config.reverse.replays and s.N * config.every <= places:
+        _give(carry, dfinal)
+        _replay_and_walk(x, kind, prepared, s, config.every, checkpoints, do, carry, sums, d)
+    else:
+        _by_segments(x, kind, prepared, s, config, places, checkpoints, do, dfinal, carry, sums, d, keys)
+    _gate_gradients(x, kind, s, sums, d)
+    if d.state is not None:
+        d.state.copy_(carry.transpose(2, 3))
+    return d
+
+
+def _give(carry: Tensor, dfinal: Tensor | None) -> None:
+    carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
+
+
+def _by_segments(
+    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, places: int,
+    checkpoints: Tensor, do: Tensor, dfinal: Tensor | None, carry: Tensor, sums: _Sums, d: Gradients, keys: int,
+) -> None:  # fmt: skip
+    """Replay a segment and scan it backwards, launch by launch, the last segment first."""
+    together = config.reverse.hopper
+    chunks = cdiv(s.T, s.C)
+    split = config.split if config.split and chunks > config.split else 0
     unit, segments, held = segments_of(s, config.every, split, places)
     most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
     parts = cdiv(most, split) if split else 1
     walk = config.every if split else max(config.every, _WALK)
-    K0 = key_tiles(s.K)[0]
-    wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
-    keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
-
-    d = Gradients.empty(x, kind)
     scratch = _Scratch(x, kind, s, held, d.v, together)
     replay = scan(
         x, kind, prepared, s, config.replay, "replay",
@@ -89,9 +110,7 @@ def backward(
     )  # fmt: skip
     replay(segments - 1)  # which keeps the device busy while the host goes on
 
-    sums = _Sums(x, kind, s, cdiv(s.K, keys))
-    carry = empty(x.q, s.N, s.HV, s.V, s.K)
-    carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
+    _give(carry, dfinal)
     begins, ends = part_states(x, s, parts) if split else (None, None)
     cut = Cut(parts, split, 0, unit, segments)
     steps: list[OnSegment] = []
@@ -113,10 +132,6 @@ def backward(
             replay(segment)
         for step in steps:
             step(segment)
-    _gate_gradients(x, kind, s, sums, d)
-    if d.state is not None:
-        d.state.copy_(carry.transpose(2, 3))
-    return d
 
 
 def segments_of(s: Sizes, every: int, split: int, places: int) -> tuple[int, int, int]:
@@ -220,6 +235,30 @@ def _walk(
     )  # fmt: skip
     programs, held = s.N * cut.parts * s.HV, scratch.held
     return lambda segment: go(programs, s.slots, held, kind.scale, s.T, segment, cut.segments, cut.parts)
+
+
+def _replay_and_walk(
+    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, every: int, checkpoints: Tensor, do: Tensor,
+    carry: Tensor, sums: _Sums, d: Gradients,
+) -> None:  # fmt: skip
+    """All segments in one launch, where each program has a sequence and head to itself."""
+    from deltazoo.backends.triton.kernels.replay_walk import hopper_backward_kernel
+
+    scratch = _Scratch(x, kind, s, s.N * every, d.v, together=True)
+    go = launcher(
+        hopper_backward_kernel,
+        (
+            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.squares, x.state, checkpoints, carry, scratch.states,
+            scratch.xs, d.q, d.k, d.v, sums.dgates, sums.kepts, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
+            kind.read_early, s.packed, kind.shares(x), x.state is not None, every, kind.least(x.q.dtype),
+        ),
+        warps=8,
+        registers=SHARED_OUT,
+    )  # fmt: skip
+    go(s.N * s.HV, s.slots, kind.scale, s.T)
 
 
 def _sum_groups(x: ScanOperands, s: Sizes, cut: Cut, scratch: _Scratch, d: Gradients) -> OnSegment:

@@ -22,6 +22,8 @@ class Launch(BaseModel):
         hopper: by the kernel that is written for Hopper GPUs, where `for_hopper` says that it takes the problem. It has
             tiles and warps of its own; the scans still take the rest for what parts hand on. That of reverse makes the
             gradients, too, and nothing is launched for them.
+        replays: in that launch of reverse the states are replayed, too, and nothing is launched for it either, where
+            `LaunchConfig.scratch` holds a checkpoint's chunks of every sequence. Not with grouped heads, nor by parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,11 +33,18 @@ class Launch(BaseModel):
     stages: int = Field(default=2, ge=1)
     keys: int = Field(default=0, ge=0)
     hopper: bool = False
+    replays: bool = False
 
     @model_validator(mode="after")
     def _products_that_are_compiled_right(self) -> Self:
         if self.keys and (self.keys < 32 or self.keys & (self.keys - 1)):
             raise ValueError(f"keys must be 0 or a power of two from 32 on, got {self.keys}")
+        return self
+
+    @model_validator(mode="after")
+    def _replays_for_hopper_alone(self) -> Self:
+        if self.replays and not self.hopper:
+            raise ValueError("replays must be false where hopper is false, got true")
         return self
 
 
@@ -67,6 +76,15 @@ class LaunchConfig(BaseModel):
             raise ValueError(
                 f"split must be 0 or a power of two and a multiple of every = {self.every}, got {self.split}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_the_reverse_scan_replays(self) -> Self:
+        others = [name for name, launch in self if isinstance(launch, Launch) and launch.replays and name != "reverse"]
+        if others:
+            raise ValueError(f"{others[0]}.replays must be false, for reverse alone replays, got true")
+        if self.reverse.replays and self.split:
+            raise ValueError(f"split must be 0 where reverse.replays is true, got {self.split}")
         return self
 
 
@@ -185,6 +203,8 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
             launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch
             chosen[kernel] = launch.model_copy(update={"hopper": True})
     split = _split(problem, device) if split is None else split
+    if chosen["reverse"].hopper and not split and problem.H == problem.HV and _busy(problem, device):
+        chosen["reverse"] = chosen["reverse"].model_copy(update={"replays": True})
     few = problem.N * problem.HV < 64
     return LaunchConfig(
         every=checkpoint_distance(problem.packed),
@@ -198,6 +218,13 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
 def checkpoint_distance(packed: bool) -> int:
     """Chunks a checkpoint: fewer in packs, whose segments may each need a checkpoint's chunks of every sequence."""
     return 8 if packed else 16
+
+
+def _busy(problem: Problem, device: Device) -> bool:
+    """Whether a program a sequence and head keeps nearly all of the device busy to the end: else a replay by itself,
+    which has more programs, is through with it sooner."""
+    programs = problem.N * problem.HV
+    return programs >= 0.9 * cdiv(programs, device.processors) * device.processors
 
 
 def _split(problem: Problem, device: Device) -> int:
@@ -225,6 +252,10 @@ def given_config(config: str, problem: Problem, index: int | None) -> LaunchConf
 
 def checked(config: LaunchConfig, problem: Problem, device: Device) -> LaunchConfig:
     """Raises: ConfigError where a config asks for a kernel for Hopper GPUs that does not take the problem."""
+    if config.reverse.replays and problem.H != problem.HV:
+        raise ConfigError(
+            f"reverse.replays must be false where H is not HV, got H = {problem.H} and HV = {problem.HV}."
+        )
     for kernel, (keys, values, by) in HOPPER_WIDTHS.items():
         if getattr(config, kernel).hopper and not for_hopper(kernel, device, problem, config.chunk):
             multiples = f", multiples of {by}" if by > 1 else ""

@@ -31,7 +31,8 @@ Kernel = Literal["split", "prepare", "scan", "replay", "reverse", "gradients", "
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 # The files that a kernel's text stands in: a record holds while they say the same.
-_SCAN, _WALK = ("scan_hopper", "states_hopper"), ("walk_hopper", "walk_copies", "walk_steps", "walk_sums")
+_SCAN = ("scan_hopper", "states_hopper")
+_WALK = ("walk_hopper", "walk_copies", "walk_steps", "walk_sums", "replay_walk")
 _SOURCES: dict[str, tuple[str, ...]] = {
     "split": ("scan", *_SCAN, "reverse", *_WALK, "hopper", "join", "squares", "layout"),
     "scan": ("scan", *_SCAN, "hopper", "squares", "layout"),
@@ -163,7 +164,8 @@ class Record(BaseModel):
             f"{self.split} chunks" if launch is None else f"tile {launch.tile}, {launch.warps} w, {launch.stages} st"
         )
         chosen += f", {launch.keys} keys" if launch is not None and launch.keys else ""
-        chosen = "for Hopper" if launch is not None and launch.hopper else chosen
+        if launch is not None and launch.hopper:
+            chosen = "for Hopper" + (", with the replay" if launch.replays else "")
         gain = "" if self.gain is None else f"{self.gain:.2f}"
         return [
             self.kernel,

@@ -80,16 +80,21 @@ def candidates(
         chunks = -(-problem.T // base.chunk) // (max(1, problem.N) if problem.packed else 1)
         steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
         scratch = {0: LaunchConfig().scratch}
-        return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29)} for s in steps])
+        replays = {s: base.reverse.model_copy(update={"replays": base.reverse.replays and not s}) for s in steps}
+        return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29), "reverse": replays[s]} for s in steps])
     if kernel == "gradients" and base.reverse.hopper:
         return [base]  # which makes them, too
+    if kernel == "replay" and base.reverse.replays:
+        return [base]
     wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
     if kernel == "gradients":
         tried = [x for x in tried if least_keys(problem.kept) <= x.keys <= wide_K]
     narrow = [x for x in tried if kernel == "prepare" or x.tile <= wide_V]
-    best = getattr(heuristic(problem, device), kernel)
+    best = getattr(heuristic(problem, device, base.split), kernel)
     narrow += [best] if best.hopper else []
+    if kernel == "reverse" and best.hopper and not base.split and problem.H == problem.HV:
+        narrow.append(best.model_copy(update={"replays": not best.replays}))
     return _unique(base, [{kernel: launch} for launch in narrow])
 
 

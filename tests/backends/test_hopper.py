@@ -13,7 +13,7 @@ from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its compiler for NVIDIA GPUs on Linux")
 
-DEVICE = Device("a Hopper GPU", 132, 232448, hopper=True)
+DEVICE = Device("a small Hopper GPU", 4, 232448, hopper=True)
 NUMBERS = {"scale": "fp32"}  # the others are int32
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 
@@ -65,32 +65,38 @@ def compiler(monkeypatch):
 
 PREPARE, GRADIENTS = "hopper_prepare_kernel", "hopper_gradients_kernel"
 SCANS = ["hopper_scan_kernel", "hopper_scan_kernel", "hopper_walk_kernel"]  # output, replay
+AT_ONCE = [SCANS[0], "hopper_backward_kernel"]
 
 
 @pytest.mark.parametrize(
-    ("delta", "early", "grouped", "packed", "dtype", "K", "V", "wanted"),
+    ("delta", "early", "groups", "N", "packed", "dtype", "K", "V", "wanted"),
     [
-        (True, False, False, False, torch.bfloat16, 128, 128, [PREPARE, *SCANS]),
-        (True, True, True, True, torch.float16, 104, 72, [PREPARE, *SCANS]),
-        (True, True, True, False, torch.float16, 128, 128, [PREPARE, *SCANS]),
-        (False, False, True, True, torch.bfloat16, 128, 128, SCANS),
-        (True, True, False, True, torch.bfloat16, 64, 96, [PREPARE, *SCANS[:2], GRADIENTS]),
-        (False, False, True, True, torch.float16, 72, 40, [GRADIENTS]),
-        (True, False, True, False, torch.float16, 128, 64, [PREPARE, GRADIENTS]),
+        (True, False, 1, 2, False, torch.bfloat16, 128, 128, [PREPARE, *AT_ONCE]),
+        (True, True, 1, 2, True, torch.float16, 104, 72, [PREPARE, *AT_ONCE]),
+        (False, False, 1, 2, True, torch.bfloat16, 128, 128, AT_ONCE),
+        (True, False, 1, 1, False, torch.bfloat16, 128, 128, [PREPARE, *SCANS]),
+        (True, True, 2, 2, True, torch.float16, 104, 72, [PREPARE, *SCANS]),
+        (True, True, 2, 1, False, torch.float16, 128, 128, [PREPARE, *SCANS]),
+        (False, False, 2, 2, True, torch.bfloat16, 128, 128, SCANS),
+        (True, True, 1, 2, True, torch.bfloat16, 64, 96, [PREPARE, *SCANS[:2], GRADIENTS]),
+        (False, False, 2, 2, True, torch.float16, 72, 40, [GRADIENTS]),
+        (True, False, 2, 1, False, torch.float16, 128, 64, [PREPARE, GRADIENTS]),
     ],
 )  # fmt: skip
-def test_they_compile_as_they_are_launched_and_find_room(compiler, delta, early, grouped, packed, dtype, K, V, wanted):
+def test_they_compile_as_they_are_launched_and_find_room(
+    compiler, delta, early, groups, N, packed, dtype, K, V, wanted
+):
     from deltazoo.backends.triton import backward, launch
 
-    B, T, H, HV = 1, 200, 2, 4 if grouped else 2
+    B, T, H, HV = 1 if packed else N, 200, 2, 2 * groups
     strength = torch.empty(B, T, HV)
     x = ScanOperands(
         q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
         v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=torch.empty(B, T, HV), b=strength, w=strength.clone(),
-        state=torch.empty(2 if packed else B, HV, K, V),
+        state=torch.empty(N, HV, K, V),
         cu_seqlens=torch.tensor([0, 90, 200], dtype=torch.int32) if packed else None,
     )  # fmt: skip
-    config = heuristic(Problem("cuda", dtype, 1, T, H, HV, K, V, delta, False, True, packed), DEVICE)
+    config = heuristic(Problem("cuda", dtype, N, T, H, HV, K, V, delta, False, True, packed), DEVICE)
     kind = ScanKind(delta, early, early, False, False, 0.1, config.model_dump_json())
     _, _, *saved = launch.forward(x, kind, True, config)
     *prepared, checkpoints = saved
@@ -98,7 +104,7 @@ def test_they_compile_as_they_are_launched_and_find_room(compiler, delta, early,
     assert [name for name, _ in compiler.compiled] == wanted
     for name, kernel in compiler.compiled:
         # one program a processor, or two
-        assert kernel.metadata.shared <= (DEVICE.shared_memory if name in SCANS else 113 * 1024)
+        assert kernel.metadata.shared <= (DEVICE.shared_memory if name in {*SCANS, *AT_ONCE} else 113 * 1024)
         assert "wgmma.mma_async" in kernel.asm["ptx"]
         text = disassemble(kernel.asm["cubin"])
         assert not miscarried(text)

@@ -153,22 +153,27 @@ def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
         conforms(TritonBackend(config), Case(SPECS[name], SHAPES[shape], dtype, regime))
 
 
-WIDE = {
-    "grouped": Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128),
-    "pack": Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045)),
-    "narrow": Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120),
-}
-WALKS = {"in one": {}, "parts": {"split": 16}, "segments": {"every": 4, "scratch": 0}}
+AT_ONCE = {"reverse": Launch(tile=64, hopper=True, replays=True)}
+WALKS = {
+    "in one": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
+    "parts": ({"split": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))),
+    "segments": ({"every": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
+    "at once": (AT_ONCE | {"every": 4}, Shape("heads", B=2, T=1100, H=2, HV=2, K=128, V=128)),
+    "packs at once": (
+        AT_ONCE | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
+    ),
+}  # fmt: skip
 
 
 @on_hopper
 @pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("way", "shape"), list(zip(WALKS, WIDE, strict=True)))
-def test_every_spec_by_the_scans_for_hopper(way, shape, dtype, regime):
-    config = LaunchConfig(**(WALKS[way] | FOR_HOPPER))
+@pytest.mark.parametrize("way", WALKS)
+def test_every_spec_by_the_scans_for_hopper(way, dtype, regime):
+    change, shape = WALKS[way]
+    config = LaunchConfig(**(FOR_HOPPER | change))
     for name in IN_16_BITS:
-        conforms(TritonBackend(config), Case(SPECS[name], WIDE[shape], dtype, regime))
+        conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, regime))
 
 
 @pytest.mark.parametrize("at", [6, 7, 21])
@@ -193,6 +198,18 @@ def test_a_config_for_hopper_is_refused_where_it_cannot_be_had(kernel):
     bound = bind(GATED, TritonBackend(LaunchConfig(**{kernel: FOR_HOPPER[kernel]})))
     with pytest.raises(ConfigError, match=rf"{kernel}\.hopper must be false but on a Hopper GPU"):
         bound(x).o.sum().backward()
+
+
+def test_a_replay_in_the_launch_of_the_reverse_scan_is_refused_where_it_cannot_be_had():
+    x = gated(1, 5)
+    with pytest.raises(ConfigError, match=r"reverse\.replays must be false where H is not HV, got H = 1 and HV = 2"):
+        bind(GATED, TritonBackend(LaunchConfig(**AT_ONCE)))(x)
+    with pytest.raises(ValueError, match=r"split must be 0 where reverse\.replays is true, got 16"):
+        LaunchConfig(split=16, **AT_ONCE)
+    with pytest.raises(ValueError, match="replays must be false where hopper is false, got true"):
+        Launch(tile=64, replays=True)
+    with pytest.raises(ValueError, match=r"scan\.replays must be false, for reverse alone replays, got true"):
+        LaunchConfig(scan=AT_ONCE["reverse"])
 
 
 # Under the interpreter small shapes, and no graph through Inductor: below there is one without it.

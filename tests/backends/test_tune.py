@@ -241,6 +241,24 @@ def test_gradients_that_the_reverse_scan_makes_are_not_tuned():
     assert candidates("gradients", problem_of(PACK, "scan"), base, T900._replace(hopper=True)) == [base]
 
 
+def test_replay_and_reverse_scan_in_one_launch_are_a_choice_of_the_reverse_scan_alone():
+    hopper, problem = T900._replace(hopper=True), problem_of(PACK, "scan")
+    base = heuristic(problem, hopper)
+    assert base.reverse.replays
+    assert candidates("replay", problem, base, hopper) == [base]
+    tried = {config.reverse.replays for config in candidates("reverse", problem, base, hopper)}
+    assert tried == {True, False}
+    fewer = problem._replace(N=3)
+    for other in (problem._replace(H=8), problem._replace(N=4), problem._replace(N=17)):
+        assert not heuristic(other, hopper).reverse.replays
+    assert not any(config.reverse.replays for config in candidates("reverse", problem._replace(H=8), base, hopper)[1:])
+    assert {config.split > 0: config.reverse.replays for config in candidates("split", fewer, base, hopper)} == {
+        False: True, True: False,
+    }  # fmt: skip
+    in_parts = heuristic(fewer, hopper, 16)
+    assert not any(config.reverse.replays for config in candidates("reverse", fewer, in_parts, hopper))
+
+
 def test_a_check_runs_the_code_of_the_target_on_a_short_case():
     config, cases = checks_of(PACK, "scan", LaunchConfig())
     assert config == LaunchConfig()

@@ -66,15 +66,23 @@ def allocate(dtype: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def of_copy(base, stride: gl.constexpr, R: gl.constexpr = 64, J: gl.constexpr = 64, zero=0):
-    """Where rows and columns of a tile [R, J] are, as [r, t, j]: a thread has all r, which are constants apart."""
+def places_of_copy(R: gl.constexpr, J: gl.constexpr):
+    """r, t, j of a tile [R, J] as it is copied: its columns are j, its rows r times how many t there are, and t."""
     layout: gl.constexpr = COPIES if J == 64 else WIDE_COPIES
     TOGETHER: gl.constexpr = 1024 // J
     t = gl.arange(0, TOGETHER, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     j = gl.arange(0, J, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     r = gl.arange(0, R // TOGETHER, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    first = base + (t[None, :, None] * stride + j[None, None, :] + zero * 64)
-    return first + (r * (TOGETHER * stride))[:, None, None]
+    return r[:, None, None], t[None, :, None], j[None, None, :]
+
+
+@gluon.jit
+def of_copy(base, stride: gl.constexpr, R: gl.constexpr = 64, J: gl.constexpr = 64, zero=0):
+    """Where rows and columns of a tile [R, J] are, as [r, t, j]: a thread has all r, which are constants apart."""
+    TOGETHER: gl.constexpr = 1024 // J
+    r, t, j = places_of_copy(R, J)
+    first = base + (t * stride + j + zero * 64)
+    return first + r * (TOGETHER * stride)
 
 
 @gluon.jit
@@ -82,15 +90,12 @@ def fetch(tile, at, OFFSET: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr
     """Copy a tile of a row-major matrix to shared memory; zeros from `rows` and `columns` on."""
     R: gl.constexpr = tile.shape[0]
     J: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = COPIES if J == 64 else WIDE_COPIES
     TOGETHER: gl.constexpr = 1024 // J
-    t = gl.arange(0, TOGETHER, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    j = gl.arange(0, J, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    r = gl.arange(0, R // TOGETHER, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    r, t, j = places_of_copy(R, J)
     tile = tile.reshape([R // TOGETHER, TOGETHER, J])
     at = at + OFFSET
-    in_rows = r[:, None, None] * TOGETHER + t[None, :, None] < rows
-    in_columns = j[None, None, :] < columns
+    in_rows = r * TOGETHER + t < rows
+    in_columns = j < columns
     if MASK_ROWS and MASK_COLUMNS:
         async_copy.async_copy_global_to_shared(tile, at, mask=in_rows & in_columns)
     elif MASK_ROWS:
@@ -147,9 +152,7 @@ def put(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.conste
 @gluon.jit
 def fetch_square(tile, base, FIRST: gl.constexpr):
     """Copy a matrix of squares.py to shared memory: T if FIRST, else P^T; zeros where the other lies."""
-    r = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPIES)))[:, None, None]
-    t = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, COPIES)))[None, :, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, COPIES)))[None, None, :]
+    r, t, j = places_of_copy(64, 64)
     block = j // 8 - (r * 2 + t // 8)
     at = base + (t * 72 + j) + r * (16 * 72)
     if FIRST:

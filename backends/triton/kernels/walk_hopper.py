@@ -59,7 +59,7 @@ def walk_back(
         dS, intra_q, inter_q = reverse_chunk(
             dS, dv, scale, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s,
             S_s, dS_s, du_s, x_s, low_s, sums_s, numbers_s, came, rest_came, states_came,
-            hidden_zero(to_come, 20), stage, phase, kepts, apart,
+            hidden_zero(to_come, 20), stage, phase, stage, kepts, apart,
             HV, V, DECAY, DELTA, WRITE, READ_EARLY, SHARED, LEAST, dtype,
         )  # fmt: skip
         dS = chunk_gradients(

@@ -52,11 +52,11 @@ def stores_first(number):
 @gluon.jit
 def reverse_chunk(
     dS, dv, scale, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, dS_s, du_s, x_s, low_s, sums_s,
-    numbers_s, came, rest_came, states_came, z, stage, phase, kepts, apart,
+    numbers_s, came, rest_came, states_came, z, stage, phase, odd, kepts, apart,
     HV: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr,
     WRITE: gl.constexpr, READ_EARLY: gl.constexpr, SHARED: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """A step of the reverse scan: dS^T before the chunk.
+    """A step of the reverse scan: dS^T before the chunk. odd: 1 where an odd number of chunks was walked before it.
 
     In shared memory then lie dS', du with an erase, and without one P and dP. do x^T and do S^T are still under way."""
     low = narrow(dS, dtype)
@@ -91,7 +91,7 @@ def reverse_chunk(
     mbarrier.wait(rest_came.index(stage), phase)
     if not DELTA:
         # dP and P
-        mbarrier.wait(states_came, stage)
+        mbarrier.wait(states_came, odd)
         d_square = gl.zeros([64, 64], gl.float32, PAIRS)
         d_square = warpgroup_mma(
             do_s.index(stage), x_s.index(z).permute((1, 0)), d_square, use_acc=False, is_async=True
@@ -121,7 +121,7 @@ def reverse_chunk(
         SCALED: gl.constexpr = T_s.dtype == gl.float16 and dtype != gl.float16
         dx, left_x, up = times_inverse(dx, T_s.index(stage), LEFT, SCALED)
         erase = c_s.index(stage).load(TOKENS)
-        mbarrier.wait(states_came, stage)
+        mbarrier.wait(states_came, odd)
         intra_q = gl.zeros([64, 64], gl.float32, PAIRS)
         intra_q = warpgroup_mma(do_s.index(stage), x_s.index(z).permute((1, 0)), intra_q, use_acc=False, is_async=True)
         dx, left_x, left_doq = warpgroup_mma_wait(1, deps=[dx, left_x, left_doq])

@@ -1,0 +1,372 @@
+"""The whole backward of a sequence and head in one program, for Hopper GPUs, in Gluon.
+
+Segment after segment, the last first, it replays the states from a checkpoint, then walks back as walk_hopper.py does.
+What it keeps of a segment lies at the same addresses for each, so that it stays in the cache. It takes what
+walk_hopper.py takes, with a key head for each value head, and sequences in one part.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from deltazoo.backends.triton.kernels.hopper import (
+    SHARED_LINE,
+    SHARED_TILE,
+    WALKERS,
+    barrier,
+    barriers,
+    fetch,
+    fetch_gates,
+    fetch_square,
+    free,
+    narrow,
+    of_copy,
+    ring,
+    ring_of_lines,
+    tell,
+    times_inverse,
+    widen,
+)
+from deltazoo.backends.triton.kernels.layout import first_slot, sequence_bounds
+from deltazoo.backends.triton.kernels.walk_copies import fetch_first, hidden_zero
+from deltazoo.backends.triton.kernels.walk_hopper import BUFFERS
+from deltazoo.backends.triton.kernels.walk_steps import chunk_gradients, reverse_chunk
+from deltazoo.backends.triton.kernels.walk_sums import (
+    LEFT,
+    LEFT_STATE,
+    SHARED_SUMS,
+    STATE,
+    STATE_COLUMNS,
+    TO_COME,
+    TOKENS,
+    VALUES,
+    number,
+    put_across,
+    put_kept,
+)
+
+# of S^T in 16 bits on its way to memory: the four threads of a row have a sector of 32 bytes, as in hopper.OUT
+STATE_OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0], [64, 0]], [], [128, 128],
+    )
+)  # fmt: skip
+PARKED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 16, [1, 0]))
+
+
+@gluon.jit
+def copy_segments(
+    q, k, v, do, gates, squares, states, xs, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s,
+    numbers_s, came, rest_came, states_came, done, walked, replayed, start, length, slot, last, base, hv,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, EVERY: gl.constexpr, DECAY: gl.constexpr,
+    DELTA: gl.constexpr, WRITE: gl.constexpr, EARLY: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """The copying warp group: of each segment what the replay takes, chunk after chunk, then what the walk takes."""
+    h = hv // (HV // H)
+    filled = 0  # buffers
+    turned = 0  # segments
+    gone = 0  # chunks that were walked
+    end = last
+    while end > 0:
+        begin = (end - 1) // EVERY * EVERY
+        for c in range(begin, end):
+            z = hidden_zero(filled, 20)
+            stage = filled % 2
+            mbarrier.wait(done.index(stage), (filled // 2 & 1) ^ 1)
+            row = start + c * 64
+            left = length - c * 64
+            place = (slot + c).to(gl.int64) * HV + hv
+            fetch(k_s.index(stage), of_copy(k + (row * H + h) * K, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
+            fetch_gates(
+                gates + place * 192, G_s.index(stage), G_s.index(stage), c_s.index(stage), w_s.index(stage),
+                DECAY, False, DELTA, WRITE,
+            )  # fmt: skip
+            async_copy.commit_group()
+            v_at = of_copy(v + (row * HV + hv) * V, HV * V, 64, 128, z)
+            fetch(do_s.index(stage), v_at, 0, left, V, True, V % 128 != 0)
+            if DELTA:
+                fetch_square(T_s.index(stage), squares + place * (64 * 72), True)
+            async_copy.commit_group()
+            tell(came.index(stage), 1, True)
+            tell(rest_came.index(stage), 0, True)
+            filled += 1
+        for back in range(0, end - begin + 1):
+            # that of the next chunk, and the state and x of this one
+            c = end - 1 - back
+            z = hidden_zero(filled, 20)
+            if back > 0:
+                if back == 1:
+                    mbarrier.wait(replayed, turned & 1)
+                mbarrier.wait(walked, (gone & 1) ^ 1)
+                local = (base + c + 1 - begin).to(gl.int64)
+                at = of_copy(states + local * V * K, K, 128, 128, z)
+                fetch(S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
+                if DELTA:
+                    x_at = of_copy(xs + local * 64 * V, V, 64, 128, z)
+                else:
+                    x_at = of_copy(v + ((start + c * 64 + 64) * HV + hv) * V, HV * V, 64, 128, z)
+                fetch(x_s.index(z), x_at, 0, length - c * 64 - 64, V, not DELTA, V % 128 != 0)
+                async_copy.commit_group()
+                tell(states_came, 0, True)
+                gone += 1
+            if c >= begin:
+                stage = filled % 2
+                mbarrier.wait(done.index(stage), (filled // 2 & 1) ^ 1)
+                fetch_first(
+                    q, k, do, gates, squares, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, stage,
+                    numbers_s, z, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64),
+                    c, begin, (c == last - 1).to(gl.int32), h, hv,
+                    H, HV, K, V, DECAY, DELTA, WRITE, EARLY, dtype,
+                )  # fmt: skip
+                tell(came.index(stage), 1, True)
+                tell(rest_came.index(stage), 0, True)
+                filled += 1
+        turned += 1
+        end = begin
+
+
+@gluon.jit
+def put_state(base, low, stride: gl.constexpr, rows: gl.constexpr):
+    """Write S^T [128 values, 128 keys] of a product up to `rows` and `stride` columns."""
+    out = gl.convert_layout(low, STATE_OUT)
+    i = gl.arange(0, 128, gl.SliceLayout(1, STATE_OUT))[:, None]
+    j = gl.arange(0, 128, gl.SliceLayout(0, STATE_OUT))[None, :]
+    at = base + ((i // 16 * 16 + i % 8) * stride + (j // 64 * 64 + j % 16))
+    at = at + (i // 8 % 2 * (8 * stride) + j // 16 % 4 * 16)
+    gl.store(at, out, mask=(i < rows) & (j < stride))
+
+
+@gluon.jit
+def load_begin(
+    state, checkpoints, checkpoint, begin, n, hv,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr,
+):  # fmt: skip
+    """S^T [128 values, 128 keys] before a segment's first chunk: a checkpoint, or the initial state."""
+    i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
+    j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
+    inside = (i < V) & (j < K)
+    at = checkpoints + ((checkpoint + begin // EVERY).to(gl.int64) * HV + hv) * V * K
+    S = gl.load(at + (i * K + j), mask=inside & (begin > 0), other=0.0).to(gl.float32)
+    if GIVEN:
+        given = state + (n.to(gl.int64) * HV + hv) * K * V
+        S += gl.load(given + (j * V + i), mask=inside & (begin == 0), other=0.0)
+    return S
+
+
+@gluon.jit
+def park(dS, first, second):
+    """dS^T to two tiles of shared memory that hold nothing else meanwhile: the replay wants its registers."""
+    barrier()  # which have been read
+    halves = gl.split(gl.permute(gl.reshape(dS, [128, 2, 64]), (0, 2, 1)))
+    first._reinterpret(gl.float32, [128, 64], PARKED).store(gl.convert_layout(halves[0], VALUES))
+    second._reinterpret(gl.float32, [128, 64], PARKED).store(gl.convert_layout(halves[1], VALUES))
+
+
+@gluon.jit
+def parked(first, second):
+    """What was parked."""
+    low = first._reinterpret(gl.float32, [128, 64], PARKED).load(VALUES)
+    high = second._reinterpret(gl.float32, [128, 64], PARKED).load(VALUES)
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [128, 128]), STATE)
+
+
+@gluon.jit
+def replay_chunk(
+    S, states, xs, k_s, v_s, T_s, G_s, c_s, w_s, came, rest_came, z, stage, phase, local,
+    K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """A chunk of the replay: keeps S^T before it, and x, and returns S^T after it."""
+    low = narrow(S, dtype)
+    mbarrier.wait(came.index(stage), phase)
+    # here, where no product is under way: else the compiler waits for those that are
+    if DECAY != "none":
+        end = G_s.index(stage).slice(63, 1)
+        S0 = S * gl.exp2(end.load(STATE_COLUMNS))[None, :]
+    else:
+        S0 = S
+    y = gl.zeros([128, 64], gl.float32, VALUES)
+    if DELTA:
+        left_S = gl.convert_layout(low, LEFT, assert_trivial=True)
+        y = warpgroup_mma(left_S, k_s.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
+    put_state(states + local * V * K, low, K, V)
+    if DECAY != "none":
+        fade = gl.exp2(end.load(TOKENS) - G_s.index(stage).load(TOKENS))
+    # u = w v - c S0^T k,  x = T u
+    mbarrier.wait(rest_came.index(stage), phase)
+    left_v = v_s.index(stage).permute((1, 0)).load(LEFT)
+    x = widen(gl.convert_layout(left_v, VALUES, assert_trivial=True))
+    if WRITE:
+        x *= w_s.index(stage).load(TOKENS)[None, :]
+    if DELTA:
+        erase = c_s.index(stage).load(TOKENS)
+        y, _ = warpgroup_mma_wait(0, deps=[y, low])
+        x -= y * erase[None, :]
+        SCALED: gl.constexpr = T_s.dtype == gl.float16
+        x, left_u, up = times_inverse(x, T_s.index(stage).permute((1, 0)), LEFT, SCALED)
+        x, left_u = warpgroup_mma_wait(0, deps=[x, left_u])
+        if SCALED:
+            x *= up[:, None]
+    # S' = e^Gend S0 + (e^(Gend - G) k)^T x
+    if DECAY != "none":
+        left_k = gl.convert_layout(narrow(x * fade[None, :], dtype), LEFT_STATE, assert_trivial=True)
+    else:
+        left_k = gl.convert_layout(narrow(x, dtype), LEFT_STATE, assert_trivial=True)
+    S1 = warpgroup_mma(left_k, k_s.index(stage), S0, is_async=True)
+    if DELTA:
+        put_across(xs + local * 64 * V, narrow(x, dtype), z, V, 64, V, V % 128 != 0)
+    S1, left_k = warpgroup_mma_wait(0, deps=[S1, left_k])
+    return S1
+
+
+@gluon.jit
+def hand_over(replayed):
+    """What all warps wrote to memory is there for the copying warp group, which reads past the first cache."""
+    zero = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
+    gl.inline_asm_elementwise("fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
+    barrier()
+    mbarrier.arrive(replayed, count=1)
+
+
+@gluon.jit
+def replay_and_walk(
+    v, b, dq, dk, dv, state, checkpoints, states, xs, carry, dgates, kepts, scale,
+    k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
+    came, rest_came, states_came, done, walked, replayed, slots, slot, last, base, checkpoint, n, hv,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr,
+    DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr, ERASE_EARLY: gl.constexpr,
+    READ_EARLY: gl.constexpr, SHARED: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """The two warp groups that compute."""
+    at_carry = carry + (n.to(gl.int64) * HV + hv) * V * K
+    i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
+    j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
+    inside = (i < V) & (j < K)
+    dS = gl.load(at_carry + (i * K + j), mask=inside, other=0.0)
+    apart = slots.to(gl.int64) * HV
+    stage = 0
+    phase = 0
+    odd = 0  # chunks that were walked
+    end = last
+    while end > 0:
+        begin = (end - 1) // EVERY * EVERY
+        park(dS, S_s.index(0), dS_s.index(0))
+        S = load_begin(state, checkpoints, checkpoint, begin, n, hv, HV, K, V, GIVEN, EVERY)
+        for c in range(begin, end):
+            S = replay_chunk(
+                S, states, xs, k_s, do_s, T_s, G_s, c_s, w_s, came, rest_came, hidden_zero(c, 20), stage, phase,
+                (base + c - begin).to(gl.int64), K, V, DECAY, DELTA, WRITE, dtype,
+            )  # fmt: skip
+            free(done.index(stage))
+            phase = phase ^ stage
+            stage = stage ^ 1
+        dS = parked(S_s.index(0), dS_s.index(0))
+        hand_over(replayed)
+        to_come = end - begin
+        while to_come > 0:
+            dS, intra_q, inter_q = reverse_chunk(
+                dS, dv, scale, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s,
+                S_s, dS_s, du_s, x_s, low_s, sums_s, numbers_s, came, rest_came, states_came,
+                hidden_zero(to_come, 20), stage, phase, odd, kepts, apart,
+                HV, V, DECAY, DELTA, WRITE, READ_EARLY, SHARED, LEAST, dtype,
+            )  # fmt: skip
+            dS = chunk_gradients(
+                dS, intra_q, inter_q, v, b, dq, dk, dgates, kepts, dk, scale,
+                k_s, q_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
+                walked, hidden_zero(to_come, 21), stage + hidden_zero(to_come, 22), 1 + hidden_zero(to_come, 23),
+                slots, slots,
+                H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype,
+            )  # fmt: skip
+            to_come = number(numbers_s.index(stage), TO_COME).to(gl.int32)
+            free(done.index(stage))
+            phase = phase ^ stage
+            stage = stage ^ 1
+            odd = odd ^ 1
+        end = begin
+    if DECAY != "none" and not DELTA:
+        barrier()
+        put_kept(kepts + ((slot - 1).to(gl.int64) * HV + hv), apart, sums_s, False)
+    gl.store(at_carry + (i * K + j), dS, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["slots", "T"])
+def hopper_backward_kernel(
+    q, k, v, b, do, gates, squares, state, checkpoints, carry, states, xs, dq, dk, dv, dgates, kepts, cu,
+    slots, scale, T,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
+    DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
+    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
+    GIVEN: gl.constexpr, EVERY: gl.constexpr, LEAST: gl.constexpr,
+):  # fmt: skip
+    """One program a (sequence, head). states [programs EVERY, V, K] and xs [programs EVERY, C, V] are scratch.
+
+    To be launched with 8 warps, which become 12, and 168 registers a thread, which they share out anew."""
+    gl.static_assert(C == 64 and K > 64 and K <= 128 and V > 64 and V <= 128 and H == HV)
+    gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
+    EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
+    dtype: gl.constexpr = k.dtype.element_ty
+    pid = gl.program_id(0)
+    hv = pid % HV
+    n = pid // HV
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    slot = first_slot(n, cu, T, C, PACKED)
+    last = gl.cdiv(length, C)
+    checkpoint = (slot // EVERY if PACKED else n * ((last - 1) // EVERY)) - 1
+    if last > 0:
+        k_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
+        q_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
+        do_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
+        S_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SHARED_TILE)
+        x_s = gl.allocate_shared_memory(dtype, [1, 64, 128], SHARED_TILE)
+        dS_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SHARED_TILE)
+        P_s = ring(dtype, 1, BUFFERS)[0]
+        if DELTA:
+            T_s = ring(squares.dtype.element_ty, 1, BUFFERS)[0]
+            du_s = gl.allocate_shared_memory(dtype, [1, 128, 64], SHARED_TILE)
+            low_s = P_s
+        else:
+            T_s = P_s
+            du_s = x_s
+            low_s = ring(dtype, 1, BUFFERS)[0]
+        G_s = ring_of_lines(BUFFERS)
+        before_s = ring_of_lines(BUFFERS) if EARLY else G_s
+        c_s = ring_of_lines(BUFFERS) if DELTA else G_s
+        w_s = ring_of_lines(BUFFERS) if WRITE else G_s
+        sums_s = gl.allocate_shared_memory(gl.float32, [2, 4], SHARED_SUMS)
+        numbers_s = gl.allocate_shared_memory(gl.int64, [BUFFERS, 8], SHARED_LINE)
+        came = barriers(BUFFERS, 1)
+        rest_came = barriers(BUFFERS, 1)
+        states_came = barriers(1, 1).index(0)
+        replayed = barriers(1, 1).index(0)
+        done = barriers(BUFFERS, 2 * WALKERS)  # one each: two fills may be done with before one is waited for
+        walked = barriers(1, 2 * WALKERS).index(0)
+        base = pid * EVERY
+        gl.warp_specialize(
+            [
+                (
+                    replay_and_walk,
+                    (
+                        v, b, dq, dk, dv, state, checkpoints, states, xs, carry, dgates, kepts, scale,
+                        k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s,
+                        numbers_s, came, rest_came, states_came, done, walked, replayed,
+                        slots, slot, last, base, checkpoint, n, hv,
+                        H, HV, K, V, GIVEN, EVERY, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED,
+                        LEAST, dtype,
+                    ),
+                ),
+                (
+                    copy_segments,
+                    (
+                        q, k, v, do, gates, squares, states, xs,
+                        k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s,
+                        numbers_s, came, rest_came, states_came, done, walked, replayed,
+                        start, length, slot, last, base, hv,
+                        H, HV, K, V, EVERY, DECAY, DELTA, WRITE, EARLY, dtype,
+                    ),
+                ),
+            ],
+            [4],
+            [40],
+        )  # fmt: skip
