@@ -85,7 +85,7 @@ def put_diagonal(base, tile):
     halves = of_halves(gl.where(i == j, tile, 0.0), OF_PAIRS)
     t = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, OF_PAIRS)))[:, None]
     half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, OF_PAIRS)))[None, :]
-    gl.store(base + (half * 32 + t % 32), halves, mask=t // 32 == half)
+    gl.store(base + half * 0 + t, halves, mask=t // 32 == half)  # half: pointers as many as values
 
 
 @gluon.jit
