@@ -172,13 +172,13 @@ def test_the_layer_is_one_graph_under_inductor_and_exports_its_decode():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("regime", conformance.REGIMES)
-@pytest.mark.parametrize("T", [65, 300, 2100], ids=lambda T: f"T={T}")
-def test_stress_over_seeds(T, regime):
+@pytest.mark.parametrize(("B", "T", "H"), [(1, 65, 2), (1, 300, 2), (1, 2100, 2), (4, 300, 32)])
+def test_stress_over_seeds(B, T, H, regime):
     """Hopper's compiler hazards, registers overwritten in flight and wrong transposes, come and go with the numbers."""
     for seed in range(0, 60, 2):
         spec = (GATED, UpdateSpec(), UpdateSpec(decay="fixed", transition="additive"))[seed // 2 % 3]
         for dtype in (torch.bfloat16, torch.float16):
-            case = Case(spec, Shape("stress", 1, T, 2, 2, 128, 128), dtype, regime, seed=seed)
+            case = Case(spec, Shape("stress", B, T, H, H, 128, 128), dtype, regime, seed=seed)
             report = conformance.compare(TritonBackend(), case, device="cuda")
             assert report.errors, str(report)
             assert not report.failures, str(report)

@@ -32,6 +32,7 @@ def build():
      "256": Shape("256", 1, 130, 1, 1, 256, 256),
      "pack": Shape("pack", 1, 700, 1, 2, 128, 128, lengths=(300, 0, 1, 64, 335)),
      "long": Shape("long", 1, 2500, 1, 1, 128, 128),
+     "busy": Shape("busy", 4, 330, 32, 32, 128, 128),
      "norm": Shape("norm", 1, 130, 1, 1, 64, 65),
      "tiny": Shape("tiny", 1, 70, 1, 1, 5, 9),
     }
@@ -40,7 +41,7 @@ def build():
         for sn, s in S.items():
             for shn, sh in shapes.items():
                 for reg in ("ordinary", "decays", "parallel"):
-                    small = shn in ("128", "pack")
+                    small = shn in ("128", "pack", "busy")
                     if not small and (sn not in ("gdn", "mamba2") or reg != "ordinary"): 
                         continue
                     if small and dt != torch.bfloat16 and sn not in ("gdn", "neg", "house"): continue
