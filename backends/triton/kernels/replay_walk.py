@@ -287,7 +287,7 @@ def replay_and_walk(
         end = begin
     if DECAY != "none" and not DELTA:
         barrier()
-        put_kept(kepts + ((slot - 1).to(gl.int64) * HV + hv), apart, sums_s, False)
+        put_kept(kepts + (slot.to(gl.int64) * HV + hv), apart, sums_s, True)
     gl.store(at_carry + (i * K + j), dS, mask=inside)
 
 
@@ -334,7 +334,7 @@ def hopper_backward_kernel(
         before_s = ring_of_lines(BUFFERS) if EARLY else G_s
         c_s = ring_of_lines(BUFFERS) if DELTA else G_s
         w_s = ring_of_lines(BUFFERS) if WRITE else G_s
-        sums_s = gl.allocate_shared_memory(gl.float32, [2, 4], SHARED_SUMS)
+        sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SHARED_SUMS)
         numbers_s = gl.allocate_shared_memory(gl.int64, [BUFFERS, 8], SHARED_LINE)
         came = barriers(BUFFERS, 1)
         rest_came = barriers(BUFFERS, 1)

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from deltazoo.backends.triton.kernels.hopper import fetch, fetch_gates, fetch_square, of_copy, tell
-from deltazoo.backends.triton.kernels.walk_sums import IS_FIRST, IS_LAST, LEFT_TOKENS, PLACE, ROW_OF_VALUES, TO_COME
+from deltazoo.backends.triton.kernels.walk_sums import LEFT_TOKENS, PLACE, ROW_OF_VALUES, TO_COME
 
 FEW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -34,9 +34,7 @@ def fetch_first(
     numbers = gl.where(i == ROW_OF_VALUES, row * HV + hv, of_keys)
     numbers = gl.where(i == PLACE, place, numbers)
     numbers = gl.where(i == LEFT_TOKENS, left.to(gl.int64), numbers)
-    small = gl.where(i == TO_COME, c - first, c)
-    small = gl.where(i == IS_FIRST, fresh, small)
-    small = gl.where(i == IS_LAST, fresh & (left <= 64), small)
+    small = gl.where(i == TO_COME, c - first, fresh)
     numbers_s.index(stage).store(gl.where(i >= TO_COME, small.to(gl.int64), numbers))
     fetch(k_s.index(stage), of_copy(k + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
     fetch(do_s.index(stage), of_copy(do + (row * HV + hv) * V, HV * V, 64, 128, z), 0, left, V, True, V % 128 != 0)

@@ -75,7 +75,7 @@ def walk_back(
         stage = stage ^ 1
     if DECAY != "none" and not DELTA:
         barrier()
-        put_kept(kepts + ((slot + first - 1).to(gl.int64) * HV + hv), apart, sums_s, first > 0)
+        put_kept(kepts + ((slot + first).to(gl.int64) * HV + hv), apart, sums_s, True)
     if part == 0:
         gl.store(at_carry + (i * K + j), dS, mask=inside)
 
@@ -126,7 +126,7 @@ def hopper_walk_kernel(
         before_s = ring_of_lines(BUFFERS) if EARLY else G_s
         c_s = ring_of_lines(BUFFERS) if DELTA else G_s
         w_s = ring_of_lines(BUFFERS) if WRITE else G_s
-        sums_s = gl.allocate_shared_memory(gl.float32, [2, 4], SHARED_SUMS)
+        sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SHARED_SUMS)
         numbers_s = gl.allocate_shared_memory(gl.int64, [BUFFERS, 8], SHARED_LINE)
         values = xs if DELTA else v
         came = barriers(BUFFERS, 1)

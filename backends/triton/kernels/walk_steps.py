@@ -12,9 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltazoo.backends.triton.kernels.hopper import SHARED_TILE, barrier, free, narrow, put, times_inverse, widen
 from deltazoo.backends.triton.kernels.layout import held_off
 from deltazoo.backends.triton.kernels.walk_sums import (
-    CHUNK,
     IS_FIRST,
-    IS_LAST,
     KEYS,
     LEFT,
     LEFT_STATE,
@@ -30,8 +28,8 @@ from deltazoo.backends.triton.kernels.walk_sums import (
     STATE_COLUMNS,
     TOKENS,
     VALUES,
-    keep_before,
-    keep_end,
+    keep_faded,
+    keep_stored,
     number,
     of_halves,
     put_across,
@@ -101,9 +99,9 @@ def reverse_chunk(
     # e^Gend dS' + scale (e^G'' q)^T do
     dS = warpgroup_mma(left_doq, q_s.index(stage), dS0, is_async=True)
     if DECAY != "none" and not DELTA:
-        put_kept(
-            kepts + number(numbers_s.index(stage), PLACE), apart, sums_s, number(numbers_s.index(stage), IS_FIRST) == 0
-        )
+        # of the chunk after this one
+        wanted = number(numbers_s.index(stage), IS_FIRST) == 0
+        put_kept(kepts + number(numbers_s.index(stage), PLACE) + HV, apart, sums_s, wanted)
     dS_s.index(z).store(low)
     if DECAY != "none":
         fade = gl.exp2(G_s.index(stage).slice(63, 1).load(TOKENS) - G_s.index(stage).load(TOKENS))
@@ -173,9 +171,11 @@ def reverse_chunk(
         stores_first(left)
         dS, left_e = warpgroup_mma_wait(1, deps=[dS, left_e])
         if DECAY != "none":
-            keep_before(dS, S_s.index(z), sums_s)
+            keep_faded(G_s.index(stage), S_s.index(z), dS_s.index(z), sums_s)
         fence_async_shared()
         barrier()
+    elif DECAY != "none":
+        keep_faded(G_s.index(stage), S_s.index(z), dS_s.index(z), sums_s)
     return dS, intra_q, inter_q
 
 
@@ -207,9 +207,6 @@ def chunk_gradients(
         intra_e = warpgroup_mma(du_T, x_s.index(z).permute((1, 0)), intra_e, use_acc=False, is_async=True)
     dk_stored = gl.zeros([64, 128], gl.float32, KEYS)
     dk_stored = warpgroup_mma(x_s.index(z), dS_s.index(z), dk_stored, use_acc=False, is_async=True)
-    at_kept = kepts + place
-    if DECAY != "none" and DELTA:
-        put_kept(at_kept - HV, apart, sums_s, number(numbers, CHUNK) > 0)
     if DECAY != "none":
         G = G_s.index(stage).load(ROWS)
         G_early = before_s.index(stage).load(ROWS) if EARLY else G
@@ -217,7 +214,6 @@ def chunk_gradients(
         G_e = G_early if ERASE_EARLY else G
         read = gl.exp2(G_q) * scale
         fade_k = gl.exp2(G_s.index(stage).slice(63, 1).load(ROWS) - G)
-        is_last = number(numbers, IS_LAST) > 0
     if DELTA and ERASE and not (SHARED and WRITE):
         t = gl.arange(0, 64, ROWS)
         erase = gl.load(b + number(numbers, ROW_OF_VALUES) + t * HV, mask=t < left, other=0.0).to(gl.float32)
@@ -267,11 +263,12 @@ def chunk_gradients(
         fade_k = fade_k * write if DECAY != "none" else write
     if SUMS_OF_K:
         dk_stored *= fade_k[:, None]
+    if DECAY != "none":
+        keep_stored(dk_stored, k_t, sums_s)
     if DELTA:
         barrier()
-    if DECAY != "none":
-        if is_last:
-            keep_end(G_s.index(stage), dk_stored, S_s.index(z), dS_s.index(z), k_t, sums_s, at_kept, apart)
+        if DECAY != "none":
+            put_kept(kepts + place, apart, sums_s, True)
     dq_tile = warpgroup_mma(low_q_s, k_t, inter_q, is_async=True)
     if DELTA:
         inter_e = warpgroup_mma_wait(1, deps=[inter_e])
@@ -284,8 +281,6 @@ def chunk_gradients(
     dk_tile = warpgroup_mma(low_q_s.permute((1, 0)), q_t, dk_stored, is_async=True)
     if DELTA:
         dk_tile = warpgroup_mma(low_e_s.permute((1, 0)), k_t, dk_tile, is_async=True)
-    if DECAY != "none" and not DELTA:
-        keep_before(dS, S_s.index(z), sums_s)
     if DELTA and WRITE and not SHARED:
         put_writes(at_gate + 128, of_gate, v + number(numbers, ROW_OF_VALUES) * V, du_T, left, HV, V)
     if not DELTA:

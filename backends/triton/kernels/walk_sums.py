@@ -3,13 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltazoo.backends.triton.kernels.hopper import barrier, widen
+from deltazoo.backends.triton.kernels.hopper import widen
 
 # products: of dS^T [values, keys], and [values, tokens], a warp has 16 values; of [tokens, keys], and [tokens, tokens],
 # a warp group has half of the columns, and a warp 16 tokens
 STATE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 128, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 64, 16]))
-PIECE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 16, 16]))
 KEYS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 64, 16]))
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
@@ -32,6 +31,7 @@ OF_PAIRS = gl.constexpr(
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0], [0, 1, 0]], [], [64, 2, 32],
     )
 )  # fmt: skip
+PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # of a state, rows of 128 bytes
 OF_COPY = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 1, 8], [4, 2, 1], [2, 1, 0]))
 # of dv^T [values, tokens] once its blocks of 8 x 8 are transposed: as hopper.OUT
 ACROSS_OUT = gl.constexpr(
@@ -41,18 +41,16 @@ ACROSS_OUT = gl.constexpr(
     )
 )  # fmt: skip
 # what the copying warp group leaves of a chunk, for the others would spill it: its first row of v, its first row of k
-# (or of partial), its place, its tokens with all that follow, the chunks still to come, its own number, and whether it
-# is the first that is walked, and with that a sequence's last
+# (or of partial), its place, its tokens with all that follow, the chunks still to come, and whether it is the first that
+# is walked
 ROW_OF_VALUES = gl.constexpr(0)
 ROW_OF_KEYS = gl.constexpr(1)
 PLACE = gl.constexpr(2)
 LEFT_TOKENS = gl.constexpr(3)
 TO_COME = gl.constexpr(4)
-CHUNK = gl.constexpr(5)
-IS_FIRST = gl.constexpr(6)
-IS_LAST = gl.constexpr(7)
+IS_FIRST = gl.constexpr(5)
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-SUMS = gl.constexpr(gl.BlockedLayout([2, 4], [1, 32], [1, 8], [1, 0]))
+SUMS = gl.constexpr(gl.BlockedLayout([2, 8], [1, 32], [1, 8], [1, 0]))
 SHARED_SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -120,32 +118,26 @@ def put_across(base, tile, zero, stride: gl.constexpr, rows, columns, MASK_COLUM
 
 
 @gluon.jit
-def of_values(x):
-    """Of a number for each of 128 values the sums [2, 4] of each warp."""
-    return gl.sum(gl.reshape(x, [2, 4, 16]), 2)
+def keep_faded(G_s, S_s, dS_s, sums_s):
+    """e^Gend <dS', S>, as the sums of each warp.
+
+    With `keep_stored` this is <dS', S'>, but not by S' as it was rounded for the next chunk: what a token wrote is in its
+    turn, too, and has to cancel there."""
+    kept = gl.zeros([32, 64], gl.float32, PIECE)
+    for rows in gl.static_range(4):
+        for half in gl.static_range(2):
+            S_p = S_s.slice(rows * 32, 32).slice(half * 64, 64, dim=1).load(PIECE)
+            dS_p = dS_s.slice(rows * 32, 32).slice(half * 64, 64, dim=1).load(PIECE)
+            kept += widen(S_p) * widen(dS_p)
+    faded = gl.sum(kept, 1) * gl.exp2(G_s.slice(63, 1).load(gl.SliceLayout(1, PIECE)))
+    sums_s.slice(0, 4, dim=1).store(gl.sum(gl.reshape(faded, [2, 4, 4]), 2))
 
 
 @gluon.jit
-def keep_before(dS, S_s, sums_s):
-    """<dS', S'> of the chunk before, whose S' is this one's state, as the sums of each warp."""
-    sums_s.store(of_values(gl.sum(dS * widen(S_s.load(STATE)), 1)))
-
-
-@gluon.jit
-def keep_end(G_s, dk_stored, S_s, dS_s, k_s, sums_s, at_kept, apart):
-    """<dS', S'> of the last chunk of a sequence, whose S' = e^Gend S + (e^(Gend - G) k)^T x nobody keeps."""
-    kept = gl.zeros([128, 16], gl.float32, PIECE)
-    for piece in gl.static_range(8):
-        S_p = S_s.slice(piece * 16, 16, dim=1).load(PIECE)
-        dS_p = dS_s.slice(piece * 16, 16, dim=1).load(PIECE)
-        kept += widen(S_p) * widen(dS_p)
-    rows = of_values(gl.sum(kept, 1) * gl.exp2(G_s.slice(63, 1).load(gl.SliceLayout(1, PIECE))))
+def keep_stored(dk_stored, k_s, sums_s):
+    """<dS', (e^(Gend - G) k)^T x>, as the sums of each warp."""
     stored = of_halves(widen(k_s.load(KEYS)) * dk_stored, OF_KEYS)
-    stored = gl.permute(gl.sum(gl.reshape(stored, [4, 16, 2]), 1), (1, 0))
-    sums_s.store(rows + gl.convert_layout(stored, rows.type.layout, assert_trivial=True))
-    barrier()
-    put_kept(at_kept, apart, sums_s, True)
-    barrier()
+    sums_s.slice(4, 4, dim=1).store(gl.permute(gl.sum(gl.reshape(stored, [4, 16, 2]), 1), (1, 0)))
 
 
 @gluon.jit
