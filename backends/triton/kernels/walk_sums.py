@@ -31,7 +31,8 @@ OF_PAIRS = gl.constexpr(
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0], [0, 1, 0]], [], [64, 2, 32],
     )
 )  # fmt: skip
-PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # of a state, rows of 128 bytes
+PIECE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 16, 16]))
+LEFT_PIECE = gl.constexpr(gl.DotOperandLayout(0, PIECE.value, 2))
 OF_COPY = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 1, 8], [4, 2, 1], [2, 1, 0]))
 # of dv^T [values, tokens] once its blocks of 8 x 8 are transposed: as hopper.OUT
 ACROSS_OUT = gl.constexpr(
@@ -41,8 +42,7 @@ ACROSS_OUT = gl.constexpr(
     )
 )  # fmt: skip
 # what the copying warp group leaves of a chunk, for the others would spill it: its first row of v, its first row of k
-# (or of partial), its place, its tokens with all that follow, the chunks still to come, and whether it is the first that
-# is walked
+# (or of partial), its place, its tokens with all that follow, the chunks still to come, and whether it is walked first
 ROW_OF_VALUES = gl.constexpr(0)
 ROW_OF_KEYS = gl.constexpr(1)
 PLACE = gl.constexpr(2)
@@ -117,20 +117,38 @@ def put_across(base, tile, zero, stride: gl.constexpr, rows, columns, MASK_COLUM
     gl.store(at, out, mask=inside)
 
 
+def _of_rows_asm(dtype):
+    """Of each warp's 16 rows of x and of y, 16 numbers each, the products of every row of x with every row of y."""
+    product = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+    x = "{$8, $9, $10, $11}"
+    first = f"{product} {{$0, $1, $2, $3}}, {x}, {{$12, $14}}, {{$16, $17, $18, $19}};"
+    return first + f"\n{product} {{$4, $5, $6, $7}}, {x}, {{$13, $15}}, {{$20, $21, $22, $23}};"
+
+
+OF_ROWS_BF16 = gl.constexpr(_of_rows_asm("bf16"))
+OF_ROWS_FP16 = gl.constexpr(_of_rows_asm("f16"))
+OF_ROWS_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 16))
+
+
 @gluon.jit
 def keep_faded(G_s, S_s, dS_s, sums_s):
-    """e^Gend <dS', S>, as the sums of each warp.
+    """e^Gend <dS', S>, as the sums of each warp: on the diagonal of its rows of dS' times its rows of S.
 
-    With `keep_stored` this is <dS', S'>, but not by S' as it was rounded for the next chunk: what a token wrote is in its
-    turn, too, and has to cancel there."""
-    kept = gl.zeros([32, 64], gl.float32, PIECE)
-    for rows in gl.static_range(4):
-        for half in gl.static_range(2):
-            S_p = S_s.slice(rows * 32, 32).slice(half * 64, 64, dim=1).load(PIECE)
-            dS_p = dS_s.slice(rows * 32, 32).slice(half * 64, 64, dim=1).load(PIECE)
-            kept += widen(S_p) * widen(dS_p)
-    faded = gl.sum(kept, 1) * gl.exp2(G_s.slice(63, 1).load(gl.SliceLayout(1, PIECE)))
-    sums_s.slice(0, 4, dim=1).store(gl.sum(gl.reshape(faded, [2, 4, 4]), 2))
+    With `keep_stored` this is <dS', S'>, but not by S' as it was rounded for the next chunk: what a token wrote is in
+    its turn, too, and has to cancel there."""
+    kept = gl.zeros([128, 16], gl.float32, LEFT_PIECE)
+    of_rows: gl.constexpr = OF_ROWS_BF16 if S_s.dtype == gl.bfloat16 else OF_ROWS_FP16
+    for piece in gl.static_range(8):
+        S_p = S_s.slice(piece * 16, 16, dim=1).load(LEFT_PIECE)
+        dS_p = dS_s.slice(piece * 16, 16, dim=1).load(LEFT_PIECE)
+        kept = gl.inline_asm_elementwise(
+            of_rows, OF_ROWS_OPERANDS, [dS_p, S_p, kept], gl.float32, is_pure=True, pack=8
+        )  # fmt: skip
+    kept = gl.convert_layout(kept, PIECE, assert_trivial=True)
+    i = gl.arange(0, 128, gl.SliceLayout(1, PIECE))[:, None]
+    j = gl.arange(0, 16, gl.SliceLayout(0, PIECE))[None, :]
+    rows = gl.sum(gl.where(i % 16 == j, kept, 0.0), 1) * gl.exp2(G_s.slice(63, 1).load(gl.SliceLayout(1, PIECE)))
+    sums_s.slice(0, 4, dim=1).store(gl.sum(gl.reshape(rows, [2, 4, 16]), 2))
 
 
 @gluon.jit
