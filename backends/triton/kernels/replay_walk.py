@@ -285,7 +285,7 @@ def replay_and_walk(
             stage = stage ^ 1
             odd = odd ^ 1
         end = begin
-    if DECAY != "none" and not DELTA:
+    if DECAY != "none":
         barrier()
         put_kept(kepts + (slot.to(gl.int64) * HV + hv), apart, sums_s, True)
     gl.store(at_carry + (i * K + j), dS, mask=inside)

@@ -73,7 +73,7 @@ def walk_back(
         free(done)
         phase = phase ^ stage
         stage = stage ^ 1
-    if DECAY != "none" and not DELTA:
+    if DECAY != "none":
         barrier()
         put_kept(kepts + ((slot + first).to(gl.int64) * HV + hv), apart, sums_s, True)
     if part == 0:

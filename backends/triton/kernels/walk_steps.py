@@ -98,7 +98,7 @@ def reverse_chunk(
         square = warpgroup_mma(q_s.index(stage), k_s.index(stage).permute((1, 0)), square, use_acc=False, is_async=True)
     # e^Gend dS' + scale (e^G'' q)^T do
     dS = warpgroup_mma(left_doq, q_s.index(stage), dS0, is_async=True)
-    if DECAY != "none" and not DELTA:
+    if DECAY != "none":
         # of the chunk after this one
         wanted = number(numbers_s.index(stage), IS_FIRST) == 0
         put_kept(kepts + number(numbers_s.index(stage), PLACE) + HV, apart, sums_s, wanted)
@@ -263,12 +263,8 @@ def chunk_gradients(
         fade_k = fade_k * write if DECAY != "none" else write
     if SUMS_OF_K:
         dk_stored *= fade_k[:, None]
-    if DECAY != "none":
-        keep_stored(dk_stored, k_t, sums_s)
     if DELTA:
         barrier()
-        if DECAY != "none":
-            put_kept(kepts + place, apart, sums_s, True)
     dq_tile = warpgroup_mma(low_q_s, k_t, inter_q, is_async=True)
     if DELTA:
         inter_e = warpgroup_mma_wait(1, deps=[inter_e])
@@ -278,6 +274,8 @@ def chunk_gradients(
         else:
             inter_e *= strength[:, None]
         de_tile = warpgroup_mma(low_e_s, k_t, inter_e, is_async=True)
+    if DECAY != "none":
+        keep_stored(dk_stored, k_t, sums_s)
     dk_tile = warpgroup_mma(low_q_s.permute((1, 0)), q_t, dk_stored, is_async=True)
     if DELTA:
         dk_tile = warpgroup_mma(low_e_s.permute((1, 0)), k_t, dk_tile, is_async=True)
