@@ -254,7 +254,6 @@ def replay_and_walk(
         begin = (end - 1) // EVERY * EVERY
         park(dS, S_s.index(0), dS_s.index(0))
         S = load_begin(state, checkpoints, checkpoint, begin, n, hv, HV, K, V, GIVEN, EVERY)
-        barrier()  # here, or the compiler has one in every round of the loop, for what was parked; as below
         for c in range(begin, end):
             S = replay_chunk(
                 S, states, xs, k_s, do_s, T_s, G_s, c_s, w_s, came, rest_came, hidden_zero(c, 20), stage, phase,
@@ -266,7 +265,6 @@ def replay_and_walk(
         dS = parked(S_s.index(0), dS_s.index(0))
         hand_over(replayed)
         to_come = end - begin
-        barrier()
         while to_come > 0:
             dS, intra_q, inter_q = reverse_chunk(
                 dS, dv, scale, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s,
