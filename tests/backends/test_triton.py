@@ -155,6 +155,7 @@ def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
 
 AT_ONCE = {"reverse": Launch(tile=64, hopper=True, replays=True)}
 WALKS = {
+    "a token beyond a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "in one": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
     "parts": ({"split": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))),
     "segments": ({"every": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
