@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from deltazoo.backends.dispatch import BoundUpdate, bind, explain, update, use_backend
     from deltazoo.backends.errors import DeltazooError
     from deltazoo.backends.spec import UpdateSpec
+    from deltazoo.backends.watch import watch
     from deltazoo.blocks.spec import LayerSpec, StackSpec
     from deltazoo.mixers.base import Context, MixerConfig, Place
 
@@ -33,6 +34,7 @@ _HOME = {
     "update": "backends.dispatch",
     "use_backend": "backends.dispatch",
     "validate": "backends.check",
+    "watch": "backends.watch",
 }
 
 __version__ = "0.1.0"
@@ -54,6 +56,7 @@ __all__ = [
     "update",
     "use_backend",
     "validate",
+    "watch",
 ]
 
 

@@ -18,6 +18,7 @@ from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.timing import LEAST_ROUNDS, Call, captured, in_turns, once, peak_bytes
+from deltazoo.backends.watch import watch
 from deltazoo.backends.work import DIRECTIONS, Direction, Work
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -59,6 +60,7 @@ class Row(BaseModel):
         error: the largest relative RMS error of what the first call computed (o and state, or the gradients)
             against the reference in float64, on the first sequence's first key head.
         peak_mib: the most device memory that one call held, its results counted, its operands not; on CUDA alone.
+        kernels: how often the first call launched each of the triton backend's kernels; {} for other backends.
         refused: why there are no figures; [] when there are.
     """
 
@@ -75,6 +77,7 @@ class Row(BaseModel):
     ratio: float | None = None
     error: float | None = None
     peak_mib: float | None = None
+    kernels: dict[str, int] = {}
     refused: list[str] = []
 
     def cells(self) -> list[str]:
@@ -194,7 +197,8 @@ class _Race:
         got: dict[str, Tensor] = {}
         try:
             call = self.work.call(update)
-            seconds = once(lambda: got.update(call()), self.device)
+            with watch() as seen:
+                seconds = once(lambda: got.update(call()), self.device)
             error = self._error(got) if self.config.errors else None
             got.clear()
             peak = peak_bytes(call, self.device)
@@ -203,7 +207,8 @@ class _Race:
             sentence = str(failure).strip().partition("\n")[0]
             return row.model_copy(update={"refused": [f"failed with {type(failure).__name__}: {sentence}"]})
         self.calls[row.backend] = timed
-        return row.model_copy(update={"first_call_s": seconds, "error": error, "peak_mib": peak and peak / 2**20})
+        figures = {"first_call_s": seconds, "error": error, "peak_mib": peak and peak / 2**20}
+        return row.model_copy(update=figures | {"kernels": seen.kernels})
 
     def _error(self, got: dict[str, Tensor]) -> float:
         self.exact = self.exact or self.work.exact()

@@ -14,6 +14,7 @@ from deltazoo.backends.check import check, check_step
 from deltazoo.backends.errors import DuplicateNameError, PluginError, UnknownNameError, UnsupportedError
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.watch import Ran, tell, watched
 
 _log = logging.getLogger("deltazoo")
 
@@ -59,7 +60,9 @@ class BoundUpdate(_Bound):
         Raises: InputError or a subclass; UnsupportedError with every candidate's reasons.
         """
         check(self.spec, inputs)
-        return self.backend_for(UpdateMeta.of(inputs)).forward(self.spec, inputs)
+        chosen = self.backend_for(UpdateMeta.of(inputs))
+        _seen(chosen.name, "update")
+        return chosen.forward(self.spec, inputs)
 
     def step_(self, inputs: UpdateInputs, states: Tensor, slots: Tensor | None = None) -> Tensor:
         """Decode one token a row, updating `states` [S, HV, K, V] in place; returns o [B, 1, HV, V].
@@ -69,7 +72,9 @@ class BoundUpdate(_Bound):
         check(self.spec, inputs)
         check_step(self.spec, inputs, states, slots)
         meta = UpdateMeta.of(inputs)._replace(grad=False)
-        return self.backend_for(meta).step_(self.spec, inputs, states, slots)
+        chosen = self.backend_for(meta)
+        _seen(chosen.name, "step")
+        return chosen.step_(self.spec, inputs, states, slots)
 
     def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
         """The same choice for another form of the spec, which may never be run: what refuses it is said when it is."""
@@ -111,6 +116,7 @@ class BoundConv(_Bound):
         """Convolve; returns [B, T, channels] for each part. Raises: ShapeError."""
         check_conv(inputs, self.parts)
         chosen = self.backend_for(inputs.x.device.type, inputs.x.dtype, inputs.weight.shape[1])
+        _seen("torch" if chosen is None else chosen.name, "short conv")
         return short_conv(inputs, self.parts) if chosen is None else chosen.short_conv(inputs, self.parts)
 
     def backend_for(self, device: str, dtype: torch.dtype, taps: int) -> Backend | None:
@@ -126,6 +132,11 @@ class BoundConv(_Bound):
 
     def __repr__(self) -> str:
         return f"BoundConv({list(self.parts)}, {self._order()})"
+
+
+def _seen(backend: str, what: str) -> None:
+    if not torch.compiler.is_compiling() and watched():
+        tell(Ran(backend, what))
 
 
 def bind_conv(parts: Sequence[ConvPart], backend: str | Backend | None = None) -> BoundConv:

@@ -7,6 +7,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltazoo.backends.watch import Ran, tell, watched
+
 _compiled: dict[Hashable, Any] = {}
 _WIDE = 16  # bytes; Triton compiles another kernel for a pointer that is no multiple
 
@@ -48,6 +50,8 @@ def launcher(
         nonlocal compiled, stream
         if programs == 0:
             return
+        if watched():
+            tell(Ran("triton", kernel.__name__, programs, warps))
         if compiled is not None:
             compiled[(programs, 1, 1)](*pointers, *numbers, *constants, stream=stream)
             return
