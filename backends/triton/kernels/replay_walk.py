@@ -11,9 +11,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from deltazoo.backends.triton.kernels.hopper import (
-    SHARED_LINE,
-    SHARED_TILE,
-    WALKERS,
     barrier,
     barriers,
     fetch,
@@ -22,26 +19,21 @@ from deltazoo.backends.triton.kernels.hopper import (
     free,
     narrow,
     of_copy,
-    ring,
-    ring_of_lines,
     tell,
     times_inverse,
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import first_slot, sequence_bounds
 from deltazoo.backends.triton.kernels.walk_copies import fetch_first, hidden_zero
-from deltazoo.backends.triton.kernels.walk_hopper import BUFFERS
-from deltazoo.backends.triton.kernels.walk_steps import chunk_gradients, reverse_chunk
+from deltazoo.backends.triton.kernels.walk_room import BUFFERS, Results, kind_of, room_of
+from deltazoo.backends.triton.kernels.walk_steps import walk_chunk
 from deltazoo.backends.triton.kernels.walk_sums import (
     LEFT,
     LEFT_STATE,
-    SHARED_SUMS,
     STATE,
     STATE_COLUMNS,
-    TO_COME,
     TOKENS,
     VALUES,
-    number,
     put_across,
     put_kept,
 )
@@ -58,12 +50,17 @@ PARKED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 16, [1, 0]))
 
 @gluon.jit
 def copy_segments(
-    q, k, v, do, gates, squares, states, xs, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s,
-    numbers_s, came, rest_came, states_came, done, walked, replayed, start, length, slot, last, base, hv,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, EVERY: gl.constexpr, DECAY: gl.constexpr,
-    DELTA: gl.constexpr, WRITE: gl.constexpr, EARLY: gl.constexpr, dtype: gl.constexpr,
+    q, k, v, do, gates, squares, states, xs, room, replayed, start, length, slot, last, base, hv, kind: gl.constexpr,
+    EVERY: gl.constexpr,
 ):  # fmt: skip
     """The copying warp group: of each segment what the replay takes, chunk after chunk, then what the walk takes."""
+    H: gl.constexpr = kind.H
+    HV: gl.constexpr = kind.HV
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
+    DECAY: gl.constexpr = kind.DECAY
+    DELTA: gl.constexpr = kind.DELTA
+    WRITE: gl.constexpr = kind.WRITE
     h = hv // (HV // H)
     filled = 0  # buffers
     turned = 0  # segments
@@ -74,23 +71,25 @@ def copy_segments(
         for c in range(begin, end):
             z = hidden_zero(filled, 20)
             stage = filled % 2
-            mbarrier.wait(done.index(stage), (filled // 2 & 1) ^ 1)
+            mbarrier.wait(room.done.index(stage), (filled // 2 & 1) ^ 1)
             row = start + c * 64
             left = length - c * 64
             place = (slot + c).to(gl.int64) * HV + hv
-            fetch(k_s.index(stage), of_copy(k + (row * H + h) * K, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
+            fetch(
+                room.k_s.index(stage), of_copy(k + (row * H + h) * K, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0
+            )
             fetch_gates(
-                gates + place * 192, G_s.index(stage), G_s.index(stage), c_s.index(stage), w_s.index(stage),
-                DECAY, False, DELTA, WRITE,
+                gates + place * 192, room.G_s.index(stage), room.G_s.index(stage), room.c_s.index(stage),
+                room.w_s.index(stage), DECAY, False, DELTA, WRITE,
             )  # fmt: skip
             async_copy.commit_group()
             v_at = of_copy(v + (row * HV + hv) * V, HV * V, 64, 128, z)
-            fetch(do_s.index(stage), v_at, 0, left, V, True, V % 128 != 0)
+            fetch(room.do_s.index(stage), v_at, 0, left, V, True, V % 128 != 0)
             if DELTA:
-                fetch_square(T_s.index(stage), squares + place * (64 * 72), True)
+                fetch_square(room.T_s.index(stage), squares + place * (64 * 72), True)
             async_copy.commit_group()
-            tell(came.index(stage), 1, True)
-            tell(rest_came.index(stage), 0, True)
+            tell(room.came.index(stage), 1, True)
+            tell(room.rest_came.index(stage), 0, True)
             filled += 1
         for back in range(0, end - begin + 1):
             # that of the next chunk, and the state and x of this one
@@ -99,29 +98,28 @@ def copy_segments(
             if back > 0:
                 if back == 1:
                     mbarrier.wait(replayed, turned & 1)
-                mbarrier.wait(walked, (gone & 1) ^ 1)
+                mbarrier.wait(room.walked, (gone & 1) ^ 1)
                 local = (base + c + 1 - begin).to(gl.int64)
                 at = of_copy(states + local * V * K, K, 128, 128, z)
-                fetch(S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
+                fetch(room.S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
                 if DELTA:
                     x_at = of_copy(xs + local * 64 * V, V, 64, 128, z)
                 else:
                     x_at = of_copy(v + ((start + c * 64 + 64) * HV + hv) * V, HV * V, 64, 128, z)
-                fetch(x_s.index(z), x_at, 0, length - c * 64 - 64, V, not DELTA, V % 128 != 0)
+                fetch(room.x_s.index(z), x_at, 0, length - c * 64 - 64, V, not DELTA, V % 128 != 0)
                 async_copy.commit_group()
-                tell(states_came, 0, True)
+                tell(room.states_came, 0, True)
                 gone += 1
             if c >= begin:
                 stage = filled % 2
-                mbarrier.wait(done.index(stage), (filled // 2 & 1) ^ 1)
+                mbarrier.wait(room.done.index(stage), (filled // 2 & 1) ^ 1)
                 fetch_first(
-                    q, k, do, gates, squares, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, stage,
-                    numbers_s, z, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64),
-                    c, begin, (c == last - 1).to(gl.int32), h, hv,
-                    H, HV, K, V, DECAY, DELTA, WRITE, EARLY, dtype,
+                    q, k, do, gates, squares, room, stage, z, start + c * 64, length - c * 64,
+                    (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64), c - begin, (c == last - 1).to(gl.int32),
+                    h, hv, kind,
                 )  # fmt: skip
-                tell(came.index(stage), 1, True)
-                tell(rest_came.index(stage), 0, True)
+                tell(room.came.index(stage), 1, True)
+                tell(room.rest_came.index(stage), 0, True)
                 filled += 1
         turned += 1
         end = begin
@@ -140,10 +138,12 @@ def put_state(base, low, stride: gl.constexpr, rows: gl.constexpr):
 
 @gluon.jit
 def load_begin(
-    state, checkpoints, checkpoint, begin, n, hv,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr,
-):  # fmt: skip
+    state, checkpoints, checkpoint, begin, n, hv, kind: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr
+):
     """S^T [128 values, 128 keys] before a segment's first chunk: a checkpoint, or the initial state."""
+    HV: gl.constexpr = kind.HV
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
     inside = (i < V) & (j < K)
@@ -173,39 +173,40 @@ def parked(first, second):
 
 
 @gluon.jit
-def replay_chunk(
-    S, states, xs, k_s, v_s, T_s, G_s, c_s, w_s, came, rest_came, z, stage, phase, local,
-    K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr,
-    dtype: gl.constexpr,
-):  # fmt: skip
-    """A chunk of the replay: keeps S^T before it, and x, and returns S^T after it."""
+def replay_chunk(S, states, xs, room, z, stage, phase, local, kind: gl.constexpr):
+    """A chunk of the replay: keeps S^T before it, and x, and returns S^T after it. v comes where do does later."""
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
+    DECAY: gl.constexpr = kind.DECAY
+    DELTA: gl.constexpr = kind.DELTA
+    dtype: gl.constexpr = kind.dtype
     low = narrow(S, dtype)
-    mbarrier.wait(came.index(stage), phase)
+    mbarrier.wait(room.came.index(stage), phase)
     # here, where no product is under way: else the compiler waits for those that are
     if DECAY != "none":
-        end = G_s.index(stage).slice(63, 1)
+        end = room.G_s.index(stage).slice(63, 1)
         S0 = S * gl.exp2(end.load(STATE_COLUMNS))[None, :]
     else:
         S0 = S
     y = gl.zeros([128, 64], gl.float32, VALUES)
     if DELTA:
         left_S = gl.convert_layout(low, LEFT, assert_trivial=True)
-        y = warpgroup_mma(left_S, k_s.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
+        y = warpgroup_mma(left_S, room.k_s.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
     put_state(states + local * V * K, low, K, V)
     if DECAY != "none":
-        fade = gl.exp2(end.load(TOKENS) - G_s.index(stage).load(TOKENS))
+        fade = gl.exp2(end.load(TOKENS) - room.G_s.index(stage).load(TOKENS))
     # u = w v - c S0^T k,  x = T u
-    mbarrier.wait(rest_came.index(stage), phase)
-    left_v = v_s.index(stage).permute((1, 0)).load(LEFT)
+    mbarrier.wait(room.rest_came.index(stage), phase)
+    left_v = room.do_s.index(stage).permute((1, 0)).load(LEFT)
     x = widen(gl.convert_layout(left_v, VALUES, assert_trivial=True))
-    if WRITE:
-        x *= w_s.index(stage).load(TOKENS)[None, :]
+    if kind.WRITE:
+        x *= room.w_s.index(stage).load(TOKENS)[None, :]
     if DELTA:
-        erase = c_s.index(stage).load(TOKENS)
+        erase = room.c_s.index(stage).load(TOKENS)
         y, _ = warpgroup_mma_wait(0, deps=[y, low])
         x -= y * erase[None, :]
-        SCALED: gl.constexpr = T_s.dtype == gl.float16
-        x, left_u, up = times_inverse(x, T_s.index(stage).permute((1, 0)), LEFT, SCALED)
+        SCALED: gl.constexpr = room.T_s.dtype == gl.float16
+        x, left_u, up = times_inverse(x, room.T_s.index(stage).permute((1, 0)), LEFT, SCALED)
         x, left_u = warpgroup_mma_wait(0, deps=[x, left_u])
         if SCALED:
             x *= up[:, None]
@@ -214,7 +215,7 @@ def replay_chunk(
         left_k = gl.convert_layout(narrow(x * fade[None, :], dtype), LEFT_STATE, assert_trivial=True)
     else:
         left_k = gl.convert_layout(narrow(x, dtype), LEFT_STATE, assert_trivial=True)
-    S1 = warpgroup_mma(left_k, k_s.index(stage), S0, is_async=True)
+    S1 = warpgroup_mma(left_k, room.k_s.index(stage), S0, is_async=True)
     if DELTA:
         put_across(xs + local * 64 * V, narrow(x, dtype), z, V, 64, V, V % 128 != 0)
     S1, left_k = warpgroup_mma_wait(0, deps=[S1, left_k])
@@ -232,63 +233,47 @@ def hand_over(replayed):
 
 @gluon.jit
 def replay_and_walk(
-    v, b, dq, dk, dv, state, checkpoints, states, xs, carry, dgates, kepts, scale,
-    k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
-    came, rest_came, states_came, done, walked, replayed, slots, slot, last, base, checkpoint, n, hv,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr, ERASE_EARLY: gl.constexpr,
-    READ_EARLY: gl.constexpr, SHARED: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
+    v, b, to, state, checkpoints, states, xs, carry, scale, room, replayed, slots, slot, last, base, checkpoint, n, hv,
+    kind: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     """The two warp groups that compute."""
-    at_carry = carry + (n.to(gl.int64) * HV + hv) * V * K
+    at_carry = carry + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
-    inside = (i < V) & (j < K)
-    dS = gl.load(at_carry + (i * K + j), mask=inside, other=0.0)
-    apart = slots.to(gl.int64) * HV
+    inside = (i < kind.V) & (j < kind.K)
+    dS = gl.load(at_carry + (i * kind.K + j), mask=inside, other=0.0)
+    apart = slots.to(gl.int64) * kind.HV
     stage = 0
     phase = 0
     odd = 0  # chunks that were walked
     end = last
     while end > 0:
         begin = (end - 1) // EVERY * EVERY
-        park(dS, S_s.index(0), dS_s.index(0))
-        S = load_begin(state, checkpoints, checkpoint, begin, n, hv, HV, K, V, GIVEN, EVERY)
+        park(dS, room.S_s.index(0), room.dS_s.index(0))
+        S = load_begin(state, checkpoints, checkpoint, begin, n, hv, kind, GIVEN, EVERY)
         for c in range(begin, end):
-            S = replay_chunk(
-                S, states, xs, k_s, do_s, T_s, G_s, c_s, w_s, came, rest_came, hidden_zero(c, 20), stage, phase,
-                (base + c - begin).to(gl.int64), K, V, DECAY, DELTA, WRITE, dtype,
-            )  # fmt: skip
-            free(done.index(stage))
+            local = (base + c - begin).to(gl.int64)
+            S = replay_chunk(S, states, xs, room, hidden_zero(c, 20), stage, phase, local, kind)
+            free(room.done.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1
-        dS = parked(S_s.index(0), dS_s.index(0))
+        dS = parked(room.S_s.index(0), room.dS_s.index(0))
         hand_over(replayed)
         to_come = end - begin
         while to_come > 0:
-            dS, intra_q, inter_q = reverse_chunk(
-                dS, dv, scale, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s,
-                S_s, dS_s, du_s, x_s, low_s, sums_s, numbers_s, came, rest_came, states_came,
-                hidden_zero(to_come, 20), stage, phase, odd, kepts, apart,
-                HV, V, DECAY, DELTA, WRITE, READ_EARLY, SHARED, LEAST, dtype,
-            )  # fmt: skip
-            dS = chunk_gradients(
-                dS, intra_q, inter_q, v, b, dq, dk, dgates, kepts, dk, scale,
-                k_s, q_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
-                walked, hidden_zero(to_come, 21), stage + hidden_zero(to_come, 22), 1 + hidden_zero(to_come, 23),
-                slots, slots,
-                H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype,
-            )  # fmt: skip
-            to_come = number(numbers_s.index(stage), TO_COME).to(gl.int32)
-            free(done.index(stage))
+            segments = 1 + hidden_zero(to_come, 23)
+            dS, to_come = walk_chunk(
+                dS, v, b, to, scale, room, to_come, stage, phase, odd, segments, slots, slots, kind
+            )
+            free(room.done.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1
             odd = odd ^ 1
         end = begin
-    if DECAY != "none":
+    if kind.DECAY != "none":
         barrier()
-        put_kept(kepts + (slot.to(gl.int64) * HV + hv), apart, sums_s, True)
-    gl.store(at_carry + (i * K + j), dS, mask=inside)
+        put_kept(to.kepts + (slot.to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
+    gl.store(at_carry + (i * kind.K + j), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "T"])
@@ -305,7 +290,6 @@ def hopper_backward_kernel(
     To be launched with 8 warps, which become 12, and 168 registers a thread, which they share out anew."""
     gl.static_assert(C == 64 and K > 64 and K <= 128 and V > 64 and V <= 128 and H == HV)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
-    EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)
     hv = pid % HV
@@ -315,55 +299,28 @@ def hopper_backward_kernel(
     last = gl.cdiv(length, C)
     checkpoint = (slot // EVERY if PACKED else n * ((last - 1) // EVERY)) - 1
     if last > 0:
-        k_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
-        q_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
-        do_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
-        S_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SHARED_TILE)
-        x_s = gl.allocate_shared_memory(dtype, [1, 64, 128], SHARED_TILE)
-        dS_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SHARED_TILE)
-        P_s = ring(dtype, 1, BUFFERS)[0]
-        if DELTA:
-            T_s = ring(squares.dtype.element_ty, 1, BUFFERS)[0]
-            du_s = gl.allocate_shared_memory(dtype, [1, 128, 64], SHARED_TILE)
-            low_s = P_s
-        else:
-            T_s = P_s
-            du_s = x_s
-            low_s = ring(dtype, 1, BUFFERS)[0]
-        G_s = ring_of_lines(BUFFERS)
-        before_s = ring_of_lines(BUFFERS) if EARLY else G_s
-        c_s = ring_of_lines(BUFFERS) if DELTA else G_s
-        w_s = ring_of_lines(BUFFERS) if WRITE else G_s
-        sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SHARED_SUMS)
-        numbers_s = gl.allocate_shared_memory(gl.int64, [BUFFERS, 8], SHARED_LINE)
-        came = barriers(BUFFERS, 1)
-        rest_came = barriers(BUFFERS, 1)
-        states_came = barriers(1, 1).index(0)
+        kind: gl.constexpr = kind_of(
+            H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype
+        )
+        to = Results(dq, dk, dv, dgates, kepts, dk)
+        # done: of each buffer, for two fills may be done with before one is waited for
+        room = room_of(kind, squares.dtype.element_ty if DELTA else dtype, BUFFERS)
         replayed = barriers(1, 1).index(0)
-        done = barriers(BUFFERS, 2 * WALKERS)  # one each: two fills may be done with before one is waited for
-        walked = barriers(1, 2 * WALKERS).index(0)
         base = pid * EVERY
         gl.warp_specialize(
             [
                 (
                     replay_and_walk,
                     (
-                        v, b, dq, dk, dv, state, checkpoints, states, xs, carry, dgates, kepts, scale,
-                        k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s,
-                        numbers_s, came, rest_came, states_came, done, walked, replayed,
-                        slots, slot, last, base, checkpoint, n, hv,
-                        H, HV, K, V, GIVEN, EVERY, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED,
-                        LEAST, dtype,
+                        v, b, to, state, checkpoints, states, xs, carry, scale, room, replayed,
+                        slots, slot, last, base, checkpoint, n, hv, kind, GIVEN, EVERY,
                     ),
                 ),
                 (
                     copy_segments,
                     (
-                        q, k, v, do, gates, squares, states, xs,
-                        k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s,
-                        numbers_s, came, rest_came, states_came, done, walked, replayed,
-                        start, length, slot, last, base, hv,
-                        H, HV, K, V, EVERY, DECAY, DELTA, WRITE, EARLY, dtype,
+                        q, k, v, do, gates, squares, states, xs, room, replayed,
+                        start, length, slot, last, base, hv, kind, EVERY,
                     ),
                 ),
             ],

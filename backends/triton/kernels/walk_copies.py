@@ -20,80 +20,83 @@ def hidden_zero(back, BITS: gl.constexpr):
 
 @gluon.jit
 def fetch_first(
-    q, k, do, gates, squares, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, stage,
-    numbers_s, z, row, left, place, local, c, first, fresh, h, hv,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr,
-    WRITE: gl.constexpr, EARLY: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
+    q, k, do, gates, squares, room, stage, z, row, left, place, local, to_come, fresh, h, hv, kind: gl.constexpr
+):
     """Copy what the reverse scan takes of a chunk, in two groups: k, do, P^T and the gates; then q and T.
 
     Leave the chunk's numbers, too."""
+    EARLY: gl.constexpr = kind.ERASE_EARLY or kind.READ_EARLY
+    DECAY: gl.constexpr = kind.DECAY
+    DELTA: gl.constexpr = kind.DELTA
+    WRITE: gl.constexpr = kind.WRITE
+    H: gl.constexpr = kind.H
+    HV: gl.constexpr = kind.HV
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
     key = (row * H + h) * K
     i = gl.arange(0, 8, FEW)
     of_keys = local * 64 * HV + hv if HV > H else row * H + h
     numbers = gl.where(i == ROW_OF_VALUES, row * HV + hv, of_keys)
     numbers = gl.where(i == PLACE, place, numbers)
     numbers = gl.where(i == LEFT_TOKENS, left.to(gl.int64), numbers)
-    small = gl.where(i == TO_COME, c - first, fresh)
-    numbers_s.index(stage).store(gl.where(i >= TO_COME, small.to(gl.int64), numbers))
-    fetch(k_s.index(stage), of_copy(k + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
-    fetch(do_s.index(stage), of_copy(do + (row * HV + hv) * V, HV * V, 64, 128, z), 0, left, V, True, V % 128 != 0)
+    small = gl.where(i == TO_COME, to_come, fresh)
+    room.numbers_s.index(stage).store(gl.where(i >= TO_COME, small.to(gl.int64), numbers))
+    fetch(room.k_s.index(stage), of_copy(k + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
+    fetch(room.do_s.index(stage), of_copy(do + (row * HV + hv) * V, HV * V, 64, 128, z), 0, left, V, True, V % 128 != 0)
     fetch_gates(
-        gates + place * 192, G_s.index(stage), before_s.index(stage), c_s.index(stage), w_s.index(stage),
-        DECAY, EARLY, DELTA, WRITE,
+        gates + place * 192, room.G_s.index(stage), room.before_s.index(stage), room.c_s.index(stage),
+        room.w_s.index(stage), DECAY, EARLY, DELTA, WRITE,
     )  # fmt: skip
     if DELTA:
         square = squares + place * (64 * 72)
-        fetch_square(P_s.index(stage), square.to(gl.pointer_type(dtype), bitcast=True), False)
+        fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(kind.dtype), bitcast=True), False)
     async_copy.commit_group()
-    fetch(q_s.index(stage), of_copy(q + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
+    fetch(room.q_s.index(stage), of_copy(q + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
     if DELTA:
-        fetch_square(T_s.index(stage), square, True)
+        fetch_square(room.T_s.index(stage), square, True)
     async_copy.commit_group()
 
 
 @gluon.jit
 def copy_chunks(
-    q, k, do, gates, squares, states, xs, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, x_s,
-    numbers_s, came, rest_came, states_came, done, walked, start, length, slot, first_chunk, first, last, first_place,
-    hv,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr,
-    WRITE: gl.constexpr, EARLY: gl.constexpr, dtype: gl.constexpr,
+    q, k, do, gates, squares, states, xs, room, start, length, slot, first_chunk, first, last, first_place, hv,
+    kind: gl.constexpr,
 ):  # fmt: skip
     """The copying warp group: the chunks from the last to the first; of each its state and x once the others have done
     with those of the chunk after it, and then what the scan takes of the one before it."""
-    h = hv // (HV // H)
+    HV: gl.constexpr = kind.HV
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
+    MASK_X: gl.constexpr = not kind.DELTA
+    done = room.done.index(0)
+    h = hv // (HV // kind.H)
     c = last - 1
     fetch_first(
-        q, k, do, gates, squares, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, 0,
-        numbers_s, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
-        (first_place + c - first_chunk).to(gl.int64), c, first, 1, h, hv,
-        H, HV, K, V, DECAY, DELTA, WRITE, EARLY, dtype,
+        q, k, do, gates, squares, room, 0, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
+        (first_place + c - first_chunk).to(gl.int64), c - first, 1, h, hv, kind,
     )  # fmt: skip
-    tell(came.index(0), 1, True)
-    tell(rest_came.index(0), 0, True)
+    tell(room.came.index(0), 1, True)
+    tell(room.rest_came.index(0), 0, True)
     for back in range(0, last - first):
         c = last - 1 - back
         row = start + c * 64
         local = (first_place + c - first_chunk).to(gl.int64)
-        mbarrier.wait(walked, (back & 1) ^ 1)
+        mbarrier.wait(room.walked, (back & 1) ^ 1)
         z = hidden_zero(back, 20)
         at = of_copy(states + (local * HV + hv) * V * K, K, 128, 128, z)
-        fetch(S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
-        x_row = local * 64 if DELTA else row
+        fetch(room.S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
+        x_row = local * 64 if kind.DELTA else row
         x_at = of_copy(xs + (x_row * HV + hv) * V, HV * V, 64, 128, z)
-        fetch(x_s.index(z), x_at, 0, length - c * 64, V, not DELTA, V % 128 != 0)
+        fetch(room.x_s.index(z), x_at, 0, length - c * 64, V, MASK_X, V % 128 != 0)
         async_copy.commit_group()
         # before the others can be done with this chunk: a barrier tells the last phase from the one before it, no more
         mbarrier.wait(done, (back & 1) ^ 1)
-        tell(states_came, 0, True)
+        tell(room.states_came, 0, True)
         stage = 1 - back % 2
         if c > first:
             fetch_first(
-                q, k, do, gates, squares, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, stage,
-                numbers_s, z, row - 64, length - (c - 1) * 64, (slot + c - 1).to(gl.int64) * HV + hv, local - 1,
-                c - 1, first, 0, h, hv,
-                H, HV, K, V, DECAY, DELTA, WRITE, EARLY, dtype,
+                q, k, do, gates, squares, room, stage, z, row - 64, length - (c - 1) * 64,
+                (slot + c - 1).to(gl.int64) * HV + hv, local - 1, c - 1 - first, 0, h, hv, kind,
             )  # fmt: skip
-            tell(came.index(stage), 1, True)
-            tell(rest_came.index(stage), 0, True)
+            tell(room.came.index(stage), 1, True)
+            tell(room.rest_came.index(stage), 0, True)

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltazoo.backends.triton.kernels.hopper import SHARED_TILE, barrier, free, narrow, put, times_inverse, widen
 from deltazoo.backends.triton.kernels.layout import held_off
+from deltazoo.backends.triton.kernels.walk_copies import hidden_zero
 from deltazoo.backends.triton.kernels.walk_sums import (
     IS_FIRST,
     KEYS,
@@ -26,6 +27,7 @@ from deltazoo.backends.triton.kernels.walk_sums import (
     ROW_OF_VALUES,
     ROWS,
     STATE_COLUMNS,
+    TO_COME,
     TOKENS,
     VALUES,
     keep_faded,
@@ -48,36 +50,40 @@ def stores_first(number):
 
 
 @gluon.jit
-def reverse_chunk(
-    dS, dv, scale, k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, S_s, dS_s, du_s, x_s, low_s, sums_s,
-    numbers_s, came, rest_came, states_came, z, stage, phase, odd, kepts, apart,
-    HV: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr, DELTA: gl.constexpr,
-    WRITE: gl.constexpr, READ_EARLY: gl.constexpr, SHARED: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
+def reverse_chunk(dS, dv, scale, room, z, stage, phase, odd, kepts, apart, kind: gl.constexpr):
     """A step of the reverse scan: dS^T before the chunk. odd: 1 where an odd number of chunks was walked before it.
 
     In shared memory then lie dS', du with an erase, and without one P and dP. do x^T and do S^T are still under way."""
+    HV: gl.constexpr = kind.HV
+    V: gl.constexpr = kind.V
+    DECAY: gl.constexpr = kind.DECAY
+    DELTA: gl.constexpr = kind.DELTA
+    WRITE: gl.constexpr = kind.WRITE
+    READ_EARLY: gl.constexpr = kind.READ_EARLY
+    SHARED: gl.constexpr = kind.SHARED
+    LEAST: gl.constexpr = kind.LEAST
+    dtype: gl.constexpr = kind.dtype
     low = narrow(dS, dtype)
-    mbarrier.wait(came.index(stage), phase)
+    mbarrier.wait(room.came.index(stage), phase)
     # here, where no product is under way: else the compiler waits for those that are
     if DECAY != "none":
-        end = G_s.index(stage).slice(63, 1).load(STATE_COLUMNS)
+        end = room.G_s.index(stage).slice(63, 1).load(STATE_COLUMNS)
         dS0 = dS * gl.exp2(end)[None, :]
     else:
         dS0 = dS
     # dx = scale P'^T do + (e^(Gend - G) k) dS'
     dx = gl.zeros([128, 64], gl.float32, VALUES)
     left_S = gl.convert_layout(low, LEFT, assert_trivial=True)
-    dx = warpgroup_mma(left_S, k_s.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
-    do_T = do_s.index(stage).permute((1, 0))
+    dx = warpgroup_mma(left_S, room.k_s.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
+    do_T = room.do_s.index(stage).permute((1, 0))
     left_do = do_T.load(LEFT)
     of_reads = gl.zeros([128, 64], gl.float32, VALUES)
     inter_q = gl.zeros([64, 128], gl.float32, KEYS)
     if DELTA:
-        of_reads = warpgroup_mma(do_T, P_s.index(stage).permute((1, 0)), of_reads, use_acc=False, is_async=True)
+        of_reads = warpgroup_mma(do_T, room.P_s.index(stage).permute((1, 0)), of_reads, use_acc=False, is_async=True)
     if DECAY != "none":
-        G = G_s.index(stage).load(TOKENS)
-        G_read = before_s.index(stage).load(TOKENS) if READ_EARLY else G
+        G = room.G_s.index(stage).load(TOKENS)
+        G_read = room.before_s.index(stage).load(TOKENS) if READ_EARLY else G
     do_tile = widen(gl.convert_layout(left_do, VALUES, assert_trivial=True))
     if DECAY != "none":
         do_tile *= (gl.exp2(G_read) * scale)[None, :]
@@ -86,27 +92,29 @@ def reverse_chunk(
     left_doq = gl.convert_layout(narrow(do_tile, dtype), LEFT_STATE, assert_trivial=True)
     # all have done with the chunk after this one; here, where the compiler wants a barrier between the two waits
     barrier()
-    mbarrier.wait(rest_came.index(stage), phase)
+    mbarrier.wait(room.rest_came.index(stage), phase)
     if not DELTA:
         # dP and P
-        mbarrier.wait(states_came, odd)
+        mbarrier.wait(room.states_came, odd)
         d_square = gl.zeros([64, 64], gl.float32, PAIRS)
         d_square = warpgroup_mma(
-            do_s.index(stage), x_s.index(z).permute((1, 0)), d_square, use_acc=False, is_async=True
+            room.do_s.index(stage), room.x_s.index(z).permute((1, 0)), d_square, use_acc=False, is_async=True
         )
         square = gl.zeros([64, 64], gl.float32, PAIRS)
-        square = warpgroup_mma(q_s.index(stage), k_s.index(stage).permute((1, 0)), square, use_acc=False, is_async=True)
+        square = warpgroup_mma(
+            room.q_s.index(stage), room.k_s.index(stage).permute((1, 0)), square, use_acc=False, is_async=True
+        )
     # e^Gend dS' + scale (e^G'' q)^T do
-    dS = warpgroup_mma(left_doq, q_s.index(stage), dS0, is_async=True)
+    dS = warpgroup_mma(left_doq, room.q_s.index(stage), dS0, is_async=True)
     if DECAY != "none":
         # of the chunk after this one
-        wanted = number(numbers_s.index(stage), IS_FIRST) == 0
-        put_kept(kepts + number(numbers_s.index(stage), PLACE) + HV, apart, sums_s, wanted)
-    dS_s.index(z).store(low)
+        wanted = number(room.numbers_s.index(stage), IS_FIRST) == 0
+        put_kept(kepts + number(room.numbers_s.index(stage), PLACE) + HV, apart, room.sums_s, wanted)
+    room.dS_s.index(z).store(low)
     if DECAY != "none":
-        fade = gl.exp2(G_s.index(stage).slice(63, 1).load(TOKENS) - G_s.index(stage).load(TOKENS))
+        fade = gl.exp2(room.G_s.index(stage).slice(63, 1).load(TOKENS) - room.G_s.index(stage).load(TOKENS))
     if WRITE:
-        write = w_s.index(stage).load(TOKENS)
+        write = room.w_s.index(stage).load(TOKENS)
         if SHARED or not DELTA:
             write = held_off(write, LEAST)
     if DELTA:
@@ -116,104 +124,112 @@ def reverse_chunk(
         else:
             dx += of_reads
         # du = T^T dx
-        SCALED: gl.constexpr = T_s.dtype == gl.float16 and dtype != gl.float16
-        dx, left_x, up = times_inverse(dx, T_s.index(stage), LEFT, SCALED)
-        erase = c_s.index(stage).load(TOKENS)
-        mbarrier.wait(states_came, odd)
+        SCALED: gl.constexpr = room.T_s.dtype == gl.float16 and dtype != gl.float16
+        dx, left_x, up = times_inverse(dx, room.T_s.index(stage), LEFT, SCALED)
+        erase = room.c_s.index(stage).load(TOKENS)
+        mbarrier.wait(room.states_came, odd)
         intra_q = gl.zeros([64, 64], gl.float32, PAIRS)
-        intra_q = warpgroup_mma(do_s.index(stage), x_s.index(z).permute((1, 0)), intra_q, use_acc=False, is_async=True)
+        intra_q = warpgroup_mma(
+            room.do_s.index(stage), room.x_s.index(z).permute((1, 0)), intra_q, use_acc=False, is_async=True
+        )
         dx, left_x, left_doq = warpgroup_mma_wait(1, deps=[dx, left_x, left_doq])
         if SCALED:
             dx *= up[:, None]
         # - (c e)^T du
         left_e = gl.convert_layout(narrow(dx * -erase[None, :], dtype), LEFT_STATE, assert_trivial=True)
-        dS = warpgroup_mma(left_e, k_s.index(stage), dS, is_async=True)
-        inter_q = warpgroup_mma(do_s.index(stage), S_s.index(z), inter_q, use_acc=False, is_async=True)
+        dS = warpgroup_mma(left_e, room.k_s.index(stage), dS, is_async=True)
+        inter_q = warpgroup_mma(room.do_s.index(stage), room.S_s.index(z), inter_q, use_acc=False, is_async=True)
     else:
         dx, d_square, square, _ = warpgroup_mma_wait(1, deps=[dx, d_square, square, low])
         i = gl.arange(0, 64, PAIR_ROWS)[:, None]
         j = gl.arange(0, 64, PAIR_COLUMNS)[None, :]
         if DECAY != "none":
-            G_i = before_s.index(stage).load(PAIR_ROWS) if READ_EARLY else G_s.index(stage).load(PAIR_ROWS)
+            G_i = room.before_s.index(stage).load(PAIR_ROWS) if READ_EARLY else room.G_s.index(stage).load(PAIR_ROWS)
             # where a token is not seen this may be no number
-            faded = gl.exp2(G_i[:, None] - G_s.index(stage).load(PAIR_COLUMNS)[None, :]) * scale
+            faded = gl.exp2(G_i[:, None] - room.G_s.index(stage).load(PAIR_COLUMNS)[None, :]) * scale
             square *= faded
             d_square *= faded
         else:
             square *= scale
             d_square *= scale
         if WRITE:
-            d_square *= held_off(w_s.index(stage).load(PAIR_COLUMNS), LEAST)[None, :]
+            d_square *= held_off(room.w_s.index(stage).load(PAIR_COLUMNS), LEAST)[None, :]
         seen = i >= j + (1 if READ_EARLY else 0)
-        P_s.index(stage).store(narrow(gl.where(seen, square, 0.0), dtype))
-        low_s.index(stage).store(narrow(gl.where(seen, d_square, 0.0), dtype))
+        room.P_s.index(stage).store(narrow(gl.where(seen, square, 0.0), dtype))
+        room.low_s.index(stage).store(narrow(gl.where(seen, d_square, 0.0), dtype))
         fence_async_shared()
         barrier()
-        of_reads = warpgroup_mma(do_T, P_s.index(stage), of_reads, use_acc=False, is_async=True)
+        of_reads = warpgroup_mma(do_T, room.P_s.index(stage), of_reads, use_acc=False, is_async=True)
         of_reads, dS, left_doq = warpgroup_mma_wait(0, deps=[of_reads, dS, left_doq])
-        inter_q = warpgroup_mma(do_s.index(stage), S_s.index(z), inter_q, use_acc=False, is_async=True)
+        inter_q = warpgroup_mma(room.do_s.index(stage), room.S_s.index(z), inter_q, use_acc=False, is_async=True)
         if DECAY != "none":
             dx = dx * fade[None, :] + of_reads
         else:
             dx += of_reads
         intra_q = d_square
     if DELTA and not SHARED:
-        du_s.index(z).store(narrow(dx, dtype))
+        room.du_s.index(z).store(narrow(dx, dtype))
     if WRITE:
         dx *= write[None, :]
     dvalue = narrow(dx, dtype)
     if DELTA and SHARED:
-        du_s.index(z).store(dvalue)
-    numbers = numbers_s.index(stage)
+        room.du_s.index(z).store(dvalue)
+    numbers = room.numbers_s.index(stage)
     left = number(numbers, LEFT_TOKENS).to(gl.int32)
     put_across(dv + number(numbers, ROW_OF_VALUES) * V, dvalue, z, HV * V, left, V, V % 128 != 0)
     if DELTA:
         stores_first(left)
         dS, left_e = warpgroup_mma_wait(1, deps=[dS, left_e])
         if DECAY != "none":
-            keep_faded(G_s.index(stage), S_s.index(z), dS_s.index(z), sums_s)
+            keep_faded(room.G_s.index(stage), room.S_s.index(z), room.dS_s.index(z), room.sums_s)
         fence_async_shared()
         barrier()
     elif DECAY != "none":
-        keep_faded(G_s.index(stage), S_s.index(z), dS_s.index(z), sums_s)
+        keep_faded(room.G_s.index(stage), room.S_s.index(z), room.dS_s.index(z), room.sums_s)
     return dS, intra_q, inter_q
 
 
 @gluon.jit
-def chunk_gradients(
-    dS, intra_q, inter_q, v, b, dq, dk, dgates, kepts, partial, scale,
-    k_s, q_s, T_s, P_s, G_s, before_s, w_s, S_s, x_s, dS_s, du_s, low_s, sums_s, numbers_s,
-    walked, z, stage, segments, slots, held,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DECAY: gl.constexpr,
-    DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr, ERASE_EARLY: gl.constexpr,
-    READ_EARLY: gl.constexpr, SHARED: gl.constexpr, LEAST: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
+def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segments, slots, held, kind: gl.constexpr):
     """The gradients of a chunk."""
+    H: gl.constexpr = kind.H
+    HV: gl.constexpr = kind.HV
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
+    DECAY: gl.constexpr = kind.DECAY
+    DELTA: gl.constexpr = kind.DELTA
+    ERASE: gl.constexpr = kind.ERASE
+    WRITE: gl.constexpr = kind.WRITE
+    ERASE_EARLY: gl.constexpr = kind.ERASE_EARLY
+    READ_EARLY: gl.constexpr = kind.READ_EARLY
+    SHARED: gl.constexpr = kind.SHARED
+    LEAST: gl.constexpr = kind.LEAST
+    dtype: gl.constexpr = kind.dtype
     EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
     GATE_ROWS: gl.constexpr = 4 if EARLY else 3
     FIRST: gl.constexpr = 1 if READ_EARLY else 0
     NARROW_K: gl.constexpr = K % 128 != 0
     apart = slots.to(gl.int64) * HV  # from what a gate has of the first half of the keys to what it has of the second
     of_gate = apart * (GATE_ROWS * 64)
-    numbers = numbers_s.index(stage)
+    numbers = room.numbers_s.index(stage)
     place = number(numbers, PLACE)
     left = number(numbers, LEFT_TOKENS).to(gl.int32)
-    at_gate = dgates + place * (GATE_ROWS * 64)
-    k_t = k_s.index(stage)
-    q_t = q_s.index(stage)
+    at_gate = to.dgates + place * (GATE_ROWS * 64)
+    k_t = room.k_s.index(stage)
+    q_t = room.q_s.index(stage)
     if DELTA:
-        du_T = du_s.index(z).permute((1, 0))
+        du_T = room.du_s.index(z).permute((1, 0))
         intra_e = gl.zeros([64, 64], gl.float32, PAIRS)
-        intra_e = warpgroup_mma(du_T, x_s.index(z).permute((1, 0)), intra_e, use_acc=False, is_async=True)
+        intra_e = warpgroup_mma(du_T, room.x_s.index(z).permute((1, 0)), intra_e, use_acc=False, is_async=True)
     dk_stored = gl.zeros([64, 128], gl.float32, KEYS)
-    dk_stored = warpgroup_mma(x_s.index(z), dS_s.index(z), dk_stored, use_acc=False, is_async=True)
+    dk_stored = warpgroup_mma(room.x_s.index(z), room.dS_s.index(z), dk_stored, use_acc=False, is_async=True)
     if DECAY != "none":
-        G = G_s.index(stage).load(ROWS)
-        G_early = before_s.index(stage).load(ROWS) if EARLY else G
+        G = room.G_s.index(stage).load(ROWS)
+        G_early = room.before_s.index(stage).load(ROWS) if EARLY else G
         G_q = G_early if READ_EARLY else G
         G_e = G_early if ERASE_EARLY else G
         read = gl.exp2(G_q) * scale
-        fade_k = gl.exp2(G_s.index(stage).slice(63, 1).load(ROWS) - G)
+        fade_k = gl.exp2(room.G_s.index(stage).slice(63, 1).load(ROWS) - G)
     if DELTA and ERASE and not (SHARED and WRITE):
         t = gl.arange(0, 64, ROWS)
         erase = gl.load(b + number(numbers, ROW_OF_VALUES) + t * HV, mask=t < left, other=0.0).to(gl.float32)
@@ -225,11 +241,11 @@ def chunk_gradients(
         i = gl.arange(0, 64, PAIR_ROWS)[:, None]
         j = gl.arange(0, 64, PAIR_COLUMNS)[None, :]
         of_pairs = gl.convert_layout(strength, PAIR_ROWS, assert_trivial=True)[:, None]
-        low_q_s = P_s.index(stage)
-        low_e_s = T_s.index(stage)._reinterpret(dtype, [64, 64], SHARED_TILE)
+        low_q_s = room.P_s.index(stage)
+        low_e_s = room.T_s.index(stage)._reinterpret(dtype, [64, 64], SHARED_TILE)
         if DECAY != "none":
             # where a token is not seen this may be no number
-            G_j = G_s.index(stage).load(PAIR_COLUMNS)
+            G_j = room.G_s.index(stage).load(PAIR_COLUMNS)
             faded_q = gl.exp2(gl.convert_layout(G_q, PAIR_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
             if READ_EARLY == ERASE_EARLY:
                 faded_e = faded_q
@@ -248,10 +264,10 @@ def chunk_gradients(
         low_q_s.store(narrow(gl.where(i >= j + FIRST, intra_q, 0.0), dtype))
         fence_async_shared()  # not right before a wait: there ptxas 12.8 forgot that what came next was not there yet
         inter_e = gl.zeros([64, 128], gl.float32, KEYS)
-        inter_e = warpgroup_mma(du_T, S_s.index(z), inter_e, use_acc=False, is_async=True)
+        inter_e = warpgroup_mma(du_T, room.S_s.index(z), inter_e, use_acc=False, is_async=True)
         inter_q, dk_stored = warpgroup_mma_wait(1, deps=[inter_q, dk_stored])
     else:
-        low_q_s = low_s.index(stage)
+        low_q_s = room.low_s.index(stage)
         inter_q, dk_stored = warpgroup_mma_wait(0, deps=[inter_q, dk_stored])
     if DECAY != "none":
         inter_q *= read[:, None]
@@ -259,7 +275,7 @@ def chunk_gradients(
         inter_q *= scale
     SUMS_OF_K: gl.constexpr = DECAY != "none" or (WRITE and not DELTA)
     if WRITE and not DELTA:
-        write = held_off(w_s.index(stage).load(ROWS), LEAST)
+        write = held_off(room.w_s.index(stage).load(ROWS), LEAST)
         fade_k = fade_k * write if DECAY != "none" else write
     if SUMS_OF_K:
         dk_stored *= fade_k[:, None]
@@ -268,32 +284,32 @@ def chunk_gradients(
     dq_tile = warpgroup_mma(low_q_s, k_t, inter_q, is_async=True)
     if DELTA:
         inter_e = warpgroup_mma_wait(1, deps=[inter_e])
-        free(walked)
+        free(room.walked)
         if DECAY != "none":
             inter_e *= (gl.exp2(G_e) * strength)[:, None]
         else:
             inter_e *= strength[:, None]
         de_tile = warpgroup_mma(low_e_s, k_t, inter_e, is_async=True)
     if DECAY != "none":
-        keep_stored(dk_stored, k_t, sums_s)
+        keep_stored(dk_stored, k_t, room.sums_s)
     dk_tile = warpgroup_mma(low_q_s.permute((1, 0)), q_t, dk_stored, is_async=True)
     if DELTA:
         dk_tile = warpgroup_mma(low_e_s.permute((1, 0)), k_t, dk_tile, is_async=True)
     if DELTA and WRITE and not SHARED:
         put_writes(at_gate + 128, of_gate, v + number(numbers, ROW_OF_VALUES) * V, du_T, left, HV, V)
     if not DELTA:
-        free(walked)
+        free(room.walked)
     dq_tile = warpgroup_mma_wait(3 if DELTA else 1, deps=[dq_tile])
     if DECAY != "none":
         turn = of_halves(widen(q_t.load(KEYS)) * dq_tile, OF_KEYS)
     STRIDE: gl.constexpr = HV * K if HV > H else H * K
     out = number(numbers, ROW_OF_KEYS) * K
     if HV > H:
-        dq_at = partial + out
-        dk_at = partial + held.to(gl.int64) * (64 * HV * K) + out
+        dq_at = to.partial + out
+        dk_at = to.partial + held.to(gl.int64) * (64 * HV * K) + out
     else:
-        dq_at = dq + out
-        dk_at = dk + out
+        dq_at = to.dq + out
+        dk_at = to.dk + out
     put(dq_at, dq_tile, STRIDE, left, K, NARROW_K)
     if DELTA:
         stores_first(left)
@@ -327,7 +343,7 @@ def chunk_gradients(
     if SUMS_OF_K:
         turn_k = of_halves(widen(k_t.load(KEYS)) * dk_tile, OF_KEYS)
         if WRITE and not DELTA:
-            strengths = held_off(w_s.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))), LEAST)
+            strengths = held_off(room.w_s.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))), LEAST)
             put_halves(at_gate + 128, of_gate, turn_k / strengths[:, None], OF_KEYS)
         if DECAY != "none":
             put_halves(at_gate, of_gate, turn - turn_k, OF_KEYS)
@@ -335,3 +351,19 @@ def chunk_gradients(
         dk_tile += de_tile
     put(dk_at, dk_tile, STRIDE, left, K, NARROW_K)
     return dS
+
+
+@gluon.jit
+def walk_chunk(dS, v, b, to, scale, room, to_come, stage, phase, odd, segments, slots, held, kind: gl.constexpr):
+    """dS^T before a chunk, whose gradients go to memory, and how many chunks are to come.
+
+    That is counted by the copying warp group: a number of this one's own would be spilled, and waited for."""
+    apart = slots.to(gl.int64) * kind.HV
+    dS, intra_q, inter_q = reverse_chunk(
+        dS, to.dv, scale, room, hidden_zero(to_come, 20), stage, phase, odd, to.kepts, apart, kind
+    )
+    dS = chunk_gradients(
+        dS, intra_q, inter_q, v, b, to, scale, room, hidden_zero(to_come, 21), stage + hidden_zero(to_come, 22),
+        segments, slots, held, kind,
+    )  # fmt: skip
+    return dS, number(room.numbers_s.index(stage), TO_COME).to(gl.int32)
