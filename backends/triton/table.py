@@ -31,7 +31,7 @@ Kernel = Literal["split", "prepare", "scan", "replay", "reverse", "gradients", "
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 # The files that a kernel's text stands in: a record holds while they say the same.
-_SCAN = ("scan_hopper", "states_hopper")
+_SCAN = ("scan_hopper", "scan_room", "states_hopper")
 _WALK = ("walk_hopper", "walk_room", "walk_copies", "walk_steps", "walk_sums", "replay_walk")
 _SOURCES: dict[str, tuple[str, ...]] = {
     "split": ("scan", *_SCAN, "reverse", *_WALK, "hopper", "join", "squares", "layout"),

@@ -23,27 +23,20 @@ from deltazoo.backends.triton.kernels.hopper import (
     LEFT,
     MMA,
     ROWS,
-    SHARED_TILE,
-    WALKERS,
-    allocate,
     barrier,
-    barriers,
     fetch,
     fetch_gates,
     fetch_square,
     free,
     narrow,
     of_copy,
-    ring,
-    ring_of_lines,
     tell,
     times_inverse,
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
+from deltazoo.backends.triton.kernels.scan_room import BUFFERS, Memory, Stand, kind_of, room_of
 from deltazoo.backends.triton.kernels.states_hopper import load_checkpoint, load_state, put_tile, store_final
-
-BUFFERS = gl.constexpr(3)
 
 
 @gluon.jit
@@ -53,67 +46,77 @@ def next_buffer(stage, phase):
 
 
 @gluon.jit
-def copy_chunks(
-    q, k, v, gates, squares, k_s, q_s, v_s, T_s, P_s, G_s, before_s, c_s, w_s, came, rest_came, done,
-    start, length, slot, first, last, hv, tile,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, EARLY: gl.constexpr, OUTPUT: gl.constexpr,
-    dtype: gl.constexpr,
-):  # fmt: skip
+def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr):
     """The copying warp group: the chunks from the first to the last, each once its buffer is free."""
-    h = hv // (HV // H)
-    column = tile * 128
+    H: gl.constexpr = kind.H
+    HV: gl.constexpr = kind.HV
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
+    NK: gl.constexpr = kind.NK
+    DECAY: gl.constexpr = kind.DECAY
+    DELTA: gl.constexpr = kind.DELTA
+    WRITE: gl.constexpr = kind.WRITE
+    EARLY: gl.constexpr = kind.EARLY
+    OUTPUT: gl.constexpr = kind.OUTPUT
+    dtype: gl.constexpr = kind.dtype
+    h = stand.hv // (HV // H)
+    column = stand.pair * 128
     MASK_V: gl.constexpr = V % 128 != 0
     stage = 0
     phase = 1
     told = 0
-    for c in range(first, last):
-        left = length - c * 64
-        row = start + c * 64
-        place = (slot + c).to(gl.int64) * HV + hv
+    for c in range(stand.first, stand.last):
+        left = stand.length - c * 64
+        row = stand.start + c * 64
+        place = (slot + c).to(gl.int64) * HV + stand.hv
         key = (row * H + h) * K
         k_at = of_copy(k + key, H * K)
-        mbarrier.wait(done.index(stage), phase)
+        mbarrier.wait(room.done.index(stage), phase)
         for tk in gl.static_range(NK):
-            fetch(k_s[tk].index(stage), k_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
+            fetch(room.k_s[tk].index(stage), k_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
         fetch_gates(
-            gates + place * 192, G_s.index(stage), before_s.index(stage), c_s.index(stage), w_s.index(stage),
-            DECAY, EARLY, DELTA, WRITE,
+            gates + place * 192, room.G_s.index(stage), room.before_s.index(stage), room.c_s.index(stage),
+            room.w_s.index(stage), DECAY, EARLY, DELTA, WRITE,
         )  # fmt: skip
         if OUTPUT:
             q_at = of_copy(q + key, H * K)
             for tk in gl.static_range(NK):
-                fetch(q_s[tk].index(stage), q_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
+                fetch(room.q_s[tk].index(stage), q_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
         async_copy.commit_group()
-        tell(rest_came.index(told), 1, c > first)
-        v_at = of_copy(v + ((row * HV + hv) * V + column), HV * V)
+        tell(room.rest_came.index(told), 1, c > stand.first)
+        v_at = of_copy(v + ((row * HV + stand.hv) * V + column), HV * V)
         for half in gl.static_range(2):
-            fetch(v_s[half].index(stage), v_at, half * 64, left, V - column - half * 64, True, MASK_V)
+            fetch(room.v_s[half].index(stage), v_at, half * 64, left, V - column - half * 64, True, MASK_V)
         if DELTA:
             square = squares + place * (64 * 72)
-            fetch_square(T_s.index(stage), square, True)
+            fetch_square(room.T_s.index(stage), square, True)
             if OUTPUT:
-                fetch_square(P_s.index(stage), square.to(gl.pointer_type(dtype), bitcast=True), False)
+                fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(dtype), bitcast=True), False)
         async_copy.commit_group()
-        tell(came.index(stage), 1, True)
+        tell(room.came.index(stage), 1, True)
         told = stage
         stage, phase = next_buffer(stage, phase)
-    tell(rest_came.index(told), 0, first < last)
+    tell(room.rest_came.index(told), 0, stand.first < stand.last)
 
 
 @gluon.jit
 def walk_chunk(
-    S, o, checkpoints, states, xs, scale,
-    k_s, q_s, v_s, T_s, P_s, G_s, before_s, c_s, w_s, tile, state_s, came, rest_came, done, stage, phase,
-    start, length, c, begins, first_kept, first_place, checkpoint, hv, column,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
-    EVERY: gl.constexpr, OUTPUT: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
+    S, memory, scale, room, P_s, tile, state_s, stage, phase, c, column, stand, HALF: gl.constexpr, kind: gl.constexpr
+):
     """One chunk of one of the two warp groups: S^T after it."""
+    HV: gl.constexpr = kind.HV
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
+    NK: gl.constexpr = kind.NK
+    DECAY: gl.constexpr = kind.DECAY
+    DELTA: gl.constexpr = kind.DELTA
+    EARLY: gl.constexpr = kind.EARLY
+    OUTPUT: gl.constexpr = kind.OUTPUT
+    EVERY: gl.constexpr = kind.EVERY
+    dtype: gl.constexpr = kind.dtype
     MASK_V: gl.constexpr = V % 128 != 0
     left_v = V - column
-    local = (first_place + c - begins).to(gl.int64)
+    local = (stand.first_place + c - stand.begins).to(gl.int64)
 
     low = (narrow(S[0], dtype),)
     left = (gl.convert_layout(low[0], LEFT, assert_trivial=True),)
@@ -122,29 +125,29 @@ def walk_chunk(
         left = left + (gl.convert_layout(low[tk + 1], LEFT, assert_trivial=True),)
     if OUTPUT and EVERY > 0:
         if (c > 0) & (c % EVERY == 0):
-            at = checkpoints + (((checkpoint + c // EVERY).to(gl.int64) * HV + hv) * V + column) * K
+            at = memory.checkpoints + (((stand.checkpoint + c // EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
             for tk in gl.static_range(NK):
                 tile.store(low[tk])
                 put_tile(at + tk * 64, tile, K, left_v, K - tk * 64, MASK_V, tk * 64 + 64 > K)
 
-    mbarrier.wait(came.index(stage), phase)
+    mbarrier.wait(room.came.index(stage), phase)
     P = gl.zeros([64, 64], gl.float32, MMA)
     y = gl.zeros([64, 64], gl.float32, MMA)
     out = gl.zeros([64, 64], gl.float32, MMA)
     if OUTPUT and not DELTA:
         for tk in gl.static_range(NK):
-            q_T = q_s[tk].index(stage).permute((1, 0))
-            P = warpgroup_mma(k_s[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
+            q_T = room.q_s[tk].index(stage).permute((1, 0))
+            P = warpgroup_mma(room.k_s[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
     if DELTA:
         for tk in gl.static_range(NK):
-            y = warpgroup_mma(left[tk], k_s[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
+            y = warpgroup_mma(left[tk], room.k_s[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
     if OUTPUT:
         for tk in gl.static_range(NK):
-            out = warpgroup_mma(left[tk], q_s[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
+            out = warpgroup_mma(left[tk], room.q_s[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
 
     if not OUTPUT:
-        at = states + ((local * HV + hv) * V + column) * K
-        rows = gl.where(c >= first_kept, left_v, 0)
+        at = memory.states + ((local * HV + stand.hv) * V + column) * K
+        rows = gl.where(c >= stand.first_kept, left_v, 0)
         for tk in gl.static_range(NK):
             state_s[tk].store(low[tk])
         for tk in gl.static_range(NK):
@@ -156,26 +159,26 @@ def walk_chunk(
         j = gl.arange(0, 64, ROWS)[:, None]
         if DECAY != "none":
             # where a token is not seen this may be no number
-            G_i = before_s.index(stage).load(COLUMNS) if EARLY else G_s.index(stage).load(COLUMNS)
-            P *= gl.exp2(G_i[None, :] - G_s.index(stage).load(ROWS)[:, None])
-        P_s.index(0).store(narrow(gl.where(j + (1 if READ_EARLY else 0) <= i, P * scale, 0.0), dtype))
+            G_i = room.before_s.index(stage).load(COLUMNS) if EARLY else room.G_s.index(stage).load(COLUMNS)
+            P *= gl.exp2(G_i[None, :] - room.G_s.index(stage).load(ROWS)[:, None])
+        P_s.index(0).store(narrow(gl.where(j + (1 if kind.READ_EARLY else 0) <= i, P * scale, 0.0), dtype))
         fence_async_shared()
         barrier()
 
     # u = w v - c S0^T e,  x = T u
-    mbarrier.wait(rest_came.index(stage), phase)
-    x = widen(v_s.index(stage).permute((1, 0)).load(MMA))
-    if WRITE:
-        x *= w_s.index(stage).load(COLUMNS)[None, :]
+    mbarrier.wait(room.rest_came.index(stage), phase)
+    x = widen(room.v_s[HALF].index(stage).permute((1, 0)).load(MMA))
+    if kind.WRITE:
+        x *= room.w_s.index(stage).load(COLUMNS)[None, :]
     if DELTA:
-        erase = c_s.index(stage).load(COLUMNS)
+        erase = room.c_s.index(stage).load(COLUMNS)
         y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, left[0], left[NK - 1]])
         x -= y * erase[None, :]
-        SCALED: gl.constexpr = T_s.dtype == gl.float16
-        x, left_u, up = times_inverse(x, T_s.index(stage).permute((1, 0)), LEFT, SCALED)
+        SCALED: gl.constexpr = room.T_s.dtype == gl.float16
+        x, left_u, up = times_inverse(x, room.T_s.index(stage).permute((1, 0)), LEFT, SCALED)
     if DECAY != "none":
-        G = G_s.index(stage).load(COLUMNS)
-        G_end = G_s.index(stage).slice(63, 1).load(COLUMNS)
+        G = room.G_s.index(stage).load(COLUMNS)
+        G_end = room.G_s.index(stage).slice(63, 1).load(COLUMNS)
         end = gl.exp2(G_end)[None, :]
         S0 = (S[0] * end,)
         for tk in gl.static_range(NK - 1):
@@ -187,7 +190,7 @@ def walk_chunk(
     if OUTPUT:
         out, _, _ = warpgroup_mma_wait(1 if DELTA else 0, deps=[out, left[0], left[NK - 1]])
         if DECAY != "none":
-            G_read = before_s.index(stage).load(COLUMNS) if EARLY else G
+            G_read = room.before_s.index(stage).load(COLUMNS) if EARLY else G
             out *= (gl.exp2(G_read) * scale)[None, :]
         else:
             out *= scale
@@ -204,69 +207,69 @@ def walk_chunk(
     if OUTPUT:
         out = warpgroup_mma(left_x, P_s.index(stage if DELTA else 0), out, is_async=True)
     # S' = e^Gend S0 + (e^(Gend - G) k)^T x
-    S1 = (warpgroup_mma(left_k, k_s[0].index(stage), S0[0], is_async=True),)
+    S1 = (warpgroup_mma(left_k, room.k_s[0].index(stage), S0[0], is_async=True),)
     for tk in gl.static_range(NK - 1):
-        S1 = S1 + (warpgroup_mma(left_k, k_s[tk + 1].index(stage), S0[tk + 1], is_async=True),)
+        S1 = S1 + (warpgroup_mma(left_k, room.k_s[tk + 1].index(stage), S0[tk + 1], is_async=True),)
     if OUTPUT:
         out, left_x = warpgroup_mma_wait(NK, deps=[out, left_x])
         tile.permute((1, 0)).store(narrow(out, dtype))
-        at = o + (((start + c * 64) * HV + hv) * V + column)
-        put_tile(at, tile, HV * V, length - c * 64, left_v, True, MASK_V)
+        at = memory.o + (((stand.start + c * 64) * HV + stand.hv) * V + column)
+        put_tile(at, tile, HV * V, stand.length - c * 64, left_v, True, MASK_V)
     elif DELTA:
         tile.permute((1, 0)).store(x_low)
-        at = xs + ((local * 64 * HV + hv) * V + column)
-        put_tile(at, tile, HV * V, gl.where(c >= first_kept, 64, 0), left_v, True, MASK_V)
+        at = memory.xs + ((local * 64 * HV + stand.hv) * V + column)
+        put_tile(at, tile, HV * V, gl.where(c >= stand.first_kept, 64, 0), left_v, True, MASK_V)
     if NK == 2:
         S_a, S_b, left_k = warpgroup_mma_wait(0, deps=[S1[0], S1[1], left_k])
         new = (S_a, S_b)
     else:
         S_a, left_k = warpgroup_mma_wait(0, deps=[S1[0], left_k])
         new = (S_a,)
-    free(done.index(stage))
+    free(room.done.index(stage))
     return new
 
 
 @gluon.jit
-def walk(
-    state, o, final, checkpoints, states, xs, starts, scale,
-    k_s, q_s, v_s, T_s, P_s, G_s, before_s, c_s, w_s, tile, state_s, came, rest_came, done,
-    start, length, begins, first, first_kept, last, first_place, checkpoint, n, part, parts, is_last, hv, pair,
-    HALF: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NK: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, STATE: gl.constexpr, EARLY: gl.constexpr,
-    READ_EARLY: gl.constexpr, EVERY: gl.constexpr, SPLIT: gl.constexpr, OUTPUT: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """One of the two warp groups that compute, with the values from 128 `pair` + 64 HALF on."""
-    column = pair * 128 + HALF * 64
+def walk(memory, scale, room, P_s, tile, state_s, stand, HALF: gl.constexpr, kind: gl.constexpr):
+    """One of the two warp groups that compute, with the values from 128 `pair` + 64 HALF on, and a P of its own where
+    it makes that itself."""
+    HV: gl.constexpr = kind.HV
+    K: gl.constexpr = kind.K
+    V: gl.constexpr = kind.V
+    NK: gl.constexpr = kind.NK
+    EVERY: gl.constexpr = kind.EVERY
+    STATE: gl.constexpr = kind.STATE
+    SPLIT: gl.constexpr = kind.SPLIT
+    OUTPUT: gl.constexpr = kind.OUTPUT
+    column = stand.pair * 128 + HALF * 64
     left_v = V - column
-    at_state = (n.to(gl.int64) * HV + hv) * K * V + column
+    at_state = (stand.n.to(gl.int64) * HV + stand.hv) * K * V + column
     S = (gl.zeros([64, 64], gl.float32, MMA),)
     for _ in gl.static_range(NK - 1):
         S = S + (gl.zeros([64, 64], gl.float32, MMA),)
     if OUTPUT and SPLIT > 0:
-        at = starts + (((n * parts + part).to(gl.int64) * HV + hv) * V + column) * K
+        at = memory.starts + (((stand.n * stand.parts + stand.part).to(gl.int64) * HV + stand.hv) * V + column) * K
         S = load_state(at, tile, K, K, left_v, NK, False)
     elif OUTPUT:
         if STATE:
-            S = load_state(state + at_state, tile, K, V, left_v, NK, True)
-    elif first > 0:
-        at = checkpoints + (((checkpoint + first // EVERY).to(gl.int64) * HV + hv) * V + column) * K
+            S = load_state(memory.state + at_state, tile, K, V, left_v, NK, True)
+    elif stand.first > 0:
+        at = (
+            memory.checkpoints
+            + (((stand.checkpoint + stand.first // EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
+        )
         S = load_checkpoint(at, state_s, K, left_v, NK, V % 128 != 0)
     elif STATE:
-        S = load_state(state + at_state, tile, K, V, left_v, NK, True)
+        S = load_state(memory.state + at_state, tile, K, V, left_v, NK, True)
     barrier()  # here once: else the compiler has one in the loop, for the sake of its first round
     stage = 0
     phase = 0
-    for c in range(first, last):
-        S = walk_chunk(
-            S, o, checkpoints, states, xs, scale,
-            k_s, q_s, v_s[HALF], T_s, P_s, G_s, before_s, c_s, w_s, tile, state_s, came, rest_came, done, stage, phase,
-            start, length, c, begins, first_kept, first_place, checkpoint, hv, column,
-            HV, K, V, NK, DECAY, DELTA, WRITE, EARLY, READ_EARLY, EVERY, OUTPUT, dtype,
-        )  # fmt: skip
+    for c in range(stand.first, stand.last):
+        S = walk_chunk(S, memory, scale, room, P_s, tile, state_s, stage, phase, c, column, stand, HALF, kind)
         stage, phase = next_buffer(stage, phase)
     if OUTPUT:
-        if is_last:
-            store_final(final + at_state, S, tile, K, V, left_v, NK)
+        if stand.is_last:
+            store_final(memory.final + at_state, S, tile, K, V, left_v, NK)
 
 
 @gluon.jit(do_not_specialize=["T", "segment", "segments", "parts"])
@@ -322,64 +325,21 @@ def hopper_scan_kernel(
         # of the first one, before any chunk: the state there is an operand, and is not kept
         checkpoint = (slot // EVERY if PACKED else n * ((chunks - 1) // EVERY)) - 1
     if wanted:
-        k_s = ring(dtype, NK, BUFFERS)
-        q_s = ring(dtype, NK, BUFFERS) if OUTPUT else k_s
-        v_s = ring(dtype, 2, BUFFERS)
-        T_s = ring(squares.dtype.element_ty, 1, BUFFERS)[0] if DELTA else k_s[0]
-        if OUTPUT and DELTA:
-            P_s = ring(dtype, 1, BUFFERS)[0]
-            P_a = P_s
-            P_b = P_s
-        elif OUTPUT:
-            P_s = k_s[0]
-            P_a = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED_TILE)
-            P_b = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED_TILE)
-        else:
-            P_s = k_s[0]
-            P_a = P_s
-            P_b = P_s
-        tiles = allocate(dtype, 2)
-        state_a = tiles if OUTPUT else allocate(dtype, NK)
-        state_b = tiles if OUTPUT else allocate(dtype, NK)
-        G_s = ring_of_lines(BUFFERS)
-        before_s = ring_of_lines(BUFFERS) if EARLY else G_s
-        c_s = ring_of_lines(BUFFERS) if DELTA else G_s
-        w_s = ring_of_lines(BUFFERS) if WRITE else G_s
-        came = barriers(BUFFERS, 1)
-        rest_came = barriers(BUFFERS, 1)
-        done = barriers(BUFFERS, 2 * WALKERS)
+        kind: gl.constexpr = kind_of(
+            H, HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype
+        )
+        T_dtype: gl.constexpr = squares.dtype.element_ty if DELTA else dtype
+        room, P_s, tiles, states_s = room_of(kind, T_dtype)
+        memory = Memory(state, o, final, checkpoints, states, xs, starts)
+        stand = Stand(
+            start, length, begins, first, first_kept, last, first_place, checkpoint, n, part, parts, is_last, hv, pair
+        )
         gl.warp_specialize(
             [
-                (
-                    walk,
-                    (
-                        state, o, final, checkpoints, states, xs, starts, scale,
-                        k_s, q_s, v_s, T_s, P_a, G_s, before_s, c_s, w_s, tiles[0], state_a, came, rest_came, done,
-                        start, length, begins, first, first_kept, last, first_place, checkpoint,
-                        n, part, parts, is_last, hv, pair, 0,
-                        HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype,
-                    ),
-                ),
-                (
-                    walk,
-                    (
-                        state, o, final, checkpoints, states, xs, starts, scale,
-                        k_s, q_s, v_s, T_s, P_b, G_s, before_s, c_s, w_s, tiles[1], state_b, came, rest_came, done,
-                        start, length, begins, first, first_kept, last, first_place, checkpoint,
-                        n, part, parts, is_last, hv, pair, 1,
-                        HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype,
-                    ),
-                ),
-                (
-                    copy_chunks,
-                    (
-                        q, k, v, gates, squares,
-                        k_s, q_s, v_s, T_s, P_s, G_s, before_s, c_s, w_s, came, rest_came, done,
-                        start, length, slot, first, last, hv, pair,
-                        H, HV, K, V, NK, DECAY, DELTA, WRITE, EARLY, OUTPUT, dtype,
-                    ),
-                ),
+                (walk, (memory, scale, room, P_s[0], tiles[0], states_s[0], stand, 0, kind)),
+                (walk, (memory, scale, room, P_s[1], tiles[1], states_s[1], stand, 1, kind)),
+                (copy_chunks, (q, k, v, gates, squares, room, slot, stand, kind)),
             ],
             [4, 4],
             [232, 40],
-        )  # fmt: skip
+        )

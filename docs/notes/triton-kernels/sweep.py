@@ -71,6 +71,9 @@ def jobs():
                     for split, strengths in itertools.product((0, 32), (True, False)):
                         walk = dict(module="walk_hopper", kernel="hopper_walk_kernel", SPLIT=split, strengths=strengths, warps=8, maxnreg=168)
                         yield hopper | walk
+                    for given, strengths in itertools.product((False, True), repeat=2) if group == 1 else ():
+                        both = dict(module="replay_walk", kernel="hopper_backward_kernel", GIVEN=given, EVERY=every)
+                        yield hopper | both | dict(strengths=strengths, warps=8, maxnreg=168)
         if delta and terms == 1 and dtype != "fp16":  # an erase and a write of their own
             yield common | gradients | dict(module="gradients", kernel="gradients_kernel", UNIT=every, SHARED=False)
         if delta and decay == "head" and not packed and K in (64, 128):
