@@ -82,10 +82,8 @@ def candidates(
         scratch = {0: LaunchConfig().scratch}
         replays = {s: base.reverse.model_copy(update={"replays": base.reverse.replays and not s}) for s in steps}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29), "reverse": replays[s]} for s in steps])
-    if kernel == "gradients" and base.reverse.hopper:
-        return [base]  # which makes them, too
-    if kernel == "replay" and base.reverse.replays:
-        return [base]
+    if {"gradients": base.reverse.hopper, "replay": base.reverse.replays}.get(kernel):
+        return [base]  # whose reverse scan does that, too
     wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
     if kernel == "gradients":

@@ -34,9 +34,9 @@ class Kind(NamedTuple):
 
 
 @gluon.constexpr_function
-def kind_of(H, HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype):
+def kind_of(*fields):
     """A Kind, which a kernel may not make itself: it would take what it has for numbers of the device."""
-    return Kind(H, HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype)
+    return Kind(*fields)
 
 
 class Room(NamedTuple):

@@ -40,9 +40,9 @@ class Kind(NamedTuple):
 
 
 @gluon.constexpr_function
-def kind_of(H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype):
+def kind_of(*fields):
     """A Kind, which a kernel may not make itself: it would take what it has for numbers of the device."""
-    return Kind(H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype)
+    return Kind(*fields)
 
 
 class Room(NamedTuple):

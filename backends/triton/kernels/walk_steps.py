@@ -50,7 +50,7 @@ def stores_first(number):
 
 
 @gluon.jit
-def reverse_chunk(dS, dv, scale, room, z, stage, phase, odd, kepts, apart, kind: gl.constexpr):
+def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.constexpr):
     """A step of the reverse scan: dS^T before the chunk. odd: 1 where an odd number of chunks was walked before it.
 
     In shared memory then lie dS', du with an erase, and without one P and dP. do x^T and do S^T are still under way."""
@@ -109,7 +109,9 @@ def reverse_chunk(dS, dv, scale, room, z, stage, phase, odd, kepts, apart, kind:
     if DECAY != "none":
         # of the chunk after this one
         wanted = number(room.numbers_s.index(stage), IS_FIRST) == 0
-        put_kept(kepts + number(room.numbers_s.index(stage), PLACE) + HV, apart, room.sums_s, wanted)
+        put_kept(
+            to.kepts + number(room.numbers_s.index(stage), PLACE) + HV, slots.to(gl.int64) * HV, room.sums_s, wanted
+        )
     room.dS_s.index(z).store(low)
     if DECAY != "none":
         fade = gl.exp2(room.G_s.index(stage).slice(63, 1).load(TOKENS) - room.G_s.index(stage).load(TOKENS))
@@ -176,7 +178,7 @@ def reverse_chunk(dS, dv, scale, room, z, stage, phase, odd, kepts, apart, kind:
         room.du_s.index(z).store(dvalue)
     numbers = room.numbers_s.index(stage)
     left = number(numbers, LEFT_TOKENS).to(gl.int32)
-    put_across(dv + number(numbers, ROW_OF_VALUES) * V, dvalue, z, HV * V, left, V, V % 128 != 0)
+    put_across(to.dv + number(numbers, ROW_OF_VALUES) * V, dvalue, z, HV * V, left, V, V % 128 != 0)
     if DELTA:
         stores_first(left)
         dS, left_e = warpgroup_mma_wait(1, deps=[dS, left_e])
@@ -358,10 +360,7 @@ def walk_chunk(dS, v, b, to, scale, room, to_come, stage, phase, odd, segments, 
     """dS^T before a chunk, whose gradients go to memory, and how many chunks are to come.
 
     That is counted by the copying warp group: a number of this one's own would be spilled, and waited for."""
-    apart = slots.to(gl.int64) * kind.HV
-    dS, intra_q, inter_q = reverse_chunk(
-        dS, to.dv, scale, room, hidden_zero(to_come, 20), stage, phase, odd, to.kepts, apart, kind
-    )
+    dS, intra_q, inter_q = reverse_chunk(dS, to, scale, room, hidden_zero(to_come, 20), stage, phase, odd, slots, kind)
     dS = chunk_gradients(
         dS, intra_q, inter_q, v, b, to, scale, room, hidden_zero(to_come, 21), stage + hidden_zero(to_come, 22),
         segments, slots, held, kind,
