@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance
+from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance, update, watch
+from deltazoo.backends.bench import BenchConfig, bench
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.reference import ReferenceBackend
@@ -232,6 +233,26 @@ def gated(B: int, T: int, dtype: torch.dtype = torch.float32, seed: int = 0, spe
 def operands(x: UpdateInputs) -> ScanOperands:
     strength = x.beta
     return ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), None, x.state, None)
+
+
+def test_the_kernels_of_a_forward_and_of_a_backward_are_seen():
+    x = gated(2, 70)
+    x.v.requires_grad_()
+    with watch() as seen:
+        out = update(GATED, x, backend="triton")
+    assert seen.runs[0] == ("triton", "update", 0, 0)
+    assert list(seen.kernels) == ["prepare_kernel", "scan_kernel"]
+    assert all(ran.programs > 0 and ran.warps > 0 for ran in seen.runs[1:])
+    with watch() as seen:
+        out.o.square().sum().backward()
+    assert {"scan_kernel", "reverse_kernel", "gradients_kernel", "gate_gradients_kernel"} <= set(seen.kernels)
+    assert "programs of" in str(seen)
+
+
+def test_a_benchmark_says_which_kernels_a_row_launched():
+    config = BenchConfig(directions=("forward",), device=DEVICE, rounds=3, errors=False)
+    rows = bench(GATED, [Shape("small", 1, 70, 1, 1, 16, 16)], ["compile", "triton"], config).rows
+    assert [row.kernels for row in rows] == [{}, {"prepare_kernel": 1, "scan_kernel": 1}]
 
 
 def test_the_operators_pass_torchs_checks():
