@@ -251,6 +251,7 @@ def replay_and_walk(
         begin = (end - 1) // EVERY * EVERY
         park(dS, room.S_s.index(0), room.dS_s.index(0))
         S = load_begin(state, checkpoints, checkpoint, begin, n, hv, kind, GIVEN, EVERY)
+        barrier()  # here, or the compiler has one in every round of the loop, for what was parked; as below
         for c in range(begin, end):
             local = (base + c - begin).to(gl.int64)
             S = replay_chunk(S, states, xs, room, hidden_zero(c, 20), stage, phase, local, kind)
@@ -260,6 +261,7 @@ def replay_and_walk(
         dS = parked(room.S_s.index(0), room.dS_s.index(0))
         hand_over(replayed)
         to_come = end - begin
+        barrier()
         while to_come > 0:
             segments = 1 + hidden_zero(to_come, 23)
             dS, to_come = walk_chunk(
