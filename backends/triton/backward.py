@@ -74,20 +74,18 @@ def backward(
     wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
     keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
     d, sums = Gradients.empty(x, kind), _Sums(x, kind, s, cdiv(s.K, keys))
-    carry = empty(x.q, s.N, s.HV, s.V, s.K)
+    carry = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
     if config.reverse.replays and s.N * config.every <= places:
         _give(carry, dfinal)
         _replay_and_walk(x, kind, prepared, s, config.every, checkpoints, do, carry, sums, d)
     else:
         _by_segments(x, kind, prepared, s, config, places, checkpoints, do, dfinal, carry, sums, d, keys)
     _gate_gradients(x, kind, s, sums, d)
-    if d.state is not None:
-        d.state.copy_(carry.transpose(2, 3))
     return d
 
 
 def _give(carry: Tensor, dfinal: Tensor | None) -> None:
-    carry.zero_() if dfinal is None else carry.copy_(dfinal.transpose(2, 3))
+    carry.zero_() if dfinal is None else carry.copy_(dfinal)
 
 
 def _by_segments(

@@ -6,6 +6,7 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.layout import (
     chunks_forgotten,
     first_slot,
+    load_across,
     load_rows,
     segment_of,
     sequence_bounds,
@@ -29,9 +30,9 @@ def join_kernel(
 ):  # fmt: skip
     """One program a (sequence, value head, V tile). ends [N parts, HV, V + K, K] = N_p above M_p, p a part.
 
-    Forward: S^T before part p + 1 = (S^T before p) M_p + N_p, from given [N, HV, K, V].
-    REVERSE: dS^T after part p - 1 = (dS^T after p) M_p^T + N_p, from given [N, HV, V, K].
-    What each part begins with goes to begins [N parts, HV, V, K].
+    Forward: S^T before part p + 1 = (S^T before p) M_p + N_p. REVERSE: dS^T after part p - 1 = (dS^T after p) M_p^T +
+    N_p. GIVEN: the first of them begins from given [N, HV, K, V]. What each part begins with goes to
+    begins [N parts, HV, V, K].
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -53,14 +54,10 @@ def join_kernel(
         in_kb = kb < K
         Sb = tl.zeros([BV, K1], tl.float32)
     at = (tl.cast(n, tl.int64) * HV + hv) * K * V
-    if REVERSE:
-        Sa += load_rows(given + at, vs, ka, in_v, in_ka, K)
+    if GIVEN:
+        Sa += load_across(given + at, vs, ka, in_v, in_ka, V)
         if K1 > 0:
-            Sb += load_rows(given + at, vs, kb, in_v, in_kb, K)
-    elif GIVEN:
-        Sa += tl.load(given + at + vs[:, None] + ka[None, :] * V, mask=in_v[:, None] & in_ka[None, :], other=0.0)
-        if K1 > 0:
-            Sb += tl.load(given + at + vs[:, None] + kb[None, :] * V, mask=in_v[:, None] & in_kb[None, :], other=0.0)
+            Sb += load_across(given + at, vs, kb, in_v, in_kb, V)
     # an empty sequence going forward still begins with what is given
     for step in range(used if REVERSE else tl.maximum(used, 1)):
         part = used - 1 - step if REVERSE else step

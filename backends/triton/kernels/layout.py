@@ -132,6 +132,19 @@ def store_rows(base, tile, rows, columns, in_rows, in_columns, stride):
 
 
 @triton.jit
+def load_across(base, rows, columns, in_rows, in_columns, stride):
+    """A tile [rows, columns] of a matrix that lies in memory transposed; zeros outside."""
+    return tl.load(
+        base + rows[:, None] + columns[None, :] * stride, mask=in_rows[:, None] & in_columns[None, :], other=0.0
+    )
+
+
+@triton.jit
+def store_across(base, tile, rows, columns, in_rows, in_columns, stride):
+    tl.store(base + rows[:, None] + columns[None, :] * stride, tile, mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit
 def warp_rows(R: tl.constexpr, LANES: tl.constexpr):
     """0 to R - 1 as [LANES, R / 16, 16 / LANES, 1]: of a tile that is loaded or stored by such rows a warp has 16 after
     16, as it has of a product, so that between the two nothing goes from warp to warp."""

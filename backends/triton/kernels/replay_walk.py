@@ -86,7 +86,7 @@ def copy_segments(
             v_at = of_copy(v + (row * HV + hv) * V, HV * V, 64, 128, z)
             fetch(room.do_s.index(stage), v_at, 0, left, V, True, V % 128 != 0)
             if DELTA:
-                fetch_square(room.T_s.index(stage), squares + place * (64 * 72), True)
+                fetch_square(room.T_s.index(stage), squares + place * (64 * 72), True, z)
             async_copy.commit_group()
             tell(room.came.index(stage), 1, True)
             tell(room.rest_came.index(stage), 0, True)
@@ -137,6 +137,13 @@ def put_state(base, low, stride: gl.constexpr, rows: gl.constexpr):
 
 
 @gluon.jit
+def anew(number):
+    """The same number, which the compiler does not know."""
+    text: gl.constexpr = "mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(text, "=r,r", [number], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def load_begin(
     state, checkpoints, checkpoint, begin, n, hv, kind: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr
 ):
@@ -151,6 +158,8 @@ def load_begin(
     S = gl.load(at + (i * K + j), mask=inside & (begin > 0), other=0.0).to(gl.float32)
     if GIVEN:
         given = state + (n.to(gl.int64) * HV + hv) * K * V
+        # else the compiler computes where each number lies once, before the loop, and has no registers for so much
+        i += hidden_zero(anew(begin), 20)
         S += gl.load(given + (j * V + i), mask=inside & (begin == 0), other=0.0)
     return S
 
@@ -241,7 +250,7 @@ def replay_and_walk(
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
     inside = (i < kind.V) & (j < kind.K)
-    dS = gl.load(at_carry + (i * kind.K + j), mask=inside, other=0.0)
+    dS = gl.load(at_carry + (j * kind.V + i), mask=inside, other=0.0)
     apart = slots.to(gl.int64) * kind.HV
     stage = 0
     phase = 0
@@ -275,7 +284,7 @@ def replay_and_walk(
     if kind.DECAY != "none":
         barrier()
         put_kept(to.kepts + (slot.to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
-    gl.store(at_carry + (i * kind.K + j), dS, mask=inside)
+    gl.store(at_carry + (j * kind.V + i), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "T"])
@@ -327,5 +336,5 @@ def hopper_backward_kernel(
                 ),
             ],
             [4],
-            [40],
+            [24],
         )  # fmt: skip

@@ -16,11 +16,13 @@ from deltazoo.backends.triton.kernels.layout import (
     dot_terms,
     first_slot,
     held_off,
+    load_across,
     load_gate,
     load_rows,
     segment_of,
     sequence_and_part,
     sequence_bounds,
+    store_across,
     store_rows,
     store_state,
     store_transposed,
@@ -41,7 +43,7 @@ def reverse_kernel(
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile) walks back through one segment; dS^T [BV, K] in registers.
 
-    carry [N, HV, V, K] float32 takes dS^T from segment to segment; keeps dS'^T of each chunk in
+    carry [N, HV, K, V] float32 takes dS from segment to segment; keeps dS'^T of each chunk in
     dstates [place, HV, V, K] and, with an erase or a write, du [place, C, HV, V], or SHARED, where w du tells it, none;
     writes dv. With SPLIT > 0 a program is a part of SPLIT chunks, and begins from begins [N parts, HV, V, K]. ENDS,
     before that: what each part but the first hands on when it begins from nothing, into ends [N parts, HV, V + K, K].
@@ -82,11 +84,15 @@ def reverse_kernel(
         dSa = tl.zeros([BV, K0], tl.float32)
         if K1 > 0:
             dSb = tl.zeros([BV, K1], tl.float32)
-        if not ENDS:
-            at_begin = begins + tl.cast(nh, tl.int64) * V * K if SPLIT > 0 else at_carry
+        if not ENDS and SPLIT > 0:
+            at_begin = begins + tl.cast(nh, tl.int64) * V * K
             dSa += load_rows(at_begin, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 dSb += load_rows(at_begin, vs, kb, in_v, in_kb, K)
+        elif not ENDS:
+            dSa += load_across(at_carry, vs, ka, in_v, in_ka, V)
+            if K1 > 0:
+                dSb += load_across(at_carry, vs, kb, in_v, in_kb, V)
         for back in tl.range(0, last - first, num_stages=STAGES):
             c = last - 1 - back
             in_time = i < length - c * C
@@ -173,6 +179,6 @@ def reverse_kernel(
             if K1 > 0:
                 store_rows(at_end, dSb, vs, kb, in_v, in_kb, K)
         elif part == 0:
-            store_rows(at_carry, dSa, vs, ka, in_v, in_ka, K)
+            store_across(at_carry, dSa, vs, ka, in_v, in_ka, V)
             if K1 > 0:
-                store_rows(at_carry, dSb, vs, kb, in_v, in_kb, K)
+                store_across(at_carry, dSb, vs, kb, in_v, in_kb, V)

@@ -14,11 +14,13 @@ from deltazoo.backends.triton.kernels.layout import (
     cumulative_decays,
     dot_terms,
     first_slot,
+    load_across,
     load_gate,
     load_rows,
     segment_of,
     sequence_and_part,
     sequence_bounds,
+    store_across,
     store_rows,
     store_state,
     store_transposed,
@@ -120,10 +122,9 @@ def scan_kernel(
                 Sb += load_rows(at_start, vs, kb, in_v, in_kb, K)
     if STATE and not (OUTPUT and SPLIT > 0):
         from_state = in_v & ((first == 0) if REPLAY else (part == 0) & (forgotten == 0))
-        state_v = state + at_state + vs[:, None]
-        Sa += tl.load(state_v + ka[None, :] * V, mask=from_state[:, None] & in_ka[None, :], other=0.0)
+        Sa += load_across(state + at_state, vs, ka, from_state, in_ka, V)
         if K1 > 0:
-            Sb += tl.load(state_v + kb[None, :] * V, mask=from_state[:, None] & in_kb[None, :], other=0.0)
+            Sb += load_across(state + at_state, vs, kb, from_state, in_kb, V)
     if ENDS:
         if maps:
             Sa = tl.where(vs[:, None] == ka[None, :], 1.0, 0.0)
@@ -248,7 +249,6 @@ def scan_kernel(
     if OUTPUT:
         if SPLIT > 0:
             in_v = in_v & (part == tl.maximum(chunks - 1, 0) // SPLIT)
-        final_v = final + at_state + vs[:, None]
-        tl.store(final_v + ka[None, :] * V, Sa, mask=in_v[:, None] & in_ka[None, :])
+        store_across(final + at_state, Sa, vs, ka, in_v, in_ka, V)
         if K1 > 0:
-            tl.store(final_v + kb[None, :] * V, Sb, mask=in_v[:, None] & in_kb[None, :])
+            store_across(final + at_state, Sb, vs, kb, in_v, in_kb, V)

@@ -49,11 +49,11 @@ def fetch_first(
     )  # fmt: skip
     if DELTA:
         square = squares + place * (64 * 72)
-        fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(kind.dtype), bitcast=True), False)
+        fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(kind.dtype), bitcast=True), False, z)
     async_copy.commit_group()
     fetch(room.q_s.index(stage), of_copy(q + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
     if DELTA:
-        fetch_square(room.T_s.index(stage), square, True)
+        fetch_square(room.T_s.index(stage), square, True, z)
     async_copy.commit_group()
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from deltazoo.backends.triton.kernels.hopper import barrier, free
 from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
-from deltazoo.backends.triton.kernels.walk_copies import copy_chunks
+from deltazoo.backends.triton.kernels.walk_copies import copy_chunks, hidden_zero
 from deltazoo.backends.triton.kernels.walk_room import Results, kind_of, room_of
 from deltazoo.backends.triton.kernels.walk_steps import walk_chunk
 from deltazoo.backends.triton.kernels.walk_sums import STATE, put_kept
@@ -24,13 +24,16 @@ def walk_back(
     kind: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The two warp groups that compute."""
-    at_carry = carry + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
-    of_part = (n * parts + part).to(gl.int64)
-    at_begin = begins + (of_part * kind.HV + hv) * kind.V * kind.K if SPLIT > 0 else at_carry
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
     inside = (i < kind.V) & (j < kind.K)
-    dS = gl.load(at_begin + (i * kind.K + j), mask=inside, other=0.0)
+    at_carry = carry + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
+    if SPLIT > 0:
+        of_part = (n * parts + part).to(gl.int64)
+        at_begin = begins + (of_part * kind.HV + hv) * kind.V * kind.K
+        dS = gl.load(at_begin + (i * kind.K + j), mask=inside, other=0.0)
+    else:
+        dS = gl.load(at_carry + (j * kind.V + i), mask=inside, other=0.0)
     apart = slots.to(gl.int64) * kind.HV
     stage = 0
     phase = 0
@@ -44,7 +47,8 @@ def walk_back(
         barrier()
         put_kept(to.kepts + ((slot + first).to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
     if part == 0:
-        gl.store(at_carry + (i * kind.K + j), dS, mask=inside)
+        # else the compiler keeps the addresses in registers, that it has from where dS was loaded
+        gl.store((at_carry + hidden_zero(to_come, 23)) + (j * kind.V + i), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "held", "T", "segment", "segments", "parts"])
@@ -97,5 +101,5 @@ def hopper_walk_kernel(
                 ),
             ],
             [4],
-            [40],
+            [24],
         )  # fmt: skip

@@ -113,11 +113,11 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
             to.kepts + number(room.numbers_s.index(stage), PLACE) + HV, slots.to(gl.int64) * HV, room.sums_s, wanted
         )
     room.dS_s.index(z).store(low)
-    if DECAY != "none":
+    if DECAY != "none" and DELTA:
         fade = gl.exp2(room.G_s.index(stage).slice(63, 1).load(TOKENS) - room.G_s.index(stage).load(TOKENS))
-    if WRITE:
+    if WRITE and DELTA:
         write = room.w_s.index(stage).load(TOKENS)
-        if SHARED or not DELTA:
+        if SHARED:
             write = held_off(write, LEAST)
     if DELTA:
         dx, of_reads, _ = warpgroup_mma_wait(1, deps=[dx, of_reads, low])
@@ -163,6 +163,10 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
         barrier()
         of_reads = warpgroup_mma(do_T, room.P_s.index(stage), of_reads, use_acc=False, is_async=True)
         of_reads, dS, left_doq = warpgroup_mma_wait(0, deps=[of_reads, dS, left_doq])
+        if WRITE:
+            write = held_off(room.w_s.index(stage).load(TOKENS), LEAST)
+        if DECAY != "none":
+            fade = gl.exp2(room.G_s.index(stage).slice(63, 1).load(TOKENS) - room.G_s.index(stage).load(TOKENS))
         inter_q = warpgroup_mma(room.do_s.index(stage), room.S_s.index(z), inter_q, use_acc=False, is_async=True)
         if DECAY != "none":
             dx = dx * fade[None, :] + of_reads
