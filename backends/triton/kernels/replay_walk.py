@@ -25,7 +25,7 @@ from deltazoo.backends.triton.kernels.hopper import (
 )
 from deltazoo.backends.triton.kernels.layout import first_slot, sequence_bounds
 from deltazoo.backends.triton.kernels.walk_copies import fetch_first, hidden_zero
-from deltazoo.backends.triton.kernels.walk_room import BUFFERS, Results, kind_of, room_of
+from deltazoo.backends.triton.kernels.walk_room import BUFFERS, Results, kind_of, registers_to_copy, room_of
 from deltazoo.backends.triton.kernels.walk_steps import walk_chunk
 from deltazoo.backends.triton.kernels.walk_sums import (
     LEFT,
@@ -93,8 +93,8 @@ def copy_segments(
             filled += 1
         for back in range(0, end - begin + 1):
             # that of the next chunk, and the state and x of this one
-            c = end - 1 - back
             z = hidden_zero(filled, 20)
+            c = end - 1 - back + z
             if back > 0:
                 if back == 1:
                     mbarrier.wait(replayed, turned & 1)
@@ -336,5 +336,5 @@ def hopper_backward_kernel(
                 ),
             ],
             [4],
-            [24],
+            [registers_to_copy(DECAY, DELTA)],
         )  # fmt: skip

@@ -78,11 +78,11 @@ def copy_chunks(
     tell(room.came.index(0), 1, True)
     tell(room.rest_came.index(0), 0, True)
     for back in range(0, last - first):
-        c = last - 1 - back
+        z = hidden_zero(back, 20)
+        c = last - 1 - back + z
         row = start + c * 64
         local = (first_place + c - first_chunk).to(gl.int64)
         mbarrier.wait(room.walked, (back & 1) ^ 1)
-        z = hidden_zero(back, 20)
         at = of_copy(states + (local * HV + hv) * V * K, K, 128, 128, z)
         fetch(room.S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
         x_row = local * 64 if kind.DELTA else row

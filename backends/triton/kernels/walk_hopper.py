@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from deltazoo.backends.triton.kernels.hopper import barrier, free
 from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
 from deltazoo.backends.triton.kernels.walk_copies import copy_chunks, hidden_zero
-from deltazoo.backends.triton.kernels.walk_room import Results, kind_of, room_of
+from deltazoo.backends.triton.kernels.walk_room import Results, kind_of, registers_to_copy, room_of
 from deltazoo.backends.triton.kernels.walk_steps import walk_chunk
 from deltazoo.backends.triton.kernels.walk_sums import STATE, put_kept
 
@@ -101,5 +101,5 @@ def hopper_walk_kernel(
                 ),
             ],
             [4],
-            [24],
+            [registers_to_copy(DECAY, DELTA)],
         )  # fmt: skip

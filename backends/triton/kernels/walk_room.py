@@ -45,6 +45,15 @@ def kind_of(*fields):
     return Kind(*fields)
 
 
+@gluon.constexpr_function
+def registers_to_copy(decay, delta):
+    """Of a thread that copies; 24 leave 240 to one that computes, 40 leave 232.
+
+    With an erase and a decay those spill otherwise, and wait for it in every chunk; else those that copy would.
+    """
+    return 24 if delta and decay != "none" else 40
+
+
 class Room(NamedTuple):
     """Shared memory. Of a chunk, with BUFFERS buffers: k, q, do, T, P^T, the gates G, G before each token, c and w, and
     its numbers; with one: its state S^T and x, which are copied, dS'^T, du^T (in the place of x where x is v), dP (in
