@@ -34,6 +34,7 @@ from deltazoo.backends.triton.kernels.walk_sums import (
     STATE_COLUMNS,
     TOKENS,
     VALUES,
+    left_by,
     put_across,
     put_kept,
 )
@@ -193,8 +194,8 @@ def replay_chunk(S, states, xs, room, z, stage, phase, local, kind: gl.constexpr
     mbarrier.wait(room.came.index(stage), phase)
     # here, where no product is under way: else the compiler waits for those that are
     if DECAY != "none":
-        end = room.G_s.index(stage).slice(63, 1)
-        S0 = S * gl.exp2(end.load(STATE_COLUMNS))[None, :]
+        end = room.G_s.index(stage).slice(63, 1).load(STATE_COLUMNS)
+        S0 = S * gl.exp2(end)[None, :]
     else:
         S0 = S
     y = gl.zeros([128, 64], gl.float32, VALUES)
@@ -203,7 +204,7 @@ def replay_chunk(S, states, xs, room, z, stage, phase, local, kind: gl.constexpr
         y = warpgroup_mma(left_S, room.k_s.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
     put_state(states + local * V * K, low, K, V)
     if DECAY != "none":
-        fade = gl.exp2(end.load(TOKENS) - room.G_s.index(stage).load(TOKENS))
+        fade = left_by(room.G_s.index(stage), TOKENS)
     # u = w v - c S0^T k,  x = T u
     mbarrier.wait(room.rest_came.index(stage), phase)
     left_v = room.do_s.index(stage).permute((1, 0)).load(LEFT)

@@ -32,6 +32,7 @@ from deltazoo.backends.triton.kernels.walk_sums import (
     VALUES,
     keep_faded,
     keep_stored,
+    left_by,
     number,
     of_halves,
     put_across,
@@ -113,13 +114,13 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
             to.kepts + number(room.numbers_s.index(stage), PLACE) + HV, slots.to(gl.int64) * HV, room.sums_s, wanted
         )
     room.dS_s.index(z).store(low)
-    if DECAY != "none" and DELTA:
-        fade = gl.exp2(room.G_s.index(stage).slice(63, 1).load(TOKENS) - room.G_s.index(stage).load(TOKENS))
-    if WRITE and DELTA:
-        write = room.w_s.index(stage).load(TOKENS)
-        if SHARED:
-            write = held_off(write, LEAST)
     if DELTA:
+        if DECAY != "none":
+            fade = left_by(room.G_s.index(stage), TOKENS)
+        if WRITE:
+            write = room.w_s.index(stage).load(TOKENS)
+            if SHARED:
+                write = held_off(write, LEAST)
         dx, of_reads, _ = warpgroup_mma_wait(1, deps=[dx, of_reads, low])
         if DECAY != "none":
             dx = dx * fade[None, :] + of_reads
@@ -166,7 +167,7 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
         if WRITE:
             write = held_off(room.w_s.index(stage).load(TOKENS), LEAST)
         if DECAY != "none":
-            fade = gl.exp2(room.G_s.index(stage).slice(63, 1).load(TOKENS) - room.G_s.index(stage).load(TOKENS))
+            fade = left_by(room.G_s.index(stage), TOKENS)
         inter_q = warpgroup_mma(room.do_s.index(stage), room.S_s.index(z), inter_q, use_acc=False, is_async=True)
         if DECAY != "none":
             dx = dx * fade[None, :] + of_reads

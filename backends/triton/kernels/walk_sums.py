@@ -61,6 +61,12 @@ def number(numbers_s, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def left_by(G_s, layout: gl.constexpr):
+    """What is left of each token at the chunk's end: e^(Gend - G) [64]."""
+    return gl.exp2(G_s.slice(63, 1).load(layout) - G_s.load(layout))
+
+
+@gluon.jit
 def of_halves(x, layout: gl.constexpr):
     """Sums over each half of the columns of a tile [64 tokens, columns]: [64, 2]."""
     halves = gl.reshape(x, [64, 2, x.shape[1] // 2])
