@@ -179,6 +179,7 @@ def reverse_kernel(
             if K1 > 0:
                 store_rows(at_end, dSb, vs, kb, in_v, in_kb, K)
         elif part == 0:
+            at_carry += last >> 30  # 0, unknown to the compiler: else it keeps in registers where dS was loaded from
             store_across(at_carry, dSa, vs, ka, in_v, in_ka, V)
             if K1 > 0:
                 store_across(at_carry, dSb, vs, kb, in_v, in_kb, V)
