@@ -20,7 +20,7 @@ from deltazoo.backends.triton.kernels.scan import scan_kernel
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.run import launcher
 
-SHARED_OUT = 168  # registers a thread of a kernel whose three warp groups share them out anew: 232, 232 and 40
+SHARED_OUT = 168  # registers a thread, which three warp groups share out anew: 232, 232 and 40, or 240, 240 and 24
 OnSegment = Callable[..., None]  # launches a kernel, on one of a cut's segments
 
 

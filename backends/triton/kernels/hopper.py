@@ -166,19 +166,18 @@ def fetch_square(tile, base, FIRST: gl.constexpr, zero=0):
 
 @gluon.jit
 def fetch_gates(
-    of_chunk, G_s, before_s, c_s, w_s,
-    DECAY: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr,
-):  # fmt: skip
-    """Copy a chunk's rows of gates to lines of shared memory: G, G before each token if EARLY, c and w."""
+    of_chunk, room, stage, DECAY: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr
+):
+    """Copy a chunk's rows of gates to a buffer of `room_of_gates`: G, G before each token if EARLY, c and w."""
     if DECAY != "none":
-        async_copy.async_copy_global_to_shared(G_s, of_chunk + gl.arange(0, 64, LINE))
+        async_copy.async_copy_global_to_shared(room.G_s.index(stage), of_chunk + gl.arange(0, 64, LINE))
         if EARLY:
             i = gl.arange(0, 64, LANES)
-            async_copy.async_copy_global_to_shared(before_s, of_chunk - 1 + i, mask=i > 0)
+            async_copy.async_copy_global_to_shared(room.before_s.index(stage), of_chunk - 1 + i, mask=i > 0)
     if DELTA:
-        async_copy.async_copy_global_to_shared(c_s, of_chunk + 64 + gl.arange(0, 64, LINE))
+        async_copy.async_copy_global_to_shared(room.c_s.index(stage), of_chunk + 64 + gl.arange(0, 64, LINE))
     if WRITE:
-        async_copy.async_copy_global_to_shared(w_s, of_chunk + 128 + gl.arange(0, 64, LINE))
+        async_copy.async_copy_global_to_shared(room.w_s.index(stage), of_chunk + 128 + gl.arange(0, 64, LINE))
 
 
 @gluon.jit
@@ -193,6 +192,16 @@ def ring(dtype: gl.constexpr, COUNT: gl.constexpr, BUFFERS: gl.constexpr):
 @gluon.jit
 def ring_of_lines(BUFFERS: gl.constexpr):
     return gl.allocate_shared_memory(gl.float32, [BUFFERS, 64], SHARED_LINE)
+
+
+@gluon.jit
+def room_of_gates(BUFFERS: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr):
+    """G_s, before_s, c_s, w_s of a room; what there is not is G_s."""
+    G_s = ring_of_lines(BUFFERS)
+    before_s = ring_of_lines(BUFFERS) if EARLY else G_s
+    c_s = ring_of_lines(BUFFERS) if DELTA else G_s
+    w_s = ring_of_lines(BUFFERS) if WRITE else G_s
+    return G_s, before_s, c_s, w_s
 
 
 @gluon.jit

@@ -115,6 +115,14 @@ def chunk_of_place(place, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl
 
 
 @triton.jit
+def hidden_zero(number, BITS: tl.constexpr):
+    """0, of a number below 2^BITS, which the compiler does not know: else it computes where all that a loop, or what
+    comes after it, reads and writes lies once, before the loop, and has no registers for so much; what is spilled
+    goes through L2, where shared memory leaves L1 next to nothing."""
+    return number >> BITS
+
+
+@triton.jit
 def load_rows(base, rows, columns, in_rows, in_columns, stride):
     """A tile [rows, columns] of a row-major matrix; zeros outside."""
     return tl.load(

@@ -23,8 +23,8 @@ from deltazoo.backends.triton.kernels.hopper import (
     times_inverse,
     widen,
 )
-from deltazoo.backends.triton.kernels.layout import first_slot, sequence_bounds
-from deltazoo.backends.triton.kernels.walk_copies import fetch_first, hidden_zero
+from deltazoo.backends.triton.kernels.layout import first_slot, hidden_zero, sequence_bounds
+from deltazoo.backends.triton.kernels.walk_copies import fetch_first
 from deltazoo.backends.triton.kernels.walk_room import BUFFERS, Results, kind_of, registers_to_copy, room_of
 from deltazoo.backends.triton.kernels.walk_steps import walk_chunk
 from deltazoo.backends.triton.kernels.walk_sums import (
@@ -79,10 +79,7 @@ def copy_segments(
             fetch(
                 room.k_s.index(stage), of_copy(k + (row * H + h) * K, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0
             )
-            fetch_gates(
-                gates + place * 192, room.G_s.index(stage), room.G_s.index(stage), room.c_s.index(stage),
-                room.w_s.index(stage), DECAY, False, DELTA, WRITE,
-            )  # fmt: skip
+            fetch_gates(gates + place * 192, room, stage, DECAY, False, DELTA, WRITE)
             async_copy.commit_group()
             v_at = of_copy(v + (row * HV + hv) * V, HV * V, 64, 128, z)
             fetch(room.do_s.index(stage), v_at, 0, left, V, True, V % 128 != 0)
@@ -139,7 +136,7 @@ def put_state(base, low, stride: gl.constexpr, rows: gl.constexpr):
 
 @gluon.jit
 def anew(number):
-    """The same number, which the compiler does not know."""
+    """The same number, which the compiler does not know, and may not take from another round of a loop."""
     text: gl.constexpr = "mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(text, "=r,r", [number], gl.int32, is_pure=False, pack=1)
 
@@ -159,7 +156,6 @@ def load_begin(
     S = gl.load(at + (i * K + j), mask=inside & (begin > 0), other=0.0).to(gl.float32)
     if GIVEN:
         given = state + (n.to(gl.int64) * HV + hv) * K * V
-        # else the compiler computes where each number lies once, before the loop, and has no registers for so much
         i += hidden_zero(anew(begin), 20)
         S += gl.load(given + (j * V + i), mask=inside & (begin == 0), other=0.0)
     return S

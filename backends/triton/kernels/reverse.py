@@ -16,6 +16,7 @@ from deltazoo.backends.triton.kernels.layout import (
     dot_terms,
     first_slot,
     held_off,
+    hidden_zero,
     load_across,
     load_gate,
     load_rows,
@@ -179,7 +180,7 @@ def reverse_kernel(
             if K1 > 0:
                 store_rows(at_end, dSb, vs, kb, in_v, in_kb, K)
         elif part == 0:
-            at_carry += last >> 30  # 0, unknown to the compiler: else it keeps in registers where dS was loaded from
+            at_carry += hidden_zero(last, 30)
             store_across(at_carry, dSa, vs, ka, in_v, in_ka, V)
             if K1 > 0:
                 store_across(at_carry, dSb, vs, kb, in_v, in_kb, V)

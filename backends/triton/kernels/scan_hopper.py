@@ -74,10 +74,7 @@ def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr):
         mbarrier.wait(room.done.index(stage), phase)
         for tk in gl.static_range(NK):
             fetch(room.k_s[tk].index(stage), k_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
-        fetch_gates(
-            gates + place * 192, room.G_s.index(stage), room.before_s.index(stage), room.c_s.index(stage),
-            room.w_s.index(stage), DECAY, EARLY, DELTA, WRITE,
-        )  # fmt: skip
+        fetch_gates(gates + place * 192, room, stage, DECAY, EARLY, DELTA, WRITE)
         if OUTPUT:
             q_at = of_copy(q + key, H * K)
             for tk in gl.static_range(NK):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltazoo.backends.triton.kernels.hopper import SHARED_TILE, WALKERS, allocate, barriers, ring, ring_of_lines
+from deltazoo.backends.triton.kernels.hopper import SHARED_TILE, WALKERS, allocate, barriers, ring, room_of_gates
 
 BUFFERS = gl.constexpr(3)
 
@@ -118,10 +118,7 @@ def room_of(kind: gl.constexpr, T_dtype: gl.constexpr):
     tiles = allocate(dtype, 2)
     state_a = tiles if OUTPUT else allocate(dtype, NK)
     state_b = tiles if OUTPUT else allocate(dtype, NK)
-    G_s = ring_of_lines(BUFFERS)
-    before_s = ring_of_lines(BUFFERS) if kind.EARLY else G_s
-    c_s = ring_of_lines(BUFFERS) if DELTA else G_s
-    w_s = ring_of_lines(BUFFERS) if kind.WRITE else G_s
+    G_s, before_s, c_s, w_s = room_of_gates(BUFFERS, kind.EARLY, DELTA, kind.WRITE)
     came = barriers(BUFFERS, 1)
     rest_came = barriers(BUFFERS, 1)
     done = barriers(BUFFERS, 2 * WALKERS)

@@ -6,16 +6,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from deltazoo.backends.triton.kernels.hopper import fetch, fetch_gates, fetch_square, of_copy, tell
+from deltazoo.backends.triton.kernels.layout import hidden_zero
 from deltazoo.backends.triton.kernels.walk_sums import LEFT_TOKENS, PLACE, ROW_OF_VALUES, TO_COME
 
 FEW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def hidden_zero(back, BITS: gl.constexpr):
-    """0, which the compiler does not know: it would compute where each tile lies once, before the loop, and have no
-    registers for so much; what is spilled goes through L2, since shared memory leaves L1 next to nothing."""
-    return back >> BITS
 
 
 @gluon.jit
@@ -43,10 +37,7 @@ def fetch_first(
     room.numbers_s.index(stage).store(gl.where(i >= TO_COME, small.to(gl.int64), numbers))
     fetch(room.k_s.index(stage), of_copy(k + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
     fetch(room.do_s.index(stage), of_copy(do + (row * HV + hv) * V, HV * V, 64, 128, z), 0, left, V, True, V % 128 != 0)
-    fetch_gates(
-        gates + place * 192, room.G_s.index(stage), room.before_s.index(stage), room.c_s.index(stage),
-        room.w_s.index(stage), DECAY, EARLY, DELTA, WRITE,
-    )  # fmt: skip
+    fetch_gates(gates + place * 192, room, stage, DECAY, EARLY, DELTA, WRITE)
     if DELTA:
         square = squares + place * (64 * 72)
         fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(kind.dtype), bitcast=True), False, z)

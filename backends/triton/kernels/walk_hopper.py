@@ -11,8 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from deltazoo.backends.triton.kernels.hopper import barrier, free
-from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
-from deltazoo.backends.triton.kernels.walk_copies import copy_chunks, hidden_zero
+from deltazoo.backends.triton.kernels.layout import (
+    first_slot,
+    hidden_zero,
+    segment_of,
+    sequence_and_part,
+    sequence_bounds,
+)
+from deltazoo.backends.triton.kernels.walk_copies import copy_chunks
 from deltazoo.backends.triton.kernels.walk_room import Results, kind_of, registers_to_copy, room_of
 from deltazoo.backends.triton.kernels.walk_steps import walk_chunk
 from deltazoo.backends.triton.kernels.walk_sums import STATE, put_kept
@@ -47,7 +53,6 @@ def walk_back(
         barrier()
         put_kept(to.kepts + ((slot + first).to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
     if part == 0:
-        # else the compiler keeps the addresses in registers, that it has from where dS was loaded
         gl.store((at_carry + hidden_zero(to_come, 23)) + (j * kind.V + i), dS, mask=inside)
 
 

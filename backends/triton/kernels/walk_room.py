@@ -11,7 +11,7 @@ from deltazoo.backends.triton.kernels.hopper import (
     WALKERS,
     barriers,
     ring,
-    ring_of_lines,
+    room_of_gates,
 )
 from deltazoo.backends.triton.kernels.walk_sums import SHARED_SUMS
 
@@ -117,10 +117,7 @@ def room_of(kind: gl.constexpr, T_dtype: gl.constexpr, DONE: gl.constexpr):
         T_s = P_s
         du_s = x_s
         low_s = ring(dtype, 1, BUFFERS)[0]
-    G_s = ring_of_lines(BUFFERS)
-    before_s = ring_of_lines(BUFFERS) if EARLY else G_s
-    c_s = ring_of_lines(BUFFERS) if kind.DELTA else G_s
-    w_s = ring_of_lines(BUFFERS) if kind.WRITE else G_s
+    G_s, before_s, c_s, w_s = room_of_gates(BUFFERS, EARLY, kind.DELTA, kind.WRITE)
     sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SHARED_SUMS)
     numbers_s = gl.allocate_shared_memory(gl.int64, [BUFFERS, 8], SHARED_LINE)
     came = barriers(BUFFERS, 1)

@@ -10,8 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltazoo.backends.triton.kernels.hopper import SHARED_TILE, barrier, free, narrow, put, times_inverse, widen
-from deltazoo.backends.triton.kernels.layout import held_off
-from deltazoo.backends.triton.kernels.walk_copies import hidden_zero
+from deltazoo.backends.triton.kernels.layout import held_off, hidden_zero
 from deltazoo.backends.triton.kernels.walk_sums import (
     IS_FIRST,
     KEYS,
