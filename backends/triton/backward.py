@@ -29,8 +29,9 @@ _WALK = 16  # chunks that a program of the replay keeps, without parts: enough t
 
 class _Scratch:
     """What a segment keeps for its gradients: states and their gradients [held, HV, V, K], x and du [held, C, HV, V]
-    where v and dv do not tell them, with grouped heads each value head's share of the keys' gradients. float32 where
-    two terms feed back. together: the reverse scan makes the gradients, and keeps nothing for them."""
+    where v and dv do not tell them, with grouped heads or several tiles of values each one's share of the keys'
+    gradients. float32 where two terms feed back. together: the reverse scan makes the gradients, and keeps nothing for
+    them."""
 
     def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int, dv: Tensor, together: bool) -> None:
         dtype = kind.kept(x.q.dtype)
@@ -40,8 +41,14 @@ class _Scratch:
         self.xs = empty(x.q, *values, dtype=dtype) if kind.delta else None
         self.dstates = None if together else empty(x.q, *states, dtype=dtype)
         self.du = empty(x.q, *values, dtype=dtype) if kind.keeps_du(x) and not together else dv
-        parts = (3 if x.e is not None else 2, held, s.C, s.HV, s.K)
-        self.partial = empty(x.q, *parts, dtype=dtype) if s.HV > s.H else None
+        self.shares = s.HV * _value_tiles(s, together)
+        parts = (3 if x.e is not None else 2, held, s.C, self.shares, s.K)
+        self.partial = empty(x.q, *parts, dtype=dtype) if self.shares > s.H else None
+
+
+def _value_tiles(s: Sizes, together: bool) -> int:
+    """Tiles of values whose gradients programs of their own make."""
+    return cdiv(s.V, 128) if together else 1
 
 
 def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes, together: bool) -> int:
@@ -53,10 +60,12 @@ def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes, together: bool) -> 
 
 
 class _Sums:
-    """What a chunk's gates need of each K tile: dgates [tiles, slots, HV, rows, C] and kepts [tiles, slots, HV]."""
+    """What a chunk's gates need of each tile, of_K tiles of the keys for each of the values that has programs of its
+    own: dgates [tiles, slots, HV, rows, C] and kepts [tiles, slots, HV]."""
 
-    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, tiles: int) -> None:
-        self.tiles = tiles
+    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, of_K: int, of_V: int) -> None:
+        self.of_K, self.tiles = of_K, of_K * of_V
+        tiles = self.tiles
         self.early = kind.erase_early or kind.read_early
         self.dgates = empty(x.q, tiles, s.slots, s.HV, 4 if self.early else 3, s.C)
         self.kepts = empty(x.q, tiles, s.slots, s.HV)
@@ -73,7 +82,7 @@ def backward(
     K0 = key_tiles(s.K)[0]
     wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
     keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
-    d, sums = Gradients.empty(x, kind), _Sums(x, kind, s, cdiv(s.K, keys))
+    d, sums = Gradients.empty(x, kind), _Sums(x, kind, s, cdiv(s.K, keys), _value_tiles(s, together))
     carry = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
     if config.reverse.replays and s.N * config.every <= places:
         _give(carry, dfinal)
@@ -231,7 +240,7 @@ def _walk(
         warps=8,
         registers=SHARED_OUT,
     )  # fmt: skip
-    programs, held = s.N * cut.parts * s.HV, scratch.held
+    programs, held = s.N * cut.parts * scratch.shares, scratch.held
     return lambda segment: go(programs, s.slots, held, kind.scale, s.T, segment, cut.segments, cut.parts)
 
 
@@ -263,7 +272,7 @@ def _sum_groups(x: ScanOperands, s: Sizes, cut: Cut, scratch: _Scratch, d: Gradi
     go = launcher(
         sum_groups_kernel,
         (scratch.partial, d.q, d.k, d.e, x.cu_seqlens),
-        (s.H, s.HV, s.K, s.C, key_tiles(s.K)[0], x.e is not None, s.packed, cut.unit),
+        (s.H, scratch.shares, s.K, s.C, key_tiles(s.K)[0], x.e is not None, s.packed, cut.unit),
         warps=8,
     )
     held = scratch.held
@@ -280,8 +289,8 @@ def _gate_gradients(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, d: G
         gate_gradients_kernel,
         (sums.dgates, sums.kepts, x.v, x.b, of_tokens, d.b, d.w, d.v, x.cu_seqlens),
         (
-            s.HV, s.V, s.C, sums.tiles, *wanted, kind.tied, kind.shares(x), kind.least(x.q.dtype), sums.early,
-            s.packed,
+            s.HV, s.V, s.C, sums.tiles, sums.of_K, *wanted, kind.tied, kind.shares(x), kind.least(x.q.dtype),
+            sums.early, s.packed,
         ),
         warps=1,
     )  # fmt: skip

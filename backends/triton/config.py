@@ -23,7 +23,8 @@ class Launch(BaseModel):
             tiles and warps of its own; the scans still take the rest for what parts hand on. That of reverse makes the
             gradients, too, and nothing is launched for them.
         replays: in that launch of reverse the states are replayed, too, and nothing is launched for it either, where
-            `LaunchConfig.scratch` holds a checkpoint's chunks of every sequence. Not with grouped heads, nor by parts.
+            `LaunchConfig.scratch` holds a checkpoint's chunks of every sequence. Not with grouped heads,
+            with more than 128 values, nor by parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -165,18 +166,33 @@ def for_hopper(kernel: str, device: Device, problem: "Problem", C: int) -> bool:
     alike = problem.dtype == problem.kept and problem.dtype.itemsize == 2
     if not device.hopper or not alike or problem.own or C != 64:
         return False
-    keys, values, by = HOPPER_WIDTHS[kernel]
-    return problem.K in keys and problem.V in values and problem.K % by == problem.V % by == 0
+    keys, values, by, whole = HOPPER_WIDTHS[kernel]
+    there = problem.V in values or (whole and problem.V % 128 == 0 and problem.V <= 512)
+    return problem.K in keys and there and problem.K % by == problem.V % by == 0
+
+
+def may_replay(problem: "Problem") -> bool:
+    """Whether a launch of the reverse scan for Hopper GPUs may replay the states, too: where nobody else has a share of
+    a key head's gradients."""
+    return problem.H == problem.HV and problem.V <= 128
+
+
+class Widths(NamedTuple):
+    """Keys and values a head, multiples of `by`, for scans copy rows by 16 bytes; whole: or 256, 384 or 512 values."""
+
+    keys: range
+    values: range
+    by: int = 1
+    whole: bool = False
 
 
 _ANY, _NARROW, _HALVES = range(1, 2**31), range(1, 129), range(65, 129)
-# keys and values a head, and what they are multiples of: scans copy rows by 16 bytes, and halve the values
-HOPPER_WIDTHS: dict[str, tuple[range, range, int]] = {
-    "prepare": (_NARROW, _ANY, 1),
-    "scan": (_NARROW, _HALVES, 8),
-    "replay": (_NARROW, _HALVES, 8),
-    "reverse": (_HALVES, _HALVES, 8),
-    "gradients": (_ANY, _NARROW, 1),
+HOPPER_WIDTHS = {
+    "prepare": Widths(_NARROW, _ANY),
+    "scan": Widths(_NARROW, _HALVES, 8, whole=True),
+    "replay": Widths(_NARROW, _HALVES, 8, whole=True),
+    "reverse": Widths(_HALVES, _HALVES, 8, whole=True),
+    "gradients": Widths(_ANY, _NARROW),
 }
 
 
@@ -203,7 +219,7 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
             launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch
             chosen[kernel] = launch.model_copy(update={"hopper": True})
     split = _split(problem, device) if split is None else split
-    if chosen["reverse"].hopper and not split and problem.H == problem.HV and _busy(problem, device):
+    if chosen["reverse"].hopper and not split and may_replay(problem) and _busy(problem, device):
         chosen["reverse"] = chosen["reverse"].model_copy(update={"replays": True})
     few = problem.N * problem.HV < 64
     return LaunchConfig(
@@ -252,13 +268,15 @@ def given_config(config: str, problem: Problem, index: int | None) -> LaunchConf
 
 def checked(config: LaunchConfig, problem: Problem, device: Device) -> LaunchConfig:
     """Raises: ConfigError where a config asks for a kernel for Hopper GPUs that does not take the problem."""
-    if config.reverse.replays and problem.H != problem.HV:
+    if config.reverse.replays and not may_replay(problem):
         raise ConfigError(
-            f"reverse.replays must be false where H is not HV, got H = {problem.H} and HV = {problem.HV}."
+            "reverse.replays must be false where H is not HV, or V is above 128, got "
+            f"H = {problem.H}, HV = {problem.HV} and V = {problem.V}."
         )
-    for kernel, (keys, values, by) in HOPPER_WIDTHS.items():
+    for kernel, (keys, values, by, whole) in HOPPER_WIDTHS.items():
         if getattr(config, kernel).hopper and not for_hopper(kernel, device, problem, config.chunk):
             multiples = f", multiples of {by}" if by > 1 else ""
+            multiples += ", or 256, 384 or 512 values" if whole else ""
             raise ConfigError(
                 f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in "
                 f"the same dtype, without an erase key, in chunks of 64 tokens and with {keys[0]} to {keys[-1]} keys "

@@ -125,7 +125,7 @@ def scan(
     if hopper:
         from deltazoo.backends.triton.kernels.scan_hopper import hopper_scan_kernel as kernel
 
-        BV, columns, warps, stages, registers = 128, 1, 4, 1, SHARED_OUT
+        BV, columns, warps, stages, registers = 128, cdiv(s.V, 128), 4, 1, SHARED_OUT
     # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
     tiled = not hopper and x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
     v = TensorDescriptor(x.v, [*x.v.shape], [*x.v.stride()], [1, s.C, 1, BV]) if tiled else x.v

@@ -20,6 +20,7 @@ from deltazoo.backends.triton.config import (
     Problem,
     heuristic,
     least_keys,
+    may_replay,
     power_of_two,
 )
 from deltazoo.backends.triton.table import Kernel
@@ -91,7 +92,7 @@ def candidates(
     narrow = [x for x in tried if kernel == "prepare" or x.tile <= wide_V]
     best = getattr(heuristic(problem, device, base.split), kernel)
     narrow += [best] if best.hopper else []
-    if kernel == "reverse" and best.hopper and not base.split and problem.H == problem.HV:
+    if kernel == "reverse" and best.hopper and not base.split and may_replay(problem):
         narrow.append(best.model_copy(update={"replays": not best.replays}))
     return _unique(base, [{kernel: launch} for launch in narrow])
 

@@ -78,6 +78,8 @@ AT_ONCE = [SCANS[0], "hopper_backward_kernel"]
         (True, True, 2, 2, True, torch.float16, 104, 72, [PREPARE, *SCANS]),
         (True, True, 2, 1, False, torch.float16, 128, 128, [PREPARE, *SCANS]),
         (False, False, 2, 2, True, torch.bfloat16, 128, 128, SCANS),
+        (True, False, 1, 2, False, torch.bfloat16, 128, 256, [PREPARE, *SCANS]),
+        (False, False, 2, 2, True, torch.float16, 104, 384, SCANS),
         (True, True, 1, 2, True, torch.bfloat16, 64, 96, [PREPARE, *SCANS[:2], GRADIENTS]),
         (False, False, 2, 2, True, torch.float16, 72, 40, [GRADIENTS]),
         (True, False, 2, 1, False, torch.float16, 128, 64, [PREPARE, GRADIENTS]),

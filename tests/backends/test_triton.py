@@ -155,6 +155,7 @@ def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
 
 
 AT_ONCE = {"reverse": Launch(tile=64, hopper=True, replays=True)}
+OTHERWISE = {"gradients": Launch(tile=64, keys=64)}  # those for Hopper take up to 128 values
 WALKS = {
     "a token beyond a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "in one": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
@@ -163,6 +164,10 @@ WALKS = {
     "at once": (AT_ONCE | {"every": 4}, Shape("heads", B=2, T=1100, H=2, HV=2, K=128, V=128)),
     "packs at once": (
         AT_ONCE | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
+    ),
+    "tiles of values": (OTHERWISE, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
+    "parts of tiles": (
+        OTHERWISE | {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))
     ),
 }  # fmt: skip
 
@@ -204,7 +209,7 @@ def test_a_config_for_hopper_is_refused_where_it_cannot_be_had(kernel):
 
 def test_a_replay_in_the_launch_of_the_reverse_scan_is_refused_where_it_cannot_be_had():
     x = gated(1, 5)
-    with pytest.raises(ConfigError, match=r"reverse\.replays must be false where H is not HV, got H = 1 and HV = 2"):
+    with pytest.raises(ConfigError, match=r"replays must be false where H is not HV, or V is above 128, got H = 1, HV"):
         bind(GATED, TritonBackend(LaunchConfig(**AT_ONCE)))(x)
     with pytest.raises(ValueError, match=r"split must be 0 where reverse\.replays is true, got 16"):
         LaunchConfig(split=16, **AT_ONCE)

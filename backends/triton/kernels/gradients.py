@@ -267,11 +267,12 @@ def sum_groups_kernel(
 @triton.jit(do_not_specialize=["N", "slots", "T"])
 def gate_gradients_kernel(
     dgates, kepts, v, b, dlog_decay, db, dw, dv, cu, N, slots, T,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr,
-    WRITE: tl.constexpr, TIED: tl.constexpr, SHARED: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
-    PACKED: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, OF_K: tl.constexpr, DECAY: tl.constexpr,
+    ERASE: tl.constexpr, WRITE: tl.constexpr, TIED: tl.constexpr, SHARED: tl.constexpr, LEAST: tl.constexpr,
+    EARLY: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (slot, value head): d log_decay, db and dw of a chunk from the sums of every K tile.
+    """One program a (slot, value head): d log_decay, db and dw of a chunk from the sums of all TILES, which are OF_K
+    tiles of the keys for each tile of the values that had a program.
 
     Where w is b (TIED), db has both: x_i = b_i z_i, so that the two make du . z, which is dv . x / b^2 (SHARED). Where
     b is too near to 0 to tell z, it is what the two are, e . de and v . dv, divided by the b that dv has.
@@ -302,7 +303,7 @@ def gate_gradients_kernel(
                     early += tl.load(row + 3 * C)
             if ERASE:
                 read += tl.load(row + C)
-            if WRITE or (TIED and (tile == 0 or not SHARED)):
+            if WRITE or (TIED and (tile % OF_K == 0 or not SHARED)):
                 write += tl.load(row + 2 * C)
         if WRITE:
             tl.store(dw + at, write, mask=in_time)

@@ -114,7 +114,7 @@ def copy_segments(
                 fetch_first(
                     q, k, do, gates, squares, room, stage, z, start + c * 64, length - c * 64,
                     (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64), c - begin, (c == last - 1).to(gl.int32),
-                    h, hv, kind,
+                    h, hv, hv, kind,
                 )  # fmt: skip
                 tell(room.came.index(stage), 1, True)
                 tell(room.rest_came.index(stage), 0, True)
@@ -308,7 +308,7 @@ def hopper_backward_kernel(
     checkpoint = (slot // EVERY if PACKED else n * ((last - 1) // EVERY)) - 1
     if last > 0:
         kind: gl.constexpr = kind_of(
-            H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype
+            H, HV, K, V, HV, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype
         )
         to = Results(dq, dk, dv, dgates, kepts, dk)
         # done: of each buffer, for two fills may be done with before one is waited for

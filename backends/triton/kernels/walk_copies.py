@@ -14,11 +14,11 @@ FEW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def fetch_first(
-    q, k, do, gates, squares, room, stage, z, row, left, place, local, to_come, fresh, h, hv, kind: gl.constexpr
+    q, k, do, gates, squares, room, stage, z, row, left, place, local, to_come, fresh, h, hv, share, kind: gl.constexpr
 ):
     """Copy what the reverse scan takes of a chunk, in two groups: k, do, P^T and the gates; then q and T.
 
-    Leave the chunk's numbers, too."""
+    Leave the chunk's numbers, too. share: which of all SHARES this program has."""
     EARLY: gl.constexpr = kind.ERASE_EARLY or kind.READ_EARLY
     DECAY: gl.constexpr = kind.DECAY
     DELTA: gl.constexpr = kind.DELTA
@@ -29,7 +29,7 @@ def fetch_first(
     V: gl.constexpr = kind.V
     key = (row * H + h) * K
     i = gl.arange(0, 8, FEW)
-    of_keys = local * 64 * HV + hv if HV > H else row * H + h
+    of_keys = local * 64 * kind.SHARES + share if kind.SHARES > H else row * H + h
     numbers = gl.where(i == ROW_OF_VALUES, row * HV + hv, of_keys)
     numbers = gl.where(i == PLACE, place, numbers)
     numbers = gl.where(i == LEFT_TOKENS, left.to(gl.int64), numbers)
@@ -50,7 +50,7 @@ def fetch_first(
 
 @gluon.jit
 def copy_chunks(
-    q, k, do, gates, squares, states, xs, room, start, length, slot, first_chunk, first, last, first_place, hv,
+    q, k, do, gates, squares, states, xs, room, start, length, slot, first_chunk, first, last, first_place, hv, share,
     kind: gl.constexpr,
 ):  # fmt: skip
     """The copying warp group: the chunks from the last to the first; of each its state and x once the others have done
@@ -64,7 +64,7 @@ def copy_chunks(
     c = last - 1
     fetch_first(
         q, k, do, gates, squares, room, 0, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
-        (first_place + c - first_chunk).to(gl.int64), c - first, 1, h, hv, kind,
+        (first_place + c - first_chunk).to(gl.int64), c - first, 1, h, hv, share, kind,
     )  # fmt: skip
     tell(room.came.index(0), 1, True)
     tell(room.rest_came.index(0), 0, True)
@@ -87,7 +87,7 @@ def copy_chunks(
         if c > first:
             fetch_first(
                 q, k, do, gates, squares, room, stage, z, row - 64, length - (c - 1) * 64,
-                (slot + c - 1).to(gl.int64) * HV + hv, local - 1, c - 1 - first, 0, h, hv, kind,
+                (slot + c - 1).to(gl.int64) * HV + hv, local - 1, c - 1 - first, 0, h, hv, share, kind,
             )  # fmt: skip
             tell(room.came.index(stage), 1, True)
             tell(room.rest_came.index(stage), 0, True)

@@ -4,7 +4,8 @@ What a reverse scan finds of a chunk is what its gradients start from. Here neit
 goes to memory, and what both read is read once. Two warp groups walk in step, by one text: of the scan each has half of
 the values and its half of dS^T in registers, of the gradients half of the keys. What one needs of the other goes
 through shared memory, with three barriers a chunk. A third copies chunk after chunk ahead of time. It takes operands
-and scratch of one 16-bit dtype, chunks of 64, 65 to 128 keys and values a head, and k as the erase key.
+and scratch of one 16-bit dtype, chunks of 64, 65 to 128 keys a head, 65 to 128 values or a multiple of 128, of which a
+program has 128, and k as the erase key.
 """
 
 from triton.experimental import gluon
@@ -65,15 +66,18 @@ def hopper_walk_kernel(
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
     UNIT: gl.constexpr, SPLIT: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, part, value head), as in reverse.py; results as in gradients.py with two tiles of keys.
+    """One program a (sequence, part, value head, tile of 128 values), as in reverse.py; results as in gradients.py with
+    two tiles of keys for each tile of values.
 
     To be launched with 8 warps, which become 12, and 168 registers a thread, which they share out anew."""
-    gl.static_assert(C == 64 and K > 64 and K <= 128 and V > 64 and V <= 128)
+    gl.static_assert(C == 64 and K > 64 and K <= 128 and V > 64 and (V <= 128 or V % 128 == 0))
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)
-    hv = pid % HV
-    n, part = sequence_and_part(pid // HV, parts, HV)
+    TILES: gl.constexpr = (V + 127) // 128
+    share = pid % (HV * TILES)
+    hv = share // TILES
+    n, part = sequence_and_part(pid // (HV * TILES), parts, HV * TILES)
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_slot(n, cu, T, C, PACKED)
     first_chunk, last, first_place = segment_of(n, slot, gl.cdiv(length, C), segment, segments, UNIT, PACKED)
@@ -83,8 +87,24 @@ def hopper_walk_kernel(
         last = gl.minimum(first + SPLIT, last)
     if first < last:
         kind: gl.constexpr = kind_of(
-            H, HV, K, V, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype
+            H, HV, K, V, HV * TILES, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype
         )
+        if TILES > 1:
+            # where this program's tile lies of all that has values, and its sums among those of all
+            tile = share % TILES
+            GATE_ROWS: gl.constexpr = 4 if ERASE_EARLY or READ_EARLY else 3
+            v += tile * 128
+            do += tile * 128
+            dv += tile * 128
+            carry += tile * 128
+            states += tile * (128 * K)
+            if DELTA:
+                xs += tile * 128
+            if SPLIT > 0:
+                begins += tile * (128 * K)
+            of_tile = tile * 2 * (slots.to(gl.int64) * HV)
+            kepts += of_tile
+            dgates += of_tile * (GATE_ROWS * 64)
         to = Results(dq, dk, dv, dgates, kepts, partial)
         room = room_of(kind, squares.dtype.element_ty if DELTA else dtype, 1)
         values = xs if DELTA else v
@@ -101,7 +121,7 @@ def hopper_walk_kernel(
                     copy_chunks,
                     (
                         q, k, do, gates, squares, states, values, room,
-                        start, length, slot, first_chunk, first, last, first_place, hv, kind,
+                        start, length, slot, first_chunk, first, last, first_place, hv, share, kind,
                     ),
                 ),
             ],

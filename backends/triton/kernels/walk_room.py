@@ -21,13 +21,16 @@ BUFFERS = gl.constexpr(2)  # of what the reverse scan takes of a chunk: that of 
 class Kind(NamedTuple):
     """What is known when a kernel is compiled: heads, widths, and the update as `ScanKind` has it.
 
-    ERASE, WRITE: b and w are there; SHARED: w is b; LEAST: what b is held off 0 by; dtype: of the tiles.
+    V: values a head; SHARES: how many programs have a share of each key head's gradients, for every H of them: its
+    value heads, each by tiles of 128 values. ERASE, WRITE: b and w are there; SHARED: w is b; LEAST: what b is held off
+    0 by; dtype: of the tiles.
     """
 
     H: Any
     HV: Any
     K: Any
     V: Any
+    SHARES: Any
     DECAY: Any
     DELTA: Any
     ERASE: Any

@@ -308,11 +308,11 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
     dq_tile = warpgroup_mma_wait(3 if DELTA else 1, deps=[dq_tile])
     if DECAY != "none":
         turn = of_halves(widen(q_t.load(KEYS)) * dq_tile, OF_KEYS)
-    STRIDE: gl.constexpr = HV * K if HV > H else H * K
+    STRIDE: gl.constexpr = kind.SHARES * K if kind.SHARES > H else H * K
     out = number(numbers, ROW_OF_KEYS) * K
-    if HV > H:
+    if kind.SHARES > H:
         dq_at = to.partial + out
-        dk_at = to.partial + held.to(gl.int64) * (64 * HV * K) + out
+        dk_at = to.partial + held.to(gl.int64) * (64 * kind.SHARES * K) + out
     else:
         dq_at = to.dq + out
         dk_at = to.dk + out
