@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from deltazoo.backends.operator import operator
 from deltazoo.backends.packs import sequence_of
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
+from deltazoo.backends.triton.ahead import compiled_ahead
 from deltazoo.backends.triton.config import cdiv, power_of_two
 from deltazoo.backends.triton.operands import ready
 
@@ -148,9 +149,13 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     return [like.new_empty(shape) for like, shape in shapes]
 
 
-_conv_op = operator(f"triton_short_conv({_INPUTS}, {_KIND}) -> Tensor[]", _conv_impl, _conv_fake)
+_conv_op = operator(
+    f"triton_short_conv({_INPUTS}, {_KIND}) -> Tensor[]", _conv_impl, compiled_ahead(_conv_impl, _conv_fake)
+)
 _backward_op = operator(
-    f"triton_short_conv_backward({_INPUTS}, Tensor[] d, {_KIND}) -> Tensor[]", _backward_impl, _backward_fake
+    f"triton_short_conv_backward({_INPUTS}, Tensor[] d, {_KIND}) -> Tensor[]",
+    _backward_impl,
+    compiled_ahead(_backward_impl, _backward_fake),
 )
 
 

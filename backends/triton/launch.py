@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import config as configs
+from deltazoo.backends.triton.ahead import device_of
 from deltazoo.backends.triton.config import LaunchConfig, Problem, cdiv, key_tiles, power_of_two
 from deltazoo.backends.triton.kernels.decode import decode_kernel
 from deltazoo.backends.triton.kernels.join import join_kernel
@@ -37,14 +38,14 @@ class Cut(NamedTuple):
 
 def resolve(x: ScanOperands, kind: ScanKind) -> LaunchConfig:
     """The config that was given as JSON, or the one for these sizes on this device."""
-    s, index = Sizes.of(x, configs.CHUNK), x.q.device.index
+    s, device = Sizes.of(x, configs.CHUNK), device_of(x.q)
     problem = Problem(
-        x.q.device.type, x.q.dtype, s.N, s.T, s.H, s.HV, s.K, s.V, kind.delta, x.e is not None,
+        device.type, x.q.dtype, s.N, s.T, s.H, s.HV, s.K, s.V, kind.delta, x.e is not None,
         x.log_decay is not None, s.packed, kind.precise,
     )  # fmt: skip
     if kind.config:
-        return configs.given_config(kind.config, problem, index)
-    return configs.launch_config(problem, index)
+        return configs.given_config(kind.config, problem, device.index)
+    return configs.launch_config(problem, device.index)
 
 
 def decay_of(x: ScanOperands) -> str:

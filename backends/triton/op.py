@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.operator import operator
+from deltazoo.backends.triton.ahead import compiled_ahead
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes, ready
 
@@ -120,16 +121,18 @@ def _steps(config: str, packed: bool) -> tuple[int, int]:
 _scan_op = operator(
     f"triton_scan({_SCAN}, {_KIND}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _scan_impl,
-    _scan_fake,
+    compiled_ahead(_scan_impl, _scan_fake),
 )
 _backward_op = operator(
     f"triton_scan_backward({_SCAN}, Tensor gates, Tensor fades, Tensor squares, Tensor checkpoints, "
     f"Tensor d_o, Tensor? d_final, {_KIND}) -> Tensor[]",
     _backward_impl,
-    _backward_fake,
+    compiled_ahead(_backward_impl, _backward_fake),
 )
 _step_op = operator(
-    f"triton_step_({_STEP}, Tensor(a!) states, Tensor? slots, {_KIND}) -> Tensor", _step_impl, _step_fake
+    f"triton_step_({_STEP}, Tensor(a!) states, Tensor? slots, {_KIND}) -> Tensor",
+    _step_impl,
+    compiled_ahead(_step_impl, _step_fake),
 )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltazoo.backends.triton import ahead
 from deltazoo.backends.watch import Ran, tell, watched
 
 _compiled: dict[Hashable, Any] = {}
@@ -27,6 +28,7 @@ def launcher(
     launch looks at each argument anew, which takes longer than a small kernel runs. Here the compiled kernel is kept by
     all that it was compiled for (constants, the tensors' dtypes and alignment, the device), and gets bare pointers;
     what is launched several times looks its kernel up once. Debugging knobs of Triton count when a kernel first runs.
+    Where a body is walked to compile its kernels ahead, they are compiled, and not run.
     """
     pointers: list[Any] = []
     key: list[Hashable] = [kernel.fn, warps, stages, registers, *constants]
@@ -40,22 +42,32 @@ def launcher(
             key.append(None if x is None else (x.base.dtype, *x.block_shape))
     first = tensors[0]
     assert isinstance(first, Tensor)
-    device = first.get_device()
+    walked = ahead.walk.device
+    device = first.get_device() if walked is None else walked.index
     key.append(device)
     known = tuple(key)
     compiled = _compiled.get(known)
-    stream = None if compiled is None else _stream(device)
+    stream = None if compiled is None or walked is not None else _stream(device)
+    options = {} if registers is None else {"maxnreg": registers}
 
     def launch(programs: int, *numbers: int | float) -> None:
         nonlocal compiled, stream
         if programs == 0:
+            return
+        if walked is not None:
+            given = (*tensors, *numbers, *constants)
+            if compiled is None:
+                ahead.compile_kernel(
+                    known,
+                    lambda: kernel.warmup(*given, grid=(programs,), num_warps=warps, num_stages=stages, **options),
+                )
             return
         if watched():
             tell(Ran("triton", kernel.__name__, programs, warps))
         if compiled is not None:
             compiled[(programs, 1, 1)](*pointers, *numbers, *constants, stream=stream)
             return
-        options = {} if registers is None else {"maxnreg": registers}
+        ahead.await_kernel(known)
         found = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages, **options)
         if found is not None and all(abs(x) < 2**31 for x in numbers):  # the interpreter compiles nothing
             compiled = _compiled[known] = found
