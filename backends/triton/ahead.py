@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 _log = logging.getLogger(__name__)
 _THREADS = 8
@@ -54,11 +55,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def compiled_ahead(body: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake of an operator, which has the body's kernels compiled where torch.compile traces for a CUDA device."""
+    """The fake of an operator, which has the body's kernels compiled where a graph is traced for a CUDA device."""
 
     @functools.wraps(fake)
     def traced(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if TracingContext.try_get() is not None:
             begin(body, arguments)
         return fake(*arguments)
 

@@ -186,12 +186,12 @@ class Widths(NamedTuple):
     whole: bool = False
 
 
-_ANY, _NARROW, _HALVES = range(1, 2**31), range(1, 129), range(65, 129)
+_ANY, _NARROW = range(1, 2**31), range(1, 129)
 HOPPER_WIDTHS = {
     "prepare": Widths(_NARROW, _ANY),
-    "scan": Widths(_NARROW, _HALVES, 8, whole=True),
-    "replay": Widths(_NARROW, _HALVES, 8, whole=True),
-    "reverse": Widths(_HALVES, _HALVES, 8, whole=True),
+    "scan": Widths(_NARROW, range(33, 129), 8, whole=True),
+    "replay": Widths(_NARROW, range(33, 129), 8, whole=True),
+    "reverse": Widths(range(65, 129), range(33, 129), 8, whole=True),
     "gradients": Widths(_ANY, _NARROW),
 }
 
@@ -214,8 +214,10 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
+    # additive updates prepare nothing; of few values theirs are scanned sooner by programs that take no more than those
+    others = () if problem.delta else ("prepare", "scan", "replay") if problem.V <= 64 else ("prepare",)
     for kernel, launch in chosen.items():
-        if for_hopper(kernel, device, problem, CHUNK) and (problem.delta or kernel != "prepare"):
+        if for_hopper(kernel, device, problem, CHUNK) and kernel not in others:
             launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch
             chosen[kernel] = launch.model_copy(update={"hopper": True})
     split = _split(problem, device) if split is None else split

@@ -81,8 +81,11 @@ AT_ONCE = [SCANS[0], "hopper_backward_kernel"]
         (True, False, 1, 2, False, torch.bfloat16, 128, 256, [PREPARE, *SCANS]),
         (False, False, 2, 2, True, torch.float16, 104, 384, SCANS),
         (True, True, 1, 2, True, torch.bfloat16, 64, 96, [PREPARE, *SCANS[:2], GRADIENTS]),
-        (False, False, 2, 2, True, torch.float16, 72, 40, [GRADIENTS]),
-        (True, False, 2, 1, False, torch.float16, 128, 64, [PREPARE, GRADIENTS]),
+        (False, False, 2, 2, True, torch.float16, 72, 40, SCANS[2:]),
+        (True, False, 2, 1, False, torch.float16, 128, 64, [PREPARE, *SCANS]),
+        (True, True, 1, 2, True, torch.bfloat16, 128, 40, [PREPARE, *AT_ONCE]),
+        (False, False, 2, 2, True, torch.float16, 64, 40, [GRADIENTS]),
+        (True, False, 2, 1, False, torch.float16, 128, 24, [PREPARE, GRADIENTS]),
     ],
 )  # fmt: skip
 def test_they_compile_as_they_are_launched_and_find_room(

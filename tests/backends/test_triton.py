@@ -165,6 +165,8 @@ WALKS = {
     "packs at once": (
         AT_ONCE | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
     ),
+    "few values": ({}, Shape("few", B=2, T=330, H=1, HV=2, K=104, V=40)),
+    "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
     "tiles of values": (OTHERWISE, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
     "parts of tiles": (
         OTHERWISE | {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))

@@ -228,12 +228,16 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
         assert getattr(heuristic(problem, hopper), kernel).hopper
         assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
         others = [{"dtype": torch.float32}, {"precise": True}, {"own": True}, *({width: 136} for width in bounded)]
-        others += [{"V": 64}] if kernel in ("scan", "replay", "reverse") else []
+        others += [{"V": 32}] if kernel in ("scan", "replay", "reverse") else []
         others += [{"K": 64}] if kernel == "reverse" else []
         for other, device in [(problem, T900), *((problem._replace(**change), hopper) for change in others)]:
             assert not getattr(heuristic(other, device), kernel).hopper
             tried = candidates(kernel, other, LaunchConfig(), device)
             assert not any(getattr(config, kernel).hopper for config in tried)
+    few = problem_of(PACK, "scan")._replace(V=64)
+    assert heuristic(few, hopper).scan.hopper
+    assert not heuristic(few._replace(delta=False), hopper).scan.hopper
+    assert heuristic(few._replace(delta=False), hopper).reverse.hopper
 
 
 def test_gradients_that_the_reverse_scan_makes_are_not_tuned():

@@ -296,7 +296,7 @@ def hopper_backward_kernel(
     """One program a (sequence, head). states [programs EVERY, V, K] and xs [programs EVERY, C, V] are scratch.
 
     To be launched with 8 warps, which become 12, and 168 registers a thread, which they share out anew."""
-    gl.static_assert(C == 64 and K > 64 and K <= 128 and V > 64 and V <= 128 and H == HV)
+    gl.static_assert(C == 64 and K > 64 and K <= 128 and V <= 128 and H == HV)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)

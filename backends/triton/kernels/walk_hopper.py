@@ -4,7 +4,7 @@ What a reverse scan finds of a chunk is what its gradients start from. Here neit
 goes to memory, and what both read is read once. Two warp groups walk in step, by one text: of the scan each has half of
 the values and its half of dS^T in registers, of the gradients half of the keys. What one needs of the other goes
 through shared memory, with three barriers a chunk. A third copies chunk after chunk ahead of time. It takes operands
-and scratch of one 16-bit dtype, chunks of 64, 65 to 128 keys a head, 65 to 128 values or a multiple of 128, of which a
+and scratch of one 16-bit dtype, chunks of 64, 65 to 128 keys a head, up to 128 values or a multiple of 128, of which a
 program has 128, and k as the erase key.
 """
 
@@ -70,7 +70,7 @@ def hopper_walk_kernel(
     two tiles of keys for each tile of values.
 
     To be launched with 8 warps, which become 12, and 168 registers a thread, which they share out anew."""
-    gl.static_assert(C == 64 and K > 64 and K <= 128 and V > 64 and (V <= 128 or V % 128 == 0))
+    gl.static_assert(C == 64 and K > 64 and K <= 128 and (V <= 128 or V % 128 == 0))
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)

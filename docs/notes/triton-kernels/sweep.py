@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-WIDTHS = ((16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (72, 104), (128, 32), (128, 128), (192, 384), (200, 400), (256, 256))
+WIDTHS = ((16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (72, 104), (104, 40), (128, 32), (128, 64), (128, 128), (128, 256), (192, 384), (200, 400), (256, 256))
 
 
 def tiles(K):
@@ -61,17 +61,17 @@ def jobs():
                 hopper = common | dict(UNIT=every, ERASE_EARLY=early[0], READ_EARLY=early[1], stages=1)
                 if V <= 128:
                     yield hopper | dict(module="gradients_hopper", kernel="hopper_gradients_kernel", BV=64, BK=64)
-                if K <= 128 and 64 < V <= 128 and not early[0]:
+                if K <= 128 and 32 < V and (V <= 128 or V % 128 == 0) and not early[0]:
                     scans = hopper | dict(module="scan_hopper", kernel="hopper_scan_kernel", BV=128, TILED=False, maxnreg=168)
                     for more in (dict(EVERY=every), dict(EVERY=0), dict(EVERY=every, SPLIT=32)):
                         yield scans | more | dict(MODE="output", STATE=True)
                     if not early[1]:
                         yield scans | dict(MODE="replay", STATE=True, EVERY=every, SPLIT=16)
-                if 64 < K <= 128 and 64 < V <= 128:
+                if 64 < K <= 128 and 32 < V and (V <= 128 or V % 128 == 0):
                     for split, strengths in itertools.product((0, 32), (True, False)):
                         walk = dict(module="walk_hopper", kernel="hopper_walk_kernel", SPLIT=split, strengths=strengths, warps=8, maxnreg=168)
                         yield hopper | walk
-                    for given, strengths in itertools.product((False, True), repeat=2) if group == 1 else ():
+                    for given, strengths in itertools.product((False, True), repeat=2) if group == 1 and V <= 128 else ():
                         both = dict(module="replay_walk", kernel="hopper_backward_kernel", GIVEN=given, EVERY=every)
                         yield hopper | both | dict(strengths=strengths, warps=8, maxnreg=168)
         if delta and terms == 1 and dtype != "fp16":  # an erase and a write of their own
