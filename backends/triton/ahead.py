@@ -87,10 +87,12 @@ def begin(body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     under_way.add_done_callback(_work.walks.discard)
 
 
-def compile_kernel(known: Hashable, compile: Callable[[], Any]) -> None:
+def compile_kernel(known: Hashable, kernel: Any, compile: Callable[[], Any]) -> None:
     """Compile one in another thread, for the device that this thread walks for, unless that is under way or done."""
     if known not in _work.kernels:
         assert walk.device is not None
+        # what Triton's cache knows it by depends on which functions have been read before: by threads at once, on chance
+        _ = kernel.cache_key
         _work.kernels[known] = _work.compilers.submit(_compile, walk.device, compile)
 
 

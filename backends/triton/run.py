@@ -59,6 +59,7 @@ def launcher(
             if compiled is None:
                 ahead.compile_kernel(
                     known,
+                    kernel,
                     lambda: kernel.warmup(*given, grid=(programs,), num_warps=warps, num_stages=stages, **options),
                 )
             return

@@ -28,7 +28,7 @@ def walked(monkeypatch):
     """The kernels that a walk would compile, by what they are known by, none of which is compiled."""
     found = []
     monkeypatch.setattr(ahead, "_work", ahead._Work())
-    monkeypatch.setattr(ahead, "compile_kernel", lambda known, compile: found.append(known))
+    monkeypatch.setattr(ahead, "compile_kernel", lambda known, kernel, compile: found.append(known))
     return found
 
 
