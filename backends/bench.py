@@ -17,7 +17,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.timing import LEAST_ROUNDS, Call, captured, in_turns, once, peak_bytes
+from deltazoo.backends.timing import LEAST_ROUNDS, Call, Times, captured, in_turns, once, peak_bytes
 from deltazoo.backends.watch import watch
 from deltazoo.backends.work import DIRECTIONS, Direction, Work
 
@@ -55,7 +55,9 @@ class Row(BaseModel):
 
     Args:
         first_call_s: seconds of the first call, compilation included; it is in no other figure.
-        median_ms, low_ms, high_ms: of the timed calls, and their 20th and 80th percentiles.
+        median_ms, low_ms, high_ms: of the timed calls, and their 20th and 80th percentiles. On CUDA the device's time
+            for a call that was issued before the device came to it, as in training.
+        host_ms: the median of what issuing a call takes the host; on CUDA alone.
         ratio: the baseline's median over this one; above 1 is faster.
         error: the largest relative RMS error of what the first call computed (o and state, or the gradients)
             against the reference in float64, on the first sequence's first key head.
@@ -73,6 +75,7 @@ class Row(BaseModel):
     median_ms: float | None = None
     low_ms: float | None = None
     high_ms: float | None = None
+    host_ms: float | None = None
     rounds: int = 0
     ratio: float | None = None
     error: float | None = None
@@ -84,7 +87,7 @@ class Row(BaseModel):
         """The row as words, under `Benchmark.columns`."""
         named = [self.shape, "fwd + bwd" if self.direction == "backward" else self.direction, self.backend]
         if self.median_ms is None:
-            return [*named, f"refused: {' '.join(self.refused)}", "", "", "", "", ""]
+            return [*named, f"refused: {' '.join(self.refused)}", "", "", "", "", "", ""]
         return [
             *named,
             f"{self.median_ms:.3g}",
@@ -92,6 +95,7 @@ class Row(BaseModel):
             "" if self.ratio is None else f"{self.ratio:.2f}",
             "" if self.error is None else f"{self.error:.1e}",
             "" if self.peak_mib is None else f"{self.peak_mib:.0f}",
+            "" if self.host_ms is None else f"{self.host_ms:.3g}",
             f"{self.first_call_s:.2f}",
         ]
 
@@ -112,24 +116,24 @@ class Benchmark(BaseModel):
     def columns(self) -> list[str]:
         """The heads of `Row.cells`."""
         ratio = f"x {self.baseline}"
-        return ["shape", "direction", "backend", "ms", "20-80 %", ratio, "error", "MiB", "first s"]
+        return ["shape", "direction", "backend", "ms", "20-80 %", ratio, "error", "MiB", "host ms", "first s"]
 
     def header(self) -> str:
         """When, where and on what, and what the columns are, in one line."""
         config = self.config
         parts = [self.environment.line(), config.dtype, f"seed {config.seed}"]
         if config.device.startswith("cuda"):
-            parts.append("L2 flushed" + (", CUDA graphs" if config.graphs else ""))
+            parts.append("queued, L2 flushed" + (", CUDA graphs" if config.graphs else ""))
         for shape in self.shapes:
             sizes = " ".join(f"{name}={getattr(shape, name)}" for name in ("B", "T", "H", "HV", "K", "V"))
             parts.append(f"{shape.name}: {sizes}" + (f" in {len(shape.lengths)} sequences" if shape.lengths else ""))
         columns = "ms: median, with its percentiles; error: relative RMS from float64; MiB: peak of a call; "
-        columns += "first s: first call, compiling"
+        columns += "host ms: until a call is issued; first s: first call, compiling"
         return "; ".join([*parts, columns])
 
     def markdown(self) -> str:
         """The header over a Markdown table."""
-        lines = [self.columns, ["---"] * 3 + ["---:"] * 6, *(row.cells() for row in self.rows)]
+        lines = [self.columns, ["---"] * 3 + ["---:"] * 7, *(row.cells() for row in self.rows)]
         return "\n".join([self.header(), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
@@ -187,8 +191,8 @@ class _Race:
             self.config.seconds,
             lambda done, total, note: self.progress(task, done, total, note),
         )
-        base = median(times[baseline]) if baseline in times else None
-        return [_timed(row, times.get(name, []), base) for name, row in rows.items()]
+        base = median(times[baseline].seconds) if baseline in times else None
+        return [_timed(row, times.get(name, Times([], [])), base) for name, row in rows.items()]
 
     def _first_call(self, row: Row, update: BoundUpdate) -> Row:
         reasons = explain(self.work.case.spec, self.work.meta, update.asked).verdicts[0].reasons
@@ -215,9 +219,10 @@ class _Race:
         return self.work.error(got, self.exact)
 
 
-def _timed(row: Row, seconds: list[float], base: float | None) -> Row:
-    if not seconds:
+def _timed(row: Row, times: Times, base: float | None) -> Row:
+    if not times.seconds:
         return row
-    low, middle, high = (float(x) for x in np.percentile(seconds, [20, 50, 80]))
-    figures = {"median_ms": 1e3 * middle, "low_ms": 1e3 * low, "high_ms": 1e3 * high, "rounds": len(seconds)}
+    low, middle, high = (float(x) for x in np.percentile(times.seconds, [20, 50, 80]))
+    figures = {"median_ms": 1e3 * middle, "low_ms": 1e3 * low, "high_ms": 1e3 * high, "rounds": len(times.seconds)}
+    figures |= {"host_ms": 1e3 * median(times.host)} if times.host else {}
     return row.model_copy(update=figures | {"ratio": None if base is None else base / middle})

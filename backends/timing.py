@@ -1,8 +1,9 @@
 """Time calls against each other in turns, so that a noisy machine is as unkind to each."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,26 +11,34 @@ Call = Callable[[], object]
 Told = Callable[[int, int, str], None]  # done, total, note
 
 LEAST_ROUNDS = 3
+MOST_LEAD = 0.01  # seconds; of a call that takes the host longer its time is a part of what is timed
+
+
+class Times(NamedTuple):
+    """Seconds of each timed call; host: until it was issued, on a GPU, else nothing."""
+
+    seconds: list[float]
+    host: list[float]
 
 
 def in_turns(
     calls: Mapping[str, Call], device: torch.device, rounds: int, seconds: float, told: Told
-) -> dict[str, list[float]]:
+) -> dict[str, Times]:
     """Run every call once a round, in an order that turns, and time each.
 
-    Every call runs once untimed first. On a GPU the L2 cache is emptied before each timed call, and the time is
-    that between two events.
+    Every call runs once untimed first. On a GPU the time is that between two events around a call that is queued, as
+    in training: before it the L2 cache is emptied, for as long as the host takes to issue the call, up to `MOST_LEAD`.
+    What the host takes is timed by itself.
 
     Args:
         rounds: at most; seconds: no new round after them, once there were `LEAST_ROUNDS`.
         told: hears the rounds done, their number, and a note.
-    Returns: seconds of every timed call, by name.
+    Returns: the times of every call, by name.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times = {name: Times([], []) for name in calls}
     names = list(calls)
-    timed = _cuda_timer(device) if device.type == "cuda" else _timer(device)
-    for call in calls.values():
-        call()
+    timer = _CudaTimer(device) if device.type == "cuda" else _Timer(device)
+    leads = {name: timer.issued(call) for name, call in calls.items()}
     start = time.perf_counter()
     for done in range(rounds if calls else 0):
         if done >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
@@ -37,7 +46,7 @@ def in_turns(
         told(done, rounds, f"round {done + 1}")
         turn = done % len(names)
         for name in names[turn:] + names[:turn]:
-            times[name].append(timed(calls[name]))
+            timer.time(calls[name], leads[name], times[name])
     told(rounds, rounds, "")
     return times
 
@@ -73,33 +82,66 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
 
 def once(call: Call, device: torch.device) -> float:
     """Seconds of one call, and of the device until it is done."""
-    return _timer(device)(call)
+    times = Times([], [])
+    _Timer(device).time(call, 0.0, times)
+    return times.seconds[0]
 
 
-def _timer(device: torch.device) -> Callable[[Call], float]:
-    def timed(call: Call) -> float:
-        _wait(device)
+class _Timer:
+    """By the host's clock, the device idle before and after."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def issued(self, call: Call) -> float:
+        """Seconds of a call that is not timed, until it is issued."""
+        _wait(self.device)
         start = time.perf_counter()
         call()
-        _wait(device)
         return time.perf_counter() - start
 
-    return timed
-
-
-def _cuda_timer(device: torch.device) -> Callable[[Call], float]:
-    flush = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
-
-    def timed(call: Call) -> float:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()
-        start.record()
+    def time(self, call: Call, lead: float, times: Times) -> None:
+        """Time a call; lead: seconds that the host is given to issue it before the device comes to it."""
+        _wait(self.device)
+        start = time.perf_counter()
         call()
+        _wait(self.device)
+        times.seconds.append(time.perf_counter() - start)
+
+
+class _CudaTimer(_Timer):
+    """By events, the device busy with writing zeros until the call is issued."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+        self.zeros = torch.empty(size, dtype=torch.uint8, device=device)
+        self._empty_cache(4)
+        fills = 16
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        _wait(device)
+        began = time.perf_counter()
+        start.record()
+        self._empty_cache(fills)
+        stop.record()
+        host = time.perf_counter() - began
+        _wait(device)
+        self.gained = max(start.elapsed_time(stop) / 1e3 - host, 1e-5) / fills  # seconds of lead, by a fill
+
+    def _empty_cache(self, fills: int) -> None:
+        for _ in range(fills):
+            self.zeros.zero_()
+
+    def time(self, call: Call, lead: float, times: Times) -> None:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._empty_cache(2 + math.ceil(min(lead, MOST_LEAD) / self.gained))
+        start.record()
+        began = time.perf_counter()
+        call()
+        times.host.append(time.perf_counter() - began)
         stop.record()
         stop.synchronize()
-        return start.elapsed_time(stop) / 1e3
-
-    return timed
+        times.seconds.append(start.elapsed_time(stop) / 1e3)
 
 
 def _wait(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.compile.body import body
 from deltazoo.backends.lowering import log_decay, strengths
-from deltazoo.backends.operator import operator
+from deltazoo.backends.operator import operator, with_known_signature
 from deltazoo.backends.spec import UpdateSpec
 
 WIDEST_VALUE = 2
@@ -262,6 +262,7 @@ _backward_op = operator(
 )
 
 
+@with_known_signature
 class _ElementScan(torch.autograd.Function):
     @staticmethod
     def forward(before: bool, *operands: Any) -> tuple[Tensor, ...]:

@@ -91,7 +91,7 @@ def compile_kernel(known: Hashable, kernel: Any, compile: Callable[[], Any]) -> 
     """Compile one in another thread, for the device that this thread walks for, unless that is under way or done."""
     if known not in _work.kernels:
         assert walk.device is not None
-        # what Triton's cache knows it by depends on which functions have been read before: by threads at once, on chance
+        # in one thread: what Triton's cache knows it by depends on which functions have been read before
         _ = kernel.cache_key
         _work.kernels[known] = _work.compilers.submit(_compile, walk.device, compile)
 

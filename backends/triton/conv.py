@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltazoo.backends.operator import operator
+from deltazoo.backends.operator import operator, with_known_signature
 from deltazoo.backends.packs import sequence_of
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
 from deltazoo.backends.triton.ahead import compiled_ahead
@@ -159,6 +159,7 @@ _backward_op = operator(
 )
 
 
+@with_known_signature
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:

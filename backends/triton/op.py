@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltazoo.backends.operator import operator
+from deltazoo.backends.operator import operator, with_known_signature
 from deltazoo.backends.triton.ahead import compiled_ahead
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes, ready
@@ -136,6 +136,7 @@ _step_op = operator(
 )
 
 
+@with_known_signature
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:

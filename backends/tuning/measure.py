@@ -284,7 +284,8 @@ class _Bench:
         right = [config for config in configs if config in self.replays or self._captured(config)]
         calls: dict[str, Call] = {config.model_dump_json(): self.replays[config] for config in right}
         times = in_turns(calls, self.device, rounds, _LONGEST_TURN, lambda done, total, note: None)
-        return [median(times.get(config.model_dump_json(), [float("inf")])) for config in configs]
+        found = {name: median(of.seconds) for name, of in times.items()}
+        return [found.get(config.model_dump_json(), float("inf")) for config in configs]
 
     def _captured(self, config: LaunchConfig) -> bool:
         call = self.work.call(bind(self.target.spec, TritonBackend(config)))

@@ -1,6 +1,7 @@
 """The benchmark: its figures come from real runs of the named backends on the named shapes."""
 
 import json
+import statistics
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.timing import MOST_LEAD, in_turns
 
 GATED = UpdateSpec(decay="head", beta="head")
 PLAIN = TINY[0]
@@ -64,6 +66,7 @@ def test_ratio_is_the_baseline_s_median_over_the_row_s():
         assert theirs.low_ms <= theirs.median_ms <= theirs.high_ms
         assert 50 <= theirs.median_ms < 500
         assert theirs.rounds == 3
+        assert theirs.host_ms is None
     # in each direction: the first call, one to warm up, three timed
     assert slow.calls == 15
 
@@ -152,3 +155,23 @@ def test_mistakes_are_named():
         bench(GATED, [], ["reference"])
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
         bench(GATED, [PLAIN], ["referense"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_call_is_timed_as_it_is_queued_and_its_host_by_itself():
+    x = torch.zeros(1000, device="cuda")
+
+    def slow_to_issue(seconds):
+        def call():
+            time.sleep(seconds)
+            x.add_(1)
+
+        return call
+
+    calls = {"soon": x.neg_, "late": slow_to_issue(0.004), "too late": slow_to_issue(0.03)}
+    times = in_turns(calls, torch.device("cuda"), 5, 1.0, lambda done, total, note: None)
+    device, host = ({name: statistics.median(of[i]) for name, of in times.items()} for i in range(2))
+    assert device["soon"] < 1e-4
+    assert device["late"] < 1e-3 < 4e-3 <= host["late"]
+    assert device["too late"] > 0.03 - 2 * MOST_LEAD
