@@ -214,8 +214,10 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
-    # additive updates prepare nothing; of few values theirs are scanned sooner by programs that take no more than those
-    others = () if problem.delta else ("prepare", "scan", "replay") if problem.V <= 64 else ("prepare",)
+    # few values are scanned sooner by programs that take no more than those, where nothing is erased; with few keys, too,
+    # the others were not measured
+    few = problem.V <= 64 and (not problem.delta or problem.K < 64)
+    others = (() if problem.delta else ("prepare",)) + (("scan", "replay") if few else ())  # those for every GPU do
     for kernel, launch in chosen.items():
         if for_hopper(kernel, device, problem, CHUNK) and kernel not in others:
             launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch
@@ -223,13 +225,13 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
     split = _split(problem, device) if split is None else split
     if chosen["reverse"].hopper and not split and may_replay(problem) and _busy(problem, device):
         chosen["reverse"] = chosen["reverse"].model_copy(update={"replays": True})
-    few = problem.N * problem.HV < 64
+    alone = problem.N * problem.HV < 64
     return LaunchConfig(
         every=checkpoint_distance(problem.packed),
         split=split,
         scratch=2**29 if split else LaunchConfig().scratch,
         **chosen,
-        decode=Launch(tile=16, warps=2, stages=1) if few else Launch(tile=64, warps=4, stages=1),
+        decode=Launch(tile=16, warps=2, stages=1) if alone else Launch(tile=64, warps=4, stages=1),
     )
 
 

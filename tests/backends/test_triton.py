@@ -166,6 +166,7 @@ WALKS = {
         AT_ONCE | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
     ),
     "few values": ({}, Shape("few", B=2, T=330, H=1, HV=2, K=104, V=40)),
+    "few keys": ({"reverse": Launch(tile=64)}, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
     "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
     "tiles of values": (OTHERWISE, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
     "parts of tiles": (
