@@ -167,6 +167,7 @@ WALKS = {
     ),
     "few values": ({}, Shape("few", B=2, T=330, H=1, HV=2, K=104, V=40)),
     "few keys": ({"reverse": Launch(tile=64)}, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
+    "fewer keys": ({"reverse": Launch(tile=64), "every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
     "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
     "tiles of values": (OTHERWISE, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
     "parts of tiles": (
