@@ -110,12 +110,19 @@ def test_adversarial_inputs(spec, dtype, regime):
     agrees(spec, "in one", "pack", dtype, regime)
 
 
+@pytest.mark.parametrize("way", ["in one", "parts and segments"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_state_comes_and_none_goes_on(spec, way):
+    conforms(backend(way), Case(SPECS[spec], SHAPES["pack"], DTYPES[0], state="none"))
+
+
 def agrees(spec: str, way: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
     conforms(backend(way), Case(SPECS[spec], SHAPES[shape], dtype, regime))
 
 
 def conforms(of: TritonBackend, case: Case) -> None:
-    report = conformance.compare(of, case, device=DEVICE)
+    outputs = "both" if case.state == "given" else "o"  # as in training: no state comes, and none goes on
+    report = conformance.compare(of, case, device=DEVICE, outputs=outputs)
     assert report.errors, str(report)
     assert not report.failures, str(report)
 
@@ -177,14 +184,15 @@ WALKS = {
 
 
 @on_hopper
-@pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays"])
+@pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays", "no state"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("way", WALKS)
 def test_every_spec_by_the_scans_for_hopper(way, dtype, regime):
     change, shape = WALKS[way]
     config = LaunchConfig(**(FOR_HOPPER | change))
+    how = {"state": "none"} if regime == "no state" else {"regime": regime}
     for name in IN_16_BITS:
-        conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, regime))
+        conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **how))
 
 
 @pytest.mark.parametrize("at", [6, 7, 21])
