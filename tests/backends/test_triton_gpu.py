@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo import UpdateInputs, UpdateSpec, bind, conformance
+from deltazoo import UpdateInputs, UpdateSpec, bind, conformance, watch
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import TritonBackend
@@ -92,6 +92,25 @@ def test_narrow_keys_and_values_conform(K, V, transition):
     )
     assert report.errors, str(report)
     assert not report.failures, str(report)
+
+
+@pytest.mark.parametrize(
+    ("heads", "backward"),
+    [
+        (33, ["hopper_backward_kernel"]),  # a program a sequence and head keeps 132 processors busy
+        (20, ["hopper_scan_kernel", "hopper_walk_kernel"]),
+    ],
+)
+def test_the_backward_is_one_launch_where_it_keeps_a_hopper_gpu_busy(heads, backward):
+    device = torch.cuda.get_device_properties(0)
+    if (device.major, device.multi_processor_count) != (9, 132):
+        pytest.skip(f"needs a Hopper GPU of 132 processors, got {device.name}")
+    x = draw(Case(GATED, Shape("busy", 4, 130, heads, heads, 128, 128), torch.bfloat16), "cuda")
+    leaves(x)
+    with watch() as seen:
+        step(x)
+    kernels = ["hopper_prepare_kernel", "hopper_scan_kernel", *backward, "gate_gradients_kernel"]
+    assert seen.kernels == {name: kernels.count(name) for name in kernels}
 
 
 @pytest.mark.parametrize("power", [-60, 60])
