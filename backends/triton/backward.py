@@ -3,6 +3,8 @@
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -60,15 +62,34 @@ def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes, together: bool) -> 
 
 
 class _Sums:
-    """What a chunk's gates need of each tile, of_K tiles of the keys for each of the values that has programs of its
-    own: dgates [tiles, slots, HV, rows, C] and kepts [tiles, slots, HV]."""
+    """What a chunk's gates need of each tile, of_K tiles of `keys` columns for each of the values that has programs of
+    its own: dgates [tiles, slots, HV, rows, C] and kepts [tiles, slots, HV]."""
 
-    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, of_K: int, of_V: int) -> None:
-        self.of_K, self.tiles = of_K, of_K * of_V
-        tiles = self.tiles
+    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, config: LaunchConfig) -> None:
+        together, K0 = config.reverse.hopper, key_tiles(s.K)[0]
+        wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
+        self.keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
+        self.of_K = cdiv(s.K, self.keys)
+        self.tiles = tiles = self.of_K * _value_tiles(s, together)
         self.early = kind.erase_early or kind.read_early
         self.dgates = empty(x.q, tiles, s.slots, s.HV, 4 if self.early else 3, s.C)
         self.kepts = empty(x.q, tiles, s.slots, s.HV)
+
+
+class _Work(NamedTuple):
+    """What the launches of one backward share. carry [N, HV, K, V]: the gradient of the state, from the final one on,
+    which ends as that of the initial one; d: the gradients that they make."""
+
+    x: ScanOperands
+    kind: ScanKind
+    s: Sizes
+    config: LaunchConfig
+    prepared: Prepared
+    checkpoints: Tensor
+    do: Tensor
+    carry: Tensor
+    sums: _Sums
+    d: Gradients
 
 
 def backward(
@@ -77,19 +98,16 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """The gradients of the operands; None where there is no such operand."""
     s = Sizes.of(x, config.chunk)
-    together = config.reverse.hopper
-    places = config.scratch // max(bytes_a_place(x, kind, s, together), 1)
-    K0 = key_tiles(s.K)[0]
-    wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
-    keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
-    d, sums = Gradients.empty(x, kind), _Sums(x, kind, s, cdiv(s.K, keys), _value_tiles(s, together))
+    places = config.scratch // max(bytes_a_place(x, kind, s, config.reverse.hopper), 1)
+    d = Gradients.empty(x, kind)
     carry = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
+    work = _Work(x, kind, s, config, prepared, checkpoints, do, carry, _Sums(x, kind, s, config), d)
     if config.reverse.replays and s.N * config.every <= places:
         _give(carry, dfinal)
-        _replay_and_walk(x, kind, prepared, s, config.every, checkpoints, do, carry, sums, d)
+        _replay_and_walk(work)
     else:
-        _by_segments(x, kind, prepared, s, config, places, checkpoints, do, dfinal, carry, sums, d, keys)
-    _gate_gradients(x, kind, s, sums, d)
+        _by_segments(work, dfinal, places)
+    _gate_gradients(work)
     return d
 
 
@@ -97,11 +115,9 @@ def _give(carry: Tensor, dfinal: Tensor | None) -> None:
     carry.zero_() if dfinal is None else carry.copy_(dfinal)
 
 
-def _by_segments(
-    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, places: int,
-    checkpoints: Tensor, do: Tensor, dfinal: Tensor | None, carry: Tensor, sums: _Sums, d: Gradients, keys: int,
-) -> None:  # fmt: skip
+def _by_segments(work: _Work, dfinal: Tensor | None, places: int) -> None:
     """Replay a segment and scan it backwards, launch by launch, the last segment first."""
+    x, kind, s, config, prepared, checkpoints, _, carry, _, d = work
     together = config.reverse.hopper
     chunks = cdiv(s.T, s.C)
     split = config.split if config.split and chunks > config.split else 0
@@ -124,16 +140,16 @@ def _by_segments(
     if begins is not None and ends is not None:
         steps += [
             scan(x, kind, prepared, s, config.scan, "maps", cut, ends=ends),
-            _reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=True),
+            _reverse(work, cut, scratch, begins, ends, hands_on=True),
             join(prepared, s, carry, begins, ends, x.cu_seqlens, cut, reverse=True),
         ]
     if together:
-        steps.append(_walk(x, kind, prepared, s, cut, do, carry, scratch, sums, d, begins))
+        steps.append(_walk(work, cut, scratch, begins))
     else:
-        steps.append(_reverse(x, kind, prepared, s, config, cut, do, carry, scratch, d, begins, ends, hands_on=False))
-        steps.append(_gradients(x, kind, prepared, s, config, cut, do, scratch, sums, d, keys))
+        steps.append(_reverse(work, cut, scratch, begins, ends, hands_on=False))
+        steps.append(_gradients(work, cut, scratch))
     if scratch.partial is not None:
-        steps.append(_sum_groups(x, s, cut, scratch, d))
+        steps.append(_sum_groups(work, cut, scratch))
     for segment in reversed(range(segments)):
         if segment < segments - 1:
             replay(segment)
@@ -167,9 +183,9 @@ def segments_of(s: Sizes, every: int, split: int, places: int) -> tuple[int, int
 
 
 def _reverse(
-    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, cut: Cut, do: Tensor,
-    carry: Tensor, scratch: _Scratch, d: Gradients, begins: Tensor | None, ends: Tensor | None, hands_on: bool,
-) -> OnSegment:  # fmt: skip
+    work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None, ends: Tensor | None, hands_on: bool
+) -> OnSegment:
+    x, kind, s, config, prepared, _, do, carry, _, d = work
     launch = config.reverse
     BV = value_tile(launch.tile, s.V)
     go = launcher(
@@ -191,17 +207,15 @@ def _reverse(
     return lambda segment: go(programs, kind.scale, s.T, segment, cut.segments, cut.parts)
 
 
-def _gradients(
-    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, config: LaunchConfig, cut: Cut, do: Tensor,
-    scratch: _Scratch, sums: _Sums, d: Gradients, keys: int,
-) -> OnSegment:  # fmt: skip
+def _gradients(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
+    x, kind, s, config, prepared, _, do, _, sums, d = work
     launch, own = config.gradients, x.e is not None
     kernel, warps = gradients_kernel, launch.warps
     if launch.hopper:
         from deltazoo.backends.triton.kernels.gradients_hopper import hopper_gradients_kernel as kernel
 
         warps = 4
-    small = scratch.states.itemsize == 2 and max(keys, launch.tile) <= 64 and warps == 4
+    small = scratch.states.itemsize == 2 and max(sums.keys, launch.tile) <= 64 and warps == 4
     of_chunks = launcher(
         kernel,
         (
@@ -209,7 +223,7 @@ def _gradients(
             scratch.du, d.q, d.k, d.e, sums.dgates, sums.kepts, scratch.partial, x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.V, s.C, keys, value_tile(launch.tile, s.V), decay_of(x), kind.delta, own,
+            s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), decay_of(x), kind.delta, own,
             d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed,
             kind.shares(x), kind.least(x.q.dtype), cut.unit, precision(x.q.dtype), launch.stages,
         ),
@@ -221,12 +235,10 @@ def _gradients(
     return lambda segment: of_chunks(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)
 
 
-def _walk(
-    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, cut: Cut, do: Tensor, carry: Tensor,
-    scratch: _Scratch, sums: _Sums, d: Gradients, begins: Tensor | None,
-) -> OnSegment:  # fmt: skip
+def _walk(work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None) -> OnSegment:
     from deltazoo.backends.triton.kernels.walk_hopper import hopper_walk_kernel
 
+    x, kind, s, _, prepared, _, do, carry, sums, d = work
     go = launcher(
         hopper_walk_kernel,
         (
@@ -244,13 +256,12 @@ def _walk(
     return lambda segment: go(programs, s.slots, held, kind.scale, s.T, segment, cut.segments, cut.parts)
 
 
-def _replay_and_walk(
-    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, every: int, checkpoints: Tensor, do: Tensor,
-    carry: Tensor, sums: _Sums, d: Gradients,
-) -> None:  # fmt: skip
+def _replay_and_walk(work: _Work) -> None:
     """All segments in one launch, where each program has a sequence and head to itself."""
     from deltazoo.backends.triton.kernels.replay_walk import hopper_backward_kernel
 
+    x, kind, s, config, prepared, checkpoints, do, carry, sums, d = work
+    every = config.every
     scratch = _Scratch(x, kind, s, s.N * every, d.v, together=True)
     go = launcher(
         hopper_backward_kernel,
@@ -268,7 +279,8 @@ def _replay_and_walk(
     go(s.N * s.HV, s.slots, kind.scale, s.T)
 
 
-def _sum_groups(x: ScanOperands, s: Sizes, cut: Cut, scratch: _Scratch, d: Gradients) -> OnSegment:
+def _sum_groups(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
+    x, s, d = work.x, work.s, work.d
     go = launcher(
         sum_groups_kernel,
         (scratch.partial, d.q, d.k, d.e, x.cu_seqlens),
@@ -279,7 +291,8 @@ def _sum_groups(x: ScanOperands, s: Sizes, cut: Cut, scratch: _Scratch, d: Gradi
     return lambda segment: go(held * s.H, s.N, s.T, segment, cut.segments, held)
 
 
-def _gate_gradients(x: ScanOperands, kind: ScanKind, s: Sizes, sums: _Sums, d: Gradients) -> None:
+def _gate_gradients(work: _Work) -> None:
+    x, kind, s, sums, d = work.x, work.kind, work.s, work.sums, work.d
     fixed = decay_of(x) == "fixed"
     of_tokens = empty(x.q, *x.v.shape[:3]) if fixed else d.log_decay
     wanted = (of_tokens is not None, d.b is not None, d.w is not None)
