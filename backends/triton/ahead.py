@@ -127,7 +127,7 @@ def _walk(body: Callable[..., Any], sizes: list[Any], device: torch.device) -> N
 
 
 class _Sizes(tuple[Any, ...]):
-    """dtype, sizes and strides of a tensor."""
+    """dtype, sizes and strides of a tensor; what is made of them while a graph is traced would be a part of that."""
 
 
 def _sizes(x: Any) -> Any:

@@ -166,9 +166,8 @@ def for_hopper(kernel: str, device: Device, problem: "Problem", C: int) -> bool:
     alike = problem.dtype == problem.kept and problem.dtype.itemsize == 2
     if not device.hopper or not alike or problem.own or C != 64:
         return False
-    keys, values, by, whole = HOPPER_WIDTHS[kernel]
-    there = problem.V in values or (whole and problem.V % 128 == 0 and problem.V <= 512)
-    return problem.K in keys and there and problem.K % by == problem.V % by == 0
+    keys, values, by, more = HOPPER_WIDTHS[kernel]
+    return problem.K in keys and (problem.V in values or problem.V in more) and problem.K % by == problem.V % by == 0
 
 
 def may_replay(problem: "Problem") -> bool:
@@ -178,20 +177,20 @@ def may_replay(problem: "Problem") -> bool:
 
 
 class Widths(NamedTuple):
-    """Keys and values a head, multiples of `by`, for scans copy rows by 16 bytes; whole: or 256, 384 or 512 values."""
+    """Keys and values a head, multiples of `by`, for scans copy rows by 16 bytes; or so many `more` values."""
 
     keys: range
     values: range
     by: int = 1
-    whole: bool = False
+    more: range = range(0)
 
 
-_ANY, _NARROW = range(1, 2**31), range(1, 129)
+_ANY, _NARROW, _TILES = range(1, 2**31), range(1, 129), range(256, 513, 128)
 HOPPER_WIDTHS = {
     "prepare": Widths(_NARROW, _ANY),
-    "scan": Widths(_NARROW, range(33, 129), 8, whole=True),
-    "replay": Widths(_NARROW, range(33, 129), 8, whole=True),
-    "reverse": Widths(range(65, 129), range(33, 129), 8, whole=True),
+    "scan": Widths(_NARROW, range(33, 129), 8, _TILES),
+    "replay": Widths(_NARROW, range(33, 129), 8, _TILES),
+    "reverse": Widths(range(65, 129), range(33, 129), 8, _TILES),
     "gradients": Widths(_ANY, _NARROW),
 }
 
@@ -277,10 +276,10 @@ def checked(config: LaunchConfig, problem: Problem, device: Device) -> LaunchCon
             "reverse.replays must be false where H is not HV, or V is above 128, got "
             f"H = {problem.H}, HV = {problem.HV} and V = {problem.V}."
         )
-    for kernel, (keys, values, by, whole) in HOPPER_WIDTHS.items():
+    for kernel, (keys, values, by, more) in HOPPER_WIDTHS.items():
         if getattr(config, kernel).hopper and not for_hopper(kernel, device, problem, config.chunk):
             multiples = f", multiples of {by}" if by > 1 else ""
-            multiples += ", or 256, 384 or 512 values" if whole else ""
+            multiples += f", or {', '.join(map(str, more))} values" if more else ""
             raise ConfigError(
                 f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in "
                 f"the same dtype, without an erase key, in chunks of 64 tokens and with {keys[0]} to {keys[-1]} keys "

@@ -48,28 +48,24 @@ def launcher(
     known = tuple(key)
     compiled = _compiled.get(known)
     stream = None if compiled is None or walked is not None else _stream(device)
-    options = {} if registers is None else {"maxnreg": registers}
 
     def launch(programs: int, *numbers: int | float) -> None:
         nonlocal compiled, stream
         if programs == 0:
             return
-        if walked is not None:
-            given = (*tensors, *numbers, *constants)
-            if compiled is None:
-                ahead.compile_kernel(
-                    known,
-                    kernel,
-                    lambda: kernel.warmup(*given, grid=(programs,), num_warps=warps, num_stages=stages, **options),
-                )
-            return
-        if watched():
+        if walked is None and watched():
             tell(Ran("triton", kernel.__name__, programs, warps))
         if compiled is not None:
-            compiled[(programs, 1, 1)](*pointers, *numbers, *constants, stream=stream)
+            if walked is None:
+                compiled[(programs, 1, 1)](*pointers, *numbers, *constants, stream=stream)
+            return
+        given = (*tensors, *numbers, *constants)
+        options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+        if walked is not None:
+            ahead.compile_kernel(known, kernel, lambda: kernel.warmup(*given, grid=(programs,), **options))
             return
         ahead.await_kernel(known)
-        found = kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages, **options)
+        found = kernel[(programs,)](*given, **options)
         if found is not None and all(abs(x) < 2**31 for x in numbers):  # the interpreter compiles nothing
             compiled = _compiled[known] = found
             stream = _stream(device)
