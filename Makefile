@@ -19,6 +19,7 @@ endif
 READY := $(VENV)/.ready
 FLOORS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
+KERNELS := triton triton_hopper short_conv ahead
 
 .PHONY: demo test lint bench bench-baseline readme-table conformance plugin setup clean
 
@@ -28,7 +29,7 @@ demo: $(READY)
 # A process a core, each with one thread; then the kernels, in Triton's interpreter.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/backends/test_triton.py tests/backends/test_short_conv.py tests/backends/test_ahead.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(KERNELS:%=tests/backends/test_%.py)
 
 # mypy finds the package, which is the repository's root, under its name through a link.
 lint: $(READY)

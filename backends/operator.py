@@ -46,7 +46,13 @@ def _seen(arguments: tuple[Any, ...]) -> bool:
         return True
     if c._get_tracing_state() is not None or c._autograd._profiler_enabled():
         return True
-    return any(type(x) not in _PLAIN and isinstance(x, Tensor) for x in arguments)
+    return any(map(_of_its_own_class, arguments))
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list))
+def _of_its_own_class(x: Any) -> bool:
+    if type(x) is list:
+        return any(map(_of_its_own_class, x))
+    return type(x) not in _PLAIN and isinstance(x, Tensor)
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))

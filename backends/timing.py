@@ -38,7 +38,7 @@ def in_turns(
     times = {name: Times([], []) for name in calls}
     names = list(calls)
     timer = _CudaTimer(device) if device.type == "cuda" else _Timer(device)
-    leads = {name: timer.issued(call) for name, call in calls.items()}
+    timed = {name: timer.timed(call, times[name]) for name, call in calls.items()}
     start = time.perf_counter()
     for done in range(rounds if calls else 0):
         if done >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
@@ -46,7 +46,7 @@ def in_turns(
         told(done, rounds, f"round {done + 1}")
         turn = done % len(names)
         for name in names[turn:] + names[:turn]:
-            timer.time(calls[name], leads[name], times[name])
+            timed[name]()
     told(rounds, rounds, "")
     return times
 
@@ -82,9 +82,11 @@ def peak_bytes(call: Call, device: torch.device) -> int | None:
 
 def once(call: Call, device: torch.device) -> float:
     """Seconds of one call, and of the device until it is done."""
-    times = Times([], [])
-    _Timer(device).time(call, 0.0, times)
-    return times.seconds[0]
+    _wait(device)
+    start = time.perf_counter()
+    call()
+    _wait(device)
+    return time.perf_counter() - start
 
 
 class _Timer:
@@ -93,20 +95,10 @@ class _Timer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def issued(self, call: Call) -> float:
-        """Seconds of a call that is not timed, until it is issued."""
-        _wait(self.device)
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    def time(self, call: Call, lead: float, times: Times) -> None:
-        """Time a call; lead: seconds that the host is given to issue it before the device comes to it."""
-        _wait(self.device)
-        start = time.perf_counter()
-        call()
-        _wait(self.device)
-        times.seconds.append(time.perf_counter() - start)
+    def timed(self, call: Call, times: Times) -> Callable[[], None]:
+        """Run a call once; what comes back runs it and adds its time."""
+        once(call, self.device)
+        return lambda: times.seconds.append(once(call, self.device))
 
 
 class _CudaTimer(_Timer):
@@ -134,16 +126,27 @@ class _CudaTimer(_Timer):
         for _ in range(fills):
             self.zeros.zero_()
 
-    def time(self, call: Call, lead: float, times: Times) -> None:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._empty_cache(2 + math.ceil(min(lead, MOST_LEAD) / self.gained))
-        start.record()
-        began = time.perf_counter()
+    def timed(self, call: Call, times: Times) -> Callable[[], None]:
+        _wait(self.device)
+        lead = self._queue(call)
+        fills = 2 + math.ceil(min(lead, MOST_LEAD) / self.gained)
+
+        def time_one() -> None:
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._empty_cache(fills)
+            start.record()
+            times.host.append(self._queue(call))
+            stop.record()
+            stop.synchronize()
+            times.seconds.append(start.elapsed_time(stop) / 1e3)
+
+        return time_one
+
+    def _queue(self, call: Call) -> float:
+        """Seconds until a call is issued."""
+        start = time.perf_counter()
         call()
-        times.host.append(time.perf_counter() - began)
-        stop.record()
-        stop.synchronize()
-        times.seconds.append(start.elapsed_time(stop) / 1e3)
+        return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.base import state_dtype
+from deltazoo.backends.operator import operator, with_known_signature
 
 # 1,024 tokens of 32,000 words are 125 MiB of float32 logits, and the matrix product is as fast as it gets.
 CHUNK = 1024
@@ -39,15 +40,6 @@ def cross_entropy(x_ND: Tensor, weight_LD: Tensor, targets_N: Tensor, chunk: int
     return total / (targets_N != IGNORE).sum().clamp(min=1)
 
 
-# Opaque operators, because a loop over N / chunk chunks in a graph would bind the graph to one N.
-torch.library.define("deltazoo::cross_entropy", "(Tensor x, Tensor weight, Tensor targets, int chunk) -> Tensor")
-torch.library.define(
-    "deltazoo::cross_entropy_backward",
-    "(Tensor grad, Tensor x, Tensor weight, Tensor targets, int chunk) -> (Tensor, Tensor)",
-)
-
-
-@torch.library.impl("deltazoo::cross_entropy", "default")
 def _loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     total = x.new_zeros((), dtype=state_dtype(x.dtype))
     with torch.autocast(x.device.type, enabled=False):
@@ -56,7 +48,6 @@ def _loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     return total
 
 
-@torch.library.impl("deltazoo::cross_entropy_backward", "default")
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     grad_x_ND, grad_weight_LD = torch.empty_like(x), torch.zeros_like(weight, dtype=grad.dtype)
     start = 0
@@ -77,26 +68,29 @@ def _chunks(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Iterator[
         yield x_CD, targets_C, (x_CD @ weight.T).to(state_dtype(x.dtype))
 
 
-@torch.library.register_fake("deltazoo::cross_entropy")
 def _loss_shape(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     return x.new_empty((), dtype=state_dtype(x.dtype))
 
 
-@torch.library.register_fake("deltazoo::cross_entropy_backward")
 def _gradient_shapes(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-_forward = torch.ops.deltazoo.cross_entropy.default
-_backward = torch.ops.deltazoo.cross_entropy_backward.default
+# Operators, because a loop over N / chunk chunks in a graph would bind the graph to one N.
+_OPERANDS = "Tensor x, Tensor weight, Tensor targets, int chunk"
+_loss_op = operator(f"cross_entropy({_OPERANDS}) -> Tensor", _loss, _loss_shape)
+_gradients_op = operator(
+    f"cross_entropy_backward(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)", _gradients, _gradient_shapes
+)
 
 
+@with_known_signature
 class _CrossEntropy(torch.autograd.Function):
     """The boundary between autograd and the two operators."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        return _forward(x, weight, targets, chunk)
+        return _loss_op(x, weight, targets, chunk)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
@@ -106,4 +100,4 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *_backward(grad, *ctx.saved_tensors, ctx.chunk), None, None
+        return *_gradients_op(grad, *ctx.saved_tensors, ctx.chunk), None, None

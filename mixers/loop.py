@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deltazoo.backends.operator import operator, with_known_signature
 from deltazoo.backends.packs import sequence_of
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.sequence import counts
@@ -19,8 +20,6 @@ STRETCH = 16
 
 # state [B, ..] each, the token's operands [B, ..] each, parameters -> the state after, and what the token reads [B, ..]
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], Tensor]]
-
-_LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
 
 
 class Loop:
@@ -32,15 +31,15 @@ class Loop:
     def __init__(self, name: str, step: Step) -> None:
         self.step = step
         schema = "Tensor[] state, Tensor[] operands, Tensor[] parameters, Tensor real"
-        _LIBRARY.define(f"{name}({schema}, bool keep) -> Tensor[]")
-        _LIBRARY.define(f"{name}_backward(Tensor[] grads, Tensor[] firsts, {schema}) -> Tensor[]")
-        _LIBRARY.impl(name, _without_autocast(self._forward), "CompositeExplicitAutograd")
-        _LIBRARY.impl(f"{name}_backward", _without_autocast(self._backward), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"deltazoo::{name}", _forward_fake, lib=_LIBRARY)
-        torch.library.register_fake(f"deltazoo::{name}_backward", _backward_fake, lib=_LIBRARY)
-        self.forward_op = getattr(torch.ops.deltazoo, name).default
-        self.backward_op = getattr(torch.ops.deltazoo, f"{name}_backward").default
-        self.function = _function(self.forward_op, self.backward_op)
+        self._forward_op = operator(
+            f"{name}({schema}, bool keep) -> Tensor[]", _without_autocast(self._forward), _forward_fake
+        )
+        backward_op = operator(
+            f"{name}_backward(Tensor[] grads, Tensor[] firsts, {schema}) -> Tensor[]",
+            _without_autocast(self._backward),
+            _backward_fake,
+        )
+        self._function = _function(self._forward_op, backward_op)
 
     def __call__(
         self, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], context: Context
@@ -54,9 +53,9 @@ class Loop:
         B, T = operands[0].shape[:2]
         real = operands[0].new_ones(B, T, dtype=torch.bool) if context.mask is None else context.mask
         if not torch.is_grad_enabled():
-            out = self.forward_op(state, operands, parameters, real, False)
+            out = self._forward_op(state, operands, parameters, real, False)
         else:
-            out = self.function.apply(len(state), len(operands), real, *state, *operands, *parameters)
+            out = self._function.apply(len(state), len(operands), real, *state, *operands, *parameters)
         return out[0], list(out[1 : 1 + len(state)])
 
     def _on_pack(
@@ -154,7 +153,10 @@ def _backward_fake(
     return [x.new_empty(x.shape) for x in (*state, *operands, *parameters)]
 
 
-def _function(forward_op: Any, backward_op: Any) -> type[torch.autograd.Function]:
+def _function(
+    forward_op: Callable[..., list[Tensor]], backward_op: Callable[..., list[Tensor]]
+) -> type[torch.autograd.Function]:
+    @with_known_signature
     class Looped(torch.autograd.Function):
         @staticmethod
         def forward(states: int, operands: int, real: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

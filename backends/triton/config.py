@@ -213,9 +213,8 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
-    # few values are scanned sooner by programs that take no more than those, where nothing is erased; with few keys the
-    # others were not measured
-    few = problem.V <= 64 and (not problem.delta or problem.K < 64)
+    # few values are scanned sooner by programs that take no more than those, where nothing is erased
+    few = problem.V <= 64 and not problem.delta
     others = (() if problem.delta else ("prepare",)) + (("scan", "replay") if few else ())  # those for every GPU do
     for kernel, launch in chosen.items():
         if for_hopper(kernel, device, problem, CHUNK) and kernel not in others:

@@ -1,25 +1,17 @@
 """Kernels compile while torch.compile traces: the same that will be launched, and nothing else is done differently."""
 
-import os
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from triton_cases import DEVICE, GATED, runs
 
-from deltazoo import UpdateSpec, bind
+from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.shapes import Shape
+from deltazoo.backends.triton import TritonBackend, ahead, config, conv, op, table
 from deltazoo.mixers import GatedDeltaNet
 
-pytest.importorskip("triton", reason="the kernels need the package triton")
-from deltazoo.backends.triton import TritonBackend, ahead, config, conv, op, table
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ABLE = INTERPRETED or torch.cuda.is_available()
-DEVICE = "cpu" if INTERPRETED else "cuda"
-runs = pytest.mark.skipif(not ABLE, reason="needs a CUDA device, or TRITON_INTERPRET=1 as make test sets it")
-GATED = UpdateSpec(decay="head", beta="head")
 HOPPER = config.Device("a Hopper GPU", 132, 232448, hopper=True)
 
 

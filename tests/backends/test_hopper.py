@@ -86,7 +86,7 @@ AT_ONCE = [SCANS[0], "hopper_backward_kernel"]
         (True, True, 1, 2, True, torch.bfloat16, 128, 40, [PREPARE, *AT_ONCE]),
         (False, False, 2, 2, True, torch.float16, 64, 40, [GRADIENTS]),
         (True, False, 1, 2, False, torch.bfloat16, 64, 64, [PREPARE, *SCANS[:2], GRADIENTS]),
-        (True, False, 1, 2, False, torch.bfloat16, 32, 64, [PREPARE, GRADIENTS]),
+        (True, False, 1, 2, False, torch.bfloat16, 32, 64, [PREPARE, *SCANS[:2], GRADIENTS]),
         (True, False, 2, 1, False, torch.float16, 128, 24, [PREPARE, GRADIENTS]),
     ],
 )  # fmt: skip

@@ -17,6 +17,11 @@ def _body(x, times):
 
 
 _behind = []
+first = operator(
+    "test_first(Tensor[] xs, int times) -> Tensor",
+    lambda xs, times: _body(xs[0], times),
+    lambda xs, times: torch.empty_like(xs[0]),
+)
 twice = operator("test_operator(Tensor x, int times) -> Tensor", _body, lambda x, times: torch.empty_like(x))
 NODE = torch.ops.deltazoo.test_operator.default
 
@@ -72,8 +77,11 @@ def test_a_profiler_sees_the_node():
 
 def test_a_tensor_of_another_class_and_a_transform_come_to_the_node():
     twice(torch.ones(3).as_subclass(Named), 2)
+    first([torch.ones(3), torch.ones(3).as_subclass(Named)], 2)
     torch.func.functionalize(lambda x: twice(x, 2))(torch.ones(3))
-    assert _behind == [True, True]
+    assert _behind == [True, True, True]
+    first([torch.ones(3)], 2)
+    assert _behind[3:] == [False]
 
 
 def test_traces_hold_the_node_alone():

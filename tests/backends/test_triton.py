@@ -3,80 +3,34 @@
 The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
 """
 
-import os
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from triton_cases import (
+    ABLE,
+    CONFIGS,
+    DEVICE,
+    DTYPES,
+    GATED,
+    INTERPRETED,
+    SHAPES,
+    SPECS,
+    backend,
+    conforms,
+    gated,
+    runs,
+)
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance, update, watch
 from deltazoo.backends.bench import BenchConfig, bench
 from deltazoo.backends.conformance import Case, draw
-from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
-from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
+from deltazoo.backends.triton import LaunchConfig, TritonBackend
 from deltazoo.backends.triton.op import chunk_scan
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 
-pytest.importorskip("triton", reason="the kernels need the package triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-ABLE = INTERPRETED or torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(
-    not ABLE,
-    reason="needs a CUDA device, or TRITON_INTERPRET=1 as make test sets it",
-)
-
-# Small tiles, so that small shapes have several of everything: chunks, parts, segments, tiles of values and of keys.
-_SMALL = Launch(tile=16, stages=1)
-_TILES = {
-    "prepare": _SMALL,
-    "scan": _SMALL,
-    "replay": _SMALL,
-    "reverse": _SMALL,
-    "gradients": Launch(tile=16, stages=1, keys=32),
-    "decode": _SMALL,
-}
-CONFIGS = {
-    "in one": LaunchConfig(chunk=16, every=2, **_TILES),
-    "parts": LaunchConfig(chunk=16, every=1, split=2, **_TILES),
-    "segments": LaunchConfig(chunk=16, every=2, scratch=0, **_TILES),
-    "few segments": LaunchConfig(chunk=16, every=1, scratch=30000, **_TILES),
-    "parts and segments": LaunchConfig(chunk=16, every=1, split=2, scratch=0, **_TILES),
-    "longer chunks": LaunchConfig(chunk=32, every=1, **(_TILES | {"prepare": Launch(tile=16, stages=1)})),
-}
-
-
-def backend(way: str = "in one") -> TritonBackend:
-    """Small tiles under the interpreter; on a GPU what users get, unless a way of launching is named."""
-    return TritonBackend(CONFIGS[way] if INTERPRETED or way != "in one" else None)
-
-
-SPECS = {
-    "gated delta": UpdateSpec(decay="head", beta="head"),
-    "delta": UpdateSpec(),
-    "retnet": UpdateSpec(decay="fixed", transition="additive"),
-    "mamba2": UpdateSpec(decay="head", transition="additive", beta="head"),
-    "linear": UpdateSpec(transition="additive"),
-    "comba": UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"),
-    "read before": UpdateSpec(decay="head", transition="additive", read="before"),
-    "both before": UpdateSpec(decay="head", beta="head", read="before", erase_from="previous"),
-    "negative": UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"),
-    "householders": UpdateSpec(decay="head", beta="head", householders=2, negative_eigenvalues="erase"),
-    "householders, before": UpdateSpec(
-        decay="fixed", beta="head", householders=3, erase_from="previous", read="before"
-    ),
-    "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
-}
-SHAPES = {
-    "grouped": Shape("grouped", B=2, T=37, H=1, HV=2, K=12, V=20),
-    "pack": Shape("pack", B=1, T=83, H=1, HV=2, K=16, V=16, lengths=(17, 0, 1, 65)),
-    "many chunks": Shape("many chunks", B=1, T=150, H=1, HV=1, K=16, V=16),
-    "two key tiles": Shape("two key tiles", B=1, T=40, H=1, HV=1, K=144, V=16),
-    "odd widths": Shape("odd widths", B=1, T=33, H=1, HV=1, K=5, V=9),
-}
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.bfloat16, torch.float16)
+pytestmark = runs
 
 # Each spec in one and on one other way of launching, over the shapes by turns; parts and segments need a long one.
 _LONG = ("many chunks", "pack")
@@ -119,81 +73,6 @@ def agrees(spec: str, way: str, shape: str, dtype: torch.dtype = DTYPES[0], regi
     conforms(backend(way), Case(SPECS[spec], SHAPES[shape], dtype, regime))
 
 
-def conforms(of: TritonBackend, case: Case) -> None:
-    outputs = "both" if case.state == "given" else "o"  # as in training: no state comes, and none goes on
-    report = conformance.compare(of, case, device=DEVICE, outputs=outputs)
-    assert report.errors, str(report)
-    assert not report.failures, str(report)
-
-
-FOR_HOPPER = {
-    "prepare": Launch(tile=16, stages=1, hopper=True),
-    "scan": Launch(tile=64, hopper=True),
-    "replay": Launch(tile=64, hopper=True),
-    "reverse": Launch(tile=64, hopper=True),
-    "gradients": Launch(tile=64, keys=64, hopper=True),
-}
-# the others keep float32 states, which those kernels do not take
-IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla")
-on_hopper = pytest.mark.skipif(
-    INTERPRETED or not ABLE or torch.cuda.get_device_capability()[0] != 9,
-    reason="needs a Hopper GPU: Triton's interpreter runs no Gluon",
-)
-
-
-@on_hopper
-@pytest.mark.parametrize("regime", ["ordinary", "decays"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
-    kernels = ["prepare", "gradients"] if SHAPES[shape].K <= 128 else ["gradients"]
-    config = LaunchConfig(**{kernel: FOR_HOPPER[kernel] for kernel in kernels})
-    names = [*IN_16_BITS]
-    if dtype == torch.bfloat16:
-        # b = 1 without decay in 5 or 16 keys: rounding the operands of its products costs o 6e-3 by itself, limit 5e-3
-        names.remove("delta")
-        if shape == "odd widths":
-            # its one d_log_decay, of all tokens, is a sum that cancels: over seeds rounding costs it up to 3.2e-2 by
-            # these kernels and by those in Triton alike, limit 2e-2
-            names.remove("retnet")
-    for name in names:
-        conforms(TritonBackend(config), Case(SPECS[name], SHAPES[shape], dtype, regime))
-
-
-AT_ONCE = {"reverse": Launch(tile=64, hopper=True, replays=True)}
-OTHERWISE = {"gradients": Launch(tile=64, keys=64)}  # those for Hopper take up to 128 values
-WALKS = {
-    "a token beyond a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
-    "in one": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
-    "parts": ({"split": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))),
-    "segments": ({"every": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
-    "at once": (AT_ONCE | {"every": 4}, Shape("heads", B=2, T=1100, H=2, HV=2, K=128, V=128)),
-    "packs at once": (
-        AT_ONCE | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
-    ),
-    "few values": ({}, Shape("few", B=2, T=330, H=1, HV=2, K=104, V=40)),
-    "few keys": ({"reverse": Launch(tile=64)}, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
-    "fewer keys": ({"reverse": Launch(tile=64), "every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
-    "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
-    "tiles of values": (OTHERWISE, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
-    "parts of tiles": (
-        OTHERWISE | {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))
-    ),
-}  # fmt: skip
-
-
-@on_hopper
-@pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays", "no state"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("way", WALKS)
-def test_every_spec_by_the_scans_for_hopper(way, dtype, regime):
-    change, shape = WALKS[way]
-    config = LaunchConfig(**(FOR_HOPPER | change))
-    how = {"state": "none"} if regime == "no state" else {"regime": regime}
-    for name in IN_16_BITS:
-        conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **how))
-
-
 @pytest.mark.parametrize("at", [6, 7, 21])
 @pytest.mark.parametrize("strength", [1e3, 1e5, 1e9])
 @pytest.mark.parametrize("name", ["gated delta", "mamba2", "both before"])
@@ -209,27 +88,6 @@ def test_a_decay_that_leaves_nothing_costs_its_neighbours_no_digits(name, streng
         assert (y - exactly).norm() <= limit * exactly.norm()
 
 
-@pytest.mark.parametrize("kernel", FOR_HOPPER)
-def test_a_config_for_hopper_is_refused_where_it_cannot_be_had(kernel):
-    x = gated(1, 5)  # float32
-    x.q.requires_grad_()
-    bound = bind(GATED, TritonBackend(LaunchConfig(**{kernel: FOR_HOPPER[kernel]})))
-    with pytest.raises(ConfigError, match=rf"{kernel}\.hopper must be false but on a Hopper GPU"):
-        bound(x).o.sum().backward()
-
-
-def test_a_replay_in_the_launch_of_the_reverse_scan_is_refused_where_it_cannot_be_had():
-    x = gated(1, 5)
-    with pytest.raises(ConfigError, match=r"replays must be false where H is not HV, or V is above 128, got H = 1, HV"):
-        bind(GATED, TritonBackend(LaunchConfig(**AT_ONCE)))(x)
-    with pytest.raises(ValueError, match=r"split must be 0 where reverse\.replays is true, got 16"):
-        LaunchConfig(split=16, **AT_ONCE)
-    with pytest.raises(ValueError, match="replays must be false where hopper is false, got true"):
-        Launch(tile=64, replays=True)
-    with pytest.raises(ValueError, match=r"scan\.replays must be false, for reverse alone replays, got true"):
-        LaunchConfig(scan=AT_ONCE["reverse"])
-
-
 # Under the interpreter small shapes, and no graph through Inductor: below there is one without it.
 _SMALL_SHAPES = [shape for shape in TINY if shape.name in ("plain", "one_token", "column")]
 _CHECKS = (
@@ -238,12 +96,6 @@ _CHECKS = (
     else (TINY, DTYPES, [], DEVICE)
 )
 test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHECKS) if ABLE else [], DEVICE)
-
-GATED = SPECS["gated delta"]
-
-
-def gated(B: int, T: int, dtype: torch.dtype = torch.float32, seed: int = 0, spec: UpdateSpec = GATED) -> UpdateInputs:
-    return draw(Case(spec, Shape("drawn", B, T, 1, 2, 16, 16), dtype, seed=seed), DEVICE)
 
 
 def operands(x: UpdateInputs) -> ScanOperands:

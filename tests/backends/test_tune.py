@@ -237,7 +237,7 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
     few = problem_of(PACK, "scan")._replace(V=64)
     assert heuristic(few, hopper).scan.hopper
     assert not heuristic(few._replace(delta=False), hopper).scan.hopper
-    assert not heuristic(few._replace(K=32), hopper).scan.hopper
+    assert heuristic(few._replace(K=32), hopper).scan.hopper
     assert heuristic(few._replace(delta=False), hopper).reverse.hopper
 
 
