@@ -62,6 +62,8 @@ def one(i):
         return name, e.relative / e.limit, " ".join(f"{x.tensor} {x.relative:.1e}" for x in r.errors)+ " ".join(r.failures)
     except Exception as ex:
         return name, None, repr(ex)[-400:]
+    finally:
+        torch.cuda.empty_cache()  # fifteen processes share the device
 
 if __name__ == "__main__":
     t = time.time()
