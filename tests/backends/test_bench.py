@@ -1,7 +1,6 @@
 """The benchmark: its figures come from real runs of the named backends on the named shapes."""
 
 import json
-import statistics
 import time
 
 import pytest
