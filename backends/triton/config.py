@@ -186,10 +186,11 @@ class Widths(NamedTuple):
 
 
 _ANY, _NARROW, _TILES = range(1, 2**31), range(1, 129), range(256, 513, 128)
+_KEYS = range(1, 257)
 HOPPER_WIDTHS = {
-    "prepare": Widths(_NARROW, _ANY),
-    "scan": Widths(_NARROW, range(33, 129), 8, _TILES),
-    "replay": Widths(_NARROW, range(33, 129), 8, _TILES),
+    "prepare": Widths(_KEYS, _ANY),
+    "scan": Widths(_KEYS, range(33, 513), 8),
+    "replay": Widths(_KEYS, range(33, 513), 8),
     "reverse": Widths(range(65, 129), range(33, 129), 8, _TILES),
     "gradients": Widths(_ANY, _NARROW),
 }
@@ -213,9 +214,13 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
+    # what those for every GPU do; more keys and odd numbers of values were not measured
+    others = () if problem.delta and problem.K <= 128 else ("prepare",)
     # few values are scanned sooner by programs that take no more than those, where nothing is erased
     few = problem.V <= 64 and not problem.delta
-    others = (() if problem.delta else ("prepare",)) + (("scan", "replay") if few else ())  # those for every GPU do
+    many = problem.K > 128 or (problem.V > 128 and problem.V % 128 != 0)
+    if few or many:
+        others += ("scan", "replay")
     for kernel, launch in chosen.items():
         if for_hopper(kernel, device, problem, CHUNK) and kernel not in others:
             launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch

@@ -7,7 +7,7 @@ import pytest
 import torch
 from assembly import disassemble, forgotten, miscarried
 
-from deltazoo.backends.triton.config import Device, Problem, heuristic
+from deltazoo.backends.triton.config import Device, Launch, Problem, heuristic
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
@@ -93,9 +93,27 @@ AT_ONCE = [SCANS[0], "hopper_backward_kernel"]
 def test_they_compile_as_they_are_launched_and_find_room(
     compiler, delta, early, groups, N, packed, dtype, K, V, wanted
 ):
+    problem = Problem("cuda", dtype, N, 200, 2, 2 * groups, K, V, delta, False, True, packed)
+    assert compile_all(compiler, problem, heuristic(problem, DEVICE), early) == wanted
+
+
+@pytest.mark.parametrize(("K", "V"), [(192, 384), (200, 200), (256, 128)])
+@pytest.mark.parametrize("delta", [True, False])
+def test_scans_of_more_keys_compile_as_they_are_asked_for(compiler, delta, K, V):
+    problem = Problem("cuda", torch.bfloat16, 2, 200, 2, 4, K, V, delta, False, True, K == 200)
+    scan, found = Launch(tile=64, hopper=True), heuristic(problem, DEVICE)
+    prepare = found.prepare.model_copy(update={"hopper": True})
+    config = found.model_copy(update={"prepare": prepare, "scan": scan, "replay": scan})
+    wanted = ([PREPARE] if delta else []) + SCANS[:2] + ([GRADIENTS] if V <= 128 else [])
+    assert compile_all(compiler, problem, config, early=K == 256) == wanted
+
+
+def compile_all(compiler, problem, config, early):
+    """The names of what a forward and a backward launch, each compiled and looked at."""
     from deltazoo.backends.triton import backward, launch
 
-    B, T, H, HV = 1 if packed else N, 200, 2, 2 * groups
+    _, dtype, N, T, H, HV, K, V, delta, _, _, packed, _ = problem
+    B = 1 if packed else N
     strength = torch.empty(B, T, HV)
     x = ScanOperands(
         q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
@@ -103,12 +121,10 @@ def test_they_compile_as_they_are_launched_and_find_room(
         state=torch.empty(N, HV, K, V),
         cu_seqlens=torch.tensor([0, 90, 200], dtype=torch.int32) if packed else None,
     )  # fmt: skip
-    config = heuristic(Problem("cuda", dtype, N, T, H, HV, K, V, delta, False, True, packed), DEVICE)
     kind = ScanKind(delta, early, early, False, False, 0.1, config.model_dump_json())
     _, _, *saved = launch.forward(x, kind, True, config)
     *prepared, checkpoints = saved
     backward.backward(x, kind, Prepared(*prepared), checkpoints, torch.empty_like(x.v), None, config)
-    assert [name for name, _ in compiler.compiled] == wanted
     for name, kernel in compiler.compiled:
         # one program a processor, or two
         assert kernel.metadata.shared <= (DEVICE.shared_memory if name in {*SCANS, *AT_ONCE} else 113 * 1024)
@@ -116,6 +132,7 @@ def test_they_compile_as_they_are_launched_and_find_room(
         text = disassemble(kernel.asm["cubin"])
         assert not miscarried(text)
         assert not forgotten(text)
+    return [name for name, _ in compiler.compiled]
 
 
 # of ptxas 12.8.93: the second product takes exp2's result before it is there, the first waits for its own

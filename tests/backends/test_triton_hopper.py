@@ -31,8 +31,7 @@ on_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
-    kernels = ["prepare", "gradients"] if SHAPES[shape].K <= 128 else ["gradients"]
-    config = LaunchConfig(**{kernel: FOR_HOPPER[kernel] for kernel in kernels})
+    config = LaunchConfig(**{kernel: FOR_HOPPER[kernel] for kernel in ("prepare", "gradients")})
     names = [*IN_16_BITS]
     if dtype == torch.bfloat16:
         # b = 1 without decay in 5 or 16 keys: rounding the operands of its products costs o 6e-3 by itself, limit 5e-3
@@ -47,6 +46,7 @@ def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
 
 AT_ONCE = {"reverse": Launch(tile=64, hopper=True, replays=True)}
 OTHERWISE = {"gradients": Launch(tile=64, keys=64)}  # those for Hopper take up to 128 values
+SCANS = {"reverse": Launch(tile=64)} | OTHERWISE  # that for Hopper takes up to 128 keys
 WALKS = {
     "a token beyond a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "in one": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
@@ -60,6 +60,11 @@ WALKS = {
     "few keys": ({"reverse": Launch(tile=64)}, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
     "fewer keys": ({"reverse": Launch(tile=64), "every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
     "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
+    "three tiles of keys": (SCANS, Shape("more keys", B=2, T=330, H=1, HV=2, K=192, V=384)),
+    "four tiles of keys": (SCANS | {"every": 4}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)),
+    "parts of keys": (
+        SCANS | {"split": 16}, Shape("wide pack", B=1, T=1300, H=1, HV=2, K=200, V=200, lengths=(190, 0, 1, 64, 1045))
+    ),
     "tiles of values": (OTHERWISE, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
     "parts of tiles": (
         OTHERWISE | {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))

@@ -7,7 +7,7 @@ left of the diagonal, T the inverse and Z = T L' in the lower half:
     T_10 = N_10 X_0,   T_32 = N_32 X_2,   Z_2 = N_2,   Z_3 = N_3 + N_32 N_2,   T_(2:4, 0:2) = Z_(0:2) T_(0:2, 0:2)
 
 These are the level doublings of prepare.py, block by block. P is made beside A, with the same decays, and turned when
-it is stored. It takes 16-bit operands in one term, chunks of 64, keys up to 128, and k as the erase key.
+it is stored. It takes 16-bit operands in one term, chunks of 64, keys up to 256, and k as the erase key.
 """
 
 import triton.language as tl
@@ -136,7 +136,7 @@ def hopper_prepare_kernel(
     TERMS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """One program a (slot, key head), of 4 warps."""
-    gl.static_assert(C == 64 and K <= 128 and K % 8 == 0 and TERMS == 1 and gl.float16 == OPERAND and not OWN)
+    gl.static_assert(C == 64 and K <= 256 and K % 8 == 0 and TERMS == 1 and gl.float16 == OPERAND and not OWN)
     dtype: gl.constexpr = q.dtype.element_ty
     lies: gl.constexpr = squares.dtype.element_ty
     GROUP: gl.constexpr = HV // H

@@ -5,7 +5,7 @@ registers, share the tiles of a chunk in shared memory and walk out of step; a t
 ring of buffers. Of each buffer three mbarriers tell that k, q and the gates have come, that v and the squares have, and
 that both have done with all of it. What goes to memory is turned in a tile of shared memory that a group has for
 itself, with one barrier of the group between. It takes operands and scratch of one 16-bit dtype, chunks of 64, keys up
-to 128, k as the erase key, and modes "output" and "replay".
+to 256, k as the erase key, and modes "output" and "replay".
 """
 
 from triton.experimental import gluon
@@ -35,13 +35,13 @@ from deltazoo.backends.triton.kernels.hopper import (
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
-from deltazoo.backends.triton.kernels.scan_room import BUFFERS, Memory, Stand, kind_of, room_of
+from deltazoo.backends.triton.kernels.scan_room import Memory, Stand, kind_of, room_of
 from deltazoo.backends.triton.kernels.states_hopper import load_checkpoint, load_state, put_tile, store_final
 
 
 @gluon.jit
-def next_buffer(stage, phase):
-    last = stage == BUFFERS - 1
+def next_buffer(stage, phase, kind: gl.constexpr):
+    last = stage == kind.BUFFERS - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
@@ -59,6 +59,8 @@ def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr):
     EARLY: gl.constexpr = kind.EARLY
     OUTPUT: gl.constexpr = kind.OUTPUT
     dtype: gl.constexpr = kind.dtype
+    # that the rest has come is told when the next chunk is on its way, where a buffer is free for that
+    LATE: gl.constexpr = kind.BUFFERS > 2
     h = stand.hv // (HV // H)
     column = stand.pair * 128
     MASK_V: gl.constexpr = V % 128 != 0
@@ -80,7 +82,8 @@ def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr):
             for tk in gl.static_range(NK):
                 fetch(room.q_s[tk].index(stage), q_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
         async_copy.commit_group()
-        tell(room.rest_came.index(told), 1, c > stand.first)
+        if LATE:
+            tell(room.rest_came.index(told), 1, c > stand.first)
         v_at = of_copy(v + ((row * HV + stand.hv) * V + column), HV * V)
         for half in gl.static_range(2):
             fetch(room.v_s[half].index(stage), v_at, half * 64, left, V - column - half * 64, True, MASK_V)
@@ -91,9 +94,40 @@ def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr):
                 fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(dtype), bitcast=True), False)
         async_copy.commit_group()
         tell(room.came.index(stage), 1, True)
+        if not LATE:
+            tell(room.rest_came.index(stage), 0, True)
         told = stage
-        stage, phase = next_buffer(stage, phase)
-    tell(room.rest_came.index(told), 0, stand.first < stand.last)
+        stage, phase = next_buffer(stage, phase, kind)
+    if LATE:
+        tell(room.rest_came.index(told), 0, stand.first < stand.last)
+
+
+@gluon.jit
+def read_by_tiles(S, room, state_s, stage, kind: gl.constexpr):
+    """S^T k^T and S^T q^T, a tile of 64 keys after the other, for registers do not hold S^T in 16 bits beside it. A
+    replay leaves the tiles in shared memory."""
+    NK: gl.constexpr = kind.NK
+    OUTPUT: gl.constexpr = kind.OUTPUT
+    y = gl.zeros([64, 64], gl.float32, MMA)
+    out = gl.zeros([64, 64], gl.float32, MMA)
+    for tk in gl.static_range(NK):
+        low = narrow(S[tk], kind.dtype)
+        left = gl.convert_layout(low, LEFT, assert_trivial=True)
+        if kind.DELTA:
+            k_T = room.k_s[tk].index(stage).permute((1, 0))
+            y = warpgroup_mma(left, k_T, y, use_acc=tk > 0, is_async=True)
+        if OUTPUT:
+            q_T = room.q_s[tk].index(stage).permute((1, 0))
+            out = warpgroup_mma(left, q_T, out, use_acc=tk > 0, is_async=True)
+        else:
+            state_s[tk].store(low)
+        if kind.DELTA and OUTPUT:
+            y, out, left = warpgroup_mma_wait(0, deps=[y, out, left])
+        elif kind.DELTA:
+            y, left = warpgroup_mma_wait(0, deps=[y, left])
+        elif OUTPUT:
+            out, left = warpgroup_mma_wait(0, deps=[out, left])
+    return y, out
 
 
 @gluon.jit
@@ -115,16 +149,17 @@ def walk_chunk(
     left_v = V - column
     local = (stand.first_place + c - stand.begins).to(gl.int64)
 
+    WIDE: gl.constexpr = NK > 2  # then S^T is read by tiles
     low = (narrow(S[0], dtype),)
     left = (gl.convert_layout(low[0], LEFT, assert_trivial=True),)
-    for tk in gl.static_range(NK - 1):
+    for tk in gl.static_range(0 if WIDE else NK - 1):
         low = low + (narrow(S[tk + 1], dtype),)
         left = left + (gl.convert_layout(low[tk + 1], LEFT, assert_trivial=True),)
     if OUTPUT and EVERY > 0:
         if (c > 0) & (c % EVERY == 0):
             at = memory.checkpoints + (((stand.checkpoint + c // EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
             for tk in gl.static_range(NK):
-                tile.store(low[tk])
+                tile.store(narrow(S[tk], dtype) if WIDE else low[tk])
                 put_tile(at + tk * 64, tile, K, left_v, K - tk * 64, MASK_V, tk * 64 + 64 > K)
 
     mbarrier.wait(room.came.index(stage), phase)
@@ -135,23 +170,15 @@ def walk_chunk(
         for tk in gl.static_range(NK):
             q_T = room.q_s[tk].index(stage).permute((1, 0))
             P = warpgroup_mma(room.k_s[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
-    if DELTA:
+    if DELTA and not WIDE:
         for tk in gl.static_range(NK):
             y = warpgroup_mma(left[tk], room.k_s[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
-    if OUTPUT:
+    if OUTPUT and not WIDE:
         for tk in gl.static_range(NK):
             out = warpgroup_mma(left[tk], room.q_s[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
 
-    if not OUTPUT:
-        at = memory.states + ((local * HV + stand.hv) * V + column) * K
-        rows = gl.where(c >= stand.first_kept, left_v, 0)
-        for tk in gl.static_range(NK):
-            state_s[tk].store(low[tk])
-        for tk in gl.static_range(NK):
-            put_tile(at + tk * 64, state_s[tk], K, rows, K - tk * 64, True, tk * 64 + 64 > K)
-
     if OUTPUT and not DELTA:
-        P = warpgroup_mma_wait(NK, deps=[P])
+        P = warpgroup_mma_wait(0 if WIDE else NK, deps=[P])
         i = gl.arange(0, 64, COLUMNS)[None, :]
         j = gl.arange(0, 64, ROWS)[:, None]
         if DECAY != "none":
@@ -161,6 +188,15 @@ def walk_chunk(
         P_s.index(0).store(narrow(gl.where(j + (1 if kind.READ_EARLY else 0) <= i, P * scale, 0.0), dtype))
         fence_async_shared()
         barrier()
+    if WIDE:
+        y, out = read_by_tiles(S, room, state_s, stage, kind)
+    if not OUTPUT:
+        at = memory.states + ((local * HV + stand.hv) * V + column) * K
+        rows = gl.where(c >= stand.first_kept, left_v, 0)
+        for tk in gl.static_range(0 if WIDE else NK):
+            state_s[tk].store(low[tk])
+        for tk in gl.static_range(NK):
+            put_tile(at + tk * 64, state_s[tk], K, rows, K - tk * 64, True, tk * 64 + 64 > K)
 
     # u = w v - c S0^T e,  x = T u
     mbarrier.wait(room.rest_came.index(stage), phase)
@@ -169,7 +205,8 @@ def walk_chunk(
         x *= room.w_s.index(stage).load(COLUMNS)[None, :]
     if DELTA:
         erase = room.c_s.index(stage).load(COLUMNS)
-        y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, left[0], left[NK - 1]])
+        if not WIDE:
+            y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, left[0], left[NK - 1]])
         x -= y * erase[None, :]
         SCALED: gl.constexpr = room.T_s.dtype == gl.float16
         x, left_u, up = times_inverse(x, room.T_s.index(stage).permute((1, 0)), LEFT, SCALED)
@@ -185,7 +222,8 @@ def walk_chunk(
         S0 = S
     # o = scale e^G'' S0^T q + P x
     if OUTPUT:
-        out, _, _ = warpgroup_mma_wait(1 if DELTA else 0, deps=[out, left[0], left[NK - 1]])
+        if not WIDE:
+            out, _, _ = warpgroup_mma_wait(1 if DELTA else 0, deps=[out, left[0], left[NK - 1]])
         if DECAY != "none":
             G_read = room.before_s.index(stage).load(COLUMNS) if EARLY else G
             out *= (gl.exp2(G_read) * scale)[None, :]
@@ -216,12 +254,10 @@ def walk_chunk(
         tile.permute((1, 0)).store(x_low)
         at = memory.xs + ((local * 64 * HV + stand.hv) * V + column)
         put_tile(at, tile, HV * V, gl.where(c >= stand.first_kept, 64, 0), left_v, True, MASK_V)
-    if NK == 2:
-        S_a, S_b, left_k = warpgroup_mma_wait(0, deps=[S1[0], S1[1], left_k])
-        new = (S_a, S_b)
-    else:
-        S_a, left_k = warpgroup_mma_wait(0, deps=[S1[0], left_k])
-        new = (S_a,)
+    done = warpgroup_mma_wait(0, deps=S1 + (left_k,))
+    new = (done[0],)
+    for tk in gl.static_range(NK - 1):
+        new = new + (done[tk + 1],)
     free(room.done.index(stage))
     return new
 
@@ -263,7 +299,7 @@ def walk(memory, scale, room, P_s, tile, state_s, stand, HALF: gl.constexpr, kin
     phase = 0
     for c in range(stand.first, stand.last):
         S = walk_chunk(S, memory, scale, room, P_s, tile, state_s, stage, phase, c, column, stand, HALF, kind)
-        stage, phase = next_buffer(stage, phase)
+        stage, phase = next_buffer(stage, phase, kind)
     if OUTPUT:
         if stand.is_last:
             store_final(memory.final + at_state, S, tile, K, V, left_v, NK)
@@ -285,14 +321,15 @@ def hopper_scan_kernel(
     To be launched with 4 warps, which become 12, and 168 registers a thread, which they share out anew."""
     OUTPUT: gl.constexpr = MODE == "output"
     gl.static_assert(OUTPUT or (MODE == "replay" and EVERY > 0))
-    gl.static_assert(C == 64 and BV == 128 and (K0 == 64 or K0 == 128) and K1 == 0 and K <= K0 and TERMS == 1)
+    gl.static_assert(C == 64 and BV == 128 and K <= K0 + K1 and TERMS == 1)
     gl.static_assert(not OWN and not TILED and K % 8 == 0 and V % 8 == 0)
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
     gl.static_assert(EVERY == 0 or checkpoints.dtype == k.dtype)
     gl.static_assert(OUTPUT or states.dtype == k.dtype)
     if STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
-    NK: gl.constexpr = K0 // 64
+    NK: gl.constexpr = (K0 + K1) // 64
+    BUFFERS: gl.constexpr = 3 if NK <= 2 else 2
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none"
     dtype: gl.constexpr = k.dtype.element_ty
@@ -323,7 +360,7 @@ def hopper_scan_kernel(
         checkpoint = (slot // EVERY if PACKED else n * ((chunks - 1) // EVERY)) - 1
     if wanted:
         kind: gl.constexpr = kind_of(
-            H, HV, K, V, NK, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype
+            H, HV, K, V, NK, BUFFERS, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype
         )
         T_dtype: gl.constexpr = squares.dtype.element_ty if DELTA else dtype
         room, P_s, tiles, states_s = room_of(kind, T_dtype)
@@ -338,5 +375,5 @@ def hopper_scan_kernel(
                 (copy_chunks, (q, k, v, gates, squares, room, slot, stand, kind)),
             ],
             [4, 4],
-            [232, 40],
+            [240, 24] if NK > 3 else [232, 40],
         )

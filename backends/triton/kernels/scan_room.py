@@ -7,13 +7,12 @@ from triton.experimental.gluon import language as gl
 
 from deltazoo.backends.triton.kernels.hopper import SHARED_TILE, WALKERS, allocate, barriers, ring, room_of_gates
 
-BUFFERS = gl.constexpr(3)
-
 
 class Kind(NamedTuple):
     """What is known when a kernel is compiled: heads, widths, the update as `ScanKind` has it, and what is wanted.
 
-    NK: tiles of 64 keys; WRITE: w is there; STATE: an initial state is; EARLY: reads take the gate before each token.
+    NK: tiles of 64 keys; BUFFERS: for chunks; WRITE: w is there; STATE: an initial state is; EARLY: reads take the gate
+    before each token.
     """
 
     H: Any
@@ -21,6 +20,7 @@ class Kind(NamedTuple):
     K: Any
     V: Any
     NK: Any
+    BUFFERS: Any
     DECAY: Any
     DELTA: Any
     WRITE: Any
@@ -96,6 +96,7 @@ def room_of(kind: gl.constexpr, T_dtype: gl.constexpr):
     """All of it, allocated; and of each of the two warp groups that compute a P, a tile for what comes and goes, and as
     many tiles for a state as there are columns."""
     NK: gl.constexpr = kind.NK
+    BUFFERS: gl.constexpr = kind.BUFFERS
     DELTA: gl.constexpr = kind.DELTA
     OUTPUT: gl.constexpr = kind.OUTPUT
     dtype: gl.constexpr = kind.dtype

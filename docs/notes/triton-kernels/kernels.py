@@ -1,7 +1,10 @@
-"""Times of a step and of each of its kernels: python kernels.py [LETTERS]
+"""Times of a step and of each of its kernels: python kernels.py [LETTERS] [HOPPER KERNELS...]
 
 d gated delta 8 x 4096 dense, p packed, g packed 4 x 8192 16/64, x delta without decay, a additive, r RetNet,
-1 1 x 8192 16/32, 3 1 x 32768 2/8. ms captured with L2 flushed (as perf.py), then microseconds x launches of a step.
+1 1 x 8192 16/32, 3 1 x 32768 2/8; other widths, 8 x 4096 where nothing else is said: 2 6 heads of 192/384, 0 of 200/400,
+5 of 256/512, k 8 x 2048, 32 heads of 256/256, 6 16 of 64/64, h 16 of 32/64, n 9 and w 8 of 128/256, m as Mamba-2. ms captured
+with L2 flushed (as perf.py), then microseconds x launches of a step. With names of kernels (scan replay) those are asked for
+by their code for Hopper GPUs, whatever the heuristic says.
 """
 
 import collections
@@ -12,7 +15,7 @@ import torch
 from perf import SHAPES, bench, both, inputs
 
 from deltazoo import UpdateSpec, bind
-from deltazoo.backends.triton import TritonBackend
+from deltazoo.backends.triton import TritonBackend, launch
 
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]
 JOBS = {
@@ -24,12 +27,32 @@ JOBS = {
     "r": (UpdateSpec(decay="fixed", transition="additive"), DENSE),
     "1": (GATED, SHAPES["1x8192 16/32"]),
     "3": (GATED, SHAPES["1x32768 2/8"]),
+    "2": (GATED, (8, 4096, 6, 6, None, 192, 384)),
+    "0": (GATED, (8, 4096, 6, 6, None, 200, 400)),
+    "5": (GATED, (8, 4096, 6, 6, None, 256, 512)),
+    "k": (GATED, (8, 2048, 32, 32, None, 256, 256)),
+    "6": (GATED, (8, 4096, 16, 16, None, 64, 64)),
+    "h": (GATED, (8, 4096, 16, 16, None, 32, 64)),
+    "n": (GATED, (8, 4096, 9, 9, None, 128, 256)),
+    "w": (GATED, (8, 4096, 8, 8, None, 128, 256)),
+    "m": (UpdateSpec(decay="head", transition="additive"), (8, 4096, 1, 32, None, 128, 64)),
 }
+
+
+def config_for(spec, x):
+    """The heuristic's, with the kernels that were named."""
+    operands, kind = TritonBackend()._operands(spec, x)
+    config = launch.resolve(operands, kind)
+    named = {name: getattr(config, name).model_copy(update={"hopper": True}) for name in sys.argv[2:]}
+    return config.model_copy(update=named) if named else None
+
+
 
 for letter in sys.argv[1] if len(sys.argv) > 1 else JOBS:
     began = time.time()
     spec, shape = JOBS[letter]
-    bound, x = bind(spec, TritonBackend()), inputs(spec, *shape)
+    x = inputs(spec, *shape)
+    bound = bind(spec, TritonBackend(config_for(spec, x)))
     forward = bench(lambda bound=bound, x=x: bound(x), n=15)
     x = inputs(spec, *shape, grad=True)
     step = both(bound, x, torch.randn_like(x.v))

@@ -1,7 +1,9 @@
-"""Time the triton backend beside its peers: python peers.py OUT.json [eager] [graphs] [fla] [flash_qla]
+"""Time the triton backend beside its peers: python peers.py OUT.json LETTERS BACKEND,BACKEND,... [eager] [warm]
 
-Needs a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. FlashQLA compiles for up to 40 s a shape and
-direction the first time; flash-linear-attention tunes at its first call.
+p gated delta 8 x 4096 packed, d dense, g packed 4 x 8192 16/64, 1 1 x 8192 16/32, 3 1 x 32768 2/8, x delta without decay,
+a additive, s a decode step of 64 rows. Captured in CUDA graphs, or queued if eager; warm: compiles alone. Needs a CUDA device
+and the packages fla-core, flash-qla, tilelang with nvcc. FlashQLA compiles for up to 40 s a kernel the first time, minutes
+in all; flash-linear-attention compiles for two minutes at its first call, and tunes in each process.
 """
 
 import json
@@ -15,35 +17,33 @@ from deltazoo.backends.shapes import SHAPES
 
 GATED, DELTA = UpdateSpec(decay="head", beta="head"), UpdateSpec(beta="head")
 ADDITIVE = UpdateSpec(decay="head", transition="additive")
-BOTH, DECODE = ("forward", "backward"), ("decode",)
-JOBS = [
-    (GATED, "pack_8x4096", BOTH, True),
-    (GATED, "dense_8x4096", BOTH, False),
-    (GATED, "pack_4x8192", BOTH, False),
-    (GATED, "dense_1x8192", BOTH, False),
-    (GATED, "dense_1x32768", BOTH, False),
-    (DELTA, "dense_8x4096", BOTH, False),
-    (ADDITIVE, "dense_8x4096", BOTH, False),
-    (GATED, "decode_64", DECODE, True),
-]
+JOBS = {
+    "p": (GATED, "pack_8x4096"),
+    "d": (GATED, "dense_8x4096"),
+    "g": (GATED, "pack_4x8192"),
+    "1": (GATED, "dense_1x8192"),
+    "3": (GATED, "dense_1x32768"),
+    "x": (DELTA, "dense_8x4096"),
+    "a": (ADDITIVE, "dense_8x4096"),
+    "s": (GATED, "decode_64"),
+}
 
 
 def main() -> None:
-    out, *wanted = sys.argv[1:]
-    peers = [name for name in ("fla", "flash_qla") if name in wanted] or ["fla", "flash_qla"]
+    out, letters, backends, *how = sys.argv[1:]
     found = []
-    for graphs in [name == "graphs" for name in ("eager", "graphs") if name in wanted] or [False, True]:
-        for spec, shape, directions, errors in JOBS:
-            config = BenchConfig(
-                directions=directions, device="cuda", dtype="bfloat16", seconds=1.5, graphs=graphs,
-                errors=errors and not graphs,
-            )
-            result = bench(spec, [SHAPES[shape]], ["triton", *peers], config)
-            print("graphs" if graphs else "eager", result.markdown(), flush=True)
-            found.append(json.loads(result.model_dump_json()))
-            with open(out, "w") as file:
-                json.dump(found, file)
-            torch.cuda.empty_cache()
+    for letter in letters:
+        spec, shape = JOBS[letter]
+        config = BenchConfig(
+            directions=("decode",) if letter == "s" else ("forward", "backward"), device="cuda", dtype="bfloat16",
+            seconds=0.01 if "warm" in how else 1.0, graphs=not {"eager", "warm"} & {*how}, errors=letter == "p",
+        )
+        result = bench(spec, [SHAPES[shape]], backends.split(","), config)
+        print(result.markdown(), flush=True)
+        found.append(json.loads(result.model_dump_json()))
+        with open(out, "w") as file:
+            json.dump(found, file)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

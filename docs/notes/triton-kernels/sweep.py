@@ -61,7 +61,7 @@ def jobs():
                 hopper = common | dict(UNIT=every, ERASE_EARLY=early[0], READ_EARLY=early[1], stages=1)
                 if V <= 128:
                     yield hopper | dict(module="gradients_hopper", kernel="hopper_gradients_kernel", BV=64, BK=64)
-                if K <= 128 and 32 < V and (V <= 128 or V % 128 == 0) and not early[0]:
+                if 32 < V and not early[0]:
                     scans = hopper | dict(module="scan_hopper", kernel="hopper_scan_kernel", BV=128, TILED=False, maxnreg=168)
                     for more in (dict(EVERY=every), dict(EVERY=0), dict(EVERY=every, SPLIT=32)):
                         yield scans | more | dict(MODE="output", STATE=True)
