@@ -170,6 +170,12 @@ def for_hopper(kernel: str, device: Device, problem: "Problem", C: int) -> bool:
     return problem.K in keys and (problem.V in values or problem.V in more) and problem.K % by == problem.V % by == 0
 
 
+def by_hopper(kernel: str, launch: Launch) -> Launch:
+    """The launch of a kernel by its code for Hopper GPUs, and by `launch` where that is not what runs."""
+    launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch
+    return launch.model_copy(update={"hopper": True})
+
+
 def may_replay(problem: "Problem") -> bool:
     """Whether a launch of the reverse scan for Hopper GPUs may replay the states, too: where nobody else has a share of
     a key head's gradients."""
@@ -215,16 +221,15 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
     # what those for every GPU do; more keys and odd numbers of values were not measured
-    others = () if problem.delta and problem.K <= 128 else ("prepare",)
+    others = [] if problem.delta and problem.K <= 128 else ["prepare"]
     # few values are scanned sooner by programs that take no more than those, where nothing is erased
     few = problem.V <= 64 and not problem.delta
     many = problem.K > 128 or (problem.V > 128 and problem.V % 128 != 0)
     if few or many:
-        others += ("scan", "replay")
+        others += ["scan", "replay"]
     for kernel, launch in chosen.items():
         if for_hopper(kernel, device, problem, CHUNK) and kernel not in others:
-            launch = Launch(tile=64, keys=64, stages=1) if kernel == "gradients" else launch
-            chosen[kernel] = launch.model_copy(update={"hopper": True})
+            chosen[kernel] = by_hopper(kernel, launch)
     split = _split(problem, device) if split is None else split
     if chosen["reverse"].hopper and not split and may_replay(problem) and _busy(problem, device):
         chosen["reverse"] = chosen["reverse"].model_copy(update={"replays": True})

@@ -18,6 +18,8 @@ from deltazoo.backends.triton.config import (
     Launch,
     LaunchConfig,
     Problem,
+    by_hopper,
+    for_hopper,
     heuristic,
     least_keys,
     may_replay,
@@ -83,15 +85,16 @@ def candidates(
         scratch = {0: LaunchConfig().scratch}
         replays = {s: base.reverse.model_copy(update={"replays": base.reverse.replays and not s}) for s in steps}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29), "reverse": replays[s]} for s in steps])
-    if {"gradients": base.reverse.hopper, "replay": base.reverse.replays}.get(kernel):
-        return [base]  # whose reverse scan does that, too
+    if {"gradients": base.reverse.hopper, "replay": base.reverse.replays, "prepare": not problem.delta}.get(kernel):
+        return [base]  # whose reverse scan does that, too, or where there are gates alone to prepare
     wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
     if kernel == "gradients":
         tried = [x for x in tried if least_keys(problem.kept) <= x.keys <= wide_K]
     narrow = [x for x in tried if kernel == "prepare" or x.tile <= wide_V]
     best = getattr(heuristic(problem, device, base.split), kernel)
-    narrow += [best] if best.hopper else []
+    if for_hopper(kernel, device, problem, base.chunk):  # where the heuristic does not take it, too
+        narrow.append(best if best.hopper else by_hopper(kernel, best))
     if kernel == "reverse" and best.hopper and not base.split and may_replay(problem):
         narrow.append(best.model_copy(update={"replays": not best.replays}))
     return _unique(base, [{kernel: launch} for launch in narrow])

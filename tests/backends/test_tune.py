@@ -221,16 +221,20 @@ def test_no_tile_is_wider_than_the_values():
 
 def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes():
     hopper = T900._replace(hopper=True)
-    widths = {"prepare": "K", "scan": "KV", "replay": "KV", "reverse": "KV", "gradients": "V"}
-    for kernel, bounded in widths.items():
+    never = [{"dtype": torch.float32}, {"precise": True}, {"own": True}]
+    beyond = {
+        "prepare": [],
+        "scan": [{"V": 32}, {"V": 520}],
+        "replay": [{"V": 32}, {"V": 520}],
+        "reverse": [{"V": 32}, {"V": 136}, {"K": 64}, {"K": 136}],
+        "gradients": [{"V": 136}],
+    }
+    for kernel, others in beyond.items():
         problem = problem_of(PACK, "scan")
         assert problem.dtype.itemsize == 2
         assert getattr(heuristic(problem, hopper), kernel).hopper
         assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
-        others = [{"dtype": torch.float32}, {"precise": True}, {"own": True}, *({width: 136} for width in bounded)]
-        others += [{"V": 32}] if kernel in ("scan", "replay", "reverse") else []
-        others += [{"K": 64}] if kernel == "reverse" else []
-        for other, device in [(problem, T900), *((problem._replace(**change), hopper) for change in others)]:
+        for other, device in [(problem, T900), *((problem._replace(**change), hopper) for change in never + others)]:
             assert not getattr(heuristic(other, device), kernel).hopper
             tried = candidates(kernel, other, LaunchConfig(), device)
             assert not any(getattr(config, kernel).hopper for config in tried)
@@ -239,6 +243,20 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
     assert not heuristic(few._replace(delta=False), hopper).scan.hopper
     assert heuristic(few._replace(K=32), hopper).scan.hopper
     assert heuristic(few._replace(delta=False), hopper).reverse.hopper
+
+
+@pytest.mark.parametrize(
+    ("kernel", "asked"), [("scan", {"K": 256}), ("replay", {"V": 200}), ("prepare", {"K": 192}), ("scan", {"V": 64})]
+)
+def test_the_kernel_for_a_hopper_gpu_is_tried_where_the_heuristic_does_not_take_it(kernel, asked):
+    hopper, problem = T900._replace(hopper=True), problem_of(PACK, "scan")._replace(**asked, delta="V" not in asked)
+    assert not getattr(heuristic(problem, hopper), kernel).hopper
+    assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
+
+
+def test_where_gates_alone_are_prepared_there_is_nothing_to_try():
+    additive = problem_of(PACK, "scan")._replace(delta=False)
+    assert candidates("prepare", additive, LaunchConfig(), T900._replace(hopper=True)) == [LaunchConfig()]
 
 
 def test_gradients_that_the_reverse_scan_makes_are_not_tuned():
