@@ -64,6 +64,8 @@ SPECS = {
     ),
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
 }
+# these the kernels for Hopper GPUs take; the others keep float32 states
+IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla")
 SHAPES = {
     "grouped": Shape("grouped", B=2, T=37, H=1, HV=2, K=12, V=20),
     "pack": Shape("pack", B=1, T=83, H=1, HV=2, K=16, V=16, lengths=(17, 0, 1, 65)),

@@ -1,0 +1,87 @@
+"""The kernels for Hopper GPUs against float64 on a CPU: those in Gluon by a stand-in, the others interpreted."""
+
+import sys
+
+import gluon_on_cpu
+import pytest
+import torch
+from gluon_on_cpu import PACKAGE, RAN, kernels, launcher
+from triton_cases import IN_16_BITS, INTERPRETED, SPECS, conforms
+
+from deltazoo.backends.conformance import Case
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
+from deltazoo.backends.triton.config import Device
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 as make test sets it")
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch):
+    from deltazoo.backends.triton import backward, config, launch
+
+    names = ("prepare_hopper", "scan_hopper", "walk_hopper", "replay_walk", "gradients_hopper")
+    for name, module in kernels(*names).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for module in launch, backward:
+        monkeypatch.setattr(module, "launcher", launcher(module.launcher))
+    monkeypatch.setattr(config, "device_of", lambda index: Device("a Hopper GPU", 4, 232448, hopper=True))
+
+
+ONCE = Launch(tile=64, hopper=True)
+PREPARE = {"prepare": Launch(tile=16, stages=1, hopper=True)}
+SCANS = PREPARE | {"scan": ONCE, "replay": ONCE}
+WALK = SCANS | {"reverse": ONCE}
+AT_ONCE = WALK | {"reverse": Launch(tile=64, hopper=True, replays=True)}
+GRADIENTS = {"gradients": Launch(tile=64, keys=64, stages=1, hopper=True)}
+BY_SCANS = ["hopper_prepare_kernel", "hopper_scan_kernel"]
+BY_WALK = [*BY_SCANS, "hopper_walk_kernel"]
+IN_ONE = [*BY_SCANS, "hopper_backward_kernel"]
+PACK = (70, 0, 1, 64)
+WAYS = {
+    "prepare": (PREPARE, Shape("pack", 1, 135, 1, 2, 72, 16, lengths=PACK), BY_SCANS[:1]),
+    "scans": (SCANS, Shape("short", 1, 150, 1, 2, 128, 128), BY_SCANS),
+    "three tiles of keys": (SCANS, Shape("short", 1, 150, 1, 1, 192, 64), BY_SCANS),
+    "four tiles of keys": (SCANS, Shape("pack", 1, 135, 1, 1, 200, 136, lengths=PACK), BY_SCANS),
+    "walk": (WALK, Shape("pack", 1, 135, 1, 2, 104, 72, lengths=PACK), BY_WALK),
+    "walk of tiles": (WALK, Shape("short", 1, 100, 1, 1, 128, 256), BY_WALK),
+    "at once": (AT_ONCE, Shape("short", 1, 300, 2, 2, 128, 128), IN_ONE),
+    "packs at once": (AT_ONCE, Shape("pack", 1, 135, 1, 1, 104, 72, lengths=PACK), IN_ONE),
+    "gradients": (GRADIENTS, Shape("short", 1, 100, 1, 2, 72, 104), ["hopper_gradients_kernel"]),
+}
+REGIMES = ("ordinary", "decays", "parallel", "no state")
+CASES = [(way, name, REGIMES[(i + j) % 4]) for i, way in enumerate(WAYS) for j, name in enumerate(IN_16_BITS)]
+
+
+@pytest.mark.parametrize(("way", "name", "regime"), CASES)
+def test_every_kernel_and_spec(way, name, regime):
+    change, shape, wanted = WAYS[way]
+    how = {"state": "none"} if regime == "no state" else {"regime": regime}
+    RAN.clear()
+    conforms(
+        TritonBackend(LaunchConfig(every=2, scratch=2**20, **change)), Case(SPECS[name], shape, torch.float16, **how)
+    )
+    gates_alone = SPECS[name].transition == "additive"  # for these are no squares to prepare
+    assert {*RAN} == {kernel for kernel in wanted if not (gates_alone and kernel == "hopper_prepare_kernel")}
+
+
+@pytest.mark.parametrize(("by", "V"), [(WALK, 72), (SCANS, 136)], ids=["walk", "scans"])
+def test_parts(by, V):
+    shape = Shape("parts", 1, 400, 1, 1, 72, V)
+    conforms(TritonBackend(LaunchConfig(every=2, split=4, **by)), Case(SPECS["gated delta"], shape, torch.float16))
+
+
+@pytest.mark.parametrize("wrong", ["number", "place", "barrier"])
+def test_the_stand_in_tells_what_is_wrong(monkeypatch, wrong):
+    scan = sys.modules[f"{PACKAGE}.scan_hopper"]
+    narrow, put_tile = scan.narrow, scan.put_tile
+    name, instead, told = {
+        "number": ("narrow", lambda x, dtype: narrow(x * 1.05, dtype), "above"),
+        "place": ("put_tile", lambda base, *rest: put_tile(base + 2**24, *rest), "addresses are of no tensor"),
+        "barrier": ("free", lambda done: None, "a barrier was waited for in vain"),
+    }[wrong]
+    monkeypatch.setattr(scan, name, instead)
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5 if wrong == "barrier" else gluon_on_cpu.PATIENCE)
+    shape = Shape("of more chunks than buffers", 1, 300, 1, 1, 128, 128)
+    with pytest.raises(AssertionError, match=told):
+        conforms(TritonBackend(LaunchConfig(every=2, **SCANS)), Case(SPECS["gated delta"], shape, torch.float16))
