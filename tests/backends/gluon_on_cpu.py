@@ -1,7 +1,8 @@
 """Runs the kernels in Gluon on a CPU, a program at a time, so that what they compute can be checked without a GPU.
 
-It knows what operations mean, not how they are done: layouts are nothing, copies come at once, products are done when
-they begin. The partitions of a program are threads, and barriers are waited for. A load or a store that is not of any
+It knows what operations mean, not how they are done: layouts are nothing. What is asynchronous, a copy or a product, is
+done as soon as it may be, or as late (`Timing`), of what lies in shared memory then; to read a product that is under
+way raises. The partitions of a program are threads, and barriers are waited for. A load or a store that is not of any
 tensor raises, and shared memory is no number until it is written.
 """
 
@@ -46,6 +47,12 @@ DTYPES = {
     for name in ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "bool")
 }
 BY_TORCH = {dtype.of: dtype for dtype in DTYPES.values()}
+
+
+class Timing:
+    """When what is asynchronous is done: late is where it is waited for, else where it begins."""
+
+    late = False
 
 
 def raw(x):
@@ -101,6 +108,22 @@ class Array:
 
     def __sub__(self, other):
         return self._moved(other, -1) if self.pointer else Array(self.x - raw(other))
+
+
+class Product(Array):
+    """A product that is under way until it is waited for; it may be added to meanwhile."""
+
+    def __init__(self, compute):
+        self.compute, self.pointer, self.waited = compute, None, False
+        self.sum = None if Timing.late else compute()
+
+    @property
+    def x(self):
+        assert self.waited, "a product that is under way was read"
+        return self.sum
+
+    def finish(self):
+        self.sum, self.waited = self.compute() if self.sum is None else self.sum, True
 
 
 def _operator(name):
@@ -174,7 +197,10 @@ class Program:
 
 class _Here(threading.local):
     program = None
-    threads = 0
+
+    def begin(self, program, threads):
+        self.program, self.threads = program, threads
+        self.copies, self.groups, self.products = [], [], []
 
 
 HERE = _Here()
@@ -214,7 +240,23 @@ def store(pointer, value, mask=True, **_):
 
 
 def copy(shared, pointer, mask=True):
-    shared.x.copy_(load(pointer, mask).x.expand(shared.x.shape))
+    def come():
+        shared.x.copy_(load(pointer, mask).x.expand(shared.x.shape))
+
+    HERE.copies.append(come)
+    if not Timing.late:
+        HERE.copies.pop()()
+
+
+def commit_group():
+    HERE.groups.append(HERE.copies)
+    HERE.copies = []
+
+
+def wait_group(under_way):
+    while len(HERE.groups) > under_way:
+        for come in HERE.groups.pop(0):
+            come()
 
 
 def where(condition, x, y):
@@ -223,12 +265,21 @@ def where(condition, x, y):
 
 
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
-    assert a.x.dtype == b.x.dtype and a.x.dtype.itemsize == 2, (a.x.dtype, b.x.dtype)
-    product = a.x.float() @ b.x.float()
-    return Array(product + acc.x if use_acc else product)
+    def compute():
+        assert a.x.dtype == b.x.dtype and a.x.dtype.itemsize == 2, (a.x.dtype, b.x.dtype)
+        product = a.x.float() @ b.x.float()
+        return product + (acc.sum if isinstance(acc, Product) else acc.x) if use_acc else product
+
+    found = Product(compute)
+    HERE.products.append(found)
+    if not is_async:
+        warpgroup_mma_wait(0)
+    return found
 
 
 def warpgroup_mma_wait(outstanding=0, deps=()):
+    while len(HERE.products) > outstanding:
+        HERE.products.pop(0).finish()
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
@@ -251,7 +302,7 @@ def warp_specialize(partitions, warps, registers):
     program, failures = HERE.program, []
 
     def run(function, args, threads):
-        HERE.program, HERE.threads = program, threads
+        HERE.begin(program, threads)
         try:
             function(*args)
         except BaseException as error:
@@ -388,7 +439,7 @@ def _modules():
         return found
 
     async_copy = module(
-        "async_copy", async_copy_global_to_shared=copy, commit_group=lambda: None, wait_group=lambda n: None,
+        "async_copy", async_copy_global_to_shared=copy, commit_group=commit_group, wait_group=wait_group,
         mbarrier_arrive=lambda barrier, increment_count=True: arrive(barrier, HERE.threads),
     )  # fmt: skip
     mbarrier = module("mbarrier", MBarrierLayout=_Layout, init=init_barrier, wait=wait, arrive=arrive)
@@ -484,7 +535,7 @@ def launcher(otherwise):
                 pointers = [None if x is None else Array(x.data_ptr(), Pointer(BY_TORCH[x.dtype])) for x in tensors]
                 given = [Array(torch.tensor(n)) for n in numbers]
                 for pid in range(programs):
-                    HERE.program, HERE.threads = Program(pid, programs, warps), 32 * warps
+                    HERE.begin(Program(pid, programs, warps), 32 * warps)
                     kernel(*pointers, *given, *map(_of_triton, constants))
 
         return go

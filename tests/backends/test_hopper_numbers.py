@@ -5,7 +5,7 @@ import sys
 import gluon_on_cpu
 import pytest
 import torch
-from gluon_on_cpu import PACKAGE, RAN, kernels, launcher
+from gluon_on_cpu import PACKAGE, RAN, Timing, kernels, launcher
 from triton_cases import IN_16_BITS, INTERPRETED, SPECS, conforms
 
 from deltazoo.backends.conformance import Case
@@ -50,11 +50,16 @@ WAYS = {
     "gradients": (GRADIENTS, Shape("short", 1, 100, 1, 2, 72, 104), ["hopper_gradients_kernel"]),
 }
 REGIMES = ("ordinary", "decays", "parallel", "no state")
-CASES = [(way, name, REGIMES[(i + j) % 4]) for i, way in enumerate(WAYS) for j, name in enumerate(IN_16_BITS)]
+CASES = [
+    (way, name, REGIMES[(i + j) % 4], (i + j // 4) % 2 == 0)
+    for i, way in enumerate(WAYS)
+    for j, name in enumerate(IN_16_BITS)
+]
 
 
-@pytest.mark.parametrize(("way", "name", "regime"), CASES)
-def test_every_kernel_and_spec(way, name, regime):
+@pytest.mark.parametrize(("way", "name", "regime", "late"), CASES)
+def test_every_kernel_and_spec(monkeypatch, way, name, regime, late):
+    monkeypatch.setattr(Timing, "late", late)
     change, shape, wanted = WAYS[way]
     how = {"state": "none"} if regime == "no state" else {"regime": regime}
     RAN.clear()
@@ -71,17 +76,20 @@ def test_parts(by, V):
     conforms(TritonBackend(LaunchConfig(every=2, split=4, **by)), Case(SPECS["gated delta"], shape, torch.float16))
 
 
-@pytest.mark.parametrize("wrong", ["number", "place", "barrier"])
+@pytest.mark.parametrize("wrong", ["number", "place", "barrier", "product", "copy"])
 def test_the_stand_in_tells_what_is_wrong(monkeypatch, wrong):
     scan = sys.modules[f"{PACKAGE}.scan_hopper"]
-    narrow, put_tile = scan.narrow, scan.put_tile
+    narrow, put_tile, tell = scan.narrow, scan.put_tile, scan.tell
     name, instead, told = {
         "number": ("narrow", lambda x, dtype: narrow(x * 1.05, dtype), "above"),
         "place": ("put_tile", lambda base, *rest: put_tile(base + 2**24, *rest), "addresses are of no tensor"),
         "barrier": ("free", lambda done: None, "a barrier was waited for in vain"),
+        "product": ("warpgroup_mma_wait", lambda outstanding, deps: tuple(deps), "under way was read"),
+        "copy": ("tell", lambda came, under_way, wanted: tell(came, under_way + 1, wanted), "error nan"),
     }[wrong]
     monkeypatch.setattr(scan, name, instead)
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5 if wrong == "barrier" else gluon_on_cpu.PATIENCE)
+    monkeypatch.setattr(Timing, "late", True)
     shape = Shape("of more chunks than buffers", 1, 300, 1, 1, 128, 128)
     with pytest.raises(AssertionError, match=told):
         conforms(TritonBackend(LaunchConfig(every=2, **SCANS)), Case(SPECS["gated delta"], shape, torch.float16))
