@@ -161,10 +161,10 @@ def device_of(index: int | None) -> Device:
 
 
 def for_hopper(kernel: str, device: Device, problem: "Problem", C: int) -> bool:
-    """Whether the kernel for Hopper GPUs takes a problem: operands, and what the backward keeps, of the same 16 bits,
-    no erase key of its own, chunks of 64 tokens, and such keys and values a head as HOPPER_WIDTHS says."""
+    """Whether there is a kernel for Hopper GPUs that takes a problem: operands, and what the backward keeps, of the
+    same 16 bits, no erase key of its own, chunks of 64 tokens, and keys and values a head as HOPPER_WIDTHS says."""
     alike = problem.dtype == problem.kept and problem.dtype.itemsize == 2
-    if not device.hopper or not alike or problem.own or C != 64:
+    if kernel not in HOPPER_WIDTHS or not device.hopper or not alike or problem.own or C != 64:
         return False
     keys, values, by, more = HOPPER_WIDTHS[kernel]
     return problem.K in keys and (problem.V in values or problem.V in more) and problem.K % by == problem.V % by == 0

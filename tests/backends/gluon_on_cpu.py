@@ -7,6 +7,7 @@ tensor raises, and shared memory is no number until it is written.
 """
 
 import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -186,7 +187,7 @@ class Barrier:
 
 
 class Program:
-    """What a program of the grid that runs has: its number, barriers, and how many threads its partitions have."""
+    """What a program of the grid that runs has: its number, its warps, its barriers, and what failed in a partition."""
 
     def __init__(self, pid, programs, warps):
         self.pid, self.programs, self.warps = pid, programs, warps
@@ -499,8 +500,11 @@ PTX = {
 PACKAGE = "deltazoo.backends.triton.kernels"
 
 
+@functools.cache
 def kernels(*names: str) -> dict[str, types.ModuleType]:
-    """The modules of kernels of these names, as they run here, by their full names."""
+    """The modules of kernels of these names, as they run here, by their full names; the package is left as it was."""
+    package = importlib.import_module(PACKAGE)
+    attributes = dict(vars(package))
     ours = {name for name in sys.modules if name.startswith(PACKAGE + ".")}
     kept = {name: sys.modules.pop(name) for name in ours}
     stand_ins = _modules()
@@ -514,6 +518,8 @@ def kernels(*names: str) -> dict[str, types.ModuleType]:
         for name in [n for n in sys.modules if n.startswith(PACKAGE + ".") or n in stand_ins]:
             del sys.modules[name]
         sys.modules.update(kept)
+        vars(package).clear()
+        vars(package).update(attributes)
 
 
 def _of_triton(constant):

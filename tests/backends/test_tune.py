@@ -254,6 +254,14 @@ def test_the_kernel_for_a_hopper_gpu_is_tried_where_the_heuristic_does_not_take_
     assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
 
 
+def test_decode_is_tuned_on_a_hopper_gpu_as_anywhere():
+    hopper, problem = T900._replace(hopper=True), problem_of(PACK, "decode")
+    assert problem.dtype.itemsize == 2
+    tried = candidates("decode", problem, LaunchConfig(), hopper)
+    assert tried == candidates("decode", problem, LaunchConfig(), T900)
+    assert len(tried) > 1
+
+
 def test_where_gates_alone_are_prepared_there_is_nothing_to_try():
     additive = problem_of(PACK, "scan")._replace(delta=False)
     assert candidates("prepare", additive, LaunchConfig(), T900._replace(hopper=True)) == [LaunchConfig()]

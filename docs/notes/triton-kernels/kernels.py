@@ -16,6 +16,7 @@ from perf import SHAPES, bench, both, inputs
 
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.triton import TritonBackend, launch
+from deltazoo.backends.triton.config import by_hopper
 
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]
 JOBS = {
@@ -43,7 +44,7 @@ def config_for(spec, x):
     """The heuristic's, with the kernels that were named."""
     operands, kind = TritonBackend()._operands(spec, x)
     config = launch.resolve(operands, kind)
-    named = {name: getattr(config, name).model_copy(update={"hopper": True}) for name in sys.argv[2:]}
+    named = {name: by_hopper(name, getattr(config, name)) for name in sys.argv[2:]}
     return config.model_copy(update=named) if named else None
 
 
