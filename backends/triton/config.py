@@ -191,14 +191,13 @@ class Widths(NamedTuple):
     more: range = range(0)
 
 
-_ANY, _NARROW, _TILES = range(1, 2**31), range(1, 129), range(256, 513, 128)
-_KEYS = range(1, 257)
+_ANY, _KEYS, _TILES = range(1, 2**31), range(1, 257), range(256, 513, 128)
 HOPPER_WIDTHS = {
     "prepare": Widths(_KEYS, _ANY),
     "scan": Widths(_KEYS, range(33, 513), 8),
     "replay": Widths(_KEYS, range(33, 513), 8),
     "reverse": Widths(range(65, 129), range(33, 129), 8, _TILES),
-    "gradients": Widths(_ANY, _NARROW),
+    "gradients": Widths(_ANY, range(1, 513)),
 }
 
 
@@ -220,13 +219,15 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
-    # what those for every GPU do; more keys and odd numbers of values were not measured
+    # what those for every GPU do; more keys, odd numbers of values, and gradients of many were not measured
     others = [] if problem.delta and problem.K <= 128 else ["prepare"]
     # few values are scanned sooner by programs that take no more than those, where nothing is erased
     few = problem.V <= 64 and not problem.delta
     many = problem.K > 128 or (problem.V > 128 and problem.V % 128 != 0)
     if few or many:
         others += ["scan", "replay"]
+    if problem.V > 128:
+        others += ["gradients"]
     for kernel, launch in chosen.items():
         if for_hopper(kernel, device, problem, CHUNK) and kernel not in others:
             chosen[kernel] = by_hopper(kernel, launch)

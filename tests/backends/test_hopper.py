@@ -103,9 +103,10 @@ def test_scans_of_more_keys_compile_as_they_are_asked_for(compiler, delta, K, V)
     problem = Problem("cuda", torch.bfloat16, 2, 200, 2, 4, K, V, delta, False, True, K == 200)
     scan, found = Launch(tile=64, hopper=True), heuristic(problem, DEVICE)
     prepare = found.prepare.model_copy(update={"hopper": True})
-    config = found.model_copy(update={"prepare": prepare, "scan": scan, "replay": scan})
-    wanted = ([PREPARE] if delta else []) + SCANS[:2] + ([GRADIENTS] if V <= 128 else [])
-    assert compile_all(compiler, problem, config, early=K == 256) == wanted
+    gradients = Launch(tile=64, keys=64, stages=1, hopper=True)
+    asked = {"prepare": prepare, "scan": scan, "replay": scan, "gradients": gradients}
+    wanted = ([PREPARE] if delta else []) + SCANS[:2] + [GRADIENTS]
+    assert compile_all(compiler, problem, found.model_copy(update=asked), early=K == 256) == wanted
 
 
 def compile_all(compiler, problem, config, early):

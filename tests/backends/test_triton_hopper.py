@@ -43,8 +43,7 @@ def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
 
 
 AT_ONCE = {"reverse": Launch(tile=64, hopper=True, replays=True)}
-OTHERWISE = {"gradients": Launch(tile=64, keys=64)}  # those for Hopper take up to 128 values
-SCANS = {"reverse": Launch(tile=64)} | OTHERWISE  # that for Hopper takes up to 128 keys
+SCANS = {"reverse": Launch(tile=64)}  # the one for Hopper takes 65 to 128 keys
 WALKS = {
     "a token beyond a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "in one": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
@@ -55,17 +54,18 @@ WALKS = {
         AT_ONCE | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
     ),
     "few values": ({}, Shape("few", B=2, T=330, H=1, HV=2, K=104, V=40)),
-    "few keys": ({"reverse": Launch(tile=64)}, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
-    "fewer keys": ({"reverse": Launch(tile=64), "every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
+    "few keys": (SCANS, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
+    "fewer keys": (SCANS | {"every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
     "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
     "three tiles of keys": (SCANS, Shape("more keys", B=2, T=330, H=1, HV=2, K=192, V=384)),
     "four tiles of keys": (SCANS | {"every": 4}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)),
     "parts of keys": (
-        SCANS | {"split": 16}, Shape("wide pack", B=1, T=1300, H=1, HV=2, K=200, V=200, lengths=(190, 0, 1, 64, 1045))
+        SCANS | {"split": 16},
+        Shape("wide pack", B=1, T=1300, H=1, HV=2, K=200, V=200, lengths=(190, 0, 1, 64, 1045)),
     ),
-    "tiles of values": (OTHERWISE, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
+    "tiles of values": ({}, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
     "parts of tiles": (
-        OTHERWISE | {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))
+        {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))
     ),
 }  # fmt: skip
 

@@ -227,7 +227,7 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
         "scan": [{"V": 32}, {"V": 520}],
         "replay": [{"V": 32}, {"V": 520}],
         "reverse": [{"V": 32}, {"V": 136}, {"K": 64}, {"K": 136}],
-        "gradients": [{"V": 136}],
+        "gradients": [{"V": 520}],
     }
     for kernel, others in beyond.items():
         problem = problem_of(PACK, "scan")
@@ -246,7 +246,14 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
 
 
 @pytest.mark.parametrize(
-    ("kernel", "asked"), [("scan", {"K": 256}), ("replay", {"V": 200}), ("prepare", {"K": 192}), ("scan", {"V": 64})]
+    ("kernel", "asked"),
+    [
+        ("scan", {"K": 256}),
+        ("replay", {"V": 200}),
+        ("prepare", {"K": 192}),
+        ("scan", {"V": 64}),
+        ("gradients", {"V": 256}),
+    ],
 )
 def test_the_kernel_for_a_hopper_gpu_is_tried_where_the_heuristic_does_not_take_it(kernel, asked):
     hopper, problem = T900._replace(hopper=True), problem_of(PACK, "scan")._replace(**asked, delta="V" not in asked)

@@ -2,9 +2,9 @@
 
 A program there waits for its tiles three times, and again for the gates. Here each tile has a buffer of its own in
 shared memory, all copies are under way before the first product, and products take most operands from where they were
-copied to. Reads (q, do) and erases (k, du) are products of their own, and not rows of one: so the three rows of a token
-are in the same threads. It takes operands and scratch of one 16-bit dtype, chunks of 64, values up to 128, and k as the
-erase key.
+copied to; of more than 128 values, whose tiles have two buffers by turns, those of the first. Reads (q, do) and erases
+(k, du) are products of their own, and not rows of one: so the three rows of a token are in the same threads. It takes
+operands and scratch of one 16-bit dtype, chunks of 64, values up to 512, and k as the erase key.
 """
 
 from triton.experimental import gluon
@@ -31,9 +31,28 @@ from deltazoo.backends.triton.kernels.hopper import (
     sequence_of_place,
     widen,
 )
-from deltazoo.backends.triton.kernels.layout import chunk_of_sequence, held_off, places_a_sequence
+from deltazoo.backends.triton.kernels.layout import chunk_of_sequence, held_off, hidden_zero, places_a_sequence
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def fetch_values(
+    buffers, places, tv: gl.constexpr, left, column, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr
+):  # fmt: skip
+    """Copy a tile of 64 values of do, du, x, S^T and dS'^T to a buffer, those of 64 keys from `column` on."""
+    do_s, du_s, x_s, S_s, dS_s = buffers
+    do_at, du_at, x_at, S_at, dS_at = places
+    NARROW_V: gl.constexpr = V % 64 != 0
+    NARROW_K: gl.constexpr = K % 64 != 0
+    at: gl.constexpr = tv % len(do_s)
+    fetch(do_s[at], do_at, tv * 64, left, V - tv * 64, True, NARROW_V)
+    if DELTA:
+        fetch(du_s[at], du_at, tv * 64, left, V - tv * 64, True, NARROW_V)
+    fetch(x_s[at], x_at, tv * 64, left, V - tv * 64, not DELTA, NARROW_V)
+    fetch(S_s[at], S_at, tv * 64 * K, V - tv * 64, K - column, NARROW_V, NARROW_K)
+    fetch(dS_s[at], dS_at, tv * 64 * K, V - tv * 64, K - column, NARROW_V, NARROW_K)
+    async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])
@@ -47,12 +66,13 @@ def hopper_gradients_kernel(
     SHARED: gl.constexpr, LEAST: gl.constexpr, UNIT: gl.constexpr, PREC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head, tile of 64 keys); values in tiles of 64, zeros beyond V."""
-    gl.static_assert(C == 64 and BK == 64 and V <= 128 and not OWN)
+    gl.static_assert(C == 64 and BK == 64 and V <= 512 and not OWN)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
     GATE_ROWS: gl.constexpr = 4 if EARLY else 3
     NK: gl.constexpr = (K + BK - 1) // BK
     NV: gl.constexpr = (V + 63) // 64
+    NB: gl.constexpr = min(NV, 2)  # buffers
     GROUP: gl.constexpr = HV // H
     dtype: gl.constexpr = states.dtype.element_ty
     pid = gl.program_id(0)
@@ -76,12 +96,11 @@ def hopper_gradients_kernel(
         local_value = (local.to(gl.int64) * C * HV + hv) * V
         du_value = value if SHARED else local_value
 
-        S_s = allocate(dtype, NV)
-        dS_s = allocate(dtype, NV)
-        x_s = allocate(dtype, NV)
-        do_s = allocate(dtype, NV)
-        if DELTA:
-            du_s = allocate(dtype, NV)
+        S_s = allocate(dtype, NB)
+        dS_s = allocate(dtype, NB)
+        x_s = allocate(dtype, NB)
+        do_s = allocate(dtype, NB)
+        du_s = allocate(dtype, NB) if DELTA else do_s
         q_s = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
         k_s = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
         G_s = gl.allocate_shared_memory(gl.float32, [C], SHARED_LINE)
@@ -97,24 +116,20 @@ def hopper_gradients_kernel(
         if WRITE and not DELTA:
             w_s = gl.allocate_shared_memory(gl.float32, [C], SHARED_LINE)
             async_copy.async_copy_global_to_shared(w_s, of_chunk + 2 * C + gl.arange(0, C, LINE))
-        NARROW_V: gl.constexpr = V % 64 != 0
         NARROW_K: gl.constexpr = K % 64 != 0
         do_at = of_copy(do + value, HV * V)
         if DELTA:
             du_at = of_copy(du + du_value, HV * V)
             x_at = of_copy(xs + local_value, HV * V)
         else:
+            du_at = do_at
             x_at = of_copy(v + value, HV * V)
         S_at = of_copy(states + scratch * V * K + column, K)
         dS_at = of_copy(dstates + scratch * V * K + column, K)
-        for tv in gl.static_range(NV):
-            fetch(do_s[tv], do_at, tv * 64, left, V - tv * 64, True, NARROW_V)
-            if DELTA:
-                fetch(du_s[tv], du_at, tv * 64, left, V - tv * 64, True, NARROW_V)
-            fetch(x_s[tv], x_at, tv * 64, left, V - tv * 64, not DELTA, NARROW_V)
-            fetch(S_s[tv], S_at, tv * 64 * K, V - tv * 64, K - column, NARROW_V, NARROW_K)
-            fetch(dS_s[tv], dS_at, tv * 64 * K, V - tv * 64, K - column, NARROW_V, NARROW_K)
-            async_copy.commit_group()
+        buffers = (do_s, du_s, x_s, S_s, dS_s)
+        places = (do_at, du_at, x_at, S_at, dS_at)
+        for tv in gl.static_range(NB):
+            fetch_values(buffers, places, tv, left, column, K, V, DELTA)
         fetch(k_s, of_copy(k + key, H * K), 0, left, K - column, True, NARROW_K)
         fetch(q_s, of_copy(q + key, H * K), 0, left, K - column, True, NARROW_K)
         async_copy.commit_group()
@@ -132,16 +147,17 @@ def hopper_gradients_kernel(
         dk_stored = gl.zeros([C, BK], gl.float32, MMA)
         kept = gl.zeros([64, 16], gl.float32, PIECE)
         for tv in gl.static_range(NV):
-            async_copy.wait_group(NV - tv)
+            # those of k and q are under way, too, of the first tiles, and those of the next tile
+            async_copy.wait_group((1 if tv < NB else 0) + (1 if tv + 1 < NV else 0))
             fence_async_shared()
-            S_t = S_s[tv]
-            dS_t = dS_s[tv]
-            x_t = x_s[tv]
-            do_t = do_s[tv]
+            S_t = S_s[tv % NB]
+            dS_t = dS_s[tv % NB]
+            x_t = x_s[tv % NB]
+            do_t = do_s[tv % NB]
             inter_q = warpgroup_mma(do_t, S_t, inter_q, is_async=True)
             intra_q = warpgroup_mma(do_t, x_t.permute((1, 0)), intra_q, is_async=True)
             if DELTA:
-                du_t = du_s[tv]
+                du_t = du_s[tv % NB]
                 inter_e = warpgroup_mma(du_t, S_t, inter_e, is_async=True)
                 intra_e = warpgroup_mma(du_t, x_t.permute((1, 0)), intra_e, is_async=True)
             dk_stored = warpgroup_mma(x_t, dS_t, dk_stored, is_async=True)
@@ -150,6 +166,14 @@ def hopper_gradients_kernel(
                     S_p = S_t.slice(piece * 16, 16, dim=1).load(PIECE)
                     dS_p = dS_t.slice(piece * 16, 16, dim=1).load(PIECE)
                     kept += widen(S_p) * widen(dS_p)
+            if tv + NB < NV:
+                inter_q, intra_q, inter_e, intra_e, dk_stored = warpgroup_mma_wait(
+                    0, deps=[inter_q, intra_q, inter_e, intra_e, dk_stored]
+                )
+                barrier()  # all have done with the buffer
+                far = hidden_zero(c, 25 + tv) * 64
+                moved = (do_at + far, du_at + far, x_at + far, S_at + far, dS_at + far)
+                fetch_values(buffers, moved, tv + NB, left, column, K, V, DELTA)
         if DELTA:
             inter_q, intra_q, inter_e, intra_e, dk_stored = warpgroup_mma_wait(
                 0, deps=[inter_q, intra_q, inter_e, intra_e, dk_stored]

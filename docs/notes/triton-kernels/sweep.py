@@ -59,7 +59,7 @@ def jobs():
         if dtype != "fp32" and terms == 1 and not own:
             for early in itertools.product((False, True), repeat=2) if delta else ((False, False), (False, True)):
                 hopper = common | dict(UNIT=every, ERASE_EARLY=early[0], READ_EARLY=early[1], stages=1)
-                if V <= 128:
+                if V <= 512:
                     yield hopper | dict(module="gradients_hopper", kernel="hopper_gradients_kernel", BV=64, BK=64)
                 if 32 < V and not early[0]:
                     scans = hopper | dict(module="scan_hopper", kernel="hopper_scan_kernel", BV=128, TILED=False, maxnreg=168)
