@@ -102,7 +102,7 @@ def backward(
     d = Gradients.empty(x, kind)
     carry = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
     work = _Work(x, kind, s, config, prepared, checkpoints, do, carry, _Sums(x, kind, s, config), d)
-    if config.reverse.replays and s.N * config.every <= places:
+    if config.reverse.replays and places >= s.N:
         _give(carry, dfinal)
         _replay_and_walk(work)
     else:
@@ -257,21 +257,21 @@ def _walk(work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None) -> On
 
 
 def _replay_and_walk(work: _Work) -> None:
-    """All segments in one launch, where each program has a sequence and head to itself."""
+    """All segments in one launch, where each program has a sequence and head to itself. What it keeps of a chunk lies
+    where the chunk's gradients will, but for the state before a sequence's last chunk."""
     from deltazoo.backends.triton.kernels.replay_walk import hopper_backward_kernel
 
     x, kind, s, config, prepared, checkpoints, do, carry, sums, d = work
-    every = config.every
-    scratch = _Scratch(x, kind, s, s.N * every, d.v, together=True)
+    spare = empty(x.q, s.N, 128, s.H, s.K, dtype=kind.kept(x.q.dtype))
     go = launcher(
         hopper_backward_kernel,
         (
-            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.squares, x.state, checkpoints, carry, scratch.states,
-            scratch.xs, d.q, d.k, d.v, sums.dgates, sums.kepts, x.cu_seqlens,
+            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.squares, x.state, checkpoints, carry, spare,
+            d.q, d.k, d.v, sums.dgates, sums.kepts, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
-            kind.read_early, s.packed, kind.shares(x), x.state is not None, every, kind.least(x.q.dtype),
+            kind.read_early, s.packed, kind.shares(x), x.state is not None, config.every, kind.least(x.q.dtype),
         ),
         warps=8,
         registers=SHARED_OUT,

@@ -23,8 +23,8 @@ class Launch(BaseModel):
             tiles and warps of its own; the scans still take the rest for what parts hand on. That of reverse makes the
             gradients, too, and nothing is launched for them.
         replays: in that launch of reverse the states are replayed, too, and nothing is launched for it either, where
-            `LaunchConfig.scratch` holds a checkpoint's chunks of every sequence. Not with grouped heads,
-            with more than 128 values, nor by parts.
+            `LaunchConfig.scratch` holds a chunk of every sequence. Not with grouped heads, with more than 128 values,
+            nor by parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -102,15 +102,33 @@ def test_narrow_keys_and_values_conform(K, V, transition):
     ],
 )
 def test_the_backward_is_one_launch_where_it_keeps_a_hopper_gpu_busy(heads, backward):
-    device = torch.cuda.get_device_properties(0)
-    if (device.major, device.multi_processor_count) != (9, 132):
-        pytest.skip(f"needs a Hopper GPU of 132 processors, got {device.name}")
+    needs_132_processors()
     x = draw(Case(GATED, Shape("busy", 4, 130, heads, heads, 128, 128), torch.bfloat16), "cuda")
     leaves(x)
     with watch() as seen:
         step(x)
     kernels = ["hopper_prepare_kernel", "hopper_scan_kernel", *backward, "gate_gradients_kernel"]
     assert seen.kernels == {name: kernels.count(name) for name in kernels}
+
+
+def test_that_launch_keeps_states_where_the_gradients_will_be():
+    needs_132_processors()
+    x = draw(Case(GATED, Shape("busy", 4, 1024, 33, 33, 128, 128), torch.bfloat16), "cuda")
+    taken = leaves(x)
+    out = bind(GATED, TritonBackend())(x)
+    given = [torch.ones_like(out.o), torch.ones_like(out.state)]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad([out.o, out.state], taken, given)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 1.2 * sum(d.nbytes for d in gradients)  # a segment's states and x would be 0.9 times as much again
+
+
+def needs_132_processors() -> None:
+    device = torch.cuda.get_device_properties(0)
+    if (device.major, device.multi_processor_count) != (9, 132):
+        pytest.skip(f"needs a Hopper GPU of 132 processors, got {device.name}")
 
 
 @pytest.mark.parametrize("power", [-60, 60])

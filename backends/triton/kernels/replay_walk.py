@@ -1,8 +1,8 @@
 """The whole backward of a sequence and head in one program, for Hopper GPUs, in Gluon.
 
 Segment after segment, the last first, it replays the states from a checkpoint, then walks back as walk_hopper.py does.
-What it keeps of a segment lies at the same addresses for each, so that it stays in the cache. It takes what
-walk_hopper.py takes, with a key head for each value head, and sequences in one part.
+What it keeps of a chunk lies where the chunk's gradients will: x in the rows of dv, and of S^T 64 rows in those of dq,
+64 in those of dk. It takes what walk_hopper.py takes, with a key head for each value head, and sequences in one part.
 """
 
 from triton.experimental import gluon
@@ -19,22 +19,26 @@ from deltazoo.backends.triton.kernels.hopper import (
     free,
     narrow,
     of_copy,
+    places_of_copy,
     tell,
     times_inverse,
     widen,
 )
 from deltazoo.backends.triton.kernels.layout import first_slot, hidden_zero, sequence_bounds
-from deltazoo.backends.triton.kernels.walk_copies import fetch_first
+from deltazoo.backends.triton.kernels.walk_copies import FEW, fetch_first
 from deltazoo.backends.triton.kernels.walk_room import BUFFERS, Results, kind_of, registers_to_copy, room_of
 from deltazoo.backends.triton.kernels.walk_steps import walk_chunk
 from deltazoo.backends.triton.kernels.walk_sums import (
     LEFT,
     LEFT_STATE,
+    LEFT_TOKENS,
+    ROW_OF_VALUES,
     STATE,
     STATE_COLUMNS,
     TOKENS,
     VALUES,
     left_by,
+    number,
     put_across,
     put_kept,
 )
@@ -46,12 +50,32 @@ STATE_OUT = gl.constexpr(
         [[16, 0], [32, 0], [64, 0]], [], [128, 128],
     )
 )  # fmt: skip
+# what the copying warp group leaves of a chunk for the replay, beside its first row of v and its tokens: how far the
+# first half of its state's rows is from dq, and the second from that
+FIRST = gl.constexpr(1)
+SECOND = gl.constexpr(2)
 PARKED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 16, [1, 0]))
 
 
 @gluon.jit
+def rows_of_state(to, spare, row, is_last, n, h, kind: gl.constexpr):
+    """Where the first 64 rows of S^T [V, K] before a chunk lie, and where the others, each H K apart: in the rows of
+    the chunk in dq and in dk, or, of a sequence's last chunk, which may have fewer, in spare [N, 128, H, K]."""
+    key = (row * kind.H + h) * kind.K
+    place = spare + (n.to(gl.int64) * (128 * kind.H) + h) * kind.K
+    first = gl.where(is_last, place, to.dq + key)
+    return first, gl.where(is_last, place + 64 * kind.H * kind.K, to.dk + key)
+
+
+@gluon.jit
+def apart(there, here):
+    """How many times 16 bytes one place is from another."""
+    return (there.to(gl.int64) - here.to(gl.int64)) >> 4
+
+
+@gluon.jit
 def copy_segments(
-    q, k, v, do, gates, squares, states, xs, room, replayed, start, length, slot, last, base, hv, kind: gl.constexpr,
+    q, k, v, do, gates, squares, to, spare, room, replayed, start, length, slot, last, n, hv, kind: gl.constexpr,
     EVERY: gl.constexpr,
 ):  # fmt: skip
     """The copying warp group: of each segment what the replay takes, chunk after chunk, then what the walk takes."""
@@ -81,6 +105,11 @@ def copy_segments(
             )
             fetch_gates(gates + place * 192, room, stage, DECAY, False, DELTA, WRITE)
             async_copy.commit_group()
+            i = gl.arange(0, 8, FEW)
+            first, second = rows_of_state(to, spare, row, c + 1 == last, n, hv, kind)
+            numbers = gl.where(i == ROW_OF_VALUES, row * HV + hv, apart(first, to.dq))
+            numbers = gl.where(i == SECOND, apart(second, first), numbers)
+            room.numbers_s.index(stage).store(gl.where(i == LEFT_TOKENS, left.to(gl.int64), numbers))
             v_at = of_copy(v + (row * HV + hv) * V, HV * V, 64, 128, z)
             fetch(room.do_s.index(stage), v_at, 0, left, V, True, V % 128 != 0)
             if DELTA:
@@ -97,14 +126,14 @@ def copy_segments(
                 if back == 1:
                     mbarrier.wait(replayed, turned & 1)
                 mbarrier.wait(room.walked, (gone & 1) ^ 1)
-                local = (base + c + 1 - begin).to(gl.int64)
-                at = of_copy(states + local * V * K, K, 128, 128, z)
+                row = start + c * 64 + 64
+                low, high = rows_of_state(to, spare, row, c + 2 == last, n, hv, kind)
+                r, _, _ = places_of_copy(128, 128)
+                at = gl.where(r < 8, of_copy(low, H * K, 128, 128, z), of_copy(high - 64 * H * K, H * K, 128, 128, z))
                 fetch(room.S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
-                if DELTA:
-                    x_at = of_copy(xs + local * 64 * V, V, 64, 128, z)
-                else:
-                    x_at = of_copy(v + ((start + c * 64 + 64) * HV + hv) * V, HV * V, 64, 128, z)
-                fetch(room.x_s.index(z), x_at, 0, length - c * 64 - 64, V, not DELTA, V % 128 != 0)
+                x = to.dv if DELTA else v
+                x_at = of_copy(x + (row * HV + hv) * V, HV * V, 64, 128, z)
+                fetch(room.x_s.index(z), x_at, 0, length - c * 64 - 64, V, True, V % 128 != 0)
                 async_copy.commit_group()
                 tell(room.states_came, 0, True)
                 gone += 1
@@ -124,14 +153,15 @@ def copy_segments(
 
 
 @gluon.jit
-def put_state(base, low, stride: gl.constexpr, rows: gl.constexpr):
-    """Write S^T [128 values, 128 keys] of a product up to `rows` and `stride` columns."""
+def put_state(base, second, low, z, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """Write S^T [128 values, 128 keys] of a product up to `rows` and `columns`, from row 64 on `second` numbers on."""
     out = gl.convert_layout(low, STATE_OUT)
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE_OUT))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STATE_OUT))[None, :]
-    at = base + ((i // 16 * 16 + i % 8) * stride + (j // 64 * 64 + j % 16))
+    # a thread has rows of one half: a factor takes it fewer registers than a choice
+    at = base + i // 64 * second + ((i // 16 % 4 * 16 + i % 8) * stride + (j // 64 * 64 + j % 16) + z * 64)
     at = at + (i // 8 % 2 * (8 * stride) + j // 16 % 4 * 16)
-    gl.store(at, out, mask=(i < rows) & (j < stride))
+    gl.store(at, out, mask=(i < rows) & (j < columns))
 
 
 @gluon.jit
@@ -179,7 +209,7 @@ def parked(first, second):
 
 
 @gluon.jit
-def replay_chunk(S, states, xs, room, z, stage, phase, local, kind: gl.constexpr):
+def replay_chunk(S, to, room, z, stage, phase, kind: gl.constexpr):
     """A chunk of the replay: keeps S^T before it, and x, and returns S^T after it. v comes where do does later."""
     K: gl.constexpr = kind.K
     V: gl.constexpr = kind.V
@@ -198,7 +228,8 @@ def replay_chunk(S, states, xs, room, z, stage, phase, local, kind: gl.constexpr
     if DELTA:
         left_S = gl.convert_layout(low, LEFT, assert_trivial=True)
         y = warpgroup_mma(left_S, room.k_s.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
-    put_state(states + local * V * K, low, K, V)
+    numbers = room.numbers_s.index(stage)
+    put_state(to.dq + number(numbers, FIRST) * 8, number(numbers, SECOND) * 8, low, z, kind.H * K, V, K)
     if DECAY != "none":
         fade = left_by(room.G_s.index(stage), TOKENS)
     # u = w v - c S0^T k,  x = T u
@@ -223,7 +254,9 @@ def replay_chunk(S, states, xs, room, z, stage, phase, local, kind: gl.constexpr
         left_k = gl.convert_layout(narrow(x, dtype), LEFT_STATE, assert_trivial=True)
     S1 = warpgroup_mma(left_k, room.k_s.index(stage), S0, is_async=True)
     if DELTA:
-        put_across(xs + local * 64 * V, narrow(x, dtype), z, V, 64, V, V % 128 != 0)
+        at_x = to.dv + number(numbers, ROW_OF_VALUES) * V
+        left = number(numbers, LEFT_TOKENS).to(gl.int32)
+        put_across(at_x, narrow(x, dtype), z, kind.HV * V, left, V, V % 128 != 0)
     S1, left_k = warpgroup_mma_wait(0, deps=[S1, left_k])
     return S1
 
@@ -239,7 +272,7 @@ def hand_over(replayed):
 
 @gluon.jit
 def replay_and_walk(
-    v, b, to, state, checkpoints, states, xs, carry, scale, room, replayed, slots, slot, last, base, checkpoint, n, hv,
+    v, b, to, state, checkpoints, carry, scale, room, replayed, slots, slot, last, checkpoint, n, hv,
     kind: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     """The two warp groups that compute."""
@@ -259,8 +292,7 @@ def replay_and_walk(
         S = load_begin(state, checkpoints, checkpoint, begin, n, hv, kind, GIVEN, EVERY)
         barrier()  # here, or the compiler has one in every round of the loop, for what was parked; as below
         for c in range(begin, end):
-            local = (base + c - begin).to(gl.int64)
-            S = replay_chunk(S, states, xs, room, hidden_zero(c, 20), stage, phase, local, kind)
+            S = replay_chunk(S, to, room, hidden_zero(c, 20), stage, phase, kind)
             free(room.done.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1
@@ -286,18 +318,19 @@ def replay_and_walk(
 
 @gluon.jit(do_not_specialize=["slots", "T"])
 def hopper_backward_kernel(
-    q, k, v, b, do, gates, squares, state, checkpoints, carry, states, xs, dq, dk, dv, dgates, kepts, cu,
+    q, k, v, b, do, gates, squares, state, checkpoints, carry, spare, dq, dk, dv, dgates, kepts, cu,
     slots, scale, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
     GIVEN: gl.constexpr, EVERY: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, head). states [programs EVERY, V, K] and xs [programs EVERY, C, V] are scratch.
+    """One program a (sequence, head). spare [N, 128, H, K] is scratch.
 
     To be launched with 8 warps, which become 12, and 168 registers a thread, which they share out anew."""
     gl.static_assert(C == 64 and K > 64 and K <= 128 and V <= 128 and H == HV)
-    gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
+    gl.static_assert(spare.dtype == k.dtype and dq.dtype == k.dtype and dv.dtype == k.dtype)
+    gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)
     hv = pid % HV
@@ -314,21 +347,20 @@ def hopper_backward_kernel(
         # done: of each buffer, for two fills may be done with before one is waited for
         room = room_of(kind, squares.dtype.element_ty if DELTA else dtype, BUFFERS)
         replayed = barriers(1, 1).index(0)
-        base = pid * EVERY
         gl.warp_specialize(
             [
                 (
                     replay_and_walk,
                     (
-                        v, b, to, state, checkpoints, states, xs, carry, scale, room, replayed,
-                        slots, slot, last, base, checkpoint, n, hv, kind, GIVEN, EVERY,
+                        v, b, to, state, checkpoints, carry, scale, room, replayed,
+                        slots, slot, last, checkpoint, n, hv, kind, GIVEN, EVERY,
                     ),
                 ),
                 (
                     copy_segments,
                     (
-                        q, k, v, do, gates, squares, states, xs, room, replayed,
-                        start, length, slot, last, base, hv, kind, EVERY,
+                        q, k, v, do, gates, squares, to, spare, room, replayed,
+                        start, length, slot, last, n, hv, kind, EVERY,
                     ),
                 ),
             ],

@@ -53,7 +53,7 @@ def c_terms(kw): return kw.get("TERMS", 1)
 def go(module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, stages=2, decay="head", delta=True, strengths=True, packed=False, own=False, half=True, dump=None, maxnreg=None, **kw):
     fn = getattr(importlib.import_module("deltazoo.backends.triton.kernels." + module), kernel)
     t, f, i = DT[dtype], "*fp32:16", "*i32:16"
-    ty = {n: t for n in "q k v do squares o checkpoints states xs dstates dv du dq dk partial".split()}
+    ty = {n: t for n in "q k v do squares o checkpoints spare states xs dstates dv du dq dk partial".split()}
     ty |= {n: f for n in "gates fades dgates kepts dw dlog_decay final starts ends begins carry sums db state".split()}
     ty |= {n: "i32" for n in "T segment segments parts N slots held".split()} | {"scale": "fp32"}
     if half and dtype == "bf16" and c_terms(kw) == 1: ty["squares"] = DT["fp16"]
