@@ -219,15 +219,10 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         # without erases three programs fit
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decayed and problem.delta else 2)
     chosen = {"prepare": LaunchConfig().prepare, "scan": scan, "replay": scan, "reverse": scan, "gradients": gradients}
-    # what those for every GPU do; more keys, odd numbers of values, and gradients of many were not measured
-    others = [] if problem.delta and problem.K <= 128 else ["prepare"]
-    # few values are scanned sooner by programs that take no more than those, where nothing is erased
-    few = problem.V <= 64 and not problem.delta
-    many = problem.K > 128 or (problem.V > 128 and problem.V % 128 != 0)
-    if few or many:
+    # what those for every GPU do: gates alone, and few values without erases, where smaller programs are through sooner
+    others = [] if problem.delta else ["prepare"]
+    if problem.V <= 64 and not problem.delta:
         others += ["scan", "replay"]
-    if problem.V > 128:
-        others += ["gradients"]
     for kernel, launch in chosen.items():
         if for_hopper(kernel, device, problem, CHUNK) and kernel not in others:
             chosen[kernel] = by_hopper(kernel, launch)

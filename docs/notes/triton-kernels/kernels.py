@@ -1,10 +1,11 @@
-"""Times of a step and of each of its kernels: python kernels.py [LETTERS] [HOPPER KERNELS...]
+"""Times of a step and of each of its kernels: python kernels.py [LETTERS] [KERNELS...]
 
 d gated delta 8 x 4096 dense, p packed, g packed 4 x 8192 16/64, x delta without decay, a additive, r RetNet,
 1 1 x 8192 16/32, 3 1 x 32768 2/8; other widths, 8 x 4096 where nothing else is said: 2 6 heads of 192/384, 0 of 200/400,
-5 of 256/512, k 8 x 2048, 32 heads of 256/256, 6 16 of 64/64, h 16 of 32/64, n 9 and w 8 of 128/256, m as Mamba-2. ms captured
-with L2 flushed (as perf.py), then microseconds x launches of a step. With names of kernels (scan replay) those are asked for
-by their code for Hopper GPUs, whatever the heuristic says.
+5 of 256/512, k 8 x 2048, 32 heads of 256/256 (K additive), f 1 x 8192, 8 of 256/256 (F additive), 6 16 of 64/64,
+h 16 of 32/64, n 9 and w 8 of 128/256 (W additive), v 8 of 128/200, l 8 of 256/64, m as Mamba-2. ms captured with L2 flushed
+(as perf.py), then microseconds x launches of a step. With names of kernels (scan replay) those are asked for by their code
+for Hopper GPUs, whatever the heuristic says; with a sign (-scan) by that for every GPU. And numbers of a config: split=0.
 """
 
 import collections
@@ -19,24 +20,32 @@ from deltazoo.backends.triton import TritonBackend, launch
 from deltazoo.backends.triton.config import by_hopper
 
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]
+ADDITIVE = UpdateSpec(decay="head", transition="additive")
+WIDE, FEW = (8, 2048, 32, 32, None, 256, 256), (1, 8192, 8, 8, None, 256, 256)
 JOBS = {
     "d": (GATED, DENSE),
     "p": (GATED, SHAPES["8x4096p 16/16"]),
     "g": (GATED, SHAPES["4x8192p 16/64"]),
     "x": (UpdateSpec(beta="head"), DENSE),
-    "a": (UpdateSpec(decay="head", transition="additive"), DENSE),
+    "a": (ADDITIVE, DENSE),
     "r": (UpdateSpec(decay="fixed", transition="additive"), DENSE),
     "1": (GATED, SHAPES["1x8192 16/32"]),
     "3": (GATED, SHAPES["1x32768 2/8"]),
     "2": (GATED, (8, 4096, 6, 6, None, 192, 384)),
     "0": (GATED, (8, 4096, 6, 6, None, 200, 400)),
     "5": (GATED, (8, 4096, 6, 6, None, 256, 512)),
-    "k": (GATED, (8, 2048, 32, 32, None, 256, 256)),
+    "k": (GATED, WIDE),
+    "K": (ADDITIVE, WIDE),
+    "f": (GATED, FEW),
+    "F": (ADDITIVE, FEW),
     "6": (GATED, (8, 4096, 16, 16, None, 64, 64)),
     "h": (GATED, (8, 4096, 16, 16, None, 32, 64)),
     "n": (GATED, (8, 4096, 9, 9, None, 128, 256)),
     "w": (GATED, (8, 4096, 8, 8, None, 128, 256)),
-    "m": (UpdateSpec(decay="head", transition="additive"), (8, 4096, 1, 32, None, 128, 64)),
+    "W": (ADDITIVE, (8, 4096, 8, 8, None, 128, 256)),
+    "v": (GATED, (8, 4096, 8, 8, None, 128, 200)),
+    "l": (GATED, (8, 4096, 8, 8, None, 256, 64)),
+    "m": (ADDITIVE, (8, 4096, 1, 32, None, 128, 64)),
 }
 
 
@@ -44,9 +53,18 @@ def config_for(spec, x):
     """The heuristic's, with the kernels that were named."""
     operands, kind = TritonBackend()._operands(spec, x)
     config = launch.resolve(operands, kind)
-    named = {name: by_hopper(name, getattr(config, name)) for name in sys.argv[2:]}
+    named = {}
+    for word in sys.argv[2:]:
+        name, _, number = word.removeprefix("-").partition("=")
+        launch = getattr(config, name)
+        if number:
+            named[name] = int(number)
+        elif word[0] == "-":
+            plain = {"hopper": False, "replays": False} | ({"stages": 2} if name == "gradients" else {})
+            named[name] = launch.model_copy(update=plain)
+        else:
+            named[name] = by_hopper(name, launch)
     return config.model_copy(update=named) if named else None
-
 
 
 for letter in sys.argv[1] if len(sys.argv) > 1 else JOBS:
