@@ -170,7 +170,7 @@ def test_on_a_gpu_a_call_is_timed_as_it_is_queued_and_its_host_by_itself():
 
     calls = {"soon": x.neg_, "late": slow_to_issue(0.004), "too late": slow_to_issue(0.03)}
     times = in_turns(calls, torch.device("cuda"), 15, 5.0, lambda done, total, note: None)
-    device, host = ({name: min(of[i]) for name, of in times.items()} for i in range(2))  # others may use the device
+    device, host = ({name: min(of[i]) for name, of in times.items()} for i in range(2))  # others may use the device,
     assert device["soon"] < 1e-4
     assert device["late"] < 1e-3 < 4e-3 <= host["late"]
-    assert device["too late"] > 0.03 - 2 * MOST_LEAD
+    assert max(times["too late"][0]) > 0.03 - 2 * MOST_LEAD  # whose work would lengthen the lead

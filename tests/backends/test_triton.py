@@ -64,7 +64,7 @@ def test_adversarial_inputs(spec, dtype, regime):
     agrees(spec, "in one", "pack", dtype, regime)
 
 
-@pytest.mark.parametrize(("spec", "way"), zip(SPECS, ["in one", "parts and segments"] * len(SPECS), strict=False))
+@pytest.mark.parametrize(("spec", "way"), list(zip(SPECS, ["in one", "parts and segments"] * len(SPECS), strict=False)))
 def test_no_state_comes_and_none_goes_on(spec, way):
     conforms(backend(way), Case(SPECS[spec], SHAPES["pack"], DTYPES[0], state="none"))
 

@@ -56,14 +56,14 @@ def config_for(spec, x):
     named = {}
     for word in sys.argv[2:]:
         name, _, number = word.removeprefix("-").partition("=")
-        launch = getattr(config, name)
+        given = getattr(config, name)
         if number:
             named[name] = int(number)
         elif word[0] == "-":
             plain = {"hopper": False, "replays": False} | ({"stages": 2} if name == "gradients" else {})
-            named[name] = launch.model_copy(update=plain)
+            named[name] = given.model_copy(update=plain)
         else:
-            named[name] = by_hopper(name, launch)
+            named[name] = by_hopper(name, given)
     return config.model_copy(update=named) if named else None
 
 
