@@ -147,7 +147,7 @@ def _hint(x: torch.SymInt) -> int:
     """What it is in this call: a graph for any length is traced with one."""
     from torch.fx.experimental import symbolic_shapes as sizes  # slow to import, and there when there is a SymInt
 
-    hint = getattr(sizes, "optimization_hint", None) or getattr(sizes, "hint_int")  # noqa: B009, before torch 2.12
+    hint = getattr(sizes, "optimization_hint", None) or getattr(sizes, "size_hint")  # noqa: B009, before torch 2.12
     return int(hint(x))
 
 

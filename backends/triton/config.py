@@ -252,8 +252,8 @@ def _busy(problem: Problem, device: Device) -> bool:
 
 
 def _split(problem: Problem, device: Device) -> int:
-    """Chunks a part where sequences and heads alone leave most of the device idle: a power of two, or 0."""
-    programs = problem.N * problem.HV
+    """Chunks a part where sequences, heads and tiles of values leave most of the device idle: a power of two, or 0."""
+    programs = problem.N * problem.HV * cdiv(problem.V, 128)
     chunks = problem.T // 64 // (problem.N if problem.packed else 1)
     if programs * 5 >= device.processors * 2 or chunks < 32:
         return 0

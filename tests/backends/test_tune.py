@@ -247,6 +247,14 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
     assert all(getattr(wide, kernel).hopper for kernel in ("prepare", "scan", "replay", "gradients"))
 
 
+def test_a_long_sequence_is_split_where_its_heads_and_tiles_of_values_are_few():
+    h200 = T900._replace(hopper=True, processors=132)
+    problem = problem_of(PACK, "scan")._replace(N=8, T=4096, H=6, HV=6, packed=False)
+    assert [heuristic(problem._replace(V=V), h200).split for V in (128, 129, 384)] == [32, 0, 0]
+    assert heuristic(problem._replace(V=512, HV=2, H=2), h200).split == 0
+    assert heuristic(problem._replace(V=512, HV=1, H=1), h200).split == 16
+
+
 @pytest.mark.parametrize("kernel", ["scan", "replay"])
 def test_the_kernel_for_a_hopper_gpu_is_tried_where_the_heuristic_does_not_take_it(kernel):
     hopper, problem = T900._replace(hopper=True), problem_of(PACK, "scan")._replace(V=64, delta=False)
