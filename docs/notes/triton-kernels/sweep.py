@@ -67,6 +67,10 @@ def jobs():
                         yield scans | more | dict(MODE="output", STATE=True)
                     if not early[1]:
                         yield scans | dict(MODE="replay", STATE=True, EVERY=every, SPLIT=16)
+                if 32 < V and not early[0]:
+                    for split, shared in itertools.product((0, 32), (True, False) if delta else (False,)):
+                        walk = dict(module="reverse_hopper", kernel="hopper_reverse_kernel", SPLIT=split, SHARED=shared)
+                        yield hopper | walk | dict(BV=128, TILED=False, maxnreg=168)
                 if 64 < K <= 128 and 32 < V and (V <= 128 or V % 128 == 0):
                     for split, strengths in itertools.product((0, 32), (True, False)):
                         walk = dict(module="walk_hopper", kernel="hopper_walk_kernel", SPLIT=split, strengths=strengths, warps=8, maxnreg=168)
