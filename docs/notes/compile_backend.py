@@ -1,8 +1,8 @@
 """Measure the compile backend on a CPU and print Markdown: python docs/notes/compile_backend.py [PART ...]
 
-Parts: speed, memory, length, cold; all of them without a name, in about five minutes. Needs Linux and transformers. Every
-part runs in fresh processes of its own. The shape is B = 1, T = 2048, 8 heads, K = V = 64, float32, two threads; the
-peer is transformers' `torch_chunk_gated_delta_rule`. Run on quiet cores: the load average stands beside the figures.
+Parts: speed, memory, length, cold; all of them without a name, in about five minutes. Needs Linux and transformers.
+Every part runs in fresh processes of its own. The shape is B = 1, T = 2048, 8 heads, K = V = 64, float32, two threads;
+the peer is transformers' `torch_chunk_gated_delta_rule`. Run on quiet cores: the load average is beside the figures.
 """
 
 import argparse
@@ -165,7 +165,9 @@ def tell_memory() -> None:
             ours.append(child("memory", "compile", direction, LENGTH))
             theirs.append(child("memory", "transformers", direction, LENGTH))
         ratio = f"{median(ours) / median(theirs):.2f}"
-        rows.append([direction, spread(ours, 0), spread(theirs, 0), ratio, "0.5" if direction != "forward" else "", before])
+        rows.append(
+            [direction, spread(ours, 0), spread(theirs, 0), ratio, "0.5" if direction != "forward" else "", before]
+        )
     table(["peak", "ours, MiB", "theirs, MiB", "ratio of medians", "asked at most", "load"], rows)
 
 
@@ -173,7 +175,13 @@ def tell_length() -> None:
     before = load()
     found, graphs = child("length")
     rows = [
-        [str(T), f"{ms:.0f}", f"{ms / T * 1e3:.1f}", f"{first / 1e3:.2f}", f"{child('memory', 'compile', DIRECTIONS[1], T):.0f}"]
+        [
+            str(T),
+            f"{ms:.0f}",
+            f"{ms / T * 1e3:.1f}",
+            f"{first / 1e3:.2f}",
+            f"{child('memory', 'compile', DIRECTIONS[1], T):.0f}",
+        ]
         for T, first, ms in found
     ]
     table(["T", "forward + backward, ms", "us a token", "first call, s", "peak, MiB"], rows)

@@ -73,7 +73,7 @@ class Walk:
 
 
 class ReplayAndWalk(Walk):
-    """replay_walk.py: segments of `every` chunks. A barrier says of each buffer that it is done with, or one of both."""
+    """replay_walk.py: segments of `every`. A barrier says of each buffer that it is done with, or one of both."""
 
     def __init__(self, chunks, every, apart=True):
         super().__init__(chunks)

@@ -1,6 +1,7 @@
-"""Time a gated_deltanet layer, width 2048, 16 heads of 128, B = 8, T = 4096, bf16, compiled as one graph: python layer.py
+"""Time a gated_deltanet layer compiled as one graph: python layer.py
 
-First a step in a process without any cache, then medians of further steps; needs a CUDA device.
+Width 2048, 16 heads of 128, B = 8, T = 4096, bf16. First a step in a process without any
+cache, then medians of further steps; needs a CUDA device.
 """
 
 import os

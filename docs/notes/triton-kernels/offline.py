@@ -2,8 +2,9 @@
 
 In a venv with triton==3.6.0 and numpy only (torch is a stub here), from the repository's root:
 python docs/notes/triton-kernels/offline.py "module='gradients',kernel='gradients_kernel',BV=64,BK=64,stages=3"
-(module='gradients_hopper',kernel='hopper_gradients_kernel' for the one in Gluon). Further names: warps, stages, decay ('head', 'fixed', 'none'), delta, strengths, own, packed, dtype, dump=PATH (writes
-TTGIR, PTX, cubin) and any constexpr.
+(module='gradients_hopper',kernel='hopper_gradients_kernel' for the one in Gluon). Further names: warps, stages, decay
+('head', 'fixed', 'none'), delta, strengths, own, packed, dtype, maxnreg, dump=PATH (writes TTGIR, PTX, cubin) and any
+constexpr.
 """
 
 import importlib
@@ -27,45 +28,109 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-BIN = triton.__path__[0] + "/backends/nvidia/bin/"
-def compile(kernel, types_, constants, warps=4, stages=2, dump=None, maxnreg=None):
+PTXAS = Path(triton.__path__[0]) / "backends/nvidia/bin/ptxas"
+POINTERS = {"bf16": "*bf16:16", "fp16": "*fp16:16", "fp32": "*fp32:16"}
+OPERANDS = (
+    "q", "k", "v", "do", "squares", "o", "checkpoints", "spare", "states", "xs", "dstates", "dv", "du", "dq", "dk",
+    "partial",
+)  # fmt: skip
+IN_FLOAT32 = (
+    "gates", "fades", "dgates", "kepts", "dw", "dlog_decay", "final", "starts", "ends", "begins", "carry", "sums", "db",
+    "state",
+)  # fmt: skip
+NUMBERS = ("T", "segment", "segments", "parts", "N", "slots", "held")
+
+
+def compiled(kernel, types_, constants, options):
+    """What Triton makes of a kernel; types_ of the parameters that it has, by name, all others are constants."""
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants or n not in types_ else types_[n].removesuffix(":16") for n in names}
-    constexprs = {(i,): constants.get(n) for i, n in enumerate(names) if signature[n] == "constexpr"}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types_ and types_[n].endswith(":16")}
-    src = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    out = triton.compile(src, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages, "maxnreg": maxnreg})
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
-        f.write(out.asm["ptx"]); f.flush()
-        log = subprocess.run([BIN + "ptxas", "-v", "--gpu-name=sm_90a", f.name, "-o", "/dev/null"], capture_output=True, text=True).stderr
-    regs = re.search(r"Used (\d+) registers", log); spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    ttgir, ptx = out.asm["ttgir"], out.asm["ptx"]
-    info = dict(regs=int(regs.group(1)), spill=spill.groups(), smem=out.metadata.shared, wgmma=ptx.count("wgmma.mma_async"), mma=ptx.count("mma.sync"), cvt=ttgir.count("convert_layout"), alloc=ttgir.count("local_alloc"), store=ttgir.count("local_store"), cp=ttgir.count("async_copy_global_to_local"), bar=ptx.count("bar.sync"))
-    sass = disassemble(out.asm["cubin"])
-    info |= dict(miscarried=len(miscarried(sass)), forgotten=len(forgotten(sass)), sass=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.M)))
-    if "C75" in log or "erialized" in log: info["log"] = [l for l in log.splitlines() if "C75" in l or "erial" in l][:2]
+    signature = {name: types_[name].removesuffix(":16") if name in types_ else "constexpr" for name in names}
+    constexprs = {(i,): constants.get(name) for i, name in enumerate(names) if name not in types_}
+    aligned = [["tt.divisibility", 16]]
+    attrs = {(i,): aligned for i, name in enumerate(names) if types_.get(name, "").endswith(":16")}
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def assembled(ptx):
+    """What ptxas says of it."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [PTXAS, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True).stderr
+
+
+def report(kernel):
+    """Registers, bytes of spills (stores, loads) and of shared memory, instructions, faults, and ptxas's warnings."""
+    asm = kernel.asm
+    log, sass = assembled(asm["ptx"]), disassemble(asm["cubin"])
+    counts = {
+        "wgmma": ("ptx", "wgmma.mma_async"), "mma": ("ptx", "mma.sync"), "bar": ("ptx", "bar.sync"),
+        "cvt": ("ttgir", "convert_layout"), "alloc": ("ttgir", "local_alloc"), "store": ("ttgir", "local_store"),
+        "cp": ("ttgir", "async_copy_global_to_local"),
+    }  # fmt: skip
+    info = {
+        "regs": int(re.search(r"Used (\d+) registers", log).group(1)),
+        "spill": re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups(),
+        "smem": kernel.metadata.shared,
+        **{name: asm[text].count(word) for name, (text, word) in counts.items()},
+        "miscarried": len(miscarried(sass)),
+        "forgotten": len(forgotten(sass)),
+        "sass": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
+    }
+    warned = [line for line in log.splitlines() if "C75" in line or "erialized" in line]
+    return info | ({"log": warned[:2]} if warned else {})
+
+
+def go(
+    module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, stages=2, decay="head", delta=True,
+    strengths=True, packed=False, own=False, half=True, dump=None, maxnreg=None, **asked,
+):  # fmt: skip
+    """Compile one; half: T in float16 beside bfloat16 operands."""
+    function = getattr(importlib.import_module("deltazoo.backends.triton.kernels." + module), kernel)
+    terms = asked.get("TERMS", 1)
+    constants = {
+        "H": 16, "HV": 16, "K": 128, "V": 128, "C": 64, "K0": 128, "K1": 0, "BV": 128, "BK": 128, "DECAY": decay,
+        "DELTA": delta, "OWN": own, "ERASE": strengths and delta, "WRITE": strengths, "ERASE_EARLY": False,
+        "READ_EARLY": False, "PACKED": packed, "LEAST": 2.0**-24, "SHARED": delta and dtype != "fp16" and terms == 1,
+        "EVERY": 16, "UNIT": 16, "SPLIT": 0, "ENDS": False, "TERMS": 1, "PREC": "tf32", "STAGES": stages,
+        "MODE": "replay", "STATE": False, "TILED": True, "PARTS": False,
+    } | asked  # fmt: skip
+    of_operands, of_float32, of_int32 = POINTERS[dtype], POINTERS["fp32"], "*i32:16"
+    types_ = dict.fromkeys(OPERANDS, of_operands) | dict.fromkeys(IN_FLOAT32, of_float32)
+    types_ |= dict.fromkeys(NUMBERS, "i32") | {"scale": "fp32"}
+    if half and dtype == "bf16" and terms == 1:
+        types_["squares"] = POINTERS["fp16"]
+    if decay != "none":
+        types_["log_decay"] = of_float32
+    if strengths:
+        types_ |= {"b": of_float32, "w": of_float32}
+    if own:
+        types_ |= {"e": of_operands, "de": of_operands}
+    if packed:
+        types_["cu"] = of_int32
+    names = function.arg_names
+    if constants["TILED"] and "TILED" in names:
+        types_["v"] = f"tensordesc<{dtype}[1,{constants['C']},1,{constants['BV']}]>"
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": maxnreg}
+    found = compiled(
+        function,
+        {name: type_ for name, type_ in types_.items() if name in names},
+        {name: value for name, value in constants.items() if name in names},
+        options,
+    )
     if dump:
-        for kind in ("ttgir", "ptx"): open(f"{dump}.{kind}", "w").write(out.asm[kind])
-        open(f"{dump}.cubin", "wb").write(out.asm["cubin"])
-    return info
-DT = {"bf16": "*bf16:16", "fp16": "*fp16:16", "fp32": "*fp32:16"}
-def c_terms(kw): return kw.get("TERMS", 1)
-def go(module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, stages=2, decay="head", delta=True, strengths=True, packed=False, own=False, half=True, dump=None, maxnreg=None, **kw):
-    fn = getattr(importlib.import_module("deltazoo.backends.triton.kernels." + module), kernel)
-    t, f, i = DT[dtype], "*fp32:16", "*i32:16"
-    ty = {n: t for n in "q k v do squares o checkpoints spare states xs dstates dv du dq dk partial".split()}
-    ty |= {n: f for n in "gates fades dgates kepts dw dlog_decay final starts ends begins carry sums db state".split()}
-    ty |= {n: "i32" for n in "T segment segments parts N slots held".split()} | {"scale": "fp32"}
-    if half and dtype == "bf16" and c_terms(kw) == 1: ty["squares"] = DT["fp16"]
-    if decay != "none": ty["log_decay"] = f
-    if strengths: ty |= dict(b=f, w=f)
-    if own: ty |= dict(e=t, de=t)
-    if packed: ty["cu"] = i
-    c = dict(H=16, HV=16, K=128, V=128, C=64, K0=128, K1=0, BV=128, KP=kw.get("K0", 128) + kw.get("K1", 0), BK=128, TILES=1, VARIANT=0, DECAY=decay, DELTA=delta, OWN=own, ERASE=strengths and delta, WRITE=strengths, ERASE_EARLY=False, READ_EARLY=False, PACKED=packed, LEAST=2.0**-24, SHARED=delta and dtype != "fp16" and c_terms(kw) == 1, EVERY=16, UNIT=16, SPLIT=0, ENDS=False, TERMS=1, PREC="tf32", STAGES=stages, EARLY_LOADS=False, MODE="replay", STATE=False, TILED=True, PARTS=False) | kw
-    if c["TILED"] and "TILED" in fn.arg_names: ty["v"] = f"tensordesc<{dtype}[1,{c['C']},1,{c['BV']}]>"
-    ty = {n: x for n, x in ty.items() if n in fn.arg_names}
-    return compile(fn, ty, {n: x for n, x in c.items() if n in fn.arg_names}, warps=warps, stages=stages, dump=dump, maxnreg=maxnreg)
+        for kind in ("ttgir", "ptx"):
+            Path(f"{dump}.{kind}").write_text(found.asm[kind])
+        Path(f"{dump}.cubin").write_bytes(found.asm["cubin"])
+    return report(found)
+
+
 if __name__ == "__main__":
-    for arg in sys.argv[1:]:
-        try: print(arg, go(**eval(f"dict({arg})")), flush=True)
-        except Exception as error: print(arg, "ERR", str(error)[-700:], flush=True)
+    for asked in sys.argv[1:]:
+        try:
+            print(asked, go(**eval(f"dict({asked})")), flush=True)
+        except Exception as error:
+            print(asked, "ERR", str(error)[-700:], flush=True)

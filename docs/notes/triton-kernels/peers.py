@@ -1,9 +1,9 @@
 """Time the triton backend beside its peers: python peers.py OUT.json LETTERS BACKEND,BACKEND,... [eager] [warm]
 
-p gated delta 8 x 4096 packed, d dense, g packed 4 x 8192 16/64, 1 1 x 8192 16/32, 3 1 x 32768 2/8, x delta without decay,
-a additive, s a decode step of 64 rows. Captured in CUDA graphs, or queued if eager; warm: compiles alone. Needs a CUDA device
-and the packages fla-core, flash-qla, tilelang with nvcc. FlashQLA compiles for up to 40 s a kernel the first time, minutes
-in all; flash-linear-attention compiles for two minutes at its first call, and tunes in each process.
+p gated delta 8 x 4096 packed, d dense, g packed 4 x 8192 16/64, 1 1 x 8192 16/32, 3 1 x 32768 2/8, x delta without
+decay, a additive, s a decode step of 64 rows. Captured in CUDA graphs, or queued if eager; warm: compiles alone. Needs
+a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. FlashQLA compiles for up to 40 s a kernel the
+first time, minutes in all; flash-linear-attention for two minutes at its first call, and tunes in each process.
 """
 
 import json
@@ -35,8 +35,12 @@ def main() -> None:
     for letter in letters:
         spec, shape = JOBS[letter]
         config = BenchConfig(
-            directions=("decode",) if letter == "s" else ("forward", "backward"), device="cuda", dtype="bfloat16",
-            seconds=0.01 if "warm" in how else 1.0, graphs=not {"eager", "warm"} & {*how}, errors=letter == "p",
+            directions=("decode",) if letter == "s" else ("forward", "backward"),
+            device="cuda",
+            dtype="bfloat16",
+            seconds=0.01 if "warm" in how else 1.0,
+            graphs=not {"eager", "warm"} & {*how},
+            errors=letter == "p",
         )
         result = bench(spec, [SHAPES[shape]], backends.split(","), config)
         print(result.markdown(), flush=True)
