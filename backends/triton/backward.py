@@ -102,7 +102,7 @@ def backward(
     d = Gradients.empty(x, kind)
     carry = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
     work = _Work(x, kind, s, config, prepared, checkpoints, do, carry, _Sums(x, kind, s, config), d)
-    if config.reverse.replays and places >= s.N:
+    if config.reverse.replays:
         _give(carry, dfinal)
         _replay_and_walk(work)
     else:

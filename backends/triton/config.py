@@ -22,9 +22,8 @@ class Launch(BaseModel):
         hopper: by the kernel that is written for Hopper GPUs, where `for_hopper` says that it takes the problem. It has
             tiles and warps of its own; the scans still take the rest for what parts hand on. That of reverse makes the
             gradients, too, and nothing is launched for them.
-        replays: in that launch of reverse the states are replayed, too, and nothing is launched for it either, where
-            `LaunchConfig.scratch` holds a chunk of every sequence. Not with grouped heads, with more than 128 values,
-            nor by parts.
+        replays: in that launch of reverse the states are replayed, too, and nothing is launched for it either, nor is
+            any of `LaunchConfig.scratch` taken. Not with grouped heads, with more than 128 values, nor by parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -166,8 +165,9 @@ def for_hopper(kernel: str, device: Device, problem: "Problem", C: int) -> bool:
     alike = problem.dtype == problem.kept and problem.dtype.itemsize == 2
     if kernel not in HOPPER_WIDTHS or not device.hopper or not alike or problem.own or C != 64:
         return False
-    keys, values, by, more = HOPPER_WIDTHS[kernel]
-    return problem.K in keys and (problem.V in values or problem.V in more) and problem.K % by == problem.V % by == 0
+    keys, values, more = HOPPER_WIDTHS[kernel]
+    known = problem.K in keys and (problem.V in values or problem.V in more)
+    return known and problem.K % 8 == problem.V % 8 == 0
 
 
 def by_hopper(kernel: str, launch: Launch) -> Launch:
@@ -183,20 +183,19 @@ def may_replay(problem: "Problem") -> bool:
 
 
 class Widths(NamedTuple):
-    """Keys and values a head, multiples of `by`, for scans copy rows by 16 bytes; or so many `more` values."""
+    """Keys and values a head, multiples of 8, for rows are copied by 16 bytes; or so many `more` values."""
 
     keys: range
     values: range
-    by: int = 1
     more: range = range(0)
 
 
 _ANY, _KEYS, _TILES = range(1, 2**31), range(1, 257), range(256, 513, 128)
 HOPPER_WIDTHS = {
     "prepare": Widths(_KEYS, _ANY),
-    "scan": Widths(_KEYS, range(33, 513), 8),
-    "replay": Widths(_KEYS, range(33, 513), 8),
-    "reverse": Widths(range(65, 129), range(33, 129), 8, _TILES),
+    "scan": Widths(_KEYS, range(33, 513)),
+    "replay": Widths(_KEYS, range(33, 513)),
+    "reverse": Widths(range(65, 129), range(33, 129), _TILES),
     "gradients": Widths(_ANY, range(1, 513)),
 }
 
@@ -254,7 +253,7 @@ def _busy(problem: Problem, device: Device) -> bool:
 def _split(problem: Problem, device: Device) -> int:
     """Chunks a part where sequences, heads and tiles of values leave most of the device idle: a power of two, or 0."""
     programs = problem.N * problem.HV * cdiv(problem.V, 128)
-    chunks = problem.T // 64 // (problem.N if problem.packed else 1)
+    chunks = problem.T // 64 // (max(problem.N, 1) if problem.packed else 1)
     if programs * 5 >= device.processors * 2 or chunks < 32:
         return 0
     parts = max(2, device.processors // max(programs, 1))
@@ -281,10 +280,9 @@ def checked(config: LaunchConfig, problem: Problem, device: Device) -> LaunchCon
             "reverse.replays must be false where H is not HV, or V is above 128, got "
             f"H = {problem.H}, HV = {problem.HV} and V = {problem.V}."
         )
-    for kernel, (keys, values, by, more) in HOPPER_WIDTHS.items():
+    for kernel, (keys, values, more) in HOPPER_WIDTHS.items():
         if getattr(config, kernel).hopper and not for_hopper(kernel, device, problem, config.chunk):
-            multiples = f", multiples of {by}" if by > 1 else ""
-            multiples += f", or {', '.join(map(str, more))} values" if more else ""
+            multiples = f", multiples of 8, or {', '.join(map(str, more))} values" if more else ", multiples of 8"
             raise ConfigError(
                 f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in "
                 f"the same dtype, without an erase key, in chunks of 64 tokens and with {keys[0]} to {keys[-1]} keys "

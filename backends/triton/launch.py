@@ -38,14 +38,23 @@ class Cut(NamedTuple):
 
 def resolve(x: ScanOperands, kind: ScanKind) -> LaunchConfig:
     """The config that was given as JSON, or the one for these sizes on this device."""
+    problem, index = _problem(x, kind)
+    return configs.given_config(kind.config, problem, index) if kind.config else configs.launch_config(problem, index)
+
+
+def resolve_decode(x: ScanOperands, kind: ScanKind) -> configs.Launch:
+    """The launch of a decode step, whose operands are not padded: what its config says of the others is not asked."""
+    problem, index = _problem(x, kind)
+    return (configs.parse(kind.config) if kind.config else configs.launch_config(problem, index)).decode
+
+
+def _problem(x: ScanOperands, kind: ScanKind) -> tuple[Problem, int | None]:
     s, device = Sizes.of(x, configs.CHUNK), device_of(x.q)
     problem = Problem(
         device.type, x.q.dtype, s.N, s.T, s.H, s.HV, s.K, s.V, kind.delta, x.e is not None,
         x.log_decay is not None, s.packed, kind.precise,
     )  # fmt: skip
-    if kind.config:
-        return configs.given_config(kind.config, problem, device.index)
-    return configs.launch_config(problem, device.index)
+    return problem, device.index
 
 
 def decay_of(x: ScanOperands) -> str:
@@ -129,7 +138,9 @@ def scan(
         BV, columns, warps, stages, registers = 128, cdiv(s.V, 128), 4, 1, SHARED_OUT
     # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
     tiled = not hopper and x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
-    v = TensorDescriptor(x.v, [*x.v.shape], [*x.v.stride()], [1, s.C, 1, BV]) if tiled else x.v
+    # by its sizes: a contiguous tensor may have any stride where there is one of something
+    strides = [s.T * s.HV * s.V, s.HV * s.V, s.V, 1]
+    v = TensorDescriptor(x.v, [*x.v.shape], strides, [1, s.C, 1, BV]) if tiled else x.v
     go = launcher(
         kernel,
         (
@@ -171,7 +182,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
     """Returns o, the final state, what was prepared, and with `keep` the checkpoints [places, HV, V, K] of S^T."""
     s = Sizes.of(x, config.chunk)
     chunks = cdiv(s.T, s.C)
-    parts = cdiv(chunks, config.split) if config.split else 1
+    parts = max(1, cdiv(chunks, config.split)) if config.split else 1
     split = config.split if parts > 1 else 0
     prepared = prepare(x, kind, config, keep)
     o = torch.empty_like(x.v)

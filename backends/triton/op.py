@@ -81,7 +81,7 @@ def _step_impl(*arguments: Any) -> Tensor:
     )
     stepped = states if states.is_contiguous() else states.contiguous()
     with torch.cuda.device_of(x.q):
-        o = launch.step_(token, stepped, slots, kind, launch.resolve(x, kind).decode)
+        o = launch.step_(token, stepped, slots, kind, launch.resolve_decode(x, kind))
     if stepped is not states:
         states.copy_(stepped)
     return o.unsqueeze(1)

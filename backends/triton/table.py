@@ -27,7 +27,8 @@ from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Proble
 
 _log = logging.getLogger("deltazoo")
 
-Kernel = Literal["split", "prepare", "scan", "replay", "reverse", "gradients", "decode"]
+# as they are tuned: the reverse scan decides whether anything is launched for the two after it
+Kernel = Literal["split", "prepare", "scan", "reverse", "replay", "gradients", "decode"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 # The files that a kernel's text stands in: a record holds while they say the same.
@@ -134,8 +135,8 @@ class Record(BaseModel):
     launch: Launch | None = None
     split: int | None = Field(default=None, ge=0)
     shape: str
-    ms: float = Field(gt=0)
-    heuristic_ms: float | None = Field(default=None, gt=0)
+    ms: float = Field(gt=0, allow_inf_nan=False)
+    heuristic_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     tried: int = Field(ge=1)
     rejected: int = Field(ge=0)
 
@@ -145,6 +146,8 @@ class Record(BaseModel):
             raise ValueError(f"kernel={self.kernel!r} needs {'split' if self.kernel == 'split' else 'launch'} alone")
         if self.split:
             LaunchConfig(split=self.split)
+        if self.launch is not None and self.launch.replays and (self.kernel != "reverse" or self.parts):
+            raise ValueError(f"replays must be false but for kernel='reverse' without parts, got {self.kernel!r}")
         return self
 
     @property
@@ -167,16 +170,8 @@ class Record(BaseModel):
         if launch is not None and launch.hopper:
             chosen = "for Hopper" + (", with the replay" if launch.replays else "")
         gain = "" if self.gain is None else f"{self.gain:.2f}"
-        return [
-            self.kernel,
-            self.shape,
-            str(self.key),
-            chosen,
-            f"{self.ms:.3f}",
-            gain,
-            f"{self.tried}",
-            f"{self.rejected}",
-        ]
+        measured = [f"{self.ms:.3f}", gain, f"{self.tried}", f"{self.rejected}"]
+        return [self.kernel, self.shape, str(self.key), chosen, *measured]
 
 
 COLUMNS = ("kernel", "shape", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
@@ -318,7 +313,7 @@ def use_table(path: str | Path | None) -> None:
 def forget() -> None:
     """Read the tables again at the next look-up."""
     tuned_config.cache_clear()
-    _records.cache_clear()
+    records_of.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -330,25 +325,38 @@ def tuned_config(problem: Problem, index: int | None) -> LaunchConfig:
     Raises: ConfigError for a broken table.
     """
     device = device_of(index)
-    return checked(configured(problem, device, _records(device.name) if index is not None else {}), problem, device)
+    if index is None:
+        return heuristic(problem, device)
+    import triton
+
+    return configured(problem, device, records_of(device.name, triton.__version__))
 
 
 def configured(problem: Problem, device: Device, records: dict[Key, Record]) -> LaunchConfig:
-    """The heuristic's config with what the records say in its place; chunk and every stay, they shape what is saved."""
+    """The heuristic's config with what the records say in its place; chunk and every stay, they shape what is saved.
+
+    A record that asks for a kernel for Hopper GPUs where that does not take the problem is left out, with a warning."""
     found = records.get(key_of("split", problem, 0))
     config = heuristic(problem, device, None if found is None else found.split)
-    launches = {}
     for kernel in KERNELS[1:]:
         record = records.get(key_of(kernel, problem, config.split))
-        if record is not None:
-            launches[kernel] = record.launch
-    return LaunchConfig(**{name: getattr(config, name) for name in LaunchConfig.model_fields} | launches)
+        if record is None:
+            continue
+        fields = {name: getattr(config, name) for name in LaunchConfig.model_fields}
+        try:
+            config = checked(LaunchConfig(**fields | {kernel: record.launch}), problem, device)
+        except ConfigError as error:
+            _log.warning("a record of a launch table for %s is ignored: %s", device.name, error)
+    return config
 
 
 @functools.cache
-def _records(device: str) -> dict[Key, Record]:
-    import triton
+def records_of(device: str, triton: str) -> dict[Key, Record]:
+    """The records in force for a device and a version of Triton: of the table that ships, under the user's, under those
+    that `use_table` named.
 
+    Raises: ConfigError for a broken table.
+    """
     shipped, own = files("deltazoo.backends.triton") / "tuned" / f"{slug(device)}.json", user_table(device)
     tables = [_parsed(shipped.read_text(encoding="utf-8"), str(shipped))] if shipped.is_file() else []
     tables += [read_table(own)] if own.is_file() else []
@@ -356,13 +364,13 @@ def _records(device: str) -> dict[Key, Record]:
     for table in (*tables, *_named):
         if table.device != device:
             continue
-        found |= table.of(triton.__version__)
-        stale = len(table.records) - len(table.of(triton.__version__))
+        found |= table.of(triton)
+        stale = len(table.records) - len(table.of(triton))
         if stale:
             _log.warning(
                 "%d of %d records of a launch table for %s are for another Triton than %s, or other kernels, and are "
                 "ignored: `deltazoo tune` measures again",
-                stale, len(table.records), device, triton.__version__,
+                stale, len(table.records), device, triton,
             )  # fmt: skip
     return found
 

@@ -11,7 +11,7 @@ import os
 import queue
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -97,8 +97,13 @@ class CudaRunner(Runner):
         most = max(_bytes(target) for target, _, _ in wanted.values())
         room = int(0.7 * torch.cuda.mem_get_info(self.on)[0] / (2**30 + most))
         with ThreadPoolExecutor(max(1, min(self._count, room))) as pool:
-            said = {held: pool.submit(self._ask, self._job(*one)) for held, one in wanted.items()}
-            self._verdicts |= {held: future.result() for held, future in said.items()}
+            try:
+                said = {pool.submit(self._ask, self._job(*one)): held for held, one in wanted.items()}
+                for future in as_completed(said):
+                    self._verdicts[said[future]] = future.result()
+            except BaseException:  # an interruption must not wait for all that is to come
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def time(self, target: Target, direction: Direction, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
         if self._bench is None or (self._bench.target, self._bench.direction) != (target, direction):
@@ -134,19 +139,21 @@ def checks_of(
 ) -> tuple[LaunchConfig, list[Case]]:
     """The config and the short cases on which a candidate is checked: the code that runs is the target's.
 
-    Two chunks and more of a sequence, or of two parts where the target is walked in parts; a T that is no multiple of a
-    chunk, and packed sequences, one empty, where the target is packed.
+    Two chunks and more of a sequence, or of two parts where the target is walked in parts, else in segments that begin
+    at checkpoints; a T that is no multiple of a chunk, and packed sequences, one empty, where the target is packed.
     """
     spec, shape, dtype = target
     if kernel == "decode":
         short = Shape("short", 3, 1, 2, 2 * shape.HV // shape.H, shape.K, shape.V)
         return config, [Case(spec, short, dtype)]
     split = config.split if kernel == "split" else min(config.split, LaunchConfig().every)
-    T = 64 * split + 80 if split else 208
+    T = 64 * split + 80 if split else 1040 if shape.lengths else 272  # in a pack segments are longer than sequences
     lengths = (T - 80, 0, 64, 16) if shape.lengths and not split else (T - 16, 0, 16) if shape.lengths else ()
     short = Shape("short", 1, T, 1, shape.HV // shape.H, shape.K, shape.V, lengths)
     chosen = regimes if not split else regimes[:1]
     fields = {name: getattr(config, name) for name in LaunchConfig.model_fields} | {"split": split}
+    if not split:
+        fields |= {"every": 2, "scratch": 0}
     return LaunchConfig(**fields), [Case(spec, short, dtype, regime) for regime in chosen]
 
 

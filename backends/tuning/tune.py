@@ -6,6 +6,7 @@ chunk and every are never tuned: they shape what is saved. H key heads, HV value
 """
 
 import functools
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from deltazoo.backends.triton.table import (
     forget,
     key_of,
     read_table,
+    records_of,
     source_of,
     user_table,
 )  # fmt: skip
@@ -235,14 +237,12 @@ def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
 
 
 def _step(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> Step:
-    problem = problem_of(target, kernel)
-    known = table.of(runner.triton)
-    split = known.get(key_of("split", problem, 0))
-    at = configured(problem, runner.device, known).split if split is None else split.split or 0
-    key = key_of(kernel, problem, 0 if kernel == "split" else at)
+    problem, measured = problem_of(target, kernel), table.of(runner.triton)
+    known = records_of(runner.device.name, runner.triton) | measured  # with which it will be launched
+    key = key_of(kernel, problem, 0 if kernel == "split" else configured(problem, runner.device, known).split)
     others = {other: record for other, record in known.items() if other.kernel != kernel}
     base = configured(problem, runner.device, others)
-    return Step(target, kernel, key, candidates(kernel, problem, base, runner.device, config.effort), key in known)
+    return Step(target, kernel, key, candidates(kernel, problem, base, runner.device, config.effort), key in measured)
 
 
 def _steps(targets: Sequence[Target], runner: Runner, table: Table, config: TuneConfig) -> list[Step]:
@@ -287,6 +287,10 @@ class _Search:
                 best, best_s = configs[0], heuristic_s
         else:
             best_s = self._time([best])[0]
+        if not math.isfinite(best_s):
+            return None
+        if heuristic_s is not None and not math.isfinite(heuristic_s):
+            heuristic_s = None
         return Record(
             triton=self.runner.triton, source=source_of(kernel), **key._asdict(),
             launch=None if kernel == "split" else getattr(best, kernel),

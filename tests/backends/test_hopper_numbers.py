@@ -12,6 +12,8 @@ from deltazoo.backends.conformance import Case
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.config import Device
+from deltazoo.backends.tuning.candidates import Target
+from deltazoo.backends.tuning.measure import checks_of
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1 as make test sets it")
 
@@ -46,7 +48,7 @@ WAYS = {
     "walk": (WALK, Shape("pack", 1, 135, 1, 2, 104, 72, lengths=PACK), BY_WALK),
     "walk of tiles": (WALK, Shape("short", 1, 100, 1, 1, 128, 256), BY_WALK),
     "at once": (AT_ONCE, Shape("short", 1, 300, 2, 2, 128, 128), IN_ONE),
-    "packs at once": (AT_ONCE, Shape("pack", 1, 135, 1, 1, 104, 72, lengths=PACK), IN_ONE),
+    "packs at once": (AT_ONCE, Shape("pack", 1, 265, 1, 1, 104, 72, lengths=(200, 0, 1, 64)), IN_ONE),
     "gradients": (GRADIENTS, Shape("short", 1, 100, 1, 2, 72, 104), ["hopper_gradients_kernel"]),
 }
 REGIMES = ("ordinary", "decays", "parallel", "no state")
@@ -74,6 +76,38 @@ def test_every_kernel_and_spec(monkeypatch, way, name, regime, late):
 def test_parts(by, V):
     shape = Shape("parts", 1, 400, 1, 1, 72, V)
     conforms(TritonBackend(LaunchConfig(every=2, split=4, **by)), Case(SPECS["gated delta"], shape, torch.float16))
+
+
+def test_a_backward_in_one_launch_takes_no_scratch():
+    RAN.clear()
+    conforms(
+        TritonBackend(LaunchConfig(every=2, scratch=0, **AT_ONCE)),
+        Case(SPECS["gated delta"], Shape("short", 2, 150, 1, 1, 72, 72), torch.float16),
+    )
+    assert {*RAN} == {*IN_ONE}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module", "name", "by"),
+    [("replay", "scan_hopper", "load_checkpoint", WALK), ("reverse", "replay_walk", "load_begin", AT_ONCE)],
+)
+@pytest.mark.parametrize("lengths", [(), (256, 256)])
+def test_what_the_tuner_checks_begins_at_checkpoints(monkeypatch, kernel, module, name, by, lengths):
+    target = Target(SPECS["gated delta"], Shape("tuned", 1, 512, 1, 1, 128, 128, lengths), torch.float16)
+    config, cases = checks_of(target, kernel, LaunchConfig(**by))
+    conforms(TritonBackend(config), cases[0])
+    module = sys.modules[f"{PACKAGE}.{module}"]
+    load = getattr(module, name)
+
+    def loaded(*given):
+        S = load(*given)
+        if kernel == "reverse":
+            return S * (1.5 if int(given[3]) > 0 else 1.0)  # from the initial state on it begins, too
+        return tuple(1.5 * tile for tile in S)
+
+    monkeypatch.setattr(module, name, loaded)
+    with pytest.raises(AssertionError, match="above"):
+        conforms(TritonBackend(config), cases[0])
 
 
 @pytest.mark.parametrize("wrong", ["number", "place", "barrier", "product", "copy"])

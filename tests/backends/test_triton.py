@@ -26,7 +26,7 @@ from deltazoo.backends.bench import BenchConfig, bench
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
-from deltazoo.backends.triton import LaunchConfig, TritonBackend
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.op import chunk_scan
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 
@@ -196,11 +196,28 @@ def test_what_feeds_back_in_two_terms_is_nearer_to_the_numbers_than_in_one():
     assert all(error < 1e-3 for error in errors[1])  # one rounding of the output to float16 is left
 
 
-def test_no_token_gives_the_initial_state_back():
+@pytest.mark.parametrize("way", CONFIGS if INTERPRETED else ["in one"])
+def test_no_token_gives_the_initial_state_back(way):
     x = gated(2, 0)
-    out = bind(GATED, backend())(x)
+    out = bind(GATED, backend(way))(x)
     assert out.o.shape == (2, 0, 2, 16)
     torch.testing.assert_close(out.state, x.state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_head_whose_stride_is_any_number(dtype):
+    x = draw(Case(GATED, Shape("one head", 2, 20, 1, 1, 16, 16), dtype), DEVICE)
+    v = x.v.reshape(2, 20, 16).unflatten(-1, (16, 1)).transpose(2, 3)
+    assert v.is_contiguous() and v.stride(2) == 1
+    torch.testing.assert_close(bind(GATED, backend())(x._replace(v=v)), bind(GATED, backend())(x), rtol=0, atol=0)
+
+
+def test_a_decode_step_asks_nothing_of_the_other_kernels_launches():
+    x = draw(Case(GATED, Shape("token", 3, 1, 2, 2, 12, 20)), DEVICE)
+    states, step = x.state, x._replace(state=None)
+    given = TritonBackend(LaunchConfig(scan=Launch(tile=64, hopper=True)))  # refused here, or for 12 keys
+    got, want = (bind(GATED, of).step_(step, states.clone()) for of in (given, TritonBackend()))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def test_parts_begin_at_checkpoints():

@@ -1,89 +1,20 @@
-"""The tuner without a GPU: what it measures, rejects, stores, resumes and merges, with a runner that makes times up."""
+"""The tuner without a GPU: what it measures, rejects, stores and resumes, with a runner that makes times up."""
 
-import json
-import logging
-import sys
-from types import SimpleNamespace
+import math
+import time
 
 import pytest
 import torch
+from tune_cases import FORWARD, GATED, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
 
-from deltazoo.backends.environment import environment
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.shapes import SHAPES, Shape
+from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton import config as configs
-from deltazoo.backends.triton import table as tables
-from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, heuristic
-from deltazoo.backends.triton.table import Table, configured, key_of, merge_tables, read_table, user_table
+from deltazoo.backends.triton.config import Launch, LaunchConfig, heuristic
+from deltazoo.backends.triton.table import configured, key_of, read_table
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
-from deltazoo.backends.tuning.measure import checks_of
-from deltazoo.backends.tuning.tune import Runner, TuneConfig, kernels_of, plan, tune
-
-GATED = UpdateSpec(decay="head", beta="head")
-T900 = Device("NVIDIA T900", 132, 232448)
-PACK = Target(GATED, SHAPES["pack_8x4096"], torch.bfloat16)
-LONG = Target(GATED, SHAPES["dense_1x32768"], torch.bfloat16)
-TOKEN = Target(GATED, SHAPES["decode_64"], torch.bfloat16)
-FORWARD = TuneConfig(directions=("forward",))
-
-
-class FakeRunner(Runner):
-    """Each kernel's time is its warps, but for `quick`; what `wrong` names fails the check."""
-
-    device, triton = T900, "3.6.0"
-
-    def __init__(self, quick=None, wrong=(), stop_after=None):
-        self.quick, self.wrong, self.stop_after = quick or {}, wrong, stop_after
-        self.checked, self.timed, self.closed, self.heard = [], [], False, []
-
-    def environment(self):
-        return environment().model_copy(update={"device": self.device.name})
-
-    def ahead(self, steps):
-        self.heard.append([(step.target, step.kernel) for step in steps])
-
-    def check(self, target, kernel, configs):
-        if self.stop_after is not None and len(self.checked) == self.stop_after:
-            raise KeyboardInterrupt
-        self.checked.append((target, kernel))
-        return ["o has relative RMS error 1, above 5e-3" if self._of(c, kernel) in self.wrong else "" for c in configs]
-
-    def time(self, target, direction, configs, rounds):
-        self.timed.append((target, direction, configs))
-        return [self._seconds(config) for config in configs]
-
-    def close(self):
-        self.closed = True
-
-    def _of(self, config, kernel):
-        return config.split if kernel == "split" else getattr(config, kernel)
-
-    def _seconds(self, config):
-        split = self.quick.get(config.split, 10.0) if isinstance(config.split, int) else 10.0
-        launches = (config.prepare, config.scan, config.replay, config.reverse, config.gradients, config.decode)
-        return (split + sum(self.quick.get(launch, 1.0) for launch in launches)) / 1e3
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A user without tables, in a process that has read none."""
-    monkeypatch.setattr(tables.Path, "home", lambda: tmp_path)
-    tables.use_table(None)
-    yield tmp_path
-    tables.use_table(None)
-
-
-@pytest.fixture
-def on_t900(home, monkeypatch):
-    """As if on a T900, with a Triton of the tables' version."""
-    monkeypatch.setattr(tables, "device_of", lambda index: T900)
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0", __spec__="here"))
-    tables.forget()
-
-
-def by_kernel(records):
-    return {record.kernel: record for record in records}
+from deltazoo.backends.tuning.measure import CudaRunner, checks_of
+from deltazoo.backends.tuning.tune import TuneConfig, kernels_of, plan, tune
 
 
 def test_the_quickest_right_launch_of_each_kernel_is_chosen_with_its_gain(tmp_path):
@@ -124,6 +55,51 @@ def test_where_all_candidates_fail_none_is_chosen_and_it_is_said(tmp_path):
     assert found.failures == ["scan of pack_8x4096: no candidate runs and is right; none is chosen"]
 
 
+def test_where_no_time_is_a_number_none_is_chosen_and_the_table_can_be_read(tmp_path):
+    default = heuristic(problem_of(PACK, "prepare"), T900).prepare
+    found = tune([PACK], FakeRunner({default: math.inf}), FORWARD, tmp_path / "t.json")
+    prepare = by_kernel(found.records)["prepare"]
+    assert prepare.launch != default
+    assert prepare.gain is None
+    found = tune([PACK], FakeRunner({0: math.inf}), FORWARD, tmp_path / "none.json")
+    assert len(found.failures) == 2
+    assert not (tmp_path / "none.json").exists()
+    assert read_table(tmp_path / "t.json").records
+
+
+def test_an_interrupted_check_waits_for_none_of_those_to_come(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    runner, ran = CudaRunner.__new__(CudaRunner), []
+    runner._bench, runner._verdicts, runner._count, runner.on = None, {}, 2, "cuda"
+    runner._job = lambda *one: one
+
+    def ask(job):
+        ran.append(job)
+        time.sleep(0.05)
+        if len(ran) > 3:
+            raise KeyboardInterrupt
+        return ""
+
+    runner._ask = ask
+    tried = [LaunchConfig(scan=Launch(tile=64, warps=w, stages=s)) for w in (4, 8) for s in range(1, 17)]
+    with pytest.raises(KeyboardInterrupt):
+        runner.check(PACK, "scan", tried)
+    assert len(ran) < 10
+    assert len(runner._verdicts) >= 1  # what is known is kept
+
+
+def test_a_replay_is_tuned_where_the_reverse_scan_was_chosen_without(tmp_path):
+    runner = FakeRunner()
+    runner.device = T900._replace(hopper=True)
+    replays = heuristic(problem_of(PACK, "reverse"), runner.device).reverse
+    assert replays.replays
+    runner.quick[replays.model_copy(update={"replays": False})] = 0.1
+    found = tune([PACK], runner, TuneConfig(directions=("backward",)), tmp_path / "t.json")
+    assert [record.kernel for record in found.records] == ["reverse", "replay"]
+    assert not found.records[0].launch.replays
+
+
 def test_less_than_a_hundredth_is_noise(tmp_path):
     default = heuristic(problem_of(PACK, "scan"), T900).scan
     found = tune([PACK], FakeRunner({Launch(tile=64): 0.9}), FORWARD, tmp_path / "t.json")
@@ -140,8 +116,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert set(by_kernel(read_table(out).records)) == {"split", "prepare", "scan"}
     second = FakeRunner()
     found = tune([LONG], second, None, out)
-    assert [kernel for _, kernel in second.checked] == ["replay", "reverse", "gradients", "decode"]
-    assert second.heard == [[(LONG, kernel) for kernel in ("replay", "reverse", "gradients", "decode")]]
+    assert [kernel for _, kernel in second.checked] == ["reverse", "replay", "gradients", "decode"]
+    assert second.heard == [[(LONG, kernel) for kernel in ("reverse", "replay", "gradients", "decode")]]
     assert (found.kept, found.left) == (3, 0)
     assert len(read_table(out).records) == 7
     third = FakeRunner()
@@ -193,7 +169,7 @@ def test_a_plan_lists_what_would_be_measured_and_measures_nothing(tmp_path):
     out, runner = tmp_path / "t.json", FakeRunner()
     listed = plan([LONG, TOKEN], runner, None, out)
     assert [step.kernel for step in listed] == [
-        "split", "prepare", "scan", "replay", "reverse", "gradients", "decode", "decode",
+        "split", "prepare", "scan", "reverse", "replay", "gradients", "decode", "decode",
     ]  # fmt: skip
     assert not any(step.done for step in listed)
     assert listed[2].candidates == 7
@@ -229,6 +205,7 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
         "reverse": [{"V": 32}, {"V": 136}, {"K": 64}, {"K": 136}],
         "gradients": [{"V": 520}],
     }
+    assert heuristic(problem_of(PACK, "scan")._replace(N=0, T=0), hopper).split == 0
     for kernel, others in beyond.items():
         problem = problem_of(PACK, "scan")
         assert problem.dtype.itemsize == 2
@@ -300,9 +277,9 @@ def test_replay_and_reverse_scan_in_one_launch_are_a_choice_of_the_reverse_scan_
 
 def test_a_check_runs_the_code_of_the_target_on_a_short_case():
     config, cases = checks_of(PACK, "scan", LaunchConfig())
-    assert config == LaunchConfig()
+    assert config == LaunchConfig(every=2, scratch=0)  # several segments
     assert [case.regime for case in cases] == ["ordinary", "parallel", "decays"]
-    assert all(case.shape.T == sum(case.shape.lengths) == 208 and 0 in case.shape.lengths for case in cases)
+    assert all(case.shape.T == sum(case.shape.lengths) == 1040 and 0 in case.shape.lengths for case in cases)
     config, cases = checks_of(LONG, "split", LaunchConfig(split=64))
     assert (config.split, cases[0].shape.HV, cases[0].shape.T) == (64, 4, 64 * 64 + 80)
     config, cases = checks_of(LONG, "scan", LaunchConfig(split=64))
@@ -334,166 +311,6 @@ def test_the_problem_tuned_for_is_the_one_looked_up(spec, shape, monkeypatch):
         x = triton_backend._by_micro_steps(spec, x, spec.householders)
     launch.resolve(x, kind)
     assert looked_up == [problem_of(Target(spec, shape, torch.float32), "scan", "cpu")]
-
-
-def test_the_table_goes_before_the_heuristic_for_its_class_alone(on_t900, tmp_path):
-    narrow = Launch(tile=32, warps=4, stages=2)
-    tune([PACK], FakeRunner({narrow: 0.2}), FORWARD, tmp_path / "t.json")
-    problem = problem_of(PACK, "scan")
-    before = configs.launch_config(problem, 0)
-    assert before == heuristic(problem, T900)
-    tables.use_table(tmp_path / "t.json")
-    found = configs.launch_config(problem, 0)
-    assert found == before.model_copy(update={"scan": narrow})
-    for other in ({"packed": False}, {"K": 64}, {"dtype": torch.float16}, {"delta": False}, {"HV": 32}, {"own": True}):
-        assert configs.launch_config(problem._replace(**other), 0).scan != narrow
-    assert configs.launch_config(problem._replace(T=30000), 0).scan == narrow
-    tables.use_table(None)
-    assert configs.launch_config(problem, 0) == before
-
-
-def test_a_table_may_change_the_parts_but_never_what_is_saved(on_t900, tmp_path):
-    tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
-    tables.use_table(tmp_path / "t.json")
-    found = configs.launch_config(problem_of(LONG, "scan"), 0)
-    default = heuristic(problem_of(LONG, "scan"), T900)
-    assert (found.split, default.split) == (64, 32)
-    assert (found.chunk, found.every) == (default.chunk, default.every)
-
-
-def test_the_user_s_table_goes_over_the_shipped_and_a_named_one_over_both(on_t900, tmp_path, monkeypatch):
-    shipped, narrow, wide = Launch(tile=64, stages=1), Launch(tile=32, warps=4, stages=2), Launch(tile=64, stages=3)
-    problem = problem_of(PACK, "scan")
-    package = tmp_path / "package"
-    monkeypatch.setattr(tables, "files", lambda name: package)
-    monkeypatch.setattr(tables, "source_of", lambda kernel: "same")
-    monkeypatch.setattr("deltazoo.backends.tuning.tune.source_of", lambda kernel: "same")
-    for launch, path in (
-        (shipped, package / "tuned" / "nvidia-t900.json"),
-        (narrow, user_table("NVIDIA T900")),
-        (wide, tmp_path / "named.json"),
-    ):
-        assert configs.launch_config(problem, 0).scan != launch
-        tune([PACK], FakeRunner({launch: 0.1}), FORWARD, path)
-        if path.name == "named.json":
-            tables.use_table(path)
-        assert configs.launch_config(problem, 0).scan == launch
-
-
-@pytest.mark.parametrize("other", ["triton", "source"])
-def test_records_for_another_triton_or_other_kernels_are_ignored_with_one_line(on_t900, tmp_path, caplog, other):
-    path = tmp_path / "t.json"
-    tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
-    data = json.loads(path.read_text())
-    for record in data["records"]:
-        record[other] = "9.9"
-    path.write_text(json.dumps(data))
-    problem = problem_of(PACK, "scan")
-    with caplog.at_level(logging.INFO, "deltazoo"):
-        tables.use_table(path)
-        for T in (100, 32768, 32769):
-            assert configs.launch_config(problem._replace(T=T), 0) == heuristic(problem._replace(T=T), T900)
-    assert len(caplog.records) == 1
-    assert "2 of 2 records of a launch table for NVIDIA T900" in caplog.text
-
-
-def test_a_look_up_that_was_made_before_reads_no_file(on_t900, monkeypatch):
-    problem = problem_of(PACK, "scan")
-    first = configs.launch_config(problem, 0)
-    monkeypatch.setattr(tables, "configured", lambda *_: pytest.fail("looked up again"))
-    assert configs.launch_config(problem, 0) is first
-
-
-def test_tables_of_one_device_merge_the_later_over_the_earlier(tmp_path):
-    narrow, wide = Launch(tile=32), Launch(tile=64, stages=3)
-    tune([PACK], FakeRunner({narrow: 0.1}), FORWARD, tmp_path / "a.json")
-    tune([PACK], FakeRunner({wide: 0.1}), FORWARD, tmp_path / "b.json")
-    tune([TOKEN], FakeRunner(), None, tmp_path / "c.json")
-    merged = merge_tables([tmp_path / f"{name}.json" for name in "abc"], tmp_path / "out.json")
-    assert read_table(tmp_path / "out.json") == merged
-    assert sorted(record.kernel for record in merged.records) == ["decode", "prepare", "scan"]
-    assert by_kernel(merged.records)["scan"].launch == wide
-
-
-def test_another_device_s_table_is_refused(tmp_path):
-    Table(device="NVIDIA B200").write(tmp_path / "b200.json")
-    tune([PACK], FakeRunner(), FORWARD, tmp_path / "t900.json")
-    message = r"tables of two devices do not merge: 'NVIDIA T900' and 'NVIDIA B200'"
-    with pytest.raises(ConfigError, match=message):
-        merge_tables([tmp_path / "t900.json", tmp_path / "b200.json"], tmp_path / "out.json")
-    with pytest.raises(ConfigError, match=message):
-        tune([PACK], FakeRunner(), FORWARD, tmp_path / "b200.json")
-    assert not (tmp_path / "out.json").exists()
-
-
-def broken(**change):
-    record = {
-        "triton": "3.6.0", "source": "x", "kernel": "scan", "dtype": "bfloat16", "K": 128, "V": 128, "groups": 1,
-        "delta": True, "own": False, "decayed": True, "packed": False, "precise": False, "parts": False,
-        "programs": 128, "chunks": 0, "launch": {"tile": 64}, "shape": "s", "ms": 1.0, "tried": 1, "rejected": 0,
-    }  # fmt: skip
-    return json.dumps({"version": 1, "device": "NVIDIA T900", "records": [record | change]})
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "t.json is not a launch table: .*Invalid JSON"),
-        (broken(launch={"tile": 2}), r"records.0.launch.tile: Input should be greater than or equal to"),
-        (broken(launch={"tile": 64, "chunk": 32}), r"records.0.launch.chunk: Extra inputs are not permitted"),
-        (broken(kernel="split"), r"records.0: kernel='split' needs split alone"),
-        (broken(kernel="split", launch=None, split=24), r"split must be 0 or a power of two and a multiple of every"),
-        (broken(dtype="float8"), r"records.0.dtype"),
-        (None, "t.json cannot be read"),
-    ],
-)
-def test_a_broken_table_is_an_error_that_names_the_file_and_the_field(tmp_path, text, says):
-    path = tmp_path / "t.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        tables.use_table(path)
-
-
-def test_a_table_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / "t.json"
-    tune([PACK], FakeRunner(), FORWARD, path)
-    before = path.read_text()
-    monkeypatch.setattr(tables.os, "replace", lambda a, b: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        Table(device="NVIDIA T900").write(path)
-    assert path.read_text() == before
-    assert [found.name for found in tmp_path.iterdir()] == ["t.json"]
-
-
-def test_the_shipped_tables_are_valid_and_hold_what_the_key_says():
-    folder = tables.files("deltazoo.backends.triton") / "tuned"
-    for path in folder.iterdir() if folder.is_dir() else []:
-        table = read_table(path)
-        assert path.name == f"{tables.slug(table.device)}.json"
-        assert table.records
-        for record in table.records:
-            assert record.gain is None or record.gain >= 1
-            assert record.source == tables.source_of(record.kernel), (
-                f"{path.name}: measured with another {record.kernel}"
-            )
-
-
-def test_comments_and_docstrings_of_a_kernel_do_not_count_but_its_blocks_do():
-    def code(text: str) -> list[str]:
-        return list(tables._code_of(text))
-
-    plain = "def f(x):\n    if x:\n        y = 1\n        z = 'a'\n"
-    assert code(
-        '"""Of it."""\n\ndef f(x):  # so\n    """Says."""\n    if x:\n\n        y = 1\n        z = \'a\'\n'
-    ) == code(plain)
-    assert code(plain.replace("        z", "    z")) != code(plain)
-    assert code(plain.replace("'a'", "'b'")) != code(plain)
-
-
-def test_a_kernels_fingerprint_is_the_same_in_every_python():
-    nested = 'f"""{{a}} {b!r:>{c}}\n {f\'{d}\'}"""'  # Python 3.12 takes it apart
-    assert list(tables._code_of(f"x = g({nested})\n"))[:6] == ["x", "=", "g", "(", nested, ")"]
 
 
 def test_tuning_nothing_is_a_mistake(tmp_path):

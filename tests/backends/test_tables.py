@@ -1,0 +1,223 @@
+"""Tables of launches: how they are looked up, merged, read and written, and what is wrong with one."""
+
+import json
+import logging
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tune_cases import FORWARD, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
+
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.triton import config as configs
+from deltazoo.backends.triton import table as tables
+from deltazoo.backends.triton.config import Launch, heuristic
+from deltazoo.backends.triton.table import Table, merge_tables, read_table, user_table
+from deltazoo.backends.tuning.candidates import problem_of
+from deltazoo.backends.tuning.tune import tune
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user without tables, in a process that has read none."""
+    monkeypatch.setattr(tables.Path, "home", lambda: tmp_path)
+    tables.use_table(None)
+    yield tmp_path
+    tables.use_table(None)
+
+
+@pytest.fixture
+def on_t900(home, monkeypatch):
+    """As if on a T900, with a Triton of the tables' version."""
+    monkeypatch.setattr(tables, "device_of", lambda index: T900)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0", __spec__="here"))
+    tables.forget()
+
+
+def test_the_table_goes_before_the_heuristic_for_its_class_alone(on_t900, tmp_path):
+    narrow = Launch(tile=32, warps=4, stages=2)
+    tune([PACK], FakeRunner({narrow: 0.2}), FORWARD, tmp_path / "t.json")
+    problem = problem_of(PACK, "scan")
+    before = configs.launch_config(problem, 0)
+    assert before == heuristic(problem, T900)
+    tables.use_table(tmp_path / "t.json")
+    found = configs.launch_config(problem, 0)
+    assert found == before.model_copy(update={"scan": narrow})
+    for other in ({"packed": False}, {"K": 64}, {"dtype": torch.float16}, {"delta": False}, {"HV": 32}, {"own": True}):
+        assert configs.launch_config(problem._replace(**other), 0).scan != narrow
+    assert configs.launch_config(problem._replace(T=30000), 0).scan == narrow
+    tables.use_table(None)
+    assert configs.launch_config(problem, 0) == before
+
+
+def test_a_table_may_change_the_parts_but_never_what_is_saved(on_t900, tmp_path):
+    tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
+    tables.use_table(tmp_path / "t.json")
+    found = configs.launch_config(problem_of(LONG, "scan"), 0)
+    default = heuristic(problem_of(LONG, "scan"), T900)
+    assert (found.split, default.split) == (64, 32)
+    assert (found.chunk, found.every) == (default.chunk, default.every)
+
+
+def test_kernels_are_tuned_with_the_tables_in_force(on_t900, tmp_path):
+    tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "parts.json")
+    tables.use_table(tmp_path / "parts.json")
+    found = by_kernel(tune([LONG], FakeRunner(), FORWARD, tmp_path / "scans.json").records)
+    assert found["scan"].programs == 64  # 8 heads in 8 parts of 64 chunks, and not 16 of 32
+    tables.use_table(tmp_path / "scans.json")
+    assert configs.launch_config(problem_of(LONG, "scan"), 0).scan == found["scan"].launch
+
+
+def test_the_user_s_table_goes_over_the_shipped_and_a_named_one_over_both(on_t900, tmp_path, monkeypatch):
+    shipped, narrow, wide = Launch(tile=64, stages=1), Launch(tile=32, warps=4, stages=2), Launch(tile=64, stages=3)
+    problem = problem_of(PACK, "scan")
+    package = tmp_path / "package"
+    monkeypatch.setattr(tables, "files", lambda name: package)
+    monkeypatch.setattr(tables, "source_of", lambda kernel: "same")
+    monkeypatch.setattr("deltazoo.backends.tuning.tune.source_of", lambda kernel: "same")
+    for launch, path in (
+        (shipped, package / "tuned" / "nvidia-t900.json"),
+        (narrow, user_table("NVIDIA T900")),
+        (wide, tmp_path / "named.json"),
+    ):
+        assert configs.launch_config(problem, 0).scan != launch
+        tune([PACK], FakeRunner({launch: 0.1}), FORWARD, path)
+        if path.name == "named.json":
+            tables.use_table(path)
+        assert configs.launch_config(problem, 0).scan == launch
+
+
+@pytest.mark.parametrize("other", ["triton", "source"])
+def test_records_for_another_triton_or_other_kernels_are_ignored_with_one_line(on_t900, tmp_path, caplog, other):
+    path = tmp_path / "t.json"
+    tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
+    data = json.loads(path.read_text())
+    for record in data["records"]:
+        record[other] = "9.9"
+    path.write_text(json.dumps(data))
+    problem = problem_of(PACK, "scan")
+    with caplog.at_level(logging.INFO, "deltazoo"):
+        tables.use_table(path)
+        for T in (100, 32768, 32769):
+            assert configs.launch_config(problem._replace(T=T), 0) == heuristic(problem._replace(T=T), T900)
+    assert len(caplog.records) == 1
+    assert "2 of 2 records of a launch table for NVIDIA T900" in caplog.text
+
+
+def test_a_record_of_a_kernel_that_does_not_take_the_problem_is_ignored_with_a_line(on_t900, tmp_path, caplog):
+    path = tmp_path / "t.json"
+    tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
+    data = json.loads(path.read_text())
+    data["records"][-1]["launch"]["hopper"] = True
+    path.write_text(json.dumps(data))
+    tables.use_table(path)
+    problem = problem_of(PACK, "scan")
+    with caplog.at_level(logging.INFO, "deltazoo"):
+        assert configs.launch_config(problem, 0).scan == heuristic(problem, T900).scan
+    assert "is ignored: scan.hopper must be false but on a Hopper GPU" in caplog.text
+
+
+def test_a_look_up_that_was_made_before_reads_no_file(on_t900, monkeypatch):
+    problem = problem_of(PACK, "scan")
+    first = configs.launch_config(problem, 0)
+    monkeypatch.setattr(tables, "configured", lambda *_: pytest.fail("looked up again"))
+    assert configs.launch_config(problem, 0) is first
+
+
+def test_tables_of_one_device_merge_the_later_over_the_earlier(tmp_path):
+    narrow, wide = Launch(tile=32), Launch(tile=64, stages=3)
+    tune([PACK], FakeRunner({narrow: 0.1}), FORWARD, tmp_path / "a.json")
+    tune([PACK], FakeRunner({wide: 0.1}), FORWARD, tmp_path / "b.json")
+    tune([TOKEN], FakeRunner(), None, tmp_path / "c.json")
+    merged = merge_tables([tmp_path / f"{name}.json" for name in "abc"], tmp_path / "out.json")
+    assert read_table(tmp_path / "out.json") == merged
+    assert sorted(record.kernel for record in merged.records) == ["decode", "prepare", "scan"]
+    assert by_kernel(merged.records)["scan"].launch == wide
+
+
+def test_another_device_s_table_is_refused(tmp_path):
+    Table(device="NVIDIA B200").write(tmp_path / "b200.json")
+    tune([PACK], FakeRunner(), FORWARD, tmp_path / "t900.json")
+    message = r"tables of two devices do not merge: 'NVIDIA T900' and 'NVIDIA B200'"
+    with pytest.raises(ConfigError, match=message):
+        merge_tables([tmp_path / "t900.json", tmp_path / "b200.json"], tmp_path / "out.json")
+    with pytest.raises(ConfigError, match=message):
+        tune([PACK], FakeRunner(), FORWARD, tmp_path / "b200.json")
+    assert not (tmp_path / "out.json").exists()
+
+
+def broken(**change):
+    record = {
+        "triton": "3.6.0", "source": "x", "kernel": "scan", "dtype": "bfloat16", "K": 128, "V": 128, "groups": 1,
+        "delta": True, "own": False, "decayed": True, "packed": False, "precise": False, "parts": False,
+        "programs": 128, "chunks": 0, "launch": {"tile": 64}, "shape": "s", "ms": 1.0, "tried": 1, "rejected": 0,
+    }  # fmt: skip
+    return json.dumps({"version": 1, "device": "NVIDIA T900", "records": [record | change]})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "t.json is not a launch table: .*Invalid JSON"),
+        (broken(launch={"tile": 2}), r"records.0.launch.tile: Input should be greater than or equal to"),
+        (broken(launch={"tile": 64, "chunk": 32}), r"records.0.launch.chunk: Extra inputs are not permitted"),
+        (broken(kernel="split"), r"records.0: kernel='split' needs split alone"),
+        (broken(kernel="split", launch=None, split=24), r"split must be 0 or a power of two and a multiple of every"),
+        (broken(dtype="float8"), r"records.0.dtype"),
+        (broken(ms=math.inf), r"records.0.ms: Input should be a finite number"),
+        (
+            broken(launch={"tile": 64, "hopper": True, "replays": True}),
+            r"replays must be false but for kernel='reverse'",
+        ),
+        (None, "t.json cannot be read"),
+    ],
+)
+def test_a_broken_table_is_an_error_that_names_the_file_and_the_field(tmp_path, text, says):
+    path = tmp_path / "t.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        tables.use_table(path)
+
+
+def test_a_table_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "t.json"
+    tune([PACK], FakeRunner(), FORWARD, path)
+    before = path.read_text()
+    monkeypatch.setattr(tables.os, "replace", lambda a, b: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        Table(device="NVIDIA T900").write(path)
+    assert path.read_text() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_the_shipped_tables_are_valid_and_hold_what_the_key_says():
+    folder = tables.files("deltazoo.backends.triton") / "tuned"
+    for path in folder.iterdir() if folder.is_dir() else []:
+        table = read_table(path)
+        assert path.name == f"{tables.slug(table.device)}.json"
+        assert table.records
+        for record in table.records:
+            assert record.gain is None or record.gain >= 1
+            assert record.source == tables.source_of(record.kernel), (
+                f"{path.name}: measured with another {record.kernel}"
+            )
+
+
+def test_comments_and_docstrings_of_a_kernel_do_not_count_but_its_blocks_do():
+    def code(text: str) -> list[str]:
+        return list(tables._code_of(text))
+
+    plain = "def f(x):\n    if x:\n        y = 1\n        z = 'a'\n"
+    assert code(
+        '"""Of it."""\n\ndef f(x):  # so\n    """Says."""\n    if x:\n\n        y = 1\n        z = \'a\'\n'
+    ) == code(plain)
+    assert code(plain.replace("        z", "    z")) != code(plain)
+    assert code(plain.replace("'a'", "'b'")) != code(plain)
+
+
+def test_a_kernels_fingerprint_is_the_same_in_every_python():
+    nested = 'f"""{{a}} {b!r:>{c}}\n {f\'{d}\'}"""'  # Python 3.12 takes it apart
+    assert list(tables._code_of(f"x = g({nested})\n"))[:6] == ["x", "=", "g", "(", nested, ")"]
