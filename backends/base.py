@@ -158,8 +158,8 @@ def refuse_forward_mode(backend: str, inputs: Iterable[Tensor | None]) -> None:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise UnsupportedError(
-            f"backend {backend!r} has no forward-mode derivative (torch.func.jvp, jacfwd): take torch.func.grad, vjp "
-            "or jacrev, or backend='reference'"
+            f"backend {backend!r} has no forward-mode derivative (torch.func.jvp, jacfwd): take torch.func.grad "
+            "or vjp, or backend='reference'"
         )
 
 

@@ -154,7 +154,10 @@ def bench(
         raise ConfigError(f"graphs needs a CUDA device, got {config.device!r}")
     if not shapes or not backends:
         raise ConfigError(f"bench needs a shape and a backend, got {len(shapes)} shapes and {len(backends)} backends")
-    bound = {backend if isinstance(backend, str) else backend.name: bind(spec, backend) for backend in backends}
+    names = [backend if isinstance(backend, str) else backend.name for backend in backends]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"backends must have names of their own, got {', '.join(names)}")
+    bound = {name: bind(spec, backend) for name, backend in zip(names, backends, strict=True)}
     baseline = config.baseline or next(iter(bound))
     if baseline not in bound:
         raise ConfigError(f"baseline must be one of the backends {', '.join(bound)}, got {baseline!r}")

@@ -3,7 +3,7 @@
 B batch, T time, H key heads, HV value heads, K key width, V value width, N packed sequences
 """
 
-import itertools
+from math import inf
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.values import packing_problems, readable
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STATE_LIKE = ("log_decay", "step", "rate", "state")
@@ -20,8 +21,8 @@ _STRENGTHS = ("beta", "erase", "write")
 def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     """Raise unless the operands are those of the spec, with its shapes, dtypes and one device.
 
-    On CPU tensors outside torch.compile the signs of the decay and the bounds in cu_seqlens are checked too;
-    `validate` checks them on any device.
+    Of CPU tensors outside torch.compile and torch.func's transforms it is checked, too, that the decay has its
+    sign and is not infinite, and that cu_seqlens rises; `validate` checks them on any device.
 
     Raises: OperandError, ShapeError, DtypeError, DeviceError, ValueRangeError.
     """
@@ -29,8 +30,8 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     _check_presence(spec, inputs, want)
     _check_shapes(spec, inputs, want)
     _check_dtypes(inputs)
-    if inputs.q.device.type == "cpu" and not torch.compiler.is_compiling():
-        problems = _sign_problems(inputs) + _packing_problems(inputs)
+    if readable(*inputs):
+        problems = _sign_problems(inputs) + packing_problems(inputs.cu_seqlens, inputs.q.shape[1])
         if problems:
             raise ValueRangeError(" ".join(problems))
 
@@ -57,7 +58,7 @@ def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Te
             raise DtypeError(f"slots must be int64, got {slots.dtype}")
         if slots.device != inputs.q.device:
             raise DeviceError(f"slots must be on {inputs.q.device}, where q is, got {slots.device}")
-        if slots.device.type == "cpu" and not torch.compiler.is_compiling():
+        if readable(slots):
             taken: list[int] = slots.tolist()
             if len(set(taken)) < B or any(not 0 <= slot < states.shape[0] for slot in taken):
                 raise ValueRangeError(f"slots must be distinct rows of the {states.shape[0]} states, got {taken}")
@@ -72,7 +73,7 @@ def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     Raises: InputError or a subclass; ValueRangeError lists every value rule that is broken.
     """
     check(spec, inputs)
-    problems = _sign_problems(inputs) + _packing_problems(inputs)
+    problems = _sign_problems(inputs) + packing_problems(inputs.cu_seqlens, inputs.q.shape[1])
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None or not tensor.is_floating_point() or not tensor.numel():
             continue
@@ -187,22 +188,14 @@ def _sign_problems(inputs: UpdateInputs) -> list[str]:
         tensor = getattr(inputs, name)
         if tensor is None or not tensor.numel():
             continue
-        worst = float((tensor.detach() * sign).max())
-        if worst > 0:
-            problems.append(f"{name} must be {rule}, got {worst * sign:g}.")
+        # one that is no number, as of a training that diverges, is no more wrong here than in any other operand
+        known = torch.nan_to_num(tensor.detach() * sign, nan=0.0, posinf=inf, neginf=-inf)
+        least, most = (float(x) for x in known.aminmax())
+        if most > 0:
+            problems.append(f"{name} must be {rule}, got {most * sign:g}.")
+        elif least == -inf:
+            problems.append(f"{name} must be finite, got {least * sign:g}.")
     return problems
-
-
-def _packing_problems(inputs: UpdateInputs) -> list[str]:
-    if inputs.cu_seqlens is None:
-        return []
-    bounds: list[int] = inputs.cu_seqlens.tolist()
-    T = inputs.q.shape[1]
-    rising = all(left <= right for left, right in itertools.pairwise(bounds))
-    if bounds[0] != 0 or bounds[-1] != T or not rising:
-        shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
-        return [f"cu_seqlens must rise from 0 to T = {T}, got {shown}."]
-    return []
 
 
 __all__ = ["InputError", "check", "check_step", "validate"]

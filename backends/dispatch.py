@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends import registry
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.check import check, check_step
 from deltazoo.backends.errors import DuplicateNameError, PluginError, UnknownNameError, UnsupportedError
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
@@ -22,7 +22,7 @@ _log = logging.getLogger("deltazoo")
 DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "compile"), "": ("compile",)}
 
 # What `use_backend` set, innermost last. A plain list: torch.compile cannot trace a ContextVar.
-_override: list["str | Backend"] = []
+_override: list[tuple["str | Backend"]] = []  # a tuple each, which its block knows again
 _loaded: dict[str, Backend] = {}
 # The refusals that were logged: each once in a process, for a model binds its spec in every layer.
 _told: set[tuple[str, str, UpdateSpec, str]] = set()
@@ -55,14 +55,15 @@ class BoundUpdate(_Bound):
         self.spec = spec
 
     def __call__(self, inputs: UpdateInputs) -> UpdateOutput:
-        """Compute the update. Returns o [B, T, HV, V] and the final state [B, HV, K, V].
+        """Compute the update, in the same dtypes under autocast. Returns o [B, T, HV, V], and the state [B, HV, K, V].
 
         Raises: InputError or a subclass; UnsupportedError with every candidate's reasons.
         """
         check(self.spec, inputs)
         chosen = self.backend_for(UpdateMeta.of(inputs))
         _seen(chosen.name, "update")
-        return chosen.forward(self.spec, inputs)
+        with without_autocast(inputs.q):
+            return chosen.forward(self.spec, inputs)
 
     def step_(self, inputs: UpdateInputs, states: Tensor, slots: Tensor | None = None) -> Tensor:
         """Decode one token a row, updating `states` [S, HV, K, V] in place; returns o [B, 1, HV, V].
@@ -74,7 +75,8 @@ class BoundUpdate(_Bound):
         meta = UpdateMeta.of(inputs)._replace(grad=False)
         chosen = self.backend_for(meta)
         _seen(chosen.name, "step")
-        return chosen.step_(self.spec, inputs, states, slots)
+        with without_autocast(inputs.q):
+            return chosen.step_(self.spec, inputs, states, slots)
 
     def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
         """The same choice for another form of the spec, which may never be run: what refuses it is said when it is."""
@@ -190,11 +192,12 @@ def use_backend(backend: str | Backend) -> Iterator[None]:
     The choice is the process's, not the thread's; it does not change what was bound before.
     """
     resolve(backend)
-    _override.append(backend)
+    asked = (backend,)
+    _override.append(asked)
     try:
         yield
-    finally:
-        _override.pop()
+    finally:  # not the last one's: another thread's block may have begun since
+        del _override[next(i for i, other in enumerate(_override) if other is asked)]
 
 
 def resolve(backend: str | Backend) -> Backend:
@@ -271,7 +274,7 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
 
 
 def _asked(backend: str | Backend | None) -> str | Backend | None:
-    return backend if backend is not None else (_override[-1] if _override else None)
+    return backend if backend is not None else (_override[-1][0] if _override else None)
 
 
 def _bound(spec: UpdateSpec, asked: str | Backend | None) -> BoundUpdate:

@@ -42,7 +42,7 @@ class TrainConfig(BaseModel):
     warmup: int = Field(default=20, ge=0)
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     clip: float = Field(default=1.0, gt=0)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     every: int = Field(default=25, ge=1)
     validation_batches: int = Field(default=4, ge=1)
     device: str = "cpu"
@@ -291,8 +291,9 @@ class _Run:
 
 
 def _adamw(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices alone: norms, biases and decay rates are left as they are."""
-    matrices = [x for x in model.parameters() if x.dim() >= 2]
-    others = [x for x in model.parameters() if x.dim() < 2]
+    """AdamW that decays matrices alone: norms, biases, and what a module calls `undecayed` are left as they are."""
+    left = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "undecayed", ())}
+    matrices = [x for x in model.parameters() if x.dim() >= 2 and id(x) not in left]
+    others = [x for x in model.parameters() if x.dim() < 2 or id(x) in left]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)

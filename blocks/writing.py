@@ -29,7 +29,7 @@ class Sampling(BaseModel):
     top_k: int | None = Field(default=None, ge=1)
     top_p: float | None = Field(default=None, gt=0, le=1)
     stop: str | None = Field(default=None, min_length=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
 
 class Written(BaseModel):
@@ -74,9 +74,9 @@ def write(
     if model.spec.vocab < BYTES:
         raise ConfigError(f"vocab must be at least {BYTES} to write bytes, got {model.spec.vocab}")
     device = model.head_weight.device
-    tokens = torch.tensor([list(prompt.encode())], device=device)
+    tokens = torch.tensor([list(encoded("prompt", prompt))], device=device)
     generator = torch.Generator(device).manual_seed(sampling.seed)
-    stop = [] if sampling.stop is None else [list(sampling.stop.encode())]
+    stop = [] if sampling.stop is None else [list(encoded("stop", sampling.stop))]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces: list[str] = []
     drawn: list[int] = []
@@ -103,3 +103,11 @@ def write(
         bytes_per_second=(len(drawn) - 1) / took if len(drawn) > 1 else None,
         sampling=sampling,
     )
+
+
+def encoded(name: str, text: str) -> bytes:
+    """A text's bytes. Raises: ConfigError where it is not all UTF-8, as of a terminal's other bytes."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} must be text in UTF-8, got {text!r}") from error

@@ -25,7 +25,7 @@ def command(
 
     changes = {"pattern": pattern, "width": width, "depth": depth, "vocab": vocab, "tied": tied, "backend": backend}
     spec = assemble(stack, changes)
-    found = spec.describe()
+    found = spec.describe(backend)
     if save is not None:
         spec.save(save)
     if as_json:

@@ -10,12 +10,18 @@ from deltazoo.cli.output import print_json, print_table, progress, say
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="YAML or JSON: spec, shapes, dtypes; see `deltazoo check --help`.")],
+    file: Annotated[Path, typer.Argument(help="YAML or JSON, as below.")],
     backends: BackendNames = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Compare backends with float64 on your own recurrence, shapes and dtypes. Exit code 1: one is wrong."""
+    """Compare backends with float64 on your own recurrence, shapes and dtypes. Exit code 1: one is wrong.
+
+    \b
+    spec: {decay: head, beta: head, negative_eigenvalues: both}
+    shapes: [cpu, {B: 4, T: 1000, H: 8, K: 96, V: 192}, {H: 2, HV: 8, K: 64, lengths: [700, 0, 324]}]
+    dtypes: ["float32", "bfloat16"]
+    """
     from deltazoo.backends.conformance.checking import check_file
 
     with progress() as told:

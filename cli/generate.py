@@ -23,7 +23,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a trained model, by cached decoding, as the bytes come."""
-    from deltazoo.blocks.writing import Sampling, load_writer
+    from deltazoo.blocks.writing import Sampling, encoded, load_writer
     from deltazoo.blocks.writing import write as continue_text
 
     sampling = Sampling(max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed)
@@ -31,6 +31,7 @@ def command(
     if as_json:
         print_json(continue_text(model, prompt, sampling))
         return
+    encoded("prompt", prompt)
     write(prompt)
     continue_text(model, prompt, sampling, write)
     say()

@@ -37,7 +37,7 @@ BackendName = Annotated[
 BackendNames = Annotated[
     str | None, typer.Option("--backends", help="Names or module:Class, with commas between; all installed if none.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of all that is drawn.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of all that is drawn.")]
 OptionalStack = Annotated[
     str | None, typer.Argument(metavar="FILE|PRESET", help="A YAML or JSON file of a stack, or a preset's name.")
 ]

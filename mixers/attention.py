@@ -28,12 +28,14 @@ class AttentionConfig(MixerConfig, ABC):
     heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 128, at least 1")
     key_value_heads: int | None = Field(default=None, ge=1, description="divides heads (GQA); None: heads")
     head_width: int | None = Field(default=None, ge=1, description="of q, k and v; None: width // heads")
-    rotary_theta: float | None = Field(default=10000.0, gt=1, description="base of the rotary angles; None: no rotary")
+    rotary_theta: float | None = Field(
+        default=10000.0, gt=1, allow_inf_nan=False, description="base of the rotary angles; None: no rotary"
+    )
     rotary_fraction: float = Field(default=1.0, gt=0, le=1, description="share of a head's channels that turn")
     qk_norm: bool = Field(default=False, description="RMS norm of q and k in each head, before they turn")
     gate: bool = Field(default=False, description="o <- o * sigmoid(W x)")
-    scale: float | None = Field(default=None, allow_inf_nan=False, description="None: head_width ** -0.5")
-    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the norm of q and k")
+    scale: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="None: head_width ** -0.5")
+    norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the norm of q and k")
 
     @abstractmethod
     def window_or_none(self) -> int | None:

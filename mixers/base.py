@@ -43,7 +43,7 @@ class Context(NamedTuple):
     cu_seqlens: Tensor | None = None
     positions: Tensor | None = None
     mask: Tensor | None = None
-    values: dict[str, Tensor] | None = None
+    values: dict[str, Any] | None = None
     notes: dict[str, Tensor] | None = None
 
     def note(self, name: str) -> Tensor:
@@ -62,6 +62,9 @@ class Mixer(nn.Module, ABC):
 
     A state that is passed in is used up: without gradients its tensors may be updated in place. Go on with the
     one returned, and take a `snapshot` first if the old one is needed again.
+
+    A module inside that has parameters of two dimensions and more which weight decay must leave alone (decay rates,
+    biases by head) names them in a class attribute, `undecayed = ("A_log",)`.
     """
 
     @abstractmethod

@@ -4,7 +4,7 @@ B batch, T time, D width, H heads, K key width
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class Solve(OperandPart, Stateful, Costly):
     State: H, [B, H, K, K].
     Source: MesaNet 2506.05233; lambda, its bound and 30 steps as in its published code.
     """
+
+    undecayed: ClassVar[tuple[str, ...]] = ("log_lambda",)
 
     def __init__(self, shape: HeadShape, steps: int, bound: float) -> None:
         super().__init__()

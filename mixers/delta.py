@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype, without_autocast
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
@@ -54,11 +54,10 @@ class Update(nn.Module, Bound):
             inputs = hidden(inputs, context.mask)
             if self.bound_fixed and inputs.log_decay is not None:
                 bound = self.bound_fixed[inputs.log_decay.dim()]
-        with without_autocast(inputs.q):
-            one = inputs.q.shape[1] == 1 and context.cu_seqlens is None
-            if state is not None and one and not torch.is_grad_enabled():
-                return bound.step_(inputs, state), state
-            out = bound(inputs._replace(state=state, cu_seqlens=context.cu_seqlens))
+        one = inputs.q.shape[1] == 1 and context.cu_seqlens is None
+        if state is not None and one and not torch.is_grad_enabled():
+            return bound.step_(inputs, state), state
+        out = bound(inputs._replace(state=state, cu_seqlens=context.cu_seqlens))
         return out.o, None if state is None else carried(state, out.state)
 
     def extra_repr(self) -> str:

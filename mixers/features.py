@@ -3,7 +3,7 @@
 B batch, T time, H heads, K key width, V value width
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +88,8 @@ class RandomFourier(OperandPart, Resizing, Costly):
     Initialisation: G is standard normal and stays as drawn; sigma, learned for each channel, is 1.
     Source: RFA, Peng 2021, 2103.02143, sections 2.2 and 3.1.
     """
+
+    undecayed: ClassVar[tuple[str, ...]] = ("sigma",)
 
     def __init__(self, shape: HeadShape, features: int) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 B batch, T time, D width, HV value heads, V value width, n householders
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +162,8 @@ class Bonus(OutputPart):
 
     Initialisation: `start`, [H, K] or a number. Source: RWKV-6 2404.05892, RWKV-7 2503.14456.
     """
+
+    undecayed: ClassVar[tuple[str, ...]] = ("u",)
 
     def __init__(self, shape: HeadShape, start: Tensor | float) -> None:
         super().__init__()

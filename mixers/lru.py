@@ -21,7 +21,7 @@ class LRU(ChannelConfig):
     name: ClassVar[str] = "lru"
     source: ClassVar[str] = "Orvieto 2023, arXiv 2303.06349"
     ring: tuple[float, float] = Field(default=(0.0, 1.0), description="least and greatest |a| at first")
-    phase: float = Field(default=6.28, gt=0, description="greatest angle of a at first")
+    phase: float = Field(default=6.28, gt=0, allow_inf_nan=False, description="greatest angle of a at first")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="fixed", transition="additive", scale=1.0)

@@ -20,7 +20,7 @@ class RGLRU(ChannelConfig):
 
     name: ClassVar[str] = "rg_lru"
     source: ClassVar[str] = "De 2024 (Griffin), arXiv 2402.19427"
-    blocks: int | None = Field(default=None, ge=1, description="of the gates' block diagonal maps; None: width // 256")
+    blocks: int | None = Field(default=None, ge=1, description="of the gates' maps; None: width // 256, or next below")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
 
     def spec(self) -> UpdateSpec:
@@ -30,7 +30,7 @@ class RGLRU(ChannelConfig):
         return self.by_channel(width, width)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        gate = RealGate(shape, self.blocks or max(1, shape.width // 256))
+        gate = RealGate(shape, self.blocks)
         return Parts(
             ProjectChannels(shape, self.conv_width, False), {"real": gate}, {"gate": OutputGate(shape, "gelu")}
         )

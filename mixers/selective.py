@@ -3,13 +3,14 @@
 B batch, T time, D width, C channels (= HV), N state size (= K), R rank of the step
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.short_conv import ConvPart, follow
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.conv import ShortConv
@@ -62,6 +63,8 @@ class Selective(OperandPart):
     Source: Mamba 2312.00752, section 3.2, algorithm 2 and section 3.6; Longhorn 2407.14207, algorithm 1.
     """
 
+    undecayed: ClassVar[tuple[str, ...]] = ("A_log",)
+
     def __init__(
         self, shape: HeadShape, rank: int, kind: Literal["mamba", "longhorn"], norm_eps: float | None = None
     ) -> None:
@@ -107,14 +110,21 @@ class Selective(OperandPart):
 class RealGate(OperandPart, Costly):
     """log_decay = -8 softplus(L) sigmoid(W_a u + b_a), v <- sqrt(1 - a^2) sigmoid(W_x u + b_x) u, u = v as projected.
 
-    W_a and W_x are block diagonal. Initialisation: L so that a^8 = exp(-8 softplus(L)) is uniform in [0.9, 0.999];
+    W_a and W_x are block diagonal, of so many blocks; None: the most that divide the channels, up to width // 256.
+    Initialisation: L so that a^8 = exp(-8 softplus(L)) is uniform in [0.9, 0.999];
     the maps N(0, 1 / a block's width), b = 0.
     Source: Griffin 2402.19427, section 2.4, equations 1 to 4, and appendix A.
     """
 
-    def __init__(self, shape: HeadShape, blocks: int) -> None:
+    undecayed: ClassVar[tuple[str, ...]] = ("bias",)
+
+    def __init__(self, shape: HeadShape, blocks: int | None = None) -> None:
         super().__init__()
         channels = shape.value_heads
+        if blocks is None:
+            blocks = next(n for n in range(max(1, shape.width // 256), 0, -1) if channels % n == 0)
+        if channels % blocks:
+            raise ConfigError(f"blocks must divide the {channels} channels, got {blocks}")
         width = channels // blocks
         self.blocks = blocks
         self.weight = nn.Parameter(width**-0.5 * torch.randn(2, blocks, width, width))

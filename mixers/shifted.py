@@ -4,7 +4,7 @@ B batch, T time, D width, H heads, K key width, V value width
 """
 
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from deltazoo.mixers.base import Context, Place
 from deltazoo.mixers.conv import TokenShift
 from deltazoo.mixers.parts import Costly, HeadShape, Stateful
 
-FIRST_VALUE = "rwkv7 first value"
+FIRST_LAYER, FIRST_VALUE = "rwkv7 first layer", "rwkv7 first value"
 
 
 class Ranks(NamedTuple):
@@ -78,6 +78,8 @@ class Project4(nn.Module, Stateful):
     Source: RWKV 2305.13048.
     """
 
+    undecayed: ClassVar[tuple[str, ...]] = ("mix",)
+
     def __init__(self, shape: HeadShape, place: Place) -> None:
         super().__init__()
         self.shift = TokenShift()
@@ -108,6 +110,8 @@ class Project6(nn.Module, Stateful, Costly):
     the second uniform in +-0.01.
     Source: RWKV-5/6 2404.05892, section 4.2 (data-dependent token shift, decay).
     """
+
+    undecayed: ClassVar[tuple[str, ...]] = ("mix",)
 
     def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:
         super().__init__()
@@ -158,9 +162,11 @@ class Project7(nn.Module, Stateful):
     Source: RWKV-7 2503.14456, section 4.
     """
 
+    undecayed: ClassVar[tuple[str, ...]] = ("mix",)
+
     def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:
         super().__init__()
-        D, self.shape = shape.width, shape
+        D, self.shape, self.layer = shape.width, shape, place.layer
         keys, values = shape.heads * shape.key_width, shape.value_heads * shape.value_width
         share, ratio = place.layer / max(1, place.depth - 1), 1 - place.layer / place.depth
         at = torch.arange(D) / D
@@ -206,7 +212,8 @@ class Project7(nn.Module, Stateful):
         """Values of a later layer, mixed with the first layer's."""
         if context.values is None:
             return v
-        if FIRST_VALUE not in context.values:
+        # by its number, for a checkpointed layer is computed anew, and finds what it has left
+        if context.values.setdefault(FIRST_LAYER, self.layer) == self.layer:
             context.values[FIRST_VALUE] = v
             return v
         if self.value is None:

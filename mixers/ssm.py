@@ -4,7 +4,7 @@ B batch, T time, D channels, N states a channel, K = 2 N (complex: real parts, i
 """
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange, repeat
@@ -35,6 +35,8 @@ class DiagonalSSM(nn.Module):
     State: {"update": [B, D, K, 1], "seen": [B] int64}.
     Source: S4D 2206.11893, sections 3 and 4.
     """
+
+    undecayed: ClassVar[tuple[str, ...]] = ("log_real", "imaginary", "log_dt")
 
     def __init__(
         self,

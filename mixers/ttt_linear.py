@@ -55,6 +55,8 @@ class TTTLinearMixer(LearnedMixer):
     projection, the norm and the gate after it as in the published code.
     """
 
+    undecayed: ClassVar[tuple[str, ...]] = ("b", "gain", "bias")
+
     def __init__(self, config: TTTLinear, width: int, backend: str | Backend | None) -> None:
         super().__init__(width, heads_of(config.heads, width))
         H, E = self.heads, self.head_width

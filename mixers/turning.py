@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.decays import DT_MAX, DT_MIN
 from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart, Stateful
@@ -67,6 +68,8 @@ class RingDecay(OperandPart):
     def __init__(self, shape: HeadShape, ring: tuple[float, float], phase: float) -> None:
         super().__init__()
         low, high = ring
+        if not 0 <= low <= high <= 1:
+            raise ConfigError(f"ring must be two numbers that rise, from 0 to 1, got {ring}")
         square = torch.empty(shape.value_heads).uniform_(low**2, high**2)
         self.nu = nn.Parameter((-0.5 * square.log()).log())
         self.theta = nn.Parameter(torch.empty(shape.value_heads).uniform_(0, phase).log())

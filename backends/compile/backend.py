@@ -24,11 +24,12 @@ _Function = Callable[[UpdateInputs, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class _Key(NamedTuple):
-    """What one compiled function serves; never T, and B only where it is 1."""
+    """What one compiled function serves; never T, and B only where it is 1. operands: what there is, of which dtype,
+    and whether it wants a gradient."""
 
     spec: UpdateSpec
     meta: UpdateMeta
-    operands: tuple[bool, ...]
+    operands: tuple[tuple[torch.dtype, bool] | None, ...]
     one_row: bool
 
 
@@ -54,6 +55,9 @@ class CompileBackend(Backend):
         self.compiled = compiled
         self._functions: dict[_Key, _Function] = {}
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.chunk, self.compiled)
+
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
         return []
 
@@ -61,7 +65,7 @@ class CompileBackend(Backend):
         refuse_forward_mode(self.name, inputs)
         if inputs.q.shape[0] == 0 or inputs.q.shape[1] == 0:
             return _empty(inputs)
-        if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta:
+        if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta or _transformed():
             return self._update(spec, inputs)
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)
@@ -80,8 +84,9 @@ class CompileBackend(Backend):
         """The same from eager code: cut the operands, so that the graph sees whole chunks, and compile the rest."""
         # At least two chunks: torch.compile makes a graph of its own for a size of 1.
         chunks, table = cut(spec, inputs, self._tokens(spec, inputs.q.device.type), least=2)
-        present = tuple(tensor is not None for tensor in inputs)
-        key = _Key(spec, UpdateMeta.of(inputs), present, inputs.q.shape[0] == 1)
+        meta = UpdateMeta.of(inputs)
+        operands = tuple(None if x is None else (x.dtype, meta.grad and x.requires_grad) for x in inputs)
+        key = _Key(spec, meta, operands, inputs.q.shape[0] == 1)
         if key not in self._functions:
             self._functions[key] = _compiled(spec)
         o, state = self._functions[key](*_with_free_sizes(chunks, None if table is None else table.sequence))
@@ -94,6 +99,11 @@ class CompileBackend(Backend):
             if tokens * spec.householders >= wanted:
                 return tokens
         return 512
+
+
+def _transformed() -> bool:
+    """Whether torch.func's transforms are under way, which torch.compile takes no part in from within."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def _compiled(spec: UpdateSpec) -> _Function:

@@ -8,6 +8,7 @@ import torch
 
 from deltazoo.backends.base import Backend, UpdateOutput
 from deltazoo.backends.bench import BenchConfig, Benchmark, bench
+from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY
@@ -141,6 +142,12 @@ def test_progress_reaches_its_end_for_every_shape_and_direction():
     bench(GATED, [PLAIN], ["reference"], QUICK, lambda task, done, total, note="": heard.append((task, done, total)))
     for direction in ("forward", "backward", "decode"):
         assert (f"plain {direction}", 3, 3) in heard
+
+
+def test_two_backends_of_one_name_would_be_one_row():
+    twice = [CompileBackend(16, compiled=False), CompileBackend(64, compiled=False)]
+    with pytest.raises(ConfigError, match="backends must have names of their own, got compile, compile"):
+        bench(GATED, [PLAIN], twice, QUICK)
 
 
 def test_mistakes_are_named():

@@ -1,5 +1,6 @@
 """Every mistake in the operands is a sentence that names the argument, the rule and what was got."""
 
+import math
 import re
 
 import pytest
@@ -64,6 +65,12 @@ WRONG = [
     ({"beta": torch.ones(2, 3, 4, dtype=F64)}, DtypeError, "beta must be torch.float32 with q in"),
     ({"v": torch.ones(2, 3, 4, 6, device=META)}, DeviceError, "v must be on cpu, where q is, got meta"),
     ({"log_decay": torch.full((2, 3, 4), 0.25)}, ValueRangeError, "log_decay must be <= 0, got 0.25"),
+    ({"log_decay": torch.full((2, 3, 4), -math.inf)}, ValueRangeError, "log_decay must be finite, got -inf"),
+    (
+        {"log_decay": torch.tensor([math.nan, 5.0, -1.0]).expand(2, 4, 3).transpose(1, 2)},
+        ValueRangeError,
+        "log_decay must be <= 0, got 5",
+    ),
 ]
 
 

@@ -139,6 +139,19 @@ def test_each_spec_counts_its_own_recompilations() -> None:
 
 
 @pytest.mark.usefixtures("aot_eager")
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_which_operands_want_gradients_counts_its_own_recompilations() -> None:
+    spec, backend = SPECS["gated delta"], CompileBackend(chunk=16)
+    for names in (("q",), ("k", "v"), ("beta",), ("q",)):
+        inputs = UpdateInputs(*(None if x is None else x.detach() for x in draw(spec, 2, 40)))
+        for name in names:
+            getattr(inputs, name).requires_grad_()
+        out, want = backend.forward(spec, inputs), ReferenceBackend().forward(spec, inputs)
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.mark.usefixtures("aot_eager")
 def test_packed_batches_of_any_size_share_a_graph_from_eager_code() -> None:
     spec, backend = SPECS["gated delta"], CompileBackend(chunk=16)
     for bounds in PACKS:

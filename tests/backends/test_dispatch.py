@@ -12,10 +12,11 @@ import torch
 
 from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain, update, use_backend
 from deltazoo.backends import dispatch
+from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import SHAPES
+from deltazoo.backends.shapes import SHAPES, Shape
 
 GDN = UpdateSpec(decay="head", beta="head")
 CPU = UpdateMeta("cpu", torch.float32, H=2, HV=2, K=4, V=4)
@@ -145,6 +146,37 @@ def test_use_backend_governs_update_and_what_is_built_inside(inputs):
     built(inputs)
     assert outer.calls == 2
     assert bind(GDN).backend_for(CPU).name == "compile"
+
+
+def test_a_block_of_use_backend_that_ends_leaves_another_s_choice():
+    first, second = use_backend("reference"), use_backend("compile")
+    first.__enter__()
+    second.__enter__()  # as in another thread
+    first.__exit__(None, None, None)
+    assert bind(GDN).asked == "compile"
+    second.__exit__(None, None, None)
+    assert bind(GDN).asked is None
+
+
+@pytest.mark.parametrize(
+    "backend", ["reference", "compile", CompileBackend(compiled=False)], ids=["reference", "compile", "eager"]
+)
+@pytest.mark.parametrize("T", [1, 40])
+def test_autocast_changes_nothing(backend, T):
+    x = draw(Case(GDN, Shape("short", 2, T, 1, 2, 16, 16)))
+    want = bind(GDN, backend)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = bind(GDN, backend)(x)
+    torch.testing.assert_close(got, want)
+    assert got.o.dtype == torch.float32
+
+
+def test_a_backend_that_has_compiled_is_pickled_by_how_it_was_made(inputs):
+    bound = bind(GDN, CompileBackend(chunk=16))
+    want = bound(inputs)
+    again = pickle.loads(pickle.dumps(bound))
+    assert again.asked.chunk == 16
+    torch.testing.assert_close(again(inputs), want)
 
 
 def test_use_backend_ends_with_its_block_even_by_an_error():

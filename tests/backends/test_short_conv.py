@@ -19,7 +19,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.dispatch import bind_conv, use_backend
-from deltazoo.backends.errors import ShapeError, UnknownNameError, UnsupportedError
+from deltazoo.backends.errors import (
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+    ValueRangeError,
+)
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.triton import TritonBackend, conv
@@ -370,6 +377,30 @@ def test_shapes_that_do_not_fit_are_refused_in_sentences() -> None:
         bound(x._replace(history=x.history[1:]))
     with pytest.raises(ShapeError, match="need B = 1, got B = 2"):
         bound(x._replace(x=x.x.expand(2, -1, -1)))
+    with pytest.raises(ShapeError, match=r"x must have shape \[B, T, C\], got \[7, 72\]"):
+        bound(x._replace(x=x.x[0]))
+    with pytest.raises(ShapeError, match=r"weight must have shape \[C, W\] with a tap or more, got \[72, 0\]"):
+        bound(x._replace(weight=x.weight[:, :0]))
+    with pytest.raises(ShapeError, match=r"cu_seqlens must have shape \[N \+ 1\], got \[0\]"):
+        bound(x._replace(cu_seqlens=x.cu_seqlens[:0]))
+
+
+@pytest.mark.parametrize("bounds", [(0, 5, 3), (2, 4, 7), (0, 4, 99), (0, 1, 3)])
+def test_bounds_of_a_pack_that_do_not_rise_to_its_end_are_refused(bounds: tuple[int, ...]) -> None:
+    x = draw(Case([Q, V], lengths=(4, 3), bias=True, history=True))
+    with pytest.raises(ValueRangeError, match="cu_seqlens must rise from 0 to T = 7, got"):
+        bind_conv([Q, V])(x._replace(cu_seqlens=torch.tensor(bounds, dtype=torch.int32)))
+
+
+def test_operands_of_other_dtypes_and_devices_are_named() -> None:
+    x = draw(Case([Q, V], lengths=(4, 3), bias=True, history=True))
+    bound = bind_conv([Q, V])
+    with pytest.raises(DtypeError, match=r"x must be of a float dtype, got torch\.int64"):
+        bound(x._replace(x=x.x.long()))
+    with pytest.raises(DtypeError, match=r"cu_seqlens must be int32, got torch\.int64"):
+        bound(x._replace(cu_seqlens=x.cu_seqlens.long()))
+    with pytest.raises(DeviceError, match="bias must be on cpu, where x is, got meta"):
+        bound(x._replace(bias=x.bias.to("meta")))
 
 
 class Kernels(CompileBackend):

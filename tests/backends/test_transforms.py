@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltazoo import UpdateSpec, bind
-from deltazoo.backends.base import Backend
+from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance import SHAPES, Case, draw
 from deltazoo.backends.errors import UnsupportedError
@@ -24,7 +25,7 @@ def outputs(spec: UpdateSpec, backend: Backend, shape: str = "grouped"):
     return x.q, lambda q: bound(x._replace(q=q)).o
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", [*BACKENDS, CompileBackend()], ids=["reference", "eager", "compile"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_func_grad_and_vmap(spec, backend):
     q, o = outputs(SPECS[spec], backend)
@@ -36,6 +37,31 @@ def test_func_grad_and_vmap(spec, backend):
     torch.testing.assert_close(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
     both = torch.stack([q, 2 * q])
     torch.testing.assert_close(torch.func.vmap(o)(both), torch.stack([o(q), o(2 * q)]))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, CompileBackend()], ids=["reference", "eager", "compile"])
+def test_decays_have_no_numbers_to_look_at_under_a_transform(backend):
+    spec = SPECS["gated delta"]
+    x = draw(Case(spec, SHAPES["grouped"], torch.float64))
+
+    def loss(log_decay: Tensor) -> Tensor:
+        return bind(spec, backend)(x._replace(log_decay=log_decay)).o.square().sum()
+
+    leaf = x.log_decay.clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(loss)(x.log_decay), torch.autograd.grad(loss(leaf), leaf)[0])
+    if backend.name == "reference":
+        both = torch.stack([x.log_decay, 2 * x.log_decay])
+        torch.testing.assert_close(torch.func.vmap(loss)(both), torch.stack([loss(both[0]), loss(both[1])]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_fake_tensors_have_shapes(backend):
+    spec = SPECS["gated delta"]
+    x = draw(Case(spec, SHAPES["grouped"]))
+    with FakeTensorMode() as mode:
+        out = bind(spec, backend)(UpdateInputs(*(None if t is None else mode.from_tensor(t) for t in x)))
+    assert out.o.shape == x.v.shape
+    assert out.state.shape == x.state.shape
 
 
 def test_forward_mode_is_the_references_alone():

@@ -11,7 +11,7 @@ from deltazoo.blocks.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
 from deltazoo.blocks.regions import compile_layers
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.text import crops, load_text, sweep
-from deltazoo.blocks.train import TrainConfig, learning_rate, resume, train
+from deltazoo.blocks.train import TrainConfig, _adamw, learning_rate, resume, train
 
 SPEC = StackSpec(
     width=16,
@@ -75,6 +75,21 @@ def test_resuming_reads_the_text_where_it_was_and_refuses_another(text, tmp_path
     other.write_text("another text altogether\n" * 100)
     with pytest.raises(ConfigError, match=r"run was trained on another text \(.*words\.txt\), got .*other\.txt"):
         resume(tmp_path / "run", load_text(other))
+
+
+def test_weight_decay_takes_matrices_and_leaves_what_is_called_undecayed():
+    pattern = "mamba + rg_lru + s4d + rwkv6"
+    model = StackSpec(width=32, depth=4, vocab=256, pattern=pattern, mlp={"width": 16}).build("reference")
+    groups = _adamw(model, CONFIG).param_groups
+    assert [group["weight_decay"] for group in groups] == [CONFIG.weight_decay, 0]
+    decayed, left = ({id(x) for x in group["params"]} for group in groups)
+    names = {name: id(x) in decayed for name, x in model.named_parameters()}
+    assert len(decayed) + len(left) == len(names)
+    for end in ("A_log", "real.bias", "log_real", "imaginary", "log_dt", "bonus.u", ".mix", "norm.weight"):
+        assert {found for name, found in names.items() if name.endswith(end)} == {False}, end
+    for end in ("to_qkv.weight", "real.weight", "mix_up", "embedding.weight", "conv.weight"):
+        assert {found for name, found in names.items() if name.endswith(end)} <= {True}, end
+    assert sum(names.values()) > len(names) / 3
 
 
 def test_the_first_step_is_adamw_on_the_first_crops(text):

@@ -57,6 +57,8 @@ def test_it_stops_after_the_stop_text(model):
 def test_an_empty_prompt_and_a_small_vocabulary_are_refused_in_words(model):
     with pytest.raises(ConfigError, match="prompt must hold at least one character, got ''"):
         write(model, "")
+    with pytest.raises(ConfigError, match="prompt must be text in UTF-8, got"):
+        write(model, b"\xff\xfe".decode(errors="surrogateescape"))
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)").build()
     with pytest.raises(ConfigError, match="vocab must be at least 256 to write bytes, got 100"):
         write(small, "a")

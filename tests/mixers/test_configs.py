@@ -274,3 +274,32 @@ def test_names_are_lazy_and_complete() -> None:
     assert deltazoo.MixerConfig is mixers.MixerConfig
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         mixers.Nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("attention", {"scale": -1.0}, "scale.*greater than 0"),
+        ("attention", {"norm_eps": float("inf")}, "norm_eps.*finite"),
+        ("lru", {"phase": float("inf")}, "phase.*finite"),
+    ],
+)
+def test_numbers_that_make_no_mixer_are_refused_by_their_names(
+    name: str, fields: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"(?s){words}"):
+        registry.load(registry.MIXERS, name)(**fields)
+
+
+@pytest.mark.parametrize("ring", [(0.9, 0.1), (-1.0, 2.0), (0.5, float("nan"))])
+def test_the_ring_of_lru_is_of_rising_numbers(ring: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match="ring must be two numbers that rise, from 0 to 1, got"):
+        registry.load(registry.MIXERS, "lru")(ring=ring).build(32)
+
+
+def test_the_gates_of_rg_lru_are_of_blocks_that_divide_its_channels() -> None:
+    rg_lru = registry.load(registry.MIXERS, "rg_lru")
+    for width in (100, 640, 800, 1000):
+        assert rg_lru().build(width)(torch.randn(1, 2, width))[0].shape == (1, 2, width)
+    with pytest.raises(ConfigError, match="blocks must divide the 32 channels, got 7"):
+        rg_lru(blocks=7).build(32)

@@ -1,0 +1,30 @@
+"""Whether the numbers of tensors may be read, and what is wrong with those of a pack."""
+
+import itertools
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def packing_problems(cu_seqlens: Tensor | None, T: int) -> list[str]:
+    """What is wrong with the bounds of a pack; [] where nothing is, or there is none. Reads them off the device."""
+    if cu_seqlens is None:
+        return []
+    bounds: list[int] = cu_seqlens.tolist()
+    rising = all(left <= right for left, right in itertools.pairwise(bounds))
+    if bounds[0] != 0 or bounds[-1] != T or not rising:
+        shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
+        return [f"cu_seqlens must rise from 0 to T = {T}, got {shown}."]
+    return []
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether the numbers of tensors may be read: on the CPU, not while a graph is traced, a mode or a transform of
+    torch.func is under way, nor of tensors that have none."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    given = [x for x in tensors if x is not None]
+    return not torch._C._are_functorch_transforms_active() and all(
+        x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in given
+    )
