@@ -11,7 +11,7 @@ from torch import Tensor
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.values import packing_problems, readable
+from deltazoo.backends.values import packing_problems, readable, sequences_of
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STATE_LIKE = ("log_decay", "step", "rate", "state")
@@ -131,13 +131,7 @@ def _check_shapes(spec: UpdateSpec, inputs: UpdateInputs, want: dict[str, tuple[
             also = f" or {[HV, K]}" if name == "log_decay" and spec.decay == "fixed" else ""
             why = _why(spec, name)
             raise ShapeError(f"{name} must have shape {list(shape)}{also}{why}, got {list(got)}")
-    sequences = B
-    if inputs.cu_seqlens is not None:
-        if B != 1:
-            raise ShapeError(f"packed sequences (cu_seqlens) need B = 1, got B = {B}")
-        if inputs.cu_seqlens.dim() != 1 or inputs.cu_seqlens.shape[0] < 1:
-            raise ShapeError(f"cu_seqlens must have shape [N + 1], got {list(inputs.cu_seqlens.shape)}")
-        sequences = inputs.cu_seqlens.shape[0] - 1
+    sequences = sequences_of(inputs.cu_seqlens, B)
     if inputs.state is not None:
         _same("state", inputs.state, (sequences, HV, K, V))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from deltazoo.backends.packs import sequence_of
-from deltazoo.backends.values import packing_problems, readable
+from deltazoo.backends.values import packing_problems, readable, sequences_of
 
 EPS = 1e-6  # of the norm
 
@@ -82,26 +82,23 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
         raise ShapeError(f"x must have shape [B, T, C], got {list(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] < 1:
         raise ShapeError(f"weight must have shape [C, W] with a tap or more, got {list(weight.shape)}")
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1):
-        raise ShapeError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
     C, W = x.shape[2], weight.shape[1]
     if sum(part.channels for part in parts) != C or any(part.unit and part.channels % part.unit for part in parts):
         raise ShapeError(f"parts must share the {C} channels of x in whole heads, got {list(parts)}")
-    rows = x.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    rows = sequences_of(cu_seqlens, x.shape[0])
     wanted = {"weight": (weight, (C, W)), "bias": (inputs.bias, (C,)), "history": (inputs.history, (rows, W - 1, C))}
     for name, (tensor, want) in wanted.items():
         if tensor is not None and tuple(tensor.shape) != want:
             raise ShapeError(f"{name} must have shape {list(want)}, got {list(tensor.shape)}")
-    if cu_seqlens is not None and x.shape[0] != 1:
-        raise ShapeError(f"packed sequences (cu_seqlens) need B = 1, got B = {x.shape[0]}")
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None:
             continue
         if tensor.device != x.device:
             raise DeviceError(f"{name} must be on {x.device}, where x is, got {tensor.device}")
-        if tensor.dtype != torch.int32 if name == "cu_seqlens" else not tensor.is_floating_point():
-            rule = "int32" if name == "cu_seqlens" else "of a float dtype"
-            raise DtypeError(f"{name} must be {rule}, got {tensor.dtype}")
+        if name == "cu_seqlens" and tensor.dtype != torch.int32:
+            raise DtypeError(f"cu_seqlens must be int32, got {tensor.dtype}")
+        if name != "cu_seqlens" and not tensor.is_floating_point():
+            raise DtypeError(f"{name} must be of a float dtype, got {tensor.dtype}")
     if cu_seqlens is not None and readable(*inputs):
         problems = packing_problems(cu_seqlens, x.shape[1])
         if problems:

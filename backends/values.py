@@ -1,10 +1,23 @@
-"""Whether the numbers of tensors may be read, and what is wrong with those of a pack."""
+"""Whether the numbers of tensors may be read, and what is wrong with a pack."""
 
 import itertools
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from deltazoo.backends.errors import ShapeError
+
+
+def sequences_of(cu_seqlens: Tensor | None, B: int) -> int:
+    """How many sequences there are: B rows, or those of a pack. Raises: ShapeError."""
+    if cu_seqlens is None:
+        return B
+    if B != 1:
+        raise ShapeError(f"packed sequences (cu_seqlens) need B = 1, got B = {B}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ShapeError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
+    return cu_seqlens.shape[0] - 1
 
 
 def packing_problems(cu_seqlens: Tensor | None, T: int) -> list[str]:
@@ -19,12 +32,15 @@ def packing_problems(cu_seqlens: Tensor | None, T: int) -> list[str]:
     return []
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def readable(*tensors: Tensor | None) -> bool:
     """Whether the numbers of tensors may be read: on the CPU, not while a graph is traced, a mode or a transform of
     torch.func is under way, nor of tensors that have none."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     given = [x for x in tensors if x is not None]
-    return not torch._C._are_functorch_transforms_active() and all(
-        x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in given
-    )
+    return not transformed() and all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in given)

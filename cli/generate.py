@@ -31,7 +31,7 @@ def command(
     if as_json:
         print_json(continue_text(model, prompt, sampling))
         return
-    encoded("prompt", prompt)
+    encoded("prompt", prompt)  # refused before it is shown
     write(prompt)
     continue_text(model, prompt, sampling, write)
     say()

@@ -19,6 +19,7 @@ from deltazoo.backends.compile.chunked import chunked_update, cut, join
 from deltazoo.backends.compile.token import token_update
 from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.values import transformed
 
 _Function = Callable[[UpdateInputs, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -65,7 +66,7 @@ class CompileBackend(Backend):
         refuse_forward_mode(self.name, inputs)
         if inputs.q.shape[0] == 0 or inputs.q.shape[1] == 0:
             return _empty(inputs)
-        if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta or _transformed():
+        if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta or transformed():
             return self._update(spec, inputs)
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)
@@ -99,11 +100,6 @@ class CompileBackend(Backend):
             if tokens * spec.householders >= wanted:
                 return tokens
         return 512
-
-
-def _transformed() -> bool:
-    """Whether torch.func's transforms are under way, which torch.compile takes no part in from within."""
-    return bool(torch._C._are_functorch_transforms_active())
 
 
 def _compiled(spec: UpdateSpec) -> _Function:

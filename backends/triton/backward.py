@@ -98,7 +98,6 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """The gradients of the operands; None where there is no such operand."""
     s = Sizes.of(x, config.chunk)
-    places = config.scratch // max(bytes_a_place(x, kind, s, config.reverse.hopper), 1)
     d = Gradients.empty(x, kind)
     carry = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
     work = _Work(x, kind, s, config, prepared, checkpoints, do, carry, _Sums(x, kind, s, config), d)
@@ -106,7 +105,7 @@ def backward(
         _give(carry, dfinal)
         _replay_and_walk(work)
     else:
-        _by_segments(work, dfinal, places)
+        _by_segments(work, dfinal)
     _gate_gradients(work)
     return d
 
@@ -115,10 +114,11 @@ def _give(carry: Tensor, dfinal: Tensor | None) -> None:
     carry.zero_() if dfinal is None else carry.copy_(dfinal)
 
 
-def _by_segments(work: _Work, dfinal: Tensor | None, places: int) -> None:
+def _by_segments(work: _Work, dfinal: Tensor | None) -> None:
     """Replay a segment and scan it backwards, launch by launch, the last segment first."""
     x, kind, s, config, prepared, checkpoints, _, carry, _, d = work
     together = config.reverse.hopper
+    places = config.scratch // max(bytes_a_place(x, kind, s, together), 1)
     chunks = cdiv(s.T, s.C)
     split = config.split if config.split and chunks > config.split else 0
     unit, segments, held = segments_of(s, config.every, split, places)

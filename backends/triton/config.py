@@ -87,6 +87,10 @@ class LaunchConfig(BaseModel):
             raise ValueError(f"split must be 0 where reverse.replays is true, got {self.split}")
         return self
 
+    def changed(self, **changes: object) -> Self:
+        """This config with other fields, checked as one that is made anew."""
+        return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
+
 
 def power_of_two(n: int) -> int:
     """The least power of two that is no less than n."""
@@ -282,13 +286,13 @@ def checked(config: LaunchConfig, problem: Problem, device: Device) -> LaunchCon
         )
     for kernel, (keys, values, more) in HOPPER_WIDTHS.items():
         if getattr(config, kernel).hopper and not for_hopper(kernel, device, problem, config.chunk):
-            multiples = f", multiples of 8, or {', '.join(map(str, more))} values" if more else ", multiples of 8"
+            also = f", or {', '.join(map(str, more))} values" if more else ""
             raise ConfigError(
                 f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in "
                 f"the same dtype, without an erase key, in chunks of 64 tokens and with {keys[0]} to {keys[-1]} keys "
-                f"and {values[0]} to {values[-1]} values a head{multiples}, got {device.name}, {problem.dtype} kept in "
-                f"{problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of {config.chunk}, {problem.K} "
-                f"keys and {problem.V} values."
+                f"and {values[0]} to {values[-1]} values a head, multiples of 8{also}, got {device.name}, "
+                f"{problem.dtype} kept in {problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of "
+                f"{config.chunk}, {problem.K} keys and {problem.V} values."
             )
     return config
 

@@ -342,9 +342,8 @@ def configured(problem: Problem, device: Device, records: dict[Key, Record]) -> 
         record = records.get(key_of(kernel, problem, config.split))
         if record is None:
             continue
-        fields = {name: getattr(config, name) for name in LaunchConfig.model_fields}
         try:
-            config = checked(LaunchConfig(**fields | {kernel: record.launch}), problem, device)
+            config = checked(config.changed(**{kernel: record.launch}), problem, device)
         except ConfigError as error:
             _log.warning("a record of a launch table for %s is ignored: %s", device.name, error)
     return config

@@ -123,9 +123,8 @@ def _launches(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
 def _unique(base: LaunchConfig, changes: list[dict[str, object]]) -> list[LaunchConfig]:
     """The base, and the base with each change, once each; a config that is none is left out."""
     found = [base]
-    fields = {name: getattr(base, name) for name in LaunchConfig.model_fields}
     for change in changes:
-        config = LaunchConfig(**(fields | change))
+        config = base.changed(**change)
         if config not in found:
             found.append(config)
     return found

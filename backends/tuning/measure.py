@@ -151,10 +151,8 @@ def checks_of(
     lengths = (T - 80, 0, 64, 16) if shape.lengths and not split else (T - 16, 0, 16) if shape.lengths else ()
     short = Shape("short", 1, T, 1, shape.HV // shape.H, shape.K, shape.V, lengths)
     chosen = regimes if not split else regimes[:1]
-    fields = {name: getattr(config, name) for name in LaunchConfig.model_fields} | {"split": split}
-    if not split:
-        fields |= {"every": 2, "scratch": 0}
-    return LaunchConfig(**fields), [Case(spec, short, dtype, regime) for regime in chosen]
+    short_walk = config.changed(split=split) if split else config.changed(split=0, every=2, scratch=0)
+    return short_walk, [Case(spec, short, dtype, regime) for regime in chosen]
 
 
 def _held(target: Target, kernel: Kernel, config: LaunchConfig) -> tuple[object, ...]:
