@@ -19,7 +19,7 @@ endif
 READY := $(VENV)/.ready
 FLOORS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
-KERNELS := triton triton_hopper hopper_numbers short_conv ahead
+KERNELS := triton triton_hopper hopper_numbers short_conv fused_step ahead
 
 .PHONY: demo test lint bench bench-baseline readme-table conformance plugin setup clean
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from deltazoo.backends.errors import UnsupportedError
+from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.spec import UpdateSpec
 
@@ -127,6 +128,23 @@ class Backend(ABC):
             else:
                 states.index_copy_(0, slots, out.state)
         return out.o
+
+    def fused_step_unsupported(self, step: FusedStep, dtype: torch.dtype) -> list[str]:
+        """Say why it does not compute this decode step of a mixer in one; [] means it does.
+
+        That is no error: such a step is taken part by part, the update by `step_`. Asked where `unsupported` has no
+        reasons against the spec. Args: dtype: of the projection.
+        """
+        return ["it takes no decode step in one: the mixer takes it part by part."]
+
+    def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+        """Take one token a row, `inputs.history` and `states` in place, without gradients; return o [B, 1, HV, V].
+
+        Called where `fused_step_unsupported` has no reasons. The inputs are checked.
+
+        Args: states, slots: as of `step_`; the rows of the history are those of the states.
+        """
+        raise NotImplementedError(f"backend {self.name!r} says that it takes a decode step in one, and does not")
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
         """Say why it has no kernel for a mixer's short convolution; [] means it has one.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.values import packing_problems, readable, sequences_of
 
@@ -38,26 +39,48 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
 
 def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> None:
     """Raise unless `states` and `slots` fit one decoded token a row; the values of slots are checked on the CPU."""
-    B, T = inputs.q.shape[:2]
+    T = inputs.q.shape[1]
     if T != 1:
         raise ShapeError(f"step_ takes one token a row: q must have T = 1, got T = {T}")
     if inputs.cu_seqlens is not None:
         raise OperandError("step_ takes no cu_seqlens: give each sequence a row, and its state a slot")
     if inputs.state is not None:
         raise OperandError("step_ reads `states`; inputs.state must be None")
-    HV, K, V = inputs.v.shape[-2], inputs.q.shape[3], inputs.v.shape[-1]
-    rows = states.shape[0] if slots is not None and states.dim() else B
-    _same("states", states, (rows, HV, K, V))
-    if states.dtype != state_dtype(inputs.q.dtype):
-        raise DtypeError(f"states must be {state_dtype(inputs.q.dtype)}, got {states.dtype}")
-    if states.device != inputs.q.device:
-        raise DeviceError(f"states must be on {inputs.q.device}, where q is, got {states.device}")
+    _check_states(states, slots, inputs.q, (inputs.v.shape[-2], inputs.q.shape[3], inputs.v.shape[-1]))
+
+
+def check_fused(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> None:
+    """Raise unless operands, `states` and `slots` are those of a fused step; values as in `check_step`."""
+    want = step.operands(inputs.qkv.shape[0], states.shape[0] if states.dim() else 0, inputs)
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
+        if tensor is None and name in want:
+            raise OperandError(f"{name} is missing: this step wants it with shape {list(want[name])} ({step!r})")
+        if tensor is None:
+            continue
+        if name not in want:
+            raise OperandError(f"{name} must be None: this step wants {', '.join(want)} ({step!r})")
+        _same(name, tensor, want[name])
+        if tensor.device != inputs.qkv.device:
+            raise DeviceError(f"{name} must be on {inputs.qkv.device}, where qkv is, got {tensor.device}")
+        if tensor.dtype not in _FLOATS:
+            raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+    _check_states(states, slots, inputs.qkv, (step.HV, step.K, step.V))
+
+
+def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[int, int, int]) -> None:
+    """Whether they fit the rows of x, an operand."""
+    B = x.shape[0]
+    _same("states", states, (states.shape[0] if slots is not None and states.dim() else B, *sizes))
+    if states.dtype != state_dtype(x.dtype):
+        raise DtypeError(f"states must be {state_dtype(x.dtype)}, got {states.dtype}")
+    if states.device != x.device:
+        raise DeviceError(f"states must be on {x.device}, where the operands are, got {states.device}")
     if slots is not None:
         _same("slots", slots, (B,))
         if slots.dtype != torch.int64:
             raise DtypeError(f"slots must be int64, got {slots.dtype}")
-        if slots.device != inputs.q.device:
-            raise DeviceError(f"slots must be on {inputs.q.device}, where q is, got {slots.device}")
+        if slots.device != x.device:
+            raise DeviceError(f"slots must be on {x.device}, where the operands are, got {slots.device}")
         if readable(slots):
             taken: list[int] = slots.tolist()
             if len(set(taken)) < B or any(not 0 <= slot < states.shape[0] for slot in taken):
@@ -192,4 +215,4 @@ def _sign_problems(inputs: UpdateInputs) -> list[str]:
     return problems
 
 
-__all__ = ["InputError", "check", "check_step", "validate"]
+__all__ = ["InputError", "check", "check_fused", "check_step", "validate"]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
-from deltazoo.backends.check import check, check_step
+from deltazoo.backends.check import check, check_fused, check_step
 from deltazoo.backends.errors import DuplicateNameError, PluginError, UnknownNameError, UnsupportedError
+from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.watch import Ran, tell, watched
@@ -77,6 +78,29 @@ class BoundUpdate(_Bound):
         _seen(chosen.name, "step")
         with without_autocast(inputs.q):
             return chosen.step_(self.spec, inputs, states, slots)
+
+    def fuses(self, step: FusedStep, device: str, dtype: torch.dtype) -> bool:
+        """Whether the backend that steps such tensors takes this step of a mixer, of this very spec, in one.
+
+        Args: dtype: of `qkv`.
+        """
+        if step.spec is not self.spec:
+            return False
+        chosen = self.backend_for(UpdateMeta(device, dtype, step.H, step.HV, step.K, step.V))
+        return not chosen.fused_step_unsupported(step, dtype)
+
+    def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None = None) -> Tensor:
+        """Take one token a row from a mixer's projections to what its output map takes, where `fuses` says so.
+
+        `inputs.history` and `states` [S, HV, K, V] are updated in place. Returns o [B, 1, HV, V] in the dtype of qkv.
+
+        Args: slots: [B] int64, the row of `states` and of the history for each batch row.
+        Raises: InputError or a subclass.
+        """
+        check_fused(step, inputs, states, slots)
+        chosen = self.backend_for(UpdateMeta(inputs.qkv.device.type, inputs.qkv.dtype, step.H, step.HV, step.K, step.V))
+        _seen(chosen.name, "fused step")
+        return chosen.fused_step_(step, inputs, states, slots)
 
     def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
         """The same choice for another form of the spec, which may never be run: what refuses it is said when it is."""

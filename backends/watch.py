@@ -9,7 +9,8 @@ from typing import NamedTuple
 class Ran(NamedTuple):
     """One call of a backend, or one launch of a kernel.
 
-    what: "update", "step" or "short conv"; of a launch the kernel's name. programs, warps: of a launch; 0 of a call.
+    what: "update", "step", "fused step" or "short conv"; of a launch the kernel's name. programs, warps: of a launch; 0
+    of a call.
     """
 
     backend: str

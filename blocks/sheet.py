@@ -19,7 +19,7 @@ from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.base import Mixer, MixerConfig
 from deltazoo.mixers.configs import config_class
 from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.delta import Update
+from deltazoo.mixers.delta import DeltaMixer, Update
 
 _WIDTH = 1024
 
@@ -102,6 +102,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Sheet:
     words |= _convolution(config, width, device, dtype)
     cost = config.cost(width)
     verdicts = [] if spec is None else explain(spec, _meta(config, width, device, dtype)).verdicts
+    words |= _decode_step(config, width, device, dtype, next((v.backend for v in verdicts if v.chosen), None))
     return Sheet(
         kind="mixer",
         name=name,
@@ -163,6 +164,20 @@ def _convolution(config: MixerConfig, width: int, device: str, dtype: torch.dtyp
             by = "plain torch" if backend is None else f"backend {backend.name!r}"
             return {"short convolution": f"{taps} taps, by {by} on {device!r}"}
     return {}
+
+
+def _decode_step(
+    config: MixerConfig, width: int, device: str, dtype: torch.dtype, backend: str | None
+) -> dict[str, str]:
+    """What of a decode step is one operation of the backend, of a mixer whose update it computes."""
+    mixer = _on_no_device(config, width)
+    if backend is None or not isinstance(mixer, DeltaMixer):
+        return {}
+    fusion = mixer.fusion()
+    if fusion is None or resolve(backend).fused_step_unsupported(fusion.step, dtype):
+        return {"decode step": f"part by part, the update by backend {backend!r} on {device!r}"}
+    parts = ", ".join(type(part).__name__ for part in fusion.inside)
+    return {"decode step": f"{parts} and the update in one, by backend {backend!r} on {device!r}"}
 
 
 def _kind(device: str) -> str:

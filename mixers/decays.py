@@ -12,13 +12,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.fused_step import FusedStep
 from deltazoo.mixers.base import Context, Place
-from deltazoo.mixers.parts import HeadShape, Narrow, OperandPart, projection
+from deltazoo.mixers.parts import FusibleNarrow, HeadShape, OperandPart, projection
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 
 
-class SoftplusDecay(Narrow):
+class SoftplusDecay(FusibleNarrow):
     """log_decay = -exp(A_log) dt,  dt = softplus(W x + dt_bias): Mamba-2's decay, a step dt at the rate exp(A_log).
 
     Args:
@@ -59,6 +60,14 @@ class SoftplusDecay(Narrow):
             return inputs._replace(log_decay=dt * rate)
         v = (inputs.v * dt[..., None]).to(inputs.v.dtype) if self.writes else inputs.v
         return inputs._replace(log_decay=dt * rate, v=v)
+
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        if step.spec.decay != "head" or self.per != "head":
+            return None
+        return step._replace(bound=self.bound, writes=self.writes and self.bound is None)
+
+    def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
+        return {"decay": raw, "A_log": self.A_log, "dt_bias": self.dt_bias}
 
     def extra_repr(self) -> str:
         return f"per={self.per!r}, writes={self.writes}"

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import StateError
+from deltazoo.backends.fused_step import FusedStep
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context, Mixer
-from deltazoo.mixers.parts import Bound, Flow, HeadShape, Narrow, Parts, Resizing, Stateful, together
+from deltazoo.mixers.fused import Fusion, fusion, mapped_dtype
+from deltazoo.mixers.parts import Bound, Flow, HeadShape, Narrow, Parts, Resizing, Stateful, hooked, together
 from deltazoo.mixers.sequence import aligned, check_state, restored
 from deltazoo.mixers.state import carried
 
@@ -107,9 +109,13 @@ class DeltaMixer(Mixer):
             if tuple(state) != self.state_names:
                 raise StateError(f"the state must have the tensors {self.state_names}, got {tuple(state)}")
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
+            fused = self._fused_step_(x_BTD, state, context)
+            if fused is not None:
+                return self._mapped(fused, x_BTD, order), state
         inputs, after["project"] = self.project(x_BTD, before.get("project"), context)
         projected = inputs
-        raw = together(x_BTD, {name: part.proj for name, part in self.operands.items() if isinstance(part, Narrow)})
+        narrow = {n: part.proj for n, part in self.operands.items() if isinstance(part, Narrow) and not hooked(part)}
+        raw = together(x_BTD, narrow)
         for name, part in self.operands.items():
             if isinstance(part, Narrow) and name in raw:
                 inputs = part.of(raw[name], inputs)
@@ -119,13 +125,38 @@ class DeltaMixer(Mixer):
         flow = Flow(x_BTD, projected, inputs)
         for name, part in self.outputs.items():
             o, after[name] = part(o, flow, before.get(name), context)
-        y_BTD = self.out(rearrange(o, "b t h v -> b t (h v)"))
-        if self.direct is not None:
-            y_BTD = y_BTD + self.direct(x_BTD).to(y_BTD.dtype)
-        y_BTD = restored(y_BTD, order)
+        y_BTD = self._mapped(o, x_BTD, order)
         if state is None:
             return y_BTD, None
         return y_BTD, {name: tensor for name, tensor in after.items() if tensor is not None}
+
+    def _fused_step_(self, x_BTD: Tensor, state: dict[str, Tensor], context: Context) -> Tensor | None:
+        """One token a row, in place, with most of what stands around the update in the backend's kernel; None where
+        parts or backend do not allow it."""
+        plain = context.mask is None and context.cu_seqlens is None and x_BTD.shape[1] == 1
+        fused = self.fusion() if plain and not torch.is_grad_enabled() else None
+        bound = self.update.bound
+        if fused is None or not bound.fuses(fused.step, x_BTD.device.type, mapped_dtype(x_BTD)):
+            return None
+        o = bound.fused_step_(fused.step, fused.inputs(x_BTD, state.get("project")), state["update"])
+        for part in fused.after:
+            o = part.of(o, x_BTD)
+        return o
+
+    def fusion(self) -> Fusion | None:
+        """How a backend may take a decode step in one, see `Fusion`; None where the parts, as they are, do not fuse."""
+        if hooked(self.update):
+            return None
+        _, H, HV, K, V, _ = self.update.shape
+        step = FusedStep(self.update.spec, H, HV, K, V)
+        return fusion(step, [self.project, *self.operands.values()], [*self.outputs.values()])
+
+    def _mapped(self, o: Tensor, x_BTD: Tensor, order: Tensor | None) -> Tensor:
+        """What the mixer returns."""
+        y_BTD = self.out(rearrange(o, "b t h v -> b t (h v)"))
+        if self.direct is not None:
+            y_BTD = y_BTD + self.direct(x_BTD).to(y_BTD.dtype)
+        return restored(y_BTD, order)
 
     def rebind(self, backend: str | Backend | None) -> None:
         """Choose the backend anew, as `deltazoo.bind` does."""

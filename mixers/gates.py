@@ -11,9 +11,19 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.fused_step import FusedStep
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context
-from deltazoo.mixers.parts import Flow, HeadShape, Narrow, OperandPart, OutputPart, projection
+from deltazoo.mixers.parts import (
+    Flow,
+    Fusible,
+    FusibleNarrow,
+    HeadShape,
+    OperandPart,
+    OutputPart,
+    Shaping,
+    projection,
+)
 
 # Doubled for negative eigenvalues this is 2 - 2^-6: an orthogonal transition drifts past -1 in bf16.
 TOP = 1 - 2**-7
@@ -21,7 +31,7 @@ TOP = 1 - 2**-7
 Activation = Literal["silu", "sigmoid", "gelu", "none"]
 
 
-class Beta(Narrow):
+class Beta(FusibleNarrow):
     """beta = sigmoid(W x) for each value head (and micro-step), float32; at most `TOP` where the spec doubles it.
 
     Args: bias: of the map W (MesaNet).
@@ -41,6 +51,12 @@ class Beta(Narrow):
         if self.n > 1:
             beta = rearrange(beta, "b t (n h) -> b t n h", n=self.n)
         return inputs._replace(beta=beta)
+
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        return step._replace(top=self.top) if step.spec.beta == "head" else None
+
+    def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
+        return {"beta": raw}
 
     def extra_repr(self) -> str:
         return f"top={self.top}"
@@ -76,7 +92,7 @@ class ChannelBeta(OperandPart):
         return f"top={self.top}"
 
 
-class Feedback(OperandPart):
+class Feedback(OperandPart, Fusible):
     """e <- sigmoid(b_h) k, the key that erases, and q <- q - d_h k, for each key head.
 
     Initialisation: b = 1; d = `correction`.
@@ -96,8 +112,14 @@ class Feedback(OperandPart):
         q = (q - self.d[:, None] * own).to(q.dtype)
         return inputs._replace(q=q, erase_key=(self.b.sigmoid()[:, None] * k).to(k.dtype)), None
 
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        return step if step.spec.erase_key == "own" else None
 
-class OutputGate(OutputPart):
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        return {"feedback": self.b, "correction": self.d}
+
+
+class OutputGate(Shaping, Fusible):
     """o <- o * activation(W x), a gate for each channel of each value head.
 
     Args: activation: "silu", "sigmoid" or "gelu" (by tanh); rank: of the map W, None for full.
@@ -114,15 +136,20 @@ class OutputGate(OutputPart):
         self.activation = activation
         self.proj = projection(shape.width, shape.value_heads * shape.value_width, rank, bias)
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        raw = self.proj(flow.x).view(o.shape)
-        return gated(o, raw, self.activation), None
+    def of(self, o: Tensor, x: Tensor) -> Tensor:
+        return gated(o, self.proj(x).view(o.shape), self.activation)
+
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        return step._replace(gate=self.activation, gate_first=not step.norm) if not step.gate else None
+
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        return {"gate": self.proj(x)}
 
     def extra_repr(self) -> str:
         return repr(self.activation)
 
 
-class Skip(OutputPart):
+class Skip(OutputPart, Fusible):
     """o_h <- o_h + D_h v_h, with v as projected.
 
     Initialisation: D = 1. Source: Mamba 2312.00752, Mamba-2 2405.21060.
@@ -135,12 +162,18 @@ class Skip(OutputPart):
     def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         return (o + self.D[:, None] * flow.projected.v).to(o.dtype), None
 
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        return step if not step.norm and not step.gate and step.spec.householders == 1 else None
 
-class Silu(OutputPart):
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        return {"skip": self.D}
+
+
+class Silu(Shaping):
     """o <- silu(o)."""
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        return F.silu(o), None
+    def of(self, o: Tensor, x: Tensor) -> Tensor:
+        return F.silu(o)
 
 
 class NotedGate(OutputPart):

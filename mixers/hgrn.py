@@ -9,7 +9,7 @@ from deltazoo.mixers.base import Place
 from deltazoo.mixers.decays import SigmoidDecay, TiedWrite
 from deltazoo.mixers.gates import OutputGate
 from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import HeadShape, Parts
+from deltazoo.mixers.parts import HeadShape, OutputPart, Parts
 from deltazoo.mixers.selective import ProjectChannels
 from deltazoo.mixers.turning import TurnIn, TurnOut
 from deltazoo.mixers.variant import ChannelConfig
@@ -33,7 +33,7 @@ class HGRN(ChannelConfig):
         decay = SigmoidDecay(shape, "head", None, 1.0, floor=place.layer / place.depth)
         operands = {"decay": decay, "tied": TiedWrite("value")}
         gate = OutputGate(shape, "sigmoid", bias=True)
-        outputs = {"gate": gate, "norm": HeadNorm(shape, self.norm_eps, "layer", "all")}
+        outputs: dict[str, OutputPart] = {"gate": gate, "norm": HeadNorm(shape, self.norm_eps, "layer", "all")}
         if self.turning:
             operands |= {"turn_in": TurnIn(shape, self.theta)}
             outputs = {"turn_out": TurnOut(), **outputs}

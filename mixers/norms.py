@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.fused_step import FusedStep
 from deltazoo.mixers.base import Context
-from deltazoo.mixers.parts import Flow, HeadShape, OperandPart, OutputPart
+from deltazoo.mixers.parts import Fusible, HeadShape, OperandPart, Shaping
 
 
 class RMSNorm(nn.Module):
@@ -28,7 +29,7 @@ class RMSNorm(nn.Module):
         return f"{self.size}, eps={self.eps:g}, weighted={self.weight is not None}"
 
 
-class HeadNorm(OutputPart):
+class HeadNorm(Shaping, Fusible):
     """Normalise the output of each head, or of the value heads that share a key head.
 
     Args:
@@ -54,7 +55,7 @@ class HeadNorm(OutputPart):
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def of(self, o: Tensor, x: Tensor) -> Tensor:
         grouped = o.flatten(2).unflatten(2, (self.groups, -1))
         if self.kind == "layer":
             wide = grouped.to(state_dtype(o.dtype))
@@ -63,7 +64,14 @@ class HeadNorm(OutputPart):
         normed = rms_norm(grouped, weight, self.eps).reshape(o.shape)
         if self.bias is not None:
             normed = normed + self.bias.to(normed.dtype).view(-1, o.shape[-1])
-        return normed.to(o.dtype), None
+        return normed.to(o.dtype)
+
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        return step._replace(norm=self.kind, eps=self.eps) if not step.norm and self.groups == step.HV else None
+
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        given: dict[str, Tensor] = {"norm_weight": self.weight}
+        return given if self.bias is None else {**given, "norm_bias": self.bias}
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kind={self.kind!r}, groups={self.groups}, eps={self.eps:g}"

@@ -6,7 +6,7 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.fused_step import FusedStep
 from deltazoo.mixers.base import Context
 
 
@@ -83,6 +84,50 @@ class OutputPart(nn.Module, ABC):
     @abstractmethod
     def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, T, HV, V], and the state after these tokens (None for a part without one)."""
+
+
+class Shaping(OutputPart):
+    """An output part that looks at the output and at the mixer's input alone."""
+
+    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        return self.of(o, flow.x), None
+
+    @abstractmethod
+    def of(self, o: Tensor, x: Tensor) -> Tensor:
+        """Return the output [B, T, HV, V]. Args: x: [B, T, D], the mixer's input."""
+
+
+class Fusible(nn.Module, ABC):
+    """A part that a kernel may compute with the update of a decoded token (`deltazoo.backends.fused_step`).
+
+    Of the parts that remember the projection alone. A subclass, which may compute something else, says anew whether it
+    fuses.
+    """
+
+    says: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.says = "fused" in vars(cls)
+
+    @abstractmethod
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        """The step with this part after all that it has; None where that is none."""
+
+    @abstractmethod
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        """The operands of the step that are this part's, by their names. Args: x: [B, 1, D], the mixer's input."""
+
+
+class FusibleNarrow(Narrow, Fusible):
+    """A fusible part whose map a mixer may take together with others'."""
+
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        return self.fused_of(self.proj(x))
+
+    @abstractmethod
+    def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
+        """As `fused_inputs`. Args: raw: what `proj` makes of x, [B, 1, ..]."""
 
 
 class Stateful(ABC):
@@ -155,6 +200,12 @@ def together(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return dict(zip(narrow, y.split([layer.out_features for layer in narrow.values()], -1), strict=True))
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether something is to be called with the module."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 def _joins(layer: nn.Linear) -> bool:
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return layer.bias is None and not hooked and 8 * layer.out_features <= layer.in_features
+    return layer.bias is None and not hooked(layer) and 8 * layer.out_features <= layer.in_features

@@ -9,16 +9,17 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.fused_step import FusedStep
 from deltazoo.backends.short_conv import ConvPart, follow
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.parts import HeadShape, Stateful
+from deltazoo.mixers.parts import Fusible, HeadShape, Stateful, hooked
 
 # Of which of q, k and v.
 Streams = Literal["", "q", "v", "qk", "qkv"]
 
 
-class Project(nn.Module, Stateful):
+class Project(Fusible, Stateful):
     """One linear map for q, k and v, then a short convolution, SiLU and the L2 norm of each head, where asked for.
 
     What follows the convolution is computed with it (`deltazoo.backends.short_conv`). Other activations of q and k are
@@ -76,3 +77,18 @@ class Project(nn.Module, Stateful):
             k = rearrange(k, "b t (n h k) -> b t n h k", n=n, h=H)
             v = rearrange(v, "b t (n h v) -> b t n h v", n=n, h=HV)
         return UpdateInputs(q_BTHK, k, v), state
+
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        if self.conv is None:
+            return step._replace(parts=tuple(self.rest)) if self.keys else None
+        if not self.keys or self.rest or type(self.conv) is not ShortConv or hooked(self.conv):
+            return None
+        return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
+
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        given = {"qkv": self.to_qkv(x)}
+        if self.conv is not None:
+            given["weight"] = self.conv.weight
+            if self.conv.bias is not None:
+                given["bias"] = self.conv.bias
+        return given

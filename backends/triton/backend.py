@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
+from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.lowering import strengths
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton import conv
+from deltazoo.backends.triton import conv, fused
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.op import chunk_scan, step_
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
@@ -29,6 +30,9 @@ class TritonBackend(Backend):
     float16 computes in float32. Deterministic, without a host sync, CUDA-graph safe. Launch configs come from a table,
     else from a heuristic; nothing is tuned at first call. On Hopper GPUs the heuristic takes kernels in Gluon for
     operands in 16 bits (`Launch.hopper`), which Triton's interpreter does not run.
+
+    A decode step of a mixer with its convolution, norms and gates is one kernel (`backends/fused_step.py`): two where
+    value heads share the key heads of a convolution.
 
     The short convolution of a mixer has kernels too, up to 8 taps and heads of 1024 channels; that of a single token is
     left to plain torch, which fuses it with what stands around it.
@@ -84,6 +88,13 @@ class TritonBackend(Backend):
         with torch.no_grad():
             x, kind = self._operands(spec, inputs, padded=False)
             return step_(x, states, slots, kind)
+
+    def fused_step_unsupported(self, step: FusedStep, dtype: torch.dtype) -> list[str]:
+        return fused.unsupported(step)
+
+    def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            return fused.fused_step_(step, inputs, states, slots)
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
         reasons = self._tensors_unsupported(meta.device, meta.dtype)

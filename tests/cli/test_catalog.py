@@ -91,6 +91,20 @@ def test_show_a_mixer_says_who_computes_its_short_convolution(ok):
     assert computed("retnet") is None
 
 
+def test_show_a_mixer_says_what_of_a_decode_step_is_one(ok):
+    def said(name: str, *options: str) -> str | None:
+        return ok("show", name, *options, "--json").json["about"].get("decode step")
+
+    whole = "Project, Beta, SoftplusDecay, HeadNorm, OutputGate and the update in one, by backend 'triton' on 'cuda'"
+    assert said("gated_deltanet", "--device", "cuda", "--dtype", "bfloat16") == whole
+    assert said("mamba2", "--device", "cuda") == (
+        "Project, SoftplusDecay, Skip, OutputGate and the update in one, by backend 'triton' on 'cuda'"
+    )
+    assert said("gated_deltanet") == "part by part, the update by backend 'compile' on 'cpu'"
+    assert said("retnet", "--device", "cuda") == "part by part, the update by backend 'triton' on 'cuda'"
+    assert said("attention") is None
+
+
 def test_show_a_backend_says_which_mixers_it_takes(ok):
     takes = ok("show", "reference", "--json").json["takes"]
     assert takes.keys() == {n for n in registry.names(registry.MIXERS) if config_class(n)().spec() is not None}

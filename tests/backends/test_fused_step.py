@@ -1,0 +1,603 @@
+"""The fused decode step: the kernel against float64 and against the parts of a mixer, what fuses, one graph.
+
+The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from triton_cases import DEVICE, DTYPES, INTERPRETED, runs
+
+from deltazoo import UpdateSpec, bind, mixers, watch
+from deltazoo.backends import registry
+from deltazoo.backends.base import UpdateInputs, UpdateMeta
+from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.fused_step import FusedInputs, FusedStep
+from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv
+from deltazoo.backends.triton import TritonBackend, fused
+from deltazoo.mixers import Context, MixerConfig
+from deltazoo.mixers.delta import DeltaMixer
+from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.state import rollback_, snapshot
+
+GATED = UpdateSpec(decay="head", beta="head")
+H, HV, K, V = 2, 4, 12, 20
+
+
+def step_of(spec: UpdateSpec = GATED, silu: str = "qkv", unit: str = "qk", **fields: object) -> FusedStep:
+    fields = {"H": H, "HV": HV, "K": K, "V": V, "taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"} | fields
+    n = spec.householders
+    bare = FusedStep(spec, **fields)
+    keys, values = bare.H * bare.K, bare.HV * bare.V
+    sizes, heads = (keys, n * keys, n * values), (bare.K, bare.K, bare.V)
+    parts = [
+        ConvPart(size, name in silu, width if name in unit else 0)
+        for name, size, width in zip("qkv", sizes, heads, strict=True)
+    ]
+    return bare._replace(parts=tuple(parts))
+
+
+STEPS = {
+    "gated delta": step_of(),
+    "one key head a value head": step_of(HV=2),
+    "delta": step_of(UpdateSpec(beta="head"), gate=""),
+    "delta without beta": step_of(UpdateSpec()),
+    "additive": step_of(UpdateSpec(transition="additive"), silu="", unit="", norm="", gate=""),
+    "mamba2": step_of(UpdateSpec(decay="head", transition="additive"), unit="", writes=True, gate_first=True),
+    "additive with beta": step_of(UpdateSpec(decay="head", transition="additive", beta="head"), unit="k"),
+    "bounded decay": step_of(bound=-5.0),
+    "negative": step_of(GATED.model_copy(update={"negative_eigenvalues": "both"}), top=1 - 2**-7),
+    "negative erase": step_of(UpdateSpec(beta="head", negative_eigenvalues="erase"), top=0.5),
+    "negative without beta": step_of(UpdateSpec(negative_eigenvalues="both")),
+    "efla": step_of(UpdateSpec(decay="head", beta="head", reparam="efla"), unit="q"),
+    "efla without beta": step_of(UpdateSpec(reparam="efla"), unit="q"),
+    "longhorn": step_of(UpdateSpec(decay="head", beta="head", reparam="longhorn"), silu="v", unit=""),
+    "own": step_of(UpdateSpec(decay="head", beta="head", erase_key="own")),
+    "comba": step_of(UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"), gate="sigmoid"),
+    "read before": step_of(UpdateSpec(decay="head", beta="head", read="before", scale=1.0)),
+    "householders": step_of(UpdateSpec(decay="head", beta="head", householders=3, negative_eigenvalues="both")),
+    "householders, before": step_of(
+        UpdateSpec(decay="head", beta="head", householders=2, erase_from="previous", read="before"), HV=2
+    ),
+    "no convolution": step_of(taps=0),
+    "one tap": step_of(taps=1),
+    "two taps": step_of(taps=2, HV=2),
+    "eight taps": step_of(taps=8),
+    "layer norm": step_of(norm="layer", gate="gelu"),
+    "layer norm after the gate": step_of(norm="layer", gate="none", gate_first=True),
+    "gate alone": step_of(norm="", gate="sigmoid"),
+    "one number a head": step_of(K=1, V=1, unit=""),
+}
+WIDE = {"K = V = 128": (128, 128), "200/400": (200, 400), "256/512": (256, 512), "64/64": (64, 64)}
+# of all that may be there or not
+OPTIONS = {"none": (), "all": ("bias", "skip", "each", "norm_bias"), "slots": ("slots",)}
+
+
+def draw(
+    step: FusedStep,
+    options: tuple[str, ...],
+    B: int = 3,
+    dtype: torch.dtype = torch.float32,
+    device: str = DEVICE,
+) -> dict:
+    """inputs, states and slots: operands in dtype, parameters as wide or wider."""
+    torch.manual_seed(0)
+    spec = step.spec
+    n = spec.householders
+    S = B + 2 if "slots" in options else B
+
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(device, dtype)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    C, size = step.channels, step.HV * step.V if "each" in options else step.V
+    given: dict[str, Tensor] = {"qkv": new(B, 1, C)}
+    if step.taps:
+        given |= {"weight": new(C, step.taps, dtype=wide), "history": new(S, step.taps - 1, C)}
+        if "bias" in options:
+            given["bias"] = new(C, dtype=wide)
+    # as a mixer has them: rows of one product, which lie apart
+    narrow = new(B, 1, n * step.HV + step.HV + 3)
+    if spec.beta == "head":
+        given["beta"] = narrow[..., : n * step.HV]
+    if spec.decay == "head":
+        given["decay"] = narrow[..., n * step.HV : (n + 1) * step.HV]
+        given |= {"A_log": new(step.HV, dtype=wide), "dt_bias": new(step.HV, dtype=wide)}
+    if spec.erase_key == "own":
+        given |= {"feedback": new(step.H, dtype=wide), "correction": new(step.H, dtype=wide)}
+    if "skip" in options and n == 1:
+        given["skip"] = new(step.HV, dtype=wide)
+    if step.norm:
+        given["norm_weight"] = new(size, dtype=wide)
+        if "norm_bias" in options:
+            given["norm_bias"] = new(size, dtype=wide)
+    if step.gate:
+        given["gate"] = new(B, 1, step.HV * step.V)
+    slots = torch.tensor([3, 0, 4], device=device)[:B] if "slots" in options else None
+    states = new(S, step.HV, step.K, step.V, dtype=torch.float32)
+    return {"inputs": FusedInputs(**given), "states": states, "slots": slots}
+
+
+def formula(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+    """The lines of `FusedStep` one by one; the update is the reference's. States and history change in place."""
+    x, spec, n = inputs, step.spec, step.spec.householders
+    rows = slice(None) if slots is None else slots
+    qkv = x.qkv
+    if step.taps:
+        streams = short_conv(ConvInputs(qkv, x.weight, x.bias, x.history[rows]), step.parts)
+        x.history[rows] = torch.cat([x.history[rows], qkv], 1)[:, 1:]
+    else:
+        streams = short_conv(ConvInputs(qkv, qkv.new_ones(qkv.shape[2], 1)), step.parts)
+    q, k, v = streams
+    q = q.unflatten(-1, (step.H, -1))
+    k, v = ((y.unflatten(-1, (n, h, -1) if n > 1 else (h, -1))) for y, h in ((k, step.H), (v, step.HV)))
+    operands, plain = {}, v
+    if spec.beta == "head":
+        beta = x.beta.sigmoid().clamp(max=step.top)
+        operands["beta"] = beta.unflatten(-1, (n, -1)) if n > 1 else beta
+    if spec.decay == "head":
+        dt = F.softplus(x.decay + x.dt_bias)
+        operands["log_decay"] = -x.A_log.exp() * dt
+        if step.bound is not None:
+            operands["log_decay"] = step.bound * (x.A_log.exp() * (x.decay + x.dt_bias)).sigmoid()
+        v = v * dt[..., None] if step.writes else v
+    if spec.erase_key == "own":
+        operands["erase_key"] = x.feedback.sigmoid()[:, None] * k
+        q = q - x.correction[:, None] * k
+    o = ReferenceBackend().step_(spec, UpdateInputs(q, k, v, **operands), states, slots)
+    if x.skip is not None:
+        o = o + x.skip[:, None] * plain
+    gate = None
+    if step.gate:
+        act = {"silu": F.silu, "sigmoid": torch.sigmoid, "none": lambda y: y}
+        act["gelu"] = lambda y: F.gelu(y, approximate="tanh")
+        gate = act[step.gate](x.gate.view(o.shape))
+    o = o * gate if gate is not None and step.gate_first else o
+    if step.norm:
+        o = o - o.mean(-1, keepdim=True) if step.norm == "layer" else o
+        each = x.norm_weight.numel() != step.V
+        weight, bias = (None if y is None else y.view(step.HV, -1) if each else y for y in (x.norm_weight, x.norm_bias))
+        o = F.rms_norm(o, o.shape[-1:], eps=step.eps) * weight
+        o = o if bias is None else o + bias
+    return o * gate if gate is not None and not step.gate_first else o
+
+
+def widened(given: dict) -> dict:
+    inputs = FusedInputs(*(None if t is None else t.double() for t in given["inputs"]))
+    return given | {"inputs": inputs, "states": given["states"].double()}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    assert got.shape == want.shape
+    return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def agrees(step: FusedStep, options: tuple[str, ...], dtype: torch.dtype = torch.float32, B: int = 3) -> None:
+    given = draw(step, options, B, dtype)
+    exact = widened(given)
+    want = formula(step, **exact)
+    o = bind(step.spec, "triton").fused_step_(step, **given)
+    assert o.dtype == dtype
+    limit = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+    assert error(o, want) < limit
+    # read from what is rounded once, and written in float32; the token goes into the history as it came
+    assert error(given["states"], exact["states"]) < 3e-6
+    if step.taps > 1:
+        assert torch.equal(given["inputs"].history.double(), exact["inputs"].history)
+
+
+@runs
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", STEPS)
+def test_the_kernel_is_the_formula(name, options):
+    agrees(STEPS[name], OPTIONS[options])
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("name", ["gated delta", "mamba2", "comba", "householders", "efla"])
+def test_the_kernel_rounds_once(name, dtype):
+    agrees(STEPS[name], OPTIONS["all"], dtype)
+
+
+@runs
+@pytest.mark.parametrize("launch", [fused.FusedLaunch(16, 1), fused.FusedLaunch(32, 8)], ids=str)
+@pytest.mark.parametrize("name", ["gated delta", "layer norm", "householders", "mamba2", "one number a head"])
+def test_every_way_of_launching_gives_the_same_numbers(name, launch, monkeypatch):
+    monkeypatch.setattr(fused, "launch_of", lambda K, V: launch)
+    agrees(STEPS[name]._replace(V=V), OPTIONS["all"]) if name != "one number a head" else agrees(STEPS[name], ())
+
+
+@runs
+@pytest.mark.parametrize("widths", WIDE)
+def test_the_widths_of_published_models(widths):
+    K, V = WIDE[widths]
+    agrees(step_of(H=1, HV=2, K=K, V=V), OPTIONS["all"], B=1)
+
+
+@runs
+@pytest.mark.parametrize("name", ["gated delta", "householders"])
+def test_no_row_and_one_row(name):
+    agrees(STEPS[name], (), B=1)
+    given = draw(STEPS[name], (), B=0)
+    assert bind(STEPS[name].spec, "triton").fused_step_(STEPS[name], **given).shape == (0, 1, HV, V)
+
+
+@runs
+def test_small_steps_keep_their_digits():
+    """softplus far below 0, and the factor of EFLA beside a short key, in relative terms."""
+    step = STEPS["mamba2"]._replace(norm="", gate="")
+    given = draw(step, ())
+    given["inputs"].decay.fill_(-14.0)
+    given["states"].zero_()
+    exact = widened(given)
+    formula(step, **exact)
+    bind(step.spec, "triton").fused_step_(step, **given)
+    assert error(given["states"], exact["states"]) < 3e-6
+    for times in (1e-4, 0.2, 0.3, 4.0):
+        step = step_of(UpdateSpec(beta="head", reparam="efla"), silu="", unit="", taps=0)
+        given = draw(step, ())
+        given["inputs"].qkv.mul_(times)
+        exact = widened(given)
+        want = formula(step, **exact)
+        assert error(bind(step.spec, "triton").fused_step_(step, **given), want) < 1e-5
+        assert error(given["states"], exact["states"]) < 1e-5
+
+
+@runs
+def test_only_the_slots_that_are_named_change():
+    step = STEPS["gated delta"]
+    given = draw(step, ("slots",))
+    given["states"][[1, 2]] = torch.nan
+    given["inputs"].history[[1, 2]] = torch.nan
+    o = bind(step.spec, "triton").fused_step_(step, **given)
+    assert not o.isnan().any()
+    for tensor in (given["states"], given["inputs"].history):
+        assert tensor[[1, 2]].isnan().all()
+        assert not tensor[[0, 3, 4]].isnan().any()
+
+
+@runs
+def test_tensors_that_are_not_contiguous():
+    step = STEPS["gated delta"]
+    given = draw(step, OPTIONS["all"])
+    want = bind(step.spec, "triton").fused_step_(step, **copy.deepcopy(given))
+
+    def spread(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.stack([x, x + 1], -1)[..., 0]
+
+    lain = {"inputs": FusedInputs(*map(spread, given["inputs"])), "states": spread(given["states"]), "slots": None}
+    got = bind(step.spec, "triton").fused_step_(step, **lain)
+    after = bind(step.spec, "triton").fused_step_(step, **given)
+    assert torch.equal(got, want)
+    assert torch.equal(after, want)
+    assert torch.equal(lain["states"], given["states"])
+    assert torch.equal(lain["inputs"].history, given["inputs"].history)
+
+
+@runs
+@pytest.mark.parametrize("name", ["gated delta", "no convolution", "comba"])
+def test_the_operator_passes_torchs_checks(name):
+    step = STEPS[name]
+    given = draw(step, OPTIONS["all"])
+    arguments = (*given["inputs"], given["states"], None, *fused.StepKind.of(step))
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.deltazoo.triton_fused_step_.default, arguments, test_utils=tests)
+
+
+# Mixers
+
+WHOLE = {
+    "gated_deltanet": mixers.GatedDeltaNet(heads=2, key_width=8, value_width=12),
+    "shared key heads": mixers.GatedDeltaNet(heads=1, value_heads=3, key_width=8, value_width=12),
+    "gated_efla": mixers.GatedEFLA(heads=2),
+    "gated_longhorn": mixers.GatedLonghorn(heads=2),
+    "gated_deltaproduct": mixers.GatedDeltaProduct(heads=2, householders=3),
+    "deltanet": mixers.DeltaNet(heads=2),
+    "negative eigenvalues": mixers.DeltaNet(heads=2, negative_eigenvalues="both"),
+    "deltaproduct": mixers.DeltaProduct(heads=2),
+    "efla": mixers.EFLA(heads=2),
+    "longhorn": mixers.Longhorn(heads=2),
+    "comba": mixers.Comba(heads=2),
+    "no convolution": mixers.GatedDeltaNet(heads=2, conv_width=0),
+    "mamba2, a norm for each head": mixers.Mamba2(heads=4, key_width=16, value_width=16),
+}
+PARTLY = {"mamba2": mixers.Mamba2(key_width=16, value_width=16)}
+
+
+def built(config: MixerConfig) -> tuple[DeltaMixer, DeltaMixer]:
+    """By the kernels, and the same weights part by part in float64; no weight is where it began."""
+    torch.manual_seed(0)
+    mixer = config.build(32, backend="reference").to(DEVICE)
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p += 0.2 * torch.randn_like(p)
+    exact = copy.deepcopy(mixer).double()
+    mixer.rebind("triton")
+    return mixer, exact
+
+
+def decoded(mixer: DeltaMixer, x: Tensor, prefilled: int = 4) -> tuple[Tensor, dict[str, Tensor]]:
+    y, state = mixer(x[:, :prefilled], mixer.init_state(len(x)))
+    where = {name: tensor.data_ptr() for name, tensor in state.items()}
+    pieces = [y]
+    for t in range(prefilled, x.shape[1]):
+        y, state = mixer(x[:, t : t + 1], state)
+        pieces.append(y)
+    assert where == {name: tensor.data_ptr() for name, tensor in state.items()}
+    return torch.cat(pieces, 1), state
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*WHOLE, *PARTLY])
+def test_a_mixer_decodes_as_part_by_part(name):
+    mixer, exact = built((WHOLE | PARTLY)[name])
+    x = torch.randn(3, 9, 32, device=DEVICE)
+    with watch() as seen:
+        y, state = decoded(mixer, x)
+    want, state_want = decoded(exact, x.double())
+    assert error(y, want) < 1e-5
+    for part, tensor in state.items():
+        if tensor.numel():
+            assert error(tensor, state_want[part]) < 1e-5, part
+    assert seen.kernels["fused_step_kernel"] == 5
+    assert "decode_kernel" not in seen.kernels
+    shares = mixer.project.conv is not None and mixer.update.shape.heads < mixer.update.shape.value_heads
+    assert seen.kernels.get("push_kernel", 0) == (5 if shares else 0)
+    assert "5 x triton: fused step" in str(seen)
+    left = [type(part) for part in mixer.fusion().after]
+    assert left == ([HeadNorm] if name in PARTLY else [])
+
+
+def test_which_mixers_fuse():
+    """By their defaults; of the others a part before the update does not, or the kernels do not take their spec."""
+    ours = [
+        name
+        for name in registry.names(registry.MIXERS)
+        if registry.owner(registry.MIXERS, name).startswith("deltazoo ")
+    ]
+    assert {name for name in ours if fuses(mixers.parse({"mixer": name}))} == {
+        "comba", "deltanet", "deltaproduct", "efla", "gated_deltanet", "gated_deltaproduct", "gated_efla",
+        "gated_longhorn", "longhorn", "mamba2",
+    }  # fmt: skip
+
+
+def fuses(config: MixerConfig) -> bool:
+    with torch.device("meta"):
+        mixer = config.build(256, backend="reference")
+    fusion = mixer.fusion() if isinstance(mixer, DeltaMixer) else None
+    if fusion is None:
+        return False
+    meta = UpdateMeta("cuda", torch.bfloat16, *fusion.step[1:5])
+    return not [*spec_reasons(fusion.step.spec, meta), *fused.unsupported(fusion.step)]
+
+
+def spec_reasons(spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+    """What the backend says of the spec, wherever this runs."""
+    return [reason for reason in TritonBackend().unsupported(spec, meta) if "it " not in reason[:3]]
+
+
+class OtherNorm(HeadNorm):
+    def of(self, o: Tensor, x: Tensor) -> Tensor:
+        return super().of(o, x) + 1
+
+
+def hook(mixer: DeltaMixer, module: torch.nn.Module) -> list[Tensor]:
+    called: list[Tensor] = []
+    module.register_forward_hook(lambda m, given, out: called.append(out))
+    return called
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["project", "project.conv", "operands.beta", "update", "outputs.norm"])
+def test_a_part_with_a_hook_is_called(part):
+    mixer, exact = built(WHOLE["gated_deltanet"])
+    called = hook(mixer, mixer.get_submodule(part))
+    x = torch.randn(2, 6, 32, device=DEVICE)
+    y, _ = decoded(mixer, x)
+    assert len(called) == 3
+    assert error(y, decoded(exact, x.double())[0]) < 1e-5
+
+
+@runs
+@torch.no_grad()
+def test_the_maps_around_a_step_are_called_as_modules():
+    """What wraps or watches a linear map still does."""
+    mixer, _ = built(WHOLE["gated_deltanet"])
+    maps = ["project.to_qkv", "operands.beta.proj", "operands.decay.proj", "outputs.gate.proj", "out"]
+    called = [hook(mixer, mixer.get_submodule(name)) for name in maps]
+    with watch() as seen:
+        decoded(mixer, torch.randn(2, 6, 32, device=DEVICE))
+    assert seen.kernels["fused_step_kernel"] == 2
+    assert [len(calls) for calls in called] == [3] * len(maps)
+
+
+@runs
+@torch.no_grad()
+def test_a_part_that_was_put_in_later_counts():
+    mixer, exact = built(WHOLE["gated_deltanet"])
+    x = torch.randn(2, 6, 32, device=DEVICE)
+    for m in (mixer, exact):
+        m.outputs["norm"].eps = 0.5
+    assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
+    for m in (mixer, exact):
+        norm = m.outputs["norm"]
+        m.outputs["norm"] = OtherNorm(m.update.shape, 0.1).to(norm.weight)
+    assert mixer.fusion() is not None  # the gate, which shapes what comes out of another norm, stays outside, too
+    assert isinstance(mixer.fusion().after[0], OtherNorm)
+    assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
+    mixer.project.conv = torch.nn.Identity()
+    assert mixer.fusion() is None
+
+
+@runs
+def test_what_else_there_is_in_a_call_goes_part_by_part():
+    mixer, _ = built(WHOLE["gated_deltanet"])
+    x = torch.randn(2, 1, 32, device=DEVICE)
+    two = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    with watch() as seen:
+        mixer(x, mixer.init_state(2))  # gradients are on
+        with torch.no_grad():
+            mixer(x)
+            mixer(x.expand(-1, 2, -1), mixer.init_state(2))
+            mixer(x, mixer.init_state(2), Context(mask=torch.tensor([[True], [False]], device=DEVICE)))
+            mixer(x.view(1, 2, 32), mixer.init_state(2), Context(cu_seqlens=two))
+    assert "fused_step_kernel" not in seen.kernels
+    with watch() as seen, torch.inference_mode():
+        mixer(x, mixer.init_state(2))
+    assert list(seen.kernels) == ["fused_step_kernel"]
+
+
+class Older(ReferenceBackend):
+    """Written before there was a step to take in one."""
+
+    name = "older"
+
+
+@torch.no_grad()
+def test_a_backend_without_a_fused_step_takes_the_parts():
+    mixer = WHOLE["gated_deltanet"].build(32, backend=Older())
+    with watch() as seen:
+        mixer(torch.randn(2, 1, 32), mixer.init_state(2))
+    assert "older: step" in str(seen)
+    assert "fused" not in str(seen)
+    reasons = Older().fused_step_unsupported(mixer.fusion().step, torch.float32)
+    assert reasons == ["it takes no decode step in one: the mixer takes it part by part."]
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gated_deltanet", "mamba2"])
+def test_a_decode_step_of_a_mixer_is_one_graph(name):
+    torch._dynamo.reset()
+    mixer, _ = built((WHOLE | PARTLY)[name])
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(mixer, fullgraph=True, backend=counter)
+    x = torch.randn(2, 6, 32, device=DEVICE)
+    (y, state), (z, other) = (mixer(x[:, :2], mixer.init_state(2)) for _ in range(2))
+    for t in range(2, 6):
+        y, state = mixer(x[:, t : t + 1], state)
+        z, other = step(x[:, t : t + 1], other)
+        torch.testing.assert_close(z, y, rtol=1e-5, atol=1e-6)
+    for part, tensor in state.items():
+        torch.testing.assert_close(other[part], tensor, rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 1
+    assert "triton_fused_step_" in str(counter.graphs[0].graph)
+
+
+@runs
+@torch.no_grad()
+def test_a_decode_step_is_exported():
+    mixer, _ = built(WHOLE["gated_deltanet"])
+    state = mixer.init_state(2)
+    exported = torch.export.export(mixer, (torch.randn(2, 1, 32, device=DEVICE), snapshot(state)))
+    x = torch.randn(2, 3, 32, device=DEVICE)
+    other = snapshot(state)
+    for t in range(3):
+        y, state = mixer(x[:, t : t + 1], state)
+        z, other = exported.module()(x[:, t : t + 1], other)
+        torch.testing.assert_close(z, y, rtol=1e-5, atol=1e-6)
+
+
+@runs
+@torch.no_grad()
+def test_autocast_decides_the_dtype():
+    mixer, exact = built(WHOLE["gated_deltanet"])
+    low = torch.float16 if INTERPRETED else torch.bfloat16
+    x = torch.randn(2, 6, 32, device=DEVICE)
+    with watch() as seen, torch.autocast(DEVICE, dtype=low):
+        y, state = decoded(mixer, x)
+    assert seen.kernels["fused_step_kernel"] == 2
+    assert error(y, decoded(exact, x.double())[0]) < 0.03
+    assert state["project"].dtype == torch.float32
+
+
+WRONG = [
+    ({"beta": None}, OperandError, r"beta is missing: this step wants it with shape \[3, 1, 4\]"),
+    ({"skip": torch.ones(5)}, ShapeError, r"skip must have shape \[4\], got \[5\]"),
+    ({"feedback": torch.ones(2)}, OperandError, "feedback must be None: this step wants qkv, weight"),
+    ({"history": torch.ones(5, 4, 128)}, ShapeError, r"history must have shape \[5, 3, 128\], got \[5, 4, 128\]"),
+    ({"A_log": torch.ones(4, device="meta")}, DeviceError, "A_log must be on cpu, where qkv is, got meta"),
+    ({"gate": torch.ones(3, 1, 80).int()}, DtypeError, "gate must be float64, .*got torch.int32"),
+    ({"qkv": torch.ones(3, 128)}, ShapeError, r"qkv must have shape \[3, 1, 128\], got \[3, 128\]"),
+    ({"states": torch.ones(5, 4, 12, 21)}, ShapeError, r"states must have shape \[5, 4, 12, 20\]"),
+    ({"states": torch.ones(5, 4, 12, 20).half()}, DtypeError, "states must be torch.float32, got torch.float16"),
+    (
+        {"slots": torch.tensor([0, 1, 1])},
+        ValueRangeError,
+        r"slots must be distinct rows of the 5 states, got \[0, 1, 1\]",
+    ),
+    ({"slots": None}, ShapeError, r"history must have shape|states must have shape \[3, 4, 12, 20\]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "match"), WRONG, ids=[next(iter(w[0])) + str(i) for i, w in enumerate(WRONG)]
+)
+def test_what_does_not_fit_is_said(changed, kind, match):
+    step = STEPS["gated delta"]
+    given = draw(step, ("bias", "slots"), device="cpu")
+    inputs = {name: tensor for name, tensor in changed.items() if name in FusedInputs._fields}
+    given |= {name: tensor for name, tensor in changed.items() if name not in inputs}
+    given["inputs"] = given["inputs"]._replace(**inputs)
+    with pytest.raises(kind, match=match):
+        bind(step.spec, "reference").fused_step_(step, **given)
+
+
+def test_what_the_kernel_does_not_take_is_said_in_sentences():
+    step = STEPS["gated delta"]
+    assert fused.unsupported(step) == []
+    assert fused.unsupported(step._replace(taps=9)) == ["a short convolution must have at most 8 taps, got 9."]
+    assert fused.unsupported(step._replace(V=513)) == ["V must be at most 512 in a fused step, got 513."]
+    fixed = step._replace(spec=UpdateSpec(decay="fixed", beta="head"))
+    assert fused.unsupported(fixed) == ["decay must be 'none' or 'head' in a fused step, got 'fixed'."]
+    parts = (*step.parts[:2], step.parts[2]._replace(unit=20))
+    assert fused.unsupported(step._replace(parts=parts)) == [
+        "heads of q and k alone, of K = 12 channels, may have a norm, got [12, 12, 20]."
+    ]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE != "cuda" or not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_a_decode_step_of_a_mixer_is_captured_and_replayed():
+    mixer, exact = built(WHOLE["gated_deltanet"])
+    x = torch.randn(3, 9, 32, device="cuda")
+    now, state = x[:, :1].clone(), mixer.init_state(3)
+    kept = snapshot(state)
+    mixer(now, state)
+    rollback_(state, kept)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, _ = mixer(now, state)
+    rollback_(state, kept)
+    got = []
+    for t in range(9):
+        now.copy_(x[:, t : t + 1])
+        graph.replay()
+        got.append(y.clone())
+    assert error(torch.cat(got, 1), decoded(exact, x.double(), 1)[0]) < 1e-5
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE != "cuda" or not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_the_same_bits_again_and_again():
+    """No row or head reads what another one has pushed already."""
+    step = step_of(H=16, HV=32, K=128, V=128)
+    for options in ((), ("slots",)):
+        given = draw(step, options, B=64 if not options else 3, dtype=torch.bfloat16)
+        bound, first = bind(step.spec, "triton"), None
+        for _ in range(50):
+            again = copy.deepcopy(given)
+            o = bound.fused_step_(step, **again)
+            found = (o, again["states"], again["inputs"].history)
+            first = found if first is None else first
+            assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
