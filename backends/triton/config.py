@@ -120,6 +120,12 @@ def key_tiles(K: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(narrowest, power_of_two(rest))
 
 
+def warps_apart(warps: int, numbers: int) -> int:
+    """So many warps, but no more than hold 16 bytes a thread of so many float32 numbers that change in place: several
+    with the same number might load it after one of them has stored another."""
+    return max(1, min(warps, numbers // 128))
+
+
 class Problem(NamedTuple):
     """What a launch config may depend on. N sequences, T tokens in a row, H key heads, HV value heads, K, V widths;
     precise: what feeds back into the state is kept in two terms."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.operator import operator
 from deltazoo.backends.triton.ahead import compiled_ahead
-from deltazoo.backends.triton.config import cdiv, power_of_two
+from deltazoo.backends.triton.config import cdiv, power_of_two, warps_apart
 
 MOST_TAPS = 8
 WIDEST_VALUE = 512
@@ -54,10 +54,14 @@ class StepKind(NamedTuple):
 
 
 class FusedLaunch(NamedTuple):
-    """A program takes `tile` columns of a head's state at a time."""
+    """A program takes `tile` columns of a head's state at a time.
+
+    registers: the most that a thread may have; 0: as many as it takes.
+    """
 
     tile: int
     warps: int
+    registers: int = 0
 
 
 def unsupported(step: FusedStep) -> list[str]:
@@ -137,7 +141,8 @@ def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kin
             read_early, x.skip is not None, norm, each, x.norm_bias is not None, eps, gate, gate_first,
             slots is not None,
         ),
-        launch.warps,
+        warps_apart(launch.warps, power_of_two(K) * launch.tile),
+        registers=launch.registers or None,
     )  # fmt: skip
     step(B * HV, scale)
     if H < HV and W > 1:

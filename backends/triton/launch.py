@@ -217,7 +217,7 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind,
             H, HV, K, V, power_of_two(K), BV, n, decay_of(x), kind.delta, x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, slots is not None,
         ),
-        launch.warps,
+        configs.warps_apart(launch.warps, power_of_two(K) * BV),
         launch.stages,
     )  # fmt: skip
     go(B * HV * cdiv(V, BV), kind.scale)

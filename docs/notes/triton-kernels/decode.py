@@ -1,0 +1,141 @@
+"""Times of a decode step, in one kernel and part by part: python decode.py [TILE,WARPS,REGISTERS]...
+
+Of layers of width 2048, bf16, a float32 state: the update and the fused step alone, then the layer, eager, captured,
+and compiled and captured. A CUDA graph of 16 steps, or 16 calls, by the step; medians; what either path gives is
+compared. Launches of the fused step that are named are measured beside the one that is taken. Needs a CUDA device.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+
+import deltazoo
+from deltazoo.backends.triton import TritonBackend, fused
+from deltazoo.mixers import GatedDeltaNet, Mamba2
+from deltazoo.mixers.state import snapshot
+
+STEPS = 16
+LAYERS = {
+    "16 x 128": GatedDeltaNet(heads=16, key_width=128, value_width=128),
+    "16/32 x 128": GatedDeltaNet(heads=16, value_heads=32, key_width=128, value_width=128),
+    "6 x 256/512": GatedDeltaNet(heads=6, key_width=256, value_width=512),
+    "mamba2": Mamba2(),
+}
+
+
+class PartByPart(TritonBackend):
+    """The same kernels for the update, and none around it."""
+
+    def fused_step_unsupported(self, step, dtype):
+        return ["it is asked not to."]
+
+
+def median(call, times=30):
+    """Of so many calls, in us a step."""
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(times):
+        start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(stop))
+    return 1000 * statistics.median(found) / STEPS
+
+
+def captured(step):
+    """What replays a graph of steps."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(STEPS):
+            step()
+    return graph.replay
+
+
+def repeated(step):
+    """What calls steps one after the other."""
+    for _ in range(3):
+        step()
+    return lambda: [step() for _ in range(STEPS)]
+
+
+def operands(mixer, x, state):
+    """The fused step of a mixer, what it takes, and the update's operands, as its parts make them."""
+    fusion = mixer.fusion()
+    inputs = fusion.inputs(x, state["project"].clone())
+    q, k, v = mixer.project(x, state["project"].clone(), deltazoo.mixers.Context(notes={}))[0][:3]
+    given = deltazoo.UpdateInputs(q.contiguous(), k.contiguous(), v.contiguous())
+    for part in mixer.operands.values():
+        given = part(x, given, None, deltazoo.mixers.Context(notes={}))[0]
+    return fusion.step, inputs, given
+
+
+@torch.no_grad()
+def alone(mixer, B, variants):
+    """The update and the fused step by themselves."""
+    x = torch.randn(B, 1, 2048, device="cuda", dtype=torch.bfloat16)
+    step, inputs, given = operands(mixer, x, mixer.init_state(B))
+    bound, states = mixer.update.bound, mixer.init_state(B)["update"]
+    line = [f"update {median(captured(lambda: bound.step_(given, states))):.1f}"]
+    line.append(f"fused {median(captured(lambda: bound.fused_step_(step, inputs, states))):.1f}")
+    taken = fused.launch_of
+    for variant in variants:
+        launch = fused.FusedLaunch(*variant)
+        fused.launch_of = lambda K, V, launch=launch: launch
+        began = time.perf_counter()
+        try:
+            found = f"{median(captured(lambda: bound.fused_step_(step, inputs, states))):.1f}"
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error)[:60]}"
+        took = time.perf_counter() - began
+        line.append(f"{','.join(map(str, variant))}: {found}" + (f" ({took:.0f} s)" if took > 5 else ""))
+    fused.launch_of = taken
+    return "; ".join(line)
+
+
+@torch.no_grad()
+def decoding(mixer, backend, x, state):
+    """Times of a layer's step, and what it gives: outputs, and the state of the update."""
+    mixer.rebind(backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(mixer, fullgraph=True, dynamic=False)
+    y = torch.cat([mixer(x[:, t : t + 1], state)[0] for t in range(x.shape[1])], 1)
+    after, now = state["update"].clone(), x[:, :1].contiguous()
+    steps = [lambda: mixer(now, state), lambda: compiled(now, state)]
+    return [median(way(step)) for step in steps for way in (repeated, captured)], (y, after)
+
+
+@torch.no_grad()
+def layer(mixer, B):
+    """The whole layer, part by part and in one."""
+    x = torch.randn(B, 3, 2048, device="cuda", dtype=torch.bfloat16)
+    state = mixer(x, mixer.init_state(B))[1]
+    (parts, want), (one, got) = (
+        decoding(mixer, backend, x, snapshot(state)) for backend in (PartByPart(), TritonBackend())
+    )
+    kinds = ("eager", "captured", "compiled", "compiled and captured")
+    words = [f"{kind} {p:.1f} -> {o:.1f}" for kind, p, o in zip(kinds, parts, one, strict=True)]
+    apart = [f"{float((a - b).float().norm() / b.float().norm()):.1e}" for a, b in zip(got, want, strict=True)]
+    return f"{'; '.join(words)}; apart {' and '.join(apart)}"
+
+
+def main():
+    variants = [tuple(map(int, word.split(","))) for word in sys.argv[1:]]
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, deltazoo {deltazoo.__version__}; us a step")
+    for name, config in LAYERS.items():
+        torch.manual_seed(0)
+        mixer = config.build(2048, backend="triton").to("cuda", torch.bfloat16)
+        for B in (1, 8, 64, 256):
+            print(f"{name}, B = {B}: {alone(mixer, B, variants)}", flush=True)
+            if B in (1, 64):
+                print(f"    layer: {layer(mixer, B)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
