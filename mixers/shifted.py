@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.base import Context, Place
 from deltazoo.mixers.conv import TokenShift
 from deltazoo.mixers.parts import Costly, HeadShape, Stateful
@@ -218,7 +219,13 @@ class Project7(nn.Module, Stateful):
             return v
         if self.value is None:
             return v
-        return v + (context.values[FIRST_VALUE] - v) * self.value(x_v).sigmoid()
+        first = context.values[FIRST_VALUE]
+        if first.shape[-1] != v.shape[-1]:
+            raise ConfigError(
+                f"heads x value_width of an RWKV-7 layer must be the first one's, {first.shape[-1]}, for their values "
+                f"are mixed, got {v.shape[-1]} in layer {self.layer}"
+            )
+        return v + (first - v) * self.value(x_v).sigmoid()
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "b t (h k) -> b t h k", h=self.shape.heads)

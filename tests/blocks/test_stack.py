@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers import Context, GatedDeltaNet, SlidingWindow
@@ -163,6 +163,12 @@ def test_values_of_the_first_rwkv7_layer_are_its_own_when_it_is_computed_anew(pa
         assert (got is None) == (want is None)
         if got is not None:
             close(got, want)
+
+
+def test_rwkv7_layers_whose_values_cannot_be_mixed_are_refused_in_words():
+    model = StackSpec(width=32, depth=2, vocab=40, pattern="rwkv7 + rwkv7(value_width=12)").build("reference")
+    with pytest.raises(ConfigError, match="must be the first one's, 32, for their values are mixed, got 12 in layer 1"):
+        model(torch.randint(40, (1, 3)))
 
 
 @pytest.mark.parametrize(
