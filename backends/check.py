@@ -51,6 +51,10 @@ def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Te
 
 def check_fused(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> None:
     """Raise unless operands, `states` and `slots` are those of a fused step; values as in `check_step`."""
+    _check_parts(step)
+    if not isinstance(inputs.qkv, Tensor) or inputs.qkv.dim() != 3:
+        got = list(inputs.qkv.shape) if isinstance(inputs.qkv, Tensor) else type(inputs.qkv).__name__
+        raise ShapeError(f"qkv must be a tensor of shape [B, 1, {step.channels}], got {got}")
     want = step.operands(inputs.qkv.shape[0], states.shape[0] if states.dim() else 0, inputs)
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None and name in want:
@@ -65,6 +69,18 @@ def check_fused(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Ten
         if tensor.dtype not in _FLOATS:
             raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
     _check_states(states, slots, inputs.qkv, (step.HV, step.K, step.V))
+
+
+def _check_parts(step: FusedStep) -> None:
+    """Whether a step's parts and sizes fit one another."""
+    keys, values, n = step.H * step.K, step.HV * step.V, step.spec.householders
+    got = [part.channels for part in step.parts]
+    if got != [keys, n * keys, n * values]:
+        raise ShapeError(f"parts must be of q, k and v, of {[keys, n * keys, n * values]} channels, got {got}")
+    if step.HV % step.H:
+        raise ShapeError(f"the heads of v must be a multiple of the heads of q, got HV={step.HV}, H={step.H}")
+    if step.writes and step.spec.decay != "head":
+        raise OperandError(f"writes must be False with decay={step.spec.decay!r}: there is no dt, got True")
 
 
 def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[int, int, int]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.check import check, check_fused, check_step
-from deltazoo.backends.errors import DuplicateNameError, PluginError, UnknownNameError, UnsupportedError
+from deltazoo.backends.errors import DuplicateNameError, OperandError, PluginError, UnknownNameError, UnsupportedError
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
@@ -79,15 +79,13 @@ class BoundUpdate(_Bound):
         with without_autocast(inputs.q):
             return chosen.step_(self.spec, inputs, states, slots)
 
-    def fuses(self, step: FusedStep, device: str, dtype: torch.dtype) -> bool:
-        """Whether the backend that steps such tensors takes this step of a mixer, of this very spec, in one.
+    def may_fuse(self, device: str) -> bool:
+        """Whether a backend for such a device takes any step of a mixer in one."""
+        return any(type(backend).fused_step_ is not Backend.fused_step_ for backend in self.candidates(device))
 
-        Args: dtype: of `qkv`.
-        """
-        if step.spec is not self.spec:
-            return False
-        chosen = self.backend_for(UpdateMeta(device, dtype, step.H, step.HV, step.K, step.V))
-        return not chosen.fused_step_unsupported(step, dtype)
+    def fuses(self, step: FusedStep, device: str, dtype: torch.dtype) -> bool:
+        """Whether the backend that steps such tensors takes this step of a mixer in one. Args: dtype: of `qkv`."""
+        return not self._stepper(step, device, dtype)[1]
 
     def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None = None) -> Tensor:
         """Take one token a row from a mixer's projections to what its output map takes, where `fuses` says so.
@@ -95,12 +93,20 @@ class BoundUpdate(_Bound):
         `inputs.history` and `states` [S, HV, K, V] are updated in place. Returns o [B, 1, HV, V] in the dtype of qkv.
 
         Args: slots: [B] int64, the row of `states` and of the history for each batch row.
-        Raises: InputError or a subclass.
+        Raises: InputError or a subclass; UnsupportedError.
         """
+        if step.spec is not self.spec and step.spec != self.spec:
+            raise OperandError(f"step.spec must be the one that was bound, {self.spec!r}, got {step.spec!r}")
         check_fused(step, inputs, states, slots)
-        chosen = self.backend_for(UpdateMeta(inputs.qkv.device.type, inputs.qkv.dtype, step.H, step.HV, step.K, step.V))
+        chosen, reasons = self._stepper(step, inputs.qkv.device.type, inputs.qkv.dtype)
+        if reasons:
+            raise UnsupportedError(f"backend {chosen.name!r} does not take this step in one: {' '.join(reasons)}")
         _seen(chosen.name, "fused step")
         return chosen.fused_step_(step, inputs, states, slots)
+
+    def _stepper(self, step: FusedStep, device: str, dtype: torch.dtype) -> tuple[Backend, list[str]]:
+        chosen = self.backend_for(UpdateMeta(device, dtype, step.H, step.HV, step.K, step.V))
+        return chosen, chosen.fused_step_unsupported(step, dtype)
 
     def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
         """The same choice for another form of the spec, which may never be run: what refuses it is said when it is."""

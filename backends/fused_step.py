@@ -39,7 +39,7 @@ class FusedStep(NamedTuple):
     HV: int
     K: int
     V: int
-    parts: tuple[ConvPart, ...] = ()
+    parts: tuple[ConvPart, ...]
     taps: int = 0
     top: float = 1.0
     writes: bool = False

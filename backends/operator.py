@@ -33,6 +33,14 @@ def operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) ->
     return call
 
 
+def written(tensor: Tensor, result: Tensor) -> None:
+    """What a kernel has changed in place, or in a contiguous copy: autograd is told of it, as of torch's own."""
+    if result is not tensor:
+        tensor.copy_(result)
+    elif not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
 def with_known_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """A class decorator: keeps the signature of `forward`, which `apply` would make anew in every call."""
     function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from deltazoo.backends.fused_step import FusedStep
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context, Mixer
 from deltazoo.mixers.fused import Fusion, fusion, mapped_dtype
-from deltazoo.mixers.parts import Bound, Flow, HeadShape, Narrow, Parts, Resizing, Stateful, hooked, together
+from deltazoo.mixers.parts import Bound, Flow, HeadShape, Narrow, Parts, Resizing, Stateful, stock, together
 from deltazoo.mixers.sequence import aligned, check_state, restored
 from deltazoo.mixers.state import carried
 
@@ -114,7 +114,7 @@ class DeltaMixer(Mixer):
                 return self._mapped(fused, x_BTD, order), state
         inputs, after["project"] = self.project(x_BTD, before.get("project"), context)
         projected = inputs
-        narrow = {n: part.proj for n, part in self.operands.items() if isinstance(part, Narrow) and not hooked(part)}
+        narrow = {n: part.proj for n, part in self.operands.items() if isinstance(part, Narrow) and stock(part)}
         raw = together(x_BTD, narrow)
         for name, part in self.operands.items():
             if isinstance(part, Narrow) and name in raw:
@@ -134,9 +134,9 @@ class DeltaMixer(Mixer):
         """One token a row, in place, with most of what stands around the update in the backend's kernel; None where
         parts or backend do not allow it."""
         plain = context.mask is None and context.cu_seqlens is None and x_BTD.shape[1] == 1
-        fused = self.fusion() if plain and not torch.is_grad_enabled() else None
-        bound = self.update.bound
-        if fused is None or not bound.fuses(fused.step, x_BTD.device.type, mapped_dtype(x_BTD)):
+        bound, device = self.update.bound, x_BTD.device.type
+        fused = self.fusion() if plain and not torch.is_grad_enabled() and bound.may_fuse(device) else None
+        if fused is None or not bound.fuses(fused.step, device, mapped_dtype(x_BTD)):
             return None
         o = bound.fused_step_(fused.step, fused.inputs(x_BTD, state.get("project")), state["update"])
         for part in fused.after:
@@ -145,11 +145,11 @@ class DeltaMixer(Mixer):
 
     def fusion(self) -> Fusion | None:
         """How a backend may take a decode step in one, see `Fusion`; None where the parts, as they are, do not fuse."""
-        if hooked(self.update):
+        if type(self.update) is not Update or not stock(self.update):
             return None
         _, H, HV, K, V, _ = self.update.shape
-        step = FusedStep(self.update.spec, H, HV, K, V)
-        return fusion(step, [self.project, *self.operands.values()], [*self.outputs.values()])
+        step = FusedStep(self.update.spec, H, HV, K, V, parts=())
+        return fusion(step, {"project": self.project, **dict(self.operands.items())}, dict(self.outputs.items()))
 
     def _mapped(self, o: Tensor, x_BTD: Tensor, order: Tensor | None) -> Tensor:
         """What the mixer returns."""

@@ -3,60 +3,63 @@
 B batch, D width
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
-from deltazoo.mixers.parts import Fusible, FusibleNarrow, Shaping, hooked, together
+from deltazoo.mixers.parts import Fusible, FusibleNarrow, Shaping, stock, together
 
 
 class Fusion(NamedTuple):
-    """A decode step with the projection, all operand parts and the first output parts of a mixer inside.
+    """A decode step with a mixer's projection, all its operand parts and the first of its output parts inside, by name.
 
     The output parts `after` it follow one by one, and look at nothing that stays inside.
     """
 
     step: FusedStep
-    inside: tuple[Fusible, ...]
-    after: tuple[Shaping, ...]
+    inside: dict[str, Fusible]
+    after: list[Shaping]
 
     def inputs(self, x_B1D: Tensor, history: Tensor | None) -> FusedInputs:
         """What the step takes; narrow maps by one product. Args: x: the mixer's input; history: the convolution's."""
-        raw = together(x_B1D, {str(i): p.proj for i, p in enumerate(self.inside) if isinstance(p, FusibleNarrow)})
         given = {} if history is None else {"history": history}
-        for i, part in enumerate(self.inside):
-            if isinstance(part, FusibleNarrow) and str(i) in raw:
-                given |= part.fused_of(raw[str(i)])
-            else:
-                given |= part.fused_inputs(x_B1D)
+        narrow = {name: part for name, part in self.inside.items() if isinstance(part, FusibleNarrow)}
+        raw = together(x_B1D, {name: part.proj for name, part in narrow.items()})
+        for name, part in self.inside.items():
+            given |= narrow[name].fused_of(raw[name]) if name in raw else part.fused_inputs(x_B1D)
         return FusedInputs(**given)
 
 
-def fusion(step: FusedStep, before: Sequence[nn.Module], outputs: Sequence[nn.Module]) -> Fusion | None:
+def fusion(step: FusedStep, before: Mapping[str, nn.Module], outputs: Mapping[str, nn.Module]) -> Fusion | None:
     """Fuse parts, as they are, with a step that has none yet. Whether it is taken so a backend says.
 
-    None where one of those before the update does not fuse, or one after the step looks at what stays inside. A part
-    with a hook stays outside, and is called.
+    None where one of those before the update does not fuse, or one after the step looks at what stays inside, or does
+    more than its class says.
     """
-    inside: list[Fusible] = []
-    for part in (*before, *outputs):
-        once = type(part) not in [type(other) for other in inside]
-        more = part.fused(step) if isinstance(part, Fusible) and part.says and once and not hooked(part) else None
+    inside: dict[str, Fusible] = {}
+    for name, part in (*before.items(), *outputs.items()):
+        more = part.fused(step) if isinstance(part, Fusible) and _may(part, inside.values()) else None
         if more is None or not isinstance(part, Fusible):
             break
-        step = more
-        inside.append(part)
-    left = outputs[max(len(inside) - len(before), 0) :]
-    after = [part for part in left if isinstance(part, Shaping) and not hooked(part)]
+        step, inside[name] = more, part
+    left = [part for name, part in outputs.items() if name not in inside]
+    after = [part for part in left if isinstance(part, Shaping) and part.plain and stock(part)]
     if len(inside) < len(before) or len(after) < len(left):
         return None
-    return Fusion(step, tuple(inside), tuple(after))
+    return Fusion(step, inside, after)
+
+
+def _may(part: Fusible, inside: Iterable[Fusible]) -> bool:
+    """Whether a part computes what it says, and none of its kind is there, for the step has one place for each."""
+    return part.says and stock(part) and type(part) not in [type(other) for other in inside]
 
 
 def mapped_dtype(x: Tensor) -> torch.dtype:
-    """Of what a linear map makes of x; the meta device knows no autocast."""
+    """Of what a linear map makes of x: autocast leaves float64 alone, and the meta device knows none."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else x.dtype
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)

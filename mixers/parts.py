@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.errors import ConfigError
@@ -86,8 +87,25 @@ class OutputPart(nn.Module, ABC):
         """Return the output [B, T, HV, V], and the state after these tokens (None for a part without one)."""
 
 
+class Stateful(ABC):
+    """A part that remembers. Its state is one tensor with the batch in dimension 0."""
+
+    @abstractmethod
+    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
+        """The state before the first token; None where, as built, the part needs none.
+
+        Args: like: a parameter of the mixer, which gives the device and the dtype.
+        """
+
+
 class Shaping(OutputPart):
-    """An output part that looks at the output and at the mixer's input alone."""
+    """An output part without a state that looks at the output and at the mixer's input alone."""
+
+    plain: ClassVar[bool] = True  # `of` is all that it does
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.plain = cls.forward is Shaping.forward and not issubclass(cls, Stateful)
 
     def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         return self.of(o, flow.x), None
@@ -128,17 +146,6 @@ class FusibleNarrow(Narrow, Fusible):
     @abstractmethod
     def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
         """As `fused_inputs`. Args: raw: what `proj` makes of x, [B, 1, ..]."""
-
-
-class Stateful(ABC):
-    """A part that remembers. Its state is one tensor with the batch in dimension 0."""
-
-    @abstractmethod
-    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
-        """The state before the first token; None where, as built, the part needs none.
-
-        Args: like: a parameter of the mixer, which gives the device and the dtype.
-        """
 
 
 class Bound(ABC):
@@ -200,12 +207,11 @@ def together(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return dict(zip(narrow, y.split([layer.out_features for layer in narrow.values()], -1), strict=True))
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether something is to be called with the module."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def stock(module: nn.Module) -> bool:
+    """Whether to call a module is to run what its class says, and nothing else: no hook, no other forward put on it."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not any(hooks) and "forward" not in module.__dict__ and not _has_any_global_hook()
 
 
 def _joins(layer: nn.Linear) -> bool:
-    return layer.bias is None and not hooked(layer) and 8 * layer.out_features <= layer.in_features
+    return layer.bias is None and stock(layer) and 8 * layer.out_features <= layer.in_features

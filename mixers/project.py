@@ -13,7 +13,7 @@ from deltazoo.backends.fused_step import FusedStep
 from deltazoo.backends.short_conv import ConvPart, follow
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.parts import Fusible, HeadShape, Stateful, hooked
+from deltazoo.mixers.parts import Fusible, HeadShape, Stateful, stock
 
 # Of which of q, k and v.
 Streams = Literal["", "q", "v", "qk", "qkv"]
@@ -81,7 +81,7 @@ class Project(Fusible, Stateful):
     def fused(self, step: FusedStep) -> FusedStep | None:
         if self.conv is None:
             return step._replace(parts=tuple(self.rest)) if self.keys else None
-        if not self.keys or self.rest or type(self.conv) is not ShortConv or hooked(self.conv):
+        if not self.keys or self.rest or type(self.conv) is not ShortConv or not stock(self.conv):
             return None
         return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
 

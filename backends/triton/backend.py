@@ -32,13 +32,13 @@ class TritonBackend(Backend):
     operands in 16 bits (`Launch.hopper`), which Triton's interpreter does not run.
 
     A decode step of a mixer with its convolution, norms and gates is one kernel (`backends/fused_step.py`): two where
-    value heads share the key heads of a convolution.
+    value heads share the key heads of a convolution; its launch follows from its sizes, and no config changes it.
 
     The short convolution of a mixer has kernels too, up to 8 taps and heads of 1024 channels; that of a single token is
     left to plain torch, which fuses it with what stands around it.
 
     Args:
-        config: a launch config for every call; None: the table's, else the heuristic's.
+        config: a launch config for every update; None: the table's, else the heuristic's.
     Source: Gated DeltaNet 2412.06464 section 3.3 (the chunked form); docs/notes/triton-kernels.
     """
 
@@ -85,6 +85,7 @@ class TritonBackend(Backend):
         return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, inputs.q.shape[-1]))
 
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+        refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
             x, kind = self._operands(spec, inputs, padded=False)
             return step_(x, states, slots, kind)
@@ -93,6 +94,7 @@ class TritonBackend(Backend):
         return fused.unsupported(step)
 
     def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+        refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
             return fused.fused_step_(step, inputs, states, slots)
 

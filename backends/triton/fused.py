@@ -1,6 +1,6 @@
 """The fused decode step behind an operator, and how it is launched.
 
-B batch, W taps, H key heads, HV value heads, K key width, V value width, S rows of the states
+B batch, C channels of the projection, W taps, H key heads, HV value heads, K key width, V value width
 """
 
 from typing import Any, NamedTuple
@@ -9,48 +9,14 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
-from deltazoo.backends.operator import operator
+from deltazoo.backends.operator import operator, written
 from deltazoo.backends.triton.ahead import compiled_ahead
 from deltazoo.backends.triton.config import cdiv, power_of_two, warps_apart
 
 MOST_TAPS = 8
 WIDEST_VALUE = 512
 _PUSHED = 256  # channels a program of what pushes shared ones
-
-
-class StepKind(NamedTuple):
-    """What the kernel is compiled for, as lists of an operator's schema.
-
-    heads: H. silu: of q, k and v; unit: of q and k. flags: delta, erase_early, read_early, writes, bounded, gate_first.
-    words: reparam, norm, gate. numbers: scale, top, bound, eps, and what erase and write are multiplied by.
-    """
-
-    heads: int
-    silu: list[bool]
-    unit: list[bool]
-    flags: list[bool]
-    words: list[str]
-    numbers: list[float]
-
-    @classmethod
-    def of(cls, step: FusedStep) -> "StepKind":
-        spec = step.spec
-        delta = spec.transition == "delta"
-        flags = [
-            delta, spec.erase_from == "previous", spec.read == "before", step.writes, step.bound is not None,
-            step.gate_first,
-        ]  # fmt: skip
-        erase_by = 1.0 if spec.negative_eigenvalues == "off" else 2.0
-        write_by = 2.0 if spec.negative_eigenvalues == "both" else 1.0
-        scale = step.K**-0.5 if spec.scale is None else spec.scale
-        return cls(
-            step.H,
-            [part.silu for part in step.parts],
-            [part.unit > 0 for part in step.parts[:2]],
-            flags,
-            [spec.reparam, step.norm, step.gate],
-            [scale, step.top, step.bound or 0.0, step.eps, erase_by, write_by],
-        )
+MOST_STEPS = 16  # micro-steps times tiles: the kernel has each by itself, and takes seconds to compile
 
 
 class FusedLaunch(NamedTuple):
@@ -64,6 +30,13 @@ class FusedLaunch(NamedTuple):
     registers: int = 0
 
 
+def launch_of(K: int, V: int) -> FusedLaunch:
+    """Tiles of 16 KB or so, two of which stay in the registers of few warps, and at most eight of a head."""
+    BK = power_of_two(K)
+    tile = min(power_of_two(V), max(16, min(4096 // BK, 64), power_of_two(V) // 8))
+    return FusedLaunch(tile, max(1, min(8, BK * tile // 1024)))
+
+
 def unsupported(step: FusedStep) -> list[str]:
     """Why the kernel does not take a step, beyond what the update's spec says; [] means it does."""
     reasons = []
@@ -73,22 +46,63 @@ def unsupported(step: FusedStep) -> list[str]:
         reasons.append(f"a short convolution must have at most {MOST_TAPS} taps, got {step.taps}.")
     if step.V > WIDEST_VALUE:
         reasons.append(f"V must be at most {WIDEST_VALUE} in a fused step, got {step.V}.")
+    n, tiles = step.spec.householders, cdiv(step.V, launch_of(step.K, step.V).tile)
+    if n * tiles > MOST_STEPS:
+        reasons.append(
+            f"householders must be at most {MOST_STEPS // tiles} in a fused step with V = {step.V}, got {n}."
+        )
     units = [part.unit for part in step.parts]
-    if any(size not in (0, step.K) for size in units[:2]) or units[2]:
+    if any(size not in (0, step.K) for size in units[:2]) or any(units[2:]):
         reasons.append(f"heads of q and k alone, of K = {step.K} channels, may have a norm, got {units}.")
     return reasons
 
 
-def fused_step_(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
-    """Run the kernel; `inputs.history` and `states` change in place. Returns o [B, 1, HV, V]."""
-    return _fused_op(*inputs, states, slots, *StepKind.of(step))
+class StepKind(NamedTuple):
+    """What the kernel is compiled for, beside sizes and operands: of a `FusedStep` and its spec, in plain words.
 
+    silu: of q, k and v; unit: of q and k; erase_by, write_by: what the strengths are multiplied by.
+    """
 
-def launch_of(K: int, V: int) -> FusedLaunch:
-    """Tiles of 16 KB or so, two of which stay in the registers of few warps, and at most eight of a head."""
-    BK = power_of_two(K)
-    tile = min(power_of_two(V), max(16, min(4096 // BK, 64), power_of_two(V) // 8))
-    return FusedLaunch(tile, max(1, min(8, BK * tile // 1024)))
+    heads: int
+    silu: list[bool]
+    unit: list[bool]
+    delta: bool
+    erase_early: bool
+    read_early: bool
+    writes: bool
+    gate_first: bool
+    reparam: str
+    norm: str
+    gate: str
+    scale: float
+    erase_by: float
+    write_by: float
+    top: float
+    eps: float
+    bound: float | None
+
+    @classmethod
+    def of(cls, step: FusedStep) -> "StepKind":
+        spec = step.spec
+        return cls(
+            heads=step.H,
+            silu=[part.silu for part in step.parts],
+            unit=[part.unit > 0 for part in step.parts[:2]],
+            delta=spec.transition == "delta",
+            erase_early=spec.erase_from == "previous",
+            read_early=spec.read == "before",
+            writes=step.writes,
+            gate_first=step.gate_first,
+            reparam=spec.reparam,
+            norm=step.norm,
+            gate=step.gate,
+            scale=step.K**-0.5 if spec.scale is None else spec.scale,
+            erase_by=1.0 if spec.negative_eigenvalues == "off" else 2.0,
+            write_by=2.0 if spec.negative_eigenvalues == "both" else 1.0,
+            top=step.top,
+            eps=step.eps,
+            bound=step.bound,
+        )
 
 
 _INPUTS = (
@@ -96,7 +110,16 @@ _INPUTS = (
     "Tensor? dt_bias, Tensor? feedback, Tensor? correction, Tensor? skip, Tensor? norm_weight, Tensor? norm_bias, "
     "Tensor? gate"
 )
-_KIND = "int heads, bool[] silu, bool[] unit, bool[] flags, str[] words, float[] numbers"
+_KIND = (
+    "int heads, bool[] silu, bool[] unit, bool delta, bool erase_early, bool read_early, bool writes, bool gate_first, "
+    "str reparam, str norm, str gate_by, float scale, float erase_by, float write_by, float top, float eps, "
+    "float? bound"
+)
+
+
+def fused_step_(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+    """Run the kernel; `inputs.history` and `states` change in place. Returns o [B, 1, HV, V]."""
+    return _fused_op(*inputs, states, slots, *StepKind.of(step))
 
 
 def _fused_impl(*arguments: Any) -> Tensor:
@@ -106,15 +129,13 @@ def _fused_impl(*arguments: Any) -> Tensor:
         name: t if t is None or (name in spread and t.stride(2) == 1) else t.contiguous()
         for name, t in inputs._asdict().items()
     })  # fmt: skip
-    written = states.contiguous()
-    _, HV, _, V = states.shape
-    o = x.qkv.new_empty(x.qkv.shape[0], 1, HV, V)
+    o = x.qkv.new_empty(x.qkv.shape[0], 1, states.shape[1], states.shape[3])
+    stepped = states.contiguous()
     with torch.cuda.device_of(x.qkv):
-        _launch(x, written, slots, o, kind)
-    if written is not states:
-        states.copy_(written)
-    if x.history is not None and inputs.history is not None and x.history is not inputs.history:
-        inputs.history.copy_(x.history)
+        _launch(x, stepped, None if slots is None else slots.contiguous(), o, kind)
+    written(states, stepped)
+    if inputs.history is not None and x.history is not None:
+        written(inputs.history, x.history)
     return o
 
 
@@ -125,30 +146,28 @@ def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kin
     (B, _, C), (_, HV, K, V), H = x.qkv.shape, states.shape, kind.heads
     n = (C - H * K) // (H * K + HV * V)
     W = 0 if x.weight is None else x.weight.shape[1]
-    delta, erase_early, read_early, writes, bounded, gate_first = kind.flags
-    reparam, norm, gate = kind.words
-    scale, top, bound, eps, erase_by, write_by = kind.numbers
-    each = x.norm_weight is not None and x.norm_weight.numel() != V
     launch = launch_of(K, V)
-    step = launcher(
-        fused_step_kernel,
-        (*x, states, slots, o),
-        (
-            *(_apart(t) for t in (x.qkv, x.beta, x.decay, x.gate)), H, HV, K, V, power_of_two(K), power_of_two(V),
-            launch.tile, n, W,
-            x.bias is not None, *kind.silu, *kind.unit, x.beta is not None, top, x.decay is not None,
-            bound if bounded else None, writes, delta, reparam, erase_by, write_by, x.feedback is not None, erase_early,
-            read_early, x.skip is not None, norm, each, x.norm_bias is not None, eps, gate, gate_first,
-            slots is not None,
-        ),
-        warps_apart(launch.warps, power_of_two(K) * launch.tile),
-        registers=launch.registers or None,
-    )  # fmt: skip
-    step(B * HV, scale)
+    constants = {
+        "X_ROW": x.qkv.stride(0), "BETA_ROW": _apart(x.beta), "DECAY_ROW": _apart(x.decay), "GATE_ROW": _apart(x.gate),
+        "H": H, "HV": HV, "K": K, "V": V, "BK": power_of_two(K), "PV": power_of_two(V), "BV": launch.tile, "STEPS": n,
+        "W": W, "BIAS": x.bias is not None, "SILU_Q": kind.silu[0], "SILU_K": kind.silu[1], "SILU_V": kind.silu[2],
+        "UNIT_Q": kind.unit[0], "UNIT_K": kind.unit[1], "BETA": x.beta is not None, "TOP": kind.top,
+        "DECAY": x.decay is not None, "BOUND": kind.bound, "WRITES": kind.writes, "DELTA": kind.delta,
+        "REPARAM": kind.reparam, "ERASE_BY": kind.erase_by, "WRITE_BY": kind.write_by, "OWN": x.feedback is not None,
+        "ERASE_EARLY": kind.erase_early, "READ_EARLY": kind.read_early, "SKIP": x.skip is not None, "NORM": kind.norm,
+        "EACH": x.norm_weight is not None and x.norm_weight.numel() != V, "NORM_BIAS": x.norm_bias is not None,
+        "EPS": kind.eps, "GATE": kind.gate, "GATE_FIRST": kind.gate_first, "SLOTS": slots is not None,
+    }  # fmt: skip
+    warps = warps_apart(launch.warps, power_of_two(K) * launch.tile)
+    tensors = (*x, states, slots, o)
+    names = fused_step_kernel.arg_names[len(tensors) + 1 :]
+    ordered = [constants[name] for name in names]
+    step = launcher(fused_step_kernel, tensors, ordered, warps, registers=launch.registers or None)
+    step(B * HV, kind.scale)
     if H < HV and W > 1:
         shared = (1 + n) * H * K
         push = launcher(
-            push_kernel, (x.qkv, x.history, slots), (_apart(x.qkv), C, shared, W, _PUSHED, slots is not None)
+            push_kernel, (x.qkv, x.history, slots), (x.qkv.stride(0), C, shared, W, _PUSHED, slots is not None)
         )
         push(B * cdiv(shared, _PUSHED))
 
@@ -159,8 +178,8 @@ def _fused_fake(*arguments: Any) -> Tensor:
 
 
 def _apart(x: Tensor | None) -> int:
-    """From row to row; of one row alone a stride says nothing."""
-    return 0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[2]
+    """From row to row."""
+    return 0 if x is None else x.stride(0)
 
 
 _fused_op = operator(

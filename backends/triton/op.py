@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltazoo.backends.operator import operator, with_known_signature
+from deltazoo.backends.operator import operator, with_known_signature, written
 from deltazoo.backends.triton.ahead import compiled_ahead
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes, ready
@@ -82,8 +82,7 @@ def _step_impl(*arguments: Any) -> Tensor:
     stepped = states if states.is_contiguous() else states.contiguous()
     with torch.cuda.device_of(x.q):
         o = launch.step_(token, stepped, slots, kind, launch.resolve_decode(x, kind))
-    if stepped is not states:
-        states.copy_(stepped)
+    written(states, stepped)
     return o.unsqueeze(1)
 
 

@@ -10,19 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook
 from triton_cases import DEVICE, DTYPES, INTERPRETED, runs
 
 from deltazoo import UpdateSpec, bind, mixers, watch
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateInputs, UpdateMeta
-from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.dispatch import BoundUpdate
+from deltazoo.backends.errors import (
+    DeviceError,
+    DtypeError,
+    OperandError,
+    ShapeError,
+    UnsupportedError,
+    ValueRangeError,
+)
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv
 from deltazoo.backends.triton import TritonBackend, fused
 from deltazoo.mixers import Context, MixerConfig
-from deltazoo.mixers.delta import DeltaMixer
+from deltazoo.mixers.delta import DeltaMixer, Update
 from deltazoo.mixers.norms import HeadNorm
+from deltazoo.mixers.parts import Flow
+from deltazoo.mixers.project import Project
 from deltazoo.mixers.state import rollback_, snapshot
 
 GATED = UpdateSpec(decay="head", beta="head")
@@ -32,7 +44,7 @@ H, HV, K, V = 2, 4, 12, 20
 def step_of(spec: UpdateSpec = GATED, silu: str = "qkv", unit: str = "qk", **fields: object) -> FusedStep:
     fields = {"H": H, "HV": HV, "K": K, "V": V, "taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"} | fields
     n = spec.householders
-    bare = FusedStep(spec, **fields)
+    bare = FusedStep(spec, parts=(), **fields)
     keys, values = bare.H * bare.K, bare.HV * bare.V
     sizes, heads = (keys, n * keys, n * values), (bare.K, bare.K, bare.V)
     parts = [
@@ -265,13 +277,18 @@ def test_only_the_slots_that_are_named_change():
 @runs
 def test_tensors_that_are_not_contiguous():
     step = STEPS["gated delta"]
-    given = draw(step, OPTIONS["all"])
+    given = draw(step, (*OPTIONS["all"], "slots"))
     want = bind(step.spec, "triton").fused_step_(step, **copy.deepcopy(given))
 
     def spread(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.stack([x, x + 1], -1)[..., 0]
 
-    lain = {"inputs": FusedInputs(*map(spread, given["inputs"])), "states": spread(given["states"]), "slots": None}
+    lain = {
+        "inputs": FusedInputs(*map(spread, given["inputs"])),
+        "states": spread(given["states"]),
+        "slots": spread(given["slots"]),
+    }
+    assert lain["slots"].stride() == (2,)
     got = bind(step.spec, "triton").fused_step_(step, **lain)
     after = bind(step.spec, "triton").fused_step_(step, **given)
     assert torch.equal(got, want)
@@ -388,6 +405,66 @@ class OtherNorm(HeadNorm):
         return super().of(o, x) + 1
 
 
+class OtherForward(HeadNorm):
+    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        return 2 * super().forward(o, flow, state, context)[0], None
+
+
+class Louder(Update):
+    def forward(self, inputs: UpdateInputs, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        o, state = super().forward(inputs, state, context)
+        return o + 1, state
+
+
+def with_another_norm(mixer: DeltaMixer) -> None:
+    mixer.outputs["norm"] = OtherForward(mixer.update.shape, 0.1).to(mixer.out.weight)
+
+
+def with_another_update(mixer: DeltaMixer) -> None:
+    mixer.update.__class__ = Louder
+
+
+def with_another_forward(mixer: DeltaMixer) -> None:
+    part = mixer.outputs["gate"]
+    part.forward = lambda *given: (type(part).forward(part, *given)[0] + 1, None)
+
+
+def with_another_convolution(mixer: DeltaMixer) -> None:
+    part = mixer.project.conv
+
+    def turned(*given):
+        streams, after = type(part).forward(part, *given)
+        return tuple(-y for y in streams), after
+
+    part.forward = turned
+
+
+@runs
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change", [with_another_norm, with_another_update, with_another_forward, with_another_convolution]
+)
+def test_what_was_put_in_the_place_of_a_part_is_heeded(change):
+    mixer, exact = built(WHOLE["gated_deltanet"])
+    for m in (mixer, exact):
+        change(m)
+    x = torch.randn(2, 6, 32, device=DEVICE)
+    assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
+
+
+@runs
+@torch.no_grad()
+def test_a_hook_on_all_modules_is_called_with_every_part():
+    mixer, _ = built(WHOLE["gated_deltanet"])
+    called = []
+    handle = register_module_forward_hook(lambda module, given, out: called.append(type(module)))
+    try:
+        mixer(torch.randn(2, 1, 32, device=DEVICE), mixer.init_state(2))
+    finally:
+        handle.remove()
+    assert {Project, Update, HeadNorm} <= set(called)
+
+
 def hook(mixer: DeltaMixer, module: torch.nn.Module) -> list[Tensor]:
     called: list[Tensor] = []
     module.register_forward_hook(lambda m, given, out: called.append(out))
@@ -453,6 +530,71 @@ def test_what_else_there_is_in_a_call_goes_part_by_part():
     with watch() as seen, torch.inference_mode():
         mixer(x, mixer.init_state(2))
     assert list(seen.kernels) == ["fused_step_kernel"]
+
+
+@runs
+@pytest.mark.parametrize("fuses", [True, False])
+def test_autograd_knows_that_a_step_has_changed_what_it_saved(fuses):
+    """A state that a step goes on from is used up, and a gradient through it is refused, not wrong."""
+    mixer, _ = built(WHOLE["gated_deltanet"])
+    if not fuses:
+        hook(mixer, mixer.update)
+    x = torch.randn(2, 6, 32, device=DEVICE)
+    with torch.no_grad():
+        _, state = mixer(x[:, :4], mixer.init_state(2))
+    before = {name: tensor._version for name, tensor in state.items()}
+    y, _ = mixer(x[:, 4:], state)
+    with torch.no_grad():
+        mixer(x[:, :1], state)
+    assert all(tensor._version > before[name] for name, tensor in state.items())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.square().sum().backward()
+
+
+@runs
+@torch.no_grad()
+def test_float64_under_autocast_goes_to_the_backend_that_takes_it():
+    mixer, _ = built(WHOLE["gated_deltanet"])
+    exact = copy.deepcopy(mixer).double()
+    both = BoundUpdate(exact.update.spec, {"": (TritonBackend(), ReferenceBackend())}, None)
+    exact.update.bound = both
+    x = torch.randn(2, 6, 32, device=DEVICE, dtype=torch.float64)
+    want, _ = decoded(exact, x)
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        got, _ = decoded(exact, x)
+    assert torch.equal(got, want)
+
+
+@runs
+def test_forward_mode_is_refused():
+    step = STEPS["gated delta"]
+    given = draw(step, ())
+    bound, qkv = bind(step.spec, "triton"), given["inputs"].qkv
+    with forward_ad.dual_level():
+        given["inputs"] = given["inputs"]._replace(qkv=forward_ad.make_dual(qkv, torch.ones_like(qkv)))
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            bound.fused_step_(step, **given)
+
+
+def test_a_step_that_is_not_the_bound_ones_is_refused():
+    step = STEPS["gated delta"]
+    given = draw(step, (), device="cpu")
+    with pytest.raises(OperandError, match="spec must be the one that was bound"):
+        bind(UpdateSpec(), "reference").fused_step_(step, **given)
+    with pytest.raises(UnsupportedError, match="'reference' does not take this step in one: it takes no decode step"):
+        bind(GATED, "reference").fused_step_(step, **given)
+    wrong = {
+        r"parts must be of q, k and v, of \[24, 24, 80\] channels, got \[\]": {"parts": ()},
+        "the heads of v must be a multiple of the heads of q, got HV=4, H=3": {
+            "H": 3,
+            "parts": (ConvPart(36), ConvPart(36), ConvPart(80)),
+        },
+    }
+    for match, fields in wrong.items():
+        with pytest.raises(ShapeError, match=match):
+            bind(GATED, "reference").fused_step_(step._replace(**fields), **given)
+    with pytest.raises(OperandError, match="writes must be False with decay='none'"):
+        bind(UpdateSpec(), "reference").fused_step_(STEPS["delta without beta"]._replace(writes=True), **given)
 
 
 class Older(ReferenceBackend):
@@ -526,7 +668,7 @@ WRONG = [
     ({"history": torch.ones(5, 4, 128)}, ShapeError, r"history must have shape \[5, 3, 128\], got \[5, 4, 128\]"),
     ({"A_log": torch.ones(4, device="meta")}, DeviceError, "A_log must be on cpu, where qkv is, got meta"),
     ({"gate": torch.ones(3, 1, 80).int()}, DtypeError, "gate must be float64, .*got torch.int32"),
-    ({"qkv": torch.ones(3, 128)}, ShapeError, r"qkv must have shape \[3, 1, 128\], got \[3, 128\]"),
+    ({"qkv": torch.ones(3, 128)}, ShapeError, r"qkv must be a tensor of shape \[B, 1, 128\], got \[3, 128\]"),
     ({"states": torch.ones(5, 4, 12, 21)}, ShapeError, r"states must have shape \[5, 4, 12, 20\]"),
     ({"states": torch.ones(5, 4, 12, 20).half()}, DtypeError, "states must be torch.float32, got torch.float16"),
     (
@@ -556,6 +698,8 @@ def test_what_the_kernel_does_not_take_is_said_in_sentences():
     assert fused.unsupported(step) == []
     assert fused.unsupported(step._replace(taps=9)) == ["a short convolution must have at most 8 taps, got 9."]
     assert fused.unsupported(step._replace(V=513)) == ["V must be at most 512 in a fused step, got 513."]
+    many = step_of(UpdateSpec(beta="head", householders=5), V=128, K=128)
+    assert fused.unsupported(many) == ["householders must be at most 4 in a fused step with V = 128, got 5."]
     fixed = step._replace(spec=UpdateSpec(decay="fixed", beta="head"))
     assert fused.unsupported(fixed) == ["decay must be 'none' or 'head' in a fused step, got 'fixed'."]
     parts = (*step.parts[:2], step.parts[2]._replace(unit=20))

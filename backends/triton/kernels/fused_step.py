@@ -174,7 +174,7 @@ def fused_step_kernel(
         strength = tl.full((), 1.0, tl.float32)
         if BETA:
             strength = tl.sigmoid(tl.load(beta + row * BETA_ROW + m * HV + hv).to(tl.float32))
-            strength = tl.minimum(strength, TOP)
+            strength = tl.minimum(strength, TOP, propagate_nan=tl.PropagateNan.ALL)
         if REPARAM != "none":
             time = strength * tl.sum(k * k, 0)
             if REPARAM == "efla":
