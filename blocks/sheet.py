@@ -176,7 +176,7 @@ def _decode_step(
     fusion = mixer.fusion()
     if fusion is None or resolve(backend).fused_step_unsupported(fusion.step, dtype):
         return {"decode step": f"part by part, the update by backend {backend!r} on {device!r}"}
-    parts = ", ".join(type(part).__name__ for part in fusion.inside)
+    parts = ", ".join(type(part).__name__ for part in fusion.inside.values())
     return {"decode step": f"{parts} and the update in one, by backend {backend!r} on {device!r}"}
 
 

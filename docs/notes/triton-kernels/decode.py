@@ -1,8 +1,9 @@
-"""Times of a decode step, in one kernel and part by part: python decode.py [TILE,WARPS,REGISTERS]...
+"""Times of a decode step, in one kernel and part by part: python decode.py [LAYER]... [TILE,WARPS,REGISTERS]...
 
 Of layers of width 2048, bf16, a float32 state: the update and the fused step alone, then the layer, eager, captured,
 and compiled and captured. A CUDA graph of 16 steps, or 16 calls, by the step; medians; what either path gives is
-compared. Launches of the fused step that are named are measured beside the one that is taken. Needs a CUDA device.
+compared. Layers by how their names begin; launches of the fused step that are named are measured beside the one that is
+taken. Needs a CUDA device.
 """
 
 import statistics
@@ -126,9 +127,12 @@ def layer(mixer, B):
 
 
 def main():
-    variants = [tuple(map(int, word.split(","))) for word in sys.argv[1:]]
+    variants = [tuple(map(int, word.split(","))) for word in sys.argv[1:] if "," in word]
+    layers = tuple(word for word in sys.argv[1:] if "," not in word) or ("",)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, deltazoo {deltazoo.__version__}; us a step")
     for name, config in LAYERS.items():
+        if not name.startswith(layers):
+            continue
         torch.manual_seed(0)
         mixer = config.build(2048, backend="triton").to("cuda", torch.bfloat16)
         for B in (1, 8, 64, 256):
