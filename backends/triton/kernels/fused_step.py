@@ -86,43 +86,47 @@ def activated(x, GATE: tl.constexpr):
 
 
 @triton.jit
-def gated(outs, gate, hv, V: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, GATE: tl.constexpr):
-    """The tiles of a head's output, times their gate."""
-    done = ()
+def load_head(x, V: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr):
+    """V numbers in tiles, float32."""
+    tiles = ()
     for i in tl.static_range(TILES):
         vs = i * BV + tl.arange(0, BV)
-        raw = tl.load(gate + hv * V + vs, mask=vs < V, other=0.0).to(tl.float32)
-        done = done + (outs[i] * activated(raw, GATE),)
+        tiles = tiles + (tl.load(x + vs, mask=vs < V, other=0.0).to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def gated(outs, gates, GATE: tl.constexpr):
+    """The tiles of a head's output, times their gate."""
+    done = ()
+    for i in tl.static_range(len(outs)):
+        done = done + (outs[i] * activated(gates[i], GATE),)
     return done
 
 
 @triton.jit
 def normed(
-    outs, weight, bias, hv,
-    V: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
-    BIAS: tl.constexpr, EPS: tl.constexpr,
+    outs, weight, bias, at, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of a head's output, normalised together; columns beyond V come as zeros."""
+    """The tiles of a head's output, normalised together; columns beyond V come as zeros. Its weights: from `at` on."""
     mean = 0.0
     if NORM == "layer":
-        for i in tl.static_range(TILES):
+        for i in tl.static_range(len(outs)):
             mean += tl.sum(outs[i], 0)
         mean /= V
     square = 0.0
-    for i in tl.static_range(TILES):
+    for i in tl.static_range(len(outs)):
         there = i * BV + tl.arange(0, BV) < V
         from_mean = tl.where(there, outs[i] - mean, 0.0)
         square += tl.sum(from_mean * from_mean, 0)
     factor = tl.rsqrt(square / V + EPS)
     done = ()
-    for i in tl.static_range(TILES):
+    for i in tl.static_range(len(outs)):
         vs = i * BV + tl.arange(0, BV)
-        at = vs
-        if EACH:
-            at = hv * V + vs
-        y = (outs[i] - mean) * factor * tl.load(weight + at, mask=vs < V, other=0.0).to(tl.float32)
+        y = (outs[i] - mean) * factor * tl.load(weight + at + vs, mask=vs < V, other=0.0).to(tl.float32)
         if BIAS:
-            y += tl.load(bias + at, mask=vs < V, other=0.0).to(tl.float32)
+            y += tl.load(bias + at + vs, mask=vs < V, other=0.0).to(tl.float32)
         done = done + (y,)
     return done
 
@@ -195,6 +199,10 @@ def fused_step_kernel(
         dt = softplus(raw)
         fade = tl.exp(-rate * dt if BOUND is None else BOUND * tl.sigmoid(rate * raw))
 
+    gates = ()
+    if GATE != "":
+        gates = load_head(gate + row * GATE_ROW + hv * V, V, BV, TILES)  # on its way, too
+
     outs = ()
     for i in tl.static_range(TILES):
         vs = i * BV + tl.arange(0, BV)
@@ -226,11 +234,11 @@ def fused_step_kernel(
         outs = outs + (out,)
 
     if GATE != "" and GATE_FIRST:
-        outs = gated(outs, gate + row * GATE_ROW, hv, V, BV, TILES, GATE)
+        outs = gated(outs, gates, GATE)
     if NORM != "":
-        outs = normed(outs, norm_weight, norm_bias, hv, V, BV, TILES, NORM, EACH, NORM_BIAS, EPS)
+        outs = normed(outs, norm_weight, norm_bias, hv * V if EACH else 0, V, BV, NORM, NORM_BIAS, EPS)
     if GATE != "" and not GATE_FIRST:
-        outs = gated(outs, gate + row * GATE_ROW, hv, V, BV, TILES, GATE)
+        outs = gated(outs, gates, GATE)
     for i in tl.static_range(TILES):
         vs = i * BV + tl.arange(0, BV)
         tl.store(o + (row * HV + hv) * V + vs, outs[i].to(o.dtype.element_ty), mask=vs < V)
