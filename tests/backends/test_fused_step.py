@@ -4,10 +4,13 @@ The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTER
 """
 
 import copy
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from assembly import disassemble
+from compiling import Compiler
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -305,6 +308,22 @@ def test_the_operator_passes_torchs_checks(name):
     arguments = (*given["inputs"], given["states"], None, *fused.StepKind.of(step))
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.deltazoo.triton_fused_step_.default, arguments, test_utils=tests)
+
+
+@pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="needs Triton's compiler, not its interpreter")
+@pytest.mark.parametrize("name", STEPS)
+def test_the_kernels_compile_for_a_gpu_without_one(name, monkeypatch):
+    compiler = Compiler(all=True)
+    monkeypatch.setattr("deltazoo.backends.triton.run.launcher", compiler)
+    step = STEPS[name]
+    for dtype, options in ((torch.bfloat16, ("slots",)), (torch.float32, OPTIONS["all"])):
+        given = draw(step, options, dtype=dtype, device="cpu")
+        fused.fused_step_(step, **given)
+    shares = step.taps > 1 and step.H < step.HV
+    assert [kernel for kernel, _ in compiler.compiled] == 2 * ["fused_step_kernel", *["push_kernel"] * shares]
+    # room for several programs a processor, and no spills
+    assert all(found.metadata.shared <= 2**15 for _, found in compiler.compiled)
+    assert not any("LDL" in disassemble(found.asm["cubin"]) for _, found in compiler.compiled)
 
 
 # Mixers

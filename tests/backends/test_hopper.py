@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from assembly import disassemble, forgotten, miscarried
+from compiling import Compiler
 
 from deltazoo.backends.triton.config import Device, Problem, heuristic
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
@@ -14,42 +15,6 @@ pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton brings its compiler for NVIDIA GPUs on Linux")
 
 DEVICE = Device("a small Hopper GPU", 4, 232448, hopper=True)
-NUMBERS = {"scale": "fp32"}  # the others are int32
-POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
-
-
-class Compiler:
-    """Stands in for `launcher`: compiles the kernels in Gluon for compute capability 9.0, launches nothing."""
-
-    def __init__(self):
-        self.compiled = []
-
-    def __call__(self, kernel, tensors, constants, warps=4, stages=1, registers=None):
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import compile
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        if getattr(kernel, "is_gluon", bool)():
-            names = kernel.arg_names
-            numbers = names[len(tensors) : len(names) - len(constants)]
-            signature = {name: NUMBERS.get(name, "i32") for name in numbers}
-            signature |= {
-                name: "constexpr" if x is None else POINTERS[x.dtype] for name, x in zip(names, tensors, strict=False)
-            }
-            signature |= dict.fromkeys(names[len(tensors) + len(numbers) :], "constexpr")
-            values = dict(zip(names[len(tensors) + len(numbers) :], constants, strict=True))
-            values |= {name: None for name, x in zip(names, tensors, strict=False) if x is None}
-            wide = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(tensors) if x is not None}
-            source = GluonASTSource(
-                kernel,
-                {name: signature[name] for name in names},
-                {(names.index(name),): value for name, value in values.items()},
-                wide,
-            )
-            options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-            found = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            self.compiled.append((kernel.__name__, found))
-        return lambda *_: None
 
 
 @pytest.fixture
