@@ -28,7 +28,7 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     Raises: OperandError, ShapeError, DtypeError, DeviceError, ValueRangeError.
     """
     want = _wanted(spec, inputs)
-    _check_presence(spec, inputs, want)
+    _check_presence("spec", spec, inputs, want, ("state", "cu_seqlens"))
     _check_shapes(spec, inputs, want)
     _check_dtypes(inputs)
     if readable(*inputs):
@@ -56,13 +56,10 @@ def check_fused(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Ten
         got = list(inputs.qkv.shape) if isinstance(inputs.qkv, Tensor) else type(inputs.qkv).__name__
         raise ShapeError(f"qkv must be a tensor of shape [B, 1, {step.channels}], got {got}")
     want = step.operands(inputs.qkv.shape[0], states.shape[0] if states.dim() else 0, inputs)
+    _check_presence("step", step, inputs, want)
     for name, tensor in zip(inputs._fields, inputs, strict=True):
-        if tensor is None and name in want:
-            raise OperandError(f"{name} is missing: this step wants it with shape {list(want[name])} ({step!r})")
         if tensor is None:
             continue
-        if name not in want:
-            raise OperandError(f"{name} must be None: this step wants {', '.join(want)} ({step!r})")
         _same(name, tensor, want[name])
         if tensor.device != inputs.qkv.device:
             raise DeviceError(f"{name} must be on {inputs.qkv.device}, where qkv is, got {tensor.device}")
@@ -149,12 +146,19 @@ def _wanted(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, tuple[int, ...]
     return spec.operands(B, T, H, HV, K, V)
 
 
-def _check_presence(spec: UpdateSpec, inputs: UpdateInputs, want: dict[str, tuple[int, ...]]) -> None:
+def _check_presence(
+    kind: str,
+    whole: UpdateSpec | FusedStep,
+    inputs: UpdateInputs | FusedInputs,
+    want: dict[str, tuple[int, ...]],
+    optional: tuple[str, ...] = (),
+) -> None:
+    """Whether there is every operand that is wanted, and no other. kind: what to call the whole in an error."""
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if name in want and tensor is None:
-            raise OperandError(f"{name} is missing: this spec wants it with shape {list(want[name])} ({spec!r})")
-        if tensor is not None and name not in want and name not in ("state", "cu_seqlens"):
-            raise OperandError(f"{name} must be None: this spec wants {', '.join(want)} ({spec!r})")
+            raise OperandError(f"{name} is missing: this {kind} wants it with shape {list(want[name])} ({whole!r})")
+        if tensor is not None and name not in want and name not in optional:
+            raise OperandError(f"{name} must be None: this {kind} wants {', '.join(want)} ({whole!r})")
         if tensor is not None and not isinstance(tensor, Tensor):
             raise OperandError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
 

@@ -99,10 +99,11 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Sheet:
     if spec is not None:
         words |= {"update of": "; ".join(papers(spec)) or "no paper that deltazoo knows"}
         words |= {"eigenvalue of the erased direction": str(spec.spectrum()), "spec": repr(spec)}
-    words |= _convolution(config, width, device, dtype)
+    mixer = _on_no_device(config, width)
+    words |= _convolution(mixer, device, dtype)
     cost = config.cost(width)
-    verdicts = [] if spec is None else explain(spec, _meta(config, width, device, dtype)).verdicts
-    words |= _decode_step(config, width, device, dtype, next((v.backend for v in verdicts if v.chosen), None))
+    verdicts = [] if spec is None else explain(spec, _meta(mixer, device, dtype)).verdicts
+    words |= _decode_step(mixer, device, dtype, next((v.backend for v in verdicts if v.chosen), None))
     return Sheet(
         kind="mixer",
         name=name,
@@ -111,7 +112,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Sheet:
         fields=[_field(field, info) for field, info in kind.model_fields.items()],
         cost={
             "width": width,
-            "parameters": sum(x.numel() for x in _on_no_device(config, width).parameters()),
+            "parameters": sum(x.numel() for x in mixer.parameters()),
             "state, bytes a sequence": cost.state_bytes,
             "cache, bytes a token kept": cost.cache_bytes,
             "FLOPs a token, forward": cost.flops,
@@ -129,7 +130,7 @@ def _backend(name: str, device: str, dtype: torch.dtype) -> Sheet:
             config = config_class(mixer)()
             spec = config.spec()
             if spec is not None:
-                takes[mixer] = found.unsupported(spec, _meta(config, _WIDTH, device, dtype))
+                takes[mixer] = found.unsupported(spec, _meta(_on_no_device(config, _WIDTH), device, dtype))
         except PluginError:  # the mixer's own sheet says what is wrong with it
             continue
     words = {"about": about(found)}
@@ -148,16 +149,16 @@ def _owner(group: str, name: str) -> str:
     return name.partition(":")[0] if ":" in name else registry.owner(group, name)
 
 
-def _meta(config: MixerConfig, width: int, device: str, dtype: torch.dtype) -> UpdateMeta:
-    """The tensors that a mixer of this width gives its update in training."""
-    update = next((module for module in _on_no_device(config, width).modules() if isinstance(module, Update)), None)
+def _meta(mixer: Mixer, device: str, dtype: torch.dtype) -> UpdateMeta:
+    """The tensors that a mixer gives its update in training."""
+    update = next((module for module in mixer.modules() if isinstance(module, Update)), None)
     H, HV, K, V = (1, 1, 64, 64) if update is None else update.shape[1:5]
     return UpdateMeta(_kind(device), dtype, H, HV, K, V, grad=True)
 
 
-def _convolution(config: MixerConfig, width: int, device: str, dtype: torch.dtype) -> dict[str, str]:
+def _convolution(mixer: Mixer, device: str, dtype: torch.dtype) -> dict[str, str]:
     """Who computes the short convolution, of a mixer that has one."""
-    for module in _on_no_device(config, width).modules():
+    for module in mixer.modules():
         if isinstance(module, ShortConv):
             taps = module.weight.shape[1]
             backend = bind_conv(module.parts).backend_for(_kind(device), dtype, taps)
@@ -166,11 +167,8 @@ def _convolution(config: MixerConfig, width: int, device: str, dtype: torch.dtyp
     return {}
 
 
-def _decode_step(
-    config: MixerConfig, width: int, device: str, dtype: torch.dtype, backend: str | None
-) -> dict[str, str]:
+def _decode_step(mixer: Mixer, device: str, dtype: torch.dtype, backend: str | None) -> dict[str, str]:
     """What of a decode step is one operation of the backend, of a mixer whose update it computes."""
-    mixer = _on_no_device(config, width)
     if backend is None or not isinstance(mixer, DeltaMixer):
         return {}
     fusion = mixer.fusion()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
 from deltazoo.backends.packs import sequence_of
+from deltazoo.backends.values import packing_problems, readable
 from deltazoo.mixers.base import Context
 
 _NOTHING = Context()
@@ -94,7 +95,7 @@ def _check(x_BTD: Tensor, context: Context) -> None:
         _check_pack(x_BTD, context.cu_seqlens)
         if context.mask is not None:
             raise OperandError("context.mask must be None with cu_seqlens: a pack has no padding")
-    elif context.mask is not None and _readable(context.mask):
+    elif context.mask is not None and readable(context.mask):
         starts_BT = context.mask[:, 1:] & ~context.mask[:, :-1]
         if int((starts_BT.sum(1) + context.mask[:, :1].sum(1)).amax() if B else 0) > 1:
             raise ValueRangeError(
@@ -112,12 +113,6 @@ def _check_pack(x_BTD: Tensor, cu_seqlens: Tensor) -> None:
         raise DtypeError(f"context.cu_seqlens must be int32, got {cu_seqlens.dtype}")
     if cu_seqlens.device != x_BTD.device:
         raise DeviceError(f"context.cu_seqlens must be on {x_BTD.device}, where x is, got {cu_seqlens.device}")
-    if _readable(cu_seqlens):
-        bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != x_BTD.shape[1] or bounds != sorted(bounds):
-            raise ValueRangeError(f"context.cu_seqlens must rise from 0 to T = {x_BTD.shape[1]}, got {bounds[:8]}")
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Values on a GPU, or in a graph, are not inspected."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    problems = packing_problems(cu_seqlens, x_BTD.shape[1]) if readable(cu_seqlens) else []
+    if problems:
+        raise ValueRangeError(f"context.{problems[0]}")

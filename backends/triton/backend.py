@@ -99,9 +99,7 @@ class TritonBackend(Backend):
             return fused.fused_step_(step, inputs, states, slots)
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
-        reasons = self._tensors_unsupported(meta.device, meta.dtype)
-        if meta.taps > conv.MOST_TAPS:
-            reasons.append(f"a short convolution must have at most {conv.MOST_TAPS} taps, got {meta.taps}.")
+        reasons = self._tensors_unsupported(meta.device, meta.dtype) + conv.too_many_taps(meta.taps)
         too_wide = [part.unit for part in meta.parts if part.unit > conv.WIDEST_UNIT]
         if too_wide:
             reasons.append(f"heads with a norm must have at most {conv.WIDEST_UNIT} channels, got {too_wide[0]}.")

@@ -42,6 +42,13 @@ _SHORTEST = 16
 _ENOUGH = 256  # programs
 
 
+def too_many_taps(taps: int) -> list[str]:
+    """Why the kernels do not take a short convolution of so many taps; [] means they do."""
+    if taps <= MOST_TAPS:
+        return []
+    return [f"a short convolution must have at most {MOST_TAPS} taps, got {taps}."]
+
+
 def short_conv(
     inputs: ConvInputs, parts: Sequence[ConvPart], forward: ConvLaunch = FORWARD, backward: ConvLaunch = BACKWARD
 ) -> tuple[Tensor, ...]:

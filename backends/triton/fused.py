@@ -10,10 +10,11 @@ from torch import Tensor
 
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.operator import operator, written
+from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.triton.ahead import compiled_ahead
 from deltazoo.backends.triton.config import cdiv, power_of_two, warps_apart
+from deltazoo.backends.triton.conv import too_many_taps
 
-MOST_TAPS = 8
 WIDEST_VALUE = 512
 _PUSHED = 256  # channels a program of what pushes shared ones
 MOST_STEPS = 16  # micro-steps times tiles: the kernel has each by itself, and takes seconds to compile
@@ -42,8 +43,7 @@ def unsupported(step: FusedStep) -> list[str]:
     reasons = []
     if step.spec.decay not in ("none", "head"):
         reasons.append(f"decay must be 'none' or 'head' in a fused step, got '{step.spec.decay}'.")
-    if step.taps > MOST_TAPS:
-        reasons.append(f"a short convolution must have at most {MOST_TAPS} taps, got {step.taps}.")
+    reasons += too_many_taps(step.taps)
     if step.V > WIDEST_VALUE:
         reasons.append(f"V must be at most {WIDEST_VALUE} in a fused step, got {step.V}.")
     n, tiles = step.spec.householders, cdiv(step.V, launch_of(step.K, step.V).tile)
@@ -151,7 +151,7 @@ def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kin
         "X_ROW": x.qkv.stride(0), "BETA_ROW": _apart(x.beta), "DECAY_ROW": _apart(x.decay), "GATE_ROW": _apart(x.gate),
         "H": H, "HV": HV, "K": K, "V": V, "BK": power_of_two(K), "PV": power_of_two(V), "BV": launch.tile, "STEPS": n,
         "W": W, "BIAS": x.bias is not None, "SILU_Q": kind.silu[0], "SILU_K": kind.silu[1], "SILU_V": kind.silu[2],
-        "UNIT_Q": kind.unit[0], "UNIT_K": kind.unit[1], "BETA": x.beta is not None, "TOP": kind.top,
+        "UNIT_Q": kind.unit[0], "UNIT_K": kind.unit[1], "UNIT_EPS": EPS, "BETA": x.beta is not None, "TOP": kind.top,
         "DECAY": x.decay is not None, "BOUND": kind.bound, "WRITES": kind.writes, "DELTA": kind.delta,
         "REPARAM": kind.reparam, "ERASE_BY": kind.erase_by, "WRITE_BY": kind.write_by, "OWN": x.feedback is not None,
         "ERASE_EARLY": kind.erase_early, "READ_EARLY": kind.read_early, "SKIP": x.skip is not None, "NORM": kind.norm,

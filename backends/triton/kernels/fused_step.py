@@ -7,8 +7,6 @@ history has W - 1 rows of channels. H key heads, HV value heads, K key width, V 
 import triton
 import triton.language as tl
 
-UNIT_EPS = tl.constexpr(1e-6)
-
 
 @triton.jit
 def load_taps(x, history, channel, inside, C: tl.constexpr, W: tl.constexpr):
@@ -48,10 +46,10 @@ def push(taps, history, channel, inside, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def unit(y, UNIT: tl.constexpr):
+def unit(y, UNIT: tl.constexpr, EPS: tl.constexpr):
     """A head divided by its L2 norm, where there is one."""
     if UNIT:
-        y *= tl.rsqrt(tl.sum(y * y, 0) + UNIT_EPS)
+        y *= tl.rsqrt(tl.sum(y * y, 0) + EPS)
     return y
 
 
@@ -138,9 +136,9 @@ def fused_step_kernel(
     X_ROW: tl.constexpr, BETA_ROW: tl.constexpr, DECAY_ROW: tl.constexpr, GATE_ROW: tl.constexpr,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, PV: tl.constexpr,
     BV: tl.constexpr, STEPS: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU_Q: tl.constexpr,
-    SILU_K: tl.constexpr, SILU_V: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, BETA: tl.constexpr,
-    TOP: tl.constexpr, DECAY: tl.constexpr, BOUND: tl.constexpr, WRITES: tl.constexpr, DELTA: tl.constexpr,
-    REPARAM: tl.constexpr, ERASE_BY: tl.constexpr, WRITE_BY: tl.constexpr, OWN: tl.constexpr,
+    SILU_K: tl.constexpr, SILU_V: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_EPS: tl.constexpr,
+    BETA: tl.constexpr, TOP: tl.constexpr, DECAY: tl.constexpr, BOUND: tl.constexpr, WRITES: tl.constexpr,
+    DELTA: tl.constexpr, REPARAM: tl.constexpr, ERASE_BY: tl.constexpr, WRITE_BY: tl.constexpr, OWN: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
     NORM_BIAS: tl.constexpr, EPS: tl.constexpr, GATE: tl.constexpr, GATE_FIRST: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -168,13 +166,13 @@ def fused_step_kernel(
     if W > 1:
         history += slot * (W - 1) * C
 
-    q = unit(convolved(x, weight, bias, history, h * K + ks, in_k, C, W, BIAS, SILU_Q), UNIT_Q)
+    q = unit(convolved(x, weight, bias, history, h * K + ks, in_k, C, W, BIAS, SILU_Q), UNIT_Q, UNIT_EPS)
     keys = ()
     erases = ()
     writes = ()
     for m in tl.static_range(STEPS):
         channel = ((1 + m) * H + h) * K + ks
-        k = unit(convolved(x, weight, bias, history, channel, in_k, C, W, BIAS, SILU_K), UNIT_K)
+        k = unit(convolved(x, weight, bias, history, channel, in_k, C, W, BIAS, SILU_K), UNIT_K, UNIT_EPS)
         strength = tl.full((), 1.0, tl.float32)
         if BETA:
             strength = tl.sigmoid(tl.load(beta + row * BETA_ROW + m * HV + hv).to(tl.float32))
