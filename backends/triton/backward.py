@@ -66,7 +66,7 @@ class _Sums:
     its own: dgates [tiles, slots, HV, rows, C] and kepts [tiles, slots, HV]."""
 
     def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, config: LaunchConfig) -> None:
-        together, K0 = config.reverse.hopper, key_tiles(s.K)[0]
+        together, K0 = config.together(s.K, s.V), key_tiles(s.K)[0]
         wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
         self.keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
         self.of_K = cdiv(s.K, self.keys)
@@ -117,7 +117,7 @@ def _give(carry: Tensor, dfinal: Tensor | None) -> None:
 def _by_segments(work: _Work, dfinal: Tensor | None) -> None:
     """Replay a segment and scan it backwards, launch by launch, the last segment first."""
     x, kind, s, config, prepared, checkpoints, _, carry, _, d = work
-    together = config.reverse.hopper
+    together = config.together(s.K, s.V)
     places = config.scratch // max(bytes_a_place(x, kind, s, together), 1)
     chunks = cdiv(s.T, s.C)
     split = config.split if config.split and chunks > config.split else 0
@@ -187,9 +187,15 @@ def _reverse(
 ) -> OnSegment:
     x, kind, s, config, prepared, _, do, carry, _, d = work
     launch = config.reverse
-    BV = value_tile(launch.tile, s.V)
+    kernel, BV, warps, stages = reverse_kernel, value_tile(launch.tile, s.V), launch.warps, launch.stages
+    # left to itself ptxas 12.8 took 32 for float32, and spilled 20 KB
+    registers = 255 if x.q.dtype == torch.float32 else None
+    if launch.hopper and not hands_on:
+        from deltazoo.backends.triton.kernels.reverse_hopper import hopper_reverse_kernel as kernel
+
+        BV, warps, stages, registers = 128, 4, 1, SHARED_OUT
     go = launcher(
-        reverse_kernel,
+        kernel,
         (
             x.q, x.k, x.e, do, *prepared, carry, scratch.dstates, scratch.du, d.v, begins, ends,
             x.cu_seqlens,
@@ -197,11 +203,11 @@ def _reverse(
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             kind.read_early, s.packed, kind.shares(x), cut.unit, cut.split,
-            kind.least(x.q.dtype), hands_on, kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages,
+            kind.least(x.q.dtype), hands_on, kind.terms(x.q.dtype), precision(x.q.dtype), stages,
         ),
-        launch.warps,
-        launch.stages,
-        registers=255 if x.q.dtype == torch.float32 else None,  # left to itself ptxas 12.8 took 32, and spilled 20 KB
+        warps,
+        stages,
+        registers,
     )  # fmt: skip
     programs = s.N * cut.parts * s.HV * cdiv(s.V, BV)
     return lambda segment: go(programs, kind.scale, s.T, segment, cut.segments, cut.parts)

@@ -21,9 +21,10 @@ class Launch(BaseModel):
             at least are taken, see `least_keys`.
         hopper: by the kernel that is written for Hopper GPUs, where `for_hopper` says that it takes the problem. It has
             tiles and warps of its own; the scans still take the rest for what parts hand on. That of reverse makes the
-            gradients, too, and nothing is launched for them.
+            gradients, too, where it `walks`, and nothing is launched for them.
         replays: in that launch of reverse the states are replayed, too, and nothing is launched for it either, nor is
-            any of `LaunchConfig.scratch` taken. Not with grouped heads, with more than 128 values, nor by parts.
+            any of `LaunchConfig.scratch` taken. Where it walks up to 128 values, and neither with grouped heads nor by
+            parts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,6 +91,10 @@ class LaunchConfig(BaseModel):
     def changed(self, **changes: object) -> Self:
         """This config with other fields, checked as one that is made anew."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+    def together(self, K: int, V: int) -> bool:
+        """Whether the launch of the reverse scan makes the gradients, too."""
+        return self.reverse.hopper and walks(K, V)
 
 
 def power_of_two(n: int) -> int:
@@ -175,9 +180,8 @@ def for_hopper(kernel: str, device: Device, problem: "Problem", C: int) -> bool:
     alike = problem.dtype == problem.kept and problem.dtype.itemsize == 2
     if kernel not in HOPPER_WIDTHS or not device.hopper or not alike or problem.own or C != 64:
         return False
-    keys, values, more = HOPPER_WIDTHS[kernel]
-    known = problem.K in keys and (problem.V in values or problem.V in more)
-    return known and problem.K % 8 == problem.V % 8 == 0
+    keys, values = HOPPER_WIDTHS[kernel]
+    return problem.K in keys and problem.V in values and problem.K % 8 == problem.V % 8 == 0
 
 
 def by_hopper(kernel: str, launch: Launch) -> Launch:
@@ -187,25 +191,31 @@ def by_hopper(kernel: str, launch: Launch) -> Launch:
 
 
 def may_replay(problem: "Problem") -> bool:
-    """Whether a launch of the reverse scan for Hopper GPUs may replay the states, too: where nobody else has a share of
-    a key head's gradients."""
-    return problem.H == problem.HV and problem.V <= 128
+    """Whether a launch of the reverse scan for Hopper GPUs may replay the states, too: where it walks, and nobody else
+    has a share of a key head's gradients."""
+    return problem.H == problem.HV and problem.V <= 128 and walks(problem.K, problem.V)
+
+
+def walks(K: int, V: int) -> bool:
+    """Whether the reverse scan for Hopper GPUs is one with the gradients: registers hold no more keys, fewer are half
+    of what it computes, and a program has 128 values."""
+    return 64 < K <= 128 and (V <= 128 or V % 128 == 0)
 
 
 class Widths(NamedTuple):
-    """Keys and values a head, multiples of 8, for rows are copied by 16 bytes; or so many `more` values."""
+    """Keys and values a head, multiples of 8, for rows are copied by 16 bytes."""
 
     keys: range
     values: range
-    more: range = range(0)
 
 
-_ANY, _KEYS, _TILES = range(1, 2**31), range(1, 257), range(256, 513, 128)
+_ANY, _KEYS = range(1, 2**31), range(1, 257)
+_OF_SCANS = Widths(_KEYS, range(33, 513))
 HOPPER_WIDTHS = {
     "prepare": Widths(_KEYS, _ANY),
-    "scan": Widths(_KEYS, range(33, 513)),
-    "replay": Widths(_KEYS, range(33, 513)),
-    "reverse": Widths(range(65, 129), range(33, 129), _TILES),
+    "scan": _OF_SCANS,
+    "replay": _OF_SCANS,
+    "reverse": _OF_SCANS,
     "gradients": Widths(_ANY, range(1, 513)),
 }
 
@@ -287,18 +297,17 @@ def checked(config: LaunchConfig, problem: Problem, device: Device) -> LaunchCon
     """Raises: ConfigError where a config asks for a kernel for Hopper GPUs that does not take the problem."""
     if config.reverse.replays and not may_replay(problem):
         raise ConfigError(
-            "reverse.replays must be false where H is not HV, or V is above 128, got "
-            f"H = {problem.H}, HV = {problem.HV} and V = {problem.V}."
+            "reverse.replays must be false where H is not HV, V is above 128, or K is not 65 to 128, got "
+            f"H = {problem.H}, HV = {problem.HV}, V = {problem.V} and K = {problem.K}."
         )
-    for kernel, (keys, values, more) in HOPPER_WIDTHS.items():
+    for kernel, (keys, values) in HOPPER_WIDTHS.items():
         if getattr(config, kernel).hopper and not for_hopper(kernel, device, problem, config.chunk):
-            also = f", or {', '.join(map(str, more))} values" if more else ""
             raise ConfigError(
                 f"{kernel}.hopper must be false but on a Hopper GPU, for operands of 16 bits whose states are kept in "
                 f"the same dtype, without an erase key, in chunks of 64 tokens and with {keys[0]} to {keys[-1]} keys "
-                f"and {values[0]} to {values[-1]} values a head, multiples of 8{also}, got {device.name}, "
-                f"{problem.dtype} kept in {problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of "
-                f"{config.chunk}, {problem.K} keys and {problem.V} values."
+                f"and {values[0]} to {values[-1]} values a head, multiples of 8, got {device.name}, {problem.dtype} "
+                f"kept in {problem.kept}, {'an' if problem.own else 'no'} erase key, chunks of {config.chunk}, "
+                f"{problem.K} keys and {problem.V} values."
             )
     return config
 

@@ -34,14 +34,15 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 # The files that a kernel's text stands in: a record holds while they say the same.
 _SCAN = ("scan_hopper", "scan_room", "states_hopper")
 _WALK = ("walk_hopper", "walk_room", "walk_copies", "walk_steps", "walk_sums", "replay_walk")
+_REVERSE = ("reverse", "reverse_hopper", *_SCAN, *_WALK)
 _SOURCES: dict[str, tuple[str, ...]] = {
-    "split": ("scan", *_SCAN, "reverse", *_WALK, "hopper", "join", "squares", "layout"),
+    "split": ("scan", *_REVERSE, "hopper", "join", "squares", "layout"),
     "scan": ("scan", *_SCAN, "hopper", "squares", "layout"),
     "replay": ("scan", *_SCAN, "hopper", "squares", "layout"),
-    "reverse": ("reverse", "gradients", *_WALK, "hopper", "squares", "layout"),
+    "reverse": (*_REVERSE, "gradients", "hopper", "squares", "layout"),
     "prepare": ("prepare", "prepare_hopper", "ptx", "hopper", "squares", "layout"),
     "gradients": ("gradients", "gradients_hopper", "hopper", "layout"),
-    "decode": ("decode",),
+    "decode": ("decode", "micro_step"),
 }
 
 _MOST_PROGRAMS, _MOST_CHUNKS = 256, 1024  # beyond these a device is full, and a class is one

@@ -85,7 +85,8 @@ def candidates(
         scratch = {0: LaunchConfig().scratch}
         replays = {s: base.reverse.model_copy(update={"replays": base.reverse.replays and not s}) for s in steps}
         return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29), "reverse": replays[s]} for s in steps])
-    if {"gradients": base.reverse.hopper, "replay": base.reverse.replays, "prepare": not problem.delta}.get(kernel):
+    together = base.together(problem.K, problem.V)
+    if {"gradients": together, "replay": base.reverse.replays, "prepare": not problem.delta}.get(kernel):
         return [base]  # whose reverse scan does that, too, or where there are gates alone to prepare
     wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))
     tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]

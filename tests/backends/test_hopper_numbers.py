@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 def _on_cpu(monkeypatch):
     from deltazoo.backends.triton import backward, config, launch
 
-    names = ("prepare_hopper", "scan_hopper", "walk_hopper", "replay_walk", "gradients_hopper")
+    names = ("prepare_hopper", "scan_hopper", "reverse_hopper", "walk_hopper", "replay_walk", "gradients_hopper")
     for name, module in kernels(*names).items():
         monkeypatch.setitem(sys.modules, name, module)
     for module in launch, backward:
@@ -37,14 +37,21 @@ WALK = SCANS | {"reverse": ONCE}
 AT_ONCE = WALK | {"reverse": Launch(tile=64, hopper=True, replays=True)}
 GRADIENTS = {"gradients": Launch(tile=64, keys=64, stages=1, hopper=True)}
 BY_SCANS = ["hopper_prepare_kernel", "hopper_scan_kernel"]
+BY_REVERSE = [*BY_SCANS, "hopper_reverse_kernel"]
 BY_WALK = [*BY_SCANS, "hopper_walk_kernel"]
 IN_ONE = [*BY_SCANS, "hopper_backward_kernel"]
 PACK = (70, 0, 1, 64)
 WAYS = {
     "prepare": (PREPARE, Shape("pack", 1, 135, 1, 2, 72, 16, lengths=PACK), BY_SCANS[:1]),
     "scans": (SCANS, Shape("short", 1, 150, 1, 2, 128, 128), BY_SCANS),
-    "three tiles of keys": (SCANS, Shape("short", 1, 150, 1, 1, 192, 64), BY_SCANS),
-    "four tiles of keys": (SCANS, Shape("pack", 1, 135, 1, 1, 200, 136, lengths=PACK), BY_SCANS),
+    "three tiles of keys": (WALK, Shape("short", 1, 150, 1, 1, 192, 64), BY_REVERSE),
+    "four tiles of keys": (WALK, Shape("pack", 1, 135, 1, 1, 200, 136, lengths=PACK), BY_REVERSE),
+    "a tile of keys": (WALK, Shape("pack", 1, 135, 1, 2, 40, 72, lengths=PACK), BY_REVERSE),
+    "two tiles of keys": (
+        WALK | GRADIENTS,
+        Shape("short", 1, 300, 1, 2, 128, 136),
+        [*BY_REVERSE, "hopper_gradients_kernel"],
+    ),
     "walk": (WALK, Shape("pack", 1, 135, 1, 2, 104, 72, lengths=PACK), BY_WALK),
     "walk of tiles": (WALK, Shape("short", 1, 100, 1, 1, 128, 256), BY_WALK),
     "at once": (AT_ONCE, Shape("short", 1, 300, 2, 2, 128, 128), IN_ONE),
@@ -72,7 +79,7 @@ def test_every_kernel_and_spec(monkeypatch, way, name, regime, late):
     assert {*RAN} == {kernel for kernel in wanted if not (gates_alone and kernel == "hopper_prepare_kernel")}
 
 
-@pytest.mark.parametrize(("by", "V"), [(WALK, 72), (SCANS, 136)], ids=["walk", "scans"])
+@pytest.mark.parametrize(("by", "V"), [(WALK, 72), (SCANS, 136), (WALK, 136)], ids=["walk", "scans", "reverse"])
 def test_parts(by, V):
     shape = Shape("parts", 1, 400, 1, 1, 72, V)
     conforms(TritonBackend(LaunchConfig(every=2, split=4, **by)), Case(SPECS["gated delta"], shape, torch.float16))

@@ -43,7 +43,6 @@ def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
 
 
 AT_ONCE = {"reverse": Launch(tile=64, hopper=True, replays=True)}
-SCANS = {"reverse": Launch(tile=64)}  # the one for Hopper takes 65 to 128 keys
 WALKS = {
     "a token beyond a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "in one": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
@@ -54,15 +53,16 @@ WALKS = {
         AT_ONCE | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
     ),
     "few values": ({}, Shape("few", B=2, T=330, H=1, HV=2, K=104, V=40)),
-    "few keys": (SCANS, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
-    "fewer keys": (SCANS | {"every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
+    "few keys": ({}, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
+    "fewer keys": ({"every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
     "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
-    "three tiles of keys": (SCANS, Shape("more keys", B=2, T=330, H=1, HV=2, K=192, V=384)),
-    "four tiles of keys": (SCANS | {"every": 4}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)),
+    "three tiles of keys": ({}, Shape("more keys", B=2, T=330, H=1, HV=2, K=192, V=384)),
+    "four tiles of keys": ({"every": 4}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)),
     "parts of keys": (
-        SCANS | {"split": 16},
+        {"split": 16},
         Shape("wide pack", B=1, T=1300, H=1, HV=2, K=200, V=200, lengths=(190, 0, 1, 64, 1045)),
     ),
+    "two tiles of keys": ({"every": 4}, Shape("odd tiles", B=2, T=500, H=1, HV=2, K=128, V=200)),
     "tiles of values": ({}, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
     "parts of tiles": (
         {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))
@@ -93,7 +93,7 @@ def test_a_config_for_hopper_is_refused_where_it_cannot_be_had(kernel):
 
 def test_a_replay_in_the_launch_of_the_reverse_scan_is_refused_where_it_cannot_be_had():
     x = gated(1, 5)
-    with pytest.raises(ConfigError, match=r"replays must be false where H is not HV, or V is above 128, got H = 1, HV"):
+    with pytest.raises(ConfigError, match=r"replays must be false where H is not HV, V is above 128, or K is"):
         bind(GATED, TritonBackend(LaunchConfig(**AT_ONCE)))(x)
     with pytest.raises(ValueError, match=r"split must be 0 where reverse\.replays is true, got 16"):
         LaunchConfig(split=16, **AT_ONCE)

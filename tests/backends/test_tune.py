@@ -10,7 +10,7 @@ from tune_cases import FORWARD, GATED, LONG, PACK, T900, TOKEN, FakeRunner, by_k
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.config import Launch, LaunchConfig, heuristic
+from deltazoo.backends.triton.config import HOPPER_WIDTHS, Launch, LaunchConfig, heuristic
 from deltazoo.backends.triton.table import configured, key_of, read_table
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
 from deltazoo.backends.tuning.measure import CudaRunner, checks_of
@@ -202,7 +202,7 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
         "prepare": [],
         "scan": [{"V": 32}, {"V": 520}],
         "replay": [{"V": 32}, {"V": 520}],
-        "reverse": [{"V": 32}, {"V": 136}, {"K": 64}, {"K": 136}],
+        "reverse": [{"V": 32}, {"V": 520}],
         "gradients": [{"V": 520}],
     }
     assert heuristic(problem_of(PACK, "scan")._replace(N=0, T=0), hopper).split == 0
@@ -221,7 +221,7 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
     assert heuristic(few._replace(K=32), hopper).scan.hopper
     assert heuristic(few._replace(delta=False), hopper).reverse.hopper
     wide = heuristic(few._replace(K=200, V=400), hopper)
-    assert all(getattr(wide, kernel).hopper for kernel in ("prepare", "scan", "replay", "gradients"))
+    assert all(getattr(wide, kernel).hopper for kernel in HOPPER_WIDTHS)
 
 
 def test_a_long_sequence_is_split_where_its_heads_and_tiles_of_values_are_few():
@@ -254,7 +254,9 @@ def test_where_gates_alone_are_prepared_there_is_nothing_to_try():
 
 def test_gradients_that_the_reverse_scan_makes_are_not_tuned():
     base = LaunchConfig(reverse=Launch(tile=128, warps=8, hopper=True))
-    assert candidates("gradients", problem_of(PACK, "scan"), base, T900._replace(hopper=True)) == [base]
+    problem, hopper = problem_of(PACK, "scan"), T900._replace(hopper=True)
+    assert candidates("gradients", problem, base, hopper) == [base]
+    assert len(candidates("gradients", problem._replace(K=136), base, hopper)) > 1
 
 
 def test_replay_and_reverse_scan_in_one_launch_are_a_choice_of_the_reverse_scan_alone():

@@ -46,8 +46,9 @@ def next_buffer(stage, phase, kind: gl.constexpr):
 
 
 @gluon.jit
-def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr):
-    """The copying warp group: the chunks from the first to the last, each once its buffer is free."""
+def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr, BACK: gl.constexpr):
+    """The copying warp group: the chunks from the first to the last, if BACK the other way, each once its buffer is
+    free."""
     H: gl.constexpr = kind.H
     HV: gl.constexpr = kind.HV
     K: gl.constexpr = kind.K
@@ -67,7 +68,8 @@ def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr):
     stage = 0
     phase = 1
     told = 0
-    for c in range(stand.first, stand.last):
+    for walked in range(stand.first, stand.last):
+        c = stand.first + stand.last - 1 - walked if BACK else walked
         left = stand.length - c * 64
         row = stand.start + c * 64
         place = (slot + c).to(gl.int64) * HV + stand.hv
@@ -83,7 +85,7 @@ def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr):
                 fetch(room.q_s[tk].index(stage), q_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
         async_copy.commit_group()
         if LATE:
-            tell(room.rest_came.index(told), 1, c > stand.first)
+            tell(room.rest_came.index(told), 1, walked > stand.first)
         v_at = of_copy(v + ((row * HV + stand.hv) * V + column), HV * V)
         for half in gl.static_range(2):
             fetch(room.v_s[half].index(stage), v_at, half * 64, left, V - column - half * 64, True, MASK_V)
@@ -131,6 +133,32 @@ def read_by_tiles(S, room, state_s, stage, kind: gl.constexpr):
 
 
 @gluon.jit
+def begin_reads(room, stage, kind: gl.constexpr):
+    """k q^T of a chunk, under way."""
+    NK: gl.constexpr = kind.NK
+    P = gl.zeros([64, 64], gl.float32, MMA)
+    for tk in gl.static_range(NK):
+        q_T = room.q_s[tk].index(stage).permute((1, 0))
+        P = warpgroup_mma(room.k_s[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
+    return P
+
+
+@gluon.jit
+def put_reads(P, UNDER_WAY: gl.constexpr, P_s, room, stage, scale, kind: gl.constexpr):
+    """P^T [written, read] of a chunk, of k q^T, to the warp group's tile; so many products were begun after that."""
+    P = warpgroup_mma_wait(UNDER_WAY, deps=[P])
+    i = gl.arange(0, 64, COLUMNS)[None, :]
+    j = gl.arange(0, 64, ROWS)[:, None]
+    if kind.DECAY != "none":
+        # where a token is not seen this may be no number
+        G_i = room.before_s.index(stage).load(COLUMNS) if kind.EARLY else room.G_s.index(stage).load(COLUMNS)
+        P *= gl.exp2(G_i[None, :] - room.G_s.index(stage).load(ROWS)[:, None])
+    P_s.index(0).store(narrow(gl.where(j + (1 if kind.READ_EARLY else 0) <= i, P * scale, 0.0), kind.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def walk_chunk(
     S, memory, scale, room, P_s, tile, state_s, stage, phase, c, column, stand, HALF: gl.constexpr, kind: gl.constexpr
 ):
@@ -163,13 +191,10 @@ def walk_chunk(
                 put_tile(at + tk * 64, tile, K, left_v, K - tk * 64, MASK_V, tk * 64 + 64 > K)
 
     mbarrier.wait(room.came.index(stage), phase)
-    P = gl.zeros([64, 64], gl.float32, MMA)
     y = gl.zeros([64, 64], gl.float32, MMA)
     out = gl.zeros([64, 64], gl.float32, MMA)
     if OUTPUT and not DELTA:
-        for tk in gl.static_range(NK):
-            q_T = room.q_s[tk].index(stage).permute((1, 0))
-            P = warpgroup_mma(room.k_s[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
+        P = begin_reads(room, stage, kind)
     if DELTA and not WIDE:
         for tk in gl.static_range(NK):
             y = warpgroup_mma(left[tk], room.k_s[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
@@ -178,16 +203,7 @@ def walk_chunk(
             out = warpgroup_mma(left[tk], room.q_s[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
 
     if OUTPUT and not DELTA:
-        P = warpgroup_mma_wait(0 if WIDE else NK, deps=[P])
-        i = gl.arange(0, 64, COLUMNS)[None, :]
-        j = gl.arange(0, 64, ROWS)[:, None]
-        if DECAY != "none":
-            # where a token is not seen this may be no number
-            G_i = room.before_s.index(stage).load(COLUMNS) if EARLY else room.G_s.index(stage).load(COLUMNS)
-            P *= gl.exp2(G_i[None, :] - room.G_s.index(stage).load(ROWS)[:, None])
-        P_s.index(0).store(narrow(gl.where(j + (1 if kind.READ_EARLY else 0) <= i, P * scale, 0.0), dtype))
-        fence_async_shared()
-        barrier()
+        put_reads(P, 0 if WIDE else NK, P_s, room, stage, scale, kind)
     if WIDE:
         y, out = read_by_tiles(S, room, state_s, stage, kind)
     if not OUTPUT:
@@ -372,7 +388,7 @@ def hopper_scan_kernel(
             [
                 (walk, (memory, scale, room, P_s[0], tiles[0], states_s[0], stand, 0, kind)),
                 (walk, (memory, scale, room, P_s[1], tiles[1], states_s[1], stand, 1, kind)),
-                (copy_chunks, (q, k, v, gates, squares, room, slot, stand, kind)),
+                (copy_chunks, (q, k, v, gates, squares, room, slot, stand, kind, False)),
             ],
             [4, 4],
             [240, 24] if NK > 3 else [232, 40],

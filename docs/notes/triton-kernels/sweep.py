@@ -14,6 +14,7 @@ WIDTHS = (
     (16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (72, 104), (104, 40), (128, 32), (128, 64), (128, 128),
     (128, 256), (192, 384), (200, 400), (256, 256),
 )  # fmt: skip
+AS_SCAN = {"BV": 128, "TILED": False, "maxnreg": 168}
 OF_GRADIENTS = {"module": "gradients", "kernel": "gradients_kernel"}
 
 
@@ -92,12 +93,14 @@ def for_hopper(common, every):
         hopper = common | {"UNIT": every, "ERASE_EARLY": erase_early, "READ_EARLY": read_early, "stages": 1}
         yield hopper | {"module": "gradients_hopper", "kernel": "hopper_gradients_kernel", "BV": 64, "BK": 64}
         if V > 32 and not erase_early:
-            scan = hopper | {"module": "scan_hopper", "kernel": "hopper_scan_kernel", "STATE": True}
-            scan |= {"BV": 128, "TILED": False, "maxnreg": 168}
+            scan = hopper | AS_SCAN | {"module": "scan_hopper", "kernel": "hopper_scan_kernel", "STATE": True}
             for more in ({"EVERY": every}, {"EVERY": 0}, {"EVERY": every, "SPLIT": 32}):
                 yield scan | {"MODE": "output"} | more
             if not read_early:
                 yield scan | {"MODE": "replay", "EVERY": every, "SPLIT": 16}
+            reverse = hopper | AS_SCAN | {"module": "reverse_hopper", "kernel": "hopper_reverse_kernel"}
+            for split, shared in product((0, 32), (True, False) if delta else (False,)):
+                yield reverse | {"SPLIT": split, "SHARED": shared}
         if 64 < K <= 128 and V > 32 and (V <= 128 or V % 128 == 0):
             hopper |= {"warps": 8, "maxnreg": 168}
             walk = hopper | {"module": "walk_hopper", "kernel": "hopper_walk_kernel"}
