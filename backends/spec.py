@@ -115,6 +115,10 @@ class UpdateSpec(BaseModel):
         """What the lowered decay varies over in one token; "fixed" may be either and is told by its tensor."""
         return "channel" if self.decay in ("channel", "rate") else "none" if self.decay == "none" else "head"
 
+    def scale_of(self, K: int) -> float:
+        """The factor on the output, as a number, of keys of width K."""
+        return K**-0.5 if self.scale is None else self.scale
+
     def spectrum(self) -> Spectrum:
         """State the interval of the erased direction's eigenvalue, decay left out, and when it holds.
 

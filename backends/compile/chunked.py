@@ -93,7 +93,7 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
         return None if tensor is None else (tensor if n == 1 else tensor.flatten(2, 3)).to(dtype)
 
     chunks = _Chunks(
-        q=(K**-0.5 if spec.scale is None else spec.scale) * x.q.to(dtype),
+        q=spec.scale_of(K) * x.q.to(dtype),
         k=_given(micro(x.k)),
         u=_given(micro(value if write is None else _scaled(value, write))),
         e=micro(x.erase_key),

@@ -62,7 +62,7 @@ def element_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     v = x.v.to(dtype)
     if write is not None:
         v = v * (write if write.dim() == v.dim() else write.unsqueeze(-1))
-    scale = K**-0.5 if spec.scale is None else spec.scale
+    scale = spec.scale_of(K)
     decay = None
     if spec.decay not in ("none", "rate"):
         decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)

@@ -53,7 +53,7 @@ def token_update(spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
             key = e[m] if erases[m] is None else e[m] * _column(erases[m], v[m])
             value = value - _read(previous if spec.erase_from == "previous" else S, key)
         S = S + k[m].unsqueeze(-1) * value.unsqueeze(-2)
-    scale = K**-0.5 if spec.scale is None else spec.scale
+    scale = spec.scale_of(K)
     o = _read(before if spec.read == "before" else S, scale * inputs.q.to(dtype)[:, 0].unsqueeze(2))
     return UpdateOutput(rearrange(o, "b h g v -> b 1 (h g) v").to(inputs.v.dtype), S.flatten(1, 2))
 

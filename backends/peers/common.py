@@ -51,11 +51,6 @@ def unusual(spec: UpdateSpec, meta: UpdateMeta, dtypes: Sequence[torch.dtype] = 
     )
 
 
-def scale_of(spec: UpdateSpec, inputs: UpdateInputs) -> float:
-    """The scale as a number."""
-    return float(inputs.q.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
-
-
 def strength(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:
     """The one strength of erase and write [B, T, HV], as it was given where nothing is to be done; None is 1."""
     if spec.reparam == "none" and spec.negative_eigenvalues == "off":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.peers.common import decay_of, missing, ones, refused, scale_of, strength, unusual
+from deltazoo.backends.peers.common import decay_of, missing, ones, refused, strength, unusual
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -39,7 +39,7 @@ class FlaBackend(Backend):
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         q, k, v, cu = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
-        beta, scale = strength(spec, inputs), scale_of(spec, inputs)
+        beta, scale = strength(spec, inputs), spec.scale_of(inputs.q.shape[-1])
         rest = {"scale": scale, "initial_state": inputs.state, "output_final_state": True, "cu_seqlens": cu}
         if spec.transition == "additive":
             run = _own("simple_gla", "chunk_simple_gla")
@@ -54,7 +54,7 @@ class FlaBackend(Backend):
         with torch.no_grad():
             q, k, v, beta = inputs.q, inputs.k, inputs.v, strength(spec, inputs)
             state = states if slots is None else states.index_select(0, slots)
-            rest = {"scale": scale_of(spec, inputs), "initial_state": state, "output_final_state": True}
+            rest = {"scale": spec.scale_of(inputs.q.shape[-1]), "initial_state": state, "output_final_state": True}
             if spec.transition == "additive":
                 run = _own("simple_gla", "fused_recurrent_simple_gla")
                 o, after = run(q, k, _written(v, beta), **_decay(spec, inputs), **rest)

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.peers.common import decay_of, missing, ones, refused, scale_of, strength, unusual
+from deltazoo.backends.peers.common import decay_of, missing, ones, refused, strength, unusual
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -33,7 +33,7 @@ class FlashQlaBackend(Backend):
         beta = strength(spec, inputs)
         o, state = import_module("flash_qla").chunk_gated_delta_rule(
             inputs.q, inputs.k, inputs.v, decay_of(spec, inputs), ones(inputs) if beta is None else beta,
-            scale=scale_of(spec, inputs), initial_state=inputs.state, output_final_state=True,
+            scale=spec.scale_of(inputs.q.shape[-1]), initial_state=inputs.state, output_final_state=True,
             cu_seqlens=inputs.cu_seqlens,
         )  # fmt: skip
         return UpdateOutput(o, state)

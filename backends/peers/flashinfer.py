@@ -8,7 +8,7 @@ from importlib import import_module
 import torch
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.peers.common import decay_of, missing, refused, scale_of, strength, unusual
+from deltazoo.backends.peers.common import decay_of, missing, refused, strength, unusual
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -48,7 +48,7 @@ class FlashInferBackend(Backend):
             q, k, v,
             g=None if decay is None else decay.exp().flatten(0, 1).contiguous(),
             beta=None if beta is None else beta.float().flatten(0, 1).contiguous(),
-            scale=scale_of(spec, inputs),
+            scale=spec.scale_of(inputs.q.shape[-1]),
             initial_state=None if inputs.state is None else inputs.state.transpose(-1, -2).contiguous(),
             output_final_state=True,
             cu_seqlens=bounds,

@@ -153,14 +153,13 @@ class TritonBackend(Backend):
             state=state,
             cu_seqlens=inputs.cu_seqlens,
         )
-        scale = K**-0.5 if spec.scale is None else spec.scale
         return operands, ScanKind(
             spec.transition == "delta",
             spec.erase_from == "previous",
             spec.read == "before",
             _keeps_roundings(spec),
             tied,
-            scale,
+            spec.scale_of(K),
             self.config,
         )
 

@@ -17,6 +17,7 @@ from deltazoo.backends.triton.conv import too_many_taps
 
 WIDEST_VALUE = 512
 _PUSHED = 256  # channels a program of what pushes shared ones
+_MANY = 4  # householders, whose keys take as many registers as a tile of 64 columns
 MOST_STEPS = 16  # micro-steps times tiles: the kernel has each by itself, and takes seconds to compile
 
 
@@ -31,11 +32,10 @@ class FusedLaunch(NamedTuple):
     registers: int = 0
 
 
-def launch_of(K: int, V: int) -> FusedLaunch:
-    """Tiles of 16 KB or so, two of which stay in the registers of few warps, and at most eight of a head."""
-    BK = power_of_two(K)
-    tile = min(power_of_two(V), max(16, min(4096 // BK, 64), power_of_two(V) // 8))
-    return FusedLaunch(tile, max(1, min(8, BK * tile // 1024)))
+def launch_of(K: int, V: int, householders: int = 1) -> FusedLaunch:
+    """Tiles of 64 columns, two of which stay in registers, or of 32 where many keys do, too; a warp 32 keys."""
+    tile = 64 if householders < _MANY else 32
+    return FusedLaunch(min(tile, power_of_two(V)), max(1, min(8, power_of_two(K) // 32)))
 
 
 def unsupported(step: FusedStep) -> list[str]:
@@ -46,11 +46,10 @@ def unsupported(step: FusedStep) -> list[str]:
     reasons += too_many_taps(step.taps)
     if step.V > WIDEST_VALUE:
         reasons.append(f"V must be at most {WIDEST_VALUE} in a fused step, got {step.V}.")
-    n, tiles = step.spec.householders, cdiv(step.V, launch_of(step.K, step.V).tile)
-    if n * tiles > MOST_STEPS:
-        reasons.append(
-            f"householders must be at most {MOST_STEPS // tiles} in a fused step with V = {step.V}, got {n}."
-        )
+    n = step.spec.householders
+    most = max(m for m in range(n + 1) if m * cdiv(step.V, launch_of(step.K, step.V, m).tile) <= MOST_STEPS)
+    if n > most:
+        reasons.append(f"householders must be at most {most} in a fused step with V = {step.V}, got {n}.")
     units = [part.unit for part in step.parts]
     if any(size not in (0, step.K) for size in units[:2]) or any(units[2:]):
         reasons.append(f"heads of q and k alone, of K = {step.K} channels, may have a norm, got {units}.")
@@ -96,7 +95,7 @@ class StepKind(NamedTuple):
             reparam=spec.reparam,
             norm=step.norm,
             gate=step.gate,
-            scale=step.K**-0.5 if spec.scale is None else spec.scale,
+            scale=spec.scale_of(step.K),
             erase_by=1.0 if spec.negative_eigenvalues == "off" else 2.0,
             write_by=2.0 if spec.negative_eigenvalues == "both" else 1.0,
             top=step.top,
@@ -146,7 +145,7 @@ def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kin
     (B, _, C), (_, HV, K, V), H = x.qkv.shape, states.shape, kind.heads
     n = (C - H * K) // (H * K + HV * V)
     W = 0 if x.weight is None else x.weight.shape[1]
-    launch = launch_of(K, V)
+    launch = launch_of(K, V, n)
     constants = {
         "X_ROW": x.qkv.stride(0), "BETA_ROW": _apart(x.beta), "DECAY_ROW": _apart(x.decay), "GATE_ROW": _apart(x.gate),
         "H": H, "HV": HV, "K": K, "V": V, "BK": power_of_two(K), "PV": power_of_two(V), "BV": launch.tile, "STEPS": n,

@@ -6,6 +6,8 @@ H key heads, HV value heads, K key width, V value width
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.kernels.micro_step import micro_step
+
 
 @triton.jit
 def decode_kernel(
@@ -37,28 +39,23 @@ def decode_kernel(
     q_k = tl.load(q + (row * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
     if READ_EARLY:
         out = tl.sum(S * q_k[:, None], 0)
+    fade = 1.0
+    if DECAY == "head":
+        fade = tl.exp(tl.load(log_decay + row * HV + hv))
+    if DECAY == "fixed":
+        fade = tl.exp(tl.load(log_decay + hv))
     for m in tl.static_range(STEPS):
         step = row * STEPS + m
         k_k = tl.load(k + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
         u = tl.load(v + (step * HV + hv) * V + vs, mask=in_v, other=0.0).to(tl.float32)
         if WRITE:
             u *= tl.load(w + step * HV + hv).to(tl.float32)
-        if DELTA:
-            e_k = k_k
-            if OWN:
-                e_k = tl.load(e + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
-            if ERASE:
-                e_k *= tl.load(b + step * HV + hv).to(tl.float32)
-            if ERASE_EARLY:
-                u -= tl.sum(S * e_k[:, None], 0)
-        if m == 0:
-            if DECAY == "head":
-                S *= tl.exp(tl.load(log_decay + row * HV + hv))
-            if DECAY == "fixed":
-                S *= tl.exp(tl.load(log_decay + hv))
-        if DELTA and not ERASE_EARLY:
-            u -= tl.sum(S * e_k[:, None], 0)
-        S += k_k[:, None] * u[None, :]
+        e_k = k_k
+        if OWN:
+            e_k = tl.load(e + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
+        if ERASE:
+            e_k *= tl.load(b + step * HV + hv).to(tl.float32)
+        S = micro_step(S, k_k, e_k, u, fade, DECAY != "none" and m == 0, DELTA, ERASE_EARLY)
     tl.store(at, S, mask=here)
     if not READ_EARLY:
         out = tl.sum(S * q_k[:, None], 0)

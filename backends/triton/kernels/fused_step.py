@@ -7,6 +7,8 @@ history has W - 1 rows of channels. H key heads, HV value heads, K key width, V 
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.kernels.micro_step import micro_step
+
 
 @triton.jit
 def load_taps(x, history, channel, inside, C: tl.constexpr, W: tl.constexpr):
@@ -191,6 +193,7 @@ def fused_step_kernel(
         writes = writes + (strength * WRITE_BY,)
     if OWN:
         q -= tl.load(correction + h).to(tl.float32) * keys[STEPS - 1]
+    fade = 1.0
     if DECAY:
         raw = tl.load(decay + row * DECAY_ROW + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
         rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
@@ -216,13 +219,7 @@ def fused_step_kernel(
             u = v * writes[m]
             if WRITES:
                 u *= dt
-            if DELTA and ERASE_EARLY:
-                u -= tl.sum(S * erases[m][:, None], 0)
-            if DECAY and m == 0:
-                S *= fade
-            if DELTA and not ERASE_EARLY:
-                u -= tl.sum(S * erases[m][:, None], 0)
-            S += keys[m][:, None] * u[None, :]
+            S = micro_step(S, keys[m], erases[m], u, fade, DECAY and m == 0, DELTA, ERASE_EARLY)
         tl.store(at + vs[None, :], S, mask=in_k[:, None] & in_v[None, :])
         if not READ_EARLY:
             out = tl.sum(S * q[:, None], 0)
