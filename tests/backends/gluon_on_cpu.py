@@ -99,7 +99,8 @@ class Array:
         return bool(self.x)
 
     def _moved(self, other, sign):
-        return Array(self.x + sign * raw(other) * self.pointer.element_ty.itemsize, self.pointer)
+        steps = torch.as_tensor(raw(other)).to(torch.int64)  # an address without dimensions would become an int32
+        return Array(self.x + sign * steps * self.pointer.element_ty.itemsize, self.pointer)
 
     def __add__(self, other):
         return self._moved(other, 1) if self.pointer else Array(self.x + raw(other))

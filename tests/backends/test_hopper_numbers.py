@@ -134,3 +134,11 @@ def test_the_stand_in_tells_what_is_wrong(monkeypatch, wrong):
     shape = Shape("of more chunks than buffers", 1, 300, 1, 1, 128, 128)
     with pytest.raises(AssertionError, match=told):
         conforms(TritonBackend(LaunchConfig(every=2, **SCANS)), Case(SPECS["gated delta"], shape, torch.float16))
+
+
+@pytest.mark.parametrize("address", [2**31 - 8, 2**47 - 8])
+def test_an_address_has_64_bits_whatever_is_added(address):
+    at = gluon_on_cpu.Array(address, gluon_on_cpu.Pointer(gluon_on_cpu.DTYPES["float16"]))
+    steps = gluon_on_cpu.Array(torch.tensor([0, 4, 8], dtype=torch.int32))
+    assert (at + steps).x.tolist() == [address, address + 8, address + 16]
+    assert (at - steps).x.tolist() == [address, address - 8, address - 16]
