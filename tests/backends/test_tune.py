@@ -10,7 +10,7 @@ from tune_cases import FORWARD, GATED, LONG, PACK, T900, TOKEN, FakeRunner, by_k
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.config import HOPPER_WIDTHS, Launch, LaunchConfig, heuristic
+from deltazoo.backends.triton.config import Launch, LaunchConfig, heuristic
 from deltazoo.backends.triton.table import configured, key_of, read_table
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
 from deltazoo.backends.tuning.measure import CudaRunner, checks_of
@@ -221,7 +221,7 @@ def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes()
     assert heuristic(few._replace(K=32), hopper).scan.hopper
     assert heuristic(few._replace(delta=False), hopper).reverse.hopper
     wide = heuristic(few._replace(K=200, V=400), hopper)
-    assert all(getattr(wide, kernel).hopper for kernel in HOPPER_WIDTHS)
+    assert all(getattr(wide, kernel).hopper for kernel in ("prepare", "scan", "replay", "gradients"))
 
 
 def test_a_long_sequence_is_split_where_its_heads_and_tiles_of_values_are_few():
@@ -232,9 +232,15 @@ def test_a_long_sequence_is_split_where_its_heads_and_tiles_of_values_are_few():
     assert heuristic(problem._replace(V=512, HV=1, H=1), h200).split == 16
 
 
-@pytest.mark.parametrize("kernel", ["scan", "replay"])
-def test_the_kernel_for_a_hopper_gpu_is_tried_where_the_heuristic_does_not_take_it(kernel):
-    hopper, problem = T900._replace(hopper=True), problem_of(PACK, "scan")._replace(V=64, delta=False)
+FEW_VALUES, WIDTHS = {"V": 64, "delta": False}, ({"V": 136}, {"K": 64}, {"K": 136})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "asked"),
+    [("scan", FEW_VALUES), ("replay", FEW_VALUES), *(("reverse", asked) for asked in WIDTHS)],
+)
+def test_the_kernel_for_a_hopper_gpu_is_tried_where_the_heuristic_does_not_take_it(kernel, asked):
+    hopper, problem = T900._replace(hopper=True), problem_of(PACK, "scan")._replace(**asked)
     assert not getattr(heuristic(problem, hopper), kernel).hopper
     assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
 
