@@ -20,6 +20,7 @@ from deltazoo.backends.conformance.detours import (
     Traced,
     WithRepeatedHeads,
 )
+from deltazoo.backends.conformance.fused import compare_step
 from deltazoo.backends.conformance.isolation import heads_do_not_leak, sequences_do_not_leak, the_future_does_not_leak
 from deltazoo.backends.dispatch import bind, resolve
 from deltazoo.backends.lowering import log_decay
@@ -44,6 +45,11 @@ def steps_equal_the_whole(backend: str | Backend, case: Case, device: Device = "
     report = compare(steps, dense(case), grad=False, device=device)
     wrong = ["step_ must write to the slots of its rows only, and wrote to another"] if steps.trespassed else []
     return report._replace(failures=report.failures + wrong)
+
+
+def a_fused_step_is_its_lines(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """`fused_step_`, where it is taken, is the lines of `FusedStep`, in the slots of its rows alone."""
+    return compare_step(backend, case, device)
 
 
 def packing_equals_separate_runs(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
@@ -155,6 +161,7 @@ PROPERTIES: tuple[Property, ...] = (
     refusals_are_sentences,
     segments_equal_the_whole,
     steps_equal_the_whole,
+    a_fused_step_is_its_lines,
     packing_equals_separate_runs,
     grouped_heads_equal_repeated_heads,
     one_graph_gives_the_same_numbers,

@@ -32,7 +32,7 @@ class TritonBackend(Backend):
     operands in 16 bits (`Launch.hopper`), which Triton's interpreter does not run.
 
     A decode step of a mixer with its convolution, norms and gates is one kernel (`backends/fused_step.py`): two where
-    value heads share the key heads of a convolution; its launch follows from its sizes, and no config changes it.
+    value heads share the key heads of a convolution.
 
     The short convolution of a mixer has kernels too, up to 8 taps and heads of 1024 channels; that of a single token is
     left to plain torch, which fuses it with what stands around it.
@@ -96,7 +96,7 @@ class TritonBackend(Backend):
     def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
-            return fused.fused_step_(step, inputs, states, slots)
+            return fused.fused_step_(step, inputs, states, slots, self.config)
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
         reasons = self._tensors_unsupported(meta.device, meta.dtype) + conv.too_many_taps(meta.taps)

@@ -15,7 +15,8 @@ class Launch(BaseModel):
     """How one kernel is launched.
 
     Args:
-        tile: value columns a program (prepare: the block from which on the inverse works on whole chunks).
+        tile: value columns a program (prepare: the block from which on the inverse works on whole chunks; fused_step:
+            at a time, of all that a program has).
         warps: of 32 threads; stages: of the software pipeline.
         keys: key columns a program, a power of two from 32 on (gradients alone; else 0, all of them); 128 bytes of them
             at least are taken, see `least_keys`.
@@ -40,6 +41,13 @@ class Launch(BaseModel):
     def _products_that_are_compiled_right(self) -> Self:
         if self.keys and (self.keys < 32 or self.keys & (self.keys - 1)):
             raise ValueError(f"keys must be 0 or a power of two from 32 on, got {self.keys}")
+        return self
+
+    @model_validator(mode="after")
+    def _powers_of_two(self) -> Self:
+        for name, number in (("tile", self.tile), ("warps", self.warps)):
+            if number & (number - 1):
+                raise ValueError(f"{name} must be a power of two, got {number}")
         return self
 
     @model_validator(mode="after")
@@ -70,6 +78,7 @@ class LaunchConfig(BaseModel):
     reverse: Launch = Launch(tile=64)
     gradients: Launch = Launch(tile=64, keys=64)
     decode: Launch = Launch(tile=64, warps=4, stages=1)
+    fused_step: Launch = Launch(tile=64, warps=4, stages=1)
 
     @model_validator(mode="after")
     def _parts_begin_at_checkpoints(self) -> Self:
@@ -257,6 +266,8 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
         scratch=2**29 if split else LaunchConfig().scratch,
         **chosen,
         decode=Launch(tile=16, warps=2, stages=1) if alone else Launch(tile=64, warps=4, stages=1),
+        # a warp 32 keys, so that two tiles stay in registers
+        fused_step=Launch(tile=64, warps=max(1, min(8, power_of_two(problem.K) // 32)), stages=1),
     )
 
 

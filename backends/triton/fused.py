@@ -11,31 +11,34 @@ from torch import Tensor
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.operator import operator, written
 from deltazoo.backends.short_conv import EPS
-from deltazoo.backends.triton.ahead import compiled_ahead
-from deltazoo.backends.triton.config import cdiv, power_of_two, warps_apart
+from deltazoo.backends.triton.ahead import compiled_ahead, device_of
+from deltazoo.backends.triton.config import (
+    Launch,
+    Problem,
+    cdiv,
+    launch_config,
+    parse,
+    power_of_two,
+    warps_apart,
+)
 from deltazoo.backends.triton.conv import too_many_taps
 
 WIDEST_VALUE = 512
 _PUSHED = 256  # channels a program of what pushes shared ones
 _MANY = 4  # householders, whose keys take as many registers as a tile of 64 columns
-MOST_STEPS = 16  # micro-steps times tiles: the kernel has each by itself, and takes seconds to compile
+_MOST_STEPS = 16  # micro-steps times tiles: the kernel has each by itself, and takes seconds to compile
 
 
-class FusedLaunch(NamedTuple):
-    """A program takes `tile` columns of a head's state at a time.
-
-    registers: the most that a thread may have; 0: as many as it takes.
-    """
-
-    tile: int
-    warps: int
-    registers: int = 0
+def _widest_tile(householders: int) -> int:
+    """The columns beside which the keys of so many householders have room in registers."""
+    return 64 if householders < _MANY else 32
 
 
-def launch_of(K: int, V: int, householders: int = 1) -> FusedLaunch:
-    """Tiles of 64 columns, two of which stay in registers, or of 32 where many keys do, too; a warp 32 keys."""
-    tile = 64 if householders < _MANY else 32
-    return FusedLaunch(min(tile, power_of_two(V)), max(1, min(8, power_of_two(K) // 32)))
+def _tile(launch: Launch, V: int, householders: int) -> int:
+    """The columns that a launch takes at a time: no more than there are or than have room beside many keys, and no
+    fewer than the kernel has tiles for."""
+    most = launch.tile if householders < _MANY else min(launch.tile, _widest_tile(householders))
+    return max(min(most, power_of_two(V)), power_of_two(cdiv(householders * V, _MOST_STEPS)))
 
 
 def unsupported(step: FusedStep) -> list[str]:
@@ -47,7 +50,7 @@ def unsupported(step: FusedStep) -> list[str]:
     if step.V > WIDEST_VALUE:
         reasons.append(f"V must be at most {WIDEST_VALUE} in a fused step, got {step.V}.")
     n = step.spec.householders
-    most = max(m for m in range(n + 1) if m * cdiv(step.V, launch_of(step.K, step.V, m).tile) <= MOST_STEPS)
+    most = max(m for m in range(n + 1) if m * cdiv(step.V, _widest_tile(m)) <= _MOST_STEPS)
     if n > most:
         reasons.append(f"householders must be at most {most} in a fused step with V = {step.V}, got {n}.")
     units = [part.unit for part in step.parts]
@@ -112,17 +115,20 @@ _INPUTS = (
 _KIND = (
     "int heads, bool[] silu, bool[] unit, bool delta, bool erase_early, bool read_early, bool writes, bool gate_first, "
     "str reparam, str norm, str gate_by, float scale, float erase_by, float write_by, float top, float eps, "
-    "float? bound"
+    "float? bound, str config"
 )
 
 
-def fused_step_(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
-    """Run the kernel; `inputs.history` and `states` change in place. Returns o [B, 1, HV, V]."""
-    return _fused_op(*inputs, states, slots, *StepKind.of(step))
+def fused_step_(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None, config: str = "") -> Tensor:
+    """Run the kernel; `inputs.history` and `states` change in place. Returns o [B, 1, HV, V].
+
+    Args: config: a launch config as JSON; "" is the tables', else the heuristic's.
+    """
+    return _fused_op(*inputs, states, slots, *StepKind.of(step), config)
 
 
 def _fused_impl(*arguments: Any) -> Tensor:
-    inputs, (states, slots), kind = FusedInputs(*arguments[:14]), arguments[14:16], StepKind(*arguments[16:])
+    inputs, (states, slots), kind = FusedInputs(*arguments[:14]), arguments[14:16], StepKind(*arguments[16:-1])
     spread = ("qkv", "beta", "decay", "gate")  # their rows may lie apart, as those of a product of several maps
     x = FusedInputs(**{
         name: t if t is None or (name in spread and t.stride(2) == 1) else t.contiguous()
@@ -131,24 +137,25 @@ def _fused_impl(*arguments: Any) -> Tensor:
     o = x.qkv.new_empty(x.qkv.shape[0], 1, states.shape[1], states.shape[3])
     stepped = states.contiguous()
     with torch.cuda.device_of(x.qkv):
-        _launch(x, stepped, None if slots is None else slots.contiguous(), o, kind)
+        _launch(x, stepped, None if slots is None else slots.contiguous(), o, kind, arguments[-1])
     written(states, stepped)
     if inputs.history is not None and x.history is not None:
         written(inputs.history, x.history)
     return o
 
 
-def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kind: StepKind) -> None:
+def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kind: StepKind, config: str) -> None:
     from deltazoo.backends.triton.kernels.fused_step import fused_step_kernel, push_kernel
     from deltazoo.backends.triton.run import launcher
 
     (B, _, C), (_, HV, K, V), H = x.qkv.shape, states.shape, kind.heads
     n = (C - H * K) // (H * K + HV * V)
     W = 0 if x.weight is None else x.weight.shape[1]
-    launch = launch_of(K, V, n)
+    launch = _resolve(x, states, kind, config)
+    tile = _tile(launch, V, n)
     constants = {
         "X_ROW": x.qkv.stride(0), "BETA_ROW": _apart(x.beta), "DECAY_ROW": _apart(x.decay), "GATE_ROW": _apart(x.gate),
-        "H": H, "HV": HV, "K": K, "V": V, "BK": power_of_two(K), "PV": power_of_two(V), "BV": launch.tile, "STEPS": n,
+        "H": H, "HV": HV, "K": K, "V": V, "BK": power_of_two(K), "PV": power_of_two(V), "BV": tile, "STEPS": n,
         "W": W, "BIAS": x.bias is not None, "SILU_Q": kind.silu[0], "SILU_K": kind.silu[1], "SILU_V": kind.silu[2],
         "UNIT_Q": kind.unit[0], "UNIT_K": kind.unit[1], "UNIT_EPS": EPS, "BETA": x.beta is not None, "TOP": kind.top,
         "DECAY": x.decay is not None, "BOUND": kind.bound, "WRITES": kind.writes, "DELTA": kind.delta,
@@ -157,18 +164,27 @@ def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kin
         "EACH": x.norm_weight is not None and x.norm_weight.numel() != V, "NORM_BIAS": x.norm_bias is not None,
         "EPS": kind.eps, "GATE": kind.gate, "GATE_FIRST": kind.gate_first, "SLOTS": slots is not None,
     }  # fmt: skip
-    warps = warps_apart(launch.warps, power_of_two(K) * launch.tile)
+    warps = warps_apart(launch.warps, power_of_two(K) * tile)
     tensors = (*x, states, slots, o)
     names = fused_step_kernel.arg_names[len(tensors) + 1 :]
     ordered = [constants[name] for name in names]
-    step = launcher(fused_step_kernel, tensors, ordered, warps, registers=launch.registers or None)
-    step(B * HV, kind.scale)
+    launcher(fused_step_kernel, tensors, ordered, warps)(B * HV, kind.scale)
     if H < HV and W > 1:
         shared = (1 + n) * H * K
         push = launcher(
             push_kernel, (x.qkv, x.history, slots), (x.qkv.stride(0), C, shared, W, _PUSHED, slots is not None)
         )
         push(B * cdiv(shared, _PUSHED))
+
+
+def _resolve(x: FusedInputs, states: Tensor, kind: StepKind, config: str) -> Launch:
+    """The launch of the config that was given as JSON, or of the one for these sizes on this device."""
+    if config:
+        return parse(config).fused_step
+    B, (_, HV, K, V), device = x.qkv.shape[0], states.shape, device_of(x.qkv)
+    own, decayed = x.feedback is not None, x.decay is not None
+    problem = Problem(device.type, x.qkv.dtype, B, 1, kind.heads, HV, K, V, kind.delta, own, decayed, packed=False)
+    return launch_config(problem, device.index).fused_step
 
 
 def _fused_fake(*arguments: Any) -> Tensor:

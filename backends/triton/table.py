@@ -28,8 +28,9 @@ from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Proble
 _log = logging.getLogger("deltazoo")
 
 # as they are tuned: the reverse scan decides whether anything is launched for the two after it
-Kernel = Literal["split", "prepare", "scan", "reverse", "replay", "gradients", "decode"]
+Kernel = Literal["split", "prepare", "scan", "reverse", "replay", "gradients", "decode", "fused_step"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+STEPS: tuple[Kernel, ...] = ("decode", "fused_step")  # of one token: of the update, of a mixer
 
 # The files that a kernel's text stands in: a record holds while they say the same.
 _SCAN = ("scan_hopper", "scan_room", "states_hopper")
@@ -43,6 +44,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "prepare": ("prepare", "prepare_hopper", "ptx", "hopper", "squares", "layout"),
     "gradients": ("gradients", "gradients_hopper", "hopper", "layout"),
     "decode": ("decode", "micro_step"),
+    "fused_step": ("fused_step", "micro_step"),
 }
 
 _MOST_PROGRAMS, _MOST_CHUNKS = 256, 1024  # beyond these a device is full, and a class is one
@@ -98,7 +100,7 @@ def key_of(kernel: Kernel, problem: Problem, split: int) -> Key:
         "reverse": rows * (-(-chunks // split) if split else 1),
     }.get(kernel, rows)
     kind = (problem.delta, problem.own, problem.decayed, problem.packed, problem.precise)
-    parts = bool(split) and kernel not in ("split", "decode")
+    parts = bool(split) and kernel not in ("split", *STEPS)
     return Key(
         kernel, str(problem.dtype).removeprefix("torch."), problem.K, problem.V, problem.HV // problem.H, *kind, parts,
         _rounded(programs, _MOST_PROGRAMS), _rounded(chunks, _MOST_CHUNKS) if kernel == "split" else 0,

@@ -25,7 +25,7 @@ from deltazoo.backends.triton.config import (
     may_replay,
     power_of_two,
 )
-from deltazoo.backends.triton.table import Kernel
+from deltazoo.backends.triton.table import STEPS, Kernel
 
 _STATE_LIKE = ("log_decay", "step", "rate")
 
@@ -41,11 +41,11 @@ class Target(NamedTuple):
 def problem_of(target: Target, kernel: Kernel, device: str = "cuda") -> Problem:
     """The problem that the backend will look up for a target."""
     spec, shape, dtype = target
-    x, kind = TritonBackend()._operands(spec, blank(target, kernel, torch.device("meta")), padded=kernel != "decode")
-    if kernel == "decode":
+    x, kind = TritonBackend()._operands(spec, blank(target, kernel, torch.device("meta")), padded=kernel not in STEPS)
+    if kernel in STEPS:
         return Problem(
             device, dtype, shape.sequences, 1, shape.H, shape.HV, shape.K, shape.V, kind.delta, x.e is not None,
-            spec.decay != "none", False, kind.precise,
+            spec.decay != "none", False, kind.precise and kernel == "decode",
         )  # fmt: skip
     if kind.precise and dtype == torch.float16:  # which the backend then widens
         dtype = torch.float32
@@ -56,10 +56,9 @@ def problem_of(target: Target, kernel: Kernel, device: str = "cuda") -> Problem:
 
 
 def blank(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
-    """The operands of a target, all zero, with an initial state; each sequence a row of one token for "decode"."""
+    """The operands of a target, all zero, with an initial state; each sequence a row of one token for a step."""
     spec, shape, dtype = target
-    decode = kernel == "decode"
-    B, T, lengths = (shape.sequences, 1, ()) if decode else (shape.B, shape.T, shape.lengths)
+    B, T, lengths = (shape.sequences, 1, ()) if kernel in STEPS else (shape.B, shape.T, shape.lengths)
     operands = {
         name: torch.zeros(sizes, dtype=state_dtype(dtype) if name in _STATE_LIKE else dtype, device=device)
         for name, sizes in spec.operands(B, T, *shape[3:7]).items()
@@ -107,12 +106,14 @@ _QUICK: dict[str, list[tuple[int, ...]]] = {
     "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
     "gradients": [(64, 4, 1, 64), (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 2, 64), (128, 4, 1, 64), (64, 8, 2, 128)],
     "decode": [(16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
+    "fused_step": [(32, 2, 1), (32, 4, 1), (64, 2, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1)],
 }  # fmt: skip
 _FULL: dict[str, tuple[tuple[int, ...], ...]] = {
     "prepare": ((16, 32, 64), (2, 4, 8), (1, 2)),
     "scan": ((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)),
     "gradients": ((32, 64, 128), (4, 8), (1, 2, 3), (32, 64, 128)),
     "decode": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
+    "fused_step": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
 }
 
 

@@ -10,13 +10,13 @@ import multiprocessing
 import os
 import queue
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +24,17 @@ from torch import Tensor
 from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime, draw
 from deltazoo.backends.conformance.compare import Cotangents, draw_cotangents, exact, limit, relative_error, run
-from deltazoo.backends.dispatch import bind
+from deltazoo.backends.conformance.fused import FusedOperands, draw_step, exact_step, usual_step
+from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.environment import Environment, environment, usable_device
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.timing import Call, captured, in_turns
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig, device_of, parse
-from deltazoo.backends.triton.table import Kernel, key_of
+from deltazoo.backends.triton.table import STEPS, Kernel, key_of
 from deltazoo.backends.tuning.candidates import Target, blank, problem_of
-from deltazoo.backends.tuning.tune import Runner, Step
+from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner, Step
 from deltazoo.backends.work import Direction, Work
 
 _PATIENCE = 240.0  # seconds for one check, compilation included
@@ -64,7 +65,7 @@ class CudaRunner(Runner):
             self._free.put(_Worker(self.on))
         self._folder = tempfile.TemporaryDirectory(prefix="deltazoo-tune-")
         self._verdicts: dict[tuple[object, ...], str] = {}
-        self._exact: dict[Case, Path] = {}
+        self._exact: dict[tuple[Case, bool], Path] = {}
         self._bench: _Bench | None = None
 
     def environment(self) -> Environment:
@@ -105,10 +106,11 @@ class CudaRunner(Runner):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def time(self, target: Target, direction: Direction, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
-        if self._bench is None or (self._bench.target, self._bench.direction) != (target, direction):
+    def time(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
+        timed = kernel if kernel == "fused_step" else DIRECTION_OF[kernel]
+        if self._bench is None or (self._bench.target, self._bench.timed) != (target, timed):
             self._bench = None
-            self._bench = _Bench(target, direction, self.on)
+            self._bench = _Bench(target, timed, self.on)
         return self._bench.time(configs, rounds)
 
     def close(self) -> None:
@@ -119,11 +121,12 @@ class CudaRunner(Runner):
 
     def _job(self, target: Target, kernel: Kernel, config: LaunchConfig) -> "_Job":
         at, cases = checks_of(target, kernel, config, self.regimes)
+        fuses = kernel == "fused_step"
         for case in cases:
-            if case not in self._exact:
-                self._exact[case] = Path(self._folder.name) / f"{len(self._exact)}.pt"
-                torch.save(_answers(case, kernel == "decode", self.on), self._exact[case])
-        files = [(case, str(self._exact[case])) for case in cases]
+            if (case, fuses) not in self._exact:
+                self._exact[case, fuses] = Path(self._folder.name) / f"{len(self._exact)}.pt"
+                torch.save(_answers(case, kernel, self.on), self._exact[case, fuses])
+        files = [(case, str(self._exact[case, fuses])) for case in cases]
         return _Job(target, kernel, at.model_dump_json(), config.model_dump_json(), files)
 
     def _ask(self, job: "_Job") -> str:
@@ -143,7 +146,7 @@ def checks_of(
     at checkpoints; a T that is no multiple of a chunk, and packed sequences, one empty, where the target is packed.
     """
     spec, shape, dtype = target
-    if kernel == "decode":
+    if kernel in STEPS:
         short = Shape("short", 3, 1, 2, 2 * shape.HV // shape.H, shape.K, shape.V)
         return config, [Case(spec, short, dtype)]
     split = config.split if kernel == "split" else min(config.split, LaunchConfig().every)
@@ -226,28 +229,41 @@ def _verdict(job: _Job, device: torch.device) -> str:
     """What is wrong with a config: "" where nothing is."""
     backend = TritonBackend(parse(job.checked))
     for case, path in job.cases:
-        inputs, cotangents, want, usual = torch.load(path, map_location=device, weights_only=False)
-        got = _computed(backend, case, inputs, cotangents, job.kernel == "decode")
+        given, cotangents, want, usual = torch.load(path, map_location=device, weights_only=False)
+        got = _computed(backend, case, given, cotangents)
         for name in want:
             error = relative_error(got[name], want[name], usual[name])
             if not error <= limit(case, name, device):
                 return f"{name} has relative RMS error {error:.1e}, above {limit(case, name, device):.0e}, on {case}"
-    inputs = blank(job.target, job.kernel, device)  # the target itself must run, and is compiled for the timing
-    cotangents = (torch.zeros_like(inputs.v), torch.zeros_like(inputs.state)) if inputs.state is not None else None
-    case = job.cases[0][0]
-    _computed(TritonBackend(parse(job.config)), case, inputs, cotangents, job.kernel == "decode")
-    del inputs, cotangents
+    _run_once(job, device)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return ""
 
 
+def _run_once(job: _Job, device: torch.device) -> None:
+    """The target itself must run, and is compiled for the timing."""
+    spec, shape, dtype = job.target
+    backend, case = TritonBackend(parse(job.config)), Case(spec, shape, dtype)
+    if job.kernel == "fused_step":
+        _computed(backend, case, draw_step(usual_step(spec, shape), (), shape.sequences, dtype, device), None)
+        return
+    inputs = blank(job.target, job.kernel, device)
+    assert inputs.state is not None
+    zeros = None if job.kernel == "decode" else (torch.zeros_like(inputs.v), torch.zeros_like(inputs.state))
+    _computed(backend, case, inputs, zeros)
+
+
 def _answers(
-    case: Case, decode: bool, device: torch.device
-) -> tuple[UpdateInputs, Cotangents | None, dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs, cotangents, what is right for them, and what is right on ordinary inputs."""
+    case: Case, kernel: Kernel, device: torch.device
+) -> tuple[UpdateInputs | FusedOperands, Cotangents | None, dict[str, Tensor], dict[str, Tensor]]:
+    """Operands, cotangents (none of a step), what is right for them, and what is right on ordinary inputs."""
+    if kernel == "fused_step":
+        given = draw_step(usual_step(case.spec, case.shape), (), case.shape.B, case.dtype, device, case.seed)
+        o, after = exact_step(usual_step(case.spec, case.shape), given)
+        return given, None, {"o": o, "state": after.states}, {"o": o, "state": after.states}
     inputs = draw(case, device)
-    cotangents = None if decode else draw_cotangents(case, inputs)
+    cotangents = None if kernel == "decode" else draw_cotangents(case, inputs)
     want = exact(case.spec, inputs, cotangents)
     usual = want
     if case.regime != "ordinary":
@@ -256,14 +272,18 @@ def _answers(
 
 
 def _computed(
-    backend: TritonBackend, case: Case, inputs: UpdateInputs, cotangents: Cotangents | None, decode: bool
+    backend: TritonBackend, case: Case, given: UpdateInputs | FusedOperands, cotangents: Cotangents | None
 ) -> dict[str, Tensor]:
-    if not decode:
-        return run(backend, case.spec, inputs, cotangents)
-    assert inputs.state is not None
-    states = inputs.state.clone()
+    bound = bind(case.spec, backend)
+    if isinstance(given, FusedOperands):
+        o = bound.fused_step_(usual_step(case.spec, case.shape), *given)
+        return {"o": o, "state": given.states}
+    if cotangents is not None:
+        return run(backend, case.spec, given, cotangents)
+    assert given.state is not None
+    states = given.state.clone()
     with torch.no_grad():
-        o = bind(case.spec, backend).step_(inputs._replace(state=None), states)
+        o = bound.step_(given._replace(state=None), states)
     return {"o": o, "state": states}
 
 
@@ -273,12 +293,24 @@ def _bytes(target: Target) -> int:
     return 6 * shape.B * shape.T * (shape.HV * (shape.V + shape.K) + 2 * shape.H * shape.K) + 2**30
 
 
-class _Bench:
-    """A target in one direction, with the captured graphs of the configs compared last."""
+class _FusedWork:
+    """A decode step of a mixer in one, around a target's spec."""
 
-    def __init__(self, target: Target, direction: Direction, device: torch.device) -> None:
-        self.target, self.direction, self.device = target, direction, device
-        self.work = Work(Case(target.spec, target.shape, target.dtype), direction, device)
+    def __init__(self, target: Target, device: torch.device) -> None:
+        self.step = usual_step(target.spec, target.shape)
+        self.given = draw_step(self.step, (), target.shape.sequences, target.dtype, device)
+
+    def call(self, bound: BoundUpdate) -> Callable[[], dict[str, Tensor]]:
+        return lambda: {"o": bound.fused_step_(self.step, *self.given)}
+
+
+class _Bench:
+    """A target in one direction, or in a step of a mixer, with the captured graphs of the configs compared last."""
+
+    def __init__(self, target: Target, timed: Direction | Literal["fused_step"], device: torch.device) -> None:
+        self.target, self.timed, self.device = target, timed, device
+        self.case = Case(target.spec, target.shape, target.dtype)
+        self.work = _FusedWork(target, device) if timed == "fused_step" else Work(self.case, timed, device)
         self.pool = torch.cuda.graph_pool_handle()
         self.replays: dict[LaunchConfig, Call] = {}
         self.first: dict[str, Tensor] | None = None
@@ -295,11 +327,11 @@ class _Bench:
     def _captured(self, config: LaunchConfig) -> bool:
         call = self.work.call(bind(self.target.spec, TritonBackend(config)))
         got = call()
-        if self.direction != "decode":  # whose states go on from call to call
+        if self.timed in ("forward", "backward"):  # in steps states go on from call to call
             if self.first is None:
                 self.first = {name: x.clone() for name, x in got.items()}
             for name, want in self.first.items():
-                if not relative_error(got[name], want.double(), want) <= 2 * limit(self.work.case, name, self.device):
+                if not relative_error(got[name], want.double(), want) <= 2 * limit(self.case, name, self.device):
                     return False
         del got
         self.replays[config] = captured(call, self.device, self.pool)

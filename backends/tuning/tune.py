@@ -15,9 +15,11 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deltazoo.backends.conformance.fused import usual_step
 from deltazoo.backends.environment import Environment
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
+from deltazoo.backends.triton import fused
 from deltazoo.backends.triton.config import Device, LaunchConfig
 from deltazoo.backends.triton.table import (
     KERNELS,
@@ -38,9 +40,9 @@ from deltazoo.backends.work import DIRECTIONS, Direction
 
 MARGIN = 1.01  # how much faster a candidate must be than the best so far
 _AHEAD = 4  # targets whose candidates are checked before the first is timed
-_DIRECTION_OF: dict[Kernel, Direction] = {
+DIRECTION_OF: dict[Kernel, Direction] = {
     "split": "backward", "prepare": "forward", "scan": "forward", "replay": "backward", "reverse": "backward",
-    "gradients": "backward", "decode": "decode",
+    "gradients": "backward", "decode": "decode", "fused_step": "decode",
 }  # fmt: skip
 
 
@@ -90,8 +92,8 @@ class Runner(ABC):
         """Run each config on the target with a short T, and compare with float64: "", or what is wrong."""
 
     @abstractmethod
-    def time(self, target: Target, direction: Direction, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
-        """The median seconds of each config, in turns."""
+    def time(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
+        """The median seconds of each config, in turns, of what the kernel is tuned for: its direction, or its step."""
 
     @abstractmethod
     def ahead(self, steps: "Sequence[Step]") -> None:
@@ -232,8 +234,10 @@ def plan(
 def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
     """The kernels that a target runs, in the order of tuning."""
     directions = {"decode"} & set(config.directions) if target.shape.T == 1 else set(config.directions)
-    found = [kernel for kernel in KERNELS if _DIRECTION_OF[kernel] in directions]
-    return found if target.spec.transition == "delta" or "prepare" not in found else _without(found, "prepare")
+    found = [kernel for kernel in KERNELS if DIRECTION_OF[kernel] in directions]
+    none = [] if target.spec.transition == "delta" else ["prepare"]
+    none += ["fused_step"] if fused.unsupported(usual_step(target.spec, target.shape)) else []
+    return [kernel for kernel in found if kernel not in none]
 
 
 def _step(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> Step:
@@ -300,8 +304,7 @@ class _Search:
         )  # fmt: skip
 
     def _time(self, configs: list[LaunchConfig]) -> list[float]:
-        direction = _DIRECTION_OF[self.step.kernel]
-        return self.runner.time(self.step.target, direction, configs, self.config.rounds)
+        return self.runner.time(self.step.target, self.step.kernel, configs, self.config.rounds)
 
 
 def _told(progress: Progress, done: int, total: int, note: str) -> None:
@@ -318,7 +321,3 @@ def _said(config: LaunchConfig, kernel: Kernel) -> str:
     if kernel == "split":
         return f"split={config.split}"
     return " ".join(f"{name}={value}" for name, value in getattr(config, kernel) if value)
-
-
-def _without(kernels: list[Kernel], name: Kernel) -> list[Kernel]:
-    return [kernel for kernel in kernels if kernel != name]

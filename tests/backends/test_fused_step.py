@@ -4,11 +4,11 @@ The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTER
 """
 
 import copy
+import re
 import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from assembly import disassemble
 from compiling import Compiler
 from torch import Tensor
@@ -20,6 +20,8 @@ from triton_cases import DEVICE, DTYPES, INTERPRETED, runs
 from deltazoo import UpdateSpec, bind, mixers, watch
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateInputs, UpdateMeta
+from deltazoo.backends.conformance import fused as conformance
+from deltazoo.backends.conformance.fused import FusedOperands, draw_step, exact_step
 from deltazoo.backends.dispatch import BoundUpdate
 from deltazoo.backends.errors import (
     DeviceError,
@@ -31,8 +33,13 @@ from deltazoo.backends.errors import (
 )
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv
-from deltazoo.backends.triton import TritonBackend, fused
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.short_conv import ConvPart
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, fused
+from deltazoo.backends.triton.config import power_of_two, warps_apart
+from deltazoo.backends.tuning import measure
+from deltazoo.backends.tuning.candidates import Target
+from deltazoo.backends.tuning.measure import checks_of
 from deltazoo.mixers import Context, MixerConfig
 from deltazoo.mixers.delta import DeltaMixer, Update
 from deltazoo.mixers.norms import HeadNorm
@@ -45,16 +52,9 @@ H, HV, K, V = 2, 4, 12, 20
 
 
 def step_of(spec: UpdateSpec = GATED, silu: str = "qkv", unit: str = "qk", **fields: object) -> FusedStep:
-    fields = {"H": H, "HV": HV, "K": K, "V": V, "taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"} | fields
-    n = spec.householders
-    bare = FusedStep(spec, parts=(), **fields)
-    keys, values = bare.H * bare.K, bare.HV * bare.V
-    sizes, heads = (keys, n * keys, n * values), (bare.K, bare.K, bare.V)
-    parts = [
-        ConvPart(size, name in silu, width if name in unit else 0)
-        for name, size, width in zip("qkv", sizes, heads, strict=True)
-    ]
-    return bare._replace(parts=tuple(parts))
+    sizes = {name: fields.pop(name, size) for name, size in {"H": H, "HV": HV, "K": K, "V": V}.items()}
+    fields = {"taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"} | fields
+    return conformance.step_of(spec, **sizes, silu=silu, unit=unit, **fields)
 
 
 STEPS = {
@@ -100,91 +100,9 @@ def draw(
     dtype: torch.dtype = torch.float32,
     device: str = DEVICE,
 ) -> dict:
-    """inputs, states and slots: operands in dtype, parameters as wide or wider."""
-    torch.manual_seed(0)
-    spec = step.spec
-    n = spec.householders
-    S = B + 2 if "slots" in options else B
-
-    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64).to(device, dtype)
-
-    wide = torch.promote_types(dtype, torch.float32)
-    C, size = step.channels, step.HV * step.V if "each" in options else step.V
-    given: dict[str, Tensor] = {"qkv": new(B, 1, C)}
-    if step.taps:
-        given |= {"weight": new(C, step.taps, dtype=wide), "history": new(S, step.taps - 1, C)}
-        if "bias" in options:
-            given["bias"] = new(C, dtype=wide)
-    # as a mixer has them: rows of one product, which lie apart
-    narrow = new(B, 1, n * step.HV + step.HV + 3)
-    if spec.beta == "head":
-        given["beta"] = narrow[..., : n * step.HV]
-    if spec.decay == "head":
-        given["decay"] = narrow[..., n * step.HV : (n + 1) * step.HV]
-        given |= {"A_log": new(step.HV, dtype=wide), "dt_bias": new(step.HV, dtype=wide)}
-    if spec.erase_key == "own":
-        given |= {"feedback": new(step.H, dtype=wide), "correction": new(step.H, dtype=wide)}
-    if "skip" in options and n == 1:
-        given["skip"] = new(step.HV, dtype=wide)
-    if step.norm:
-        given["norm_weight"] = new(size, dtype=wide)
-        if "norm_bias" in options:
-            given["norm_bias"] = new(size, dtype=wide)
-    if step.gate:
-        given["gate"] = new(B, 1, step.HV * step.V)
-    slots = torch.tensor([3, 0, 4], device=device)[:B] if "slots" in options else None
-    states = new(S, step.HV, step.K, step.V, dtype=torch.float32)
-    return {"inputs": FusedInputs(**given), "states": states, "slots": slots}
-
-
-def formula(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
-    """The lines of `FusedStep` one by one; the update is the reference's. States and history change in place."""
-    x, spec, n = inputs, step.spec, step.spec.householders
-    rows = slice(None) if slots is None else slots
-    qkv = x.qkv
-    if step.taps:
-        streams = short_conv(ConvInputs(qkv, x.weight, x.bias, x.history[rows]), step.parts)
-        x.history[rows] = torch.cat([x.history[rows], qkv], 1)[:, 1:]
-    else:
-        streams = short_conv(ConvInputs(qkv, qkv.new_ones(qkv.shape[2], 1)), step.parts)
-    q, k, v = streams
-    q = q.unflatten(-1, (step.H, -1))
-    k, v = ((y.unflatten(-1, (n, h, -1) if n > 1 else (h, -1))) for y, h in ((k, step.H), (v, step.HV)))
-    operands, plain = {}, v
-    if spec.beta == "head":
-        beta = x.beta.sigmoid().clamp(max=step.top)
-        operands["beta"] = beta.unflatten(-1, (n, -1)) if n > 1 else beta
-    if spec.decay == "head":
-        dt = F.softplus(x.decay + x.dt_bias)
-        operands["log_decay"] = -x.A_log.exp() * dt
-        if step.bound is not None:
-            operands["log_decay"] = step.bound * (x.A_log.exp() * (x.decay + x.dt_bias)).sigmoid()
-        v = v * dt[..., None] if step.writes else v
-    if spec.erase_key == "own":
-        operands["erase_key"] = x.feedback.sigmoid()[:, None] * k
-        q = q - x.correction[:, None] * k
-    o = ReferenceBackend().step_(spec, UpdateInputs(q, k, v, **operands), states, slots)
-    if x.skip is not None:
-        o = o + x.skip[:, None] * plain
-    gate = None
-    if step.gate:
-        act = {"silu": F.silu, "sigmoid": torch.sigmoid, "none": lambda y: y}
-        act["gelu"] = lambda y: F.gelu(y, approximate="tanh")
-        gate = act[step.gate](x.gate.view(o.shape))
-    o = o * gate if gate is not None and step.gate_first else o
-    if step.norm:
-        o = o - o.mean(-1, keepdim=True) if step.norm == "layer" else o
-        each = x.norm_weight.numel() != step.V
-        weight, bias = (None if y is None else y.view(step.HV, -1) if each else y for y in (x.norm_weight, x.norm_bias))
-        o = F.rms_norm(o, o.shape[-1:], eps=step.eps) * weight
-        o = o if bias is None else o + bias
-    return o * gate if gate is not None and not step.gate_first else o
-
-
-def widened(given: dict) -> dict:
-    inputs = FusedInputs(*(None if t is None else t.double() for t in given["inputs"]))
-    return given | {"inputs": inputs, "states": given["states"].double()}
+    """inputs, states and slots."""
+    given = draw_step(step, options, B, dtype, device)._asdict()
+    return given | ({"slots": torch.tensor([3, 0, 4], device=device)[:B]} if "slots" in options else {})
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -192,18 +110,23 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
-def agrees(step: FusedStep, options: tuple[str, ...], dtype: torch.dtype = torch.float32, B: int = 3) -> None:
+def agrees(
+    step: FusedStep,
+    options: tuple[str, ...],
+    dtype: torch.dtype = torch.float32,
+    B: int = 3,
+    backend: str | TritonBackend = "triton",
+) -> None:
     given = draw(step, options, B, dtype)
-    exact = widened(given)
-    want = formula(step, **exact)
-    o = bind(step.spec, "triton").fused_step_(step, **given)
+    want, exact = exact_step(step, FusedOperands(**given))
+    o = bind(step.spec, backend).fused_step_(step, **given)
     assert o.dtype == dtype
     limit = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
     assert error(o, want) < limit
     # read from what is rounded once, and written in float32; the token goes into the history as it came
-    assert error(given["states"], exact["states"]) < 3e-6
+    assert error(given["states"], exact.states) < 3e-6
     if step.taps > 1:
-        assert torch.equal(given["inputs"].history.double(), exact["inputs"].history)
+        assert torch.equal(given["inputs"].history.double(), exact.inputs.history)
 
 
 @runs
@@ -221,11 +144,33 @@ def test_the_kernel_rounds_once(name, dtype):
 
 
 @runs
-@pytest.mark.parametrize("launch", [fused.FusedLaunch(16, 1), fused.FusedLaunch(32, 8)], ids=str)
+@pytest.mark.parametrize(("tile", "warps"), [(16, 1), (32, 8), (64, 4)])
 @pytest.mark.parametrize("name", ["gated delta", "layer norm", "householders", "mamba2", "one number a head"])
-def test_every_way_of_launching_gives_the_same_numbers(name, launch, monkeypatch):
-    monkeypatch.setattr(fused, "launch_of", lambda *_: launch)
-    agrees(STEPS[name]._replace(V=V), OPTIONS["all"]) if name != "one number a head" else agrees(STEPS[name], ())
+def test_every_way_of_launching_gives_the_same_numbers(name, tile, warps):
+    backend = TritonBackend(LaunchConfig(fused_step=Launch(tile=tile, warps=warps, stages=1)))
+    with watch() as seen:
+        agrees(STEPS[name], OPTIONS["all"] if name != "one number a head" else (), backend=backend)
+    numbers = power_of_two(STEPS[name].K) * min(tile, power_of_two(STEPS[name].V))
+    assert {ran.warps for ran in seen.runs if ran.what == "fused_step_kernel"} == {warps_apart(warps, numbers)}
+
+
+@runs
+@pytest.mark.parametrize("spec", [GATED, UpdateSpec(decay="head", transition="additive")], ids=["delta", "additive"])
+def test_the_tuner_finds_a_launch_right_or_says_what_is_wrong(spec, tmp_path, monkeypatch):
+    target = Target(spec, Shape("rows", 5, 1, 2, 4, 12, 20), torch.float16)
+    config = LaunchConfig(fused_step=Launch(tile=16, warps=1, stages=1))
+    checked, cases = checks_of(target, "fused_step", config)
+    torch.save(measure._answers(cases[0], "fused_step", DEVICE), tmp_path / "answers.pt")
+    files = [(cases[0], str(tmp_path / "answers.pt"))]
+    job = measure._Job(target, "fused_step", checked.model_dump_json(), config.model_dump_json(), files)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with watch() as seen:
+        assert measure._verdict(job, DEVICE) == ""
+    assert [(ran.programs, ran.warps) for ran in seen.runs if ran.what == "fused_step_kernel"] == [(12, 1), (20, 1)]
+    right = fused.fused_step_
+    monkeypatch.setattr(fused, "fused_step_", lambda *given: 1.02 * right(*given))
+    assert re.match(r"o has relative RMS error 2\.0e-02, above 5e-03, on ", measure._verdict(job, DEVICE))
 
 
 @runs
@@ -250,18 +195,16 @@ def test_small_steps_keep_their_digits():
     given = draw(step, ())
     given["inputs"].decay.fill_(-14.0)
     given["states"].zero_()
-    exact = widened(given)
-    formula(step, **exact)
+    _, exact = exact_step(step, FusedOperands(**given))
     bind(step.spec, "triton").fused_step_(step, **given)
-    assert error(given["states"], exact["states"]) < 3e-6
+    assert error(given["states"], exact.states) < 3e-6
     for times in (1e-4, 0.2, 0.3, 4.0):
         step = step_of(UpdateSpec(beta="head", reparam="efla"), silu="", unit="", taps=0)
         given = draw(step, ())
         given["inputs"].qkv.mul_(times)
-        exact = widened(given)
-        want = formula(step, **exact)
+        want, exact = exact_step(step, FusedOperands(**given))
         assert error(bind(step.spec, "triton").fused_step_(step, **given), want) < 1e-5
-        assert error(given["states"], exact["states"]) < 1e-5
+        assert error(given["states"], exact.states) < 1e-5
 
 
 @runs
@@ -305,7 +248,7 @@ def test_tensors_that_are_not_contiguous():
 def test_the_operator_passes_torchs_checks(name):
     step = STEPS[name]
     given = draw(step, OPTIONS["all"])
-    arguments = (*given["inputs"], given["states"], None, *fused.StepKind.of(step))
+    arguments = (*given["inputs"], given["states"], None, *fused.StepKind.of(step), "")
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.deltazoo.triton_fused_step_.default, arguments, test_utils=tests)
 

@@ -6,6 +6,7 @@ import torch
 from deltazoo import conformance
 from deltazoo.backends.base import UpdateOutput
 from deltazoo.backends.conformance import checks
+from deltazoo.backends.conformance.fused import FusedOperands, exact_step
 from deltazoo.backends.reference import ReferenceBackend
 
 
@@ -199,6 +200,50 @@ class ReturnsItsStateInTheWrongDtype(Sound):
         return UpdateOutput(o, state.to(o.dtype))
 
 
+class Fuses(Sound):
+    """A decode step of a mixer in one, by the formula that it is compared with, before what is planted."""
+
+    def fused_step_unsupported(self, step, dtype):
+        return []
+
+    def fused_step_(self, step, inputs, states, slots):
+        o, after = exact_step(step, FusedOperands(inputs, states, slots))
+        states.copy_(after.states)
+        if inputs.history is not None:
+            inputs.history.copy_(after.inputs.history)
+        return o.to(inputs.qkv.dtype)
+
+
+class FusesAllButTheGate(Fuses):
+    def fused_step_(self, step, inputs, states, slots):
+        gate = inputs.gate + 0.05 if step.gate == "silu" else inputs.gate
+        return super().fused_step_(step, inputs._replace(gate=gate), states, slots)
+
+
+class LeavesItsHistory(Fuses):
+    def fused_step_(self, step, inputs, states, slots):
+        return super().fused_step_(step, inputs._replace(history=inputs.history.clone()), states, slots)
+
+
+class ErrsInTheState(Fuses):
+    def fused_step_(self, step, inputs, states, slots):
+        o = super().fused_step_(step, inputs, states, slots)
+        states.mul_(1.001)
+        return o
+
+
+class FusesIntoEverySlot(Fuses):
+    def fused_step_(self, step, inputs, states, slots):
+        o = super().fused_step_(step, inputs, states, slots)
+        states.nan_to_num_()
+        return o
+
+
+class FusesInTheWrongDtype(Fuses):
+    def fused_step_(self, step, inputs, states, slots):
+        return super().fused_step_(step, inputs, states, slots).double()
+
+
 class RefusesWithoutWords(Sound):
     def unsupported(self, spec, meta):
         return ["no"]
@@ -224,6 +269,10 @@ MUTANTS = [
     (WritesToAStepsInputs, "inputs_are_left_alone"),
     (ForgetsSlots, "steps_equal_the_whole"),
     (StepsTwice, "steps_equal_the_whole"),
+    *[
+        (mutant, "a_fused_step_is_its_lines")
+        for mutant in (FusesAllButTheGate, LeavesItsHistory, ErrsInTheState, FusesIntoEverySlot, FusesInTheWrongDtype)
+    ],
     (ForgetsTheStateOfNoTokens, "no_token_returns_the_initial_state"),
     (ReturnsItsInput, "no_token_returns_the_initial_state"),
     (WritesWithoutBeta, "without_strength_it_only_decays"),
@@ -242,3 +291,10 @@ MUTANTS = [
 def test_a_planted_bug_is_found(mutant, name):
     others = [found.__name__ for found in conformance.PROPERTIES if found.__name__ != name]
     assert any(holds(mutant(), case, "cpu").failures for holds, case in checks("reference", without=others))
+
+
+def test_a_sound_step_in_one_is_sound():
+    others = [found.__name__ for found in conformance.PROPERTIES if found.__name__ != "a_fused_step_is_its_lines"]
+    reports = [holds(Fuses(), case, "cpu") for holds, case in checks("reference", without=others)]
+    assert not [str(report) for report in reports if report.failures]
+    assert sum(not report.refused for report in reports) > 10

@@ -114,3 +114,10 @@ def test_no_program_is_no_launch():
 def test_a_tile_of_keys_that_a_compiler_may_miscarry_is_refused(keys):
     with pytest.raises(ValidationError, match=f"keys must be 0 or a power of two from 32 on, got {keys}"):
         Launch(tile=64, keys=keys)
+
+
+@pytest.mark.parametrize("asked", [{"tile": 48}, {"tile": 64, "warps": 3}])
+def test_what_no_kernel_can_be_launched_with_is_refused(asked):
+    name, number = list(asked.items())[-1]
+    with pytest.raises(ValidationError, match=f"{name} must be a power of two, got {number}"):
+        Launch(**asked)

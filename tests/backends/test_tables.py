@@ -133,7 +133,7 @@ def test_tables_of_one_device_merge_the_later_over_the_earlier(tmp_path):
     tune([TOKEN], FakeRunner(), None, tmp_path / "c.json")
     merged = merge_tables([tmp_path / f"{name}.json" for name in "abc"], tmp_path / "out.json")
     assert read_table(tmp_path / "out.json") == merged
-    assert sorted(record.kernel for record in merged.records) == ["decode", "prepare", "scan"]
+    assert sorted(record.kernel for record in merged.records) == ["decode", "fused_step", "prepare", "scan"]
     assert by_kernel(merged.records)["scan"].launch == wide
 
 

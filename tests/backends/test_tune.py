@@ -7,9 +7,11 @@ import pytest
 import torch
 from tune_cases import FORWARD, GATED, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
 
+from deltazoo.backends.conformance.fused import draw_step, usual_step
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.triton import fused
 from deltazoo.backends.triton.config import Launch, LaunchConfig, heuristic
 from deltazoo.backends.triton.table import configured, key_of, read_table
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
@@ -23,8 +25,8 @@ def test_the_quickest_right_launch_of_each_kernel_is_chosen_with_its_gain(tmp_pa
     assert list(by_kernel(found.records)) == ["prepare", "scan"]
     scan = by_kernel(found.records)["scan"]
     assert scan.launch == narrow
-    assert scan.ms == pytest.approx(15.2)
-    assert scan.gain == pytest.approx(16 / 15.2)
+    assert scan.ms == pytest.approx(16.2)
+    assert scan.gain == pytest.approx(17 / 16.2)
     assert (scan.tried, scan.rejected) == (7, 0)
     assert read_table(tmp_path / "t.json").records == tuple(found.records)
 
@@ -116,14 +118,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert set(by_kernel(read_table(out).records)) == {"split", "prepare", "scan"}
     second = FakeRunner()
     found = tune([LONG], second, None, out)
-    assert [kernel for _, kernel in second.checked] == ["reverse", "replay", "gradients", "decode"]
-    assert second.heard == [[(LONG, kernel) for kernel in ("reverse", "replay", "gradients", "decode")]]
+    assert [kernel for _, kernel in second.checked] == ["reverse", "replay", "gradients", "decode", "fused_step"]
+    assert second.heard == [[(LONG, kernel) for kernel in ("reverse", "replay", "gradients", "decode", "fused_step")]]
     assert (found.kept, found.left) == (3, 0)
-    assert len(read_table(out).records) == 7
+    assert len(read_table(out).records) == 8
     third = FakeRunner()
-    assert tune([LONG], third, None, out).kept == 7
+    assert tune([LONG], third, None, out).kept == 8
     assert third.checked == []
-    assert len(tune([LONG], FakeRunner(), TuneConfig(again=True), out).records) == 7
+    assert len(tune([LONG], FakeRunner(), TuneConfig(again=True), out).records) == 8
 
 
 def test_no_kernel_is_begun_after_the_budget(tmp_path, monkeypatch):
@@ -131,7 +133,7 @@ def test_no_kernel_is_begun_after_the_budget(tmp_path, monkeypatch):
     monkeypatch.setattr("deltazoo.backends.tuning.tune.time.monotonic", lambda: next(clock))
     found = tune([LONG], FakeRunner(), TuneConfig(budget=25), tmp_path / "t.json")
     assert [record.kernel for record in found.records] == ["split", "prepare"]
-    assert found.left == 5
+    assert found.left == 6
 
 
 def test_shapes_of_one_class_are_measured_once(tmp_path):
@@ -162,14 +164,16 @@ def test_an_additive_update_in_one_part_prepares_nothing():
     additive = PACK._replace(spec=UpdateSpec(decay="head", transition="additive"))
     assert "prepare" not in kernels_of(additive, TuneConfig())
     assert "prepare" in kernels_of(PACK, TuneConfig())
-    assert kernels_of(TOKEN, TuneConfig()) == ["decode"]
+    assert kernels_of(TOKEN, TuneConfig()) == ["decode", "fused_step"]
+    retnet = TOKEN._replace(spec=UpdateSpec(decay="fixed", transition="additive"))
+    assert kernels_of(retnet, TuneConfig()) == ["decode"]  # no step of a mixer is around a fixed decay
 
 
 def test_a_plan_lists_what_would_be_measured_and_measures_nothing(tmp_path):
     out, runner = tmp_path / "t.json", FakeRunner()
     listed = plan([LONG, TOKEN], runner, None, out)
     assert [step.kernel for step in listed] == [
-        "split", "prepare", "scan", "reverse", "replay", "gradients", "decode", "decode",
+        "split", "prepare", "scan", "reverse", "replay", "gradients", "decode", "fused_step", "decode", "fused_step",
     ]  # fmt: skip
     assert not any(step.done for step in listed)
     assert listed[2].candidates == 7
@@ -180,7 +184,7 @@ def test_a_plan_lists_what_would_be_measured_and_measures_nothing(tmp_path):
 
 def test_full_effort_tries_all_that_quick_does_and_more():
     problem = problem_of(PACK, "scan")
-    for kernel in ("prepare", "scan", "gradients", "decode"):
+    for kernel in ("prepare", "scan", "gradients", "decode", "fused_step"):
         quick = {getattr(config, kernel) for config in candidates(kernel, problem, LaunchConfig(), T900)}
         full = {getattr(config, kernel) for config in candidates(kernel, problem, LaunchConfig(), T900, "full")}
         assert quick < full
@@ -294,6 +298,29 @@ def test_a_check_runs_the_code_of_the_target_on_a_short_case():
     assert (config.split, cases[0].shape.T) == (16, 16 * 64 + 80)
     config, cases = checks_of(TOKEN, "decode", LaunchConfig())
     assert cases[0].shape.T == 1
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GATED,
+        UpdateSpec(transition="additive"),
+        UpdateSpec(beta="head", negative_eigenvalues="both", householders=2),
+        UpdateSpec(decay="head", beta="head", erase_key="own"),
+    ],
+    ids=str,
+)
+def test_the_fused_step_tuned_for_is_the_one_looked_up(spec, monkeypatch):
+    looked_up, chosen = [], LaunchConfig(fused_step=Launch(tile=32))
+    monkeypatch.setattr(fused, "launch_config", lambda problem, index: looked_up.append(problem) or chosen)
+    shape = Shape("rows", 5, 1, 1, 2, 12, 20)
+    step = usual_step(spec, shape)
+    given = draw_step(step, (), shape.B, torch.bfloat16)
+    found = fused._resolve(given.inputs, given.states, fused.StepKind.of(step), "")
+    assert (found, looked_up) == (
+        chosen.fused_step,
+        [problem_of(Target(spec, shape, torch.bfloat16), "fused_step", "cpu")],
+    )
 
 
 @pytest.mark.parametrize(

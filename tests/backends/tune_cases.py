@@ -5,7 +5,7 @@ import torch
 from deltazoo.backends.environment import environment
 from deltazoo.backends.shapes import SHAPES
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.config import Device
+from deltazoo.backends.triton.config import Device, Launch
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.tune import Runner, TuneConfig
 
@@ -38,8 +38,8 @@ class FakeRunner(Runner):
         self.checked.append((target, kernel))
         return ["o has relative RMS error 1, above 5e-3" if self._of(c, kernel) in self.wrong else "" for c in configs]
 
-    def time(self, target, direction, configs, rounds):
-        self.timed.append((target, direction, configs))
+    def time(self, target, kernel, configs, rounds):
+        self.timed.append((target, kernel, configs))
         return [self._seconds(config) for config in configs]
 
     def close(self):
@@ -50,7 +50,7 @@ class FakeRunner(Runner):
 
     def _seconds(self, config):
         split = self.quick.get(config.split, 10.0) if isinstance(config.split, int) else 10.0
-        launches = (config.prepare, config.scan, config.replay, config.reverse, config.gradients, config.decode)
+        launches = [launch for _, launch in config if isinstance(launch, Launch)]
         return (split + sum(self.quick.get(launch, 1.0) for launch in launches)) / 1e3
 
 

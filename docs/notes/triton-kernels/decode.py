@@ -1,4 +1,4 @@
-"""Times of a decode step, in one kernel and part by part: python decode.py [LAYER]... [TILE,WARPS,REGISTERS]...
+"""Times of a decode step, in one kernel and part by part: python decode.py [LAYER]... [TILE,WARPS]...
 
 Of layers of width 2048, bf16, a float32 state: the update and the fused step alone, then the layer, eager, captured,
 and compiled and captured. A CUDA graph of 16 steps, or 16 calls, by the step; medians; what either path gives is
@@ -13,7 +13,8 @@ import time
 import torch
 
 import deltazoo
-from deltazoo.backends.triton import TritonBackend, fused
+from deltazoo import bind
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.mixers import GatedDeltaNet, Mamba2
 from deltazoo.mixers.state import snapshot
 
@@ -85,18 +86,16 @@ def alone(mixer, B, variants):
     bound, states = mixer.update.bound, mixer.init_state(B)["update"]
     line = [f"update {median(captured(lambda: bound.step_(given, states))):.1f}"]
     line.append(f"fused {median(captured(lambda: bound.fused_step_(step, inputs, states))):.1f}")
-    taken = fused.launch_of
-    for variant in variants:
-        launch = fused.FusedLaunch(*variant)
-        fused.launch_of = lambda *_, launch=launch: launch
+    for tile, warps in variants:
+        launch = Launch(tile=tile, warps=warps, stages=1)
+        asked = bind(step.spec, TritonBackend(LaunchConfig(fused_step=launch)))
         began = time.perf_counter()
         try:
-            found = f"{median(captured(lambda: bound.fused_step_(step, inputs, states))):.1f}"
+            found = f"{median(captured(lambda asked=asked: asked.fused_step_(step, inputs, states))):.1f}"
         except Exception as error:
             found = f"{type(error).__name__}: {str(error)[:60]}"
         took = time.perf_counter() - began
-        line.append(f"{','.join(map(str, variant))}: {found}" + (f" ({took:.0f} s)" if took > 5 else ""))
-    fused.launch_of = taken
+        line.append(f"{tile},{warps}: {found}" + (f" ({took:.0f} s)" if took > 5 else ""))
     return "; ".join(line)
 
 
