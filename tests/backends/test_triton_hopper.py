@@ -57,7 +57,7 @@ WALKS = {
     "fewer keys": ({"every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
     "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
     "three tiles of keys": ({}, Shape("more keys", B=2, T=330, H=1, HV=2, K=192, V=384)),
-    "four tiles of keys": ({"every": 4}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)),
+    "four tiles of keys": ({"every": 4, "scratch": 0}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)),
     "parts of keys": (
         {"split": 16},
         Shape("wide pack", B=1, T=1300, H=1, HV=2, K=200, V=200, lengths=(190, 0, 1, 64, 1045)),
