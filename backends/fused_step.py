@@ -13,7 +13,7 @@ from deltazoo.backends.spec import UpdateSpec
 
 
 class FusedStep(NamedTuple):
-    """What is computed, line by line, in float32; a line without its operands is left out.
+    """What is computed, line by line, in float32 (float64 in float64); a line without its operands is left out.
 
         q, k, v = norm(silu(conv(qkv)))                   each as its part says
         q, e = q - correction k, sigmoid(feedback) k      of n keys the last

@@ -12,9 +12,11 @@ from deltazoo.backends.conformance.cases import REGIMES, Case, draw
 from deltazoo.backends.conformance.checkfile import CheckFile, read_check, run_checks
 from deltazoo.backends.conformance.compare import Error, Report, compare, limit, meta_of, relative_error
 from deltazoo.backends.conformance.cover import DTYPES, every_case, every_spec, pairwise_cases, pairwise_with
+from deltazoo.backends.conformance.fused import fused_cases
 from deltazoo.backends.conformance.properties import (
     PROPERTIES,
     Property,
+    a_fused_step_is_its_lines,
     agrees_with_the_reference,
     one_graph_gives_the_same_numbers,
     refusals_are_sentences,
@@ -82,6 +84,8 @@ def checks(
     for found in (found for name, found in known.items() if name not in without):
         if found is agrees_with_the_reference:
             pairs += [(found, case) for case in pairwise_cases(*taken)]
+        elif found is a_fused_step_is_its_lines:
+            pairs += [(found, case) for case in fused_cases(resolve(backend), *taken)]
         elif found is one_graph_gives_the_same_numbers:
             pairs += [(found, case) for case in _GRAPH_CASES]
         elif found is refusals_are_sentences:

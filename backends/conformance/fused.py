@@ -4,7 +4,7 @@ B batch, C channels of the projection, H key heads, HV value heads, K key width,
 of the states
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from deltazoo.backends.base import Backend, UpdateInputs, state_dtype
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import Report, judged, refusal
+from deltazoo.backends.conformance.cover import pairwise_cases
 from deltazoo.backends.dispatch import bind, resolve
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.reference import ReferenceBackend
@@ -46,19 +47,30 @@ def step_of(
     return FusedStep(spec, H, HV, K, V, tuple(parts), **fields)
 
 
+# What stands around an update, form by form: the step's fields with `silu`, and which of `OPTIONS` are there.
+_FORMS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"}, ()),
+    ({"taps": 2, "norm": "layer", "eps": 0.1, "gate": "sigmoid", "bound": -5.0}, OPTIONS),
+    ({"taps": 0, "gate": "gelu", "top": 0.5, "silu": "qk"}, ("skip",)),
+    (
+        {"taps": 1, "norm": "rms", "eps": 0.1, "gate": "none", "gate_first": True, "silu": "v"},
+        ("bias", "each", "slots"),
+    ),
+)
+FORMS = 2 * len(_FORMS)  # each with its gate, then each without
+
+
 def usual_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedStep:
-    """A step around a spec as mixers have it: form 0 as Gated DeltaNet and, where nothing is erased, Mamba-2; form 1
-    with two taps, a layer norm, another gate and a bounded decay."""
-    sizes = (spec, shape.H, shape.HV, shape.K, shape.V)
-    additive = spec.transition == "additive"
+    """A step around a spec: form 0 as mixers have it, Gated DeltaNet or, where nothing is erased, Mamba-2; the others
+    with all else that a step may have."""
+    additive, decayed = spec.transition == "additive", spec.decay == "head"
+    fields = {"gate_first": additive, "writes": additive and decayed and form % 4 != 1} | _FORMS[form % len(_FORMS)][0]
+    if form >= len(_FORMS):
+        fields |= {"gate": "", "gate_first": False}
+    if not decayed:
+        fields.pop("bound", None)
     unit = "" if additive or shape.K == 1 else "q" if spec.reparam != "none" else "qk"
-    writes = additive and spec.decay == "head"
-    if form:
-        bound = -5.0 if spec.decay == "head" and not writes else None
-        return step_of(*sizes, unit=unit, taps=2, norm="layer", eps=1e-5, gate="sigmoid", bound=bound)
-    return step_of(
-        *sizes, unit=unit, taps=4, norm="rms", eps=1e-5, gate="silu", writes=writes, gate_first=additive
-    )  # fmt: skip
+    return step_of(spec, shape.H, shape.HV, shape.K, shape.V, unit=unit, **fields)
 
 
 def draw_step(
@@ -125,7 +137,8 @@ def exact_step(step: FusedStep, given: FusedOperands) -> tuple[Tensor, FusedOper
         rate, raw = x.A_log.exp(), x.decay + x.dt_bias
         dt = F.softplus(raw)
         more["log_decay"] = -rate * dt if step.bound is None else step.bound * (rate * raw).sigmoid()
-        v = v * dt[..., None] if step.writes else v
+        if step.writes:
+            v = v * (dt[:, :, None, :, None] if n > 1 else dt[..., None])
     if x.feedback is not None and x.correction is not None:
         more["erase_key"] = x.feedback.sigmoid()[:, None] * k
         q = q - x.correction[:, None] * (k[:, :, -1] if n > 1 else k)
@@ -141,18 +154,29 @@ def exact_step(step: FusedStep, given: FusedOperands) -> tuple[Tensor, FusedOper
     return o, FusedOperands(x, states, slots)
 
 
+def fused_cases(
+    backend: Backend, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], specs: Sequence[UpdateSpec]
+) -> list[Case]:
+    """Choose few cases for `compare_step`, as `pairwise_cases` does: one where a backend takes no step in one."""
+    if type(backend).fused_step_ is Backend.fused_step_:
+        return [Case(specs[0], shapes[0], dtypes[0])]
+    around = [spec for spec in specs if not beyond(spec)]
+    return pairwise_cases(shapes, dtypes, around) if around else []
+
+
 def compare_step(backend: str | Backend, case: Case, device: torch.device | str = "cpu") -> Report:
     """Compare the step around a case's spec that a backend takes in one with float64: o, the states, the history.
 
-    Of a case its spec, sizes, dtype and seed: with an odd one the other form, and all options.
+    Of a case its spec, sizes and dtype. Its seed, layout and state say which form the step has.
     """
-    backend, options = resolve(backend), OPTIONS if case.seed % 2 else ()
+    form = case.seed % 2 + 2 * (case.layout == "strided") + 4 * (case.state == "none")
     case = case._replace(shape=case.shape._replace(B=3, T=1, lengths=()), regime="ordinary")
-    refused = refusal(backend, case, device)
+    backend, options = resolve(backend), _FORMS[form % len(_FORMS)][1]
+    refused = refusal(backend, case, device, grad=False)
     if refused is not None:
         return refused
-    step = usual_step(case.spec, case.shape, case.seed % 2)
-    reasons = _beyond(case.spec) or backend.fused_step_unsupported(step, case.dtype)
+    step = usual_step(case.spec, case.shape, form)
+    reasons = beyond(case.spec) or backend.fused_step_unsupported(step, case.dtype)
     if reasons:
         return Report(backend.name, case, [], [], reasons)
     given = draw_step(step, options, 3, case.dtype, device, case.seed)
@@ -168,9 +192,12 @@ def compare_step(backend: str | Backend, case: Case, device: torch.device | str 
     wrong = []
     if not given.states[others].isnan().all():
         wrong.append("a fused step must write to the slots of its rows only, and wrote to another")
-    history, pushed = given.inputs.history, after.inputs.history
-    if history is not None and pushed is not None and not _equal(history.double(), pushed):
-        wrong.append("the history must be the last tokens of its rows, each as it came")
+    for name, x in given.inputs._asdict().items():
+        if x is not None and not torch.allclose(
+            x.double(), getattr(after.inputs, name), rtol=0, atol=0, equal_nan=True
+        ):
+            must = "be the last tokens of its rows, each as it came" if name == "history" else "be left alone"
+            wrong.append(f"{name} must {must}")
     return report._replace(failures=report.failures + wrong)
 
 
@@ -195,12 +222,7 @@ def _streams(step: FusedStep, x: FusedInputs, slots: Tensor | None) -> tuple[Ten
     return q.unflatten(-1, (step.H, -1)), k, v
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
-    """Number for number, and NaN for NaN."""
-    return torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
-
-
-def _beyond(spec: UpdateSpec) -> list[str]:
+def beyond(spec: UpdateSpec) -> list[str]:
     """Why no step is around a spec; [] where one is."""
     reasons = []
     if spec.decay not in ("none", "head"):

@@ -17,7 +17,7 @@ class Launch(BaseModel):
     Args:
         tile: value columns a program (prepare: the block from which on the inverse works on whole chunks; fused_step:
             at a time, of all that a program has).
-        warps: of 32 threads; stages: of the software pipeline.
+        warps: of 32 threads; stages: of the software pipeline, which the steps of one token have not.
         keys: key columns a program, a power of two from 32 on (gradients alone; else 0, all of them); 128 bytes of them
             at least are taken, see `least_keys`.
         hopper: by the kernel that is written for Hopper GPUs, where `for_hopper` says that it takes the problem. It has
@@ -64,6 +64,7 @@ class LaunchConfig(BaseModel):
         chunk: tokens a chunk; every: chunks a checkpoint of the state.
         split: chunks a part, where a sequence is walked in parts at once; 0: in one.
         scratch: bytes that the backward may take at once for the states of chunks and their gradients.
+        fused_step: None is the heuristic's for the sizes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,7 +79,7 @@ class LaunchConfig(BaseModel):
     reverse: Launch = Launch(tile=64)
     gradients: Launch = Launch(tile=64, keys=64)
     decode: Launch = Launch(tile=64, warps=4, stages=1)
-    fused_step: Launch = Launch(tile=64, warps=4, stages=1)
+    fused_step: Launch | None = None
 
     @model_validator(mode="after")
     def _parts_begin_at_checkpoints(self) -> Self:
@@ -89,10 +90,15 @@ class LaunchConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _only_the_reverse_scan_replays(self) -> Self:
+    def _each_has_what_it_can(self) -> Self:
         others = [name for name, launch in self if isinstance(launch, Launch) and launch.replays and name != "reverse"]
         if others:
             raise ValueError(f"{others[0]}.replays must be false, for reverse alone replays, got true")
+        for name, launch in self:
+            if isinstance(launch, Launch) and launch.hopper and name not in HOPPER_WIDTHS:
+                raise ValueError(f"{name}.hopper must be false, for no such kernel is for Hopper GPUs, got true")
+            if isinstance(launch, Launch) and launch.keys and name != "gradients":
+                raise ValueError(f"{name}.keys must be 0, for gradients alone takes some at a time, got {launch.keys}")
         if self.reverse.replays and self.split:
             raise ValueError(f"split must be 0 where reverse.replays is true, got {self.split}")
         return self

@@ -16,11 +16,13 @@ from deltazoo.backends.triton.config import (
     Launch,
     Problem,
     cdiv,
+    heuristic,
     launch_config,
     parse,
     power_of_two,
     warps_apart,
 )
+from deltazoo.backends.triton.config import device_of as properties
 from deltazoo.backends.triton.conv import too_many_taps
 
 WIDEST_VALUE = 512
@@ -51,7 +53,7 @@ def unsupported(step: FusedStep) -> list[str]:
         reasons.append(f"V must be at most {WIDEST_VALUE} in a fused step, got {step.V}.")
     n = step.spec.householders
     most = max(m for m in range(n + 1) if m * cdiv(step.V, _widest_tile(m)) <= _MOST_STEPS)
-    if n > most:
+    if n > most > 0:
         reasons.append(f"householders must be at most {most} in a fused step with V = {step.V}, got {n}.")
     units = [part.unit for part in step.parts]
     if any(size not in (0, step.K) for size in units[:2]) or any(units[2:]):
@@ -151,7 +153,7 @@ def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kin
     (B, _, C), (_, HV, K, V), H = x.qkv.shape, states.shape, kind.heads
     n = (C - H * K) // (H * K + HV * V)
     W = 0 if x.weight is None else x.weight.shape[1]
-    launch = _resolve(x, states, kind, config)
+    launch = _resolve(x, states, kind, n, config)
     tile = _tile(launch, V, n)
     constants = {
         "X_ROW": x.qkv.stride(0), "BETA_ROW": _apart(x.beta), "DECAY_ROW": _apart(x.decay), "GATE_ROW": _apart(x.gate),
@@ -177,14 +179,19 @@ def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kin
         push(B * cdiv(shared, _PUSHED))
 
 
-def _resolve(x: FusedInputs, states: Tensor, kind: StepKind, config: str) -> Launch:
-    """The launch of the config that was given as JSON, or of the one for these sizes on this device."""
-    if config:
-        return parse(config).fused_step
+def _resolve(x: FusedInputs, states: Tensor, kind: StepKind, n: int, config: str) -> Launch:
+    """The launch of the config that was given as JSON, else the tables' (of one key a token) or the heuristic's."""
+    given = parse(config).fused_step if config else None
+    if given is not None:
+        return given
     B, (_, HV, K, V), device = x.qkv.shape[0], states.shape, device_of(x.qkv)
     own, decayed = x.feedback is not None, x.decay is not None
     problem = Problem(device.type, x.qkv.dtype, B, 1, kind.heads, HV, K, V, kind.delta, own, decayed, packed=False)
-    return launch_config(problem, device.index).fused_step
+    chosen = (
+        launch_config(problem, device.index) if n == 1 and not config else heuristic(problem, properties(device.index))
+    )
+    assert chosen.fused_step is not None
+    return chosen.fused_step
 
 
 def _fused_fake(*arguments: Any) -> Tensor:

@@ -151,6 +151,8 @@ class Record(BaseModel):
             LaunchConfig(split=self.split)
         if self.launch is not None and self.launch.replays and (self.kernel != "reverse" or self.parts):
             raise ValueError(f"replays must be false but for kernel='reverse' without parts, got {self.kernel!r}")
+        if self.launch is not None:
+            LaunchConfig(**{self.kernel: self.launch})
         return self
 
     @property

@@ -261,7 +261,8 @@ def _answers(
     if kernel == "fused_step":
         given = draw_step(usual_step(case.spec, case.shape), (), case.shape.B, case.dtype, device, case.seed)
         o, after = exact_step(usual_step(case.spec, case.shape), given)
-        return given, None, {"o": o, "state": after.states}, {"o": o, "state": after.states}
+        want = _results(o, after)
+        return given, None, want, want
     inputs = draw(case, device)
     cotangents = None if kernel == "decode" else draw_cotangents(case, inputs)
     want = exact(case.spec, inputs, cotangents)
@@ -271,13 +272,18 @@ def _answers(
     return inputs, cotangents, want, usual
 
 
+def _results(o: Tensor, after: FusedOperands) -> dict[str, Tensor]:
+    """What a step leaves."""
+    assert after.inputs.history is not None
+    return {"o": o, "state": after.states, "history": after.inputs.history}
+
+
 def _computed(
     backend: TritonBackend, case: Case, given: UpdateInputs | FusedOperands, cotangents: Cotangents | None
 ) -> dict[str, Tensor]:
     bound = bind(case.spec, backend)
     if isinstance(given, FusedOperands):
-        o = bound.fused_step_(usual_step(case.spec, case.shape), *given)
-        return {"o": o, "state": given.states}
+        return _results(bound.fused_step_(usual_step(case.spec, case.shape), *given), given)
     if cotangents is not None:
         return run(backend, case.spec, given, cotangents)
     assert given.state is not None

@@ -236,7 +236,8 @@ def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
     directions = {"decode"} & set(config.directions) if target.shape.T == 1 else set(config.directions)
     found = [kernel for kernel in KERNELS if DIRECTION_OF[kernel] in directions]
     none = [] if target.spec.transition == "delta" else ["prepare"]
-    none += ["fused_step"] if fused.unsupported(usual_step(target.spec, target.shape)) else []
+    if target.spec.householders > 1 or fused.unsupported(usual_step(target.spec, target.shape)):
+        none.append("fused_step")  # what several keys take of registers is told by the heuristic
     return [kernel for kernel in found if kernel not in none]
 
 

@@ -64,6 +64,9 @@ STEPS = {
     "delta without beta": step_of(UpdateSpec()),
     "additive": step_of(UpdateSpec(transition="additive"), silu="", unit="", norm="", gate=""),
     "mamba2": step_of(UpdateSpec(decay="head", transition="additive"), unit="", writes=True, gate_first=True),
+    "additive, householders": step_of(
+        UpdateSpec(decay="head", transition="additive", householders=2), unit="", writes=True
+    ),
     "additive with beta": step_of(UpdateSpec(decay="head", transition="additive", beta="head"), unit="k"),
     "bounded decay": step_of(bound=-5.0),
     "negative": step_of(GATED.model_copy(update={"negative_eigenvalues": "both"}), top=1 - 2**-7),
@@ -134,6 +137,14 @@ def agrees(
 @pytest.mark.parametrize("name", STEPS)
 def test_the_kernel_is_the_formula(name, options):
     agrees(STEPS[name], OPTIONS[options])
+
+
+@runs
+@pytest.mark.parametrize("form", range(conformance.FORMS))
+@pytest.mark.parametrize("name", ["gated delta", "mamba2", "comba", "householders", "efla"])
+def test_whatever_stands_around_it(name, form):
+    step = conformance.usual_step(STEPS[name].spec, Shape("sizes", 3, 1, H, HV, K, V), form)
+    agrees(step, conformance.OPTIONS if form % 2 else ())
 
 
 @runs

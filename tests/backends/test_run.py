@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltazoo.backends.triton import Launch
+from deltazoo.backends.triton import Launch, LaunchConfig
 from deltazoo.backends.triton import run as running
 
 
@@ -121,3 +121,20 @@ def test_what_no_kernel_can_be_launched_with_is_refused(asked):
     name, number = list(asked.items())[-1]
     with pytest.raises(ValidationError, match=f"{name} must be a power of two, got {number}"):
         Launch(**asked)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "launch", "said"),
+    [
+        (
+            "fused_step",
+            Launch(tile=64, hopper=True),
+            "fused_step.hopper must be false, for no such kernel is for Hopper",
+        ),
+        ("decode", Launch(tile=64, hopper=True), "decode.hopper must be false"),
+        ("scan", Launch(tile=64, keys=64), "scan.keys must be 0, for gradients alone takes some at a time, got 64"),
+    ],
+)
+def test_a_config_says_nothing_that_its_kernels_do_not_do(kernel, launch, said):
+    with pytest.raises(ValidationError, match=said):
+        LaunchConfig(**{kernel: launch})

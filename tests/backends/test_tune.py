@@ -167,6 +167,7 @@ def test_an_additive_update_in_one_part_prepares_nothing():
     assert kernels_of(TOKEN, TuneConfig()) == ["decode", "fused_step"]
     retnet = TOKEN._replace(spec=UpdateSpec(decay="fixed", transition="additive"))
     assert kernels_of(retnet, TuneConfig()) == ["decode"]  # no step of a mixer is around a fixed decay
+    assert kernels_of(TOKEN._replace(spec=UpdateSpec(householders=2)), TuneConfig()) == ["decode"]
 
 
 def test_a_plan_lists_what_would_be_measured_and_measures_nothing(tmp_path):
@@ -305,7 +306,7 @@ def test_a_check_runs_the_code_of_the_target_on_a_short_case():
     [
         GATED,
         UpdateSpec(transition="additive"),
-        UpdateSpec(beta="head", negative_eigenvalues="both", householders=2),
+        UpdateSpec(beta="head", negative_eigenvalues="both"),
         UpdateSpec(decay="head", beta="head", erase_key="own"),
     ],
     ids=str,
@@ -316,7 +317,7 @@ def test_the_fused_step_tuned_for_is_the_one_looked_up(spec, monkeypatch):
     shape = Shape("rows", 5, 1, 1, 2, 12, 20)
     step = usual_step(spec, shape)
     given = draw_step(step, (), shape.B, torch.bfloat16)
-    found = fused._resolve(given.inputs, given.states, fused.StepKind.of(step), "")
+    found = fused._resolve(given.inputs, given.states, fused.StepKind.of(step), 1, "")
     assert (found, looked_up) == (
         chosen.fused_step,
         [problem_of(Target(spec, shape, torch.bfloat16), "fused_step", "cpu")],
