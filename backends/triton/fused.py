@@ -3,6 +3,7 @@
 B batch, C channels of the projection, W taps, H key heads, HV value heads, K key width, V value width
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.triton.ahead import compiled_ahead, device_of
 from deltazoo.backends.triton.config import (
     Launch,
+    LaunchConfig,
     Problem,
     cdiv,
     heuristic,
@@ -187,11 +189,16 @@ def _resolve(x: FusedInputs, states: Tensor, kind: StepKind, n: int, config: str
     B, (_, HV, K, V), device = x.qkv.shape[0], states.shape, device_of(x.qkv)
     own, decayed = x.feedback is not None, x.decay is not None
     problem = Problem(device.type, x.qkv.dtype, B, 1, kind.heads, HV, K, V, kind.delta, own, decayed, packed=False)
-    chosen = (
-        launch_config(problem, device.index) if n == 1 and not config else heuristic(problem, properties(device.index))
-    )
-    assert chosen.fused_step is not None
-    return chosen.fused_step
+    chosen = launch_config if n == 1 and not config else _by_sizes
+    launch = chosen(problem, device.index).fused_step
+    assert launch is not None
+    return launch
+
+
+@functools.lru_cache(maxsize=1024)
+def _by_sizes(problem: Problem, index: int | None) -> LaunchConfig:
+    """The heuristic's config, without a table's."""
+    return heuristic(problem, properties(index))
 
 
 def _fused_fake(*arguments: Any) -> Tensor:

@@ -324,6 +324,20 @@ def test_the_fused_step_tuned_for_is_the_one_looked_up(spec, monkeypatch):
     )
 
 
+def test_a_fused_step_of_which_neither_config_nor_table_speaks_is_launched_by_its_sizes(monkeypatch):
+    monkeypatch.setattr(fused, "launch_config", lambda problem, index: LaunchConfig(fused_step=Launch(tile=16)))
+    step = usual_step(GATED, Shape("rows", 2, 1, 1, 1, 256, 64))
+    given = draw_step(step, (), 2)
+    speaks = LaunchConfig(fused_step=Launch(tile=32)).model_dump_json()
+    silent = LaunchConfig(split=16).model_dump_json()
+    found = [
+        fused._resolve(given.inputs, given.states, fused.StepKind.of(step), n, config)
+        for n, config in ((1, ""), (2, ""), (1, silent), (2, speaks))
+    ]
+    by_sizes = Launch(tile=64, warps=8, stages=1)
+    assert found == [Launch(tile=16), by_sizes, by_sizes, Launch(tile=32)]
+
+
 @pytest.mark.parametrize(
     "spec",
     [
