@@ -6,7 +6,7 @@ H key heads, HV value heads, K key width, V value width
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.micro_step import last_step, micro_step
+from deltazoo.backends.triton.kernels.micro_step import micro_step
 
 
 @triton.jit
@@ -37,8 +37,8 @@ def decode_kernel(
     here = in_k[:, None] & in_v[None, :]
     S = tl.load(at, mask=here, other=0.0)
     q_k = tl.load(q + (row * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
-    if READ_EARLY and STEPS > 1:
-        early = tl.sum(S * q_k[:, None], 0)
+    if READ_EARLY:
+        out = tl.sum(S * q_k[:, None], 0)
     fade = 1.0
     if DECAY == "head":
         fade = tl.exp(tl.load(log_decay + row * HV + hv))
@@ -55,11 +55,8 @@ def decode_kernel(
             e_k = tl.load(e + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
         if ERASE:
             e_k *= tl.load(b + step * HV + hv).to(tl.float32)
-        if m < STEPS - 1:
-            S = micro_step(S, k_k, e_k, u, fade, DECAY != "none" and m == 0, DELTA, ERASE_EARLY)
-        else:
-            S, out = last_step(S, q_k, k_k, e_k, u, fade, DECAY != "none" and m == 0, DELTA, ERASE_EARLY, READ_EARLY)
+        S = micro_step(S, k_k, e_k, u, fade, DECAY != "none" and m == 0, DELTA, ERASE_EARLY)
     tl.store(at, S, mask=here)
-    if READ_EARLY and STEPS > 1:
-        out = early
+    if not READ_EARLY:
+        out = tl.sum(S * q_k[:, None], 0)
     tl.store(o + (row * HV + hv) * V + vs, (out * scale).to(o.dtype.element_ty), mask=in_v)

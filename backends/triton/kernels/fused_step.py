@@ -7,7 +7,7 @@ history has W - 1 rows of channels. H key heads, HV value heads, K key width, V 
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.micro_step import last_step, micro_step
+from deltazoo.backends.triton.kernels.micro_step import micro_step
 
 
 @triton.jit
@@ -211,21 +211,18 @@ def fused_step_kernel(
         S = ahead
         if i + 1 < TILES:
             ahead = tl.load(at + (vs + BV)[None, :], mask=in_k[:, None] & (vs + BV < V)[None, :], other=0.0)
-        if READ_EARLY and STEPS > 1:
-            early = tl.sum(S * q[:, None], 0)
+        if READ_EARLY:
+            out = tl.sum(S * q[:, None], 0)
         for m in tl.static_range(STEPS):
             channel = (1 + STEPS) * H * K + (m * HV + hv) * V + vs
             v = convolved(x, weight, bias, history, channel, in_v, C, W, BIAS, SILU_V)
             u = v * writes[m]
             if WRITES:
                 u *= dt
-            if m < STEPS - 1:
-                S = micro_step(S, keys[m], erases[m], u, fade, DECAY and m == 0, DELTA, ERASE_EARLY)
-            else:
-                S, out = last_step(S, q, keys[m], erases[m], u, fade, DECAY and m == 0, DELTA, ERASE_EARLY, READ_EARLY)
+            S = micro_step(S, keys[m], erases[m], u, fade, DECAY and m == 0, DELTA, ERASE_EARLY)
         tl.store(at + vs[None, :], S, mask=in_k[:, None] & in_v[None, :])
-        if READ_EARLY and STEPS > 1:
-            out = early
+        if not READ_EARLY:
+            out = tl.sum(S * q[:, None], 0)
         out *= scale
         if SKIP:
             out += tl.load(skip + hv).to(tl.float32) * v
