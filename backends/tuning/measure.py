@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import queue
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import zip_longest
@@ -66,6 +68,7 @@ class CudaRunner(Runner):
         self._folder = tempfile.TemporaryDirectory(prefix="deltazoo-tune-")
         self._verdicts: dict[tuple[object, ...], str] = {}
         self._exact: dict[tuple[Case, bool], Path] = {}
+        self._answering = threading.Lock()
         self._bench: _Bench | None = None
 
     def environment(self) -> Environment:
@@ -81,15 +84,15 @@ class CudaRunner(Runner):
         self._check([(target, kernel, config) for config in configs])
         return [self._verdicts[_held(target, kernel, config)] for config in configs]
 
-    def ahead(self, steps: Sequence[Step]) -> None:
+    def ahead(self, steps: Sequence[Step], until: float | None) -> None:
         by_target = [
             [(target, step.kernel, config) for step in steps if step.target == target for config in step.configs]
             for target in dict.fromkeys(step.target for step in steps)
         ]
         mixed = zip_longest(*by_target)  # in turns: while one process compiles what a target's all need, others do not
-        self._check([asked for turn in mixed for asked in turn if asked is not None])
+        self._check([asked for turn in mixed for asked in turn if asked is not None], until)
 
-    def _check(self, asked: Sequence[tuple[Target, Kernel, LaunchConfig]]) -> None:
+    def _check(self, asked: Sequence[tuple[Target, Kernel, LaunchConfig]], until: float | None = None) -> None:
         wanted = {_held(*one): one for one in asked if _held(*one) not in self._verdicts}
         if not wanted:
             return
@@ -99,9 +102,11 @@ class CudaRunner(Runner):
         room = int(0.7 * torch.cuda.mem_get_info(self.on)[0] / (2**30 + most))
         with ThreadPoolExecutor(max(1, min(self._count, room))) as pool:
             try:
-                said = {pool.submit(self._ask, self._job(*one)): held for held, one in wanted.items()}
+                said = {pool.submit(self._ask, one, until): held for held, one in wanted.items()}
                 for future in as_completed(said):
-                    self._verdicts[said[future]] = future.result()
+                    verdict = future.result()
+                    if verdict is not None:
+                        self._verdicts[said[future]] = verdict
             except BaseException:  # an interruption must not wait for all that is to come
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -129,7 +134,12 @@ class CudaRunner(Runner):
         files = [(case, str(self._exact[case, fuses])) for case in cases]
         return _Job(target, kernel, at.model_dump_json(), config.model_dump_json(), files)
 
-    def _ask(self, job: "_Job") -> str:
+    def _ask(self, one: tuple[Target, Kernel, LaunchConfig], until: float | None) -> str | None:
+        """The verdict of a worker; None where it is too late to begin."""
+        if until is not None and time.monotonic() > until:
+            return None
+        with self._answering:
+            job = self._job(*one)
         worker = self._free.get()
         try:
             return worker.ask(job)

@@ -63,7 +63,7 @@ class TuneConfig(BaseModel):
         directions: the kernels of which directions; a shape with T = 1 has "decode" alone, "decode" takes each
             sequence as a row.
         effort: "quick" tries what has been near the best somewhere, "full" every combination.
-        budget: seconds, after which no other kernel is begun; None is no end.
+        budget: seconds, after which no other kernel is begun, and no check ahead; None is no end.
         rounds: timed calls of each of two configs that are compared.
         again: measure, too, what the table has already.
     """
@@ -96,8 +96,11 @@ class Runner(ABC):
         """The median seconds of each config, in turns, of what the kernel is tuned for: its direction, or its step."""
 
     @abstractmethod
-    def ahead(self, steps: "Sequence[Step]") -> None:
-        """Hear what will be checked next: it can be done side by side, while nothing is timed."""
+    def ahead(self, steps: "Sequence[Step]", until: float | None) -> None:
+        """Hear what will be checked next: it can be done side by side, while nothing is timed.
+
+        Args: until: of `time.monotonic`, after which no check is begun; None is no end.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -162,6 +165,7 @@ def tune(
     Raises: ConfigError for no targets, a broken table and another device's; OSError.
     """
     config, start = config or TuneConfig(), time.monotonic()
+    until = None if config.budget is None else start + config.budget
     path = user_table(runner.device.name) if out is None else Path(out)
     table = _begun(path, runner.device.name)
     if not targets:
@@ -178,13 +182,13 @@ def tune(
             if step.key in seen or len(step.configs) == 1 or (step.done and not config.again):
                 kept += step.key not in seen and step.done
                 continue
-            if config.budget is not None and time.monotonic() - start > config.budget:
-                break
-            seen.add(step.key)
             if target not in announced:
                 some = list(dict.fromkeys(target for target, _ in jobs[done:]))[:_AHEAD]
                 announced |= set(some)
-                runner.ahead(_steps(some, runner, table, config))
+                runner.ahead(_steps(some, runner, table, config), until)
+            if until is not None and time.monotonic() > until:
+                break
+            seen.add(step.key)
             search = _Search(step, runner, config, functools.partial(_told, progress, done, len(jobs)))
             record = search.run()
             rejected += search.rejected

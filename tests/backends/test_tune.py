@@ -1,6 +1,8 @@
 """The tuner without a GPU: what it measures, rejects, stores and resumes, with a runner that makes times up."""
 
 import math
+import queue
+import threading
 import time
 
 import pytest
@@ -74,10 +76,9 @@ def test_an_interrupted_check_waits_for_none_of_those_to_come(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     runner, ran = CudaRunner.__new__(CudaRunner), []
     runner._bench, runner._verdicts, runner._count, runner.on = None, {}, 2, "cuda"
-    runner._job = lambda *one: one
 
-    def ask(job):
-        ran.append(job)
+    def ask(one, until):
+        ran.append(one)
         time.sleep(0.05)
         if len(ran) > 3:
             raise KeyboardInterrupt
@@ -134,6 +135,38 @@ def test_no_kernel_is_begun_after_the_budget(tmp_path, monkeypatch):
     found = tune([LONG], FakeRunner(), TuneConfig(budget=25), tmp_path / "t.json")
     assert [record.kernel for record in found.records] == ["split", "prepare"]
     assert found.left == 6
+
+
+def test_nothing_is_checked_ahead_after_the_budget(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("deltazoo.backends.tuning.tune.time.monotonic", lambda: now[0])
+
+    class Slow(FakeRunner):
+        def ahead(self, steps, until):
+            assert until == 25
+            now[0] = 26.0
+
+    runner = Slow()
+    found = tune([LONG], runner, TuneConfig(budget=25), tmp_path / "t.json")
+    assert (found.records, found.left, runner.checked) == ([], 8, [])
+
+
+def test_a_check_that_would_begin_too_late_has_no_verdict_and_may_be_asked_again(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    class Worker:
+        def ask(self, job):
+            return "wrong"
+
+    runner = CudaRunner.__new__(CudaRunner)
+    runner._bench, runner._verdicts, runner._count, runner.on = None, {}, 1, "cuda"
+    runner._answering, runner._free, runner._job = threading.Lock(), queue.Queue(), lambda *one: one
+    runner._free.put(Worker())
+    asked = [(PACK, "scan", LaunchConfig(scan=Launch(tile=64, warps=w))) for w in (4, 8)]
+    runner._check(asked, until=time.monotonic() - 1)
+    assert runner._verdicts == {}
+    assert runner.check(PACK, "scan", [config for _, _, config in asked]) == ["wrong", "wrong"]
 
 
 def test_shapes_of_one_class_are_measured_once(tmp_path):

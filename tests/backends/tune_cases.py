@@ -29,7 +29,7 @@ class FakeRunner(Runner):
     def environment(self):
         return environment().model_copy(update={"device": self.device.name})
 
-    def ahead(self, steps):
+    def ahead(self, steps, until):
         self.heard.append([(step.target, step.kernel) for step in steps])
 
     def check(self, target, kernel, configs):
