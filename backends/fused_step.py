@@ -110,3 +110,15 @@ class FusedInputs(NamedTuple):
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
     gate: Tensor | None = None
+
+
+def beyond(spec: UpdateSpec) -> list[str]:
+    """Why no step is around a spec; [] where one is."""
+    reasons = []
+    if spec.decay not in ("none", "head"):
+        reasons.append(f"decay must be 'none' or 'head' in a fused step, got {spec.decay!r}.")
+    if spec.beta not in ("none", "head"):
+        reasons.append(f"beta must be 'none' or 'head' in a fused step, got {spec.beta!r}.")
+    if spec.transition == "dplr":
+        reasons.append("transition must be 'delta' or 'additive' in a fused step, got 'dplr'.")
+    return reasons

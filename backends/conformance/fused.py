@@ -16,7 +16,7 @@ from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import Report, judged, refusal
 from deltazoo.backends.conformance.cover import pairwise_cases
 from deltazoo.backends.dispatch import bind, resolve
-from deltazoo.backends.fused_step import FusedInputs, FusedStep
+from deltazoo.backends.fused_step import FusedInputs, FusedStep, beyond
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv
@@ -64,11 +64,12 @@ def usual_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedStep:
     """A step around a spec: form 0 as mixers have it, Gated DeltaNet or, where nothing is erased, Mamba-2; the others
     with all else that a step may have."""
     additive, decayed = spec.transition == "additive", spec.decay == "head"
-    fields = {"gate_first": additive, "writes": additive and decayed and form % 4 != 1} | _FORMS[form % len(_FORMS)][0]
+    fields = {"gate_first": additive} | _FORMS[form % len(_FORMS)][0]
     if form >= len(_FORMS):
         fields |= {"gate": "", "gate_first": False}
     if not decayed:
         fields.pop("bound", None)
+    fields["writes"] = additive and decayed and "bound" not in fields
     unit = "" if additive or shape.K == 1 else "q" if spec.reparam != "none" else "qk"
     return step_of(spec, shape.H, shape.HV, shape.K, shape.V, unit=unit, **fields)
 
@@ -220,15 +221,3 @@ def _streams(step: FusedStep, x: FusedInputs, slots: Tensor | None) -> tuple[Ten
     q, k, v = streams
     k, v = (y.unflatten(-1, (n, h, -1) if n > 1 else (h, -1)) for y, h in ((k, step.H), (v, step.HV)))
     return q.unflatten(-1, (step.H, -1)), k, v
-
-
-def beyond(spec: UpdateSpec) -> list[str]:
-    """Why no step is around a spec; [] where one is."""
-    reasons = []
-    if spec.decay not in ("none", "head"):
-        reasons.append(f"decay must be 'none' or 'head' in a fused step, got {spec.decay!r}.")
-    if spec.beta not in ("none", "head"):
-        reasons.append(f"beta must be 'none' or 'head' in a fused step, got {spec.beta!r}.")
-    if spec.transition == "dplr":
-        reasons.append("transition must be 'delta' or 'additive' in a fused step, got 'dplr'.")
-    return reasons

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.fused_step import FusedInputs, FusedStep
+from deltazoo.backends.fused_step import FusedInputs, FusedStep, beyond
 from deltazoo.backends.operator import operator, written
 from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.triton.ahead import compiled_ahead, device_of
@@ -47,10 +47,7 @@ def _tile(launch: Launch, V: int, householders: int) -> int:
 
 def unsupported(step: FusedStep) -> list[str]:
     """Why the kernel does not take a step, beyond what the update's spec says; [] means it does."""
-    reasons = []
-    if step.spec.decay not in ("none", "head"):
-        reasons.append(f"decay must be 'none' or 'head' in a fused step, got '{step.spec.decay}'.")
-    reasons += too_many_taps(step.taps)
+    reasons = beyond(step.spec) + too_many_taps(step.taps)
     if step.V > WIDEST_VALUE:
         reasons.append(f"V must be at most {WIDEST_VALUE} in a fused step, got {step.V}.")
     n = step.spec.householders
