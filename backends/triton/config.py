@@ -257,8 +257,6 @@ def heuristic(problem: Problem, device: Device, split: int | None = None) -> Lau
     others = [] if problem.delta else ["prepare"]
     if problem.V <= 64 and not problem.delta:
         others += ["scan", "replay"]
-    if not walks(problem.K, problem.V):
-        others += ["reverse"]  # timed on a GPU, where its numbers have not been checked yet: a config's or the tuner's
     for kernel, launch in chosen.items():
         if for_hopper(kernel, device, problem, CHUNK) and kernel not in others:
             chosen[kernel] = by_hopper(kernel, launch)

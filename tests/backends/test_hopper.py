@@ -8,7 +8,7 @@ import torch
 from assembly import disassemble, forgotten, miscarried
 from compiling import Compiler
 
-from deltazoo.backends.triton.config import Device, Launch, Problem, heuristic
+from deltazoo.backends.triton.config import Device, Problem, heuristic
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
@@ -45,13 +45,13 @@ AT_ONCE = [SCANS[0], "hopper_backward_kernel"]
         (False, False, 2, 2, True, torch.bfloat16, 128, 128, SCANS),
         (True, False, 1, 2, False, torch.bfloat16, 128, 256, [PREPARE, *SCANS]),
         (False, False, 2, 2, True, torch.float16, 104, 384, SCANS),
-        (True, True, 1, 2, True, torch.bfloat16, 64, 96, [PREPARE, *SCANS[:2], GRADIENTS]),
+        (True, True, 1, 2, True, torch.bfloat16, 64, 96, [PREPARE, *SCANS[:2], REVERSE, GRADIENTS]),
         (False, False, 2, 2, True, torch.float16, 72, 40, SCANS[2:]),
         (True, False, 2, 1, False, torch.float16, 128, 64, [PREPARE, *SCANS]),
         (True, True, 1, 2, True, torch.bfloat16, 128, 40, [PREPARE, *AT_ONCE]),
-        (False, False, 2, 2, True, torch.float16, 64, 40, [GRADIENTS]),
-        (True, False, 1, 2, False, torch.bfloat16, 64, 64, [PREPARE, *SCANS[:2], GRADIENTS]),
-        (True, False, 1, 2, False, torch.bfloat16, 32, 64, [PREPARE, *SCANS[:2], GRADIENTS]),
+        (False, False, 2, 2, True, torch.float16, 64, 40, [REVERSE, GRADIENTS]),
+        (True, False, 1, 2, False, torch.bfloat16, 64, 64, [PREPARE, *SCANS[:2], REVERSE, GRADIENTS]),
+        (True, False, 1, 2, False, torch.bfloat16, 32, 64, [PREPARE, *SCANS[:2], REVERSE, GRADIENTS]),
         (True, False, 2, 1, False, torch.float16, 128, 24, [PREPARE, GRADIENTS]),
     ],
 )  # fmt: skip
@@ -76,9 +76,8 @@ def test_they_compile_as_they_are_launched_and_find_room(
 )
 def test_where_nothing_walks_the_reverse_scan_by_itself_compiles(compiler, delta, K, V):
     problem = Problem("cuda", torch.bfloat16, 2, 200, 2, 4, K, V, delta, False, True, K == 200)
-    config = heuristic(problem, DEVICE).changed(reverse=Launch(tile=64, hopper=True))
     wanted = ([PREPARE] if delta else []) + [*SCANS[:2], REVERSE, GRADIENTS]
-    assert compile_all(compiler, problem, config, early=K in (64, 256)) == wanted
+    assert compile_all(compiler, problem, heuristic(problem, DEVICE), early=K in (64, 256)) == wanted
 
 
 def compile_all(compiler, problem, config, early):

@@ -1,12 +1,12 @@
 """Times of a step and of each of its kernels: python kernels.py [LETTERS] [KERNELS...]
 
-d gated delta 8 x 4096 dense, p packed, g packed 4 x 8192 16/64, x delta without decay, a additive, r RetNet,
-1 1 x 8192 16/32, 3 1 x 32768 2/8; other widths, 8 x 4096 where no more is said: 2 6 heads of 192/384, 0 of 200/400,
-5 of 256/512, k 8 x 2048, 32 heads of 256/256 (K additive), f 1 x 8192, 8 of 256/256 (F additive), 6 16 of 64/64,
-h 16 of 32/64, n 9 and w 8 of 128/256 (W additive), v 8 of 128/200, l 8 of 256/64, m as Mamba-2. ms captured with L2
-flushed (as perf.py), then microseconds x launches of a step. With names of kernels (scan replay) those are asked for by
-their code for Hopper GPUs, whatever the heuristic says; with a sign (-scan) by that for every GPU. And numbers of a
-config: split=0.
+d gated delta 8 x 4096 dense, p packed, g packed 4 x 8192 16/64, x delta without decay, a additive, r RetNet, 1 1 x
+8192 16/32, 3 1 x 32768 2/8; other widths, 8 x 4096 where no more is said: 2 6 heads of 192/384, 0 of 200/400, 5 of
+256/512, k 8 x 2048, 32 heads of 256/256 (K additive), f 1 x 8192, 8 of 256/256 (F additive), 6 16 of 64/64, h 16 of
+32/64, b and t these two additive, n 9 and w 8 of 128/256 (W additive), v 8 of 128/200, l 8 of 256/64, m as Mamba-2.
+ms captured with L2 flushed (as perf.py), then microseconds x launches of a step. With names of kernels (scan replay)
+those are asked for by their code for Hopper GPUs, whatever the heuristic says; with a sign (-scan) by that for every
+GPU. And numbers of a config: split=0.
 """
 
 import collections
@@ -41,6 +41,8 @@ JOBS = {
     "F": (ADDITIVE, FEW),
     "6": (GATED, (8, 4096, 16, 16, None, 64, 64)),
     "h": (GATED, (8, 4096, 16, 16, None, 32, 64)),
+    "b": (ADDITIVE, (8, 4096, 16, 16, None, 64, 64)),
+    "t": (ADDITIVE, (8, 4096, 16, 16, None, 32, 64)),
     "n": (GATED, (8, 4096, 9, 9, None, 128, 256)),
     "w": (GATED, (8, 4096, 8, 8, None, 128, 256)),
     "W": (ADDITIVE, (8, 4096, 8, 8, None, 128, 256)),
