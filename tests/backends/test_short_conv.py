@@ -389,7 +389,7 @@ def test_shapes_that_do_not_fit_are_refused_in_sentences() -> None:
 def test_bounds_of_a_pack_that_do_not_rise_to_its_end_are_refused(bounds: tuple[int, ...]) -> None:
     x = draw(Case([Q, V], lengths=(4, 3), bias=True, history=True))
     with pytest.raises(ValueRangeError, match="cu_seqlens must rise from 0 to T = 7, got"):
-        bind_conv([Q, V])(x._replace(cu_seqlens=torch.tensor(bounds, dtype=torch.int32)))
+        bind_conv([Q, V])(x._replace(cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=x.x.device)))
 
 
 def test_operands_of_other_dtypes_and_devices_are_named() -> None:
@@ -399,7 +399,7 @@ def test_operands_of_other_dtypes_and_devices_are_named() -> None:
         bound(x._replace(x=x.x.long()))
     with pytest.raises(DtypeError, match=r"cu_seqlens must be int32, got torch\.int64"):
         bound(x._replace(cu_seqlens=x.cu_seqlens.long()))
-    with pytest.raises(DeviceError, match="bias must be on cpu, where x is, got meta"):
+    with pytest.raises(DeviceError, match=f"bias must be on {x.x.device}, where x is, got meta"):
         bound(x._replace(bias=x.bias.to("meta")))
 
 

@@ -196,6 +196,23 @@ def test_what_feeds_back_in_two_terms_is_nearer_to_the_numbers_than_in_one():
     assert all(error < 1e-3 for error in errors[1])  # one rounding of the output to float16 is left
 
 
+@pytest.mark.parametrize(
+    ("spec", "K", "dtype", "wanted"),
+    [
+        (UpdateSpec(), 16, torch.bfloat16, True),
+        (UpdateSpec(decay="head"), 16, torch.bfloat16, True),
+        (UpdateSpec(beta="head"), 5, torch.bfloat16, True),
+        (UpdateSpec(), 17, torch.bfloat16, False),
+        (UpdateSpec(), 16, torch.float16, False),
+        (GATED, 5, torch.bfloat16, False),
+        (UpdateSpec(transition="additive"), 5, torch.bfloat16, False),
+    ],
+)
+def test_a_delta_rule_in_a_few_keys_feeds_back_in_two_terms_in_bfloat16(spec, K, dtype, wanted):
+    x = draw(Case(spec, Shape("few", 1, 3, 1, 1, K, 8), dtype), "cpu")
+    assert TritonBackend()._operands(spec, x)[1].precise is wanted
+
+
 @pytest.mark.parametrize("way", CONFIGS if INTERPRETED else ["in one"])
 def test_no_token_gives_the_initial_state_back(way):
     x = gated(2, 0)
@@ -216,7 +233,7 @@ def test_a_decode_step_asks_nothing_of_the_other_kernels_launches():
     x = draw(Case(GATED, Shape("token", 3, 1, 2, 2, 12, 20)), DEVICE)
     states, step = x.state, x._replace(state=None)
     given = TritonBackend(LaunchConfig(scan=Launch(tile=64, hopper=True)))  # refused here, or for 12 keys
-    got, want = (bind(GATED, of).step_(step, states.clone()) for of in (given, TritonBackend()))
+    got, want = (bind(GATED, of).step_(step, states.clone()) for of in (given, TritonBackend(LaunchConfig())))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
