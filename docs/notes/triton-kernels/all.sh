@@ -1,8 +1,9 @@
 #!/bin/bash
-# What a commit is checked and measured by on a GPU: bash all.sh [tests] [large] [check] [times] [tune] [peers]
+# What a commit is checked and measured by on a GPU: bash all.sh [suite] [large] [check] [times] [tune] [peers]
 #
 # From the repository's root, with the package and pytest-xdist installed; without words all of it, one after the other:
-# 8 + 8 + 3 + 4 + 2 + 3 minutes on 16 cores beside an H200. Each part says what it found, and goes on where one fails.
+# the whole suite and what is slow 10 minutes each, then 3 + 4 + 2 + 3, on 16 cores beside an H200. Each part says what it
+# found, and goes on where one fails.
 
 notes=$(dirname "$0")
 tests=tests/backends
@@ -10,10 +11,8 @@ tests=tests/backends
 part() {
     echo "== $1"
     case $1 in
-    tests) OMP_NUM_THREADS=1 python3 -m pytest -q -n 15 $tests/test_triton_hopper.py $tests/test_triton.py \
-        $tests/test_fused_step.py $tests/test_watch.py $tests/test_operator.py $tests/test_ahead.py \
-        $tests/test_short_conv.py $tests/test_bench.py ;;
-    large) OMP_NUM_THREADS=1 python3 -m pytest -q -n 5 -m "slow or not slow" $tests/test_triton_gpu.py ;;
+    suite) OMP_NUM_THREADS=1 python3 -m pytest -q -n 15 ;;
+    large) OMP_NUM_THREADS=1 python3 -m pytest -q -n 15 -m slow $tests/test_triton.py $tests/test_triton_gpu.py ;;
     check) python3 "$notes/check.py" ;;
     times)
         python3 "$notes/perf.py"
@@ -23,11 +22,11 @@ part() {
     tune) deltazoo tune --shape decode_64 --shape decode_1 --shape dense_1x2048 \
         --shape "B=8 T=2048 H=8 K=256 V=256" --budget 90 --out "${TUNED:-tuned.json}" ;;
     peers) python3 "$notes/peers.py" "${PEERS:-peers.json}" pd1 triton,flash_qla,fla ;;
-    *) echo "a part must be tests, large, check, times, tune or peers, got $1" ;;
+    *) echo "a part must be suite, large, check, times, tune or peers, got $1" ;;
     esac
 }
 
-[ $# -gt 0 ] || set -- tests large check times tune peers
+[ $# -gt 0 ] || set -- suite large check times tune peers
 for name in "$@"; do
     part "$name"
 done
