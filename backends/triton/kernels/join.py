@@ -3,15 +3,7 @@
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.layout import (
-    chunks_forgotten,
-    first_slot,
-    load_across,
-    load_rows,
-    segment_of,
-    sequence_bounds,
-    store_rows,
-)
+from deltazoo.backends.triton.kernels.layout import chunks_forgotten, load_across, load_rows, store_rows, stretch_of
 
 
 @triton.jit
@@ -38,9 +30,7 @@ def join_kernel(
     pid = tl.program_id(0)
     n = pid // TILES // HV
     hv = pid // TILES % HV
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
-    first, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
+    start, length, slot, first, first_place, _, last = stretch_of(n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED)
     slot += first
     inside = last - first
     used = tl.cdiv(inside, SPLIT)

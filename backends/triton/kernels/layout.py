@@ -87,6 +87,22 @@ def segment_of(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: t
 
 
 @triton.jit
+def stretch_of(
+    n, part, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
+):
+    """What a program of a scan walks: first token, length and first slot of sequence n; first chunk of a segment of it,
+    and the place of that one; first chunk of a part of SPLIT chunks (0: of all) and the one after its last."""
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    slot = first_slot(n, cu, T, C, PACKED)
+    begins, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
+    first = begins
+    if SPLIT > 0:
+        first += part * SPLIT
+        last = tl.minimum(first + SPLIT, last)
+    return start, length, slot, begins, first_place, first, last
+
+
+@triton.jit
 def places_a_sequence(T, segments, C: tl.constexpr, UNIT: tl.constexpr):
     """Places in a segment of a sequence that is not packed."""
     chunks = tl.cdiv(T, C)
@@ -97,9 +113,7 @@ def places_a_sequence(T, segments, C: tl.constexpr, UNIT: tl.constexpr):
 def chunk_of_sequence(place, n, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
     """First token and length of sequence n; then the slot and the number of the chunk that a place of a segment of it
     holds, and whether it holds one."""
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
-    first, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
+    start, length, slot, first, first_place, _, last = stretch_of(n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED)
     c = first + place - first_place
     return start, length, slot + c, c, c < last
 

@@ -14,19 +14,17 @@ from deltazoo.backends.triton.kernels.layout import (
     chunks_remembered,
     cumulative_decays,
     dot_terms,
-    first_slot,
     held_off,
     hidden_zero,
     load_across,
     load_gate,
     load_rows,
-    segment_of,
     sequence_and_part,
-    sequence_bounds,
     store_across,
     store_rows,
     store_state,
     store_transposed,
+    stretch_of,
 )
 from deltazoo.backends.triton.kernels.squares import dot_inverse, load_inverse, load_reads
 
@@ -56,8 +54,9 @@ def reverse_kernel(
     h = hv // (HV // H)
     n, part = sequence_and_part(pid // (TILES * HV), parts, TILES * HV)
     nh = (n * parts + part) * HV + hv
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
+    start, length, slot, first_chunk, first_place, first, last = stretch_of(
+        n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    )
     i = tl.arange(0, C)
     column = (pid % TILES) * BV
     vs = column + tl.arange(0, BV)
@@ -69,11 +68,6 @@ def reverse_kernel(
         in_kb = kb < K
     causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
-    first_chunk, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
-    first = first_chunk
-    if SPLIT > 0:
-        first += part * SPLIT
-        last = tl.minimum(first + SPLIT, last)
     if ENDS:
         if part == 0:
             last = first

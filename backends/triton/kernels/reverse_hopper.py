@@ -13,13 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from deltazoo.backends.triton.kernels.hopper import COLUMNS, LEFT, MMA, barrier, free, narrow, put, times_inverse, widen
-from deltazoo.backends.triton.kernels.layout import (
-    first_slot,
-    held_off,
-    segment_of,
-    sequence_and_part,
-    sequence_bounds,
-)
+from deltazoo.backends.triton.kernels.layout import held_off, sequence_and_part, stretch_of
 from deltazoo.backends.triton.kernels.scan_hopper import begin_reads, copy_chunks, next_buffer, put_reads
 from deltazoo.backends.triton.kernels.scan_room import Stand, kind_of, room_of
 from deltazoo.backends.triton.kernels.states_hopper import load_state, put_tile, store_final
@@ -189,13 +183,9 @@ def hopper_reverse_kernel(
     pair = pid % V_TILES
     hv = pid // V_TILES % HV
     n, part = sequence_and_part(pid // (V_TILES * HV), parts, V_TILES * HV)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
-    begins_at, last, first_place = segment_of(n, slot, gl.cdiv(length, C), segment, segments, UNIT, PACKED)
-    first = begins_at
-    if SPLIT > 0:
-        first += part * SPLIT
-        last = gl.minimum(first + SPLIT, last)
+    start, length, slot, begins_at, first_place, first, last = stretch_of(
+        n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    )
     if first < last:
         kind: gl.constexpr = kind_of(
             H, HV, K, V, NK, BUFFERS, DECAY, DELTA, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True, dtype

@@ -13,17 +13,15 @@ from deltazoo.backends.triton.kernels.layout import (
     chunks_forgotten,
     cumulative_decays,
     dot_terms,
-    first_slot,
     load_across,
     load_gate,
     load_rows,
-    segment_of,
     sequence_and_part,
-    sequence_bounds,
     store_across,
     store_rows,
     store_state,
     store_transposed,
+    stretch_of,
 )
 from deltazoo.backends.triton.kernels.squares import dot_inverse, dot_square, load_inverse, load_reads
 
@@ -62,8 +60,9 @@ def scan_kernel(
     h = hv // (HV // H)
     n, part = sequence_and_part(pid // (TILES * HV), parts, TILES * HV)
     nh = (n * parts + part) * HV + hv
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
+    start, length, slot, begins, first_place, first, last = stretch_of(
+        n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    )
     i = tl.arange(0, C)
     maps = pid % TILES >= VALUES
     column = (pid % TILES) * BV
@@ -87,11 +86,6 @@ def scan_kernel(
     dtype: tl.constexpr = k.dtype.element_ty
 
     chunks = tl.cdiv(length, C)
-    begins, last, first_place = segment_of(n, slot, chunks, segment, segments, UNIT, PACKED)
-    first = begins
-    if SPLIT > 0:
-        first += part * SPLIT
-        last = tl.minimum(first + SPLIT, last)
     if REPLAY:
         first_kept = first
         first = tl.where(first < last, first // EVERY * EVERY, first)

@@ -34,7 +34,7 @@ from deltazoo.backends.triton.kernels.hopper import (
     times_inverse,
     widen,
 )
-from deltazoo.backends.triton.kernels.layout import first_slot, segment_of, sequence_and_part, sequence_bounds
+from deltazoo.backends.triton.kernels.layout import sequence_and_part, stretch_of
 from deltazoo.backends.triton.kernels.scan_room import Memory, Stand, kind_of, room_of
 from deltazoo.backends.triton.kernels.states_hopper import load_checkpoint, load_state, put_tile, store_final
 
@@ -353,14 +353,10 @@ def hopper_scan_kernel(
     pair = pid % V_TILES
     hv = pid // V_TILES % HV
     n, part = sequence_and_part(pid // (V_TILES * HV), parts, V_TILES * HV)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
+    start, length, slot, begins, first_place, first, last = stretch_of(
+        n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    )
     chunks = gl.cdiv(length, C)
-    begins, last, first_place = segment_of(n, slot, chunks, segment, segments, UNIT, PACKED)
-    first = begins
-    if SPLIT > 0:
-        first += part * SPLIT
-        last = gl.minimum(first + SPLIT, last)
     first_kept = first
     wanted = first < last
     is_last = part == 0

@@ -12,13 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from deltazoo.backends.triton.kernels.hopper import barrier, free
-from deltazoo.backends.triton.kernels.layout import (
-    first_slot,
-    hidden_zero,
-    segment_of,
-    sequence_and_part,
-    sequence_bounds,
-)
+from deltazoo.backends.triton.kernels.layout import hidden_zero, sequence_and_part, stretch_of
 from deltazoo.backends.triton.kernels.walk_copies import copy_chunks
 from deltazoo.backends.triton.kernels.walk_room import Results, kind_of, registers_to_copy, room_of
 from deltazoo.backends.triton.kernels.walk_steps import walk_chunk
@@ -78,13 +72,9 @@ def hopper_walk_kernel(
     share = pid % (HV * TILES)
     hv = share // TILES
     n, part = sequence_and_part(pid // (HV * TILES), parts, HV * TILES)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
-    first_chunk, last, first_place = segment_of(n, slot, gl.cdiv(length, C), segment, segments, UNIT, PACKED)
-    first = first_chunk
-    if SPLIT > 0:
-        first += part * SPLIT
-        last = gl.minimum(first + SPLIT, last)
+    start, length, slot, first_chunk, first_place, first, last = stretch_of(
+        n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    )
     if first < last:
         kind: gl.constexpr = kind_of(
             H, HV, K, V, HV * TILES, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype
