@@ -173,6 +173,9 @@ def test_more_sequences_and_heads_than_a_grid_axis_holds(packed):
 
 @pytest.mark.timeout(300)
 def test_tensors_of_more_than_two_to_the_31_elements():
+    free, _ = torch.cuda.mem_get_info()
+    if free < 24 * 2**30:
+        pytest.skip(f"needs 24 GiB of a GPU, {free / 2**30:.1f} are free")
     T, HV, V, tail = 2**15 + 64, 512, 128, 64
     assert T * HV * V > 2**31
     q, k = (torch.nn.functional.normalize(torch.randn(1, T, 1, 16, device="cuda"), dim=-1).bfloat16() for _ in range(2))
