@@ -1,7 +1,7 @@
 """Time a gated_deltanet layer compiled as one graph: python layer.py
 
 Width 2048, 16 heads of 128, B = 8, T = 4096, bf16. First a step in a process without any
-cache, then medians of further steps; needs a CUDA device.
+cache and what torch says of its compilation, then medians of further steps; needs a CUDA device.
 """
 
 import os
@@ -66,7 +66,12 @@ def steps(name: str) -> None:
         f"{torch.__version__}, {torch.cuda.get_device_name()}, deltazoo {deltazoo.__version__}",
         flush=True,
     )
-    if name != "cold":
+    if name == "cold":
+        from torch._dynamo.utils import compilation_time_metrics
+
+        spent = sorted(((sum(times), part) for part, times in compilation_time_metrics.items()), reverse=True)
+        print("of the first step, s:", ", ".join(f"{part} {seconds:.1f}" for seconds, part in spent[:14]), flush=True)
+    else:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
             torch.cuda.synchronize()
