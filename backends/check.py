@@ -83,6 +83,9 @@ def _check_parts(step: FusedStep) -> None:
 def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[int, int, int]) -> None:
     """Whether they fit the rows of x, an operand."""
     B = x.shape[0]
+    for name, tensor in (("states", states), ("slots", slots)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
     _same("states", states, (states.shape[0] if slots is not None and states.dim() else B, *sizes))
     if states.dtype != state_dtype(x.dtype):
         raise DtypeError(f"states must be {state_dtype(x.dtype)}, got {states.dtype}")

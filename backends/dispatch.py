@@ -54,6 +54,7 @@ class BoundUpdate(_Bound):
     def __init__(self, spec: UpdateSpec, candidates: dict[str, tuple[Backend, ...]], asked: "str | Backend | None"):
         super().__init__(candidates, asked)
         self.spec = spec
+        self.shown = repr(spec)  # for a refusal, which torch.compile may come to: it cannot trace this
 
     def __call__(self, inputs: UpdateInputs) -> UpdateOutput:
         """Compute the update, in the same dtypes under autocast. Returns o [B, T, HV, V], and the state [B, HV, K, V].
@@ -123,7 +124,7 @@ class BoundUpdate(_Bound):
                 return backend
             if self.asked is None and not torch.compiler.is_compiling():
                 _tell(backend, meta.device, self.spec, reasons)
-        raise UnsupportedError(_refusals(self.spec, meta, self.candidates(meta.device)))
+        raise UnsupportedError(_refusals(self, meta))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _bound, (self.spec, self.asked)  # a copy made inside `use_backend` stays what it was
@@ -373,6 +374,7 @@ def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta) -> list
         return [f"it cannot say whether it can: {type(error).__name__}: {error}"]
 
 
-def _refusals(spec: UpdateSpec, meta: UpdateMeta, candidates: Sequence[Backend]) -> str:
-    lines = [f"  {backend.name}: {' '.join(backend.unsupported(spec, meta))}" for backend in candidates]
-    return "\n".join([f"no backend takes {spec!r} on {meta}:", *lines])
+def _refusals(bound: BoundUpdate, meta: UpdateMeta) -> str:
+    candidates = bound.candidates(meta.device)
+    lines = [f"  {backend.name}: {' '.join(backend.unsupported(bound.spec, meta))}" for backend in candidates]
+    return "\n".join([f"no backend takes {bound.shown} on {meta}:", *lines])

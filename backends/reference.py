@@ -118,8 +118,8 @@ def _strengths(spec: UpdateSpec, x: UpdateInputs, k: Tensor, t: int, m: int) -> 
     if spec.reparam == "longhorn":
         return erase / (1 + n), write / (1 + n)
     tiny = n < 1e-3  # there the quotient's gradient cancels; four terms of its series are exact to 1e-14
-    safe = torch.where(tiny, torch.ones_like(n), n)
-    series = 1 - n / 2 + n**2 / 6 - n**3 / 24 + n**4 / 120
+    safe, small = torch.where(tiny, torch.ones_like(n), n), torch.where(tiny, n, torch.zeros_like(n))
+    series = 1 - small / 2 + small**2 / 6 - small**3 / 24 + small**4 / 120
     factor = torch.where(tiny, series, -torch.expm1(-safe) / safe)
     return erase * factor, write * factor
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.base import state_dtype
+from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.operator import operator, with_known_signature
 
 # 1,024 tokens of 32,000 words are 125 MiB of float32 logits, and the matrix product is as fast as it gets.
@@ -98,6 +98,6 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(x, weight, targets)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         return *_gradients_op(grad, *ctx.saved_tensors, ctx.chunk), None, None

@@ -199,6 +199,9 @@ class _Reader:
                 if fields:
                     self.expect(",", "',' or ')'")
                 name = self.expect("name", "a field, as gdn(heads=6)").text
+                if name in dict(fields):
+                    self.next -= 1
+                    raise self.wrong(f"a field that {token.text} does not have yet")
                 self.expect("=", "'=' and a value")
                 fields.append((name, self.value()))
         return Name(token.text, tuple(fields), token.position)
@@ -209,7 +212,11 @@ class _Reader:
         if token.kind == "number":
             return int(token.text) if re.fullmatch(r"-?\d+", token.text) else float(token.text)
         if token.kind == "string":
-            return json.loads(token.text)
+            try:
+                return json.loads(token.text)
+            except ValueError:
+                self.next -= 1
+                raise self.wrong("a string as in JSON") from None
         if token.kind == "name":
             return _WORDS.get(token.text, token.text)
         if token.kind == "[":

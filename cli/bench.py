@@ -49,11 +49,12 @@ def command(
     )
     with progress() as told:
         found = measure(mixer, shape or [DEFAULT_SHAPE], split(backends), config, told)
-    save_benchmark(found, markdown, plot)
     if as_json:
         print_json(found)
+        save_benchmark(found, markdown, plot)
         return
     say(found.header())
     print_table(
         [*found.columns[:3], *(f">{column}" for column in found.columns[3:])], [row.cells() for row in found.rows]
     )
+    save_benchmark(found, markdown, plot)

@@ -15,7 +15,9 @@ def command(
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Compare backends with float64 on your own recurrence, shapes and dtypes. Exit code 1: one is wrong.
+    """Compare backends with float64 on your own recurrence, shapes and dtypes.
+
+    Exit code 1: one is wrong, or refuses all.
 
     \b
     spec: {decay: head, beta: head, negative_eigenvalues: both}
@@ -32,5 +34,9 @@ def command(
         print_table(["case", "backend", "tensor", ">error", ">limit", ""], [row.cells() for row in found.rows])
         for sentence in found.failures:
             say(sentence)
-        say(f"{len(found.failures)} failures on {found.cases} cases of {', '.join(found.backends)}")
-    raise typer.Exit(1 if found.failures else 0)
+        refusals = sum(bool(row.refused) for row in found.rows)
+        refused = f", {refusals} refused" if refusals else ""
+        say(f"{len(found.failures)} failures on {found.cases} cases of {', '.join(found.backends)}{refused}")
+        for name in found.without:
+            say(f"{name} takes none of them, so nothing is known of it")
+    raise typer.Exit(1 if found.failures or found.without else 0)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.dispatch import BoundUpdate
+from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.base import Context
 from deltazoo.mixers.decays import softplus
@@ -88,7 +88,7 @@ class _Refine(torch.autograd.Function):
         ctx.save_for_backward(shift, *system)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         shift, *system = ctx.saved_tensors
         with without_autocast(grad):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.operator import operator, with_known_signature
 from deltazoo.backends.packs import sequence_of
 from deltazoo.mixers.base import Context
@@ -172,7 +172,7 @@ def _function(
             ctx.save_for_backward(real, *firsts, *tensors)
 
         @staticmethod
-        @once_differentiable
+        @differentiable_once
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             real, *rest = ctx.saved_tensors
             firsts, tensors = rest[: ctx.states], rest[ctx.states :]

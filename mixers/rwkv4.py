@@ -13,9 +13,9 @@ from deltazoo.mixers.variant import ChannelConfig
 
 
 class RWKV4(ChannelConfig):
-    """o_t = sigmoid(r_t) (s_(t-1) + e^(u + k_t) v_t) / (z_(t-1) + e^(u + k_t)),
+    """[s, z]_t = e^(-w) [s, z]_(t-1) + e^(k_t) [v_t, 1], read with a bonus for the token itself:
+    o_t = sigmoid(r_t) (s_(t-1) + e^(u + k_t) v_t) / (z_(t-1) + e^(u + k_t)).
 
-    [s, z]_t = e^(-w) [s, z]_(t-1) + e^(k_t) [v_t, 1].
     Each channel is a head with K = 1 and V = 2 (value, normaliser), read before its update.
     """
 

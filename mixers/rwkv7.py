@@ -14,7 +14,11 @@ from deltazoo.mixers.variant import DeltaConfig
 
 
 class RWKV7(DeltaConfig):
-    """S_t = (Diag(w_t) - (kappa_t * eta_t) kappa_t^T) S_(t-1) + k_t v_t^T; group norm, bonus, gate."""
+    """S_t = (Diag(w_t) - (kappa_t * eta_t) kappa_t^T) S_(t-1) + k_t v_t^T; group norm, bonus, gate.
+
+    The stack's first layer should be the first RWKV-7 one, with whose values the others mix theirs: one that stands
+    further on, the first of its kind, has parameters of that mix which nothing uses.
+    """
 
     name: ClassVar[str] = "rwkv7"
     source: ClassVar[str] = "Peng 2025, arXiv 2503.14456"

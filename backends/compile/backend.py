@@ -40,6 +40,8 @@ class CompileBackend(Backend):
     Takes every spec, float dtype and device that torch.compile serves; computes in float32 (float64 for float64
     inputs). Inside torch.compile it is traced into the caller's graph; from eager code it compiles itself once
     for each spec, dtype, heads and widths, and not again for another B or T. One token is computed at once.
+    The backward of a graph of its own may write over what the forward kept: torch refuses retain_graph=True then,
+    unless `torch._functorch.config.donated_buffer` is False.
 
     Args:
         chunk: tokens a chunk, a power of two from 16 to 512; with householders the fewest tokens whose micro-steps
@@ -107,12 +109,20 @@ def _compiled(spec: UpdateSpec) -> _Function:
         return chunked_update(spec, chunks, sequence)
 
     # torch.compile counts recompilations by code object: a copy gives each function a count of its own.
-    own = types.FunctionType(update.__code__.replace(), update.__globals__, "update", None, update.__closure__)
-    compiled = torch.compile(own, fullgraph=True)
+    def counted_anew() -> _Function:
+        own = types.FunctionType(update.__code__.replace(), update.__globals__, "update", None, update.__closure__)
+        return torch.compile(own, fullgraph=True)
+
+    compiled = counted_anew()
 
     def call(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
+        nonlocal compiled
         try:
-            return compiled(chunks, sequence)
+            try:
+                return compiled(chunks, sequence)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # of layouts and of torch's settings
+                compiled = counted_anew()
+                return compiled(chunks, sequence)
         except torch._inductor.exc.InductorError as error:
             if not isinstance(error.inner_exception, torch._inductor.exc.InvalidCxxCompiler):
                 raise

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from deltazoo.backends.compile.body import body
 from deltazoo.backends.compile.inverse import unit_lower_inverse
+from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.operator import operator, with_known_signature
 
 # Chunks of a segment: few enough for its half dozen operands to stay in the cache, enough for full batches. It is an
@@ -362,7 +362,7 @@ class _ChunkScan(torch.autograd.Function):
         )  # fmt: skip
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         state = saved[0]

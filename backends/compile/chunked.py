@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
@@ -22,7 +21,10 @@ from deltazoo.backends.compile.element_scan import element_update, suits
 from deltazoo.backends.compile.packing import Packing, pack, packing, unpack
 from deltazoo.backends.errors import ShapeError
 from deltazoo.backends.lowering import log_decay, strengths
+from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.spec import UpdateSpec
+
+_NOTHING_LEFT = -1000.0  # a log decay whose exp is 0; beside a larger one a cumulative sum would lose all others
 
 
 def cut(spec: UpdateSpec, inputs: UpdateInputs, tokens: int, least: int = 1) -> tuple[UpdateInputs, Packing | None]:
@@ -84,6 +86,8 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     x = x._replace(q=_in_time(x.q), k=_in_time(x.k), v=_in_time(x.v))
     erase, write = strengths(spec, x)
     decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)
+    if decay is not None:
+        decay = decay.clamp(min=_NOTHING_LEFT)
     if decay is not None and n > 1:  # on a token's first micro-step
         decay = pad(decay.unsqueeze(3), (0, 0) * (decay.dim() - 3) + (0, n - 1)).flatten(2, 3)
     value = x.v.to(dtype)
@@ -152,8 +156,9 @@ def _scaled(x: Tensor, strength: Tensor) -> Tensor:
 def _running(decay: Tensor, dim: int) -> Tensor:
     """The cumulative decay within a chunk, along `dim`.
 
-    In float64, so that differences stay exact after a token that forgets all; by a triangle of ones, whose
-    gradient is a product too, where a cumulative sum's is two reversals and a sum.
+    In float64, so that differences stay exact after a token that forgets all (none forgets more than
+    `_NOTHING_LEFT`); by a triangle of ones, whose gradient is a product too, where a cumulative sum's is two reversals
+    and a sum.
     """
     wide = decay.to(decay.dtype if decay.device.type == "mps" else torch.float64)
     M = decay.shape[dim]
@@ -242,7 +247,7 @@ class _Decayed(torch.autograd.Function):
         ctx.dtype = inputs[3].dtype
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, Tensor]:
         factor, seen, decayed = ctx.saved_tensors
         d_difference = (grad * decayed).to(ctx.dtype)

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.compile.body import body
 from deltazoo.backends.lowering import log_decay, strengths
+from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.operator import operator, with_known_signature
 from deltazoo.backends.spec import UpdateSpec
 
@@ -280,7 +280,7 @@ class _ElementScan(torch.autograd.Function):
         ctx.save_for_backward(x.q, x.k, x.v, firsts, x.decay, x.step, x.rate, x.sequence)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         d_o = saved[0].new_zeros(ctx.o_shape) if d_o is None else d_o

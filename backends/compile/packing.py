@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from deltazoo.backends.once import differentiable_once
 
 
 class Packing(NamedTuple):
@@ -68,7 +69,7 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return _gather(grad, inverse), None, None

@@ -43,6 +43,12 @@ class Checked(BaseModel):
     rows: list[CheckRow]
     failures: list[str]
 
+    @property
+    def without(self) -> list[str]:
+        """The backends that refuse every case."""
+        compared = {row.backend for row in self.rows if not row.refused}
+        return [name for name in self.backends if name not in compared]
+
 
 def check_file(
     path: str | Path, backends: Sequence[str] | None = None, device: str = "cpu", progress: Progress = silent

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.operator import operator, with_known_signature
 from deltazoo.backends.packs import sequence_of
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
@@ -178,7 +178,7 @@ class _ShortConv(torch.autograd.Function):
         ctx.kind = inputs[5:]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *d: Tensor) -> tuple[Tensor | None, ...]:
         grads = _backward_op(*ctx.saved_tensors, list(d), *ctx.kind)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)

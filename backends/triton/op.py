@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.operator import operator, with_known_signature, written
 from deltazoo.backends.triton.ahead import compiled_ahead
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
@@ -151,7 +151,7 @@ class _ChunkScan(torch.autograd.Function):
         ctx.save_for_backward(*operands, *kept)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         operands = saved[:9]

@@ -152,6 +152,32 @@ def test_which_operands_want_gradients_counts_its_own_recompilations() -> None:
 
 
 @pytest.mark.usefixtures("aot_eager")
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_from_eager_code_more_layouts_than_torch_counts_are_compiled_all_the_same() -> None:
+    spec, backend = SPECS["gated delta"], CompileBackend(chunk=16)
+    inputs = draw(spec, 2, 64)
+    for order in ((0, 1, 2, 3), (3, 0, 1, 2), (1, 0, 2, 3)):
+        v = inputs.v.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+        given = inputs._replace(v=v)
+        close(backend.forward(spec, given), ReferenceBackend().forward(spec, given), given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("decay", ["head", "channel", "rate"])
+def test_a_token_may_forget_as_much_as_a_float_can_say(decay: Any, dtype: torch.dtype) -> None:
+    spec = UpdateSpec(decay=decay, beta="head")
+    x = UpdateInputs(*(None if t is None else t.detach() for t in draw(spec, 2, 40, dtype=dtype)))
+    most = torch.finfo(dtype).max
+    for tokens in (slice(5, 6), slice(20, 22)):
+        if decay == "rate":
+            x.step[:, tokens] = most
+        else:
+            x.log_decay[:, tokens] = -most
+    leaves = UpdateInputs(*(None if t is None else t.requires_grad_() for t in x))
+    close(CompileBackend(compiled=False).forward(spec, leaves), ReferenceBackend().forward(spec, leaves), leaves)
+
+
+@pytest.mark.usefixtures("aot_eager")
 def test_packed_batches_of_any_size_share_a_graph_from_eager_code() -> None:
     spec, backend = SPECS["gated delta"], CompileBackend(chunk=16)
     for bounds in PACKS:

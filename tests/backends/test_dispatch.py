@@ -67,6 +67,13 @@ def test_a_named_backend_that_cannot_is_an_error_with_its_reasons_and_no_fallbac
         update(GDN, inputs, backend=Never())
 
 
+def test_a_refusal_is_said_under_torch_compile_too():
+    inputs = draw(Case(GDN, SHAPES["column"]))
+    bound = bind(GDN, Picky())
+    with pytest.raises(Exception, match="picky: picky wants K to be a power of two, got 6"):
+        torch.compile(bound, fullgraph=True, backend="aot_eager")(inputs)
+
+
 def test_without_a_name_the_default_of_the_device_runs_and_never_the_reference():
     bound = bind(GDN)
     assert bound.backend_for(CPU).name == "compile"

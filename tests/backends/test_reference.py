@@ -51,6 +51,13 @@ def test_the_gradients_of_every_operand_are_those_of_finite_differences(case):
     assert torch.autograd.gradcheck(update, [getattr(inputs, name).requires_grad_() for name in names])
 
 
+def test_the_exact_step_has_gradients_whatever_the_time():
+    x = draw(Case(UpdateSpec(beta="head", reparam="efla"), SMALL))
+    beta = torch.full_like(x.beta, 1e13).requires_grad_()
+    ReferenceBackend().forward(UpdateSpec(beta="head", reparam="efla"), x._replace(beta=beta)).o.sum().backward()
+    assert beta.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("reparam", ["efla", "longhorn"])
 @pytest.mark.parametrize("beta", ["none", "head", "channel"])
 def test_a_key_of_zero_has_finite_and_right_gradients(reparam, beta):

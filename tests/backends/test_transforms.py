@@ -79,9 +79,24 @@ def test_forward_mode_is_refused_where_it_would_be_dropped(spec, shape):
         torch.func.jvp(o, (q,), (q,))
 
 
-def test_a_second_derivative_is_refused():
-    q, o = outputs(SPECS["gated delta"], CompileBackend(compiled=False))
-    leaf = q.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(o(leaf).square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        grad.sum().backward()
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("spec", ["gated delta", "mamba", "efla"])
+def test_a_second_derivative_is_refused_by_every_path(spec, power):
+    """Also of what is linear in the outputs, and of operands that plain torch maps on the way."""
+    spec = {**SPECS, "efla": UpdateSpec(beta="head", reparam="efla")}[spec]
+    x = draw(Case(spec, SHAPES["grouped"], torch.float64))
+    leaves = {name: t.clone().requires_grad_() for name, t in x._asdict().items() if t is not None}
+    o = bind(spec, CompileBackend(compiled=False))(UpdateInputs(**leaves)).o
+    for leaf in leaves.values():
+        (grad,) = torch.autograd.grad(o.pow(power).sum(), leaf, create_graph=True)
+        for other in leaves.values():
+            with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+                torch.autograd.grad(grad.square().sum(), other, retain_graph=True)
+
+
+@pytest.mark.parametrize("backend", [CompileBackend(compiled=False), CompileBackend()], ids=["eager", "compile"])
+def test_a_second_derivative_is_refused_by_torch_func(backend):
+    q, o = outputs(SPECS["gated delta"], backend)
+    grad = torch.func.grad(lambda q: o(q).pow(3).sum())
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.func.grad(lambda q: grad(q).square().sum())(q)

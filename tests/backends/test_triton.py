@@ -196,6 +196,22 @@ def test_what_feeds_back_in_two_terms_is_nearer_to_the_numbers_than_in_one():
     assert all(error < 1e-3 for error in errors[1])  # one rounding of the output to float16 is left
 
 
+@pytest.mark.parametrize("reparam", ["efla", "longhorn"])
+def test_long_keys_leave_a_step_so_small_that_it_still_counts(reparam):
+    spec = UpdateSpec(decay="head", beta="head", reparam=reparam)
+    x = draw(Case(spec, Shape("long keys", 1, 40, 1, 2, 16, 16)), DEVICE)
+    x = x._replace(k=1e5 * x.k, beta=torch.ones_like(x.beta))
+    found = []
+    for of in (backend(), "reference"):
+        leaves = {name: t.double() if of == "reference" else t for name, t in x._asdict().items() if t is not None}
+        leaves = {name: t.clone().requires_grad_() for name, t in leaves.items()}
+        bind(spec, of)(UpdateInputs(**leaves)).o.sum().backward()
+        found.append({name: t.grad for name, t in leaves.items() if name != "beta"})  # rounding is all of that one
+    for name, got in found[0].items():
+        want = found[1][name]
+        assert (got - want).norm() < 1e-4 * want.norm(), name
+
+
 @pytest.mark.parametrize(
     ("spec", "K", "dtype", "wanted"),
     [

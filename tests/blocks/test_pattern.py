@@ -77,6 +77,8 @@ MISTAKES = [
     ("2*a | b", 4, "'|' takes single layers, got '2*a'"),
     ("a(heads", 7, "expected '=' and a value"),
     ("a(heads=)", 8, "expected a number"),
+    ("a(heads=6, heads=7)", 11, "expected a field that a does not have yet, got 'heads'"),
+    ('a(kind="\\q")', 7, "expected a string as in JSON"),
     ("a(heads=6 kind=x)", 10, "expected ',' or ')'"),
     ("a@[2]", 5, "expected 'else'"),
     ("a@2 else b", 2, "expected '['"),

@@ -108,6 +108,13 @@ def test_check_passes_what_is_right_and_fails_what_is_wrong(ok, run, wrong, chec
     assert [row["refused"] for row in refused] == ["slightly_wrong takes no bfloat16."]
 
 
+def test_check_of_a_backend_that_takes_nothing_does_not_pass(run, check_file):
+    said = run("check", check_file, "--backends", "fla,reference")
+    assert said.code == 1
+    assert said.out.splitlines()[-1] == "fla takes none of them, so nothing is known of it"
+    assert "0 failures on 2 cases of fla, reference, 2 refused" in said.out
+
+
 def test_check_prints_the_errors_and_a_last_line(run, wrong, check_file):
     said = run("check", check_file, "--backends", wrong)
     assert said.code == 1
