@@ -37,14 +37,34 @@ def load(folder: Path) -> tuple[StackSpec, dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"{folder} is no checkpoint folder: it has no {' and no '.join(missing)}")
     spec, settings = StackSpec.load(folder / STACK), document.read(folder / SETTINGS)
     try:
-        return spec, settings, torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
+        saved = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch raises depends on where the damage is
         raise ConfigError(f"{folder / CHECKPOINT} cannot be read: it is damaged or no checkpoint") from error
+    _check_has(folder / CHECKPOINT, saved, ("model", "optimizer", "step", "points", "rng"))
+    _check_has(folder / SETTINGS, settings, ("text", "train"))
+    _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))
+    return spec, settings, saved
+
+
+def _check_has(path: Path, found: Any, names: tuple[str, ...]) -> None:
+    """Raises: ConfigError, where what was read is not what `save` and `begin` write."""
+    absent = [name for name in names if not isinstance(found, dict) or name not in found]
+    if absent:
+        raise ConfigError(f"{path} is not of a training: it has no {' and no '.join(absent)}")
+
+
+def load_weights(model: LanguageModel, saved: dict[str, Any]) -> None:
+    """Give a model the weights of a checkpoint. Raises: ConfigError, where they are of another stack."""
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
+        raise ConfigError(f"the weights must be those of {STACK}, got others: {first}") from error
 
 
 def load_model(folder: str | Path, device: str = "cpu", backend: str | None = None) -> LanguageModel:
     """Build the model of a checkpoint with its weights. Raises: ConfigError; UnknownNameError."""
     spec, _, saved = load(Path(folder))
     model = spec.build(backend=backend)
-    model.load_state_dict(saved["model"])
+    load_weights(model, saved)
     return model.to(usable_device(device)).eval()

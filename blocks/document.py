@@ -1,7 +1,7 @@
 """Plain data in YAML and JSON files, read so that a mistake is a sentence and `off` is a word.
 
-YAML follows its version 1.2 where PyYAML follows 1.1: only true and false are booleans, 1e-5 is a number, and a
-key that stands twice is an error.
+YAML follows its version 1.2 where PyYAML follows 1.1: only true and false are booleans, 1e-5 is a number, 010 is ten,
+and a key that stands twice is an error.
 """
 
 import json
@@ -35,7 +35,9 @@ def parse(text: str, suffix: str, where: str) -> dict[str, Any]:
     """Read a mapping from text; `where` names its source in errors."""
     try:
         data = json.loads(text, object_pairs_hook=_pairs) if suffix == ".json" else yaml.load(text, _Loader)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{where} cannot be read: {error}") from error
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(f"{where} must hold a mapping with names as keys, got {reprlib.repr(data)}")
@@ -61,12 +63,21 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _whole(text: str) -> int:
+    return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+
+
+_OF_1_1 = ("bool", "int", "float", "timestamp")
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2 and without repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"a key must be a name, got a list or a mapping in line {key.start_mark.line + 1}")
             if key.value in seen:
                 raise ConfigError(f"the key {key.value!r} stands twice, again in line {key.start_mark.line + 1}")
             seen.add(key.value)
@@ -74,9 +85,13 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.split(":")[-1] not in ("bool", "float", "timestamp")]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.split(":")[-1] not in _OF_1_1]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^([-+]?\d+|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: _whole(node.value))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+\.\d*|\d+(?=[eE]))([eE][-+]?\d+)?$"), list("-+.0123456789")

@@ -214,7 +214,7 @@ class _Run:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Be where the checkpoint was written."""
-        self.model.load_state_dict(saved["model"])
+        checkpoint.load_weights(self.model, saved)
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
         self.points = [Point(**point) for point in saved["points"]]

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ def print_layers(found: "Description") -> None:
             row.layer,
             row.mixer,
             *_figures(row),
-            ", ".join(dict.fromkeys(name or "none" for name in row.backends.values())),
+            _by_device({device: name or "none" for device, name in row.backends.items()}),
         ]
         for row in found.layers
     ]
@@ -81,6 +81,13 @@ def print_layers(found: "Description") -> None:
         f"{found.dtype}. All: with embedding and head. /context: more FLOPs a token for each token looked back on. "
         "state B: bytes a sequence. cache B: more for every token kept."
     )
+
+
+def _by_device(names: Mapping[str, str]) -> str:
+    """One name, or each with its device."""
+    if len(set(names.values())) == 1:
+        return next(iter(names.values()))
+    return ", ".join(f"{name} ({device})" for device, name in names.items())
 
 
 def _figures(row: "LayerRow | Description") -> list[str]:

@@ -127,5 +127,6 @@ class MixerConfig(BaseModel, Term, ABC):
         return None
 
     def equation(self) -> str:
-        """The recurrence in a line of plain text."""
-        return str(self.spec())
+        """The recurrence in a line of plain text; "" where the mixer has no update and says nothing else."""
+        spec = self.spec()
+        return "" if spec is None else str(spec)

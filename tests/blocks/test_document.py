@@ -14,13 +14,18 @@ also: yes
 number: 1e-5
 point: .5
 whole: 3
+ten: 010
+hex: 0x10
+octal: 0o10
+time: 1:04
 truth: true
 nothing: null
 date: 2024-01-01
 nested: {list: [1, no, 2.0]}
 """
 VALUES = {
-    "word": "off", "also": "yes", "number": 1e-5, "point": 0.5, "whole": 3, "truth": True, "nothing": None,
+    "word": "off", "also": "yes", "number": 1e-5, "point": 0.5, "whole": 3, "ten": 10, "hex": 16,
+    "octal": 8, "time": "1:04", "truth": True, "nothing": None,
     "date": "2024-01-01", "nested": {"list": [1, "no", 2.0]},
 }  # fmt: skip
 
@@ -46,6 +51,9 @@ def test_other_yaml_readers_read_the_same(tmp_path: Path):
     ("name", "text", "sentence"),
     [
         ("x.yaml", "a: 1\nb: 2\na: 3\n", "the key 'a' stands twice, again in line 3"),
+        ("x.yaml", "a: 1\na: 3\n", "x.yaml: the key 'a' stands twice, again in line 2"),
+        ("x.yaml", "a: 1\n? [b, c]\n: 2\n", "a key must be a name, got a list or a mapping in line 2"),
+        ("x.json", '{"a": ' * 9000, "cannot be read"),
         ("x.json", '{"a": 1, "a": 2}', "the key 'a' stands twice"),
         ("x.yaml", "- 1\n", "must hold a mapping"),
         ("x.yaml", "a: [1\n", "cannot be read"),

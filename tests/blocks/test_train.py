@@ -184,6 +184,21 @@ def test_a_folder_without_a_checkpoint_or_with_a_damaged_one_is_named(text, stra
         resume(tmp_path, text)
 
 
+def test_a_folder_whose_files_are_not_of_one_training_is_named(text, straight, tmp_path):
+    for name in (STACK, SETTINGS, CHECKPOINT):
+        (tmp_path / name).write_bytes((straight[0] / name).read_bytes())
+    (tmp_path / STACK).write_text((tmp_path / STACK).read_text().replace(f"width: {SPEC.width}", "width: 64"))
+    for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
+        with pytest.raises(ConfigError, match=r"the weights must be those of stack\.yaml, got others: size mismatch"):
+            read()
+    (tmp_path / SETTINGS).write_text("train: {}\ntext: 4\n")
+    with pytest.raises(ConfigError, match=r"train\.yaml is not of a training: it has no path and no digest"):
+        load_model(tmp_path)
+    torch.save({"model": {}}, tmp_path / CHECKPOINT)
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt is not of a training: it has no optimizer and no step"):
+        load_model(tmp_path)
+
+
 def test_a_loss_that_is_no_number_ends_it_in_words(text):
     with pytest.raises(ConfigError, match=r"the loss is (nan|inf) at step \d: lower learning_rate, got 1e\+30"):
         train(SPEC, text, CONFIG.model_copy(update={"learning_rate": 1e30, "warmup": 0}))
