@@ -54,7 +54,6 @@ class BoundUpdate(_Bound):
     def __init__(self, spec: UpdateSpec, candidates: dict[str, tuple[Backend, ...]], asked: "str | Backend | None"):
         super().__init__(candidates, asked)
         self.spec = spec
-        self.shown = repr(spec)  # for a refusal, which torch.compile may come to: it cannot trace this
 
     def __call__(self, inputs: UpdateInputs) -> UpdateOutput:
         """Compute the update, in the same dtypes under autocast. Returns o [B, T, HV, V], and the state [B, HV, K, V].
@@ -374,7 +373,12 @@ def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta) -> list
         return [f"it cannot say whether it can: {type(error).__name__}: {error}"]
 
 
+_AXES = tuple(UpdateSpec.model_fields)
+
+
 def _refusals(bound: BoundUpdate, meta: UpdateMeta) -> str:
     candidates = bound.candidates(meta.device)
+    # field by field, for torch.compile may come here and cannot trace pydantic's repr
+    spec = ", ".join(f"{name}={getattr(bound.spec, name)!r}" for name in _AXES)
     lines = [f"  {backend.name}: {' '.join(backend.unsupported(bound.spec, meta))}" for backend in candidates]
-    return "\n".join([f"no backend takes {bound.shown} on {meta}:", *lines])
+    return "\n".join([f"no backend takes UpdateSpec({spec}) on {meta}:", *lines])

@@ -51,10 +51,8 @@ def command(
         found = measure(mixer, shape or [DEFAULT_SHAPE], split(backends), config, told)
     if as_json:
         print_json(found)
-        save_benchmark(found, markdown, plot)
-        return
-    say(found.header())
-    print_table(
-        [*found.columns[:3], *(f">{column}" for column in found.columns[3:])], [row.cells() for row in found.rows]
-    )
+    else:
+        say(found.header())
+        columns = [*found.columns[:3], *(f">{column}" for column in found.columns[3:])]
+        print_table(columns, [row.cells() for row in found.rows])
     save_benchmark(found, markdown, plot)

@@ -88,8 +88,8 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)
     if decay is not None:
         decay = decay.clamp(min=_NOTHING_LEFT)
-    if decay is not None and n > 1:  # on a token's first micro-step
-        decay = pad(decay.unsqueeze(3), (0, 0) * (decay.dim() - 3) + (0, n - 1)).flatten(2, 3)
+        if n > 1:  # on a token's first micro-step
+            decay = pad(decay.unsqueeze(3), (0, 0) * (decay.dim() - 3) + (0, n - 1)).flatten(2, 3)
     value = x.v.to(dtype)
 
     def micro(tensor: Tensor | None) -> Tensor | None:
