@@ -27,10 +27,10 @@ class TritonBackend(Backend):
     reparametrisation and number of householders; float32, bfloat16 and float16. Accumulates in float32; products of
     float32 operands use tf32 only where `torch.backends.cuda.matmul.allow_tf32` says so. Where the state may keep its
     roundings (negative eigenvalues, an own erase key, several householders), bfloat16 feeds back in two terms, and
-    float16 computes in float32; in two terms, too, where a delta rule without decay or beta has up to 16 keys.
-    Deterministic, without a host sync, CUDA-graph safe. Launch configs come from a table, else from a heuristic;
-    nothing is tuned at first call. On Hopper GPUs the heuristic takes kernels in Gluon for operands in 16 bits
-    (`Launch.hopper`), which Triton's interpreter does not run.
+    float16 computes in float32; in two terms, too, where a delta rule has up to 16 keys without decay or beta, or up to
+    32 without both. Deterministic, without a host sync, CUDA-graph safe. Launch configs come from a table, else from a
+    heuristic; nothing is tuned at first call. On Hopper GPUs the heuristic takes kernels in Gluon for operands in 16
+    bits (`Launch.hopper`), which Triton's interpreter does not run.
 
     A decode step of a mixer with its convolution, norms and gates is one kernel (`backends/fused_step.py`): two where
     value heads share the key heads of a convolution.
@@ -174,8 +174,10 @@ def _keeps_roundings(spec: UpdateSpec) -> bool:
 
 def _takes_most(spec: UpdateSpec, K: int) -> bool:
     """Whether an erase takes so large a part of a state, one of at most 16 directions, that in bfloat16 the rounding of
-    the operands alone costs o more than 5e-3: where b = 1, or nothing else makes what was rounded fade."""
-    return spec.transition == "delta" and K <= 16 and "none" in (spec.beta, spec.decay)
+    the operands alone costs o more than 5e-3: where b = 1, or nothing else makes what was rounded fade; of at most 32
+    directions where both are so."""
+    most = 16 * (spec.beta, spec.decay).count("none")
+    return spec.transition == "delta" and most >= K
 
 
 def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:

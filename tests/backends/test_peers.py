@@ -6,6 +6,7 @@ The packages are stand-ins that compute, from the operands that they are handed,
 import functools
 import importlib.machinery
 import json
+import os
 import subprocess
 import sys
 import types
@@ -248,8 +249,9 @@ def test_listing_asking_and_importing_import_no_peer(tmp_path):
         "[[e.name, e.problem] for e in catalog().backends] + "
         "[sorted({n.partition('.')[0] for n in sys.modules} & {'fla', 'flash_qla', 'flashinfer', 'cutlass'})]))"
     )
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path}, check=False
     )
     assert done.returncode == 0, done.stderr
     *said, imported = json.loads(done.stdout)

@@ -16,6 +16,7 @@ from triton_cases import (
     SHAPES,
     SPECS,
     backend,
+    case_of,
     conforms,
     gated,
     runs,
@@ -70,7 +71,7 @@ def test_no_state_comes_and_none_goes_on(spec, way):
 
 
 def agrees(spec: str, way: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
-    conforms(backend(way), Case(SPECS[spec], SHAPES[shape], dtype, regime))
+    conforms(backend(way), case_of(spec, shape, dtype, regime))
 
 
 @pytest.mark.parametrize("at", [6, 7, 21])

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from deltazoo.backends.triton import table as tables
 from deltazoo.backends.triton.config import Launch
@@ -32,7 +33,8 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(tables.Path, "home", lambda: tmp_path)
 
 
-def test_without_a_gpu_tune_says_so_in_a_sentence(run):
+def test_without_a_gpu_tune_says_so_in_a_sentence(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # also where there is one
     for more in ((), ("--dry-run",)):
         said = run("tune", "--shape", "dense_8x4096", *more)
         assert (said.code, said.out) == (2, "")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend
 from deltazoo.mixers import KDA, Attention, GatedDeltaNet, Mamba2, MixerConfig
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.17", reason="deltazoo[hf] needs transformers 5.17 or newer")
 
 WIDTH = 32
 # Relative error of a float32 module against a float32 module.

@@ -11,7 +11,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.mixers import KDA, MLSTM, RGLRU, RWKV4, GatedDeltaNet, LightningAttention, Mamba
 from deltazoo.mixers.base import MixerConfig, Place
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.17", reason="deltazoo[hf] needs transformers 5.17 or newer")
 
 WIDTH = 32
 FORWARD, GRADIENT = 2e-5, 1e-4

@@ -11,8 +11,8 @@ tests=tests/backends
 part() {
     echo "== $1"
     case $1 in
-    suite) OMP_NUM_THREADS=1 python3 -m pytest -q -n 15 ;;
-    large) OMP_NUM_THREADS=1 python3 -m pytest -q -n 15 -m slow $tests/test_triton.py $tests/test_triton_gpu.py ;;
+    suite) OMP_NUM_THREADS=1 python3 -m pytest -q -n 15 --dist worksteal ;;
+    large) OMP_NUM_THREADS=1 python3 -m pytest -q -n 15 --dist worksteal -m slow $tests/test_triton.py $tests/test_triton_gpu.py ;;
     check) python3 "$notes/check.py" ;;
     times)
         python3 "$notes/perf.py"
