@@ -19,6 +19,13 @@ _STATE_LIKE = ("log_decay", "step", "rate", "state")
 _STRENGTHS = ("beta", "erase", "write")
 
 
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Raise ValueRangeError unless a value is a whole number of at least `least`."""
+    whole = isinstance(value, int) or hasattr(value, "__index__")
+    if not whole or isinstance(value, bool | Tensor) or value < least:  # type: ignore[operator]
+        raise ValueRangeError(f"{name} must be at least {least}, a whole number, got {value!r}")
+
+
 def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     """Raise unless the operands are those of the spec, with its shapes, dtypes and one device.
 

@@ -207,7 +207,8 @@ def update(spec: UpdateSpec, inputs: UpdateInputs, backend: str | Backend | None
 
     Args:
         inputs: the operands that `spec.operands` names.
-        backend: as for `bind`. Inside torch.compile call a `BoundUpdate` instead: names are looked up here.
+        backend: as for `bind`. Inside torch.compile names are looked up when it is traced, and a candidate that is
+            passed over is not logged: `bind` outside says it.
     Returns: o [B, T, HV, V] in the dtype of v, and state [B, HV, K, V] in float32 (float64 for float64 inputs);
         an empty sequence returns its initial state.
     Raises: InputError or a subclass; UnknownNameError; UnsupportedError.
@@ -317,14 +318,29 @@ def _bound_conv(parts: tuple[ConvPart, ...], asked: str | Backend | None) -> Bou
 
 def _by_device(asked: str | Backend | None) -> dict[str, tuple[Backend, ...]]:
     """The candidates for each type of device; "" stands for every other."""
+    if isinstance(asked, Backend):
+        return {"": (asked,)}
+    _look_up(asked)
     if asked is not None:
-        return {"": (resolve(asked),)}
-    return {device: _default(order) for device, order in DEFAULT_ORDER.items()}
+        return {"": (_loaded[asked],)}
+    return {
+        device: tuple(_loaded[name] for name in order if name in _loaded) for device, order in DEFAULT_ORDER.items()
+    }
 
 
-def _default(order: Sequence[str]) -> tuple[Backend, ...]:
-    installed = registry.names(registry.BACKENDS)
-    return tuple(resolve(name) for name in order if name in installed)
+def _look_up(asked: str | None) -> None:
+    """Load the backend that was asked for, or those of the default order that are installed."""
+    if asked is not None:
+        resolve(asked)
+        return
+    for name in {name for order in DEFAULT_ORDER.values() for name in order} - _loaded.keys():
+        if name in registry.names(registry.BACKENDS):
+            resolve(name)
+
+
+# Nobody can look up what is installed in a graph: torch.compile calls this while it traces `update`. That is all that
+# torch.compiler.assume_constant_result does, and it imports torch's compiler to do it.
+_look_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_here(device: str) -> bool:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.dispatch import explain
 from deltazoo.blocks.layer import Layer
 from deltazoo.blocks.stack import LanguageModel
@@ -106,9 +105,8 @@ def _backends(layer: Layer) -> dict[str, str | None]:
         if not isinstance(update, Update):
             continue
         dtype = next(layer.parameters()).dtype
-        _, H, HV, K, V, _ = update.shape
         for device in DEVICES:
-            name = explain(update.spec, UpdateMeta(device, dtype, H, HV, K, V, grad=True), update.bound.asked).chosen
+            name = explain(update.spec, update.meta(device, dtype, grad=True), update.bound.asked).chosen
             both = device in chosen and chosen[device] != name
             chosen[device] = f"{chosen[device]}, {name}" if both else name
     return chosen

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends.errors import ShapeError, StateError, UnsupportedError, ValueRangeError
+from deltazoo.backends.check import check_whole
+from deltazoo.backends.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
 from deltazoo.blocks.sampling import check_sampling, sample
 from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers.base import Context
@@ -65,8 +66,9 @@ def stream(
     Nothing waits for the device, unless `stop` asks each token whether it was the last.
     """
     check_sampling(temperature, top_k, top_p)
-    if max_tokens < 1:
-        raise ValueRangeError(f"max_tokens must be at least 1, got {max_tokens}")
+    check_whole("max_tokens", max_tokens)
+    if not isinstance(generator, torch.Generator | int | None):
+        raise ValueRangeError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
     tokens_BT, mask_BT = _padded(prompt)
     B, T = tokens_BT.shape
     decoder = model if isinstance(model, Decoder) else Decoder(model, B, T + max_tokens)
@@ -191,6 +193,8 @@ def _padded(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
         if prompt.dim() != 2:
             raise ShapeError(f"prompt must have shape [B, T], or be a list of tensors [T], got {list(prompt.shape)}")
         return prompt, None
+    if not all(isinstance(row, Tensor) for row in prompt):
+        raise DtypeError(f"prompt must be a tensor [B, T], or a list of tensors [T], got {prompt!r:.80}")
     if not prompt or any(row.dim() != 1 or not len(row) for row in prompt):
         raise ShapeError(f"prompt must hold tensors [T] with T >= 1, got {[list(row.shape) for row in prompt]}")
     T = max(len(row) for row in prompt)
@@ -201,10 +205,11 @@ def _padded(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
 
 
 def _stop_sequences(stop: Stop, vocab: int) -> list[tuple[int, ...]]:
-    sequences = [(entry,) if isinstance(entry, int) else tuple(entry) for entry in stop]
-    for sequence in sequences:
-        if not sequence or not all(0 <= token < vocab for token in sequence):
-            raise ValueRangeError(f"stop must hold tokens in [0, {vocab}) or non-empty sequences of them, got {stop}")
+    known = range(vocab)
+    entries = [stop] if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
+    sequences = [tuple(entry) if isinstance(entry, Sequence) else (entry,) for entry in entries]
+    if entries is not stop or not all(sequence and all(token in known for token in sequence) for sequence in sequences):
+        raise ValueRangeError(f"stop must hold tokens in [0, {vocab}) or non-empty sequences of them, got {stop!r}")
     return sequences
 
 

@@ -6,17 +6,18 @@ B batch, L vocabulary
 import torch
 from torch import Tensor
 
+from deltazoo.backends.check import check_whole
 from deltazoo.backends.errors import ValueRangeError
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise ValueRangeError unless the three can be sampled with."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueRangeError(f"temperature must be at least 0 (0 takes the likeliest token), got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueRangeError(f"top_k must be at least 1, or None for every token, got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueRangeError(f"top_p must be in (0, 1], or None for every token, got {top_p}")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+        raise ValueRangeError(f"temperature must be at least 0 (0 takes the likeliest token), got {temperature!r}")
+    if top_k is not None:
+        check_whole("top_k", top_k)
+    if top_p is not None and not (isinstance(top_p, int | float) and 0 < top_p <= 1):
+        raise ValueRangeError(f"top_p must be in (0, 1], or None for every token, got {top_p!r}")
 
 
 def filtered(logits_BL: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:

@@ -152,8 +152,9 @@ def _owner(group: str, name: str) -> str:
 def _meta(mixer: Mixer, device: str, dtype: torch.dtype) -> UpdateMeta:
     """The tensors that a mixer gives its update in training."""
     update = next((module for module in mixer.modules() if isinstance(module, Update)), None)
-    H, HV, K, V = (1, 1, 64, 64) if update is None else update.shape[1:5]
-    return UpdateMeta(_kind(device), dtype, H, HV, K, V, grad=True)
+    if update is None:
+        return UpdateMeta(_kind(device), dtype, H=1, HV=1, K=64, V=64, grad=True)
+    return update.meta(_kind(device), dtype, grad=True)
 
 
 def _convolution(mixer: Mixer, device: str, dtype: torch.dtype) -> dict[str, str]:

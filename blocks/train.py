@@ -18,6 +18,7 @@ from deltazoo.blocks.regions import compile_layers
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.text import BYTES, Batch, Text, crops, load_text, sweep
+from deltazoo.mixers.delta import Update
 
 
 class TrainConfig(BaseModel):
@@ -177,6 +178,9 @@ class _Run:
             )
         torch.manual_seed(config.seed)
         self.model = spec.build(backend=config.backend).to(self.device)
+        for update in self.model.modules():
+            if isinstance(update, Update):  # what no backend takes is a sentence here, and a page in a graph
+                update.bound.backend_for(update.meta(self.device.type, getattr(torch, config.dtype), grad=True))
         if config.compile:
             compile_layers(self.model)
         self.optimizer = _adamw(self.model, config)

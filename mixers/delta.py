@@ -33,9 +33,7 @@ class Update(nn.Module, Bound):
     def rebind(self, backend: str | Backend | None, like: Tensor) -> None:
         # A model is often built on the CPU, or on no device, before it moves: those do not tell where it will run.
         known = like.device.type not in ("cpu", "meta")
-        _, _, HV, K, V, _ = self.shape
-        meta = UpdateMeta(like.device.type, like.dtype, self.shape.heads, HV, K, V) if known else None
-        self.bound = bind(self.spec, backend, meta)
+        self.bound = bind(self.spec, backend, self.meta(like.device.type, like.dtype) if known else None)
         # A decay that is constant in time cannot spare padded tokens: with a mask it is given token by token.
         self.bound_fixed: dict[int, BoundUpdate] = {}
         if self.spec.decay == "fixed":
@@ -43,6 +41,11 @@ class Update(nn.Module, Bound):
                 dim: self.bound.for_spec(self.spec.model_copy(update={"decay": decay}))
                 for dim, decay in ((3, "head"), (4, "channel"))
             }
+
+    def meta(self, device: str, dtype: torch.dtype, grad: bool = False) -> UpdateMeta:
+        """What a backend may know of the tensors on such a device."""
+        _, H, HV, K, V, _ = self.shape
+        return UpdateMeta(device, dtype, H, HV, K, V, grad=grad)
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         """The state before the first token, on the device of `like`."""

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain, update, use_backend
 from deltazoo.backends import dispatch
@@ -205,6 +206,26 @@ def test_no_environment_variable_chooses_a_backend():
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict.fromkeys(names, "reference")
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "compile"
+
+
+@pytest.mark.parametrize("backend", [None, "compile", "reference", "deltazoo.backends.compile:CompileBackend"])
+def test_update_alone_is_one_graph_where_nothing_was_looked_up_before(backend, inputs, monkeypatch):
+    monkeypatch.setattr(dispatch, "_loaded", {})
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: update(GDN, x, backend).o, fullgraph=True, backend=graphs)
+    got = compiled(inputs)
+    torch.testing.assert_close(got, update(GDN, inputs, backend).o)
+    with use_backend("reference"):
+        asked = compiled(inputs)
+    torch.testing.assert_close(asked, update(GDN, inputs, backend or "reference").o)
+    compiled(inputs)
+    assert graphs.frame_count == (1 if backend else 2)  # none for what was loaded meanwhile
+
+
+def test_an_unknown_backend_in_a_graph_is_a_sentence(inputs):
+    compiled = torch.compile(lambda x: update(GDN, x, "nope").o, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"unknown backend 'nope'.* Known: compile"):
+        compiled(inputs)
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.errors import ConfigError, UnsupportedError
 from deltazoo.blocks.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
 from deltazoo.blocks.regions import compile_layers
 from deltazoo.blocks.spec import StackSpec
@@ -208,6 +208,13 @@ def test_a_stack_that_cannot_read_bytes_is_refused(text):
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)")
     with pytest.raises(ConfigError, match="vocab must be at least 256 to train on bytes, got 100"):
         train(small, text, CONFIG)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backend_that_cannot_is_refused_before_anything_is_compiled(text, compiled):
+    config = CONFIG.model_copy(update={"backend": "fla", "compile": compiled})
+    with pytest.raises(UnsupportedError, match=r"no backend takes .* on UpdateMeta\(device='cpu'(.|\n)*fla: "):
+        train(SPEC, text, config)
 
 
 def test_without_a_compiler_a_sentence_says_so(text, monkeypatch):
