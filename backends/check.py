@@ -62,7 +62,8 @@ def check_fused(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Ten
     if not isinstance(inputs.qkv, Tensor) or inputs.qkv.dim() != 3:
         got = list(inputs.qkv.shape) if isinstance(inputs.qkv, Tensor) else type(inputs.qkv).__name__
         raise ShapeError(f"qkv must be a tensor of shape [B, 1, {step.channels}], got {got}")
-    want = step.operands(inputs.qkv.shape[0], states.shape[0] if states.dim() else 0, inputs)
+    _check_states(states, slots, inputs.qkv, (step.HV, step.K, step.V))
+    want = step.operands(inputs.qkv.shape[0], states.shape[0], inputs)
     _check_presence("step", step, inputs, want)
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None:
@@ -72,7 +73,6 @@ def check_fused(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Ten
             raise DeviceError(f"{name} must be on {inputs.qkv.device}, where qkv is, got {tensor.device}")
         if tensor.dtype not in _FLOATS:
             raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
-    _check_states(states, slots, inputs.qkv, (step.HV, step.K, step.V))
 
 
 def _check_parts(step: FusedStep) -> None:

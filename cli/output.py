@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deltazoo.backends.progress import Progress
     from deltazoo.blocks.describe import Description, LayerRow
 
-_WIDTH_OF_A_PIPE = 160
+_WIDTH_OF_A_PIPE, _WIDEST = 160, 1000
 _QUIET_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
@@ -39,9 +39,13 @@ def print_json(data: "BaseModel | Any") -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None) -> None:
-    """Print a table, unless it has no rows; columns whose head starts with ">" stand right."""
+    """Print a table, unless it has no rows; columns whose head starts with ">" stand right.
+
+    On a narrow terminal words are folded; a table whose figures have no room is wider than the terminal.
+    """
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
@@ -61,7 +65,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], title:
         table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
         table.add_row(*(Text("none" if cell is None else str(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
+    least = Measurement.get(console, console.options.update(width=_WIDEST), table).minimum
+    console.width = max(console.width, least)
+    console.print(table)
 
 
 def print_layers(found: "Description") -> None:

@@ -642,6 +642,7 @@ WRONG = [
     ({"A_log": torch.ones(4, device="meta")}, DeviceError, "A_log must be on cpu, where qkv is, got meta"),
     ({"gate": torch.ones(3, 1, 80).int()}, DtypeError, "gate must be float64, .*got torch.int32"),
     ({"qkv": torch.ones(3, 128)}, ShapeError, r"qkv must be a tensor of shape \[B, 1, 128\], got \[3, 128\]"),
+    ({"states": [1.0]}, OperandError, "states must be a tensor, got list"),
     ({"states": torch.ones(5, 4, 12, 21)}, ShapeError, r"states must have shape \[5, 4, 12, 20\]"),
     ({"states": torch.ones(5, 4, 12, 20).half()}, DtypeError, "states must be torch.float32, got torch.float16"),
     (
