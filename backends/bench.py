@@ -14,10 +14,11 @@ from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.dispatch import BoundUpdate, bind, explain
 from deltazoo.backends.environment import Environment, environment, usable_device
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.graph import Call, captured
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.timing import LEAST_ROUNDS, Call, Times, captured, in_turns, once, peak_bytes
+from deltazoo.backends.timing import LEAST_ROUNDS, Times, in_turns, once, peak_bytes
 from deltazoo.backends.watch import watch
 from deltazoo.backends.work import DIRECTIONS, Direction, Work
 

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "compile"), "": 
 
 # What `use_backend` set, innermost last. A plain list: torch.compile cannot trace a ContextVar.
 _override: list[tuple["str | Backend"]] = []  # a tuple each, which its block knows again
-_loaded: dict[str, Backend] = {}
+# The backends that were found so far, an attribute each: of a dict torch.compile knows the keys it had at a first look.
+_loaded = SimpleNamespace()
 # The refusals that were logged: each once in a process, for a model binds its spec in every layer.
 _told: set[tuple[str, str, UpdateSpec, str]] = set()
 
@@ -207,8 +209,8 @@ def update(spec: UpdateSpec, inputs: UpdateInputs, backend: str | Backend | None
 
     Args:
         inputs: the operands that `spec.operands` names.
-        backend: as for `bind`. Inside torch.compile names are looked up when it is traced, and a candidate that is
-            passed over is not logged: `bind` outside says it.
+        backend: as for `bind`. Inside torch.compile names are looked up when it is traced: what cannot be found is
+            an error of torch's around ours, and a candidate that is passed over is not logged: `bind` outside says it.
     Returns: o [B, T, HV, V] in the dtype of v, and state [B, HV, K, V] in float32 (float64 for float64 inputs);
         an empty sequence returns its initial state.
     Raises: InputError or a subclass; UnknownNameError; UnsupportedError.
@@ -222,7 +224,7 @@ def use_backend(backend: str | Backend) -> Iterator[None]:
 
     The choice is the process's, not the thread's; it does not change what was bound before.
     """
-    resolve(backend)
+    _look_up(backend) if isinstance(backend, str) else resolve(backend)
     asked = (backend,)
     _override.append(asked)
     try:
@@ -240,7 +242,8 @@ def resolve(backend: str | Backend) -> Backend:
         return backend
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a name, a Backend or None, got {backend!r}")
-    if backend not in _loaded:
+    known, attribute = vars(_loaded), _attribute(backend)
+    if attribute not in known:
         found = registry.load(registry.BACKENDS, backend)
         try:
             made = found() if isinstance(found, type) else found
@@ -250,8 +253,8 @@ def resolve(backend: str | Backend) -> Backend:
             raise PluginError(f"backend {backend!r} must be a deltazoo.Backend, got {type(made).__name__}")
         if not isinstance(getattr(made, "name", None), str):
             raise PluginError(f"backend {backend!r} must have a name, a string, got {getattr(made, 'name', None)!r}")
-        _loaded[backend] = made
-    return _loaded[backend]
+        known[attribute] = made
+    return cast(Backend, known[attribute])
 
 
 class Verdict(NamedTuple):
@@ -320,27 +323,35 @@ def _by_device(asked: str | Backend | None) -> dict[str, tuple[Backend, ...]]:
     """The candidates for each type of device; "" stands for every other."""
     if isinstance(asked, Backend):
         return {"": (asked,)}
-    _look_up(asked)
     if asked is not None:
-        return {"": (_loaded[asked],)}
+        return {"": (getattr(_loaded, _look_up(asked)),)}
+    _look_up_defaults()
     return {
-        device: tuple(_loaded[name] for name in order if name in _loaded) for device, order in DEFAULT_ORDER.items()
+        device: tuple(getattr(_loaded, name) for name in order if hasattr(_loaded, name))
+        for device, order in DEFAULT_ORDER.items()
     }
 
 
-def _look_up(asked: str | None) -> None:
-    """Load the backend that was asked for, or those of the default order that are installed."""
-    if asked is not None:
-        resolve(asked)
-        return
-    for name in {name for order in DEFAULT_ORDER.values() for name in order} - _loaded.keys():
+def _look_up(asked: str) -> str:
+    """Load a backend. Returns its attribute of `_loaded`."""
+    resolve(asked)
+    return _attribute(asked)
+
+
+def _look_up_defaults() -> None:
+    """Load the backends of the default order that are installed."""
+    for name in {name for order in DEFAULT_ORDER.values() for name in order} - vars(_loaded).keys():
         if name in registry.names(registry.BACKENDS):
             resolve(name)
 
 
-# Nobody can look up what is installed in a graph: torch.compile calls this while it traces `update`. That is all that
+# Nobody can look up what is installed in a graph: torch.compile calls these while it traces `update`. That is all that
 # torch.compiler.assume_constant_result does, and it imports torch's compiler to do it.
-_look_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
+vars(_look_up)["_dynamo_marked_constant"] = vars(_look_up_defaults)["_dynamo_marked_constant"] = True
+
+
+def _attribute(name: str) -> str:
+    return name if name.isidentifier() else f"_{name.encode().hex()}"
 
 
 def _is_here(device: str) -> bool:

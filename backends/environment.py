@@ -73,10 +73,15 @@ def environment(device: str | torch.device = "cpu") -> Environment:
         driver=_driver() if found.type == "cuda" else None,
         threads=torch.get_num_threads(),
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
-        tf32=found.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+        tf32=found.type == "cuda" and tf32_allowed(),
         compiler=cxx_compiler(),
         commit=_commit(),
     )
+
+
+def tf32_allowed() -> bool:
+    """Whether torch may take products of float32 in tf32 on a GPU, by whichever of its settings the user said so."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def usable_device(device: str | torch.device) -> torch.device:

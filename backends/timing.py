@@ -3,11 +3,13 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
-Call = Callable[[], object]
+from deltazoo.backends.graph import Call
+
 Told = Callable[[int, int, str], None]  # done, total, note
 
 LEAST_ROUNDS = 3
@@ -37,34 +39,19 @@ def in_turns(
     """
     times = {name: Times([], []) for name in calls}
     names = list(calls)
-    timer = _CudaTimer(device) if device.type == "cuda" else _Timer(device)
-    timed = {name: timer.timed(call, times[name]) for name, call in calls.items()}
-    start = time.perf_counter()
-    for done in range(rounds if calls else 0):
-        if done >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
-            break
-        told(done, rounds, f"round {done + 1}")
-        turn = done % len(names)
-        for name in names[turn:] + names[:turn]:
-            timed[name]()
+    with _current(device):
+        timer = _CudaTimer(device) if device.type == "cuda" else _Timer(device)
+        timed = {name: timer.timed(call, times[name]) for name, call in calls.items()}
+        start = time.perf_counter()
+        for done in range(rounds if calls else 0):
+            if done >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
+                break
+            told(done, rounds, f"round {done + 1}")
+            turn = done % len(names)
+            for name in names[turn:] + names[:turn]:
+                timed[name]()
     told(rounds, rounds, "")
     return times
-
-
-def captured(call: Call, device: torch.device, pool: Any = None) -> Call:
-    """Capture a call in a CUDA graph; what comes back replays it. Raises what the call raises while it is captured.
-
-    Args: pool: memory that several graphs share which are never replayed at once, from `torch.cuda.graph_pool_handle`.
-    """
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        call()
-    return graph.replay
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:
@@ -147,6 +134,11 @@ class _CudaTimer(_Timer):
         start = time.perf_counter()
         call()
         return time.perf_counter() - start
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Events are recorded on streams of the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _wait(device: torch.device) -> None:

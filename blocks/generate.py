@@ -3,6 +3,7 @@
 B batch, T prompt length, L vocabulary
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Self
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.check import check_whole
 from deltazoo.backends.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
+from deltazoo.backends.graph import Call, captured
 from deltazoo.blocks.sampling import check_sampling, sample
 from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers.base import Context
@@ -116,7 +118,7 @@ class Decoder:
         with torch.no_grad():
             self.state: StackState = model.init_state(batch, capacity)
         self._run = _compiled_step() if compile else _step
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Call | None = None
 
     @torch.no_grad()
     def prefill(self, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> None:
@@ -140,8 +142,8 @@ class Decoder:
     @torch.no_grad()
     def step(self) -> None:
         """Read `tokens`, update `state`, write `logits`. The device is not waited for."""
-        if self._graph is not None:
-            self._graph.replay()
+        if self._replay is not None:
+            self._replay()
         else:
             self._run(self.model, self.tokens, self.state, self.logits)
 
@@ -154,17 +156,9 @@ class Decoder:
         if self.tokens.device.type != "cuda":
             raise UnsupportedError(f"a CUDA graph needs the model on a CUDA device, got {self.tokens.device}")
         kept = snapshot(self.state)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compiles, and lets libraries allocate, before the recording
-            for _ in range(3):
-                self._run(self.model, self.tokens, self.state, self.logits)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run(self.model, self.tokens, self.state, self.logits)
+        step = functools.partial(self._run, self.model, self.tokens, self.state, self.logits)
+        self._replay = captured(step, self.tokens.device, warm_ups=3)
         rollback_(self.state, kept)
-        self._graph = graph
         return self
 
 

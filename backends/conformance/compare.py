@@ -8,6 +8,7 @@ from torch import Tensor
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.dispatch import bind, resolve
+from deltazoo.backends.environment import tf32_allowed
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
@@ -125,7 +126,7 @@ def limit(case: Case, tensor: str, device: torch.device | str = "cpu") -> float:
     """The tolerance of one tensor: o, state, or d_ and the operand's name."""
     outputs, keys, gates = LIMITS[case.dtype]
     found = outputs if not tensor.startswith("d_") else gates if tensor[2:] in GATES else keys
-    tf32 = torch.device(device).type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    tf32 = torch.device(device).type == "cuda" and tf32_allowed()
     if case.dtype == torch.float32 and tf32:
         found = TF32_LIMIT
     return found if case.regime == "ordinary" else ADVERSARIAL * found

@@ -25,7 +25,7 @@ class TritonBackend(Backend):
 
     Takes decay "none", "fixed" or "head" with transition "additive" or "delta", any beta a head, erase key,
     reparametrisation and number of householders; float32, bfloat16 and float16. Accumulates in float32; products of
-    float32 operands use tf32 only where `torch.backends.cuda.matmul.allow_tf32` says so. Where the state may keep its
+    float32 operands use tf32 only where torch may (`torch.set_float32_matmul_precision`). Where the state may keep its
     roundings (negative eigenvalues, an own erase key, several householders), bfloat16 feeds back in two terms, and
     float16 computes in float32; in two terms, too, where a delta rule has up to 16 keys without decay or beta, or up to
     32 without both. Deterministic, without a host sync, CUDA-graph safe. Launch configs come from a table, else from a

@@ -202,9 +202,9 @@ def _tile(part: ConvPart, B: int, T: int, launch: ConvLaunch) -> tuple[int, int,
 
 def _by_tokens(x: Tensor) -> tuple[Tensor, int]:
     """x and its stride from token to token of the whole batch; a copy where there is none, or no wide load."""
-    _, T, C = x.shape
+    B, T, C = x.shape
     stride = x.stride(1)
-    even = x.stride(2) == 1 and stride >= C and x.stride(0) == T * stride
+    even = x.stride(2) == 1 and stride >= C and (B == 1 or x.stride(0) == T * stride)
     if even and (x.data_ptr() | stride * x.element_size()) % 16 == 0:
         return x, stride
     return ready(x), C

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deltazoo.backends.environment import tf32_allowed
 from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton.ahead import device_of
 from deltazoo.backends.triton.config import LaunchConfig, Problem, cdiv, key_tiles, power_of_two
@@ -64,7 +65,7 @@ def decay_of(x: ScanOperands) -> str:
 
 def precision(dtype: torch.dtype) -> str:
     """Of products of float32 operands: tf32 where the user allows it, else three of them, as good as float32."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if dtype != torch.float32 or tf32_allowed() else "tf32x3"
 
 
 def value_tile(widest: int, V: int) -> int:
@@ -185,7 +186,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
     parts = max(1, cdiv(chunks, config.split)) if config.split else 1
     split = config.split if parts > 1 else 0
     prepared = prepare(x, kind, config, keep)
-    o = torch.empty_like(x.v)
+    o = x.v.new_empty(x.v.shape)
     final = empty(x.q, s.N, s.HV, s.K, s.V)
     every = config.every if keep else 0
     checkpoints = empty(x.q, *((s.places(every), s.HV, s.V, s.K) if keep else (0,)), dtype=kind.kept(x.q.dtype))

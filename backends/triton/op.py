@@ -70,10 +70,9 @@ def _listed(d: Gradients) -> list[Tensor]:
 def _step_impl(*arguments: Any) -> Tensor:
     from deltazoo.backends.triton import launch
 
-    states = arguments[7]
-    ready = _ready(arguments)
-    slots, kind = ready[8], ScanKind(*ready[9:])
-    x = kind.writes(ScanOperands(*ready[:7]))
+    states, kind = arguments[7], ScanKind(*arguments[9:])
+    *operands, slots = _ready((*arguments[:7], arguments[8]))
+    x = kind.writes(ScanOperands(*operands))
     decay = x.log_decay
     token = x._replace(
         q=x.q[:, 0].contiguous(),

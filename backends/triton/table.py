@@ -1,21 +1,19 @@
 """Tables of measured launches: values, files, and the look-up that goes before the heuristic.
 
 Three kinds, the later over the earlier: the table that ships for a device (`tuned/<device>.json`), the user's (a file
-in the platform's config folder, where `deltazoo tune` writes), and what `use_table` names. A launch changes nothing
-that is computed but the order of roundings. H key heads, HV value heads, K key width, V value width
+in the platform's config folder, where `deltazoo tune` writes), and what `use_table` names. A record holds for the
+Triton and the kernels that it was measured with. A launch changes nothing that is computed but the order of roundings.
+H key heads, HV value heads, K key width, V value width
 """
 
 import functools
-import hashlib
-import io
 import json
 import logging
 import os
 import re
 import sys
 import tempfile
-import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, get_args
@@ -24,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, checked, device_of, heuristic
+from deltazoo.backends.triton.fingerprint import source_of
 
 _log = logging.getLogger("deltazoo")
 
@@ -31,21 +30,6 @@ _log = logging.getLogger("deltazoo")
 Kernel = Literal["split", "prepare", "scan", "reverse", "replay", "gradients", "decode", "fused_step"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 STEPS: tuple[Kernel, ...] = ("decode", "fused_step")  # of one token: of the update, of a mixer
-
-# The files that a kernel's text stands in: a record holds while they say the same.
-_SCAN = ("scan_hopper", "scan_room", "states_hopper")
-_WALK = ("walk_hopper", "walk_room", "walk_copies", "walk_steps", "walk_sums", "replay_walk")
-_REVERSE = ("reverse", "reverse_hopper", *_SCAN, *_WALK)
-_SOURCES: dict[str, tuple[str, ...]] = {
-    "split": ("scan", *_REVERSE, "hopper", "join", "squares", "layout"),
-    "scan": ("scan", *_SCAN, "hopper", "squares", "layout"),
-    "replay": ("scan", *_SCAN, "hopper", "squares", "layout"),
-    "reverse": (*_REVERSE, "gradients", "hopper", "squares", "layout"),
-    "prepare": ("prepare", "prepare_hopper", "ptx", "hopper", "squares", "layout"),
-    "gradients": ("gradients", "gradients_hopper", "hopper", "layout"),
-    "decode": ("decode", "micro_step"),
-    "fused_step": ("fused_step", "micro_step"),
-}
 
 _MOST_PROGRAMS, _MOST_CHUNKS = 256, 1024  # beyond these a device is full, and a class is one
 _DTYPES = Literal["float32", "bfloat16", "float16"]
@@ -222,50 +206,6 @@ class Table(BaseModel):
             raise
 
 
-@functools.cache
-def source_of(kernel: str) -> str:
-    """A fingerprint of a kernel's code; comments, docstrings and blank lines do not count."""
-    folder = files("deltazoo.backends.triton") / "kernels"
-    texts = [folder / f"{name}.py" for name in _SOURCES.get(kernel, (kernel, "squares", "layout"))]
-    code = " ".join(word for text in texts for word in _code_of(text.read_text(encoding="utf-8")))
-    return hashlib.sha256(code.encode()).hexdigest()[:12]
-
-
-_FORMATTED = {n for n, name in tokenize.tok_name.items() if name.startswith("FSTRING_")}
-
-
-def _code_of(text: str) -> Iterator[str]:
-    """The words of a Python source, with its blocks, without comments and docstrings; the same in any Python."""
-    begins = True  # a statement
-    opened = []  # f-strings: one word each, as before Python 3.12, which takes them apart
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in _FORMATTED:
-            if tokenize.tok_name[token.type].endswith("START"):
-                opened.append(token.start)
-            elif tokenize.tok_name[token.type].endswith("END"):
-                start = opened.pop()
-                if not opened:
-                    yield _between(text, start, token.end)
-            begins = False
-            continue
-        if opened:
-            continue
-        says_nothing = token.type in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
-        docstring = begins and token.type == tokenize.STRING
-        if says_nothing or docstring or (begins and token.type == tokenize.NEWLINE):
-            continue
-        begins = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-        yield tokenize.tok_name[token.type] if begins else token.string
-
-
-def _between(text: str, start: tuple[int, int], end: tuple[int, int]) -> str:
-    """The text from one (line, column) to another, lines from 1 on."""
-    lines = text.splitlines(keepends=True)[start[0] - 1 : end[0]]
-    lines[-1] = lines[-1][: end[1]]
-    lines[0] = lines[0][start[1] :]
-    return "".join(lines)
-
-
 def read_table(path: str | Path) -> Table:
     """Read a table. Raises: ConfigError, naming the file and every field that is wrong."""
     try:
@@ -289,8 +229,11 @@ def merge_tables(paths: Iterable[str | Path], out: str | Path) -> Table:
 
 
 def user_table(device: str) -> Path:
-    """Where the user's table of a device lies: a file in the platform's config folder."""
-    home = Path.home()
+    """Where the user's table of a device lies: a file in the platform's config folder. Raises: ConfigError."""
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise ConfigError(f"the user's launch table needs a home folder, and there is none: {error}") from error
     folder = {"win32": home / "AppData" / "Roaming", "darwin": home / "Library" / "Application Support"}
     return folder.get(sys.platform, home / ".config") / "deltazoo" / "triton" / f"{slug(device)}.json"
 
@@ -361,22 +304,26 @@ def records_of(device: str, triton: str) -> dict[Key, Record]:
 
     Raises: ConfigError for a broken table.
     """
-    shipped, own = files("deltazoo.backends.triton") / "tuned" / f"{slug(device)}.json", user_table(device)
+    shipped = files("deltazoo.backends.triton") / "tuned" / f"{slug(device)}.json"
     tables = [_parsed(shipped.read_text(encoding="utf-8"), str(shipped))] if shipped.is_file() else []
-    tables += [read_table(own)] if own.is_file() else []
-    found: dict[Key, Record] = {}
-    for table in (*tables, *_named):
-        if table.device != device:
-            continue
-        found |= table.of(triton)
-        stale = len(table.records) - len(table.of(triton))
-        if stale:
-            _log.warning(
-                "%d of %d records of a launch table for %s are for another Triton than %s, or other kernels, and are "
-                "ignored: `deltazoo tune` measures again",
-                stale, len(table.records), device, triton,
-            )  # fmt: skip
+    own = [*_of_user(device), *(table for table in _named if table.device == device)]
+    found = {key: record for table in (*tables, *own) for key, record in table.of(triton).items()}
+    stale = {record.key for table in own for record in table.records} - found.keys()
+    if stale:
+        _log.warning(
+            "%d records of launch tables for %s are for another Triton than %s, or other kernels, and are ignored: "
+            "`deltazoo tune` measures again", len(stale), device, triton,
+        )  # fmt: skip
     return found
+
+
+def _of_user(device: str) -> list[Table]:
+    """The user's table, where there is one: a home that is missing, or may not be looked into, has none."""
+    try:
+        path = user_table(device)
+    except ConfigError:
+        return []
+    return [read_table(path)] if os.path.isfile(path) else []  # where that is denied, Path.is_file raises
 
 
 def _parsed(text: str, name: str) -> Table:

@@ -6,6 +6,7 @@ Triton's cache.
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import queue
@@ -30,8 +31,9 @@ from deltazoo.backends.conformance.fused import FusedOperands, draw_step, exact_
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.environment import Environment, environment, usable_device
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.graph import Call, captured
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.timing import Call, captured, in_turns
+from deltazoo.backends.timing import in_turns
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig, device_of, parse
 from deltazoo.backends.triton.table import STEPS, Kernel, key_of
@@ -41,6 +43,7 @@ from deltazoo.backends.work import Direction, Work
 
 _PATIENCE = 240.0  # seconds for one check, compilation included
 _LONGEST_TURN = 2.0  # seconds of timed calls for one comparison
+_OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 
 
 class CudaRunner(Runner):
@@ -104,19 +107,29 @@ class CudaRunner(Runner):
             try:
                 said = {pool.submit(self._ask, one, until): held for held, one in wanted.items()}
                 for future in as_completed(said):
-                    verdict = future.result()
-                    if verdict is not None:
-                        self._verdicts[said[future]] = verdict
+                    self._keep(said[future], future.result())
             except BaseException:  # an interruption must not wait for all that is to come
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        for held, one in wanted.items():
+            if _OUT_OF_MEMORY in self._verdicts.get(held, ""):  # as may be for what ran beside it: now alone
+                self._keep(held, self._ask(one, until))
+
+    def _keep(self, held: tuple[object, ...], verdict: str | None) -> None:
+        if verdict is not None:
+            self._verdicts[held] = verdict
 
     def time(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
         timed = kernel if kernel == "fused_step" else DIRECTION_OF[kernel]
-        if self._bench is None or (self._bench.target, self._bench.timed) != (target, timed):
+        try:
+            if self._bench is None or (self._bench.target, self._bench.timed) != (target, timed):
+                self._bench = None
+                self._bench = _Bench(target, timed, self.on)
+            return self._bench.time(configs, rounds)
+        except torch.OutOfMemoryError:  # several that are compared hold more than one
             self._bench = None
-            self._bench = _Bench(target, timed, self.on)
-        return self._bench.time(configs, rounds)
+            torch.cuda.empty_cache()
+            return [math.inf] * len(configs)
 
     def close(self) -> None:
         self._bench = None
@@ -224,6 +237,7 @@ class _Worker:
 def _serve(line: Connection, device: str) -> None:
     """The worker's life."""
     torch.set_num_threads(1)
+    torch.cuda.set_device(device)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             job: _Job = line.recv()
@@ -232,6 +246,7 @@ def _serve(line: Connection, device: str) -> None:
             except Exception as error:
                 sentence = str(error).strip().partition("\n")[0]
                 said = f"failed with {type(error).__name__}: {sentence[:200]}"
+            torch.cuda.empty_cache()  # others check beside it
             line.send(said)
 
 
@@ -247,7 +262,6 @@ def _verdict(job: _Job, device: torch.device) -> str:
                 return f"{name} has relative RMS error {error:.1e}, above {limit(case, name, device):.0e}, on {case}"
     _run_once(job, device)
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
     return ""
 
 
@@ -337,7 +351,7 @@ class _Bench:
         calls: dict[str, Call] = {config.model_dump_json(): self.replays[config] for config in right}
         times = in_turns(calls, self.device, rounds, _LONGEST_TURN, lambda done, total, note: None)
         found = {name: median(of.seconds) for name, of in times.items()}
-        return [found.get(config.model_dump_json(), float("inf")) for config in configs]
+        return [found.get(config.model_dump_json(), math.inf) for config in configs]
 
     def _captured(self, config: LaunchConfig) -> bool:
         call = self.work.call(bind(self.target.spec, TritonBackend(config)))

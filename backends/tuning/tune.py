@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.conformance.fused import usual_step
@@ -21,6 +22,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.triton import fused
 from deltazoo.backends.triton.config import Device, LaunchConfig
+from deltazoo.backends.triton.fingerprint import source_of
 from deltazoo.backends.triton.table import (
     KERNELS,
     Kernel,
@@ -32,7 +34,6 @@ from deltazoo.backends.triton.table import (
     key_of,
     read_table,
     records_of,
-    source_of,
     user_table,
 )  # fmt: skip
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
@@ -195,8 +196,7 @@ def tune(
             if record is None:
                 failures.append(f"{kernel} of {target.shape.name}: no candidate runs and is right; none is chosen")
                 continue
-            table = table.merged(Table(device=table.device, records=(record,)))
-            table.write(path)
+            table = _stored(record, path, table.device)
             records.append(record)
         else:
             done = len(jobs)
@@ -320,6 +320,15 @@ def _begun(path: Path, device: str) -> Table:
     """The table as an earlier run left it."""
     table = read_table(path) if path.exists() else Table(device=device)
     return Table(device=device).merged(table)
+
+
+def _stored(record: Record, path: Path, device: str) -> Table:
+    """The table with a record more, over what others may have written meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        table = _begun(path, device).merged(Table(device=device, records=(record,)))
+        table.write(path)
+    return table
 
 
 def _said(config: LaunchConfig, kernel: Kernel) -> str:

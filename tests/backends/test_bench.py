@@ -11,7 +11,7 @@ from deltazoo.backends.bench import BenchConfig, Benchmark, bench
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import TINY
+from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.timing import MOST_LEAD, in_turns
 
@@ -181,3 +181,18 @@ def test_on_a_gpu_a_call_is_timed_as_it_is_queued_and_its_host_by_itself():
     assert device["soon"] < 1e-4
     assert device["late"] < 1e-3 < 4e-3 <= host["late"]
     assert max(times["too late"][0]) > 0.03 - 2 * MOST_LEAD  # whose work would lengthen the lead
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_device_that_is_not_the_current_one_is_timed_as_the_current_one_is(graphs):
+    shape = Shape("long", B=4, T=2048, H=8, HV=8, K=128, V=128)
+    first, second = (
+        bench(UpdateSpec(decay="head", beta="head"), [shape], ["triton"], config).rows[0].median_ms
+        for config in (
+            BenchConfig(directions=("forward",), device=device, dtype="bfloat16", graphs=graphs, errors=False)
+            for device in ("cuda:0", "cuda:1")
+        )
+    )
+    assert 0.5 < first / second < 2

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_no_environment_variable_chooses_a_backend():
 
 @pytest.mark.parametrize("backend", [None, "compile", "reference", "deltazoo.backends.compile:CompileBackend"])
 def test_update_alone_is_one_graph_where_nothing_was_looked_up_before(backend, inputs, monkeypatch):
-    monkeypatch.setattr(dispatch, "_loaded", {})
+    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace())
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x: update(GDN, x, backend).o, fullgraph=True, backend=graphs)
     got = compiled(inputs)
@@ -220,6 +221,32 @@ def test_update_alone_is_one_graph_where_nothing_was_looked_up_before(backend, i
     torch.testing.assert_close(asked, update(GDN, inputs, backend or "reference").o)
     compiled(inputs)
     assert graphs.frame_count == (1 if backend else 2)  # none for what was loaded meanwhile
+
+
+@pytest.mark.parametrize(
+    "names", [("compile", None), ("reference", None), (None, "reference"), ("compile", "reference")]
+)
+def test_each_update_of_a_graph_takes_what_it_would_alone(names, inputs, monkeypatch):
+    monkeypatch.setattr(dispatch, "DEFAULT_ORDER", {"": ("reference", "compile")})
+    want = [update(GDN, inputs, name or "reference").o for name in names]
+    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace())
+    compiled = torch.compile(lambda x: [update(GDN, x, name).o for name in names], fullgraph=True, backend="eager")
+    for name, got, exactly in zip(names, compiled(inputs), want, strict=True):
+        if name == "compile":
+            torch.testing.assert_close(got, exactly)
+        else:
+            assert torch.equal(got, exactly)
+
+
+def test_use_backend_may_stand_in_a_graph(inputs, monkeypatch):
+    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace())
+
+    def by_the_reference(x):
+        with use_backend("reference"):
+            return update(GDN, x).o
+
+    got = torch.compile(by_the_reference, fullgraph=True, backend="eager")(inputs)
+    assert torch.equal(got, update(GDN, inputs, "reference").o)
 
 
 def test_an_unknown_backend_in_a_graph_is_a_sentence(inputs):
@@ -315,7 +342,7 @@ def test_decoding_asks_for_no_gradients(inputs):
 def _install(monkeypatch, *backends: Backend, order: tuple[str, ...]) -> None:
     """Let these be all the backends there are, with this order of preference."""
     found = {backend.name: backend for backend in backends}
-    monkeypatch.setattr(dispatch, "_loaded", found)
+    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace(**found))
     monkeypatch.setattr(dispatch, "_told", set())
     monkeypatch.setattr(dispatch, "DEFAULT_ORDER", {"": order})
     monkeypatch.setattr(dispatch.registry, "names", lambda group: sorted(found))

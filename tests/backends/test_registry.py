@@ -1,6 +1,7 @@
 """Names become objects by entry points; a plug-in that is broken or clashes hurts only its own name."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def install(tmp_path, monkeypatch):
     (tmp_path / "zoo_plugin.py").write_text(MODULE)
     (tmp_path / "zoo_broken.py").write_text("import a_module_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(dispatch, "_loaded", {})
+    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace())
 
     def write(distribution: str, **points: str) -> None:
         folder = tmp_path / f"{distribution.replace('-', '_')}-1.5.dist-info"

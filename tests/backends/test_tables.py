@@ -12,6 +12,7 @@ from tune_cases import FORWARD, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.triton import config as configs
+from deltazoo.backends.triton import fingerprint
 from deltazoo.backends.triton import table as tables
 from deltazoo.backends.triton.config import Launch, heuristic
 from deltazoo.backends.triton.table import Table, merge_tables, read_table, user_table
@@ -103,7 +104,64 @@ def test_records_for_another_triton_or_other_kernels_are_ignored_with_one_line(o
         for T in (100, 32768, 32769):
             assert configs.launch_config(problem._replace(T=T), 0) == heuristic(problem._replace(T=T), T900)
     assert len(caplog.records) == 1
-    assert "2 of 2 records of a launch table for NVIDIA T900" in caplog.text
+    assert "2 records of launch tables for NVIDIA T900" in caplog.text
+
+
+def test_records_of_before_are_no_matter_where_newer_ones_are(on_t900, tmp_path, caplog):
+    path = tmp_path / "t.json"
+    tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
+    data = json.loads(path.read_text())
+    data["records"] += [record | {"triton": "9.9"} for record in data["records"]]
+    path.write_text(json.dumps(data))
+    with caplog.at_level(logging.INFO, "deltazoo"):
+        tables.use_table(path)
+        assert configs.launch_config(problem_of(PACK, "scan"), 0).scan == Launch(tile=32)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("denied", [True, False])
+def test_without_a_home_that_can_be_read_there_is_no_table_of_the_user(on_t900, monkeypatch, tmp_path, denied):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    def is_file(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    problem = problem_of(PACK, "scan")
+    if denied:
+        monkeypatch.setattr(type(user_table("NVIDIA T900")), "is_file", is_file)
+        monkeypatch.setattr(tables, "files", lambda name: _Nothing())
+    else:
+        monkeypatch.setattr(tables.Path, "home", no_home)
+    assert configs.launch_config(problem, 0) == heuristic(problem, T900)
+    if not denied:
+        with pytest.raises(ConfigError, match="the user's launch table needs a home folder, and there is none"):
+            tune([PACK], FakeRunner(), FORWARD)
+
+
+class _Nothing:
+    """A package without files."""
+
+    def __truediv__(self, name):
+        return self
+
+    def is_file(self):
+        return False
+
+
+def test_two_tuners_of_one_table_keep_each_others_records(tmp_path):
+    path = tmp_path / "t.json"
+
+    class Beside(FakeRunner):
+        """While it times, another tuner writes."""
+
+        def time(self, *asked):
+            if not path.exists():
+                tune([TOKEN], FakeRunner(), None, path)
+            return super().time(*asked)
+
+    tune([PACK], Beside(), FORWARD, path)
+    assert sorted(record.kernel for record in read_table(path).records) == ["decode", "fused_step", "prepare", "scan"]
 
 
 def test_a_record_of_a_kernel_that_does_not_take_the_problem_is_ignored_with_a_line(on_t900, tmp_path, caplog):
@@ -190,7 +248,7 @@ def test_a_table_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monke
     with pytest.raises(OSError, match="disk full"):
         Table(device="NVIDIA T900").write(path)
     assert path.read_text() == before
-    assert [found.name for found in tmp_path.iterdir()] == ["t.json"]
+    assert sorted(found.name for found in tmp_path.iterdir()) == [".t.json.lock", "t.json"]
 
 
 def test_the_shipped_tables_are_valid_and_hold_what_the_key_says():
@@ -201,14 +259,14 @@ def test_the_shipped_tables_are_valid_and_hold_what_the_key_says():
         assert table.records
         for record in table.records:
             assert record.gain is None or record.gain >= 1
-            assert record.source == tables.source_of(record.kernel), (
+            assert record.source == fingerprint.source_of(record.kernel), (
                 f"{path.name}: measured with another {record.kernel}"
             )
 
 
 def test_comments_and_docstrings_of_a_kernel_do_not_count_but_its_blocks_do():
     def code(text: str) -> list[str]:
-        return list(tables._code_of(text))
+        return list(fingerprint._code_of(text))
 
     plain = "def f(x):\n    if x:\n        y = 1\n        z = 'a'\n"
     assert code(
@@ -220,4 +278,4 @@ def test_comments_and_docstrings_of_a_kernel_do_not_count_but_its_blocks_do():
 
 def test_a_kernels_fingerprint_is_the_same_in_every_python():
     nested = 'f"""{{a}} {b!r:>{c}}\n {f\'{d}\'}"""'  # Python 3.12 takes it apart
-    assert list(tables._code_of(f"x = g({nested})\n"))[:6] == ["x", "=", "g", "(", nested, ")"]
+    assert list(fingerprint._code_of(f"x = g({nested})\n"))[:6] == ["x", "=", "g", "(", nested, ")"]

@@ -16,6 +16,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import fused
 from deltazoo.backends.triton.config import Launch, LaunchConfig, heuristic
 from deltazoo.backends.triton.table import configured, key_of, read_table
+from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
 from deltazoo.backends.tuning.measure import CudaRunner, checks_of
 from deltazoo.backends.tuning.tune import TuneConfig, kernels_of, plan, tune
@@ -167,6 +168,41 @@ def test_a_check_that_would_begin_too_late_has_no_verdict_and_may_be_asked_again
     runner._check(asked, until=time.monotonic() - 1)
     assert runner._verdicts == {}
     assert runner.check(PACK, "scan", [config for _, _, config in asked]) == ["wrong", "wrong"]
+
+
+def test_what_had_no_memory_beside_others_is_checked_again_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
+    runner, asked = CudaRunner.__new__(CudaRunner), []
+    runner.on, runner._count, runner._verdicts, runner._bench = torch.device("cuda"), 2, {}, None
+
+    def ask(one, until):
+        asked.append(one[2].scan.tile)
+        if one[2].scan.tile == 64:
+            return "failed with OutOfMemoryError: CUDA out of memory."
+        return "failed with OutOfMemoryError: CUDA out of memory." if asked.count(32) == 1 else ""
+
+    monkeypatch.setattr(runner, "_ask", ask)
+    configs = [LaunchConfig(scan=Launch(tile=tile)) for tile in (32, 64)]
+    assert [bool(verdict) for verdict in runner.check(PACK, "scan", configs)] == [False, True]
+    assert sorted(asked) == [32, 32, 64, 64]
+
+
+def test_a_comparison_without_memory_has_no_times_and_the_next_begins_anew(monkeypatch):
+    class Full:
+        def __init__(self, target, timed, device):
+            self.target, self.timed = target, timed
+
+        def time(self, configs, rounds):
+            if len(configs) > 1:
+                raise torch.OutOfMemoryError
+            return [0.5]
+
+    monkeypatch.setattr(measure, "_Bench", Full)
+    runner = CudaRunner.__new__(CudaRunner)
+    runner.on, runner._bench = torch.device("cuda"), None
+    assert runner.time(PACK, "scan", [LaunchConfig(), LaunchConfig(split=16)], 3) == [math.inf] * 2
+    assert runner._bench is None
+    assert runner.time(PACK, "scan", [LaunchConfig()], 3) == [0.5]
 
 
 def test_shapes_of_one_class_are_measured_once(tmp_path):
