@@ -3,30 +3,25 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltazoo.backends import registry
+from deltazoo.backends import lookup, registry
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.check import check, check_fused, check_step
 from deltazoo.backends.errors import DuplicateNameError, OperandError, PluginError, UnknownNameError, UnsupportedError
 from deltazoo.backends.fused_step import FusedInputs, FusedStep
+from deltazoo.backends.lookup import candidates_of, look_up, resolve
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.watch import Ran, tell, watched
 
 _log = logging.getLogger("deltazoo")
 
-# Preferred first, for each device type; the reference has to be asked for. "" stands for every other device.
-DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "compile"), "": ("compile",)}
-
 # What `use_backend` set, innermost last. A plain list: torch.compile cannot trace a ContextVar.
 _override: list[tuple["str | Backend"]] = []  # a tuple each, which its block knows again
-# The backends that were found so far, an attribute each: of a dict torch.compile knows the keys it had at a first look.
-_loaded = SimpleNamespace()
 # The refusals that were logged: each once in a process, for a model binds its spec in every layer.
 _told: set[tuple[str, str, UpdateSpec, str]] = set()
 
@@ -196,7 +191,7 @@ def bind(spec: UpdateSpec, backend: str | Backend | None = None, meta: UpdateMet
     """
     bound = _bound(spec, _asked(backend))
     if bound.asked is None:
-        here = [device or "cpu" for device in DEFAULT_ORDER if _is_here(device)]
+        here = [device or "cpu" for device in lookup.DEFAULT_ORDER if _is_here(device)]
         for metas in [[meta]] if meta is not None else map(_unlike, here):
             _tell_refusals(bound, metas)
     elif meta is not None:
@@ -224,37 +219,13 @@ def use_backend(backend: str | Backend) -> Iterator[None]:
 
     The choice is the process's, not the thread's; it does not change what was bound before.
     """
-    _look_up(backend) if isinstance(backend, str) else resolve(backend)
+    look_up(backend) if isinstance(backend, str) else resolve(backend)
     asked = (backend,)
     _override.append(asked)
     try:
         yield
     finally:  # not the last one's: another thread's block may have begun since
         del _override[next(i for i, other in enumerate(_override) if other is asked)]
-
-
-def resolve(backend: str | Backend) -> Backend:
-    """Find the backend that a name, "module:Class" or object stands for.
-
-    Raises: UnknownNameError, DuplicateNameError, PluginError.
-    """
-    if isinstance(backend, Backend):
-        return backend
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a name, a Backend or None, got {backend!r}")
-    known, attribute = vars(_loaded), _attribute(backend)
-    if attribute not in known:
-        found = registry.load(registry.BACKENDS, backend)
-        try:
-            made = found() if isinstance(found, type) else found
-        except Exception as error:
-            raise PluginError(f"backend {backend!r} cannot be made: {type(error).__name__}: {error}") from error
-        if not isinstance(made, Backend):
-            raise PluginError(f"backend {backend!r} must be a deltazoo.Backend, got {type(made).__name__}")
-        if not isinstance(getattr(made, "name", None), str):
-            raise PluginError(f"backend {backend!r} must have a name, a string, got {getattr(made, 'name', None)!r}")
-        known[attribute] = made
-    return cast(Backend, known[attribute])
 
 
 class Verdict(NamedTuple):
@@ -288,7 +259,7 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
     """
     asked = _asked(backend)
     if asked is None:
-        order = list(DEFAULT_ORDER.get(meta.device, DEFAULT_ORDER[""]))
+        order = list(lookup.DEFAULT_ORDER.get(meta.device, lookup.DEFAULT_ORDER[""]))
     else:
         order = [asked if isinstance(asked, str) else asked.name]
     installed = registry.names(registry.BACKENDS)
@@ -312,46 +283,11 @@ def _asked(backend: str | Backend | None) -> str | Backend | None:
 
 
 def _bound(spec: UpdateSpec, asked: str | Backend | None) -> BoundUpdate:
-    return BoundUpdate(spec, _by_device(asked), asked)
+    return BoundUpdate(spec, candidates_of(asked), asked)
 
 
 def _bound_conv(parts: tuple[ConvPart, ...], asked: str | Backend | None) -> BoundConv:
-    return BoundConv(parts, _by_device(asked), asked)
-
-
-def _by_device(asked: str | Backend | None) -> dict[str, tuple[Backend, ...]]:
-    """The candidates for each type of device; "" stands for every other."""
-    if isinstance(asked, Backend):
-        return {"": (asked,)}
-    if asked is not None:
-        return {"": (getattr(_loaded, _look_up(asked)),)}
-    _look_up_defaults()
-    return {
-        device: tuple(getattr(_loaded, name) for name in order if hasattr(_loaded, name))
-        for device, order in DEFAULT_ORDER.items()
-    }
-
-
-def _look_up(asked: str) -> str:
-    """Load a backend. Returns its attribute of `_loaded`."""
-    resolve(asked)
-    return _attribute(asked)
-
-
-def _look_up_defaults() -> None:
-    """Load the backends of the default order that are installed."""
-    for name in {name for order in DEFAULT_ORDER.values() for name in order} - vars(_loaded).keys():
-        if name in registry.names(registry.BACKENDS):
-            resolve(name)
-
-
-# Nobody can look up what is installed in a graph: torch.compile calls these while it traces `update`. That is all that
-# torch.compiler.assume_constant_result does, and it imports torch's compiler to do it.
-vars(_look_up)["_dynamo_marked_constant"] = vars(_look_up_defaults)["_dynamo_marked_constant"] = True
-
-
-def _attribute(name: str) -> str:
-    return name if name.isidentifier() else f"_{name.encode().hex()}"
+    return BoundConv(parts, candidates_of(asked), asked)
 
 
 def _is_here(device: str) -> bool:

@@ -6,8 +6,8 @@ import itertools
 from pydantic import BaseModel
 
 from deltazoo.backends import registry
-from deltazoo.backends.dispatch import resolve
 from deltazoo.backends.errors import DeltazooError
+from deltazoo.backends.lookup import resolve
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.blocks import presets
 from deltazoo.blocks.spec import StackSpec

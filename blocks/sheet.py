@@ -9,8 +9,9 @@ from pydantic_core import to_jsonable_python
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.dispatch import bind_conv, explain, resolve
+from deltazoo.backends.dispatch import bind_conv, explain
 from deltazoo.backends.errors import ConfigError, PluginError, UnknownNameError
+from deltazoo.backends.lookup import resolve
 from deltazoo.backends.notation import papers
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.catalog import about

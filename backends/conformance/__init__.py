@@ -21,8 +21,8 @@ from deltazoo.backends.conformance.properties import (
     one_graph_gives_the_same_numbers,
     refusals_are_sentences,
 )
-from deltazoo.backends.dispatch import resolve
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
+from deltazoo.backends.lookup import resolve
 from deltazoo.backends.shapes import SHAPES, TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
 

@@ -15,8 +15,9 @@ from deltazoo.backends.base import Backend, UpdateInputs, state_dtype
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import Report, judged, refusal
 from deltazoo.backends.conformance.cover import pairwise_cases
-from deltazoo.backends.dispatch import bind, resolve
+from deltazoo.backends.dispatch import bind
 from deltazoo.backends.fused_step import FusedInputs, FusedStep, beyond
+from deltazoo.backends.lookup import resolve
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv

@@ -13,7 +13,7 @@ from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, draw_cotangents, limit, refusal, relative_error, rms, run
 from deltazoo.backends.conformance.detours import varies_in_time
-from deltazoo.backends.dispatch import resolve
+from deltazoo.backends.lookup import resolve
 
 Device = torch.device | str
 

@@ -22,7 +22,8 @@ from deltazoo.backends.conformance.detours import (
 )
 from deltazoo.backends.conformance.fused import compare_step
 from deltazoo.backends.conformance.isolation import heads_do_not_leak, sequences_do_not_leak, the_future_does_not_leak
-from deltazoo.backends.dispatch import bind, resolve
+from deltazoo.backends.dispatch import bind
+from deltazoo.backends.lookup import resolve
 from deltazoo.backends.lowering import log_decay
 
 Device = torch.device | str

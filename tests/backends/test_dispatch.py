@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain, update, use_backend
-from deltazoo.backends import dispatch
+from deltazoo.backends import dispatch, lookup
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
@@ -211,7 +211,7 @@ def test_no_environment_variable_chooses_a_backend():
 
 @pytest.mark.parametrize("backend", [None, "compile", "reference", "deltazoo.backends.compile:CompileBackend"])
 def test_update_alone_is_one_graph_where_nothing_was_looked_up_before(backend, inputs, monkeypatch):
-    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace())
+    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace())
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x: update(GDN, x, backend).o, fullgraph=True, backend=graphs)
     got = compiled(inputs)
@@ -227,9 +227,9 @@ def test_update_alone_is_one_graph_where_nothing_was_looked_up_before(backend, i
     "names", [("compile", None), ("reference", None), (None, "reference"), ("compile", "reference")]
 )
 def test_each_update_of_a_graph_takes_what_it_would_alone(names, inputs, monkeypatch):
-    monkeypatch.setattr(dispatch, "DEFAULT_ORDER", {"": ("reference", "compile")})
+    monkeypatch.setattr(lookup, "DEFAULT_ORDER", {"": ("reference", "compile")})
     want = [update(GDN, inputs, name or "reference").o for name in names]
-    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace())
+    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace())
     compiled = torch.compile(lambda x: [update(GDN, x, name).o for name in names], fullgraph=True, backend="eager")
     for name, got, exactly in zip(names, compiled(inputs), want, strict=True):
         if name == "compile":
@@ -239,7 +239,7 @@ def test_each_update_of_a_graph_takes_what_it_would_alone(names, inputs, monkeyp
 
 
 def test_use_backend_may_stand_in_a_graph(inputs, monkeypatch):
-    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace())
+    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace())
 
     def by_the_reference(x):
         with use_backend("reference"):
@@ -342,7 +342,7 @@ def test_decoding_asks_for_no_gradients(inputs):
 def _install(monkeypatch, *backends: Backend, order: tuple[str, ...]) -> None:
     """Let these be all the backends there are, with this order of preference."""
     found = {backend.name: backend for backend in backends}
-    monkeypatch.setattr(dispatch, "_loaded", SimpleNamespace(**found))
+    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace(**found))
     monkeypatch.setattr(dispatch, "_told", set())
-    monkeypatch.setattr(dispatch, "DEFAULT_ORDER", {"": order})
-    monkeypatch.setattr(dispatch.registry, "names", lambda group: sorted(found))
+    monkeypatch.setattr(lookup, "DEFAULT_ORDER", {"": order})
+    monkeypatch.setattr(lookup.registry, "names", lambda group: sorted(found))

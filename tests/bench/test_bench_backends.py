@@ -8,7 +8,8 @@ import torch
 from deltazoo.backends import registry
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import meta_of
-from deltazoo.backends.dispatch import bind, resolve
+from deltazoo.backends.dispatch import bind
+from deltazoo.backends.lookup import resolve
 from deltazoo.backends.shapes import CPU, GPU, Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.work import DIRECTIONS, Direction, Work
