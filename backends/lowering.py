@@ -87,4 +87,11 @@ def _reparametrised(
         assert erase is not None and write is not None
         return factor.unsqueeze(-1) * erase, factor.unsqueeze(-1) * write
     strength = factor if erase is None else factor * erase
+    if spec.reparam == "efla" and erase is not None:
+        # far from 0 as it stands, for there the product's gradient by erase, exp(-time), would be what two terms leave
+        far = time >= 0.25
+        one = torch.ones_like(time)
+        strength = torch.where(
+            far, (1 - torch.exp(-torch.where(far, time, one))) / torch.where(far, norm, one), strength
+        )
     return strength, strength

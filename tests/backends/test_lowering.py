@@ -112,6 +112,17 @@ def test_a_huge_time_erases_the_key_fully_and_never_more(reparam):
     assert bool(torch.isfinite(slope).all())
 
 
+@pytest.mark.parametrize("length", [0.3, 0.7, 2.0, 4.0, 6.0])
+def test_what_efla_leaves_of_a_long_key_is_the_slope_by_beta_in_float32(length):
+    spec = UpdateSpec(beta="head", reparam="efla")
+    inputs = draw(Case(spec, SHAPE, torch.float32))
+    k, beta = length * torch.nn.functional.normalize(inputs.k, dim=-1), inputs.beta.clone().requires_grad_()
+    erase, _ = strengths(spec, inputs._replace(k=k, beta=beta))
+    (slope,) = torch.autograd.grad(erase.sum(), beta)
+    time = beta.detach().double() * k.double().square().sum(-1).repeat_interleave(2, dim=-1)
+    torch.testing.assert_close(slope.double(), torch.exp(-time), rtol=2e-5, atol=1e-37)
+
+
 DOUBLED = {"off": (1, 1), "both": (2, 2), "erase": (2, 1)}
 
 

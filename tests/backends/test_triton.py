@@ -3,6 +3,8 @@
 The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -25,6 +27,7 @@ from triton_cases import (
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance, update, watch
 from deltazoo.backends.bench import BenchConfig, bench
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.conformance.compare import draw_cotangents, exact, run
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
@@ -87,6 +90,19 @@ def test_a_decay_that_leaves_nothing_costs_its_neighbours_no_digits(name, streng
     limit = 1e-4 if dtype == torch.float32 else 1e-2
     for y, exactly in zip((got.o, got.state), (want.o, want.state), strict=True):
         assert (y - exactly).norm() <= limit * exactly.norm()
+
+
+@pytest.mark.parametrize(("decay", "tokens"), [(-1e4, 32), (-1e4, 60), (-50.0, 32), (-50.0, 60), (-8.0, 32)])
+@pytest.mark.parametrize("name", ["gated delta", "mamba2", "both before"])
+def test_strong_decays_one_after_the_other_cost_those_after_them_no_digits(name, decay, tokens):
+    case = Case(SPECS[name], Shape("run", B=1, T=64, H=1, HV=1, K=16, V=16), torch.float32, state="none")
+    x = draw(case, DEVICE)
+    x.log_decay[:] = -0.02
+    x.log_decay[:, :tokens] = decay
+    got, want = (found(case.spec, x, draw_cotangents(case, x)) for found in (partial(run, TritonBackend()), exact))
+    for tensor in want:
+        error = (got[tensor] - want[tensor]).norm() / want[tensor].norm()
+        assert error <= (3e-4 if tensor == "d_log_decay" else 1e-4), (tensor, float(error))
 
 
 # Under the interpreter small shapes, and no graph through Inductor: below there is one without it.

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# log2 of a decay that leaves nothing of any float32; a stronger one, summed, would cost its neighbours their digits
-NOTHING = tl.constexpr(-300.0)
+# log2 of a decay that leaves nothing that counts; a stronger one, summed, would cost its neighbours their digits
+NOTHING = tl.constexpr(-96.0)
 
 
 @triton.jit

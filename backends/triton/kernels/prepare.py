@@ -144,8 +144,9 @@ def prepare_kernel(
         for g in tl.range(0, GROUP, num_stages=1):
             hv = h * GROUP + g
             out = tl.cast(slot, tl.int64) * HV + hv
-            G = tl.cumsum(own_decay, 0)
-            before = G - own_decay
+            sums = tl.cumsum(own_decay.to(tl.float64), 0)  # rounded once: strong decays before cost a token few digits
+            G = sums.to(tl.float32)
+            before = (sums - own_decay).to(tl.float32)
             G_erase = before if ERASE_EARLY else G
             G_read = before if READ_EARLY else G
             tl.store(gates + (out * 3 + 0) * C + i, G)
@@ -199,7 +200,7 @@ def gates_kernel(
         elif DECAY == "fixed":
             own += held_above(tl.load(log_decay + hv, mask=in_heads, other=0.0) * LOG2E)[:, None]
             own = tl.where(in_time[None, :], own, 0.0)
-        tl.store(to, tl.cumsum(own, 1), mask=in_heads[:, None])
+        tl.store(to, tl.cumsum(own.to(tl.float64), 1).to(tl.float32), mask=in_heads[:, None])
         tl.store(fades + place, tl.sum(own, 1), mask=in_heads)
         if WRITE:
             tl.store(to + 2 * C, load_rows(w, hv, at * HV, in_heads, in_time, 1).to(tl.float32), mask=in_heads[:, None])
