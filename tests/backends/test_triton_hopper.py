@@ -1,11 +1,14 @@
 """The kernels for Hopper GPUs: every spec they take, on every way of launching, against float64; and their refusals."""
 
+from functools import partial
+
 import pytest
 import torch
 from triton_cases import ABLE, GATED, IN_16_BITS, INTERPRETED, SHAPES, SPECS, case_of, conforms, gated, runs
 
 from deltazoo import UpdateSpec, bind
-from deltazoo.backends.conformance import Case
+from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.conformance.compare import draw_cotangents, exact, limit, run
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
@@ -89,6 +92,23 @@ def test_every_spec_by_the_scans_for_hopper(way, dtype, regime):
     how = {"state": "none"} if regime == "no state" else {"regime": regime}
     for name in taken(shape, dtype):
         conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **how))
+
+
+@on_hopper
+@pytest.mark.parametrize("decay", [-1e4, -50.0, -8.0])
+@pytest.mark.parametrize("name", ["gated delta", "mamba2"])
+@pytest.mark.parametrize("way", ["in one", "few keys", "four tiles of keys"])
+def test_strong_decays_one_after_the_other_cost_those_after_them_few_digits(way, name, decay):
+    _, shape = WALKS[way]
+    case = Case(SPECS[name], shape, torch.bfloat16, "decays", state="none")
+    x = draw(case, "cuda")
+    x.log_decay[:] = -0.02
+    x.log_decay[:, :32] = decay
+    x.log_decay[:, 64:124] = decay
+    got, want = (found(case.spec, x, draw_cotangents(case, x)) for found in (partial(run, TritonBackend()), exact))
+    for tensor in want:
+        error = (got[tensor] - want[tensor]).norm() / want[tensor].norm()
+        assert error <= limit(case, tensor, "cuda"), (tensor, float(error))
 
 
 @pytest.mark.parametrize("kernel", FOR_HOPPER)
