@@ -90,8 +90,6 @@ def _reparametrised(
     if spec.reparam == "efla" and erase is not None:
         # far from 0 as it stands, for there the product's gradient by erase, exp(-time), would be what two terms leave
         far = time >= 0.25
-        one = torch.ones_like(time)
-        strength = torch.where(
-            far, (1 - torch.exp(-torch.where(far, time, one))) / torch.where(far, norm, one), strength
-        )
+        long, norm = (torch.where(far, x, torch.ones_like(x)) for x in (time, norm))
+        strength = torch.where(far, (1 - torch.exp(-long)) / norm, strength)
     return strength, strength
