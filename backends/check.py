@@ -21,7 +21,7 @@ _STRENGTHS = ("beta", "erase", "write")
 
 def check_whole(name: str, value: object, least: int = 1) -> None:
     """Raise ValueRangeError unless a value is a whole number of at least `least`."""
-    whole = isinstance(value, int) or hasattr(value, "__index__")
+    whole = isinstance(value, int) or hasattr(value, "__index__")  # torch.compile traces the first alone
     if not whole or isinstance(value, bool | Tensor) or value < least:  # type: ignore[operator]
         raise ValueRangeError(f"{name} must be at least {least}, a whole number, got {value!r}")
 

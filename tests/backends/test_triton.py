@@ -3,8 +3,6 @@
 The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -20,6 +18,7 @@ from triton_cases import (
     backend,
     case_of,
     conforms,
+    errors,
     gated,
     runs,
 )
@@ -27,7 +26,6 @@ from triton_cases import (
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance, update, watch
 from deltazoo.backends.bench import BenchConfig, bench
 from deltazoo.backends.conformance import Case, draw
-from deltazoo.backends.conformance.compare import draw_cotangents, exact, run
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
@@ -99,10 +97,8 @@ def test_strong_decays_one_after_the_other_cost_those_after_them_no_digits(name,
     x = draw(case, DEVICE)
     x.log_decay[:] = -0.02
     x.log_decay[:, :tokens] = decay
-    got, want = (found(case.spec, x, draw_cotangents(case, x)) for found in (partial(run, TritonBackend()), exact))
-    for tensor in want:
-        error = (got[tensor] - want[tensor]).norm() / want[tensor].norm()
-        assert error <= (3e-4 if tensor == "d_log_decay" else 1e-4), (tensor, float(error))
+    for tensor, error in errors(TritonBackend(), case, x).items():
+        assert error <= (3e-4 if tensor == "d_log_decay" else 1e-4), (tensor, error)
 
 
 # Under the interpreter small shapes, and no graph through Inductor: below there is one without it.

@@ -4,12 +4,14 @@ The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTER
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
 
 from deltazoo import UpdateInputs, UpdateSpec, conformance
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.conformance.compare import draw_cotangents, exact, relative_error, run
 from deltazoo.backends.shapes import Shape
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
@@ -88,6 +90,12 @@ def case_of(spec: str, shape: str, dtype: torch.dtype, regime: str = "ordinary")
     kernel alike: by seed 10 it does not cancel, in any regime."""
     seed = 10 if (spec, shape) == ("retnet", "odd widths") else 0
     return Case(SPECS[spec], SHAPES[shape], dtype, regime, seed=seed)
+
+
+def errors(of: TritonBackend, case: Case, x: UpdateInputs) -> dict[str, float]:
+    """The relative RMS error of each result and gradient on other operands than the case draws."""
+    got, want = (found(case.spec, x, draw_cotangents(case, x)) for found in (partial(run, of), exact))
+    return {name: relative_error(got[name], want[name], want[name]) for name in want}
 
 
 def conforms(of: TritonBackend, case: Case) -> None:
