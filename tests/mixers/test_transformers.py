@@ -73,7 +73,7 @@ def qwen3_next_delta() -> Oracle:
 
 
 def mamba2() -> Oracle:
-    pytest.importorskip("transformers", minversion="5.23", reason="older ones norm all groups of Mamba-2 as one")
+    pytest.importorskip("transformers", minversion="5.23")  # older ones norm all groups of Mamba-2 as one
     from transformers import DynamicCache, Mamba2Config
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 

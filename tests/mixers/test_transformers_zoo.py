@@ -200,7 +200,7 @@ class BailingCase(Case):
     ours = KDA(heads=3, key_width=8, value_width=8, gate_rank=40, decay_bound=-5.0)
 
     def __init__(self) -> None:
-        pytest.importorskip("transformers", minversion="5.20", reason="older ones have no Bailing Hybrid")
+        pytest.importorskip("transformers", minversion="5.20")  # older ones have no Bailing Hybrid
         from transformers import BailingHybridConfig
         from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 
