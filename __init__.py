@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from deltazoo.backends.spec import UpdateSpec
     from deltazoo.backends.watch import watch
     from deltazoo.blocks.spec import LayerSpec, StackSpec
-    from deltazoo.mixers.base import Context, MixerConfig, Place
+    from deltazoo.mixers.core.mixer import Context, MixerConfig, Place
 
 _HOME = {
     "Backend": "backends.base",
     "BoundUpdate": "backends.dispatch",
-    "Context": "mixers.base",
+    "Context": "mixers.core.mixer",
     "DeltazooError": "backends.errors",
     "LayerSpec": "blocks.spec",
-    "MixerConfig": "mixers.base",
-    "Place": "mixers.base",
+    "MixerConfig": "mixers.core.mixer",
+    "Place": "mixers.core.mixer",
     "StackSpec": "blocks.spec",
     "UpdateInputs": "backends.base",
     "UpdateMeta": "backends.base",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from deltazoo.backends.decode_step import FusedInputs, FusedStep
 from deltazoo.backends.errors import UnsupportedError
-from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.spec import UpdateSpec
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.decode_step import FusedInputs, FusedStep
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
-from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.values import packing_problems, readable, sequences_of
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends import lookup, registry
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.check import check, check_fused, check_step
+from deltazoo.backends.decode_step import FusedInputs, FusedStep
 from deltazoo.backends.errors import DuplicateNameError, OperandError, PluginError, UnknownNameError, UnsupportedError
-from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.lookup import candidates_of, look_up, resolve
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError
-from deltazoo.backends.packs import sequence_of
 from deltazoo.backends.values import packing_problems, readable, sequences_of
+from deltazoo.backends.varlen import sequence_of
 
 EPS = 1e-6  # of the norm
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.base import state_dtype
-from deltazoo.backends.once import differentiable_once
-from deltazoo.backends.operator import operator, with_known_signature
+from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature
 
 # 1,024 tokens of 32,000 words are 125 MiB of float32 logits, and the matrix product is as fast as it gets.
 CHUNK = 1024

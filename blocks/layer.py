@@ -9,8 +9,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from deltazoo.blocks.mlp import Mlp
-from deltazoo.mixers.base import Context, Mixer, State
-from deltazoo.mixers.norms import RMSNorm
+from deltazoo.mixers.core.mixer import Context, Mixer, State
+from deltazoo.mixers.parts.norms import RMSNorm
 
 LayerState = tuple[State, ...]
 

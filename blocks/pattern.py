@@ -1,4 +1,4 @@
-"""The pattern language: text to the values of `deltazoo.mixers.pattern`, and those laid out over a depth.
+"""The pattern language: text to the values of `deltazoo.mixers.core.patterns`, and those laid out over a depth.
 
     pattern = layer "@" "[" int {"," int} "]" "else" pattern            these layers, from 0; -1 is the last
             | "spread" "(" layer "," (int | number "%") ")" "else" pattern          so many, evenly spread
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from deltazoo.backends.errors import PatternError
-from deltazoo.mixers.pattern import At, Chain, Name, Repeat, Side, Spread, Term
+from deltazoo.mixers.core.patterns import At, Chain, Name, Repeat, Side, Spread, Term
 
 NAME = r"[A-Za-z_][\w.:-]*"
 RESERVED = ("else", "spread")

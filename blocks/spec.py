@@ -13,15 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError, PatternError, unknown_name
-from deltazoo.blocks import document, presets, reading, schema
-from deltazoo.blocks.describe import Description, describe
+from deltazoo.blocks import document, presets
+from deltazoo.blocks import parsing as reading
+from deltazoo.blocks.inspect import schema
+from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer
 from deltazoo.blocks.mlp import SwiGLU
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
 from deltazoo.blocks.stack import LanguageModel
-from deltazoo.mixers import configs
-from deltazoo.mixers.base import MixerConfig, Place
-from deltazoo.mixers.pattern import Name, Term
+from deltazoo.mixers.core import config as configs
+from deltazoo.mixers.core.mixer import MixerConfig, Place
+from deltazoo.mixers.core.patterns import Name, Term
 
 
 class _Spec(BaseModel, ABC):
@@ -119,7 +121,7 @@ class StackSpec(_Spec):
 
     Args:
         pattern: the order of the layers, as text (`deltazoo.blocks.pattern`) or from Python's operators
-            (`deltazoo.mixers.pattern`); repeated to `depth`.
+            (`deltazoo.mixers.core.patterns`); repeated to `depth`.
         layers: what the names of the pattern stand for; a name that is not there is an installed mixer's.
         mlp: a `SwiGLU`, or "none", for every layer that does not say otherwise.
         norm_eps: added to the mean square inside the root of the RMS norms.

@@ -17,16 +17,16 @@ from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.head import IGNORE, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerState
-from deltazoo.mixers.base import Context
-from deltazoo.mixers.norms import RMSNorm
-from deltazoo.mixers.parts import Bound
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import Bound
+from deltazoo.mixers.parts.norms import RMSNorm
 
 if TYPE_CHECKING:
     from deltazoo.blocks.spec import StackSpec
 
 
 class StackState(NamedTuple):
-    """The states of all layers; everything in `deltazoo.mixers.state` works on it."""
+    """The states of all layers; everything in `deltazoo.mixers.core.state` works on it."""
 
     layers: tuple[LayerState, ...]
 

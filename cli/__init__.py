@@ -7,7 +7,7 @@ import typer
 
 from deltazoo.cli import bench, build, check, demo, doctor, generate, schema, show, train, tune, zoo
 from deltazoo.cli import list as list_
-from deltazoo.cli.mistakes import Debug, guarded
+from deltazoo.cli.errors import Debug, guarded
 
 app = typer.Typer(
     name="deltazoo",

@@ -32,9 +32,9 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Time backends against each other in turns: forward, forward and backward, decode; with ratio and error."""
-    from deltazoo.backends.bench import BenchConfig
-    from deltazoo.blocks.measure import DEFAULT_SHAPE, measure
-    from deltazoo.blocks.report import save_benchmark
+    from deltazoo.backends.measure.benchmark import BenchConfig
+    from deltazoo.blocks.inspect.benchmark import DEFAULT_SHAPE, measure
+    from deltazoo.blocks.training.report import save_benchmark
 
     config = BenchConfig(
         directions=split(directions),

@@ -21,8 +21,8 @@ def command(
 ) -> None:
     """Train a small hybrid and its two pure relatives, sample, time the backends, and write a report."""
     wait_patiently()
-    from deltazoo.blocks.demo import DemoConfig, demo
-    from deltazoo.blocks.text import load_text
+    from deltazoo.blocks.training.demo import DemoConfig, demo
+    from deltazoo.blocks.training.text import load_text
 
     config = DemoConfig().changed(steps=steps, device=device, backend=backend, seed=seed)
     with progress() as told:

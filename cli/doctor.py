@@ -8,7 +8,7 @@ from deltazoo.cli.output import print_json, print_table, say
 
 def command(as_json: AsJson = False) -> None:
     """Check this installation: versions, devices, compiler, backends, plug-ins. Exit code 1: there is a problem."""
-    from deltazoo.blocks.checkup import checkup
+    from deltazoo.blocks.inspect.doctor import checkup
 
     found = checkup()
     if as_json:

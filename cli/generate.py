@@ -23,8 +23,8 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a trained model, by cached decoding, as the bytes come."""
-    from deltazoo.blocks.writing import Sampling, encoded, load_writer
-    from deltazoo.blocks.writing import write as continue_text
+    from deltazoo.blocks.generation.completion import Sampling, encoded, load_writer
+    from deltazoo.blocks.generation.completion import write as continue_text
 
     sampling = Sampling(max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed)
     model = load_writer(checkpoint, device, backend)

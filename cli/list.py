@@ -22,7 +22,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """List the mixers, backends and presets that are installed, plug-ins among them."""
-    from deltazoo.blocks.catalog import catalog
+    from deltazoo.blocks.inspect.catalog import catalog
 
     found = catalog().model_dump(include={what.value} if what else None)
     if as_json:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from deltazoo.backends.progress import Progress
-    from deltazoo.blocks.describe import Description, LayerRow
+    from deltazoo.blocks.inspect.describe import Description, LayerRow
 
 _WIDTH_OF_A_PIPE, _WIDEST = 160, 1000
 _QUIET_SECONDS = 10.0  # between two lines of progress where there is no terminal

@@ -16,7 +16,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Show what a mixer, backend or preset is, what it costs, and which backends compute it."""
-    from deltazoo.blocks.sheet import sheet
+    from deltazoo.blocks.inspect.show import sheet
 
     found = sheet(name, width, device, dtype.torch)
     if as_json:

@@ -43,9 +43,9 @@ def command(
     """Train a stack on bytes of text: validation, bits per byte, and a checkpoint that goes on bit for bit."""
     wait_patiently()
     from deltazoo.blocks.spec import StackSpec
-    from deltazoo.blocks.text import load_text
-    from deltazoo.blocks.train import TrainConfig, train
-    from deltazoo.blocks.train import resume as go_on
+    from deltazoo.blocks.training.text import load_text
+    from deltazoo.blocks.training.train import TrainConfig, train
+    from deltazoo.blocks.training.train import resume as go_on
 
     given = {name: context.params[name] for name in TrainConfig.model_fields if context.params.get(name) is not None}
     if resume is not None and (stack or out or given):

@@ -33,7 +33,7 @@ def command(
 ) -> None:
     """Measure the launches of the triton backend's kernels on this GPU; run it again to go on where it stopped."""
     from deltazoo.backends.tuning.tune import TuneConfig
-    from deltazoo.blocks.tuning import plan_on, targets_of, tune_on
+    from deltazoo.blocks.inspect.tuning import plan_on, targets_of, tune_on
 
     config = TuneConfig(directions=split(directions), effort=effort, budget=budget, again=again)
     targets = targets_of(stack, shape or [], split(mixer) or [], split(dtype) or [], (batch, length))

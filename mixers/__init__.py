@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltazoo.mixers.attention import Attention, SlidingWindow
-    from deltazoo.mixers.base import Context, Cost, Mixer, MixerConfig, Place
     from deltazoo.mixers.comba import Comba
-    from deltazoo.mixers.configs import dump, parse
+    from deltazoo.mixers.core.config import dump, parse
+    from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, Place
     from deltazoo.mixers.deltanet import DeltaNet
     from deltazoo.mixers.deltaproduct import DeltaProduct
     from deltazoo.mixers.efla import EFLA
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 _HOME = {
     "Attention": "attention",
     "Comba": "comba",
-    "Context": "base",
-    "Cost": "base",
+    "Context": "core.mixer",
+    "Cost": "core.mixer",
     "DeltaNet": "deltanet",
     "DeltaProduct": "deltaproduct",
     "EFLA": "efla",
@@ -76,10 +76,10 @@ _HOME = {
     "Mamba": "mamba",
     "Mamba2": "mamba2",
     "Mesa": "mesa",
-    "Mixer": "base",
-    "MixerConfig": "base",
+    "Mixer": "core.mixer",
+    "MixerConfig": "core.mixer",
     "MoM": "mom",
-    "Place": "base",
+    "Place": "core.mixer",
     "RGLRU": "rg_lru",
     "RWKV4": "rwkv4",
     "RWKV6": "rwkv6",
@@ -90,8 +90,8 @@ _HOME = {
     "SlidingWindow": "attention",
     "TTTLinear": "ttt_linear",
     "Titans": "titans",
-    "dump": "configs",
-    "parse": "configs",
+    "dump": "core.config",
+    "parse": "core.config",
 }
 
 __all__ = [

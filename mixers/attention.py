@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.errors import ConfigError, StateError
-from deltazoo.mixers.base import FIRST, Context, Cost, Mixer, MixerConfig, Place
-from deltazoo.mixers.cache import KVCache, empty_cache, written
-from deltazoo.mixers.norms import RMSNorm
-from deltazoo.mixers.rotary import angles, rotate
-from deltazoo.mixers.sequence import aligned, check_state, counts, positions, restored
-from deltazoo.mixers.softmax import attend, attend_pack, attend_slots, attend_window
-from deltazoo.mixers.state import nbytes
+from deltazoo.mixers.core.mixer import FIRST, Context, Cost, Mixer, MixerConfig, Place
+from deltazoo.mixers.core.sequences import aligned, check_state, counts, positions, restored
+from deltazoo.mixers.core.state import nbytes
+from deltazoo.mixers.parts.caches import KVCache, empty_cache, written
+from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.rotary import angles, rotate
+from deltazoo.mixers.parts.softmax_attention import attend, attend_pack, attend_slots, attend_window
 
 
 class AttentionConfig(MixerConfig, ABC):

@@ -5,12 +5,12 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.features import Feature, FeatureMap
-from deltazoo.mixers.norms import HeadNorm, UnitNorm
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.project import Project
-from deltazoo.mixers.variant import DeltaRuleConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
+from deltazoo.mixers.parts.feature_maps import Feature, FeatureMap
+from deltazoo.mixers.parts.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.parts.projections import Project
 
 
 class DeltaNet(DeltaRuleConfig):

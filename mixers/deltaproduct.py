@@ -5,10 +5,10 @@ from typing import ClassVar
 from pydantic import Field
 
 from deltazoo.backends.spec import NegativeEigenvalues, UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.variant import DeltaRuleConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
+from deltazoo.mixers.parts.norms import HeadNorm
 
 
 class DeltaProduct(DeltaRuleConfig):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from deltazoo.mixers.variant import GatedDeltaRuleConfig
+from deltazoo.mixers.families.delta_rule import GatedDeltaRuleConfig
 
 
 class GatedDeltaNet(GatedDeltaRuleConfig):

@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from deltazoo.backends.spec import Reparam
-from deltazoo.mixers.variant import GatedDeltaRuleConfig
+from deltazoo.mixers.families.delta_rule import GatedDeltaRuleConfig
 
 
 class GatedEFLA(GatedDeltaRuleConfig):

@@ -5,14 +5,14 @@ from typing import ClassVar
 from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.decays import SigmoidDecay, TiedWrite
-from deltazoo.mixers.gates import OutputGate
-from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import HeadShape, OutputPart, Parts
-from deltazoo.mixers.selective import ProjectChannels
-from deltazoo.mixers.turning import TurnIn, TurnOut
-from deltazoo.mixers.variant import ChannelConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, OutputPart, Parts
+from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.parts.complex_states import TurnIn, TurnOut
+from deltazoo.mixers.parts.decays import SigmoidDecay, TiedWrite
+from deltazoo.mixers.parts.gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.selective import ProjectChannels
 
 
 class HGRN(ChannelConfig):

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.errors import StateError
-from deltazoo.backends.packs import sequence_of
-from deltazoo.mixers.base import FIRST, Context, Place
-from deltazoo.mixers.cache import KVCache, written
-from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.filters import FilterConfig, FilterMixer, Remembering
-from deltazoo.mixers.sequence import counts
-from deltazoo.mixers.ssm import fft_convolved
+from deltazoo.backends.varlen import sequence_of
+from deltazoo.mixers.core.mixer import FIRST, Context, Place
+from deltazoo.mixers.core.sequences import counts
+from deltazoo.mixers.families.filter import FilterConfig, FilterMixer, Remembering
+from deltazoo.mixers.parts.caches import KVCache, written
+from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.diagonal_ssm import fft_convolved
 
 FASTEST, SLOWEST, TARGET = 0.3, 1.5, 1e-2
 

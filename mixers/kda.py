@@ -5,12 +5,12 @@ from typing import ClassVar
 from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.decays import SoftplusDecay
-from deltazoo.mixers.gates import OutputGate
-from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.variant import DeltaRuleConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
+from deltazoo.mixers.parts.decays import SoftplusDecay
+from deltazoo.mixers.parts.gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm
 
 
 class KDA(DeltaRuleConfig):

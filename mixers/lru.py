@@ -5,11 +5,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.selective import ProjectChannels
-from deltazoo.mixers.turning import ComplexRead, Direct, RingDecay, TurnIn, TurnOut
-from deltazoo.mixers.variant import ChannelConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.parts.complex_states import ComplexRead, Direct, RingDecay, TurnIn, TurnOut
+from deltazoo.mixers.parts.selective import ProjectChannels
 
 
 class LRU(ChannelConfig):

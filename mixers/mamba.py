@@ -5,11 +5,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.gates import OutputGate, Skip
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.selective import ProjectChannels, Selective
-from deltazoo.mixers.variant import ChannelConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.parts.gates import OutputGate, Skip
+from deltazoo.mixers.parts.selective import ProjectChannels, Selective
 
 
 class Mamba(ChannelConfig):

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_map
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.errors import StateError
-from deltazoo.backends.packs import sequence_of
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import FIRST, Context, Cost, Mixer, MixerConfig, Place, State
-from deltazoo.mixers.configs import dump, parse
-from deltazoo.mixers.sequence import aligned, check_state, restored
-from deltazoo.mixers.state import rollback_
+from deltazoo.backends.varlen import sequence_of
+from deltazoo.mixers.core.config import dump, parse
+from deltazoo.mixers.core.mixer import FIRST, Context, Cost, Mixer, MixerConfig, Place, State
+from deltazoo.mixers.core.sequences import aligned, check_state, restored
+from deltazoo.mixers.core.state import rollback_
 
 Inner = Annotated[MixerConfig, BeforeValidator(parse), PlainSerializer(dump)]
 

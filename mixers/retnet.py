@@ -5,14 +5,14 @@ from typing import ClassVar
 from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.decays import FixedDecay
-from deltazoo.mixers.gates import OutputGate
-from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.project import Project
-from deltazoo.mixers.rotary import Rotary
-from deltazoo.mixers.variant import DeltaConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.parts.decays import FixedDecay
+from deltazoo.mixers.parts.gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.rotary import Rotary
 
 
 class RetNet(DeltaConfig):

@@ -3,13 +3,13 @@
 from typing import ClassVar
 
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.features import Normalise, NormaliserColumn
-from deltazoo.mixers.gates import NotedGate
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.shifted import Project4
-from deltazoo.mixers.stabiliser import ExponentialBonus, ExponentialKey
-from deltazoo.mixers.variant import ChannelConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.parts.exponential_gating import ExponentialBonus, ExponentialKey
+from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn
+from deltazoo.mixers.parts.gates import NotedGate
+from deltazoo.mixers.parts.rwkv import Project4
 
 
 class RWKV4(ChannelConfig):

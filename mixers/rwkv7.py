@@ -5,12 +5,12 @@ from typing import ClassVar
 from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Place
-from deltazoo.mixers.gates import Bonus, NotedGate
-from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.shifted import Project7, Ranks
-from deltazoo.mixers.variant import DeltaConfig
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.parts.gates import Bonus, NotedGate
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.rwkv import Project7, Ranks
 
 
 class RWKV7(DeltaConfig):

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import FIRST, Context, Place
-from deltazoo.mixers.filters import FilterConfig, FilterMixer
-from deltazoo.mixers.ssm import SPEC, DiagonalSSM, Start
-from deltazoo.mixers.turning import Discretisation
+from deltazoo.mixers.core.mixer import FIRST, Context, Place
+from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
+from deltazoo.mixers.parts.complex_states import Discretisation
+from deltazoo.mixers.parts.diagonal_ssm import SPEC, DiagonalSSM, Start
 
 
 class S4D(FilterConfig):

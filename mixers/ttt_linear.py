@@ -11,13 +11,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
-from deltazoo.mixers.base import FIRST, Context, Place
-from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.filters import FilterConfig
-from deltazoo.mixers.learned import LearnedMixer, heads_of
-from deltazoo.mixers.loop import Loop
-from deltazoo.mixers.rotary import angles, rotate
-from deltazoo.mixers.sequence import positions
+from deltazoo.mixers.core.mixer import FIRST, Context, Place
+from deltazoo.mixers.core.sequences import positions
+from deltazoo.mixers.families.fast_weights import LearnedMixer, heads_of
+from deltazoo.mixers.families.filter import FilterConfig
+from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.rotary import angles, rotate
+from deltazoo.mixers.parts.token_scan import Loop
 
 EPS = 1e-6
 

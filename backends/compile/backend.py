@@ -16,7 +16,7 @@ from deltazoo.backends.base import (
     state_dtype,
 )
 from deltazoo.backends.compile.chunked import chunked_update, cut, join
-from deltazoo.backends.compile.token import token_update
+from deltazoo.backends.compile.decode import token_update
 from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.values import transformed

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deltazoo.backends.compile.body import body
 from deltazoo.backends.compile.inverse import unit_lower_inverse
-from deltazoo.backends.once import differentiable_once
-from deltazoo.backends.operator import operator, with_known_signature
+from deltazoo.backends.compile.operator_body import body
+from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature
 
 # Chunks of a segment: few enough for its half dozen operands to stay in the cache, enough for full batches. It is an
 # argument of the operators, for a compiled graph in a cache on disk holds sizes that depend on it.

@@ -21,8 +21,8 @@ from deltazoo.backends.compile.element_scan import element_update, suits
 from deltazoo.backends.compile.packing import Packing, pack, packing, unpack
 from deltazoo.backends.errors import ShapeError
 from deltazoo.backends.lowering import log_decay, strengths
-from deltazoo.backends.once import differentiable_once
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.autograd import differentiable_once
 
 _NOTHING_LEFT = -1000.0  # a log decay whose exp is 0; beside a larger one a cumulative sum would lose all others
 

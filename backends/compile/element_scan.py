@@ -18,11 +18,11 @@ from einops import rearrange
 from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.compile.body import body
+from deltazoo.backends.compile.operator_body import body
 from deltazoo.backends.lowering import log_decay, strengths
-from deltazoo.backends.once import differentiable_once
-from deltazoo.backends.operator import operator, with_known_signature
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature
 
 WIDEST_VALUE = 2
 LOG2_E = math.log2(math.e)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.once import differentiable_once
+from deltazoo.backends.torch_ext.autograd import differentiable_once
 
 
 class Packing(NamedTuple):

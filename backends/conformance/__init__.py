@@ -9,10 +9,10 @@ import torch
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, draw
-from deltazoo.backends.conformance.checkfile import CheckFile, read_check, run_checks
+from deltazoo.backends.conformance.check_file import CheckFile, read_check, run_checks
 from deltazoo.backends.conformance.compare import Error, Report, compare, limit, meta_of, relative_error
-from deltazoo.backends.conformance.cover import DTYPES, every_case, every_spec, pairwise_cases, pairwise_with
-from deltazoo.backends.conformance.fused import fused_cases
+from deltazoo.backends.conformance.decode_step import fused_cases
+from deltazoo.backends.conformance.pairwise import DTYPES, every_case, every_spec, pairwise_cases, pairwise_with
 from deltazoo.backends.conformance.properties import (
     PROPERTIES,
     Property,

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, draw_cotangents, limit, refusal, relative_error, rms, run
-from deltazoo.backends.conformance.detours import varies_in_time
+from deltazoo.backends.conformance.equivalences import varies_in_time
 from deltazoo.backends.lookup import resolve
 
 Device = torch.device | str

@@ -12,16 +12,16 @@ from torch import Tensor
 from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, compare, draw_cotangents, judged, meta_of, refusal, run
-from deltazoo.backends.conformance.cover import every_spec
-from deltazoo.backends.conformance.detours import (
+from deltazoo.backends.conformance.decode_step import compare_step
+from deltazoo.backends.conformance.equivalences import (
     InSegments,
     OneByOne,
     SequenceBySequence,
     Traced,
     WithRepeatedHeads,
 )
-from deltazoo.backends.conformance.fused import compare_step
 from deltazoo.backends.conformance.isolation import heads_do_not_leak, sequences_do_not_leak, the_future_does_not_leak
+from deltazoo.backends.conformance.pairwise import every_spec
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.lookup import resolve
 from deltazoo.backends.lowering import log_decay

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
-from deltazoo.backends.fused_step import FusedInputs, FusedStep
+from deltazoo.backends.decode_step import FusedInputs, FusedStep
 from deltazoo.backends.lowering import strengths
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton import conv, fused
+from deltazoo.backends.triton import decode_step as fused
+from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.op import chunk_scan, step_
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
@@ -32,7 +33,7 @@ class TritonBackend(Backend):
     heuristic; nothing is tuned at first call. On Hopper GPUs the heuristic takes kernels in Gluon for operands in 16
     bits (`Launch.hopper`), which Triton's interpreter does not run.
 
-    A decode step of a mixer with its convolution, norms and gates is one kernel (`backends/fused_step.py`): two where
+    A decode step of a mixer with its convolution, norms and gates is one kernel (`backends/decode_step.py`): two where
     value heads share the key heads of a convolution.
 
     The short convolution of a mixer has kernels too, up to 8 taps and heads of 1024 channels; that of a single token is

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, least_keys
-from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
-from deltazoo.backends.triton.kernels.reverse import reverse_kernel
-from deltazoo.backends.triton.launch import (
+from deltazoo.backends.triton.forward import (
     SHARED_OUT,
     Cut,
     OnSegment,
@@ -23,8 +21,10 @@ from deltazoo.backends.triton.launch import (
     scan,
     value_tile,
 )
+from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
+from deltazoo.backends.triton.kernels.reverse import reverse_kernel
+from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
-from deltazoo.backends.triton.run import launcher
 
 _WALK = 16  # chunks that a program of the replay keeps, without parts: enough to make up for its start
 
@@ -191,7 +191,7 @@ def _reverse(
     # left to itself ptxas 12.8 took 32 for float32, and spilled 20 KB
     registers = 255 if x.q.dtype == torch.float32 else None
     if launch.hopper and not hands_on:
-        from deltazoo.backends.triton.kernels.reverse_hopper import hopper_reverse_kernel as kernel
+        from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel as kernel
 
         BV, warps, stages, registers = 128, 4, 1, SHARED_OUT
     go = launcher(
@@ -218,7 +218,7 @@ def _gradients(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
     launch, own = config.gradients, x.e is not None
     kernel, warps = gradients_kernel, launch.warps
     if launch.hopper:
-        from deltazoo.backends.triton.kernels.gradients_hopper import hopper_gradients_kernel as kernel
+        from deltazoo.backends.triton.kernels.hopper.gradients import hopper_gradients_kernel as kernel
 
         warps = 4
     small = scratch.states.itemsize == 2 and max(sums.keys, launch.tile) <= 64 and warps == 4
@@ -242,7 +242,7 @@ def _gradients(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
 
 
 def _walk(work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None) -> OnSegment:
-    from deltazoo.backends.triton.kernels.walk_hopper import hopper_walk_kernel
+    from deltazoo.backends.triton.kernels.hopper.sweep import hopper_walk_kernel
 
     x, kind, s, _, prepared, _, do, carry, sums, d = work
     go = launcher(
@@ -265,7 +265,7 @@ def _walk(work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None) -> On
 def _replay_and_walk(work: _Work) -> None:
     """All segments in one launch, where each program has a sequence and head to itself. What it keeps of a chunk lies
     where the chunk's gradients will, but for the state before a sequence's last chunk."""
-    from deltazoo.backends.triton.kernels.replay_walk import hopper_backward_kernel
+    from deltazoo.backends.triton.kernels.hopper.fused_backward import hopper_backward_kernel
 
     x, kind, s, config, prepared, checkpoints, do, carry, sums, d = work
     spare = empty(x.q, s.N, 128, s.H, s.K, dtype=kind.kept(x.q.dtype))

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.backends.once import differentiable_once
-from deltazoo.backends.operator import operator, with_known_signature, written
-from deltazoo.backends.triton.ahead import compiled_ahead
+from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature, written
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes, ready
+from deltazoo.backends.triton.precompile import compiled_ahead
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ _SCAN = f"{_STEP}, Tensor? state, Tensor? cu_seqlens"
 
 
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
-    from deltazoo.backends.triton import launch
+    from deltazoo.backends.triton import forward as launch
 
     *ready, keep = _ready(arguments)
     kind = ScanKind(*ready[9:])
@@ -52,7 +52,8 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_impl(*arguments: Any) -> list[Tensor]:
-    from deltazoo.backends.triton import backward, launch
+    from deltazoo.backends.triton import backward
+    from deltazoo.backends.triton import forward as launch
 
     ready = _ready(arguments)
     kind = ScanKind(*ready[15:])
@@ -68,7 +69,7 @@ def _listed(d: Gradients) -> list[Tensor]:
 
 
 def _step_impl(*arguments: Any) -> Tensor:
-    from deltazoo.backends.triton import launch
+    from deltazoo.backends.triton import forward as launch
 
     states, kind = arguments[7], ScanKind(*arguments[9:])
     *operands, slots = _ready((*arguments[:7], arguments[8]))

@@ -27,19 +27,19 @@ from torch import Tensor
 from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime, draw
 from deltazoo.backends.conformance.compare import Cotangents, draw_cotangents, exact, limit, relative_error, run
-from deltazoo.backends.conformance.fused import FusedOperands, draw_step, exact_step, usual_step
+from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, exact_step, usual_step
 from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.environment import Environment, environment, usable_device
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.graph import Call, captured
+from deltazoo.backends.measure.environment import Environment, environment, usable_device
+from deltazoo.backends.measure.timing import in_turns
+from deltazoo.backends.measure.workload import Direction, Work
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.timing import in_turns
+from deltazoo.backends.torch_ext.cuda_graph import Call, captured
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig, device_of, parse
 from deltazoo.backends.triton.table import STEPS, Kernel, key_of
 from deltazoo.backends.tuning.candidates import Target, blank, problem_of
 from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner, Step
-from deltazoo.backends.work import Direction, Work
 
 _PATIENCE = 240.0  # seconds for one check, compilation included
 _LONGEST_TURN = 2.0  # seconds of timed calls for one comparison

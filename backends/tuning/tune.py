@@ -16,11 +16,12 @@ from typing import Literal, NamedTuple
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 
-from deltazoo.backends.conformance.fused import usual_step
-from deltazoo.backends.environment import Environment
+from deltazoo.backends.conformance.decode_step import usual_step
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.measure.environment import Environment
+from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.progress import Progress, silent
-from deltazoo.backends.triton import fused
+from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import Device, LaunchConfig
 from deltazoo.backends.triton.fingerprint import source_of
 from deltazoo.backends.triton.table import (
@@ -37,7 +38,6 @@ from deltazoo.backends.triton.table import (
     user_table,
 )  # fmt: skip
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
-from deltazoo.backends.work import DIRECTIONS, Direction
 
 MARGIN = 1.01  # how much faster a candidate must be than the best so far
 _AHEAD = 4  # targets whose candidates are checked before the first is timed

@@ -4,7 +4,8 @@ import torch
 
 import deltazoo
 from deltazoo.backends import registry
-from deltazoo.mixers import conformance, parse
+from deltazoo.mixers import parse
+from deltazoo.mixers.core import conformance
 
 test_conformance = deltazoo.conformance.suite("prefix")
 test_mixer = conformance.suite(parse({"mixer": "fading_deltanet", "heads": 2}))

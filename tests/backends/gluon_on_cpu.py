@@ -510,8 +510,8 @@ def kernels(*names: str) -> dict[str, types.ModuleType]:
     kept = {name: sys.modules.pop(name) for name in ours}
     stand_ins = _modules()
     kept |= {name: sys.modules[name] for name in stand_ins if name in sys.modules}
-    stand_ins[f"{PACKAGE}.ptx"] = types.ModuleType("ptx")
-    stand_ins[f"{PACKAGE}.ptx"].__dict__.update(PTX)
+    stand_ins[f"{PACKAGE}.hopper.ptx"] = types.ModuleType("ptx")
+    stand_ins[f"{PACKAGE}.hopper.ptx"].__dict__.update(PTX)
     sys.modules.update(stand_ins)
     try:
         return {f"{PACKAGE}.{name}": importlib.import_module(f"{PACKAGE}.{name}") for name in names}

@@ -9,7 +9,9 @@ from triton_cases import DEVICE, GATED, runs
 from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.triton import TritonBackend, ahead, config, conv, op, table
+from deltazoo.backends.triton import TritonBackend, config, op, table
+from deltazoo.backends.triton import precompile as ahead
+from deltazoo.backends.triton import short_conv as conv
 from deltazoo.mixers import GatedDeltaNet
 
 HOPPER = config.Device("a Hopper GPU", 132, 232448, hopper=True)
@@ -82,11 +84,11 @@ def test_a_walk_comes_to_the_kernels_that_are_launched(monkeypatch, walked, what
             o, final, *kept = op._scan_impl(*arguments)
             calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, *kept, o, final, *kind))]
     launched = []
-    monkeypatch.setattr("deltazoo.backends.triton.run._compiled", {})
+    monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
     monkeypatch.setattr(ahead, "await_kernel", launched.append)
     for body, given in calls:
         body(*given)
-        monkeypatch.setattr("deltazoo.backends.triton.run._compiled", {})
+        monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
         walk(body, given)
     assert launched
     assert [known[:-1] for known in walked] == [known[:-1] for known in launched]
@@ -119,7 +121,7 @@ def test_a_size_that_only_the_run_will_tell_is_no_error(monkeypatch, walked):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_compiled_layer_launches_no_kernel_that_was_not_compiled_ahead(monkeypatch):
     monkeypatch.setattr(ahead, "_work", ahead._Work())
-    monkeypatch.setattr("deltazoo.backends.triton.run._compiled", {})
+    monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
     launched = []
 
     def watched_await(known):

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from deltazoo.backends.base import Backend, UpdateOutput
-from deltazoo.backends.bench import BenchConfig, Benchmark, bench
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import ConfigError, UnknownNameError
+from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
+from deltazoo.backends.measure.timing import MOST_LEAD, in_turns
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.timing import MOST_LEAD, in_turns
 
 GATED = UpdateSpec(decay="head", beta="head")
 PLAIN = TINY[0]

@@ -8,7 +8,7 @@ from deltazoo.backends.base import UpdateOutput
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance import SHAPES, Case, checks, draw
 from deltazoo.backends.conformance.compare import LIMITS, draw_cotangents, exact, run
-from deltazoo.backends.conformance.cover import DTYPES
+from deltazoo.backends.conformance.pairwise import DTYPES
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 

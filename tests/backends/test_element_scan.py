@@ -8,8 +8,8 @@ import torch
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.compile import element_scan as module
-from deltazoo.backends.compile.body import body
 from deltazoo.backends.compile.element_scan import ElementOperands, element_scan
+from deltazoo.backends.compile.operator_body import body
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.spec import UpdateSpec
 

@@ -20,8 +20,9 @@ from triton_cases import DEVICE, DTYPES, INTERPRETED, runs
 from deltazoo import UpdateSpec, bind, mixers, watch
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateInputs, UpdateMeta
-from deltazoo.backends.conformance import fused as conformance
-from deltazoo.backends.conformance.fused import FusedOperands, draw_step, exact_step
+from deltazoo.backends.conformance import decode_step as conformance
+from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, exact_step
+from deltazoo.backends.decode_step import FusedInputs, FusedStep
 from deltazoo.backends.dispatch import BoundUpdate
 from deltazoo.backends.errors import (
     DeviceError,
@@ -31,21 +32,21 @@ from deltazoo.backends.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from deltazoo.backends.fused_step import FusedInputs, FusedStep
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvPart
-from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, fused
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
+from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import power_of_two, warps_apart
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
 from deltazoo.mixers import Context, MixerConfig
-from deltazoo.mixers.delta import DeltaMixer, Update
-from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import Flow
-from deltazoo.mixers.project import Project
-from deltazoo.mixers.state import rollback_, snapshot
+from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+from deltazoo.mixers.core.part import Flow
+from deltazoo.mixers.core.state import rollback_, snapshot
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.projections import Project
 
 GATED = UpdateSpec(decay="head", beta="head")
 H, HV, K, V = 2, 4, 12, 20
@@ -268,7 +269,7 @@ def test_the_operator_passes_torchs_checks(name):
 @pytest.mark.parametrize("name", STEPS)
 def test_the_kernels_compile_for_a_gpu_without_one(name, monkeypatch):
     compiler = Compiler(all=True)
-    monkeypatch.setattr("deltazoo.backends.triton.run.launcher", compiler)
+    monkeypatch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
     step = STEPS[name]
     for dtype, options in ((torch.bfloat16, ("slots",)), (torch.float32, OPTIONS["all"])):
         given = draw(step, options, dtype=dtype, device="cpu")

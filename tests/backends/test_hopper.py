@@ -19,7 +19,8 @@ DEVICE = Device("a small Hopper GPU", 4, 232448, hopper=True)
 
 @pytest.fixture
 def compiler(monkeypatch):
-    from deltazoo.backends.triton import backward, config, launch
+    from deltazoo.backends.triton import backward, config
+    from deltazoo.backends.triton import forward as launch
 
     found = Compiler()
     for module in launch, backward:
@@ -82,7 +83,8 @@ def test_where_nothing_walks_the_reverse_scan_by_itself_compiles(compiler, delta
 
 def compile_all(compiler, problem, config, early):
     """The names of what a forward and a backward launch, each compiled and looked at."""
-    from deltazoo.backends.triton import backward, launch
+    from deltazoo.backends.triton import backward
+    from deltazoo.backends.triton import forward as launch
 
     _, dtype, N, T, H, HV, K, V, delta, _, _, packed, _ = problem
     B = 1 if packed else N

@@ -20,9 +20,17 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch):
-    from deltazoo.backends.triton import backward, config, launch
+    from deltazoo.backends.triton import backward, config
+    from deltazoo.backends.triton import forward as launch
 
-    names = ("prepare_hopper", "scan_hopper", "reverse_hopper", "walk_hopper", "replay_walk", "gradients_hopper")
+    names = (
+        "hopper.prepare",
+        "hopper.scan",
+        "hopper.reverse",
+        "hopper.sweep",
+        "hopper.fused_backward",
+        "hopper.gradients",
+    )
     for name, module in kernels(*names).items():
         monkeypatch.setitem(sys.modules, name, module)
     for module in launch, backward:
@@ -96,7 +104,7 @@ def test_a_backward_in_one_launch_takes_no_scratch():
 
 @pytest.mark.parametrize(
     ("kernel", "module", "name", "by"),
-    [("replay", "scan_hopper", "load_checkpoint", WALK), ("reverse", "replay_walk", "load_begin", AT_ONCE)],
+    [("replay", "hopper.scan", "load_checkpoint", WALK), ("reverse", "hopper.fused_backward", "load_begin", AT_ONCE)],
 )
 @pytest.mark.parametrize("lengths", [(), (256, 256)])
 def test_what_the_tuner_checks_begins_at_checkpoints(monkeypatch, kernel, module, name, by, lengths):
@@ -119,7 +127,7 @@ def test_what_the_tuner_checks_begins_at_checkpoints(monkeypatch, kernel, module
 
 @pytest.mark.parametrize("wrong", ["number", "place", "barrier", "product", "copy"])
 def test_the_stand_in_tells_what_is_wrong(monkeypatch, wrong):
-    scan = sys.modules[f"{PACKAGE}.scan_hopper"]
+    scan = sys.modules[f"{PACKAGE}.hopper.scan"]
     narrow, put_tile, tell = scan.narrow, scan.put_tile, scan.tell
     name, instead, told = {
         "number": ("narrow", lambda x, dtype: narrow(x * 1.05, dtype), "above"),

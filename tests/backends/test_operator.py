@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltazoo.backends.operator import operator
+from deltazoo.backends.torch_ext.custom_op import operator
 
 
 def _body(x, times):

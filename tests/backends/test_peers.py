@@ -16,8 +16,8 @@ import torch
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, explain
 from deltazoo.backends import lookup, registry
-from deltazoo.backends.bench import BenchConfig, bench
 from deltazoo.backends.conformance.cases import Case, draw
+from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.peers.fla import FlaBackend
 from deltazoo.backends.peers.flash_qla import FlashQlaBackend
 from deltazoo.backends.peers.flashinfer import FlashInferBackend
@@ -242,7 +242,7 @@ def test_listing_asking_and_importing_import_no_peer(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')")
     code = (
-        "import json, sys, torch, deltazoo; from deltazoo.blocks.catalog import catalog; "
+        "import json, sys, torch, deltazoo; from deltazoo.blocks.inspect.catalog import catalog; "
         "meta = deltazoo.UpdateMeta('cuda', torch.bfloat16, 2, 2, 128, 128); "
         "verdicts = deltazoo.explain(deltazoo.UpdateSpec(decay='head', beta='head'), meta).verdicts; "
         "print(json.dumps([[v.backend, v.reasons] for v in verdicts] + "

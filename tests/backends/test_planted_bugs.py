@@ -6,8 +6,8 @@ import torch
 from deltazoo import conformance
 from deltazoo.backends.base import UpdateOutput
 from deltazoo.backends.conformance import checks
-from deltazoo.backends.conformance.fused import FusedOperands, exact_step
-from deltazoo.backends.fused_step import FusedInputs
+from deltazoo.backends.conformance.decode_step import FusedOperands, exact_step
+from deltazoo.backends.decode_step import FusedInputs
 from deltazoo.backends.reference import ReferenceBackend
 
 

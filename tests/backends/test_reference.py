@@ -10,7 +10,7 @@ from scipy.linalg import expm
 
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.conformance.cover import every_spec, pairwise_cases
+from deltazoo.backends.conformance.pairwise import every_spec, pairwise_cases
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec

@@ -29,12 +29,13 @@ from deltazoo.backends.errors import (
 )
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
-from deltazoo.backends.triton import TritonBackend, conv
+from deltazoo.backends.triton import TritonBackend
+from deltazoo.backends.triton import short_conv as conv
 from deltazoo.mixers import KDA, Context, DeltaNet, GatedDeltaNet, Hyena, Mesa, MixerConfig
-from deltazoo.mixers.base import Mixer
-from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.features import FeatureMap
-from deltazoo.mixers.norms import UnitNorm
+from deltazoo.mixers.core.mixer import Mixer
+from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.feature_maps import FeatureMap
+from deltazoo.mixers.parts.norms import UnitNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"

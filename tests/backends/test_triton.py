@@ -24,8 +24,8 @@ from triton_cases import (
 )
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance, update, watch
-from deltazoo.backends.bench import BenchConfig, bench
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend

@@ -9,11 +9,11 @@ import pytest
 import torch
 from tune_cases import FORWARD, GATED, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
 
-from deltazoo.backends.conformance.fused import draw_step, usual_step
+from deltazoo.backends.conformance.decode_step import draw_step, usual_step
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton import fused
+from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import Launch, LaunchConfig, heuristic
 from deltazoo.backends.triton.table import configured, key_of, read_table
 from deltazoo.backends.tuning import measure
@@ -418,7 +418,7 @@ def test_a_fused_step_of_which_neither_config_nor_table_speaks_is_launched_by_it
 )
 @pytest.mark.parametrize("shape", [Shape("dense", 2, 70, 1, 2, 12, 20), Shape("pack", 1, 70, 1, 2, 16, 8, (30, 40))])
 def test_the_problem_tuned_for_is_the_one_looked_up(spec, shape, monkeypatch):
-    launch = pytest.importorskip("deltazoo.backends.triton.launch")
+    launch = pytest.importorskip("deltazoo.backends.triton.forward")
     from deltazoo.backends.conformance.cases import Case, draw
     from deltazoo.backends.triton import backend as triton_backend
 

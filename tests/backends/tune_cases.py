@@ -2,7 +2,7 @@
 
 import torch
 
-from deltazoo.backends.environment import environment
+from deltazoo.backends.measure.environment import environment
 from deltazoo.backends.shapes import SHAPES
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.config import Device, Launch

@@ -10,9 +10,9 @@ from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import meta_of
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.lookup import resolve
+from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Work
 from deltazoo.backends.shapes import CPU, GPU, Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.work import DIRECTIONS, Direction, Work
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPECS = {

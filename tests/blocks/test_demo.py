@@ -5,14 +5,14 @@ import json
 import matplotlib.image
 import pytest
 
-from deltazoo.backends.bench import BenchConfig
 from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks import demo as demo_module
-from deltazoo.blocks.demo import HYBRID, PURE, Demo, DemoConfig, demo
+from deltazoo.backends.measure.benchmark import BenchConfig
+from deltazoo.blocks.generation.completion import Sampling, load_writer, write
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.text import load_text
-from deltazoo.blocks.train import TrainConfig
-from deltazoo.blocks.writing import Sampling, load_writer, write
+from deltazoo.blocks.training import demo as demo_module
+from deltazoo.blocks.training.demo import HYBRID, PURE, Demo, DemoConfig, demo
+from deltazoo.blocks.training.text import load_text
+from deltazoo.blocks.training.train import TrainConfig
 
 TINY = "{{width: 16, depth: 2, vocab: 256, pattern: '{}', mlp: {{width: 16}}}}"
 

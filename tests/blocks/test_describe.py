@@ -5,10 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import deltazoo
-from deltazoo.blocks.describe import describe
+from deltazoo.blocks.inspect.describe import describe
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers import Attention, GatedDeltaNet
-from deltazoo.mixers.state import nbytes
+from deltazoo.mixers.core.state import nbytes
 
 
 def test_parameters_are_those_of_the_built_model(spec):

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from deltazoo.blocks.objective import Objective
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.training.objective import Objective
 
 SPEC = {"width": 16, "depth": 2, "vocab": 29, "pattern": "gated_deltanet(heads=1) + sliding_window(heads=1, window=4)"}
 RANKS = 2

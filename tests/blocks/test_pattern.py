@@ -7,7 +7,7 @@ import pytest
 from deltazoo.backends.errors import PatternError
 from deltazoo.blocks.pattern import expand, parse
 from deltazoo.mixers import GatedDeltaNet
-from deltazoo.mixers.pattern import At, Name, Spread
+from deltazoo.mixers.core.patterns import At, Name, Spread
 
 a, b, c = Name("a"), Name("b"), Name("c")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deltazoo.blocks.regions import compile_layers
+from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import StackSpec
 
 MIX = "gated_deltanet(heads=2) + sliding_window(heads=2, window=3)"

@@ -3,13 +3,13 @@
 import matplotlib.image
 import pytest
 
-from deltazoo.backends.bench import BenchConfig, bench
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.shapes import TINY
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.blocks import report
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.train import Point, TrainConfig, Training
+from deltazoo.blocks.training import report
+from deltazoo.blocks.training.train import Point, TrainConfig, Training
 
 
 def _training(*bits):

@@ -14,8 +14,8 @@ from deltazoo.blocks import document, presets
 from deltazoo.blocks.mlp import SwiGLU
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.mixers import Attention, GatedDeltaNet, SlidingWindow
-from deltazoo.mixers.delta import Update
-from deltazoo.mixers.pattern import At
+from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.patterns import At
 
 YAML = (
     "{width: 768, depth: 12, vocab: 256, pattern: 3*gdn + swa, layers: "

@@ -10,7 +10,7 @@ from deltazoo.backends.errors import ConfigError, DeviceError, DtypeError, Shape
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers import Context, GatedDeltaNet, SlidingWindow
-from deltazoo.mixers.state import batch, detach, load_, nbytes, reorder, rollback_, save, select, snapshot
+from deltazoo.mixers.core.state import batch, detach, load_, nbytes, reorder, rollback_, save, select, snapshot
 
 
 def close(got: Tensor, want: Tensor) -> None:

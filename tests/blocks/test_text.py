@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks.text import crops, load_text, sweep
+from deltazoo.blocks.training.text import crops, load_text, sweep
 
 
 @pytest.fixture

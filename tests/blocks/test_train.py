@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from deltazoo.backends.errors import ConfigError, UnsupportedError
-from deltazoo.blocks.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
-from deltazoo.blocks.regions import compile_layers
+from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.text import crops, load_text, sweep
-from deltazoo.blocks.train import TrainConfig, _adamw, learning_rate, resume, train
+from deltazoo.blocks.training.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
+from deltazoo.blocks.training.text import crops, load_text, sweep
+from deltazoo.blocks.training.train import TrainConfig, _adamw, learning_rate, resume, train
 
 SPEC = StackSpec(
     width=16,
@@ -121,7 +121,7 @@ def test_it_learns(text):
 
 
 def test_compiled_training_takes_the_same_steps(text, monkeypatch):
-    monkeypatch.setattr("deltazoo.blocks.train.compile_layers", partial(compile_layers, compiler="aot_eager"))
+    monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", partial(compile_layers, compiler="aot_eager"))
     spec = StackSpec(width=16, depth=2, vocab=256, pattern="sliding_window(heads=1, window=4)", mlp={"width": 16})
     config = CONFIG.model_copy(update={"steps": 2})
     eager = train(spec, text, config).points
@@ -218,6 +218,6 @@ def test_a_backend_that_cannot_is_refused_before_anything_is_compiled(text, comp
 
 
 def test_without_a_compiler_a_sentence_says_so(text, monkeypatch):
-    monkeypatch.setattr("deltazoo.blocks.train.cxx_compiler", lambda: None)
+    monkeypatch.setattr("deltazoo.blocks.training.train.cxx_compiler", lambda: None)
     with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler on the CPU and found none"):
         train(SPEC, text, CONFIG.model_copy(update={"compile": True}))

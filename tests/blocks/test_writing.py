@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks.generate import generate
+from deltazoo.blocks.generation.completion import Sampling, write
+from deltazoo.blocks.generation.generate import generate
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.writing import Sampling, write
 
 SPEC = StackSpec(
     width=16,
@@ -41,7 +41,7 @@ def test_pieces_add_up_to_the_bytes_that_generate_draws(model):
 
 def test_characters_of_several_bytes_come_whole(model, monkeypatch):
     drawn = [torch.tensor([byte]) for byte in "é€😀".encode() + b"\xff\xf0"]
-    monkeypatch.setattr("deltazoo.blocks.writing.stream", lambda *args: iter(drawn))
+    monkeypatch.setattr("deltazoo.blocks.generation.completion.stream", lambda *args: iter(drawn))
     pieces = []
     assert write(model, "x", hear=pieces.append).text == "é€😀\ufffd\ufffd"
     assert pieces == ["é", "€", "😀", "\ufffd", "\ufffd"]

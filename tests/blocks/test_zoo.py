@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import deltazoo
-from deltazoo.blocks import zoo
+from deltazoo.blocks.inspect import zoo
 
 
 def without_backends(page: str) -> list[str]:

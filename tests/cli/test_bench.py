@@ -124,8 +124,8 @@ def test_check_prints_the_errors_and_a_last_line(run, wrong, check_file):
 
 
 def test_demo_prints_the_report_of_its_run(ok, text_file, tmp_path, monkeypatch):
-    from deltazoo.blocks import demo as demo_module
-    from deltazoo.blocks.train import TrainConfig
+    from deltazoo.blocks.training import demo as demo_module
+    from deltazoo.blocks.training.train import TrainConfig
 
     small = demo_module.DemoConfig(
         stacks=("gated-deltanet-h1-small",),

@@ -8,7 +8,7 @@ import deltazoo
 from deltazoo import StackSpec, UpdateMeta, explain
 from deltazoo.backends import registry
 from deltazoo.blocks import presets
-from deltazoo.mixers.configs import config_class
+from deltazoo.mixers.core.config import config_class
 
 
 def test_list_has_every_name_with_equation_source_and_owner(ok):
@@ -159,7 +159,7 @@ def test_doctor_names_versions_and_who_computes(ok):
 
 
 def test_doctor_misses_a_compiler(run, monkeypatch):
-    monkeypatch.setattr("deltazoo.backends.environment.shutil.which", lambda name: None)
+    monkeypatch.setattr("deltazoo.backends.measure.environment.shutil.which", lambda name: None)
     said = run("doctor", "--json")
     assert said.code == 1
     assert said.json["environment"]["compiler"] is None

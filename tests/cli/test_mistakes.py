@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from deltazoo.cli.mistakes import mistake
+from deltazoo.cli.errors import mistake
 
 CASES = {
     "unknown mixer": (("show", "gated_deltanett"), "'gated_deltanett'; did you mean 'gated_deltanet'?"),

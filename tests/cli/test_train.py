@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.text import load_text
-from deltazoo.blocks.train import TrainConfig, train
+from deltazoo.blocks.training.text import load_text
+from deltazoo.blocks.training.train import TrainConfig, train
 
 QUICK = ("--length", 8, "--batch", 2, "--every", 3, "--backend", "reference", "--no-compile")
 
@@ -77,7 +77,7 @@ def test_generate_prints_the_prompt_and_what_it_writes(ok, folder):
 
 
 def test_generate_at_temperature_zero_takes_the_likeliest_byte(ok, folder):
-    from deltazoo.blocks.checkpoint import load_model
+    from deltazoo.blocks.training.checkpoint import load_model
 
     found = ok("generate", folder, "--prompt", "1 g", "--max-bytes", 3, "--temperature", 0, "--json").json
     model, tokens = load_model(folder, backend="reference"), list(b"1 g")

@@ -9,7 +9,7 @@ import torch
 from deltazoo.backends.triton import table as tables
 from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.triton.table import read_table
-from deltazoo.blocks import tuning
+from deltazoo.blocks.inspect import tuning
 
 _PATH = Path(__file__).parents[1] / "backends" / "test_tune.py"
 

@@ -47,7 +47,7 @@ from deltazoo.mixers import (
     Titans,
     TTTLinear,
 )
-from deltazoo.mixers.base import Mixer
+from deltazoo.mixers.core.mixer import Mixer
 
 WIDTH = 24
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers import Attention, Context, SlidingWindow
 from deltazoo.mixers.attention import AttentionConfig, AttentionMixer
-from deltazoo.mixers.cache import KVCache
+from deltazoo.mixers.parts.caches import KVCache
 
 WIDTH, H, G, E = 24, 4, 2, 6
 HEADS = {"heads": H, "key_value_heads": G, "head_width": E}

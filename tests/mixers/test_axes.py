@@ -17,8 +17,8 @@ from deltazoo.backends import registry
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.spec import NegativeEigenvalues, Reparam
 from deltazoo.mixers import EFLA, Longhorn
-from deltazoo.mixers.configs import config_class
-from deltazoo.mixers.variant import DeltaConfig, DeltaRuleConfig
+from deltazoo.mixers.core.config import config_class
+from deltazoo.mixers.families.delta_rule import DeltaConfig, DeltaRuleConfig
 
 NAMES = [
     name

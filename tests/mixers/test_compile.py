@@ -12,8 +12,8 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.mixers import Context, MixerConfig, RetNet
-from deltazoo.mixers.base import Mixer
-from deltazoo.mixers.delta import Update
+from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.mixer import Mixer
 
 WIDTH, T = 16, 3
 

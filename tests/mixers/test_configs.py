@@ -36,12 +36,12 @@ from deltazoo.mixers import (
     MixerConfig,
     SlidingWindow,
 )
-from deltazoo.mixers import state as states
-from deltazoo.mixers.base import Mixer
-from deltazoo.mixers.configs import dump, parse
-from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.delta import DeltaMixer, Update
-from deltazoo.mixers.variant import UpdateConfig, update_flops
+from deltazoo.mixers.core import state as states
+from deltazoo.mixers.core.config import dump, parse
+from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+from deltazoo.mixers.core.mixer import Mixer
+from deltazoo.mixers.families.delta_rule import UpdateConfig, update_flops
+from deltazoo.mixers.parts.convolution import ShortConv
 
 
 def test_every_registered_mixer_of_ours_is_in_the_test_zoo(zoo: dict[str, MixerConfig]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltazoo.backends.base import Backend
 from deltazoo.mixers import EFLA, GLA, KDA, DeltaNet, GatedDeltaNet, LinearAttention, Longhorn, MixerConfig, RetNet
-from deltazoo.mixers.features import Feature
+from deltazoo.mixers.parts.feature_maps import Feature
 
 WIDTH, H, HV, K, V = 20, 2, 4, 6, 5
 HEADS = {"heads": H, "value_heads": HV, "key_width": K, "value_width": V}

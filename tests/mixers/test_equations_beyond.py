@@ -13,7 +13,7 @@ from scipy.signal import cont2discrete, dlsim
 from torch import Tensor
 
 from deltazoo.mixers import H3, S4D, Hyena, Mesa, MixerConfig, Titans, TTTLinear
-from deltazoo.mixers.turning import discretised
+from deltazoo.mixers.parts.complex_states import discretised
 
 D, T, H = 12, 13, 3
 E = D // H

@@ -31,7 +31,7 @@ from deltazoo.mixers import (
     LonghornDiagonal,
     MixerConfig,
 )
-from deltazoo.mixers.base import Place
+from deltazoo.mixers.core.mixer import Place
 
 D, T, H, K, V, C = 20, 11, 3, 4, 5, 6
 HEADS = {"heads": H, "value_heads": H, "key_width": K, "value_width": V}

@@ -22,7 +22,7 @@ from deltazoo.mixers import (
     Mamba2,
     Mesa,
 )
-from deltazoo.mixers.base import Mixer, MixerConfig, Place
+from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place
 
 WIDTH, PLACE = 2048, Place(2, 5)
 

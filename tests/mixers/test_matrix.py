@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.errors import UnknownNameError
-from deltazoo.mixers import MixerConfig, conformance
-from deltazoo.mixers.base import FIRST, Context, Cost, Mixer, Place, State
+from deltazoo.mixers import MixerConfig
+from deltazoo.mixers.core import conformance
+from deltazoo.mixers.core.mixer import FIRST, Context, Cost, Mixer, Place, State
 
 
 @pytest.mark.parametrize("use", conformance.PROPERTIES)

@@ -9,17 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.base import Context
-from deltazoo.mixers.conv import ShortConv
-from deltazoo.mixers.decays import FixedDecay, SigmoidDecay, SoftplusDecay
-from deltazoo.mixers.delta import DeltaMixer, hidden
-from deltazoo.mixers.features import FeatureMap
+from deltazoo.mixers.core.delta_mixer import DeltaMixer, hidden
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import Flow, HeadShape, Parts, together
+from deltazoo.mixers.core.sequences import aligned, restored
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
-from deltazoo.mixers.norms import HeadNorm, RMSNorm, UnitNorm
-from deltazoo.mixers.parts import Flow, HeadShape, Parts, together
-from deltazoo.mixers.project import Project
-from deltazoo.mixers.rotary import angles, rotate
-from deltazoo.mixers.sequence import aligned, restored
+from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.decays import FixedDecay, SigmoidDecay, SoftplusDecay
+from deltazoo.mixers.parts.feature_maps import FeatureMap
+from deltazoo.mixers.parts.norms import HeadNorm, RMSNorm, UnitNorm
+from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.rotary import angles, rotate
 
 SHAPE = HeadShape(width=8, heads=2, value_heads=4, key_width=6, value_width=5)
 

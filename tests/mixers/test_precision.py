@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.base import Backend
-from deltazoo.mixers.base import Mixer, MixerConfig
-from deltazoo.mixers.delta import DeltaMixer
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
+from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers import Context, MixerConfig
-from deltazoo.mixers import state as states
-from deltazoo.mixers.base import Mixer, State
+from deltazoo.mixers.core import state as states
+from deltazoo.mixers.core.mixer import Mixer, State
 from deltazoo.mixers.hyena import HyenaMixer
 
 CAPACITY = 16

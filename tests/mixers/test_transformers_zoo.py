@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.mixers import KDA, MLSTM, RGLRU, RWKV4, GatedDeltaNet, LightningAttention, Mamba
-from deltazoo.mixers.base import MixerConfig, Place
+from deltazoo.mixers.core.mixer import MixerConfig, Place
 
 pytest.importorskip("transformers", minversion="5.17", reason="deltazoo[hf] needs transformers 5.17 or newer")
 

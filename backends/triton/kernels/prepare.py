@@ -17,7 +17,7 @@ from deltazoo.backends.triton.kernels.layout import (
     load_rows,
     log_decays,
 )
-from deltazoo.backends.triton.kernels.squares import store_squares
+from deltazoo.backends.triton.kernels.wy_tiles import store_squares
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from deltazoo.backends.triton.kernels.layout import (
     store_transposed,
     stretch_of,
 )
-from deltazoo.backends.triton.kernels.squares import dot_inverse, dot_square, load_inverse, load_reads
+from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, dot_square, load_inverse, load_reads
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])

@@ -16,7 +16,7 @@ import deltazoo
 from deltazoo import bind
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.mixers import GatedDeltaNet, Mamba2
-from deltazoo.mixers.state import snapshot
+from deltazoo.mixers.core.state import snapshot
 
 STEPS = 16
 LAYERS = {

@@ -11,8 +11,9 @@ from perf import SHAPES, both, inputs
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.check import check
-from deltazoo.backends.triton import TritonBackend, launch, op
+from deltazoo.backends.triton import TritonBackend, op
 from deltazoo.backends.triton import backward as backwards
+from deltazoo.backends.triton import forward as launch
 from deltazoo.backends.triton.operands import Prepared
 
 

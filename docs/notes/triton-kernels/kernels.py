@@ -17,7 +17,8 @@ import torch
 from perf import SHAPES, bench, both, inputs
 
 from deltazoo import UpdateSpec, bind
-from deltazoo.backends.triton import TritonBackend, launch
+from deltazoo.backends.triton import TritonBackend
+from deltazoo.backends.triton import forward as launch
 from deltazoo.backends.triton.config import by_hopper
 
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]

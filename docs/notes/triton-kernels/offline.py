@@ -2,7 +2,7 @@
 
 In a venv with triton==3.6.0 and numpy only (torch is a stub here), from the repository's root:
 python docs/notes/triton-kernels/offline.py "module='gradients',kernel='gradients_kernel',BV=64,BK=64,stages=3"
-(module='gradients_hopper',kernel='hopper_gradients_kernel' for the one in Gluon). Further names: warps, stages, decay
+(module='hopper.gradients',kernel='hopper_gradients_kernel' for the one in Gluon). Further names: warps, stages, decay
 ('head', 'fixed', 'none'), delta, strengths, own, packed, dtype, maxnreg, dump=PATH (writes TTGIR, PTX, cubin) and any
 constexpr.
 """

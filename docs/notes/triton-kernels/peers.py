@@ -12,7 +12,7 @@ import sys
 import torch
 
 from deltazoo import UpdateSpec
-from deltazoo.backends.bench import BenchConfig, bench
+from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.shapes import SHAPES
 
 GATED, DELTA = UpdateSpec(decay="head", beta="head"), UpdateSpec(beta="head")

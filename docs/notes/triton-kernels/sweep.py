@@ -91,22 +91,22 @@ def for_hopper(common, every):
     K, V, delta = common["K"], common["V"], common["delta"]
     for erase_early, read_early in product((False, True) if delta else (False,), (False, True)):
         hopper = common | {"UNIT": every, "ERASE_EARLY": erase_early, "READ_EARLY": read_early, "stages": 1}
-        yield hopper | {"module": "gradients_hopper", "kernel": "hopper_gradients_kernel", "BV": 64, "BK": 64}
+        yield hopper | {"module": "hopper.gradients", "kernel": "hopper_gradients_kernel", "BV": 64, "BK": 64}
         if V > 32 and not erase_early:
-            scan = hopper | AS_SCAN | {"module": "scan_hopper", "kernel": "hopper_scan_kernel", "STATE": True}
+            scan = hopper | AS_SCAN | {"module": "hopper.scan", "kernel": "hopper_scan_kernel", "STATE": True}
             for more in ({"EVERY": every}, {"EVERY": 0}, {"EVERY": every, "SPLIT": 32}):
                 yield scan | {"MODE": "output"} | more
             if not read_early:
                 yield scan | {"MODE": "replay", "EVERY": every, "SPLIT": 16}
-            reverse = hopper | AS_SCAN | {"module": "reverse_hopper", "kernel": "hopper_reverse_kernel"}
+            reverse = hopper | AS_SCAN | {"module": "hopper.reverse", "kernel": "hopper_reverse_kernel"}
             for split, shared in product((0, 32), (True, False) if delta else (False,)):
                 yield reverse | {"SPLIT": split, "SHARED": shared}
         if 64 < K <= 128 and V > 32 and (V <= 128 or V % 128 == 0):
             hopper |= {"warps": 8, "maxnreg": 168}
-            walk = hopper | {"module": "walk_hopper", "kernel": "hopper_walk_kernel"}
+            walk = hopper | {"module": "hopper.sweep", "kernel": "hopper_walk_kernel"}
             for split, strengths in product((0, 32), (True, False)):
                 yield walk | {"SPLIT": split, "strengths": strengths}
-            both = hopper | {"module": "replay_walk", "kernel": "hopper_backward_kernel", "EVERY": every}
+            both = hopper | {"module": "hopper.fused_backward", "kernel": "hopper_backward_kernel", "EVERY": every}
             if common["HV"] == common["H"] and V <= 128:
                 for given, strengths in product((False, True), repeat=2):
                     yield both | {"GIVEN": given, "strengths": strengths}

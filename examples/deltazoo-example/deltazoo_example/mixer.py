@@ -3,10 +3,10 @@
 from typing import ClassVar
 
 from deltazoo import Place, UpdateSpec
-from deltazoo.mixers.decays import FixedDecay
-from deltazoo.mixers.norms import HeadNorm
-from deltazoo.mixers.parts import HeadShape, Parts
-from deltazoo.mixers.variant import DeltaRuleConfig
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
+from deltazoo.mixers.parts.decays import FixedDecay
+from deltazoo.mixers.parts.norms import HeadNorm
 
 
 class FadingDeltaNet(DeltaRuleConfig):

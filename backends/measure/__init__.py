@@ -1,0 +1,1 @@
+"""Benchmarks: what is timed, how it is timed, and on which machine."""

@@ -1,0 +1,232 @@
+"""Benchmark backends on the same numbers: time, ratio to a baseline, distance from float64."""
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
+from torch import Tensor
+
+from deltazoo.backends.base import Backend
+from deltazoo.backends.conformance.cases import Case
+from deltazoo.backends.dispatch import BoundUpdate, bind, explain
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.measure.environment import Environment, environment, usable_device
+from deltazoo.backends.measure.timing import LEAST_ROUNDS, Times, in_turns, once, peak_bytes
+from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Work
+from deltazoo.backends.progress import Progress, silent
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.cuda_graph import Call, captured
+from deltazoo.backends.watch import watch
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class BenchConfig(BaseModel):
+    """How to measure.
+
+    Args:
+        directions: "forward", without gradients; "backward", forward and backward; "decode", one token in place.
+        device, dtype: of the operands.
+        rounds: timed calls of each backend, at most; seconds: for one shape and direction, about.
+        baseline: the backend whose median the others' ratios are over; None is the first.
+        seed: of the numbers.
+        errors: compare with the reference in float64.
+        graphs: time replays of CUDA graphs; a backend that cannot be captured says so in its row.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directions: tuple[Direction, ...] = DIRECTIONS
+    device: str = "cpu"
+    dtype: Dtype = "float32"
+    rounds: int = Field(default=20, ge=LEAST_ROUNDS)
+    seconds: float = Field(default=20.0, gt=0)
+    baseline: str | None = None
+    seed: int = Field(default=0, ge=0)
+    errors: bool = True
+    graphs: bool = False
+
+
+class Row(BaseModel):
+    """One backend on one shape in one direction.
+
+    Args:
+        first_call_s: seconds of the first call, compilation included; it is in no other figure.
+        median_ms, low_ms, high_ms: of the timed calls, and their 20th and 80th percentiles. On CUDA the device's time
+            for a call that was issued before the device came to it, as in training.
+        host_ms: the median of what issuing a call takes the host; on CUDA alone.
+        ratio: the baseline's median over this one; above 1 is faster.
+        error: the largest relative RMS error of what the first call computed (o and state, or the gradients)
+            against the reference in float64, on the first sequence's first key head.
+        peak_mib: the most device memory that one call held, its results counted, its operands not; on CUDA alone.
+        kernels: how often the first call launched each of the triton backend's kernels; {} for other backends.
+        refused: why there are no figures; [] when there are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    shape: str
+    direction: Direction
+    backend: str
+    first_call_s: float | None = None
+    median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    host_ms: float | None = None
+    rounds: int = 0
+    ratio: float | None = None
+    error: float | None = None
+    peak_mib: float | None = None
+    kernels: dict[str, int] = {}
+    refused: list[str] = []
+
+    def cells(self) -> list[str]:
+        """The row as words, under `Benchmark.columns`."""
+        named = [self.shape, "fwd + bwd" if self.direction == "backward" else self.direction, self.backend]
+        if self.median_ms is None:
+            return [*named, f"refused: {' '.join(self.refused)}", "", "", "", "", "", ""]
+        return [
+            *named,
+            f"{self.median_ms:.3g}",
+            f"{self.low_ms:.3g}-{self.high_ms:.3g}",
+            "" if self.ratio is None else f"{self.ratio:.2f}",
+            "" if self.error is None else f"{self.error:.1e}",
+            "" if self.peak_mib is None else f"{self.peak_mib:.0f}",
+            "" if self.host_ms is None else f"{self.host_ms:.3g}",
+            f"{self.first_call_s:.2f}",
+        ]
+
+
+class Benchmark(BaseModel):
+    """The figures, and all that is needed to read them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    environment: Environment
+    spec: UpdateSpec
+    config: BenchConfig
+    baseline: str
+    shapes: list[Annotated[Shape, PlainSerializer(Shape._asdict)]]
+    rows: list[Row]
+
+    @property
+    def columns(self) -> list[str]:
+        """The heads of `Row.cells`."""
+        ratio = f"x {self.baseline}"
+        return ["shape", "direction", "backend", "ms", "20-80 %", ratio, "error", "MiB", "host ms", "first s"]
+
+    def header(self) -> str:
+        """When, where and on what, and what the columns are, in one line."""
+        config = self.config
+        parts = [self.environment.line(), config.dtype, f"seed {config.seed}"]
+        if config.device.startswith("cuda"):
+            parts.append("queued, L2 flushed" + (", CUDA graphs" if config.graphs else ""))
+        for shape in self.shapes:
+            sizes = " ".join(f"{name}={getattr(shape, name)}" for name in ("B", "T", "H", "HV", "K", "V"))
+            parts.append(f"{shape.name}: {sizes}" + (f" in {len(shape.lengths)} sequences" if shape.lengths else ""))
+        columns = "ms: median, with its percentiles; error: relative RMS from float64; MiB: peak of a call; "
+        columns += "host ms: until a call is issued; first s: first call, compiling"
+        return "; ".join([*parts, columns])
+
+    def markdown(self) -> str:
+        """The header over a Markdown table."""
+        lines = [self.columns, ["---"] * 3 + ["---:"] * 7, *(row.cells() for row in self.rows)]
+        return "\n".join([self.header(), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def bench(
+    spec: UpdateSpec,
+    shapes: Sequence[Shape],
+    backends: Sequence[str | Backend],
+    config: BenchConfig | None = None,
+    progress: Progress = silent,
+) -> Benchmark:
+    """Time every backend on every shape in every direction; a backend that refuses or fails says why in its row.
+
+    Raises: ConfigError; UnknownNameError, DuplicateNameError and PluginError for the backends.
+    """
+    config = config or BenchConfig()
+    device = usable_device(config.device)
+    if config.graphs and device.type != "cuda":
+        raise ConfigError(f"graphs needs a CUDA device, got {config.device!r}")
+    if not shapes or not backends:
+        raise ConfigError(f"bench needs a shape and a backend, got {len(shapes)} shapes and {len(backends)} backends")
+    names = [backend if isinstance(backend, str) else backend.name for backend in backends]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"backends must have names of their own, got {', '.join(names)}")
+    bound = {name: bind(spec, backend) for name, backend in zip(names, backends, strict=True)}
+    baseline = config.baseline or next(iter(bound))
+    if baseline not in bound:
+        raise ConfigError(f"baseline must be one of the backends {', '.join(bound)}, got {baseline!r}")
+    rows: list[Row] = []
+    for shape in shapes:
+        for direction in config.directions:
+            work = Work(Case(spec, shape, getattr(torch, config.dtype), seed=config.seed), direction, device)
+            race = _Race(work, config, device, progress)
+            rows += race.run(bound, baseline)
+    return Benchmark(
+        environment=environment(device), spec=spec, config=config, baseline=baseline, shapes=list(shapes), rows=rows
+    )
+
+
+class _Race:
+    """Backends on one piece of work."""
+
+    def __init__(self, work: Work, config: BenchConfig, device: torch.device, progress: Progress) -> None:
+        self.work, self.config, self.device, self.progress = work, config, device, progress
+        self.exact: dict[str, Tensor] | None = None
+        self.calls: dict[str, Call] = {}
+
+    def run(self, bound: dict[str, BoundUpdate], baseline: str) -> list[Row]:
+        shape, direction = self.work.case.shape.name, self.work.direction
+        task = f"{shape} {direction}"
+        rows: dict[str, Row] = {}
+        for name, update in bound.items():
+            self.progress(task, 0, self.config.rounds, f"first call of {name}")
+            rows[name] = self._first_call(Row(shape=shape, direction=direction, backend=name), update)
+        times = in_turns(
+            self.calls,
+            self.device,
+            self.config.rounds,
+            self.config.seconds,
+            lambda done, total, note: self.progress(task, done, total, note),
+        )
+        base = median(times[baseline].seconds) if baseline in times else None
+        return [_timed(row, times.get(name, Times([], [])), base) for name, row in rows.items()]
+
+    def _first_call(self, row: Row, update: BoundUpdate) -> Row:
+        reasons = explain(self.work.case.spec, self.work.meta, update.asked).verdicts[0].reasons
+        if reasons:
+            return row.model_copy(update={"refused": reasons})
+        got: dict[str, Tensor] = {}
+        try:
+            call = self.work.call(update)
+            with watch() as seen:
+                seconds = once(lambda: got.update(call()), self.device)
+            error = self._error(got) if self.config.errors else None
+            got.clear()
+            peak = peak_bytes(call, self.device)
+            timed: Call = captured(call, self.device) if self.config.graphs else call
+        except Exception as failure:  # a backend's failure is a figure of the table, not the end of it
+            sentence = str(failure).strip().partition("\n")[0]
+            return row.model_copy(update={"refused": [f"failed with {type(failure).__name__}: {sentence}"]})
+        self.calls[row.backend] = timed
+        figures = {"first_call_s": seconds, "error": error, "peak_mib": peak and peak / 2**20}
+        return row.model_copy(update=figures | {"kernels": seen.kernels})
+
+    def _error(self, got: dict[str, Tensor]) -> float:
+        self.exact = self.exact or self.work.exact()
+        return self.work.error(got, self.exact)
+
+
+def _timed(row: Row, times: Times, base: float | None) -> Row:
+    if not times.seconds:
+        return row
+    low, middle, high = (float(x) for x in np.percentile(times.seconds, [20, 50, 80]))
+    figures = {"median_ms": 1e3 * middle, "low_ms": 1e3 * low, "high_ms": 1e3 * high, "rounds": len(times.seconds)}
+    figures |= {"host_ms": 1e3 * median(times.host)} if times.host else {}
+    return row.model_copy(update=figures | {"ratio": None if base is None else base / middle})

@@ -1,0 +1,1 @@
+"""Kernels of the short causal convolution."""

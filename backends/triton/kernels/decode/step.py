@@ -1,0 +1,62 @@
+"""One token a row: the state is read, stepped and written in place, once.
+
+H key heads, HV value heads, K key width, V value width
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.kernels.decode.micro_step import micro_step
+
+
+@triton.jit
+def decode_kernel(
+    q, k, e, v, log_decay, b, w, states, slots, o, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    STEPS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr,
+    WRITE: tl.constexpr, ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """One program a (row, value head, V tile): STEPS micro-steps, the decay on the first, the read after the last.
+
+    q [B, H, K]; k, e [B, STEPS, H, K]; v [B, STEPS, HV, V]; log_decay [B, HV] or [HV]; b, w [B, STEPS, HV];
+    states [S, HV, K, V]; slots [B] int64; o [B, HV, V].
+    """
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)
+    row = tl.cast(pid // (HV * TILES), tl.int64)
+    hv = pid // TILES % HV
+    h = hv // (HV // H)
+    ks = tl.arange(0, BK)
+    vs = (pid % TILES) * BV + tl.arange(0, BV)
+    in_k = ks < K
+    in_v = vs < V
+    slot = row
+    if SLOTS:
+        slot = tl.load(slots + row)
+    at = states + (slot * HV + hv) * K * V + ks[:, None] * V + vs[None, :]
+    here = in_k[:, None] & in_v[None, :]
+    S = tl.load(at, mask=here, other=0.0)
+    q_k = tl.load(q + (row * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
+    if READ_EARLY:
+        out = tl.sum(S * q_k[:, None], 0)
+    fade = 1.0
+    if DECAY == "head":
+        fade = tl.exp(tl.load(log_decay + row * HV + hv))
+    if DECAY == "fixed":
+        fade = tl.exp(tl.load(log_decay + hv))
+    for m in tl.static_range(STEPS):
+        step = row * STEPS + m
+        k_k = tl.load(k + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
+        u = tl.load(v + (step * HV + hv) * V + vs, mask=in_v, other=0.0).to(tl.float32)
+        if WRITE:
+            u *= tl.load(w + step * HV + hv).to(tl.float32)
+        e_k = k_k
+        if OWN:
+            e_k = tl.load(e + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
+        if ERASE:
+            e_k *= tl.load(b + step * HV + hv).to(tl.float32)
+        S = micro_step(S, k_k, e_k, u, fade, DECAY != "none" and m == 0, DELTA, ERASE_EARLY)
+    tl.store(at, S, mask=here)
+    if not READ_EARLY:
+        out = tl.sum(S * q_k[:, None], 0)
+    tl.store(o + (row * HV + hv) * V + vs, (out * scale).to(o.dtype.element_ty), mask=in_v)

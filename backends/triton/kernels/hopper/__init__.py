@@ -1,0 +1,1 @@
+"""Kernels for Hopper GPUs (sm_90), in Gluon."""

@@ -1,0 +1,300 @@
+"""What each chunk decides alone, for Hopper GPUs, in Gluon: equations, parameters and results are those of prepare.py.
+
+A warp has a row of blocks of 16. It inverts its own on the diagonal alone (ptx.py); two more levels, of 16 and of 32,
+go from warp to warp by way of shared memory. With X the inverses of the diagonal blocks, L' = -A, N = X L' the blocks
+left of the diagonal, T the inverse and Z = T L' in the lower half:
+
+    T_10 = N_10 X_0,   T_32 = N_32 X_2,   Z_2 = N_2,   Z_3 = N_3 + N_32 N_2,   T_(2:4, 0:2) = Z_(0:2) T_(0:2, 0:2)
+
+These are the level doublings of prepare.py, block by block. P is made beside A, with the same decays, and turned when
+it is stored. It takes 16-bit operands in one term, chunks of 64, keys up to 256, and k as the erase key.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from deltazoo.backends.triton.kernels.hopper.common import (
+    COLUMNS,
+    MMA,
+    PIECE,
+    ROWS,
+    SHARED_LINE,
+    SHARED_TILE,
+    allocate,
+    barrier,
+    fetch,
+    narrow,
+    of_copy,
+    sequence_of_place,
+)
+from deltazoo.backends.triton.kernels.hopper.ptx import (
+    exp2,
+    keep,
+    of_warp_1,
+    of_warp_3,
+    own_inverse,
+    own_products,
+    sums_up_to,
+)
+from deltazoo.backends.triton.kernels.layout import LOG2E, first_slot, held_above, sequence_bounds
+
+LEFT = gl.constexpr(gl.DotOperandLayout(0, PIECE.value, 2))
+# a gate of the 64 tokens for each warp; the first warp's counts
+GATE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+GATE_WARP = gl.constexpr(gl.SliceLayout(1, GATE.value))
+GATE_TOKEN = gl.constexpr(gl.SliceLayout(0, GATE.value))
+SHARED_PIECE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
+# 16 bytes a thread, a warp the 16 rows that it has in a product: [64 rows, 8 or 2 blocks of 8 columns, 8]
+OUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [4, 0, 0], [8, 0, 0]],
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 8],
+    )
+)  # fmt: skip
+OUT_PIECE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 8],
+    )
+)  # fmt: skip
+
+
+@gluon.jit
+def blocks_of_16(x):
+    """The four blocks of columns of a product [64, 64]: a thread has them in registers one after the other."""
+    pairs = gl.permute(gl.reshape(x, [64, 2, 2, 16]), [0, 3, 2, 1])
+    low, high = gl.split(pairs)
+    x0, x1 = gl.split(low)
+    x2, x3 = gl.split(high)
+    return (
+        gl.convert_layout(x0, PIECE, assert_trivial=True), gl.convert_layout(x1, PIECE, assert_trivial=True),
+        gl.convert_layout(x2, PIECE, assert_trivial=True), gl.convert_layout(x3, PIECE, assert_trivial=True),
+    )  # fmt: skip
+
+
+@gluon.jit
+def left_of(x):
+    return gl.convert_layout(x, LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def load_gates(
+    log_decay, b, w, tokens, hv, in_time,
+    HV: gl.constexpr, DECAY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
+):  # fmt: skip
+    """log2 of each token's own decay, -erase and write of one value head; zeros outside."""
+    at = tokens * HV + hv
+    ones = gl.where(in_time, 1.0, 0.0)
+    if DECAY == "head":
+        own = held_above(gl.load(log_decay + at, mask=in_time, other=0.0) * LOG2E)
+    elif DECAY == "fixed":
+        own = gl.where(in_time, held_above(gl.load(log_decay + hv) * LOG2E), 0.0)
+    else:
+        own = gl.zeros([4, 64], gl.float32, GATE)
+    erase = gl.load(b + at, mask=in_time, other=0.0).to(gl.float32) if ERASE else ones
+    write = gl.load(w + at, mask=in_time, other=0.0).to(gl.float32) if WRITE else ones
+    return own, erase, write
+
+
+@gluon.jit
+def put_gates(
+    gates, out, own, erase, write, G_s, before_s, erase_s, first,
+    DECAY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+):  # fmt: skip
+    """Store G, b e^G' and w, and leave G, with an early one G before each token, and b in shared memory."""
+    i = gl.arange(0, 64, GATE_TOKEN)[None, :]
+    to = gates + out * 3 * 64 + i
+    if DECAY != "none":
+        G = sums_up_to(own)
+        before = G - own
+        G_s.store(gl.reshape(G, [256]))
+        if ERASE_EARLY or READ_EARLY:
+            before_s.store(gl.reshape(before, [256]))
+        erased = erase * exp2(before if ERASE_EARLY else G)
+    else:
+        G = own
+        erased = erase
+    erase_s.store(gl.reshape(erase, [256]))
+    gl.store(to + gl.zeros([4, 1], gl.int32, GATE), G, mask=first)
+    gl.store(to + (64 + gl.zeros([4, 1], gl.int32, GATE)), erased, mask=first)
+    gl.store(to + (128 + gl.zeros([4, 1], gl.int32, GATE)), write, mask=first)
+
+
+@gluon.jit
+def first_warp(gate):
+    return gate.slice(0, 64)
+
+
+@gluon.jit
+def piece_of(tile):
+    """A tile [64, 16] as it goes out."""
+    return tile.reshape([64, 2, 8]).load(OUT_PIECE)
+
+
+@gluon.jit(do_not_specialize=["N", "T"])
+def hopper_prepare_kernel(
+    q, k, e, log_decay, b, w, gates, fades, squares, cu, N, T, scale,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr,
+    DECAY: gl.constexpr, OWN: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
+    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
+    OPERAND: gl.constexpr, PREC: gl.constexpr, PREC_INVERSE: gl.constexpr, BLOCK: gl.constexpr,
+    TERMS: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """One program a (slot, key head), of 4 warps."""
+    gl.static_assert(C == 64 and K <= 256 and K % 8 == 0 and TERMS == 1 and gl.float16 == OPERAND and not OWN)
+    dtype: gl.constexpr = q.dtype.element_ty
+    lies: gl.constexpr = squares.dtype.element_ty
+    GROUP: gl.constexpr = HV // H
+    NK: gl.constexpr = (K + 63) // 64
+    EARLY: gl.constexpr = (ERASE_EARLY or READ_EARLY) and DECAY != "none"
+    pid = gl.program_id(0)
+    slot = pid // H
+    h = pid % H
+    n = sequence_of_place(slot, cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    t0 = (slot - first_slot(n, cu, T, C, PACKED)) * C
+    left = length - t0
+    if left > 0:
+        row = start + t0
+        k_s = allocate(dtype, NK)
+        q_s = allocate(dtype, NK)
+        erase_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE)
+        G_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE) if DECAY != "none" else erase_s
+        before_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE) if EARLY else G_s
+
+        key = (row * H + h) * K
+        NARROW_K: gl.constexpr = K % 64 != 0
+        for tk in gl.static_range(NK):
+            fetch(k_s[tk], of_copy(k + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
+            fetch(q_s[tk], of_copy(q + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
+        async_copy.commit_group()
+
+        i = gl.arange(0, C, GATE_TOKEN)[None, :]
+        first = (gl.arange(0, 4, GATE_WARP) == 0)[:, None]
+        in_time = first & (i < left)
+        tokens = row + i + gl.zeros([4, 1], gl.int32, GATE)
+        t = gl.arange(0, C, ROWS)
+        # in a register: from the constants it would be fetched for each number
+        scale = gl.where(N >= 0, scale, 0.0)
+        hv = h * GROUP
+        out = slot.to(gl.int64) * HV + hv
+        own, erase, write = load_gates(log_decay, b, w, tokens, hv, in_time, HV, DECAY, ERASE, WRITE)
+        put_gates(gates, out, own, erase, write, G_s, before_s, erase_s, first, DECAY, ERASE_EARLY, READ_EARLY)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        A = gl.zeros([C, C], gl.float32, MMA)
+        P = gl.zeros([C, C], gl.float32, MMA)
+        for tk in gl.static_range(NK):
+            k_t = k_s[tk]
+            A = warpgroup_mma(k_t, k_t.permute((1, 0)), A, is_async=True)
+        for tk in gl.static_range(NK):
+            q_t = q_s[tk]
+            k_t = k_s[tk]
+            P = warpgroup_mma(q_t, k_t.permute((1, 0)), P, is_async=True)
+        A, P = warpgroup_mma_wait(0, deps=[A, P])
+        P_s = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
+        X_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
+        U_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
+        N0_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
+        N1_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
+        F0_s = gl.allocate_shared_memory(lies, [64, 16], SHARED_PIECE)
+        F1_s = gl.allocate_shared_memory(lies, [64, 16], SHARED_PIECE)
+        for g in range(GROUP):
+            if GROUP > 1:
+                last = g + 1 == GROUP
+                more = in_time & (not last)
+                own, erase, write = load_gates(
+                    log_decay, b, w, tokens, gl.minimum(hv + 1, HV - 1), more, HV, DECAY, ERASE, WRITE
+                )  # fmt: skip
+            erase_row = first_warp(erase_s).load(ROWS)
+            if DECAY != "none":
+                G = first_warp(G_s).load(ROWS)
+                G_j = first_warp(G_s).load(COLUMNS)
+                before_row = first_warp(before_s).load(ROWS) if EARLY else G
+                # where a token is not seen this may be no number
+                G_e = before_row if ERASE_EARLY else G
+                D = exp2(G_e[:, None] - G_j[None, :])
+                L = A * D * (-erase_row)[:, None]
+                if READ_EARLY != ERASE_EARLY:
+                    G_q = before_row if READ_EARLY else G
+                    D = exp2(G_q[:, None] - G_j[None, :])
+                reads = P * D * scale
+            else:
+                L = A * (-erase_row)[:, None]
+                reads = P * scale
+            fade = 0.0
+            if PARTS and not ERASE_EARLY:
+                square = gl.sum(gl.where(t[:, None] == gl.arange(0, C, COLUMNS)[None, :], A, 0.0), 1)
+                kept = gl.maximum(gl.abs(1 - erase_row * square), 1.0, propagate_nan=tl.PropagateNan.ALL)
+                fade = gl.log2(kept)
+                if DECAY != "none":
+                    fade += gl.where(t == C - 1, G, 0.0)
+                fade = gl.sum(fade, 0)
+            gl.store(fades + out, fade)
+            P_s.permute((1, 0)).store(keep(reads, dtype, READ_EARLY))
+
+            l0, l1, l2, l3 = blocks_of_16(L)
+            l0 = narrow(l0, gl.float16)
+            l1 = narrow(l1, gl.float16)
+            l2 = narrow(l2, gl.float16)
+            l3 = narrow(l3, gl.float16)
+            x = own_inverse(l0, l1, l2, l3)
+            X_s.store(x)
+            z0, z1, n2 = own_products(x, l0, l1, l2)
+            n0 = narrow(z0, gl.float16)
+            n2 = narrow(n2, gl.float16)
+            N0_s.store(n0)
+            N1_s.store(narrow(z1, gl.float16))
+            n0 = left_of(of_warp_1(n0))
+            n2 = left_of(of_warp_3(n2))
+            fence_async_shared()
+            barrier()
+            u = gl.zeros([64, 16], gl.float32, PIECE)
+            u = warpgroup_mma(n0, X_s.slice(0, 16), u, is_async=True)
+            u = warpgroup_mma(n2, X_s.slice(32, 16), u, is_async=True)
+            z0 = warpgroup_mma(n2, N0_s.slice(32, 16), z0, is_async=True)
+            z1 = warpgroup_mma(n2, N1_s.slice(32, 16), z1, is_async=True)
+            at = squares + out * (C * (C + 8))
+            at_reads = at.to(gl.pointer_type(dtype), bitcast=True)
+            r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
+            m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
+            x8 = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
+            reads_8 = P_s.reshape([64, 8, 8]).load(OUT)
+            reads_at = at_reads + (r * (C + 8) + m * 8 + x8)
+            reads_here = m >= r // 8
+            r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, OUT_PIECE)))[:, None, None]
+            m = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, OUT_PIECE)))[None, :, None]
+            x8 = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, OUT_PIECE)))[None, None, :]
+            low = (r // 8) % 2
+            own_at = at + (r * (C + 8) + gl.where(low == m, 8, r // 16 * 2) * 8 + x8)
+            own_8 = piece_of(X_s).to(lies)
+            u, z0, z1, n0, n2 = warpgroup_mma_wait(0, deps=[u, z0, z1, n0, n2])
+            U_s.store(narrow(u, gl.float16))
+            z0 = left_of(narrow(z0, gl.float16))
+            z1 = left_of(narrow(z1, gl.float16))
+            fence_async_shared()
+            barrier()
+            f0 = gl.zeros([64, 16], gl.float32, PIECE)
+            f1 = gl.zeros([64, 16], gl.float32, PIECE)
+            f0 = warpgroup_mma(z0, X_s.slice(0, 16), f0, is_async=True)
+            f0 = warpgroup_mma(z1, U_s.slice(16, 16), f0, is_async=True)
+            f1 = warpgroup_mma(z1, X_s.slice(16, 16), f1, is_async=True)
+            gl.store(reads_at, reads_8, mask=reads_here)
+            gl.store(own_at, own_8, mask=low >= m)
+            place = r * (C + 8) + m * 8 + x8
+            gl.store(at + place + (r // 16 * 16 - 16), piece_of(U_s).to(lies), mask=(r // 16) % 2 == 1)
+            f0, f1, z0, z1 = warpgroup_mma_wait(0, deps=[f0, f1, z0, z1])
+            F0_s.store(narrow(f0, lies))
+            F1_s.store(narrow(f1, lies))
+            gl.store(at + place, piece_of(F0_s), mask=r >= 32)
+            gl.store(at + place + 16, piece_of(F1_s), mask=r >= 32)
+            if GROUP > 1:
+                hv += 1
+                out += 1
+                put_gates(
+                    gates, out, own, erase, write, G_s, before_s, erase_s, first & (not last), DECAY, ERASE_EARLY,
+                    READ_EARLY,
+                )  # fmt: skip

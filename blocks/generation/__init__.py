@@ -1,0 +1,1 @@
+"""Generation: decoding, sampling and text completion."""

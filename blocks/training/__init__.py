@@ -1,0 +1,1 @@
+"""Training: text, the training loop, checkpoints and reports."""

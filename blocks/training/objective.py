@@ -1,0 +1,25 @@
+"""The loss of a language model as a module, for what wraps a module's forward: DDP, FSDP2, pipelines.
+
+B batch, T time
+"""
+
+from torch import Tensor, nn
+
+from deltazoo.blocks.stack import LanguageModel
+from deltazoo.mixers.core.mixer import Context
+
+
+class Objective(nn.Module):
+    """`model.loss` as a forward: DistributedDataParallel(Objective(model))(tokens, targets).backward().
+
+    DDP and FSDP2 act when a module is called, and `loss` is a method that they would not see. With FSDP2 shard the
+    layers, `model.stack.layers`, and then the objective.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
+        """Average the cross entropy; arguments, result and errors as for `LanguageModel.loss`."""
+        return self.model.loss(tokens_BT, targets_BT, context)

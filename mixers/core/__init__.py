@@ -1,0 +1,1 @@
+"""What every mixer is built on: Mixer, DeltaMixer, states, sequences, configs and layer patterns."""

@@ -1,0 +1,118 @@
+"""Where tokens stand: packs, padding, positions and counts.
+
+B batch, T time, D width, N sequences: the B rows, or the sequences of a pack
+"""
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.values import packing_problems, readable
+from deltazoo.backends.varlen import sequence_of
+from deltazoo.mixers.core.mixer import Context
+
+_NOTHING = Context()
+
+
+def aligned(x_BTD: Tensor, width: int, context: Context | None) -> tuple[Tensor, Context, Tensor | None]:
+    """Check the call, zero the padded tokens, and bring left padding to the right of the real tokens.
+
+    After this a mixer knows one kind of padding: row b has its real tokens first, and token t of it is its t-th.
+
+    Returns: x; the context, its mask and positions moved alike; and the order that `restored` undoes, or None.
+    Raises: ShapeError, DtypeError, DeviceError, OperandError, ValueRangeError.
+    """
+    if x_BTD.dim() != 3 or x_BTD.shape[2] != width:
+        raise ShapeError(f"x must have shape [B, T, {width}], got {list(x_BTD.shape)}")
+    if context is None:
+        return x_BTD, _NOTHING, None
+    _check(x_BTD, context)
+    if context.mask is None:
+        return x_BTD, context, None
+    T = x_BTD.shape[1]
+    first_B = context.mask.int().argmax(1, keepdim=True) if T else context.mask.new_zeros(x_BTD.shape[0], 1).long()
+    time_T = torch.arange(T, device=x_BTD.device)
+    order_BT = (time_T + first_B) % T
+    mask_BT = context.mask.gather(1, order_BT)
+    x_BTD = torch.where(mask_BT[..., None], _taken(x_BTD, order_BT), 0.0)
+    positions = None if context.positions is None else context.positions.gather(1, order_BT)
+    return x_BTD, context._replace(mask=mask_BT, positions=positions), (time_T - first_B) % T
+
+
+def restored(y_BTD: Tensor, order_BT: Tensor | None) -> Tensor:
+    """Put tokens back where they stood before `aligned`."""
+    return y_BTD if order_BT is None else _taken(y_BTD, order_BT)
+
+
+def check_state(rows: dict[str, int], x_BTD: Tensor, context: Context) -> None:
+    """Raise StateError unless every tensor of a state has a row for each sequence. rows: tensor name -> its rows."""
+    N = x_BTD.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
+    for name, got in rows.items():
+        if got != N:
+            what = "row of x" if context.cu_seqlens is None else "sequence of the pack"
+            raise StateError(f"state {name!r} must have one row for each {what}, {N} in all, got {got}")
+
+
+def counts(x_BTD: Tensor, context: Context) -> Tensor:
+    """How many real tokens each sequence brings: [N] int64. `context` is aligned."""
+    if context.cu_seqlens is not None:
+        return context.cu_seqlens.diff().long()
+    if context.mask is not None:
+        return context.mask.sum(1)
+    return torch.full((x_BTD.shape[0],), x_BTD.shape[1], device=x_BTD.device, dtype=torch.int64)
+
+
+def positions(x_BTD: Tensor, seen_N: Tensor | None, context: Context) -> Tensor:
+    """The absolute position of each token: the context's, or counted on from `seen_N` tokens; [B, T] int64."""
+    if context.positions is not None:
+        return context.positions
+    B, T = x_BTD.shape[:2]
+    time_T = torch.arange(T, device=x_BTD.device)
+    if context.cu_seqlens is not None:
+        which_T = sequence_of(context.cu_seqlens, T)
+        within_T = time_T - context.cu_seqlens.long()[which_T]
+        return (within_T if seen_N is None else within_T + seen_N[which_T])[None]
+    return time_T.expand(B, T) if seen_N is None else time_T + seen_N[:, None]
+
+
+def _taken(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
+    return x_BTD.gather(1, order_BT[..., None].expand_as(x_BTD))
+
+
+def _check(x_BTD: Tensor, context: Context) -> None:
+    B, T = x_BTD.shape[:2]
+    for name, dtype in (("mask", torch.bool), ("positions", torch.int64)):
+        tensor = getattr(context, name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != (B, T):
+            raise ShapeError(f"context.{name} must have shape [B, T] = {[B, T]} like x, got {list(tensor.shape)}")
+        if tensor.dtype != dtype:
+            raise DtypeError(f"context.{name} must be {dtype}, got {tensor.dtype}")
+        if tensor.device != x_BTD.device:
+            raise DeviceError(f"context.{name} must be on {x_BTD.device}, where x is, got {tensor.device}")
+    if context.cu_seqlens is not None:
+        _check_pack(x_BTD, context.cu_seqlens)
+        if context.mask is not None:
+            raise OperandError("context.mask must be None with cu_seqlens: a pack has no padding")
+    elif context.mask is not None and readable(context.mask):
+        starts_BT = context.mask[:, 1:] & ~context.mask[:, :-1]
+        if int((starts_BT.sum(1) + context.mask[:, :1].sum(1)).amax() if B else 0) > 1:
+            raise ValueRangeError(
+                "context.mask must be True at one stretch of tokens a row: padding stands left or right of the real "
+                "tokens, never between them"
+            )
+
+
+def _check_pack(x_BTD: Tensor, cu_seqlens: Tensor) -> None:
+    if x_BTD.shape[0] != 1:
+        raise ShapeError(f"packed sequences (context.cu_seqlens) need B = 1, got B = {x_BTD.shape[0]}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ShapeError(f"context.cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype != torch.int32:
+        raise DtypeError(f"context.cu_seqlens must be int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.device != x_BTD.device:
+        raise DeviceError(f"context.cu_seqlens must be on {x_BTD.device}, where x is, got {cu_seqlens.device}")
+    problems = packing_problems(cu_seqlens, x_BTD.shape[1]) if readable(cu_seqlens) else []
+    if problems:
+        raise ValueRangeError(f"context.{problems[0]}")

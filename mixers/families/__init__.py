@@ -1,0 +1,1 @@
+"""Abstract configs that several mixers share."""

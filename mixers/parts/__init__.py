@@ -1,0 +1,1 @@
+"""Modules that mixers are assembled from: gates, decays, norms, projections, convolutions, caches."""

@@ -1,0 +1,194 @@
+"""Decay gates: how much of the state a token keeps. Computed in float32 (float64 in float64), whatever x's dtype.
+
+B batch, T time, D width, HV value heads, K key width, V value width
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.decode_step import FusedStep
+from deltazoo.mixers.core.mixer import Context, Place
+from deltazoo.mixers.core.part import FusibleNarrow, HeadShape, OperandPart, projection
+
+DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
+
+
+class SoftplusDecay(FusibleNarrow):
+    """log_decay = -exp(A_log) dt,  dt = softplus(W x + dt_bias): Mamba-2's decay, a step dt at the rate exp(A_log).
+
+    Args:
+        per: "head", log_decay [B, T, HV]; "channel", [B, T, HV, K], the map through `rank` channels (KDA).
+        rates: exp(A_log) is drawn uniformly from this interval, one for each value head.
+        writes: v <- dt v too, the zero-order hold of Mamba-2; needs per="head".
+        bound: log_decay = bound sigmoid(exp(A_log) (W x + dt_bias)) instead, never below `bound` (Ling 2.5's KDA).
+    Initialisation: dt_bias so that dt is log-uniform in [1e-3, 1e-1], and at least 1e-4.
+    Source: Mamba-2 2405.21060; Gated DeltaNet 2412.06464, section 3; Kimi Linear 2510.26692.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        per: Literal["head", "channel"] = "head",
+        rank: int | None = None,
+        rates: tuple[float, float] = (0.01, 16.0),
+        writes: bool = False,
+        bound: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.per, self.writes, self.bound = per, writes, bound
+        size = shape.value_heads * (shape.key_width if per == "channel" else 1)
+        self.proj = projection(shape.width, size, rank)
+        self.A_log = nn.Parameter(torch.empty(shape.value_heads).uniform_(*rates).log_())
+        self.dt_bias = nn.Parameter(dt_bias(size))
+
+    def of(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
+        dtype = state_dtype(raw.dtype)
+        wide = raw.to(dtype) + self.dt_bias.to(dtype)
+        rate = -self.A_log.to(dtype).exp()
+        if self.per == "channel":
+            wide, rate = rearrange(wide, "b t (h k) -> b t h k", h=rate.shape[0]), rate[:, None]
+        if self.bound is not None:
+            return inputs._replace(log_decay=self.bound * (-rate * wide).sigmoid())
+        dt = softplus(wide)
+        if self.per == "channel":
+            return inputs._replace(log_decay=dt * rate)
+        v = (inputs.v * dt[..., None]).to(inputs.v.dtype) if self.writes else inputs.v
+        return inputs._replace(log_decay=dt * rate, v=v)
+
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        if step.spec.decay != "head" or self.per != "head":
+            return None
+        return step._replace(bound=self.bound, writes=self.writes and self.bound is None)
+
+    def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
+        return {"decay": raw, "A_log": self.A_log, "dt_bias": self.dt_bias}
+
+    def extra_repr(self) -> str:
+        return f"per={self.per!r}, writes={self.writes}"
+
+
+class SigmoidDecay(OperandPart):
+    """log_decay = log f / temperature, f = sigmoid(W x + b): the decay of GLA, slow to forget at a high temperature.
+
+    Args: per: as for `SoftplusDecay`; rank: of the map W, None for full; bias: b, none in gated RetNet.
+        floor: f = g + (1 - g) sigmoid(W x + b) with a lower bound g for each channel, learned, `floor` at first
+            (HGRN: it rises from layer to layer); 0: no bound. The papers tie the bounds of all layers by a
+            cumulative softmax; here each layer has its own, at the values that their softmax starts from.
+    Initialisation: torch's for a linear map.
+    Source: GLA 2312.06635 (channel, rank 16, temperature 16); HGRN 2311.04823, HGRN-2 2404.07904 (floor).
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        per: Literal["head", "channel"] = "channel",
+        rank: int | None = 16,
+        temperature: float = 16.0,
+        floor: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.heads, self.per, self.temperature = shape.value_heads, per, temperature
+        size = shape.value_heads * (shape.key_width if per == "channel" else 1)
+        self.proj = projection(shape.width, size, rank, bias)
+        self.floor = nn.Parameter(torch.full((size,), math.log(floor / (1 - floor)))) if floor else None
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        raw = self.proj(x)
+        log_decay = F.logsigmoid(raw.to(state_dtype(raw.dtype)))
+        if self.floor is not None:
+            floor = self.floor.to(log_decay.dtype)
+            log_decay = at_most_zero(torch.logaddexp(F.logsigmoid(floor), F.logsigmoid(-floor) + log_decay))
+        log_decay = log_decay / self.temperature
+        if self.per == "channel":
+            log_decay = rearrange(log_decay, "b t (h k) -> b t h k", h=self.heads)
+        return inputs._replace(log_decay=log_decay), None
+
+    def extra_repr(self) -> str:
+        return f"per={self.per!r}, temperature={self.temperature:g}"
+
+
+class FixedDecay(OperandPart):
+    """log_decay_h = log(1 - 2^(-5 - h)) for value head h, constant in time.
+
+    Source: RetNet 2307.08621, equation 8.
+    """
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.heads = shape.value_heads
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        head_HV = torch.arange(self.heads, device=x.device, dtype=state_dtype(inputs.q.dtype))
+        return inputs._replace(log_decay=torch.log1p(-torch.exp2(-5 - head_HV))), None
+
+
+class SlopeDecay(OperandPart):
+    """log_decay_h = -2^(-8 (h + 1) / HV) (1 - l / (L - 1) + 1e-5) for value head h in layer l of L.
+
+    Source: Lightning Attention-2 2401.04658 (slopes of ALiBi); the layer's factor, MiniMax-01 2501.08313.
+    """
+
+    def __init__(self, shape: HeadShape, place: Place) -> None:
+        super().__init__()
+        self.heads = shape.value_heads
+        self.factor = 1 - place.layer / (place.depth - 1 + 1e-5) + 1e-5
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        head_HV = torch.arange(1, self.heads + 1, device=x.device, dtype=state_dtype(inputs.q.dtype))
+        return inputs._replace(log_decay=-self.factor * torch.exp2(-8 / self.heads * head_HV)), None
+
+    def extra_repr(self) -> str:
+        return f"factor={self.factor:g}"
+
+
+class TiedWrite(OperandPart):
+    """What is kept and what is written add up to one: k <- 1 - a per channel (HGRN-2), or v <- (1 - a) v per head.
+
+    Source: HGRN 2311.04823, section 3; HGRN-2 2404.07904; the gate of RFA 2103.02143, section 3.2.
+    """
+
+    def __init__(self, into: Literal["key", "value"]) -> None:
+        super().__init__()
+        self.into = into
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        assert inputs.log_decay is not None  # a decay stands before
+        write = -torch.expm1(inputs.log_decay)
+        if self.into == "key":
+            return inputs._replace(k=write.to(inputs.q.dtype)), None
+        return inputs._replace(v=(write[..., None] * inputs.v).to(inputs.v.dtype)), None
+
+    def extra_repr(self) -> str:
+        return repr(self.into)
+
+
+def dt_bias(size: int) -> Tensor:
+    """The inverse softplus of a dt that is log-uniform in [1e-3, 1e-1], and at least 1e-4: Mamba's initialisation."""
+    low, high = math.log(DT_MIN), math.log(DT_MAX)
+    dt = torch.empty(size).uniform_(low, high).exp().clamp(min=DT_FLOOR)
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+def at_most_zero(x: Tensor) -> Tensor:
+    """Take off what rounding put above 0; the gradient is whole, where a clamp's would be cut."""
+    return x - x.detach().clamp(min=0)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)); torch's own is told the wrong strides of its gradient when it is traced."""
+    return torch.logaddexp(x, x.new_zeros(()))

@@ -1,0 +1,112 @@
+"""Norms: of a vector, of a head's output, of keys. Plain torch in float32, which Inductor fuses.
+
+B batch, T time, H key heads, HV value heads, K key width, V value width
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.decode_step import FusedStep
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, Shaping
+
+
+class RMSNorm(nn.Module):
+    """x <- weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 (float64 in float64)."""
+
+    def __init__(self, size: int, eps: float = 1e-6, weighted: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size)) if weighted else None
+        self.size, self.eps = size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps:g}, weighted={self.weight is not None}"
+
+
+class HeadNorm(Shaping, Fusible):
+    """Normalise the output of each head, or of the value heads that share a key head.
+
+    Args:
+        kind: "rms"; or "layer", the mean taken off first: the group norm of RetNet.
+        over: "head", over V, one weight [V] for all heads (Gated DeltaNet); "each", over V, a weight for each head
+            (mLSTM, RWKV); "group", over the HV / H heads of a key head (Mamba-2); "all", over all heads
+            (MiniMax); the last three have weights [HV * V].
+        bias: added after the weight.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        eps: float,
+        kind: Literal["rms", "layer"] = "rms",
+        over: Literal["head", "each", "group", "all"] = "head",
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.eps, self.kind = eps, kind
+        self.groups = {"group": shape.heads, "all": 1}.get(over, shape.value_heads)
+        size = shape.value_width if over == "head" else shape.value_heads * shape.value_width
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+
+    def of(self, o: Tensor, x: Tensor) -> Tensor:
+        grouped = o.flatten(2).unflatten(2, (self.groups, -1))
+        if self.kind == "layer":
+            wide = grouped.to(state_dtype(o.dtype))
+            grouped = wide - wide.mean(-1, keepdim=True)
+        weight = self.weight if self.weight.shape[0] == grouped.shape[-1] else self.weight.view(self.groups, -1)
+        normed = rms_norm(grouped, weight, self.eps).reshape(o.shape)
+        if self.bias is not None:
+            normed = normed + self.bias.to(normed.dtype).view(-1, o.shape[-1])
+        return normed.to(o.dtype)
+
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        return step._replace(norm=self.kind, eps=self.eps) if not step.norm and self.groups == step.HV else None
+
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        given: dict[str, Tensor] = {"norm_weight": self.weight}
+        return given if self.bias is None else {**given, "norm_bias": self.bias}
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, kind={self.kind!r}, groups={self.groups}, eps={self.eps:g}"
+
+
+class UnitNorm(OperandPart):
+    """q, k <- q / |q|, k / |k|: with |k| <= 1 the delta rule's eigenvalues stay in their interval.
+
+    Args: norm: "l2", x / sqrt(sum x^2 + 1e-6); "l1", x / (sum |x| + 1e-6).
+        which: "qk", or "q" where the length of k carries information (EFLA).
+    Source: Yang 2024, 2406.06484.
+    """
+
+    def __init__(self, norm: Literal["l2", "l1"] = "l2", which: Literal["qk", "q"] = "qk") -> None:
+        super().__init__()
+        self.norm, self.which = norm, which
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        k = self._unit(inputs.k) if "k" in self.which else inputs.k
+        return inputs._replace(q=self._unit(inputs.q), k=k), None
+
+    def _unit(self, x: Tensor) -> Tensor:
+        wide = x.to(state_dtype(x.dtype))
+        if self.norm == "l1":
+            return (wide / (wide.abs().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.norm!r}, which={self.which!r}"
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in the dtype of x."""
+    wide = x.to(state_dtype(x.dtype))
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight.to(wide.dtype)).to(x.dtype)

@@ -1,0 +1,94 @@
+"""From the mixer's input to q, k and v.
+
+B batch, T time, D width, H key heads, HV value heads, K key width, V value width, n householders
+"""
+
+from typing import Literal
+
+from einops import rearrange
+from torch import Tensor, nn
+
+from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.decode_step import FusedStep
+from deltazoo.backends.short_conv import ConvPart, follow
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, stock
+from deltazoo.mixers.parts.convolution import ShortConv
+
+# Of which of q, k and v.
+Streams = Literal["", "q", "v", "qk", "qkv"]
+
+
+class Project(Fusible, Stateful):
+    """One linear map for q, k and v, then a short convolution, SiLU and the L2 norm of each head, where asked for.
+
+    What follows the convolution is computed with it (`deltazoo.backends.short_conv`). Other activations of q and k are
+    the feature map's (`features.FeatureMap`), other norms `norms.UnitNorm`'s.
+
+    Args: conv_width: taps of the convolution, 0 for none; silu: of these; unit: after it, these heads are divided by
+        their L2 norm; conv_bias: a bias in the convolution; keys: False leaves k to a later part (HGRN-2), which finds
+        q in its place; conv_of: "qk" spares v (MesaNet).
+    State: the convolution's, [B, conv_width - 1, channels]; none without one.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        conv_width: int = 0,
+        silu: Streams = "",
+        unit: Streams = "",
+        conv_bias: bool = False,
+        keys: bool = True,
+        conv_of: Literal["qkv", "qk"] = "qkv",
+    ) -> None:
+        super().__init__()
+        self.shape, self.keys = shape, keys
+        n, size = shape.householders, shape.heads * shape.key_width
+        sizes = {"q": size, "k": n * size if keys else 0, "v": n * shape.value_heads * shape.value_width}
+        heads = {"q": shape.key_width, "k": shape.key_width, "v": shape.value_width}
+        parts = [ConvPart(sizes[x], x in silu, heads[x] if x in unit else 0) for x in "qkv"]
+        self.to_qkv = nn.Linear(shape.width, sum(sizes.values()), bias=False)
+        convolved, self.rest = parts[: len(conv_of)], parts[len(conv_of) :]
+        self.conv = None
+        if conv_width:
+            self.conv = ShortConv(sum(part.channels for part in convolved), conv_width, conv_bias, convolved)
+        else:
+            self.rest = parts
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
+        return None if self.conv is None else self.conv.init_state(batch, like)
+
+    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
+        """Project x [B, T, D]; k and v carry the micro-step axis n after T where there are several."""
+        rest_BTC = self.to_qkv(x)
+        streams: tuple[Tensor, ...] = ()
+        if self.conv is not None:
+            convolved = self.conv.weight.shape[0]
+            streams, state = self.conv(rest_BTC[..., :convolved], state, context)
+            rest_BTC = rest_BTC[..., convolved:]
+        q, k, v = (*streams, *follow(rest_BTC, self.rest))
+        k = k if self.keys else q
+        H, HV = self.shape.heads, self.shape.value_heads
+        q_BTHK = rearrange(q, "b t (h k) -> b t h k", h=H)
+        if self.shape.householders == 1:
+            k, v = rearrange(k, "b t (h k) -> b t h k", h=H), rearrange(v, "b t (h v) -> b t h v", h=HV)
+        else:
+            n = self.shape.householders
+            k = rearrange(k, "b t (n h k) -> b t n h k", n=n, h=H)
+            v = rearrange(v, "b t (n h v) -> b t n h v", n=n, h=HV)
+        return UpdateInputs(q_BTHK, k, v), state
+
+    def fused(self, step: FusedStep) -> FusedStep | None:
+        if self.conv is None:
+            return step._replace(parts=tuple(self.rest)) if self.keys else None
+        if not self.keys or self.rest or type(self.conv) is not ShortConv or not stock(self.conv):
+            return None
+        return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
+
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        given = {"qkv": self.to_qkv(x)}
+        if self.conv is not None:
+            given["weight"] = self.conv.weight
+            if self.conv.bias is not None:
+                given["bias"] = self.conv.bias
+        return given

@@ -1,0 +1,58 @@
+"""Rotary positions: pairs of channels of q and k turn by an angle that grows with the position.
+
+B batch, T time, H heads, K key width, R half the rotated channels
+"""
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import OperandPart, Stateful
+from deltazoo.mixers.core.sequences import counts, positions
+from deltazoo.mixers.core.state import carried
+
+
+class Rotary(OperandPart, Stateful):
+    """q_t, k_t <- R_t q_t, R_t k_t, so that k_s meets q_t turned by t - s; together with a decay this is xPos.
+
+    State: how many tokens each sequence has seen, [B] int64.
+    Source: RoPE 2104.09864; as the xPos of RetNet, 2307.08621, section 2.1.
+    """
+
+    def __init__(self, theta: float = 10000.0) -> None:
+        super().__init__()
+        self.theta = theta
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return like.new_zeros(batch, dtype=torch.int64)
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        at_BT = positions(x, state, context)
+        turn = angles(at_BT, inputs.q.shape[-1] // 2, self.theta, state_dtype(inputs.q.dtype))
+        after = None if state is None else carried(state, state + counts(x, context))
+        return inputs._replace(q=rotate(inputs.q, turn), k=rotate(inputs.k, turn)), after
+
+    def extra_repr(self) -> str:
+        return f"theta={self.theta:g}"
+
+
+def angles(position_BT: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """position * theta^(-i / half) for channel pair i: [B, T, R]."""
+    pair_R = torch.arange(half, device=position_BT.device, dtype=dtype)
+    return position_BT[..., None] * theta ** (-pair_R / half)
+
+
+def rotate(x: Tensor, angle_BTR: Tensor) -> Tensor:
+    """Turn channel i with channel i + R, for i < R; channels from 2 R on stay.
+
+    Args: x: [B, T, ..., K] with K >= 2 R; angle_BTR: from `angles`.
+    """
+    half = angle_BTR.shape[-1]
+    angle = angle_BTR.view(*angle_BTR.shape[:2], *[1] * (x.dim() - 3), half)
+    cos, sin = angle.cos(), angle.sin()
+    wide = x.to(angle.dtype)
+    left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1).to(x.dtype)

@@ -1,0 +1,69 @@
+"""Gated slot attention: two gated linear attentions over M slots, and a softmax between them.
+
+B batch, T time, D width, H heads, M slots, K key width, V value width
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import Flow, HeadShape, OperandPart, OutputPart, Resizing, Stateful
+
+SECOND = UpdateSpec(decay="channel", transition="additive", scale=1.0)
+
+
+class Slots(OperandPart, Resizing):
+    """log_decay = log sigmoid(W x) / temperature for each slot, v <- 1 - a: a slot takes k_t in as it forgets.
+
+    Every slot is a value head with V = 1; the state is the slots' keys. The values wait as the note "values".
+    """
+
+    def __init__(self, shape: HeadShape, slots: int, temperature: float) -> None:
+        super().__init__()
+        self.slots, self.temperature = slots, temperature
+        self.proj = nn.Linear(shape.width, shape.heads * slots, bias=False)
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        raw = self.proj(x)
+        log_decay = F.logsigmoid(raw.to(state_dtype(raw.dtype))) / self.temperature
+        context.leave(values=inputs.v)
+        v = -torch.expm1(log_decay)[..., None]
+        return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None
+
+    def resized(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(value_heads=shape.heads * self.slots, value_width=1)
+
+    def extra_repr(self) -> str:
+        return f"slots={self.slots}, temperature={self.temperature:g}"
+
+
+class SecondPass(OutputPart, Stateful):
+    """o = V~^T softmax(K~ q): the slots' values V~_t = Diag(a_t) V~_(t-1) + (1 - a_t) v_t^T, read by the first pass.
+
+    State: V~, [B, H, M, V].
+    """
+
+    def __init__(self, shape: HeadShape, slots: int) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.update = Update(SECOND, shape._replace(key_width=slots, value_heads=shape.heads))
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return self.update.init_state(batch, like)
+
+    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        def by_head(x: Tensor) -> Tensor:
+            return rearrange(x, "b t (h m) -> b t h m", h=self.heads)
+
+        assert flow.inputs.log_decay is not None  # `Slots` made it
+        read = by_head(o.squeeze(-1).to(state_dtype(o.dtype))).softmax(-1).to(o.dtype)
+        k = by_head(flow.inputs.v.squeeze(-1))
+        inputs = UpdateInputs(read, k, context.note("values"), log_decay=by_head(flow.inputs.log_decay))
+        return self.update(inputs, state, context)
