@@ -136,7 +136,7 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
     return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None

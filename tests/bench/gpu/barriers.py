@@ -21,7 +21,7 @@ class Barrier:
 
 
 class Walk:
-    """hopper/sweep.py. early: the copying group waits for the chunk before to be done with before it tells of the states
+    """hopper/sweep.py. early: the copying group waits for the chunk before to be released before it loads the states
     of this one."""
 
     def __init__(self, chunks, early=True):
@@ -73,7 +73,7 @@ class Walk:
 
 
 class ReplayAndWalk(Walk):
-    """hopper/fused_backward.py: segments of `every`. A barrier says of each buffer that it is done with, or one of both."""
+    """hopper/fused_backward.py: segments of `every`. One barrier per buffer, or one for both."""
 
     def __init__(self, chunks, every, apart=True):
         super().__init__(chunks)

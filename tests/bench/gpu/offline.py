@@ -1,7 +1,7 @@
 """Compile the package's kernels for sm_90 without a GPU; report registers, spills and shared memory.
 
 In a venv with triton==3.6.0 and numpy only (torch is a stub here), from the repository's root:
-python docs/notes/triton-kernels/offline.py "module='gradients',kernel='gradients_kernel',BV=64,BK=64,stages=3"
+python tests/bench/gpu/offline.py "module='gradients',kernel='gradients_kernel',BV=64,BK=64,stages=3"
 (module='hopper.gradients',kernel='hopper_gradients_kernel' for the one in Gluon). Further names: warps, stages, decay
 ('head', 'fixed', 'none'), delta, strengths, own, packed, dtype, maxnreg, dump=PATH (writes TTGIR, PTX, cubin) and any
 constexpr.

@@ -1,6 +1,6 @@
 """Compile the kernels for sm_90 over what the heuristic gives; name what spills much, is miscarried or forgets a wait.
 
-As offline.py beside it, in its venv: python docs/notes/triton-kernels/sweep.py [WORD OF A NAME]...
+As offline.py beside it, in its venv: python tests/bench/gpu/sweep.py [WORD OF A NAME]...
 """
 
 import sys

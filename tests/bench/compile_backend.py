@@ -1,4 +1,4 @@
-"""Measure the compile backend on a CPU and print Markdown: python docs/notes/compile_backend.py [PART ...]
+"""Measure the compile backend on a CPU and print Markdown: python tests/bench/compile_backend.py [PART ...]
 
 Parts: speed, memory, length, cold; all of them without a name, in about five minutes. Needs Linux and transformers.
 Every part runs in fresh processes of its own. The shape is B = 1, T = 2048, 8 heads, K = V = 64, float32, two threads;
