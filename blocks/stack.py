@@ -18,7 +18,7 @@ from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateE
 from deltazoo.blocks.head import IGNORE, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerState
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Bound
+from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.parts.norms import RMSNorm
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class LanguageModel(nn.Module):
     def rebind(self, backend: str | Backend | None) -> Self:
         """Let another backend compute every mixer's update; arguments and errors as for `deltazoo.bind`."""
         for module in self.modules():
-            if isinstance(module, Bound):
+            if isinstance(module, HasBackend):
                 module.rebind(backend, self.embedding.weight)
                 continue
             for name, value in vars(module).items():

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from deltazoo.backends import registry
 from deltazoo.backends.conformance.check_file import read_check, run_checks
 from deltazoo.backends.conformance.compare import Report
-from deltazoo.backends.measure.environment import usable_device
+from deltazoo.backends.devices import usable_device
 from deltazoo.backends.progress import Progress, silent
 
 

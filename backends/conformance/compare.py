@@ -7,9 +7,9 @@ from torch import Tensor
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
 from deltazoo.backends.conformance.cases import Case, draw
+from deltazoo.backends.devices import tf32_allowed
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.lookup import resolve
-from deltazoo.backends.measure.environment import tf32_allowed
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import Case
+from deltazoo.backends.devices import usable_device
 from deltazoo.backends.dispatch import BoundUpdate, bind, explain
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.measure.environment import Environment, environment, usable_device
+from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.timing import LEAST_ROUNDS, Times, in_turns, once, peak_bytes
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Work
 from deltazoo.backends.progress import Progress, silent

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltazoo.backends.measure.environment import tf32_allowed
+from deltazoo.backends.devices import tf32_allowed
 from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton.config import LaunchConfig, Problem, cdiv, key_tiles, power_of_two
 from deltazoo.backends.triton.kernels.combine import join_kernel

@@ -28,9 +28,10 @@ from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime, draw
 from deltazoo.backends.conformance.compare import Cotangents, draw_cotangents, exact, limit, relative_error, run
 from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, exact_step, usual_step
+from deltazoo.backends.devices import usable_device
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.measure.environment import Environment, environment, usable_device
+from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.timing import in_turns
 from deltazoo.backends.measure.workload import Direction, Work
 from deltazoo.backends.shapes import Shape

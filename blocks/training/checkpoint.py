@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.measure.environment import usable_device
 from deltazoo.blocks import document
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel

@@ -10,8 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.measure.environment import cxx_compiler, usable_device
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import StackSpec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.decode_step import FusedInputs, FusedStep
-from deltazoo.mixers.core.part import Fusible, FusibleNarrow, Shaping, stock, together
+from deltazoo.mixers.core.part import Fusible, FusibleLinearPart, StatelessOutputPart, stock, together
 
 
 class Fusion(NamedTuple):
@@ -21,12 +21,12 @@ class Fusion(NamedTuple):
 
     step: FusedStep
     inside: dict[str, Fusible]
-    after: list[Shaping]
+    after: list[StatelessOutputPart]
 
     def inputs(self, x_B1D: Tensor, history: Tensor | None) -> FusedInputs:
         """What the step takes; narrow maps by one product. Args: x: the mixer's input; history: the convolution's."""
         given = {} if history is None else {"history": history}
-        narrow = {name: part for name, part in self.inside.items() if isinstance(part, FusibleNarrow)}
+        narrow = {name: part for name, part in self.inside.items() if isinstance(part, FusibleLinearPart)}
         raw = together(x_B1D, {name: part.proj for name, part in narrow.items()})
         for name, part in self.inside.items():
             given |= narrow[name].fused_of(raw[name]) if name in raw else part.fused_inputs(x_B1D)
@@ -46,7 +46,7 @@ def fusion(step: FusedStep, before: Mapping[str, nn.Module], outputs: Mapping[st
             break
         step, inside[name] = more, part
     left = [part for name, part in outputs.items() if name not in inside]
-    after = [part for part in left if isinstance(part, Shaping) and part.plain and stock(part)]
+    after = [part for part in left if isinstance(part, StatelessOutputPart) and part.plain and stock(part)]
     if len(inside) < len(before) or len(after) < len(left):
         return None
     return Fusion(step, inside, after)

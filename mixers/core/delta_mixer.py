@@ -14,12 +14,22 @@ from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.decode_fusion import Fusion, fusion, mapped_dtype
 from deltazoo.mixers.core.mixer import Context, Mixer
-from deltazoo.mixers.core.part import Bound, Flow, HeadShape, Narrow, Parts, Resizing, Stateful, stock, together
+from deltazoo.mixers.core.part import (
+    HasBackend,
+    HeadShape,
+    LinearPart,
+    OutputArguments,
+    Parts,
+    ResizesHeads,
+    Stateful,
+    stock,
+    together,
+)
 from deltazoo.mixers.core.sequences import aligned, check_state, restored
 from deltazoo.mixers.core.state import carried
 
 
-class Update(nn.Module, Bound):
+class Update(nn.Module, HasBackend):
     """The update of a spec inside a module: bound to its backends, hiding padded tokens, carrying the state.
 
     State: [B, HV, K, V], float32 (float64 in float64).
@@ -117,15 +127,15 @@ class DeltaMixer(Mixer):
                 return self._mapped(fused, x_BTD, order), state
         inputs, after["project"] = self.project(x_BTD, before.get("project"), context)
         projected = inputs
-        narrow = {n: part.proj for n, part in self.operands.items() if isinstance(part, Narrow) and stock(part)}
+        narrow = {n: part.proj for n, part in self.operands.items() if isinstance(part, LinearPart) and stock(part)}
         raw = together(x_BTD, narrow)
         for name, part in self.operands.items():
-            if isinstance(part, Narrow) and name in raw:
+            if isinstance(part, LinearPart) and name in raw:
                 inputs = part.of(raw[name], inputs)
             else:
                 inputs, after[name] = part(x_BTD, inputs, before.get(name), context)
         o, after["update"] = self.update(inputs, before.get("update"), context)
-        flow = Flow(x_BTD, projected, inputs)
+        flow = OutputArguments(x_BTD, projected, inputs)
         for name, part in self.outputs.items():
             o, after[name] = part(o, flow, before.get(name), context)
         y_BTD = self._mapped(o, x_BTD, order)
@@ -167,7 +177,7 @@ class DeltaMixer(Mixer):
 
     def _rebind(self, backend: str | Backend | None, like: Tensor) -> None:
         for module in self.modules():
-            if isinstance(module, Bound):
+            if isinstance(module, HasBackend):
                 module.rebind(backend, like)
 
     def _stages(self) -> list[tuple[str, nn.Module]]:
@@ -200,6 +210,6 @@ def hidden(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
 def _resized(shape: HeadShape, parts: Parts) -> HeadShape:
     """The sizes of the update, after the parts before it."""
     for part in parts.operands.values():
-        if isinstance(part, Resizing):
+        if isinstance(part, ResizesHeads):
             shape = part.resized(shape)
     return shape

@@ -39,7 +39,7 @@ class HeadShape(NamedTuple):
         return self
 
 
-class Flow(NamedTuple):
+class OutputArguments(NamedTuple):
     """What an output part may look at.
 
     x: [B, T, D], the mixer's input; projected: the operands as projected, inputs: as the update took them.
@@ -63,7 +63,7 @@ class OperandPart(nn.Module, ABC):
         """
 
 
-class Narrow(OperandPart):
+class LinearPart(OperandPart):
     """A part that looks at x through one linear map, `proj`, to a few numbers a token. A mixer with several of these
     takes their maps by one product: each by itself reads all of x, and gives it a gradient of its own to be added."""
 
@@ -83,7 +83,9 @@ class OutputPart(nn.Module, ABC):
     """Change the output of the update: skips, norms, gates."""
 
     @abstractmethod
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, T, HV, V], and the state after these tokens (None for a part without one)."""
 
 
@@ -98,16 +100,18 @@ class Stateful(ABC):
         """
 
 
-class Shaping(OutputPart):
+class StatelessOutputPart(OutputPart):
     """An output part without a state that looks at the output and at the mixer's input alone."""
 
     plain: ClassVar[bool] = True  # `of` is all that it does
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.plain = cls.forward is Shaping.forward and not issubclass(cls, Stateful)
+        cls.plain = cls.forward is StatelessOutputPart.forward and not issubclass(cls, Stateful)
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         return self.of(o, flow.x), None
 
     @abstractmethod
@@ -137,7 +141,7 @@ class Fusible(nn.Module, ABC):
         """The operands of the step that are this part's, by their names. Args: x: [B, 1, D], the mixer's input."""
 
 
-class FusibleNarrow(Narrow, Fusible):
+class FusibleLinearPart(LinearPart, Fusible):
     """A fusible part whose map a mixer may take together with others'."""
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
@@ -148,7 +152,7 @@ class FusibleNarrow(Narrow, Fusible):
         """As `fused_inputs`. Args: raw: what `proj` makes of x, [B, 1, ..]."""
 
 
-class Bound(ABC):
+class HasBackend(ABC):
     """A module that a backend computes, in all or in part."""
 
     @abstractmethod
@@ -156,7 +160,7 @@ class Bound(ABC):
         """Choose the backend anew, as `deltazoo.bind` does. like: a tensor with the device and dtype to come."""
 
 
-class Costly(ABC):
+class HasFlops(ABC):
     """A part that computes beside its linear maps, short convolutions and updates."""
 
     @abstractmethod
@@ -164,7 +168,7 @@ class Costly(ABC):
         """Floating-point operations of one token, forward, of what is beside them."""
 
 
-class Resizing(ABC):
+class ResizesHeads(ABC):
     """An operand part that changes the key or value width of the update."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.mixer import FIRST, Cost, MixerConfig, Place
-from deltazoo.mixers.core.part import Costly, HeadShape, OperandPart, Parts
+from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, Parts
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.decays import SoftplusDecay
@@ -53,7 +53,7 @@ class UpdateConfig(MixerConfig, ABC):
             state = mixer.init_state(1)
         maps = sum(m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear | ShortConv))
         updates = sum(update_flops(m.spec, m.shape) for m in mixer.modules() if isinstance(m, Update))
-        beside = sum(m.flops() for m in mixer.modules() if isinstance(m, Costly))
+        beside = sum(m.flops() for m in mixer.modules() if isinstance(m, HasFlops))
         return Cost(2 * maps + updates + beside, 0, nbytes(state), 0)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Flow, HeadShape, OperandPart, OutputPart, Stateful
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.sequences import counts, positions
 from deltazoo.mixers.core.state import carried
 from deltazoo.mixers.parts.decays import DT_MAX, DT_MIN
@@ -54,7 +54,9 @@ class TurnIn(OperandPart, Stateful):
 class TurnOut(OutputPart):
     """o_t <- exp(i w t) o_t, with the angles that `TurnIn` left."""
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         return turned(o, context.note("angle")), None
 
 
@@ -123,7 +125,9 @@ class StateSpaceDecay(OperandPart):
 class ComplexRead(OutputPart):
     """o <- (re, -im): the maps after it then add up the real part of C s."""
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         return torch.stack([o[..., 0], -o[..., 1]], -1), None
 
 

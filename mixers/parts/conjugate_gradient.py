@@ -15,14 +15,14 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.mixers.core.delta_mixer import Update, hidden
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Costly, HeadShape, OperandPart, Stateful
+from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, Stateful
 from deltazoo.mixers.core.state import carried
 from deltazoo.mixers.parts.decays import softplus
 
 COVARIANCE = UpdateSpec(decay="head", transition="additive", beta="head", scale=1.0)
 
 
-class Solve(OperandPart, Stateful, Costly):
+class Solve(OperandPart, Stateful, HasFlops):
     """q_t <- (H_t + Diag(lambda))^-1 q_t, H_t = a_t H_(t-1) + beta_t k_t k_t^T, by a fixed number of steps.
 
     A product with H_t, for all t at once, is a read of the update whose values are the keys. The gradient is that of

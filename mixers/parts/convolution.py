@@ -12,12 +12,12 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.dispatch import bind_conv
 from deltazoo.backends.short_conv import ConvInputs, ConvPart, taps_of
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Bound
+from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import counts
 from deltazoo.mixers.core.state import carried
 
 
-class ShortConv(nn.Module, Bound):
+class ShortConv(nn.Module, HasBackend):
     """y_t = sum_i weight_i x_(t - taps + 1 + i) + bias, for each channel; before its first token a sequence is zero.
 
     Computed in float32 (float64 in float64), with what follows in each part, by the backend's kernel or in plain torch

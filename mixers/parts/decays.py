@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedStep
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import FusibleNarrow, HeadShape, OperandPart, projection
+from deltazoo.mixers.core.part import FusibleLinearPart, HeadShape, OperandPart, projection
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 
 
-class SoftplusDecay(FusibleNarrow):
+class SoftplusDecay(FusibleLinearPart):
     """log_decay = -exp(A_log) dt,  dt = softplus(W x + dt_bias): Mamba-2's decay, a step dt at the rate exp(A_log).
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.varlen import sequence_of
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Flow, HeadShape, OperandPart, OutputPart, Stateful
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.state import carried
 from deltazoo.mixers.parts.decays import at_most_zero
 
@@ -96,7 +96,9 @@ class ExponentialBonus(OutputPart):
         zigzag = (torch.arange(shape.value_heads) + 1) % 3 - 1
         self.u = nn.Parameter(torch.full((shape.value_heads,), 0.3).log() + 0.5 * zigzag)
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         before = context.note("before")
         own = context.note("key").to(before.dtype) + self.u.to(before.dtype)
         top = torch.maximum(before, own.detach())

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Costly, Flow, HeadShape, OperandPart, OutputPart, Resizing
+from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads
 
 Feature = Literal["identity", "silu", "relu", "elu+1", "softmax", "dpfp"]
 POSITIVE: tuple[Feature, ...] = ("relu", "elu+1", "softmax", "dpfp")
 DPFP_ROLLS = 3
 
 
-class FeatureMap(OperandPart, Resizing):
+class FeatureMap(OperandPart, ResizesHeads):
     """q, k <- phi(q), phi(k).
 
     elu+1 (Katharopoulos 2006.16236); softmax over the channels; dpfp, the products of [relu(x), relu(-x)] with its
@@ -41,7 +41,7 @@ class FeatureMap(OperandPart, Resizing):
         return repr(self.feature)
 
 
-class NormaliserColumn(OperandPart, Resizing):
+class NormaliserColumn(OperandPart, ResizesHeads):
     """v <- [v, 1]: the state's last column then sums the keys, z_t = z_(t-1) + k_t."""
 
     def forward(
@@ -65,7 +65,9 @@ class Normalise(OutputPart):
         super().__init__()
         self.eps, self.floor = eps, floor
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         if self.floor is None:
             return (o[..., :-1] / (o[..., -1:] + self.eps)).to(flow.projected.v.dtype), None
         wide = o.to(state_dtype(o.dtype))
@@ -79,7 +81,7 @@ class Normalise(OutputPart):
         return f"eps={self.eps:g}, floor={self.floor!r}"
 
 
-class RandomFourier(OperandPart, Resizing, Costly):
+class RandomFourier(OperandPart, ResizesHeads, HasFlops):
     """q, k <- phi(q), phi(k); phi(x) = [sin(W x), cos(W x)] / sqrt(R), with W = sigma * G of each key head.
 
     phi(q)^T phi(k) approximates the Gaussian kernel exp(-|sigma * (q - k)|^2 / 2).

@@ -15,13 +15,13 @@ from deltazoo.backends.decode_step import FusedStep
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
-    Flow,
     Fusible,
-    FusibleNarrow,
+    FusibleLinearPart,
     HeadShape,
     OperandPart,
+    OutputArguments,
     OutputPart,
-    Shaping,
+    StatelessOutputPart,
     projection,
 )
 
@@ -31,7 +31,7 @@ TOP = 1 - 2**-7
 Activation = Literal["silu", "sigmoid", "gelu", "none"]
 
 
-class Beta(FusibleNarrow):
+class Beta(FusibleLinearPart):
     """beta = sigmoid(W x) for each value head (and micro-step), float32; at most `TOP` where the spec doubles it.
 
     Args: bias: of the map W (MesaNet).
@@ -119,7 +119,7 @@ class Feedback(OperandPart, Fusible):
         return {"feedback": self.b, "correction": self.d}
 
 
-class OutputGate(Shaping, Fusible):
+class OutputGate(StatelessOutputPart, Fusible):
     """o <- o * activation(W x), a gate for each channel of each value head.
 
     Args: activation: "silu", "sigmoid" or "gelu" (by tanh); rank: of the map W, None for full.
@@ -159,7 +159,9 @@ class Skip(OutputPart, Fusible):
         super().__init__()
         self.D = nn.Parameter(torch.ones(shape.value_heads))
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         return (o + self.D[:, None] * flow.projected.v).to(o.dtype), None
 
     def fused(self, step: FusedStep) -> FusedStep | None:
@@ -169,7 +171,7 @@ class Skip(OutputPart, Fusible):
         return {"skip": self.D}
 
 
-class Silu(Shaping):
+class Silu(StatelessOutputPart):
     """o <- silu(o)."""
 
     def of(self, o: Tensor, x: Tensor) -> Tensor:
@@ -183,7 +185,9 @@ class NotedGate(OutputPart):
         super().__init__()
         self.activation: Activation = activation
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         return gated(o, context.note("gate").view(o.shape), self.activation), None
 
     def extra_repr(self) -> str:
@@ -202,7 +206,9 @@ class Bonus(OutputPart):
         super().__init__()
         self.u = nn.Parameter(torch.zeros(shape.heads, shape.key_width) + start)
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         wide = state_dtype(o.dtype)
         q, k, v = (x.to(wide) for x in (flow.inputs.q, flow.inputs.k, flow.inputs.v))
         own = (q * self.u * k).sum(-1, keepdim=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedStep
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, Shaping
+from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, StatelessOutputPart
 
 
 class RMSNorm(nn.Module):
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
         return f"{self.size}, eps={self.eps:g}, weighted={self.weight is not None}"
 
 
-class HeadNorm(Shaping, Fusible):
+class HeadNorm(StatelessOutputPart, Fusible):
     """Normalise the output of each head, or of the value heads that share a key head.
 
     Args:

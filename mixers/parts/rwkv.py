@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import Costly, HeadShape, Stateful
+from deltazoo.mixers.core.part import HasFlops, HeadShape, Stateful
 from deltazoo.mixers.parts.convolution import TokenShift
 
 FIRST_LAYER, FIRST_VALUE = "rwkv7 first layer", "rwkv7 first value"
@@ -103,7 +103,7 @@ class Project4(nn.Module, Stateful):
         return UpdateInputs(one, one, v), after
 
 
-class Project6(nn.Module, Stateful, Costly):
+class Project6(nn.Module, Stateful, HasFlops):
     """RWKV-6: r, k, v, g, w of tokens mixed by data: x_i = x_t + (x_(t-1) - x_t) (mu_i + lowrank_i(x_t + (..) mu_x)).
 
     log_decay = -exp(w_0 + tanh(x_w A) B). Leaves the note "gate".

@@ -13,7 +13,7 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.short_conv import ConvPart, follow
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Costly, HeadShape, OperandPart, Stateful
+from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, Stateful
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.decays import dt_bias, softplus
 from deltazoo.mixers.parts.norms import RMSNorm
@@ -107,7 +107,7 @@ class Selective(OperandPart):
         return f"kind={self.kind!r}"
 
 
-class RealGate(OperandPart, Costly):
+class RealGate(OperandPart, HasFlops):
     """log_decay = -8 softplus(L) sigmoid(W_a u + b_a), v <- sqrt(1 - a^2) sigmoid(W_x u + b_x) u, u = v as projected.
 
     W_a and W_x are block diagonal, of so many blocks; None: the most that divide the channels, up to width // 256.

@@ -12,12 +12,12 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Flow, HeadShape, OperandPart, OutputPart, Resizing, Stateful
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads, Stateful
 
 SECOND = UpdateSpec(decay="channel", transition="additive", scale=1.0)
 
 
-class Slots(OperandPart, Resizing):
+class Slots(OperandPart, ResizesHeads):
     """log_decay = log sigmoid(W x) / temperature for each slot, v <- 1 - a: a slot takes k_t in as it forgets.
 
     Every slot is a value head with V = 1; the state is the slots' keys. The values wait as the note "values".
@@ -58,7 +58,9 @@ class SecondPass(OutputPart, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.update.init_state(batch, like)
 
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         def by_head(x: Tensor) -> Tensor:
             return rearrange(x, "b t (h m) -> b t h m", h=self.heads)
 

@@ -17,7 +17,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tf32_is_allowed_by_whichever_setting_says_so(setting):
-    module = "deltazoo.backends.measure.environment"
+    module = "deltazoo.backends.devices"
     code = f"import torch; from {module} import tf32_allowed; {setting}; print(tf32_allowed())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(SETTINGS[setting])

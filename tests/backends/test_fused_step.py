@@ -43,7 +43,7 @@ from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
 from deltazoo.mixers import Context, MixerConfig
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
-from deltazoo.mixers.core.part import Flow
+from deltazoo.mixers.core.part import OutputArguments
 from deltazoo.mixers.core.state import rollback_, snapshot
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import Project
@@ -380,7 +380,9 @@ class OtherNorm(HeadNorm):
 
 
 class OtherForward(HeadNorm):
-    def forward(self, o: Tensor, flow: Flow, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         return 2 * super().forward(o, flow, state, context)[0], None
 
 

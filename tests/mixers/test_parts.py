@@ -11,7 +11,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, hidden
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Flow, HeadShape, Parts, together
+from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, together
 from deltazoo.mixers.core.sequences import aligned, restored
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -75,7 +75,7 @@ def test_rms_norm_equals_torch() -> None:
 @pytest.mark.parametrize("over", ["head", "group"])
 def test_head_norms_equal_torch_head_by_head(over: str) -> None:
     o = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    flow = Flow(o, operands(), operands())
+    flow = OutputArguments(o, operands(), operands())
     grouped = o if over == "head" else o.view(2, 3, 2, 10)
     for kind in ("rms", "layer"):
         norm = HeadNorm(SHAPE, 1e-3, kind, over).double()
