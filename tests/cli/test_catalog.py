@@ -159,7 +159,7 @@ def test_doctor_names_versions_and_who_computes(ok):
 
 
 def test_doctor_misses_a_compiler(run, monkeypatch):
-    monkeypatch.setattr("deltazoo.backends.measure.environment.shutil.which", lambda name: None)
+    monkeypatch.setattr("deltazoo.backends.devices.shutil.which", lambda name: None)
     said = run("doctor", "--json")
     assert said.code == 1
     assert said.json["environment"]["compiler"] is None
