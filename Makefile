@@ -1,10 +1,10 @@
-# Every target sets itself up: the first one makes .venv, from constraints.txt.
+# Every target first creates .venv from constraints.txt.
 #
 #   make demo                        train, compare, generate, report: about six minutes on two cores
-#   make demo ARGS="--text my.txt"   the same on your own text
-#   make PYTHON=python3.12 test      with another Python
+#   make demo ARGS="--text my.txt"   the same on your text
+#   make PYTHON=python3.12 test      use another Python
 #   make TORCH_INDEX=https://download.pytorch.org/whl/cpu setup
-#                                    torch from another index, as this one without the CUDA libraries
+#                                    install torch from another index, here the CPU build
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,26 +17,34 @@ BIN := $(VENV)/bin
 endif
 
 READY := $(VENV)/.ready
-FLOORS := backends mixers blocks cli
+LAYERS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
-KERNELS := triton triton_hopper hopper_numbers short_conv fused_step ahead
+INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_hopper hopper_numbers short_conv fused_step ahead)
 
-.PHONY: demo test lint bench bench-baseline readme-table conformance plugin setup clean
+.PHONY: demo test test-kernels test-all lint bench bench-baseline readme-table conformance plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
 
-# A process a core, each with one thread; then the kernels, in Triton's interpreter.
+# Every mixer, backend and command; then one interpreter case for each kernel phase. One process per core, one thread each.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(ARGS)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(KERNELS:%=tests/backends/test_%.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not kernels" $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m kernel_smoke $(INTERPRETED)
 
-# mypy finds the package, which is the repository's root, under its name through a link.
+# All kernels without a GPU: compiled for sm_90, then run in Triton's interpreter and on the Gluon stand-in.
+test-kernels: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "kernels and not slow" tests/backends $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(INTERPRETED) $(ARGS)
+
+# Both, and the GPU tests, which skip themselves without a GPU.
+test-all: test test-kernels
+
+# The repository's root is the package: a link gives it its name for mypy.
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p build/typing && ln -sfn ../.. build/typing/deltazoo
-	MYPYPATH=build/typing $(BIN)/mypy $(FLOORS:%=-p deltazoo.%)
+	MYPYPATH=build/typing $(BIN)/mypy $(LAYERS:%=-p deltazoo.%)
 	$(BIN)/lint-imports
 
 bench: $(READY)
@@ -45,16 +53,16 @@ bench: $(READY)
 bench-baseline: $(READY)
 	$(BIN)/python -m pytest tests/bench --benchmark-storage=file://$(BASELINE) --benchmark-save=baseline $(ARGS)
 
-# The table of README.md, measured on this machine.
+# Measure the CPU table of README.md on this machine.
 readme-table: $(READY)
 	$(BIN)/deltazoo bench --backends compile,reference --markdown README.md $(ARGS)
 
-# The product of specs, shapes and dtypes: five to six hours of one core, a process a core. In parts, by what the
-# parts are named after: make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'".
+# The full product of specs, shapes and dtypes: five to six hours of one core. Parts are selected by name:
+# make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'".
 conformance: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/backends -n auto $(ARGS)
 
-# The example plug-in, installed as its users would and tested by the kit.
+# Install the example plug-in as a user would, and run its tests.
 plugin: $(READY)
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e examples/deltazoo-example
 	$(BIN)/python -m pytest examples/deltazoo-example
