@@ -14,7 +14,7 @@ from collections import Counter
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from deltazoo.backends.errors import DuplicateNameError, PluginError, UnknownNameError
+from deltazoo.backends.errors import ConfigError, DuplicateNameError, PluginError, UnknownNameError
 
 BACKENDS = "deltazoo.backends"
 MIXERS = "deltazoo.mixers"
@@ -59,6 +59,25 @@ def load(group: str, name: str) -> Any:
         claims = ", ".join(f"{point.value} ({point.dist.name if point.dist else '?'})" for point in points)
         raise DuplicateNameError(f"{kind} {name!r} is claimed {len(points)} times: {claims}. Uninstall all but one.")
     return _imported(kind, name, points[0].value)
+
+
+def refuse_untrusted(kind: str, name: str, where: str) -> None:
+    """Refuse a "module:Class" name read from a file that the caller does not trust.
+
+    Importing the module runs its code. A name passed in Python or typed on the command line is consent; a name in
+    a file is not. Installed names pass.
+
+    Args:
+        kind: "backend" or "mixer".
+        name: the name as it was read.
+        where: the file or the key that held it, as the start of the error message.
+    Raises: ConfigError.
+    """
+    if ":" in name:
+        raise ConfigError(
+            f"{where}: {kind} {name!r} would import and run the code of module {name.partition(':')[0]!r}; "
+            "pass trust=True, or --trust on the command line, to allow it"
+        )
 
 
 def duplicates(group: str) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 from deltazoo import UpdateMeta, UpdateSpec, explain
 from deltazoo.backends import lookup, registry
-from deltazoo.backends.errors import DuplicateNameError, PluginError, UnknownNameError
+from deltazoo.backends.errors import ConfigError, DuplicateNameError, PluginError, UnknownNameError
 from deltazoo.backends.reference import ReferenceBackend
 
 MODULE = """
@@ -85,6 +85,14 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest():
 def test_module_and_class_name_a_backend_without_installing(install):
     assert type(lookup.resolve("zoo_plugin:Mine")).__name__ == "Mine"
     assert type(lookup.resolve("zoo_plugin:Nested.inner")).__name__ == "Mine"
+
+
+def test_an_untrusted_module_and_class_is_refused_with_the_file_and_the_remedy():
+    registry.refuse_untrusted("mixer", "gated_deltanet", "model.yaml")
+    with pytest.raises(
+        ConfigError, match=r"^model.yaml: mixer 'evil:Mixer' would import .* 'evil'; .*trust=True.*--trust"
+    ):
+        registry.refuse_untrusted("mixer", "evil:Mixer", "model.yaml")
 
 
 BROKEN = [
