@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from deltazoo.backends.decode_step import FusedInputs, FusedStep
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.spec import UpdateSpec
@@ -129,7 +129,7 @@ class Backend(ABC):
                 states.index_copy_(0, slots, out.state)
         return out.o
 
-    def fused_step_unsupported(self, step: FusedStep, dtype: torch.dtype) -> list[str]:
+    def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
         """Say why it does not compute this decode step of a mixer in one; [] means it does.
 
         That is no error: such a step is taken part by part, the update by `step_`. Asked where `unsupported` has no
@@ -137,10 +137,12 @@ class Backend(ABC):
         """
         return ["it takes no decode step in one: the mixer takes it part by part."]
 
-    def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+    def fused_decode_step_(
+        self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None
+    ) -> Tensor:
         """Take one token a row, `inputs.history` and `states` in place, without gradients; return o [B, 1, HV, V].
 
-        Called where `fused_step_unsupported` has no reasons. The inputs are checked.
+        Called where `fused_decode_unsupported` has no reasons. The inputs are checked.
 
         Args: states, slots: as of `step_`; the rows of the history are those of the states.
         """

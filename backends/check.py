@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.decode_step import FusedInputs, FusedStep
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.values import packing_problems, readable, sequences_of
+from deltazoo.backends.torch_ext.modes import packing_problems, sequences_of, values_are_readable
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STATE_LIKE = ("log_decay", "step", "rate", "state")
 _STRENGTHS = ("beta", "erase", "write")
 
 
-def check_whole(name: str, value: object, least: int = 1) -> None:
+def check_integer(name: str, value: object, least: int = 1) -> None:
     """Raise ValueRangeError unless a value is a whole number of at least `least`."""
     whole = isinstance(value, int) or hasattr(value, "__index__")  # torch.compile traces the first alone
     if not whole or isinstance(value, bool | Tensor) or value < least:  # type: ignore[operator]
@@ -38,7 +38,7 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     _check_presence("spec", spec, inputs, want, ("state", "cu_seqlens"))
     _check_shapes(spec, inputs, want)
     _check_dtypes(inputs)
-    if readable(*inputs):
+    if values_are_readable(*inputs):
         problems = _sign_problems(inputs) + packing_problems(inputs.cu_seqlens, inputs.q.shape[1])
         if problems:
             raise ValueRangeError(" ".join(problems))
@@ -56,7 +56,7 @@ def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Te
     _check_states(states, slots, inputs.q, (inputs.v.shape[-2], inputs.q.shape[3], inputs.v.shape[-1]))
 
 
-def check_fused(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> None:
+def check_fused_decode(step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None) -> None:
     """Raise unless operands, `states` and `slots` are those of a fused step; values as in `check_step`."""
     _check_parts(step)
     if not isinstance(inputs.qkv, Tensor) or inputs.qkv.dim() != 3:
@@ -75,7 +75,7 @@ def check_fused(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Ten
             raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
 
 
-def _check_parts(step: FusedStep) -> None:
+def _check_parts(step: FusedDecodeStep) -> None:
     """Whether a step's parts and sizes fit one another."""
     keys, values, n = step.H * step.K, step.HV * step.V, step.spec.householders
     got = [part.channels for part in step.parts]
@@ -104,7 +104,7 @@ def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[
             raise DtypeError(f"slots must be int64, got {slots.dtype}")
         if slots.device != x.device:
             raise DeviceError(f"slots must be on {x.device}, where the operands are, got {slots.device}")
-        if readable(slots):
+        if values_are_readable(slots):
             taken: list[int] = slots.tolist()
             if len(set(taken)) < B or any(not 0 <= slot < states.shape[0] for slot in taken):
                 raise ValueRangeError(f"slots must be distinct rows of the {states.shape[0]} states, got {taken}")
@@ -158,8 +158,8 @@ def _wanted(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, tuple[int, ...]
 
 def _check_presence(
     kind: str,
-    whole: UpdateSpec | FusedStep,
-    inputs: UpdateInputs | FusedInputs,
+    whole: UpdateSpec | FusedDecodeStep,
+    inputs: UpdateInputs | FusedDecodeInputs,
     want: dict[str, tuple[int, ...]],
     optional: tuple[str, ...] = (),
 ) -> None:
@@ -245,4 +245,4 @@ def _sign_problems(inputs: UpdateInputs) -> list[str]:
     return problems
 
 
-__all__ = ["InputError", "check", "check_fused", "check_step", "validate"]
+__all__ = ["InputError", "check", "check_fused_decode", "check_step", "validate"]

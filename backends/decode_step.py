@@ -12,7 +12,7 @@ from deltazoo.backends.short_conv import ConvPart
 from deltazoo.backends.spec import UpdateSpec
 
 
-class FusedStep(NamedTuple):
+class FusedDecodeStep(NamedTuple):
     """What is computed, line by line, in float32 (float64 in float64); a line without its operands is left out.
 
         q, k, v = norm(silu(conv(qkv)))                   each as its part says
@@ -54,7 +54,7 @@ class FusedStep(NamedTuple):
         """C, of the projection to q, k and v."""
         return self.H * self.K + self.spec.householders * (self.H * self.K + self.HV * self.V)
 
-    def operands(self, B: int, S: int, given: "FusedInputs") -> dict[str, tuple[int, ...]]:
+    def operands(self, B: int, S: int, given: "FusedDecodeInputs") -> dict[str, tuple[int, ...]]:
         """Name every operand that the step wants, with its shape; biases, skip and weights of each head are as given.
 
         Args: B rows; S: of the states.
@@ -83,7 +83,7 @@ class FusedStep(NamedTuple):
         return want
 
 
-class FusedInputs(NamedTuple):
+class FusedDecodeInputs(NamedTuple):
     """The operands of one step; None where the step has no such operand.
 
     Args:

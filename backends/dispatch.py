@@ -10,13 +10,13 @@ from torch import Tensor
 
 from deltazoo.backends import lookup, registry
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
-from deltazoo.backends.check import check, check_fused, check_step
-from deltazoo.backends.decode_step import FusedInputs, FusedStep
+from deltazoo.backends.check import check, check_fused_decode, check_step
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.errors import DuplicateNameError, OperandError, PluginError, UnknownNameError, UnsupportedError
-from deltazoo.backends.lookup import candidates_of, look_up, resolve
+from deltazoo.backends.registry import candidates_of, look_up, resolve
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.watch import Ran, tell, watched
+from deltazoo.backends.watch import RunRecord, is_watched, record_run
 
 _log = logging.getLogger("deltazoo")
 
@@ -78,13 +78,17 @@ class BoundUpdate(_Bound):
 
     def may_fuse(self, device: str) -> bool:
         """Whether a backend for such a device takes any step of a mixer in one."""
-        return any(type(backend).fused_step_ is not Backend.fused_step_ for backend in self.candidates(device))
+        return any(
+            type(backend).fused_decode_step_ is not Backend.fused_decode_step_ for backend in self.candidates(device)
+        )
 
-    def fuses(self, step: FusedStep, device: str, dtype: torch.dtype) -> bool:
+    def fuses(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> bool:
         """Whether the backend that steps such tensors takes this step of a mixer in one. Args: dtype: of `qkv`."""
         return not self._stepper(step, device, dtype)[1]
 
-    def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None = None) -> Tensor:
+    def fused_decode_step_(
+        self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None = None
+    ) -> Tensor:
         """Take one token a row from a mixer's projections to what its output map takes, where `fuses` says so.
 
         `inputs.history` and `states` [S, HV, K, V] are updated in place. Returns o [B, 1, HV, V] in the dtype of qkv.
@@ -94,16 +98,16 @@ class BoundUpdate(_Bound):
         """
         if step.spec is not self.spec and step.spec != self.spec:
             raise OperandError(f"step.spec must be the one that was bound, {self.spec!r}, got {step.spec!r}")
-        check_fused(step, inputs, states, slots)
+        check_fused_decode(step, inputs, states, slots)
         chosen, reasons = self._stepper(step, inputs.qkv.device.type, inputs.qkv.dtype)
         if reasons:
             raise UnsupportedError(f"backend {chosen.name!r} does not take this step in one: {' '.join(reasons)}")
         _seen(chosen.name, "fused step")
-        return chosen.fused_step_(step, inputs, states, slots)
+        return chosen.fused_decode_step_(step, inputs, states, slots)
 
-    def _stepper(self, step: FusedStep, device: str, dtype: torch.dtype) -> tuple[Backend, list[str]]:
+    def _stepper(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> tuple[Backend, list[str]]:
         chosen = self.backend_for(UpdateMeta(device, dtype, step.H, step.HV, step.K, step.V))
-        return chosen, chosen.fused_step_unsupported(step, dtype)
+        return chosen, chosen.fused_decode_unsupported(step, dtype)
 
     def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
         """The same choice for another form of the spec, which may never be run: what refuses it is said when it is."""
@@ -164,8 +168,8 @@ class BoundConv(_Bound):
 
 
 def _seen(backend: str, what: str) -> None:
-    if not torch.compiler.is_compiling() and watched():
-        tell(Ran(backend, what))
+    if not torch.compiler.is_compiling() and is_watched():
+        record_run(RunRecord(backend, what))
 
 
 def bind_conv(parts: Sequence[ConvPart], backend: str | Backend | None = None) -> BoundConv:
@@ -190,7 +194,7 @@ def bind(spec: UpdateSpec, backend: str | Backend | None = None, meta: UpdateMet
     Raises: UnknownNameError, DuplicateNameError, PluginError, UnsupportedError.
     """
     bound = _bound(spec, _asked(backend))
-    if bound.asked is None:
+    if bound.requested is None:
         here = [device or "cpu" for device in lookup.DEFAULT_ORDER if _is_here(device)]
         for metas in [[meta]] if meta is not None else map(_unlike, here):
             _tell_refusals(bound, metas)
@@ -325,7 +329,7 @@ def _tell(backend: Backend, device: str, spec: UpdateSpec, reasons: Sequence[str
 
 
 def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
-    """Why a backend cannot; a plug-in that is broken is no reason to tell nothing of the others."""
+    """Why a backend cannot; a plug-in that is broken is no reason to record_run nothing of the others."""
     try:
         return resolve(backend).unsupported(spec, meta)
     except (PluginError, DuplicateNameError) as error:

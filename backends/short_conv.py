@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError
-from deltazoo.backends.values import packing_problems, readable, sequences_of
-from deltazoo.backends.varlen import sequence_of
+from deltazoo.backends.torch_ext.modes import packing_problems, sequences_of, values_are_readable
+from deltazoo.backends.varlen import sequence_index
 
 EPS = 1e-6  # of the norm
 
@@ -59,7 +59,7 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
     """
     x_BTC, weight, bias, history, cu_seqlens = inputs
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
-    taps = taps_of(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
+    taps = shifted_taps(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
     y_BTC = x_BTC.new_zeros((), dtype=wide) if bias is None else bias.to(wide)
     for i, tap in enumerate(taps):
         y_BTC = y_BTC + tap.to(wide) * weight[:, i].to(wide)
@@ -99,13 +99,13 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
             raise DtypeError(f"cu_seqlens must be int32, got {tensor.dtype}")
         if name != "cu_seqlens" and not tensor.is_floating_point():
             raise DtypeError(f"{name} must be of a float dtype, got {tensor.dtype}")
-    if cu_seqlens is not None and readable(*inputs):
+    if cu_seqlens is not None and values_are_readable(*inputs):
         problems = packing_problems(cu_seqlens, x.shape[1])
         if problems:
             raise ValueRangeError(" ".join(problems))
 
 
-def taps_of(x_BTC: Tensor, history: Tensor | None, past: int, cu_seqlens: Tensor | None) -> list[Tensor]:
+def shifted_taps(x_BTC: Tensor, history: Tensor | None, past: int, cu_seqlens: Tensor | None) -> list[Tensor]:
     """x_(t - past), ..., x_t, each [B, T, C], with the history [N, past, C] before a sequence, or zeros."""
     T = x_BTC.shape[1]
     if cu_seqlens is not None:
@@ -143,7 +143,7 @@ def _pack_with_history(x_1TC: Tensor, history: Tensor | None, past: int, cu_seql
     _, T, C = x_1TC.shape
     bounds = cu_seqlens.long()
     N = bounds.shape[0] - 1
-    rows_T = torch.arange(T, device=x_1TC.device) + (sequence_of(cu_seqlens, T) + 1) * past
+    rows_T = torch.arange(T, device=x_1TC.device) + (sequence_index(cu_seqlens, T) + 1) * past
     padded = x_1TC.new_zeros(1, T + N * past, C).index_copy(1, rows_T, x_1TC)
     if history is not None:
         first_N = bounds[:-1] + torch.arange(N, device=x_1TC.device) * past

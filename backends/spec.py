@@ -106,7 +106,7 @@ class UpdateSpec(BaseModel):
         return self
 
     def __str__(self) -> str:
-        from deltazoo.backends.notation import equation
+        from deltazoo.backends.papers import equation
 
         return equation(self)
 

@@ -32,15 +32,15 @@ def packing_problems(cu_seqlens: Tensor | None, T: int) -> list[str]:
     return []
 
 
-def transformed() -> bool:
+def functorch_is_active() -> bool:
     """Whether a transform of torch.func is under way."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def readable(*tensors: Tensor | None) -> bool:
+def values_are_readable(*tensors: Tensor | None) -> bool:
     """Whether the numbers of tensors may be read: on the CPU, not while a graph is traced, a mode or a transform of
     torch.func is under way, nor of tensors that have none."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     given = [x for x in tensors if x is not None]
-    return not transformed() and all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in given)
+    return not functorch_is_active() and all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in given)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-class Ran(NamedTuple):
+class RunRecord(NamedTuple):
     """One call of a backend, or one launch of a kernel.
 
     what: "update", "step", "fused step" or "short conv"; of a launch the kernel's name. programs, warps: of a launch; 0
@@ -23,7 +23,7 @@ class Seen:
     """What ran, in order; printed, what was alike is one line with how often it ran."""
 
     def __init__(self) -> None:
-        self.runs: list[Ran] = []
+        self.runs: list[RunRecord] = []
 
     @property
     def kernels(self) -> dict[str, int]:
@@ -58,12 +58,12 @@ def watch() -> Iterator[Seen]:
         _open.remove(seen)
 
 
-def watched() -> bool:
+def is_watched() -> bool:
     """Whether someone watches."""
     return bool(_open)
 
 
-def tell(ran: Ran) -> None:
+def record_run(ran: RunRecord) -> None:
     """Let those who watch see it."""
     for seen in tuple(_open):
         seen.runs.append(ran)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltazoo.backends.base import state_dtype
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 
 # 1,024 tokens of 32,000 words are 125 MiB of float32 logits, and the matrix product is as fast as it gets.
 CHUNK = 1024
@@ -84,7 +84,7 @@ _gradients_op = operator(
 )
 
 
-@with_known_signature
+@cache_forward_signature
 class _CrossEntropy(torch.autograd.Function):
     """The boundary between autograd and the two operators."""
 

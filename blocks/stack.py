@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deltazoo.backends.base import Backend
-from deltazoo.backends.check import check_whole
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.head import IGNORE, cross_entropy
@@ -64,9 +64,9 @@ class Stack(nn.Module):
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:
         """The state before the first token. Raises: ValueRangeError; StateError where attention has no capacity."""
-        check_whole("batch", batch, 0)
+        check_integer("batch", batch, 0)
         if capacity is not None:
-            check_whole("capacity", capacity)
+            check_integer("capacity", capacity)
         return StackState(tuple(layer.init_state(batch, capacity) for layer in self.layers))
 
 

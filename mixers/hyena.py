@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.errors import StateError
-from deltazoo.backends.varlen import sequence_of
+from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST, Context, Place
 from deltazoo.mixers.core.sequences import counts
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer, Remembering
@@ -138,7 +138,7 @@ class LongConv(nn.Module, Remembering):
         if context.cu_seqlens is None:
             index = (seen[:, None] + time).clamp(max=S - 1)[..., None].expand(-1, -1, x.shape[2])
             return whole.gather(1, index)
-        which = sequence_of(context.cu_seqlens, T)
+        which = sequence_index(context.cu_seqlens, T)
         return whole[which, seen[which] + time - context.cu_seqlens.long()[which]][None]
 
     def _slots(self, x: Tensor, context: Context) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.varlen import sequence_of
+from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.mixer import FIRST, Context, Cost, Mixer, MixerConfig, Place, State
 from deltazoo.mixers.core.sequences import aligned, check_state, restored
@@ -194,7 +194,7 @@ def _on_pack(
     """
     T, N = x_1TD.shape[1], cu_seqlens.shape[0] - 1
     chosen_N = torch.zeros(N, dtype=torch.int64, device=x_1TD.device)
-    chosen_N = chosen_N.index_add(0, sequence_of(cu_seqlens, T), chosen_T.long())
+    chosen_N = chosen_N.index_add(0, sequence_index(cu_seqlens, T), chosen_T.long())
     count_2N = torch.cat([chosen_N, cu_seqlens.diff() - chosen_N])
     ends = torch.cat([count_2N.new_zeros(1), count_2N.cumsum(0)]).to(torch.int32)
     if state is None:

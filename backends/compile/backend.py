@@ -19,7 +19,7 @@ from deltazoo.backends.compile.chunked import chunked_update, cut, join
 from deltazoo.backends.compile.decode import token_update
 from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.values import transformed
+from deltazoo.backends.torch_ext.modes import functorch_is_active
 
 _Function = Callable[[UpdateInputs, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -68,7 +68,7 @@ class CompileBackend(Backend):
         refuse_forward_mode(self.name, inputs)
         if inputs.q.shape[0] == 0 or inputs.q.shape[1] == 0:
             return _empty(inputs)
-        if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta or transformed():
+        if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta or functorch_is_active():
             return self._update(spec, inputs)
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from deltazoo.backends.compile.inverse import unit_lower_inverse
 from deltazoo.backends.compile.operator_body import body
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 
 # Chunks of a segment: few enough for its half dozen operands to stay in the cache, enough for full batches. It is an
 # argument of the operators, for a compiled graph in a cache on disk holds sizes that depend on it.
@@ -342,7 +342,7 @@ _backward_op = operator(
 )
 
 
-@with_known_signature
+@cache_forward_signature
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
     def forward(*operands: Any) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from deltazoo.backends.compile.operator_body import body
 from deltazoo.backends.lowering import log_decay, strengths
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 
 WIDEST_VALUE = 2
 LOG2_E = math.log2(math.e)
@@ -262,7 +262,7 @@ _backward_op = operator(
 )
 
 
-@with_known_signature
+@cache_forward_signature
 class _ElementScan(torch.autograd.Function):
     @staticmethod
     def forward(before: bool, *operands: Any) -> tuple[Tensor, ...]:

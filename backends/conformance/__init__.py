@@ -22,7 +22,7 @@ from deltazoo.backends.conformance.properties import (
     refusals_are_sentences,
 )
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
-from deltazoo.backends.lookup import resolve
+from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import SHAPES, TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
 

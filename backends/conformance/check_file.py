@@ -17,7 +17,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
 from deltazoo.backends.errors import ConfigError, unknown_name
-from deltazoo.backends.lookup import resolve
+from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import SHAPES, Shape
 from deltazoo.backends.spec import UpdateSpec
 

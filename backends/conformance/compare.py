@@ -9,8 +9,8 @@ from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtyp
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.devices import tf32_allowed
 from deltazoo.backends.dispatch import bind
-from deltazoo.backends.lookup import resolve
 from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 

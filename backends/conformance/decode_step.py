@@ -15,10 +15,10 @@ from deltazoo.backends.base import Backend, UpdateInputs, state_dtype
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import Report, judged, refusal
 from deltazoo.backends.conformance.pairwise import pairwise_cases
-from deltazoo.backends.decode_step import FusedInputs, FusedStep, beyond
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, beyond
 from deltazoo.backends.dispatch import bind
-from deltazoo.backends.lookup import resolve
 from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv
 from deltazoo.backends.spec import UpdateSpec
@@ -28,16 +28,16 @@ OPTIONS = ("bias", "skip", "each", "norm_bias", "slots")
 
 
 class FusedOperands(NamedTuple):
-    """What `BoundUpdate.fused_step_` takes beside the step."""
+    """What `BoundUpdate.fused_decode_step_` takes beside the step."""
 
-    inputs: FusedInputs
+    inputs: FusedDecodeInputs
     states: Tensor
     slots: Tensor | None
 
 
 def step_of(
     spec: UpdateSpec, H: int, HV: int, K: int, V: int, silu: str = "qkv", unit: str = "qk", **fields: Any
-) -> FusedStep:
+) -> FusedDecodeStep:
     """A step of these sizes. Args: silu, unit: the letters of those of q, k and v that have it; fields: the step's."""
     n = spec.householders
     sizes, widths = (H * K, n * H * K, n * HV * V), (K, K, V)
@@ -45,7 +45,7 @@ def step_of(
         ConvPart(size, name in silu, width if name in unit else 0)
         for name, size, width in zip("qkv", sizes, widths, strict=True)
     ]
-    return FusedStep(spec, H, HV, K, V, tuple(parts), **fields)
+    return FusedDecodeStep(spec, H, HV, K, V, tuple(parts), **fields)
 
 
 # What stands around an update, form by form: the step's fields with `silu`, and which of `OPTIONS` are there.
@@ -61,7 +61,7 @@ _FORMS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 FORMS = 2 * len(_FORMS)  # each with its gate, then each without
 
 
-def usual_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedStep:
+def usual_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedDecodeStep:
     """A step around a spec: form 0 as mixers have it, Gated DeltaNet or, where nothing is erased, Mamba-2; the others
     with all else that a step may have."""
     additive, decayed = spec.transition == "additive", spec.decay == "head"
@@ -76,7 +76,7 @@ def usual_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedStep:
 
 
 def draw_step(
-    step: FusedStep,
+    step: FusedDecodeStep,
     options: Collection[str] = (),
     B: int = 3,
     dtype: torch.dtype = torch.float32,
@@ -119,11 +119,11 @@ def draw_step(
         given["gate"] = new(B, 1, step.HV * step.V)
     states = new(S, step.HV, step.K, step.V, dtype=state_dtype(dtype))
     slots = torch.randperm(S, generator=generator, device=device)[:B] if "slots" in options else None
-    return FusedOperands(FusedInputs(**given), states, slots)
+    return FusedOperands(FusedDecodeInputs(**given), states, slots)
 
 
-def exact_step(step: FusedStep, given: FusedOperands) -> tuple[Tensor, FusedOperands]:
-    """The lines of `FusedStep` one by one in float64, the update by the reference: o, and the operands as they are
+def exact_step(step: FusedDecodeStep, given: FusedOperands) -> tuple[Tensor, FusedOperands]:
+    """The lines of `FusedDecodeStep` one by one in float64, the update by the reference: o, and the operands as they are
     after it. `given` is left alone."""
     operands = {name: t for name, t in given.inputs._asdict().items() if t is not None}
     x = given.inputs._replace(**{name: t.to(torch.float64, copy=True) for name, t in operands.items()})
@@ -160,7 +160,7 @@ def fused_cases(
     backend: Backend, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], specs: Sequence[UpdateSpec]
 ) -> list[Case]:
     """Choose few cases for `compare_step`, as `pairwise_cases` does: one where a backend takes no step in one."""
-    if type(backend).fused_step_ is Backend.fused_step_:
+    if type(backend).fused_decode_step_ is Backend.fused_decode_step_:
         return [Case(specs[0], shapes[0], dtypes[0])]
     around = [spec for spec in specs if not beyond(spec)]
     return pairwise_cases(shapes, dtypes, around) if around else []
@@ -178,7 +178,7 @@ def compare_step(backend: str | Backend, case: Case, device: torch.device | str 
     if refused is not None:
         return refused
     step = usual_step(case.spec, case.shape, form)
-    reasons = beyond(case.spec) or backend.fused_step_unsupported(step, case.dtype)
+    reasons = beyond(case.spec) or backend.fused_decode_unsupported(step, case.dtype)
     if reasons:
         return Report(backend.name, case, [], [], reasons)
     given = draw_step(step, options, 3, case.dtype, device, case.seed)
@@ -188,7 +188,7 @@ def compare_step(backend: str | Backend, case: Case, device: torch.device | str 
         if tensor is not None:
             tensor[others] = torch.nan  # what no row may read, nor write
     want, after = exact_step(step, given)
-    o = bind(case.spec, backend).fused_step_(step, *given)
+    o = bind(case.spec, backend).fused_decode_step_(step, *given)
     got = {"o": o, "state": given.states[rows]}
     report = judged(backend, case, got, {"o": want, "state": after.states[rows]}, None)
     wrong = []
@@ -211,7 +211,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _streams(step: FusedStep, x: FusedInputs, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _streams(step: FusedDecodeStep, x: FusedDecodeInputs, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, 1, H, K], k and v with their heads, of n > 1 by micro-steps; the history of x goes on in place."""
     n, rows = step.spec.householders, slice(None) if slots is None else slots
     if x.weight is None or x.history is None:

@@ -13,7 +13,7 @@ from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, draw_cotangents, limit, refusal, relative_error, rms, run
 from deltazoo.backends.conformance.equivalences import varies_in_time
-from deltazoo.backends.lookup import resolve
+from deltazoo.backends.registry import resolve
 
 Device = torch.device | str
 

@@ -23,8 +23,8 @@ from deltazoo.backends.conformance.equivalences import (
 from deltazoo.backends.conformance.isolation import heads_do_not_leak, sequences_do_not_leak, the_future_does_not_leak
 from deltazoo.backends.conformance.pairwise import every_spec
 from deltazoo.backends.dispatch import bind
-from deltazoo.backends.lookup import resolve
 from deltazoo.backends.lowering import log_decay
+from deltazoo.backends.registry import resolve
 
 Device = torch.device | str
 Property = Callable[[str | Backend, Case, Device], Report]
@@ -49,7 +49,7 @@ def steps_equal_the_whole(backend: str | Backend, case: Case, device: Device = "
 
 
 def a_fused_step_is_its_lines(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
-    """`fused_step_`, where it is taken, is the lines of `FusedStep`, in the slots of its rows alone."""
+    """`fused_decode_step_`, where it is taken, is the lines of `FusedDecodeStep`, in the slots of its rows alone."""
     return compare_step(backend, case, device)
 
 

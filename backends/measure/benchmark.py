@@ -15,8 +15,8 @@ from deltazoo.backends.devices import usable_device
 from deltazoo.backends.dispatch import BoundUpdate, bind, explain
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.measure.timing import LEAST_ROUNDS, Times, in_turns, once, peak_bytes
-from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Work
+from deltazoo.backends.measure.timing import LEAST_ROUNDS, Times, once, peak_bytes, time_interleaved
+from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Workload
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
@@ -166,7 +166,7 @@ def bench(
     rows: list[Row] = []
     for shape in shapes:
         for direction in config.directions:
-            work = Work(Case(spec, shape, getattr(torch, config.dtype), seed=config.seed), direction, device)
+            work = Workload(Case(spec, shape, getattr(torch, config.dtype), seed=config.seed), direction, device)
             race = _Race(work, config, device, progress)
             rows += race.run(bound, baseline)
     return Benchmark(
@@ -177,7 +177,7 @@ def bench(
 class _Race:
     """Backends on one piece of work."""
 
-    def __init__(self, work: Work, config: BenchConfig, device: torch.device, progress: Progress) -> None:
+    def __init__(self, work: Workload, config: BenchConfig, device: torch.device, progress: Progress) -> None:
         self.work, self.config, self.device, self.progress = work, config, device, progress
         self.exact: dict[str, Tensor] | None = None
         self.calls: dict[str, Call] = {}
@@ -189,7 +189,7 @@ class _Race:
         for name, update in bound.items():
             self.progress(task, 0, self.config.rounds, f"first call of {name}")
             rows[name] = self._first_call(Row(shape=shape, direction=direction, backend=name), update)
-        times = in_turns(
+        times = time_interleaved(
             self.calls,
             self.device,
             self.config.rounds,

@@ -23,7 +23,7 @@ class Times(NamedTuple):
     host: list[float]
 
 
-def in_turns(
+def time_interleaved(
     calls: Mapping[str, Call], device: torch.device, rounds: int, seconds: float, told: Told
 ) -> dict[str, Times]:
     """Run every call once a round, in an order that turns, and time each.

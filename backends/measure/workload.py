@@ -22,7 +22,7 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 _SEGMENT = 256  # tokens of the float64 reference whose graph is held at once
 
 
-class Work:
+class Workload:
     """One case in one direction: "forward", without gradients; "backward", after a forward; "decode", one token.
 
     In "decode" every sequence of the case is a row.

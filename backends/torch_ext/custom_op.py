@@ -41,7 +41,7 @@ def written(tensor: Tensor, result: Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def with_known_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+def cache_forward_signature(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """A class decorator: keeps the signature of `forward`, which `apply` would make anew in every call."""
     function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
     return function

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
-from deltazoo.backends.decode_step import FusedInputs, FusedStep
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.lowering import strengths
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.spec import UpdateSpec
@@ -92,13 +92,15 @@ class TritonBackend(Backend):
             x, kind = self._operands(spec, inputs, padded=False)
             return step_(x, states, slots, kind)
 
-    def fused_step_unsupported(self, step: FusedStep, dtype: torch.dtype) -> list[str]:
+    def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
         return fused.unsupported(step)
 
-    def fused_step_(self, step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+    def fused_decode_step_(
+        self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None
+    ) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
-            return fused.fused_step_(step, inputs, states, slots, self.config)
+            return fused.fused_decode_step_(step, inputs, states, slots, self.config)
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
         reasons = self._tensors_unsupported(meta.device, meta.dtype) + conv.too_many_taps(meta.taps)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.decode_step import FusedInputs, FusedStep, beyond
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, beyond
 from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.torch_ext.custom_op import operator, written
 from deltazoo.backends.triton.config import (
@@ -45,7 +45,7 @@ def _tile(launch: Launch, V: int, householders: int) -> int:
     return max(min(most, power_of_two(V)), power_of_two(cdiv(householders * V, _MOST_STEPS)))
 
 
-def unsupported(step: FusedStep) -> list[str]:
+def unsupported(step: FusedDecodeStep) -> list[str]:
     """Why the kernel does not take a step, beyond what the update's spec says; [] means it does."""
     reasons = beyond(step.spec) + too_many_taps(step.taps)
     if step.V > WIDEST_VALUE:
@@ -61,7 +61,7 @@ def unsupported(step: FusedStep) -> list[str]:
 
 
 class StepKind(NamedTuple):
-    """What the kernel is compiled for, beside sizes and operands: of a `FusedStep` and its spec, in plain words.
+    """What the kernel is compiled for, beside sizes and operands: of a `FusedDecodeStep` and its spec, in plain words.
 
     silu: of q, k and v; unit: of q and k; erase_by, write_by: what the strengths are multiplied by.
     """
@@ -85,7 +85,7 @@ class StepKind(NamedTuple):
     bound: float | None
 
     @classmethod
-    def of(cls, step: FusedStep) -> "StepKind":
+    def of(cls, step: FusedDecodeStep) -> "StepKind":
         spec = step.spec
         return cls(
             heads=step.H,
@@ -120,7 +120,9 @@ _KIND = (
 )
 
 
-def fused_step_(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Tensor | None, config: str = "") -> Tensor:
+def fused_decode_step_(
+    step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None, config: str = ""
+) -> Tensor:
     """Run the kernel; `inputs.history` and `states` change in place. Returns o [B, 1, HV, V].
 
     Args: config: a launch config as JSON; "" is the tables', else the heuristic's.
@@ -129,9 +131,9 @@ def fused_step_(step: FusedStep, inputs: FusedInputs, states: Tensor, slots: Ten
 
 
 def _fused_impl(*arguments: Any) -> Tensor:
-    inputs, (states, slots), kind = FusedInputs(*arguments[:14]), arguments[14:16], StepKind(*arguments[16:-1])
+    inputs, (states, slots), kind = FusedDecodeInputs(*arguments[:14]), arguments[14:16], StepKind(*arguments[16:-1])
     spread = ("qkv", "beta", "decay", "gate")  # their rows may lie apart, as those of a product of several maps
-    x = FusedInputs(**{
+    x = FusedDecodeInputs(**{
         name: t if t is None or (name in spread and t.stride(2) == 1) else t.contiguous()
         for name, t in inputs._asdict().items()
     })  # fmt: skip
@@ -145,7 +147,7 @@ def _fused_impl(*arguments: Any) -> Tensor:
     return o
 
 
-def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kind: StepKind, config: str) -> None:
+def _launch(x: FusedDecodeInputs, states: Tensor, slots: Tensor | None, o: Tensor, kind: StepKind, config: str) -> None:
     from deltazoo.backends.triton.kernels.decode.fused_step import fused_step_kernel, push_kernel
     from deltazoo.backends.triton.launcher import launcher
 
@@ -178,7 +180,7 @@ def _launch(x: FusedInputs, states: Tensor, slots: Tensor | None, o: Tensor, kin
         push(B * cdiv(shared, _PUSHED))
 
 
-def _resolve(x: FusedInputs, states: Tensor, kind: StepKind, n: int, config: str) -> Launch:
+def _resolve(x: FusedDecodeInputs, states: Tensor, kind: StepKind, n: int, config: str) -> Launch:
     """The launch of the config that was given as JSON, else the tables' (of one key a token) or the heuristic's."""
     given = parse(config).fused_step if config else None
     if given is not None:

@@ -8,7 +8,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import precompile as ahead
-from deltazoo.backends.watch import Ran, tell, watched
+from deltazoo.backends.watch import RunRecord, is_watched, record_run
 
 _compiled: dict[Hashable, Any] = {}
 _WIDE = 16  # bytes; Triton compiles another kernel for a pointer that is no multiple
@@ -53,8 +53,8 @@ def launcher(
         nonlocal compiled, stream
         if programs == 0:
             return
-        if walked is None and watched():
-            tell(Ran("triton", kernel.__name__, programs, warps))
+        if walked is None and is_watched():
+            record_run(RunRecord("triton", kernel.__name__, programs, warps))
         if compiled is not None:
             if walked is None:
                 compiled[(programs, 1, 1)](*pointers, *numbers, *constants, stream=stream)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature, written
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator, written
 from deltazoo.backends.triton.config import LaunchConfig, checkpoint_distance, parse
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes, ready
 from deltazoo.backends.triton.precompile import compiled_ahead
@@ -135,7 +135,7 @@ _step_op = operator(
 )
 
 
-@with_known_signature
+@cache_forward_signature
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 from deltazoo.backends.triton.config import cdiv, power_of_two
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.precompile import compiled_ahead
-from deltazoo.backends.varlen import sequence_of
+from deltazoo.backends.varlen import sequence_index
 
 MOST_TAPS = 8
 WIDEST_UNIT = 1024
@@ -80,7 +80,7 @@ class _Problem(NamedTuple):
         first = which = None
         if cu is not None:
             # bounds on a GPU are not inspected: what lies beyond the last counts to the last sequence
-            which = sequence_of(cu, x.shape[1]).clamp(max=max(cu.shape[0] - 2, 0)).int()
+            which = sequence_index(cu, x.shape[1]).clamp(max=max(cu.shape[0] - 2, 0)).int()
             first = cu[which]
         assert weight is not None
         return cls(ConvInputs(x, weight, bias, history, cu), stride, first, which)
@@ -166,7 +166,7 @@ _backward_op = operator(
 )
 
 
-@with_known_signature
+@cache_forward_signature
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:

@@ -32,8 +32,8 @@ from deltazoo.backends.devices import usable_device
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.measure.timing import in_turns
-from deltazoo.backends.measure.workload import Direction, Work
+from deltazoo.backends.measure.timing import time_interleaved
+from deltazoo.backends.measure.workload import Direction, Workload
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.torch_ext.cuda_graph import Call, captured
 from deltazoo.backends.triton.backend import TritonBackend
@@ -307,7 +307,7 @@ def _computed(
 ) -> dict[str, Tensor]:
     bound = bind(case.spec, backend)
     if isinstance(given, FusedOperands):
-        return _results(bound.fused_step_(usual_step(case.spec, case.shape), *given), given)
+        return _results(bound.fused_decode_step_(usual_step(case.spec, case.shape), *given), given)
     if cotangents is not None:
         return run(backend, case.spec, given, cotangents)
     assert given.state is not None
@@ -331,7 +331,7 @@ class _FusedWork:
         self.given = draw_step(self.step, (), target.shape.sequences, target.dtype, device)
 
     def call(self, bound: BoundUpdate) -> Callable[[], dict[str, Tensor]]:
-        return lambda: {"o": bound.fused_step_(self.step, *self.given)}
+        return lambda: {"o": bound.fused_decode_step_(self.step, *self.given)}
 
 
 class _Bench:
@@ -340,7 +340,7 @@ class _Bench:
     def __init__(self, target: Target, timed: Direction | Literal["fused_step"], device: torch.device) -> None:
         self.target, self.timed, self.device = target, timed, device
         self.case = Case(target.spec, target.shape, target.dtype)
-        self.work = _FusedWork(target, device) if timed == "fused_step" else Work(self.case, timed, device)
+        self.work = _FusedWork(target, device) if timed == "fused_step" else Workload(self.case, timed, device)
         self.pool = torch.cuda.graph_pool_handle()
         self.replays: dict[LaunchConfig, Call] = {}
         self.first: dict[str, Tensor] | None = None
@@ -350,7 +350,7 @@ class _Bench:
         self.replays = {config: replay for config, replay in self.replays.items() if config in configs}
         right = [config for config in configs if config in self.replays or self._captured(config)]
         calls: dict[str, Call] = {config.model_dump_json(): self.replays[config] for config in right}
-        times = in_turns(calls, self.device, rounds, _LONGEST_TURN, lambda done, total, note: None)
+        times = time_interleaved(calls, self.device, rounds, _LONGEST_TURN, lambda done, total, note: None)
         found = {name: median(of.seconds) for name, of in times.items()}
         return [found.get(config.model_dump_json(), math.inf) for config in configs]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends.check import check_whole
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
 from deltazoo.backends.torch_ext.cuda_graph import Call, captured
 from deltazoo.blocks.generation.sampling import check_sampling, sample
@@ -68,7 +68,7 @@ def stream(
     Nothing waits for the device, unless `stop` asks each token whether it was the last.
     """
     check_sampling(temperature, top_k, top_p)
-    check_whole("max_tokens", max_tokens)
+    check_integer("max_tokens", max_tokens)
     if not isinstance(generator, torch.Generator | int | None):
         raise ValueRangeError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
     tokens_BT, mask_BT = _padded(prompt)

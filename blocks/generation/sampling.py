@@ -6,7 +6,7 @@ B batch, L vocabulary
 import torch
 from torch import Tensor
 
-from deltazoo.backends.check import check_whole
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import ValueRangeError
 
 
@@ -15,7 +15,7 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ValueRangeError(f"temperature must be at least 0 (0 takes the likeliest token), got {temperature!r}")
     if top_k is not None:
-        check_whole("top_k", top_k)
+        check_integer("top_k", top_k)
     if top_p is not None and not (isinstance(top_p, int | float) and 0 < top_p <= 1):
         raise ValueRangeError(f"top_p must be in (0, 1], or None for every token, got {top_p!r}")
 

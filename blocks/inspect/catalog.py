@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from deltazoo.backends import registry
 from deltazoo.backends.errors import DeltazooError
-from deltazoo.backends.lookup import resolve
+from deltazoo.backends.registry import resolve
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.blocks import presets
 from deltazoo.blocks.spec import StackSpec

@@ -106,7 +106,7 @@ def _backends(layer: Layer) -> dict[str, str | None]:
             continue
         dtype = next(layer.parameters()).dtype
         for device in DEVICES:
-            name = explain(update.spec, update.meta(device, dtype, grad=True), update.bound.asked).chosen
+            name = explain(update.spec, update.meta(device, dtype, grad=True), update.bound.requested).chosen
             both = device in chosen and chosen[device] != name
             chosen[device] = f"{chosen[device]}, {name}" if both else name
     return chosen

@@ -11,8 +11,8 @@ from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.dispatch import bind_conv, explain
 from deltazoo.backends.errors import ConfigError, PluginError, UnknownNameError
-from deltazoo.backends.lookup import resolve
-from deltazoo.backends.notation import papers
+from deltazoo.backends.papers import papers
+from deltazoo.backends.registry import resolve
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect.catalog import about
 from deltazoo.blocks.inspect.describe import Description
@@ -174,7 +174,7 @@ def _decode_step(mixer: Mixer, device: str, dtype: torch.dtype, backend: str | N
     if backend is None or not isinstance(mixer, DeltaMixer):
         return {}
     fusion = mixer.fusion()
-    if fusion is None or resolve(backend).fused_step_unsupported(fusion.step, dtype):
+    if fusion is None or resolve(backend).fused_decode_unsupported(fusion.step, dtype):
         return {"decode step": f"part by part, the update by backend {backend!r} on {device!r}"}
     parts = ", ".join(type(part).__name__ for part in fusion.inside.values())
     return {"decode step": f"{parts} and the update in one, by backend {backend!r} on {device!r}"}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.decode_step import FusedInputs, FusedStep
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.mixers.core.part import Fusible, FusibleLinearPart, StatelessOutputPart, stock, together
 
 
@@ -19,21 +19,21 @@ class Fusion(NamedTuple):
     The output parts `after` it follow one by one, and look at nothing that stays inside.
     """
 
-    step: FusedStep
+    step: FusedDecodeStep
     inside: dict[str, Fusible]
     after: list[StatelessOutputPart]
 
-    def inputs(self, x_B1D: Tensor, history: Tensor | None) -> FusedInputs:
+    def inputs(self, x_B1D: Tensor, history: Tensor | None) -> FusedDecodeInputs:
         """What the step takes; narrow maps by one product. Args: x: the mixer's input; history: the convolution's."""
         given = {} if history is None else {"history": history}
         narrow = {name: part for name, part in self.inside.items() if isinstance(part, FusibleLinearPart)}
         raw = together(x_B1D, {name: part.proj for name, part in narrow.items()})
         for name, part in self.inside.items():
             given |= narrow[name].fused_of(raw[name]) if name in raw else part.fused_inputs(x_B1D)
-        return FusedInputs(**given)
+        return FusedDecodeInputs(**given)
 
 
-def fusion(step: FusedStep, before: Mapping[str, nn.Module], outputs: Mapping[str, nn.Module]) -> Fusion | None:
+def fusion(step: FusedDecodeStep, before: Mapping[str, nn.Module], outputs: Mapping[str, nn.Module]) -> Fusion | None:
     """Fuse parts, as they are, with a step that has none yet. Whether it is taken so a backend says.
 
     None where one of those before the update does not fuse, or one after the step looks at what stays inside, or does

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
-from deltazoo.backends.decode_step import FusedStep
+from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
@@ -148,10 +148,10 @@ class DeltaMixer(Mixer):
         parts or backend do not allow it."""
         plain = context.mask is None and context.cu_seqlens is None and x_BTD.shape[1] == 1
         bound, device = self.update.bound, x_BTD.device.type
-        fused = self.fusion() if plain and not torch.is_grad_enabled() and bound.may_fuse(device) else None
-        if fused is None or not bound.fuses(fused.step, device, mapped_dtype(x_BTD)):
+        fused = self.fusion() if plain and not torch.is_grad_enabled() and bound.may_fuse_decode(device) else None
+        if fused is None or not bound.can_fuse_decode(fused.step, device, mapped_dtype(x_BTD)):
             return None
-        o = bound.fused_step_(fused.step, fused.inputs(x_BTD, state.get("project")), state["update"])
+        o = bound.fused_decode_step_(fused.step, fused.inputs(x_BTD, state.get("project")), state["update"])
         for part in fused.after:
             o = part.of(o, x_BTD)
         return o
@@ -161,7 +161,7 @@ class DeltaMixer(Mixer):
         if type(self.update) is not Update or not stock(self.update):
             return None
         _, H, HV, K, V, _ = self.update.shape
-        step = FusedStep(self.update.spec, H, HV, K, V, parts=())
+        step = FusedDecodeStep(self.update.spec, H, HV, K, V, parts=())
         return fusion(step, {"project": self.project, **dict(self.operands.items())}, dict(self.outputs.items()))
 
     def _mapped(self, o: Tensor, x_BTD: Tensor, order: Tensor | None) -> Tensor:

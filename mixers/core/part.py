@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from deltazoo.backends.base import Backend, UpdateInputs
-from deltazoo.backends.decode_step import FusedStep
+from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import Context
 
@@ -133,7 +133,7 @@ class Fusible(nn.Module, ABC):
         cls.says = "fused" in vars(cls)
 
     @abstractmethod
-    def fused(self, step: FusedStep) -> FusedStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         """The step with this part after all that it has; None where that is none."""
 
     @abstractmethod

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
-from deltazoo.backends.values import packing_problems, readable
-from deltazoo.backends.varlen import sequence_of
+from deltazoo.backends.torch_ext.modes import packing_problems, values_are_readable
+from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
 
 _NOTHING = Context()
@@ -69,7 +69,7 @@ def positions(x_BTD: Tensor, seen_N: Tensor | None, context: Context) -> Tensor:
     B, T = x_BTD.shape[:2]
     time_T = torch.arange(T, device=x_BTD.device)
     if context.cu_seqlens is not None:
-        which_T = sequence_of(context.cu_seqlens, T)
+        which_T = sequence_index(context.cu_seqlens, T)
         within_T = time_T - context.cu_seqlens.long()[which_T]
         return (within_T if seen_N is None else within_T + seen_N[which_T])[None]
     return time_T.expand(B, T) if seen_N is None else time_T + seen_N[:, None]
@@ -95,7 +95,7 @@ def _check(x_BTD: Tensor, context: Context) -> None:
         _check_pack(x_BTD, context.cu_seqlens)
         if context.mask is not None:
             raise OperandError("context.mask must be None with cu_seqlens: a pack has no padding")
-    elif context.mask is not None and readable(context.mask):
+    elif context.mask is not None and values_are_readable(context.mask):
         starts_BT = context.mask[:, 1:] & ~context.mask[:, :-1]
         if int((starts_BT.sum(1) + context.mask[:, :1].sum(1)).amax() if B else 0) > 1:
             raise ValueRangeError(
@@ -113,6 +113,6 @@ def _check_pack(x_BTD: Tensor, cu_seqlens: Tensor) -> None:
         raise DtypeError(f"context.cu_seqlens must be int32, got {cu_seqlens.dtype}")
     if cu_seqlens.device != x_BTD.device:
         raise DeviceError(f"context.cu_seqlens must be on {x_BTD.device}, where x is, got {cu_seqlens.device}")
-    problems = packing_problems(cu_seqlens, x_BTD.shape[1]) if readable(cu_seqlens) else []
+    problems = packing_problems(cu_seqlens, x_BTD.shape[1]) if values_are_readable(cu_seqlens) else []
     if problems:
         raise ValueRangeError(f"context.{problems[0]}")

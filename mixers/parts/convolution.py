@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.dispatch import bind_conv
-from deltazoo.backends.short_conv import ConvInputs, ConvPart, taps_of
+from deltazoo.backends.short_conv import ConvInputs, ConvPart, shifted_taps
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import counts
@@ -76,7 +76,7 @@ class TokenShift(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return x_(t-1) [B, T, D], and the state after."""
-        return taps_of(x_BTD, state, 1, context.cu_seqlens)[0], _after(x_BTD, state, context)
+        return shifted_taps(x_BTD, state, 1, context.cu_seqlens)[0], _after(x_BTD, state, context)
 
 
 def _after(x_BTC: Tensor, state: Tensor | None, context: Context) -> Tensor | None:

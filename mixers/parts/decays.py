@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.decode_step import FusedStep
+from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import FusibleLinearPart, HeadShape, OperandPart, projection
 
@@ -61,7 +61,7 @@ class SoftplusDecay(FusibleLinearPart):
         v = (inputs.v * dt[..., None]).to(inputs.v.dtype) if self.writes else inputs.v
         return inputs._replace(log_decay=dt * rate, v=v)
 
-    def fused(self, step: FusedStep) -> FusedStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if step.spec.decay != "head" or self.per != "head":
             return None
         return step._replace(bound=self.bound, writes=self.writes and self.bound is None)

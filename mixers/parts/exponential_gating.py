@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.varlen import sequence_of
+from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.state import carried
@@ -129,7 +129,7 @@ def running_max(
             first_BTH = first[:, None].to(wide).expand(B, T, HV)
             best = (write - total).cummax(1).values
         else:
-            which_T = sequence_of(context.cu_seqlens, T)
+            which_T = sequence_index(context.cu_seqlens, T)
             N = context.cu_seqlens.shape[0] - 1
             first = _lowest(N, HV, forget) if state is None else state
             start_T = context.cu_seqlens.long()[which_T]

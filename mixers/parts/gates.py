@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.decode_step import FusedStep
+from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
@@ -52,7 +52,7 @@ class Beta(FusibleLinearPart):
             beta = rearrange(beta, "b t (n h) -> b t n h", n=self.n)
         return inputs._replace(beta=beta)
 
-    def fused(self, step: FusedStep) -> FusedStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(top=self.top) if step.spec.beta == "head" else None
 
     def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class Feedback(OperandPart, Fusible):
         q = (q - self.d[:, None] * own).to(q.dtype)
         return inputs._replace(q=q, erase_key=(self.b.sigmoid()[:, None] * k).to(k.dtype)), None
 
-    def fused(self, step: FusedStep) -> FusedStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step if step.spec.erase_key == "own" else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ class OutputGate(StatelessOutputPart, Fusible):
     def of(self, o: Tensor, x: Tensor) -> Tensor:
         return gated(o, self.proj(x).view(o.shape), self.activation)
 
-    def fused(self, step: FusedStep) -> FusedStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(gate=self.activation, gate_first=not step.norm) if not step.gate else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ class Skip(OutputPart, Fusible):
     ) -> tuple[Tensor, Tensor | None]:
         return (o + self.D[:, None] * flow.projected.v).to(o.dtype), None
 
-    def fused(self, step: FusedStep) -> FusedStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step if not step.norm and not step.gate and step.spec.householders == 1 else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.decode_step import FusedStep
+from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, StatelessOutputPart
 
@@ -66,7 +66,7 @@ class HeadNorm(StatelessOutputPart, Fusible):
             normed = normed + self.bias.to(normed.dtype).view(-1, o.shape[-1])
         return normed.to(o.dtype)
 
-    def fused(self, step: FusedStep) -> FusedStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(norm=self.kind, eps=self.eps) if not step.norm and self.groups == step.HV else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.decode_step import FusedStep
+from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.short_conv import ConvPart, follow
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, stock
@@ -78,7 +78,7 @@ class Project(Fusible, Stateful):
             v = rearrange(v, "b t (n h v) -> b t n h v", n=n, h=HV)
         return UpdateInputs(q_BTHK, k, v), state
 
-    def fused(self, step: FusedStep) -> FusedStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if self.conv is None:
             return step._replace(parts=tuple(self.rest)) if self.keys else None
         if not self.keys or self.rest or type(self.conv) is not ShortConv or not stock(self.conv):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.varlen import sequence_of
+from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.parts.caches import KVCache, token_in_slot
 
 
@@ -20,7 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu
     Args: q: [B, T, H, E]; k, v: [B, T, G, E].
     """
     T = q.shape[1]
-    which_T = None if cu_seqlens is None else sequence_of(cu_seqlens, T)
+    which_T = None if cu_seqlens is None else sequence_index(cu_seqlens, T)
     if window is None or window >= T:
         return sdpa(q, k, v, scale, None if which_T is None else _causal(T, which_T))
     mask = None if which_T is None else _causal(window, which_T[:window])
@@ -58,7 +58,7 @@ def attend_pack(
     The mask is T x (N S + T).
     """
     T, (N, S) = q.shape[1], cache.k.shape[:2]
-    which_T = sequence_of(cu_seqlens, T)
+    which_T = sequence_index(cu_seqlens, T)
     time_T = torch.arange(T, device=q.device)
     place_T = time_T - cu_seqlens.long()[which_T] + cache.position[which_T]
     owner_J = torch.cat([torch.arange(N, device=q.device).repeat_interleave(S), which_T])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import operator, with_known_signature
-from deltazoo.backends.varlen import sequence_of
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import counts
 
@@ -65,7 +65,7 @@ class Loop:
         bounds = context.cu_seqlens
         assert bounds is not None
         T, N = operands[0].shape[1], bounds.shape[0] - 1
-        which_T = sequence_of(bounds, T)
+        which_T = sequence_index(bounds, T)
         time_T = torch.arange(T, device=which_T.device)
         slot_T = which_T * T + time_T - bounds.long()[which_T]
         rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, slot_T, x[0]).unflatten(0, (N, T)) for x in operands]
@@ -156,7 +156,7 @@ def _backward_fake(
 def _function(
     forward_op: Callable[..., list[Tensor]], backward_op: Callable[..., list[Tensor]]
 ) -> type[torch.autograd.Function]:
-    @with_known_signature
+    @cache_forward_signature
     class Looped(torch.autograd.Function):
         @staticmethod
         def forward(states: int, operands: int, real: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from deltazoo.backends.base import Backend, UpdateOutput
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
-from deltazoo.backends.measure.timing import MOST_LEAD, in_turns
+from deltazoo.backends.measure.timing import MOST_LEAD, time_interleaved
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
@@ -176,7 +176,7 @@ def test_on_a_gpu_a_call_is_timed_as_it_is_queued_and_its_host_by_itself():
         return call
 
     calls = {"soon": x.neg_, "late": slow_to_issue(0.004), "too late": slow_to_issue(0.03)}
-    times = in_turns(calls, torch.device("cuda"), 15, 5.0, lambda done, total, note: None)
+    times = time_interleaved(calls, torch.device("cuda"), 15, 5.0, lambda done, total, note: None)
     device, host = ({name: min(of[i]) for name, of in times.items()} for i in range(2))  # others may use the device,
     assert device["soon"] < 1e-4
     assert device["late"] < 1e-3 < 4e-3 <= host["late"]

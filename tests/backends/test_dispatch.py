@@ -262,7 +262,7 @@ def test_a_bound_update_survives_copying_and_pickling_as_it_was(again, asked, in
     with use_backend(Never()):
         twin = again(bound)
     assert isinstance(twin, BoundUpdate)
-    assert (twin.spec, twin.asked) == (bound.spec, bound.asked)
+    assert (twin.spec, twin.asked) == (bound.spec, bound.requested)
     assert twin.backend_for(CPU).name == bound.backend_for(CPU).name
     if asked:
         assert torch.equal(twin(inputs).o, bound(inputs).o)

@@ -22,7 +22,7 @@ from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance import decode_step as conformance
 from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, exact_step
-from deltazoo.backends.decode_step import FusedInputs, FusedStep
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.dispatch import BoundUpdate
 from deltazoo.backends.errors import (
     DeviceError,
@@ -52,7 +52,7 @@ GATED = UpdateSpec(decay="head", beta="head")
 H, HV, K, V = 2, 4, 12, 20
 
 
-def step_of(spec: UpdateSpec = GATED, silu: str = "qkv", unit: str = "qk", **fields: object) -> FusedStep:
+def step_of(spec: UpdateSpec = GATED, silu: str = "qkv", unit: str = "qk", **fields: object) -> FusedDecodeStep:
     sizes = {name: fields.pop(name, size) for name, size in {"H": H, "HV": HV, "K": K, "V": V}.items()}
     fields = {"taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"} | fields
     return conformance.step_of(spec, **sizes, silu=silu, unit=unit, **fields)
@@ -98,7 +98,7 @@ OPTIONS = {"none": (), "all": ("bias", "skip", "each", "norm_bias"), "slots": ("
 
 
 def draw(
-    step: FusedStep,
+    step: FusedDecodeStep,
     options: tuple[str, ...],
     B: int = 3,
     dtype: torch.dtype = torch.float32,
@@ -115,7 +115,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def agrees(
-    step: FusedStep,
+    step: FusedDecodeStep,
     options: tuple[str, ...],
     dtype: torch.dtype = torch.float32,
     B: int = 3,
@@ -123,7 +123,7 @@ def agrees(
 ) -> None:
     given = draw(step, options, B, dtype)
     want, exact = exact_step(step, FusedOperands(**given))
-    o = bind(step.spec, backend).fused_step_(step, **given)
+    o = bind(step.spec, backend).fused_decode_step_(step, **given)
     assert o.dtype == dtype
     limit = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
     assert error(o, want) < limit
@@ -180,8 +180,8 @@ def test_the_tuner_finds_a_launch_right_or_says_what_is_wrong(spec, tmp_path, mo
     with watch() as seen:
         assert measure._verdict(job, DEVICE) == ""
     assert [(ran.programs, ran.warps) for ran in seen.runs if ran.what == "fused_step_kernel"] == [(12, 1), (20, 1)]
-    right = fused.fused_step_
-    monkeypatch.setattr(fused, "fused_step_", lambda *given: 1.02 * right(*given))
+    right = fused.fused_decode_step_
+    monkeypatch.setattr(fused, "fused_decode_step_", lambda *given: 1.02 * right(*given))
     assert re.match(r"o has relative RMS error 2\.0e-02, above 5e-03, on ", measure._verdict(job, DEVICE))
 
 
@@ -197,7 +197,7 @@ def test_the_widths_of_published_models(widths):
 def test_no_row_and_one_row(name):
     agrees(STEPS[name], (), B=1)
     given = draw(STEPS[name], (), B=0)
-    assert bind(STEPS[name].spec, "triton").fused_step_(STEPS[name], **given).shape == (0, 1, HV, V)
+    assert bind(STEPS[name].spec, "triton").fused_decode_step_(STEPS[name], **given).shape == (0, 1, HV, V)
 
 
 @runs
@@ -208,14 +208,14 @@ def test_small_steps_keep_their_digits():
     given["inputs"].decay.fill_(-14.0)
     given["states"].zero_()
     _, exact = exact_step(step, FusedOperands(**given))
-    bind(step.spec, "triton").fused_step_(step, **given)
+    bind(step.spec, "triton").fused_decode_step_(step, **given)
     assert error(given["states"], exact.states) < 3e-6
     for times in (1e-4, 0.2, 0.3, 4.0):
         step = step_of(UpdateSpec(beta="head", reparam="efla"), silu="", unit="", taps=0)
         given = draw(step, ())
         given["inputs"].qkv.mul_(times)
         want, exact = exact_step(step, FusedOperands(**given))
-        assert error(bind(step.spec, "triton").fused_step_(step, **given), want) < 1e-5
+        assert error(bind(step.spec, "triton").fused_decode_step_(step, **given), want) < 1e-5
         assert error(given["states"], exact.states) < 1e-5
 
 
@@ -225,7 +225,7 @@ def test_only_the_slots_that_are_named_change():
     given = draw(step, ("slots",))
     given["states"][[1, 2]] = torch.nan
     given["inputs"].history[[1, 2]] = torch.nan
-    o = bind(step.spec, "triton").fused_step_(step, **given)
+    o = bind(step.spec, "triton").fused_decode_step_(step, **given)
     assert not o.isnan().any()
     for tensor in (given["states"], given["inputs"].history):
         assert tensor[[1, 2]].isnan().all()
@@ -236,19 +236,19 @@ def test_only_the_slots_that_are_named_change():
 def test_tensors_that_are_not_contiguous():
     step = STEPS["gated delta"]
     given = draw(step, (*OPTIONS["all"], "slots"))
-    want = bind(step.spec, "triton").fused_step_(step, **copy.deepcopy(given))
+    want = bind(step.spec, "triton").fused_decode_step_(step, **copy.deepcopy(given))
 
     def spread(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.stack([x, x + 1], -1)[..., 0]
 
     lain = {
-        "inputs": FusedInputs(*map(spread, given["inputs"])),
+        "inputs": FusedDecodeInputs(*map(spread, given["inputs"])),
         "states": spread(given["states"]),
         "slots": spread(given["slots"]),
     }
     assert lain["slots"].stride() == (2,)
-    got = bind(step.spec, "triton").fused_step_(step, **lain)
-    after = bind(step.spec, "triton").fused_step_(step, **given)
+    got = bind(step.spec, "triton").fused_decode_step_(step, **lain)
+    after = bind(step.spec, "triton").fused_decode_step_(step, **given)
     assert torch.equal(got, want)
     assert torch.equal(after, want)
     assert torch.equal(lain["states"], given["states"])
@@ -273,7 +273,7 @@ def test_the_kernels_compile_for_a_gpu_without_one(name, monkeypatch):
     step = STEPS[name]
     for dtype, options in ((torch.bfloat16, ("slots",)), (torch.float32, OPTIONS["all"])):
         given = draw(step, options, dtype=dtype, device="cpu")
-        fused.fused_step_(step, **given)
+        fused.fused_decode_step_(step, **given)
     shares = step.taps > 1 and step.H < step.HV
     assert [kernel for kernel, _ in compiler.compiled] == 2 * ["fused_step_kernel", *["push_kernel"] * shares]
     # room for several programs a processor, and no spills
@@ -549,16 +549,16 @@ def test_forward_mode_is_refused():
     with forward_ad.dual_level():
         given["inputs"] = given["inputs"]._replace(qkv=forward_ad.make_dual(qkv, torch.ones_like(qkv)))
         with pytest.raises(UnsupportedError, match="forward-mode"):
-            bound.fused_step_(step, **given)
+            bound.fused_decode_step_(step, **given)
 
 
 def test_a_step_that_is_not_the_bound_ones_is_refused():
     step = STEPS["gated delta"]
     given = draw(step, (), device="cpu")
     with pytest.raises(OperandError, match="spec must be the one that was bound"):
-        bind(UpdateSpec(), "reference").fused_step_(step, **given)
+        bind(UpdateSpec(), "reference").fused_decode_step_(step, **given)
     with pytest.raises(UnsupportedError, match="'reference' does not take this step in one: it takes no decode step"):
-        bind(GATED, "reference").fused_step_(step, **given)
+        bind(GATED, "reference").fused_decode_step_(step, **given)
     wrong = {
         r"parts must be of q, k and v, of \[24, 24, 80\] channels, got \[\]": {"parts": ()},
         "the heads of v must be a multiple of the heads of q, got HV=4, H=3": {
@@ -568,9 +568,9 @@ def test_a_step_that_is_not_the_bound_ones_is_refused():
     }
     for match, fields in wrong.items():
         with pytest.raises(ShapeError, match=match):
-            bind(GATED, "reference").fused_step_(step._replace(**fields), **given)
+            bind(GATED, "reference").fused_decode_step_(step._replace(**fields), **given)
     with pytest.raises(OperandError, match="writes must be False with decay='none'"):
-        bind(UpdateSpec(), "reference").fused_step_(STEPS["delta without beta"]._replace(writes=True), **given)
+        bind(UpdateSpec(), "reference").fused_decode_step_(STEPS["delta without beta"]._replace(writes=True), **given)
 
 
 class Older(ReferenceBackend):
@@ -586,7 +586,7 @@ def test_a_backend_without_a_fused_step_takes_the_parts():
         mixer(torch.randn(2, 1, 32), mixer.init_state(2))
     assert "older: step" in str(seen)
     assert "fused" not in str(seen)
-    reasons = Older().fused_step_unsupported(mixer.fusion().step, torch.float32)
+    reasons = Older().fused_decode_unsupported(mixer.fusion().step, torch.float32)
     assert reasons == ["it takes no decode step in one: the mixer takes it part by part."]
 
 
@@ -663,11 +663,11 @@ WRONG = [
 def test_what_does_not_fit_is_said(changed, kind, match):
     step = STEPS["gated delta"]
     given = draw(step, ("bias", "slots"), device="cpu")
-    inputs = {name: tensor for name, tensor in changed.items() if name in FusedInputs._fields}
+    inputs = {name: tensor for name, tensor in changed.items() if name in FusedDecodeInputs._fields}
     given |= {name: tensor for name, tensor in changed.items() if name not in inputs}
     given["inputs"] = given["inputs"]._replace(**inputs)
     with pytest.raises(kind, match=match):
-        bind(step.spec, "reference").fused_step_(step, **given)
+        bind(step.spec, "reference").fused_decode_step_(step, **given)
 
 
 def test_what_the_kernel_does_not_take_is_said_in_sentences():
@@ -718,7 +718,7 @@ def test_the_same_bits_again_and_again():
         bound, first = bind(step.spec, "triton"), None
         for _ in range(50):
             again = copy.deepcopy(given)
-            o = bound.fused_step_(step, **again)
+            o = bound.fused_decode_step_(step, **again)
             found = (o, again["states"], again["inputs"].history)
             first = found if first is None else first
             assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))

@@ -7,7 +7,7 @@ from deltazoo import conformance
 from deltazoo.backends.base import UpdateOutput
 from deltazoo.backends.conformance import checks
 from deltazoo.backends.conformance.decode_step import FusedOperands, exact_step
-from deltazoo.backends.decode_step import FusedInputs
+from deltazoo.backends.decode_step import FusedDecodeInputs
 from deltazoo.backends.reference import ReferenceBackend
 
 
@@ -208,10 +208,10 @@ class Fuses(Sound):
     def __init__(self, zero=(), **fields):
         self.zero, self.fields = zero, fields
 
-    def fused_step_unsupported(self, step, dtype):
+    def fused_decode_unsupported(self, step, dtype):
         return []
 
-    def fused_step_(self, step, inputs, states, slots):
+    def fused_decode_step_(self, step, inputs, states, slots):
         zeros = {name: torch.zeros_like(x) for name in self.zero if (x := getattr(inputs, name)) is not None}
         fields = {name: change for name, change in self.fields.items() if getattr(step, name)}
         o, after = exact_step(step._replace(**fields), FusedOperands(inputs._replace(**zeros), states, slots))
@@ -222,28 +222,28 @@ class Fuses(Sound):
 
 
 class LeavesItsHistory(Fuses):
-    def fused_step_(self, step, inputs, states, slots):
+    def fused_decode_step_(self, step, inputs, states, slots):
         kept = None if inputs.history is None else inputs.history.clone()
-        return super().fused_step_(step, inputs._replace(history=kept), states, slots)
+        return super().fused_decode_step_(step, inputs._replace(history=kept), states, slots)
 
 
 class ErrsInTheState(Fuses):
-    def fused_step_(self, step, inputs, states, slots):
-        o = super().fused_step_(step, inputs, states, slots)
+    def fused_decode_step_(self, step, inputs, states, slots):
+        o = super().fused_decode_step_(step, inputs, states, slots)
         states.mul_(1.01)
         return o
 
 
 class FusesIntoEverySlot(Fuses):
-    def fused_step_(self, step, inputs, states, slots):
-        o = super().fused_step_(step, inputs, states, slots)
+    def fused_decode_step_(self, step, inputs, states, slots):
+        o = super().fused_decode_step_(step, inputs, states, slots)
         states.nan_to_num_()
         return o
 
 
 class FusesInTheWrongDtype(Fuses):
-    def fused_step_(self, step, inputs, states, slots):
-        return super().fused_step_(step, inputs, states, slots).double()
+    def fused_decode_step_(self, step, inputs, states, slots):
+        return super().fused_decode_step_(step, inputs, states, slots).double()
 
 
 class FusesWithoutGradients(FusesInTheWrongDtype):
@@ -252,8 +252,8 @@ class FusesWithoutGradients(FusesInTheWrongDtype):
 
 
 class WritesToItsProjection(Fuses):
-    def fused_step_(self, step, inputs, states, slots):
-        o = super().fused_step_(step, inputs, states, slots)
+    def fused_decode_step_(self, step, inputs, states, slots):
+        o = super().fused_decode_step_(step, inputs, states, slots)
         inputs.qkv.zero_()
         return o
 
@@ -264,7 +264,7 @@ WRONG_STEPS = {
     "slots": FusesIntoEverySlot(),
     "dtype": FusesInTheWrongDtype(),
     "operands": WritesToItsProjection(),
-    **{name: Fuses(zero=(name,)) for name in FusedInputs._fields if name not in ("qkv", "history")},
+    **{name: Fuses(zero=(name,)) for name in FusedDecodeInputs._fields if name not in ("qkv", "history")},
     "top": Fuses(top=1.0),
     "writes": Fuses(writes=False),
     "bound": Fuses(bound=None),

@@ -351,7 +351,7 @@ def test_a_mixers_convolution_goes_where_its_update_goes() -> None:
     with use_backend(surrounding):
         mixer = config.build(16)
     copied = pickle.loads(pickle.dumps(copy.deepcopy(config.build(16, backend="reference"))))
-    assert copied.project.conv.bound.asked == "reference"
+    assert copied.project.conv.bound.requested == "reference"
     mixer(x)
     mixer.rebind(later)
     mixer(x)

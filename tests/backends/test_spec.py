@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.conformance.pairwise import AXES, every_spec, pairs_of, pairwise, pairwise_cases
-from deltazoo.backends.notation import papers
+from deltazoo.backends.papers import papers
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import SHAPES
 from deltazoo.backends.spec import UpdateSpec

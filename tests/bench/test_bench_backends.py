@@ -9,8 +9,8 @@ from deltazoo.backends import registry
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import meta_of
 from deltazoo.backends.dispatch import bind
-from deltazoo.backends.lookup import resolve
-from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Work
+from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Workload
+from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import CPU, GPU, Shape
 from deltazoo.backends.spec import UpdateSpec
 
@@ -35,5 +35,5 @@ def test_update(timed: Any, backend: str, spec: str, shape: Shape, direction: Di
     reasons = resolve(backend).unsupported(SPECS[spec], meta_of(shape, DTYPE, DEVICE, direction == "backward"))
     if reasons:
         pytest.skip(" ".join(reasons))
-    work = Work(Case(SPECS[spec], shape, DTYPE), direction, DEVICE)
+    work = Workload(Case(SPECS[spec], shape, DTYPE), direction, DEVICE)
     timed(work.call(bind(SPECS[spec], backend)))

@@ -192,7 +192,7 @@ def test_the_schema_takes_what_load_takes_and_refuses_the_rest():
 
 
 def backends_of(model: torch.nn.Module) -> set[str]:
-    return {str(module.bound.asked) for module in model.modules() if isinstance(module, Update)}
+    return {str(module.bound.requested) for module in model.modules() if isinstance(module, Update)}
 
 
 def test_the_backend_is_the_arguments_then_the_layers_then_the_stacks_then_the_surroundings():

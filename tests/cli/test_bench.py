@@ -34,7 +34,7 @@ def wrong(monkeypatch):
     from importlib.metadata import EntryPoint
 
     found = registry._found
-    monkeypatch.setattr("deltazoo.backends.lookup._loaded", SimpleNamespace(slightly_wrong=SlightlyWrong()))
+    monkeypatch.setattr("deltazoo.backends.registry._loaded", SimpleNamespace(slightly_wrong=SlightlyWrong()))
     more = (EntryPoint("slightly_wrong", "nowhere:Nothing", registry.BACKENDS),)
     monkeypatch.setattr(
         registry, "_found", lambda group: (*found(group), *(more if group == registry.BACKENDS else ()))

@@ -185,7 +185,7 @@ def test_rebind_changes_the_backend(config: MixerConfig) -> None:
     with pytest.raises(UnknownNameError, match="unknown backend 'referense'; did you mean 'reference'"):
         mixer.rebind("referense")
     mixer.rebind("reference")
-    assert mixer.update.bound.asked == "reference"
+    assert mixer.update.bound.requested == "reference"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ LAYERS = {
 class PartByPart(TritonBackend):
     """The same kernels for the update, and none around it."""
 
-    def fused_step_unsupported(self, step, dtype):
+    def fused_decode_unsupported(self, step, dtype):
         return ["it is asked not to."]
 
 
@@ -85,13 +85,13 @@ def alone(mixer, B, variants):
     step, inputs, given = operands(mixer, x, mixer.init_state(B))
     bound, states = mixer.update.bound, mixer.init_state(B)["update"]
     line = [f"update {median(captured(lambda: bound.step_(given, states))):.1f}"]
-    line.append(f"fused {median(captured(lambda: bound.fused_step_(step, inputs, states))):.1f}")
+    line.append(f"fused {median(captured(lambda: bound.fused_decode_step_(step, inputs, states))):.1f}")
     for tile, warps in variants:
         launch = Launch(tile=tile, warps=warps, stages=1)
         asked = bind(step.spec, TritonBackend(LaunchConfig(fused_step=launch)))
         began = time.perf_counter()
         try:
-            found = f"{median(captured(lambda asked=asked: asked.fused_step_(step, inputs, states))):.1f}"
+            found = f"{median(captured(lambda asked=asked: asked.fused_decode_step_(step, inputs, states))):.1f}"
         except Exception as error:
             found = f"{type(error).__name__}: {str(error)[:60]}"
         took = time.perf_counter() - began
