@@ -12,7 +12,8 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.torch_ext.modes import packing_problems, sequences_of, values_are_readable
+from deltazoo.backends.torch_ext.modes import values_are_readable
+from deltazoo.backends.varlen import packing_problems, sequence_count
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STATE_LIKE = ("log_decay", "step", "rate", "state")
@@ -184,7 +185,7 @@ def _check_shapes(spec: UpdateSpec, inputs: UpdateInputs, want: dict[str, tuple[
             also = f" or {[HV, K]}" if name == "log_decay" and spec.decay == "fixed" else ""
             why = _why(spec, name)
             raise ShapeError(f"{name} must have shape {list(shape)}{also}{why}, got {list(got)}")
-    sequences = sequences_of(inputs.cu_seqlens, B)
+    sequences = sequence_count(inputs.cu_seqlens, B)
     if inputs.state is not None:
         _same("state", inputs.state, (sequences, HV, K, V))
 

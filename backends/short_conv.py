@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError
-from deltazoo.backends.torch_ext.modes import packing_problems, sequences_of, values_are_readable
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.torch_ext.modes import values_are_readable
+from deltazoo.backends.varlen import packing_problems, sequence_count, sequence_index
 
 EPS = 1e-6  # of the norm
 
@@ -85,7 +85,7 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
     C, W = x.shape[2], weight.shape[1]
     if sum(part.channels for part in parts) != C or any(part.unit and part.channels % part.unit for part in parts):
         raise ShapeError(f"parts must share the {C} channels of x in whole heads, got {list(parts)}")
-    rows = sequences_of(cu_seqlens, x.shape[0])
+    rows = sequence_count(cu_seqlens, x.shape[0])
     wanted = {"weight": (weight, (C, W)), "bias": (inputs.bias, (C,)), "history": (inputs.history, (rows, W - 1, C))}
     for name, (tensor, want) in wanted.items():
         if tensor is not None and tuple(tensor.shape) != want:

@@ -1,4 +1,4 @@
-"""UpdateSpec: what the recurrence is, as one frozen value."""
+"""UpdateSpec: the recurrence as a frozen value, with its operand shapes, its spectrum and its printed equation."""
 
 from typing import Any, Literal, NamedTuple, Self
 
@@ -12,9 +12,11 @@ Reparam = Literal["none", "efla", "longhorn"]
 
 
 class Spectrum(NamedTuple):
-    """The eigenvalue of the direction that a step erases, decay left out.
+    """Interval of the eigenvalue along the erased direction, without the decay.
 
-    low, high: the interval, or None where nothing bounds it; condition: when the interval holds, in words.
+    Args:
+        low, high: bounds of the interval; None if the eigenvalue is unbounded.
+        condition: the inputs for which the interval holds, or why there is none.
     """
 
     low: float | None
@@ -29,30 +31,32 @@ class Spectrum(NamedTuple):
 
 
 class UpdateSpec(BaseModel):
-    """Say what the recurrence is. Per head, with state S in R^{K x V}:
+    """Specify the recurrence. Per head, with state S in R^{K x V}:
 
         S~_t = D_t S_{t-1},    R_t = S~_t, or S_{t-1} with erase_from="previous"
         S_t  = S~_t + k_t (w_t * v_t - R_t^T (b_t * e_t))^T
         o_t  = scale S_t^T q_t, or scale S_{t-1}^T q_t with read="before"
 
     transition="additive" drops the erase term; "dplr" is S_t = D_t S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T.
-    With householders=n a token makes n such steps: the decay on the first, the read after the last.
+    With householders=n each token takes n such steps. The decay applies to the first step, and the output is read
+    after the last.
 
     Args:
-        decay: D_t. "none"; "fixed", constant in time; "head", a scalar; "channel", a vector over K;
-            "rate", step_t x rate, the product never stored.
-        transition: "additive", "delta" or "dplr".
-        beta: the strengths b, w. "none", 1; "head", a scalar; "channel", erase b [K] and write w [V].
-        erase_key: e. "key", the write key; "own", a key of its own (Comba).
-        erase_from: R. "decayed", after the decay; "previous", before it (Comba; dplr always).
-        negative_eigenvalues: "both", erase and write doubled; "erase", only the erase doubled.
-        reparam: how dS/dt = -k k^T S + k v^T is stepped over the time beta. "none", explicit Euler; "efla",
-            exactly; "longhorn", implicit Euler.
-        householders: steps a token.
-        read: "after" or "before" the token's own update.
+        decay: D_t. "none": identity. "fixed": constant in time. "head": one scalar per token and head. "channel": a
+            vector over K. "rate": exp(step_t x rate); the product is never materialised.
+        transition: "additive", "delta" or "dplr" (diagonal plus low rank).
+        beta: the erase strength b and the write strength w. "none": 1. "head": one scalar for both. "channel":
+            erase b [K] and write w [V].
+        erase_key: e. "key": the write key k. "own": a separate operand (Comba).
+        erase_from: R. "decayed": the state after the decay. "previous": the state before it (Comba; always for dplr).
+        negative_eigenvalues: "off"; "both" doubles erase and write; "erase" doubles the erase only.
+        reparam: integrator of dS/dt = -k k^T S + k v^T over a step of size beta. "none": explicit Euler. "efla":
+            exact. "longhorn": implicit Euler.
+        householders: number of steps per token.
+        read: whether o_t reads the state "after" or "before" the update of token t.
         scale: factor on the output; None is K ** -0.5.
     Raises:
-        pydantic.ValidationError: a combination that means nothing; the sentence says why.
+        pydantic.ValidationError: the combination of fields is undefined; the message gives the reason.
     Source: DeltaNet 2406.06484, Gated DeltaNet 2412.06464, Kimi Linear 2510.26692, Comba 2506.02475,
         EFLA 2512.12602, Longhorn 2407.14207, DeltaProduct 2502.10297, RWKV-7 2503.14456.
     """
@@ -73,22 +77,23 @@ class UpdateSpec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _dplr_erases_from_the_previous_state(cls, data: Any) -> Any:
+    def _set_erase_from_of_dplr(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("transition") == "dplr":
             return {"erase_from": "previous", **data}
         return data
 
     @model_validator(mode="after")
-    def _means_something(self) -> Self:
+    def _check_combination(self) -> Self:
         if self.transition != "delta":
-            where = f"transition={self.transition!r}"
-            why = "has no erase term" if self.transition == "additive" else "erases with its operands a and b"
+            transition = f"transition={self.transition!r}"
+            reason = "has no erase term" if self.transition == "additive" else "erases with its operands a and b"
             if self.reparam != "none":
-                raise ValueError(f"reparam={self.reparam!r} steps the delta rule; {where} {why}")
+                raise ValueError(f"reparam={self.reparam!r} steps the delta rule; {transition} {reason}")
             if self.erase_key == "own":
-                raise ValueError(f"erase_key='own' is a key of the delta rule; {where} {why}")
+                raise ValueError(f"erase_key='own' needs the delta rule; {transition} {reason}")
             if self.negative_eigenvalues != "off":
-                raise ValueError(f"negative_eigenvalues={self.negative_eigenvalues!r}: {where} {why}")
+                negative = f"negative_eigenvalues={self.negative_eigenvalues!r}"
+                raise ValueError(f"{negative} needs the delta rule; {transition} {reason}")
         if self.transition == "additive" and self.erase_from == "previous":
             raise ValueError("erase_from='previous' needs an erase term; transition='additive' has none")
         if self.transition == "dplr" and self.erase_from == "decayed":
@@ -106,23 +111,21 @@ class UpdateSpec(BaseModel):
         return self
 
     def __str__(self) -> str:
-        from deltazoo.backends.papers import equation
-
-        return equation(self)
+        return _equation(self)
 
     @property
     def decay_axes(self) -> Literal["none", "head", "channel"]:
-        """What the lowered decay varies over in one token; "fixed" may be either and is told by its tensor."""
+        """Axis of the decay of one token. "head" for "fixed", whose tensor may also have the axis K."""
         return "channel" if self.decay in ("channel", "rate") else "none" if self.decay == "none" else "head"
 
     def scale_of(self, K: int) -> float:
-        """The factor on the output, as a number, of keys of width K."""
+        """Return the output factor for key width K."""
         return K**-0.5 if self.scale is None else self.scale
 
     def spectrum(self) -> Spectrum:
-        """State the interval of the erased direction's eigenvalue, decay left out, and when it holds.
+        """Return the interval of the eigenvalue along the erased direction, without the decay.
 
-        Returns: `Spectrum(low, high, condition)`; low and high are None where nothing bounds it.
+        Returns: `Spectrum(low, high, condition)`; low and high are None if the eigenvalue is unbounded.
         Source: Grazzi 2411.12537 section 4; EFLA 2512.12602; Longhorn 2407.14207 section 3.
         """
         if self.transition == "additive":
@@ -139,31 +142,90 @@ class UpdateSpec(BaseModel):
         return Spectrum(0.0 if self.negative_eigenvalues == "off" else -1.0, 1.0, condition)
 
     def operands(self, B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, tuple[int, ...]]:
-        """Name every operand that the spec wants, with its shape; `state` and `cu_seqlens` are always optional.
+        """Return the shape of every required operand. `state` and `cu_seqlens` are optional for every spec.
 
         With decay="fixed", log_decay may also be [HV, K].
 
         Args: B batch, T time, H key heads, HV value heads, K key width, V value width.
-        Returns: operand name -> shape, in the order of `UpdateInputs`.
+        Returns: operand name -> shape, in the field order of `UpdateInputs`.
         """
         n = (self.householders,) if self.householders > 1 else ()
-        want: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             "q": (B, T, H, K),
             "k": (B, T, *n, H, K),
             "v": (B, T, *n, HV, V),
         }
         if self.decay == "rate":
-            want |= {"step": (B, T, HV), "rate": (HV, K)}
+            shapes |= {"step": (B, T, HV), "rate": (HV, K)}
         elif self.decay != "none":
-            want["log_decay"] = {"fixed": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}[self.decay]
+            shapes["log_decay"] = {"fixed": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}[self.decay]
         if self.beta == "head":
-            want["beta"] = (B, T, *n, HV)
+            shapes["beta"] = (B, T, *n, HV)
         if self.beta == "channel":
             if self.transition == "delta":
-                want["erase"] = (B, T, *n, HV, K)
-            want["write"] = (B, T, *n, HV, V)
+                shapes["erase"] = (B, T, *n, HV, K)
+            shapes["write"] = (B, T, *n, HV, V)
         if self.erase_key == "own":
-            want["erase_key"] = (B, T, *n, H, K)
+            shapes["erase_key"] = (B, T, *n, H, K)
         if self.transition == "dplr":
-            want |= {"a": (B, T, HV, K), "b": (B, T, HV, K)}
-        return want
+            shapes |= {"a": (B, T, HV, K), "b": (B, T, HV, K)}
+        return shapes
+
+
+_SCALAR_DECAY = {"head": "d_t"}
+_MATRIX_DECAY = {"fixed": "Diag(d)", "channel": "Diag(d_t)", "rate": "Diag(exp(step_t rate))"}
+
+
+def _equation(spec: UpdateSpec) -> str:
+    """Print the recurrence in one or two lines. d is the decay exp(log_decay), f the strength computed from k.
+
+    Example: S_t = d_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T;  o_t = K^-1/2 S_t^T q_t
+    """
+    erase, write = _strength_symbols(spec)
+    value = "(w_t * v_t)^T" if spec.beta == "channel" else "v_t^T"
+    line = f"S_t = {_transition_term(spec, erase)} + {_product(write, 'k_t', value)}"
+    if spec.householders > 1:
+        line += f"   ({spec.householders} such steps per token, with the decay in the first)"
+    scale = "K^-1/2" if spec.scale is None else "" if spec.scale == 1 else f"{spec.scale!r}"
+    read = "S_(t-1)^T" if spec.read == "before" else "S_t^T"
+    return f"{line};  o_t = {_product(scale, read, 'q_t')}{_strength_definition(spec)}"
+
+
+def _transition_term(spec: UpdateSpec, erase: str) -> str:
+    """The term that applies the transition to the previous state."""
+    scalar, matrix = _SCALAR_DECAY.get(spec.decay, ""), _MATRIX_DECAY.get(spec.decay, "")
+    if spec.transition == "additive":
+        return _product(scalar, matrix, "S_(t-1)")
+    diagonal = matrix or _product(scalar, "I")
+    if spec.transition == "dplr":
+        return f"({diagonal} + b_t a_t^T) S_(t-1)"
+    key = "e_t" if spec.erase_key == "own" else "k_t"
+    reader = f"(b_t * {key})^T" if spec.beta == "channel" else f"{key}^T"
+    erased = _product(erase, "k_t", reader)
+    if spec.erase_from == "previous":
+        return f"({diagonal} - {erased}) S_(t-1)"
+    return _product(scalar, f"(I - {erased})", matrix, "S_(t-1)")
+
+
+def _strength_symbols(spec: UpdateSpec) -> tuple[str, str]:
+    """The scalar factors of the erase and the write."""
+    if spec.reparam != "none":
+        return "f_t", "f_t"
+    beta = "beta_t" if spec.beta == "head" else ""
+    doubled = _product("2", beta)
+    return {"off": (beta, beta), "both": (doubled, doubled), "erase": (doubled, beta)}[spec.negative_eigenvalues]
+
+
+def _strength_definition(spec: UpdateSpec) -> str:
+    """The line that defines f_t; "" without a reparametrisation."""
+    if spec.reparam == "none":
+        return ""
+    norm = "(k_t^T (b_t * k_t))" if spec.beta == "channel" else "|k_t|^2"
+    beta = "beta_t" if spec.beta == "head" else ""
+    time = _product(beta, norm)
+    factor = f"(1 - exp(-{time})) / {norm}" if spec.reparam == "efla" else f"{beta or 1} / (1 + {time})"
+    return f"\n  with f_t = {factor}"
+
+
+def _product(*factors: str) -> str:
+    return " ".join(factor for factor in factors if factor)

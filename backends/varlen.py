@@ -1,10 +1,40 @@
-"""Where the tokens of a pack stand."""
+"""Packed sequences: number of sequences, index of each token's sequence, and validity of the boundaries.
+
+N sequences are concatenated along T, with B = 1. `cu_seqlens` [N + 1] int32 holds their boundaries.
+"""
+
+import itertools
 
 import torch
 from torch import Tensor
 
+from deltazoo.backends.errors import ShapeError
+
 
 def sequence_index(cu_seqlens: Tensor, T: int) -> Tensor:
-    """The sequence that each token of a pack belongs to: [T] int64. cu_seqlens: [N + 1] int32."""
+    """Return the index of the sequence that each token belongs to: [T] int64."""
     time_T = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:], time_T, right=True)
+
+
+def sequence_count(cu_seqlens: Tensor | None, B: int) -> int:
+    """Return the number of sequences: B, or N if they are packed. Raises: ShapeError."""
+    if cu_seqlens is None:
+        return B
+    if B != 1:
+        raise ShapeError(f"packed sequences (cu_seqlens) need B = 1, got B = {B}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ShapeError(f"cu_seqlens must have shape [N + 1], got {list(cu_seqlens.shape)}")
+    return cu_seqlens.shape[0] - 1
+
+
+def packing_problems(cu_seqlens: Tensor | None, T: int) -> list[str]:
+    """Describe what is wrong with the boundaries; [] if nothing is. Synchronises with the device of cu_seqlens."""
+    if cu_seqlens is None:
+        return []
+    bounds: list[int] = cu_seqlens.tolist()
+    ascending = all(left <= right for left, right in itertools.pairwise(bounds))
+    if bounds[0] != 0 or bounds[-1] != T or not ascending:
+        shown = bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]
+        return [f"cu_seqlens must rise from 0 to T = {T}, got {shown}."]
+    return []

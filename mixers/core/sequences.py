@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
-from deltazoo.backends.torch_ext.modes import packing_problems, values_are_readable
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.torch_ext.modes import values_are_readable
+from deltazoo.backends.varlen import packing_problems, sequence_index
 from deltazoo.mixers.core.mixer import Context
 
 _NOTHING = Context()

@@ -1,0 +1,21 @@
+"""Queries about torch's active modes and transforms, for which torch 2.11 to 2.13 have no public function."""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def functorch_is_active() -> bool:
+    """Whether a torch.func transform (grad, vmap, jvp, functionalize, ...) is running."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def values_are_readable(*tensors: Tensor | None) -> bool:
+    """Whether Python code may read the values of these tensors.
+
+    It may on the CPU. It may not read fake tensors, nor any tensor while torch.compile traces, or while a dispatch
+    mode or a torch.func transform is active.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or functorch_is_active():
+        return False
+    return all(x is None or (x.device.type == "cpu" and not isinstance(x, FakeTensor)) for x in tensors)
