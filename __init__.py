@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
     from deltazoo.backends.check import validate
-    from deltazoo.backends.dispatch import BoundUpdate, bind, explain, update, use_backend
+    from deltazoo.backends.dispatch import BoundUpdate, bind, update, use_backend
     from deltazoo.backends.errors import DeltazooError
+    from deltazoo.backends.explain import explain
     from deltazoo.backends.spec import UpdateSpec
     from deltazoo.backends.watch import watch
     from deltazoo.blocks.spec import LayerSpec, StackSpec
@@ -30,7 +31,7 @@ _HOME = {
     "UpdateOutput": "backends.base",
     "UpdateSpec": "backends.spec",
     "bind": "backends.dispatch",
-    "explain": "backends.dispatch",
+    "explain": "backends.explain",
     "update": "backends.dispatch",
     "use_backend": "backends.dispatch",
     "validate": "backends.check",

@@ -1,64 +1,87 @@
-"""Names to objects: entry points, read lazily. The zoo's own backends and mixers enter by the same door.
+"""Lookup of backends and mixers by name: entry points, "module:Class" names and the default order of backends.
 
-A plug-in package declares, in its pyproject.toml,
+A plug-in package declares an entry point in its pyproject.toml, as deltazoo does for its own backends and mixers:
 
     [project.entry-points."deltazoo.backends"]
     mine = "my_package.my_module:MyBackend"
 
-and `deltazoo list` shows it. `module:Class` works as a name without installing anything.
+`deltazoo list` then shows it. A name of the form "module:Class" needs no entry point.
 """
 
 import functools
 import importlib
 from collections import Counter
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError, DuplicateNameError, PluginError, UnknownNameError
+from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
 BACKENDS = "deltazoo.backends"
 MIXERS = "deltazoo.mixers"
 _KIND = {BACKENDS: "backend", MIXERS: "mixer"}
 
+# Device type -> backends in order of preference; "" is every other device. The reference runs only when named.
+DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "compile"), "": ("compile",)}
+
+# Backend instances, one attribute per name. Not a dict: torch.compile guards on the keys that a dict had when it was
+# first traced, and would recompile after every backend that is loaded later.
+_loaded = SimpleNamespace()
+
 
 @functools.cache
-def _found(group: str) -> tuple[EntryPoint, ...]:
+def _entry_points(group: str) -> tuple[EntryPoint, ...]:
     return tuple(sorted(set(entry_points(group=group)), key=lambda point: (point.name, point.value)))
 
 
 def names(group: str) -> list[str]:
-    """List the names that are installed in a group, sorted; nothing is imported.
+    """List the installed names of a group, sorted, without importing anything.
 
     Args: group: `BACKENDS` or `MIXERS`.
     """
-    return sorted({point.name for point in _found(group)})
+    return sorted({point.name for point in _entry_points(group)})
 
 
 def owner(group: str, name: str) -> str:
-    """Name the distribution that provides `name`, with its version."""
-    for point in _found(group):
+    """Return the distribution that provides `name`, with its version."""
+    for point in _entry_points(group):
         if point.name == name and point.dist is not None:
             return f"{point.dist.name} {point.dist.version}"
     return "unknown"
 
 
+def duplicates(group: str) -> list[str]:
+    """List the names that more than one distribution declares."""
+    return sorted(name for name, count in Counter(point.name for point in _entry_points(group)).items() if count > 1)
+
+
+def refresh() -> None:
+    """Read the installed distributions again, after one was installed in this process."""
+    importlib.invalidate_caches()
+    _entry_points.cache_clear()
+
+
 def load(group: str, name: str) -> Any:
-    """Import what a name stands for.
+    """Import the object that a name refers to.
 
     Args: name: an installed name, or "module:Class".
-    Raises: UnknownNameError; DuplicateNameError, when two distributions claim the name; PluginError, when the
-        import fails. An error concerns this name alone: the others still load.
+    Raises:
+        UnknownNameError: no distribution declares the name.
+        DuplicateNameError: two distributions declare it.
+        PluginError: the import fails. Other names still load.
     """
     kind = _KIND.get(group, group)
     if ":" in name:
-        return _imported(kind, name, name)
-    points = [point for point in _found(group) if point.name == name]
+        return _import_object(kind, name, name)
+    points = [point for point in _entry_points(group) if point.name == name]
     if not points:
         raise UnknownNameError(kind, name, names(group))
     if len(points) > 1:
         claims = ", ".join(f"{point.value} ({point.dist.name if point.dist else '?'})" for point in points)
         raise DuplicateNameError(f"{kind} {name!r} is claimed {len(points)} times: {claims}. Uninstall all but one.")
-    return _imported(kind, name, points[0].value)
+    return _import_object(kind, name, points[0].value)
 
 
 def refuse_untrusted(kind: str, name: str, where: str) -> None:
@@ -80,23 +103,76 @@ def refuse_untrusted(kind: str, name: str, where: str) -> None:
         )
 
 
-def duplicates(group: str) -> list[str]:
-    """List the names that more than one distribution claims."""
-    return sorted(name for name, count in Counter(point.name for point in _found(group)).items() if count > 1)
+def resolve(backend: str | Backend) -> Backend:
+    """Return the backend instance for a name, a "module:Class" or an instance. Each name is instantiated once.
+
+    Raises: UnknownNameError, DuplicateNameError, PluginError.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a name, a Backend or None, got {backend!r}")
+    loaded, attribute = vars(_loaded), _attribute(backend)
+    if attribute not in loaded:
+        loaded[attribute] = _instantiate(backend, load(BACKENDS, backend))
+    return cast(Backend, loaded[attribute])
 
 
-def refresh() -> None:
-    """Look at the installed distributions again, after one was installed in this process."""
-    importlib.invalidate_caches()
-    _found.cache_clear()
+def candidates_of(requested: str | Backend | None) -> dict[str, tuple[Backend, ...]]:
+    """Return device type -> the backends to try in order; "" is every other device.
+
+    torch.compile traces this function: `update` inside a graph looks its backend up during tracing.
+    """
+    if isinstance(requested, Backend):
+        return {"": (requested,)}
+    if requested is not None:
+        return {"": (getattr(_loaded, load_requested(requested)),)}
+    load_defaults()
+    return {
+        device: tuple(getattr(_loaded, name) for name in order if hasattr(_loaded, name))
+        for device, order in DEFAULT_ORDER.items()
+    }
 
 
-def _imported(kind: str, name: str, path: str) -> Any:
+@constant_in_graphs
+def load_requested(name: str) -> str:
+    """Load a backend and return its attribute name in `_loaded`."""
+    resolve(name)
+    return _attribute(name)
+
+
+@constant_in_graphs
+def load_defaults() -> None:
+    """Load the installed backends of the default order."""
+    for name in {name for order in DEFAULT_ORDER.values() for name in order} - vars(_loaded).keys():
+        if name in names(BACKENDS):
+            resolve(name)
+
+
+def _attribute(name: str) -> str:
+    return name if name.isidentifier() else f"_{name.encode().hex()}"
+
+
+def _instantiate(name: str, plugin: Any) -> Backend:
+    try:
+        backend = plugin() if isinstance(plugin, type) else plugin
+    except Exception as error:
+        raise PluginError(f"backend {name!r} cannot be created: {type(error).__name__}: {error}") from error
+    if not isinstance(backend, Backend):
+        raise PluginError(f"backend {name!r} must be a deltazoo.Backend, got {type(backend).__name__}")
+    if not isinstance(getattr(backend, "name", None), str):
+        raise PluginError(
+            f"backend {name!r} must have a string attribute `name`, got {getattr(backend, 'name', None)!r}"
+        )
+    return backend
+
+
+def _import_object(kind: str, name: str, path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        imported: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            imported = getattr(imported, part)
     except Exception as error:
         raise PluginError(f"{kind} {name!r} ({path}) cannot be loaded: {type(error).__name__}: {error}") from error
-    return found
+    return imported

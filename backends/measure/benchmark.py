@@ -12,8 +12,9 @@ from torch import Tensor
 from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.devices import usable_device
-from deltazoo.backends.dispatch import BoundUpdate, bind, explain
+from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.explain import explain
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.timing import LEAST_ROUNDS, Times, once, peak_bytes, time_interleaved
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Workload
@@ -200,7 +201,7 @@ class _Race:
         return [_timed(row, times.get(name, Times([], [])), base) for name, row in rows.items()]
 
     def _first_call(self, row: Row, update: BoundUpdate) -> Row:
-        reasons = explain(self.work.case.spec, self.work.meta, update.asked).verdicts[0].reasons
+        reasons = explain(self.work.case.spec, self.work.meta, update.requested).verdicts[0].reasons
         if reasons:
             return row.model_copy(update={"refused": reasons})
         got: dict[str, Tensor] = {}

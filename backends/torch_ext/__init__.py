@@ -1,1 +1,1 @@
-"""Code that leans on torch internals: custom operators, autograd helpers and CUDA graphs."""
+"""Code that depends on torch internals: custom operators, autograd helpers, active modes and CUDA graphs."""

@@ -1,4 +1,4 @@
-"""First derivatives alone: the backwards of our autograd functions, whose own derivatives are not known."""
+"""A decorator for hand-written backwards that have no second derivative."""
 
 import functools
 from collections.abc import Callable
@@ -11,29 +11,32 @@ Backward = Callable[..., tuple[Any, ...]]
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Decorate the backward of an autograd.Function that computes without a graph.
+    """Decorate the backward of an autograd.Function so that a second derivative raises.
 
-    Where a graph is kept (create_graph=True, torch.func) each gradient hangs on all that it was computed from, so that
-    a second derivative raises by whatever path it is asked for. torch's `once_differentiable` knows of no torch.func,
-    and lets the gradients of operands pass that some other path leads to.
+    The backward itself runs without a graph. If the caller keeps a graph (create_graph=True, torch.func), every
+    gradient is connected to all tensors that it was computed from through a node whose backward raises. torch's
+    `once_differentiable` does not support torch.func, and it returns silently wrong second derivatives for operands
+    that are reachable by another path.
     """
 
     @functools.wraps(backward)
-    def once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def wrapper(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             with torch.no_grad():
                 return backward(ctx, *grads)
-        ctx = _Read(ctx)
+        ctx = _SavedTensorsRead(ctx)
         with torch.no_grad():
-            found = backward(ctx, *grads)
-        causes = [x for x in (*ctx.saved_tensors, *grads) if isinstance(x, Tensor) and x.requires_grad]
-        return tuple(_Final.apply(x, *causes) if isinstance(x, Tensor) and causes else x for x in found)
+            results = backward(ctx, *grads)
+        sources = [x for x in (*ctx.saved_tensors, *grads) if isinstance(x, Tensor) and x.requires_grad]
+        if not sources:
+            return results
+        return tuple(_NoSecondDerivative.apply(x, *sources) if isinstance(x, Tensor) else x for x in results)
 
-    return once
+    return wrapper
 
 
-class _Read:
-    """A context whose saved tensors were read, which checkpointing allows once."""
+class _SavedTensorsRead:
+    """A context whose saved tensors have been read. Activation checkpointing allows that only once."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
@@ -43,13 +46,13 @@ class _Read:
         return getattr(self._ctx, name)
 
 
-class _Final(torch.autograd.Function):
-    """A gradient that cannot be differentiated by its causes."""
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity on a gradient, connected to the tensors it was computed from. Its backward raises."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: Tensor, *causes: Tensor) -> Tensor:
+    def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
         return gradient.clone()
 
     @staticmethod
@@ -59,6 +62,5 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise RuntimeError(
-            "deltazoo's operators are differentiable once: a second derivative was asked for, which only backend "
-            "'reference' has; they cannot be differentiated twice"
+            "the operators of deltazoo cannot be differentiated twice; backend 'reference' has second derivatives"
         )

@@ -1,4 +1,4 @@
-"""A call captured in a CUDA graph."""
+"""Capture of a call in a CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +9,21 @@ Call = Callable[[], object]
 
 
 def captured(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 1) -> Call:
-    """Capture a call in a CUDA graph of a device, current or not; what comes back replays it.
+    """Capture a call in a CUDA graph and return a function that replays it.
 
     Args:
-        pool: memory that several graphs share which are never replayed at once, from `torch.cuda.graph_pool_handle`.
-        warm_ups: calls before, which compile, and let libraries allocate.
-    Raises: what the call raises while it is captured.
+        device: where the call runs; it need not be the current device.
+        pool: handle from `torch.cuda.graph_pool_handle`, to share memory between graphs that never run concurrently.
+        warm_ups: number of calls before the capture, for compilation and for allocations of libraries.
+    Raises: whatever the call raises during capture.
     """
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # and so on its device
+    side_stream = torch.cuda.Stream(device)
+    side_stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side_stream):  # also makes `device` current
         for _ in range(warm_ups):
             call()
-    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.current_stream(device).wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=side):
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=side_stream):
         call()
     return graph.replay

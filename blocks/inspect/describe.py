@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from deltazoo.backends.dispatch import explain
+from deltazoo.backends.explain import explain
 from deltazoo.blocks.layer import Layer
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.attention import AttentionMixer

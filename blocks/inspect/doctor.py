@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.devices import devices
-from deltazoo.backends.dispatch import explain
+from deltazoo.backends.explain import explain
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.blocks.inspect.catalog import catalog

@@ -9,8 +9,9 @@ from pydantic_core import to_jsonable_python
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.dispatch import bind_conv, explain
+from deltazoo.backends.dispatch import bind_conv
 from deltazoo.backends.errors import ConfigError, PluginError, UnknownNameError
+from deltazoo.backends.explain import explain
 from deltazoo.backends.papers import papers
 from deltazoo.backends.registry import resolve
 from deltazoo.blocks import document, presets

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain, update, use_backend
-from deltazoo.backends import dispatch, lookup
+from deltazoo.backends import dispatch, registry
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
@@ -90,7 +90,7 @@ def test_a_preferred_backend_that_is_passed_over_is_logged_with_its_reasons(monk
     with caplog.at_level(logging.WARNING, logger="deltazoo"):
         bound = bind(GDN, meta=CPU)
     assert bound.backend_for(CPU).name == "picky"
-    assert "backend 'never' passed over" in caplog.text
+    assert "backend 'never' cannot run this spec on cpu: " in caplog.text
     assert "by principle and no torch.float32 either" in caplog.text
     assert torch.equal(bound(inputs).o, update(GDN, inputs, backend="reference").o)
 
@@ -101,7 +101,7 @@ def test_a_refusal_of_the_spec_is_logged_at_bind_once_in_a_process(monkeypatch, 
         bind(GDN)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "backend 'never' passed over on 'cpu' for" in record.message
+    assert "backend 'never' cannot run this spec on cpu: " in record.message
     assert "by principle" in record.message
     assert "float32" not in record.message, "a dtype nobody gave"
     bind(UpdateSpec(beta="head"))
@@ -116,13 +116,13 @@ def test_a_refusal_of_tensors_is_logged_when_they_come_and_not_before(monkeypatc
     for call in (bound, bound, lambda x: update(GDN, x)):
         call(inputs)
     (record,) = caplog.records
-    assert "backend 'picky' passed over on 'cpu'" in record.message
+    assert "backend 'picky' cannot run this spec on cpu: " in record.message
     assert "picky wants K to be a power of two, got 6" in record.message
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_what_the_kernels_refuse_is_logged_at_bind_where_a_gpu_is(there, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_told", set())
+    monkeypatch.setattr(dispatch, "_logged", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     bind(GDN)
     bind(UpdateSpec(decay="channel", transition="dplr"), "reference")
@@ -131,7 +131,7 @@ def test_what_the_kernels_refuse_is_logged_at_bind_where_a_gpu_is(there, monkeyp
     said = [record.message for record in caplog.records if "transition must be" in record.message]
     assert len(said) == int(there)
     if there:
-        assert said[0].startswith("backend 'triton' passed over on 'cuda'")
+        assert said[0].startswith("backend 'triton' cannot run this spec on cuda: ")
         assert "decay must be 'none', 'fixed' or 'head', got 'channel'." in said[0]
 
 
@@ -163,9 +163,9 @@ def test_a_block_of_use_backend_that_ends_leaves_another_s_choice():
     first.__enter__()
     second.__enter__()  # as in another thread
     first.__exit__(None, None, None)
-    assert bind(GDN).asked == "compile"
+    assert bind(GDN).requested == "compile"
     second.__exit__(None, None, None)
-    assert bind(GDN).asked is None
+    assert bind(GDN).requested is None
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_backend_that_has_compiled_is_pickled_by_how_it_was_made(inputs):
     bound = bind(GDN, CompileBackend(chunk=16))
     want = bound(inputs)
     again = pickle.loads(pickle.dumps(bound))
-    assert again.asked.chunk == 16
+    assert again.requested.chunk == 16
     torch.testing.assert_close(again(inputs), want)
 
 
@@ -211,7 +211,7 @@ def test_no_environment_variable_chooses_a_backend():
 
 @pytest.mark.parametrize("backend", [None, "compile", "reference", "deltazoo.backends.compile:CompileBackend"])
 def test_update_alone_is_one_graph_where_nothing_was_looked_up_before(backend, inputs, monkeypatch):
-    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace())
+    monkeypatch.setattr(registry, "_loaded", SimpleNamespace())
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x: update(GDN, x, backend).o, fullgraph=True, backend=graphs)
     got = compiled(inputs)
@@ -227,9 +227,9 @@ def test_update_alone_is_one_graph_where_nothing_was_looked_up_before(backend, i
     "names", [("compile", None), ("reference", None), (None, "reference"), ("compile", "reference")]
 )
 def test_each_update_of_a_graph_takes_what_it_would_alone(names, inputs, monkeypatch):
-    monkeypatch.setattr(lookup, "DEFAULT_ORDER", {"": ("reference", "compile")})
+    monkeypatch.setattr(registry, "DEFAULT_ORDER", {"": ("reference", "compile")})
     want = [update(GDN, inputs, name or "reference").o for name in names]
-    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace())
+    monkeypatch.setattr(registry, "_loaded", SimpleNamespace())
     compiled = torch.compile(lambda x: [update(GDN, x, name).o for name in names], fullgraph=True, backend="eager")
     for name, got, exactly in zip(names, compiled(inputs), want, strict=True):
         if name == "compile":
@@ -239,7 +239,7 @@ def test_each_update_of_a_graph_takes_what_it_would_alone(names, inputs, monkeyp
 
 
 def test_use_backend_may_stand_in_a_graph(inputs, monkeypatch):
-    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace())
+    monkeypatch.setattr(registry, "_loaded", SimpleNamespace())
 
     def by_the_reference(x):
         with use_backend("reference"):
@@ -262,7 +262,7 @@ def test_a_bound_update_survives_copying_and_pickling_as_it_was(again, asked, in
     with use_backend(Never()):
         twin = again(bound)
     assert isinstance(twin, BoundUpdate)
-    assert (twin.spec, twin.asked) == (bound.spec, bound.requested)
+    assert (twin.spec, twin.requested) == (bound.spec, bound.requested)
     assert twin.backend_for(CPU).name == bound.backend_for(CPU).name
     if asked:
         assert torch.equal(twin(inputs).o, bound(inputs).o)
@@ -290,7 +290,7 @@ def test_explain_tells_of_every_backend_in_order(monkeypatch):
         ("reference", False),
     ]
     assert told.chosen == "picky"
-    assert told.verdicts[2].reasons == ["can, and runs when asked for by name."]
+    assert told.verdicts[2].reasons == ["supported; runs when requested by name."]
     assert "never: never takes nothing at all, by principle" in str(told)
 
 
@@ -342,7 +342,7 @@ def test_decoding_asks_for_no_gradients(inputs):
 def _install(monkeypatch, *backends: Backend, order: tuple[str, ...]) -> None:
     """Let these be all the backends there are, with this order of preference."""
     found = {backend.name: backend for backend in backends}
-    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace(**found))
-    monkeypatch.setattr(dispatch, "_told", set())
-    monkeypatch.setattr(lookup, "DEFAULT_ORDER", {"": order})
-    monkeypatch.setattr(lookup.registry, "names", lambda group: sorted(found))
+    monkeypatch.setattr(registry, "_loaded", SimpleNamespace(**found))
+    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(registry, "DEFAULT_ORDER", {"": order})
+    monkeypatch.setattr(registry, "names", lambda group: sorted(found))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, explain
-from deltazoo.backends import lookup, registry
+from deltazoo.backends import registry
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.peers.fla import FlaBackend
@@ -208,7 +208,7 @@ ALL = {**REFUSALS, **{(peer.name, said): case for peer in PEERS for said, case i
 def test_what_a_peer_does_not_take_is_said_in_a_sentence(installed, named, case):
     (name, said), (spec, change) = named, case
     meta = UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)._replace(**change)
-    reasons = lookup.resolve(name).unsupported(spec, meta)
+    reasons = registry.resolve(name).unsupported(spec, meta)
     assert any(said in reason for reason in reasons), reasons
     assert all(reason.endswith(".") for reason in reasons)
 
@@ -217,18 +217,18 @@ def test_a_package_that_is_not_there_is_named_with_what_to_install():
     meta = UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)
     wheels = {"fla": "fla-core", "flash_qla": "flash-qla", "flashinfer": "flashinfer-python"}
     for name, wheel in wheels.items():
-        reasons = lookup.resolve(name).unsupported(GATED, meta)
+        reasons = registry.resolve(name).unsupported(GATED, meta)
         assert reasons[0] == f"it needs the package {name}, which is not installed: pip install {wheel}."
 
 
 def test_peers_are_installed_names_and_never_the_default(installed):
     assert {"fla", "flash_qla", "flashinfer"} <= set(registry.names(registry.BACKENDS))
-    for order in lookup.DEFAULT_ORDER.values():
+    for order in registry.DEFAULT_ORDER.values():
         assert not {"fla", "flash_qla", "flashinfer"} & set(order)
     verdicts = {v.backend: v for v in explain(GATED, UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)).verdicts}
     for name in ("fla", "flash_qla", "flashinfer"):
         assert not verdicts[name].chosen
-        assert verdicts[name].reasons == ["can, and runs when asked for by name."]
+        assert verdicts[name].reasons == ["supported; runs when requested by name."]
 
 
 def test_a_bench_of_a_peer_that_is_missing_has_a_row_that_says_so():
@@ -256,5 +256,5 @@ def test_listing_asking_and_importing_import_no_peer(tmp_path):
     assert done.returncode == 0, done.stderr
     *said, imported = json.loads(done.stdout)
     assert imported == []
-    assert ["fla", ["can, and runs when asked for by name."]] in said
+    assert ["fla", ["supported; runs when requested by name."]] in said
     assert ["flashinfer", None] in said

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deltazoo import UpdateMeta, UpdateSpec, explain
-from deltazoo.backends import lookup, registry
+from deltazoo.backends import registry
 from deltazoo.backends.errors import ConfigError, DuplicateNameError, PluginError, UnknownNameError
 from deltazoo.backends.reference import ReferenceBackend
 
@@ -42,7 +42,7 @@ def install(tmp_path, monkeypatch):
     (tmp_path / "zoo_plugin.py").write_text(MODULE)
     (tmp_path / "zoo_broken.py").write_text("import a_module_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(lookup, "_loaded", SimpleNamespace())
+    monkeypatch.setattr(registry, "_loaded", SimpleNamespace())
 
     def write(distribution: str, **points: str) -> None:
         folder = tmp_path / f"{distribution.replace('-', '_')}-1.5.dist-info"
@@ -71,8 +71,8 @@ def test_a_plugin_is_found_by_its_name_once_installed(install):
     assert {"mine", "ready"} <= set(registry.names(registry.BACKENDS))
     assert "zoo_plugin" not in sys.modules  # listing imports nothing
     assert registry.owner(registry.BACKENDS, "mine") == "zoo-plugin 1.5"
-    assert lookup.resolve("mine").name == "mine"
-    assert lookup.resolve("ready") is sys.modules["zoo_plugin"].made
+    assert registry.resolve("mine").name == "mine"
+    assert registry.resolve("ready") is sys.modules["zoo_plugin"].made
 
 
 def test_an_unknown_name_is_an_error_that_names_the_nearest():
@@ -83,8 +83,8 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest():
 
 
 def test_module_and_class_name_a_backend_without_installing(install):
-    assert type(lookup.resolve("zoo_plugin:Mine")).__name__ == "Mine"
-    assert type(lookup.resolve("zoo_plugin:Nested.inner")).__name__ == "Mine"
+    assert type(registry.resolve("zoo_plugin:Mine")).__name__ == "Mine"
+    assert type(registry.resolve("zoo_plugin:Nested.inner")).__name__ == "Mine"
 
 
 def test_an_untrusted_module_and_class_is_refused_with_the_file_and_the_remedy():
@@ -99,8 +99,8 @@ BROKEN = [
     ("zoo_broken:Mine", "cannot be loaded: ModuleNotFoundError: No module named 'a_module_that_is_not_there'"),
     ("no_such_module:Mine", "cannot be loaded: ModuleNotFoundError"),
     ("zoo_plugin:NoSuchClass", "cannot be loaded: AttributeError"),
-    ("zoo_plugin:Failing", "cannot be made: RuntimeError: no luck"),
-    ("zoo_plugin:Nameless", "must have a name, a string, got None"),
+    ("zoo_plugin:Failing", "cannot be created: RuntimeError: no luck"),
+    ("zoo_plugin:Nameless", "must have a string attribute `name`, got None"),
     ("zoo_plugin:number", "must be a deltazoo.Backend, got int"),
 ]
 
@@ -110,8 +110,8 @@ def test_a_broken_plugin_is_an_error_in_words_for_its_own_name(install, path, wo
     install("zoo-plugin", broken=path, mine="zoo_plugin:Mine")
     for name in ("broken", path):
         with pytest.raises(PluginError, match=words):
-            lookup.resolve(name)
-    assert lookup.resolve("mine").name == "mine"
+            registry.resolve(name)
+    assert registry.resolve("mine").name == "mine"
     told = {verdict.backend: verdict for verdict in _explained().verdicts}
     assert told["broken"].reasons[0].find(words) > 0
     assert told["compile"].chosen
@@ -120,7 +120,7 @@ def test_a_broken_plugin_is_an_error_in_words_for_its_own_name(install, path, wo
 def test_a_plugin_that_cannot_say_whether_it_can_does_not_silence_the_others(install):
     install("zoo-plugin", mute="zoo_plugin:Speechless")
     told = {verdict.backend: verdict for verdict in _explained().verdicts}
-    assert told["mute"].reasons == ["it cannot say whether it can: RuntimeError: no words"]
+    assert told["mute"].reasons == ["its `unsupported` failed: RuntimeError: no words"]
     assert told["compile"].chosen
 
 
@@ -129,8 +129,8 @@ def test_a_name_that_two_distributions_claim_is_an_error_naming_both(install):
     install("zoo-rival", mine="zoo_plugin:Nested.inner")
     assert registry.duplicates(registry.BACKENDS) == ["mine"]
     with pytest.raises(DuplicateNameError, match=r"'mine' is claimed 2 times: .*zoo-plugin.*zoo-rival"):
-        lookup.resolve("mine")
-    assert lookup.resolve("fine").name == "mine"
+        registry.resolve("mine")
+    assert registry.resolve("fine").name == "mine"
     told = {verdict.backend: verdict for verdict in _explained().verdicts}
     assert "claimed 2 times" in told["mine"].reasons[0]
 
@@ -138,7 +138,7 @@ def test_a_name_that_two_distributions_claim_is_an_error_naming_both(install):
 def test_one_plugin_may_not_take_the_name_of_ours(install):
     install("zoo-plugin", reference="zoo_plugin:Mine")
     with pytest.raises(DuplicateNameError, match=r"'reference' is claimed 2 times: .*deltazoo.*zoo-plugin"):
-        lookup.resolve("reference")
+        registry.resolve("reference")
 
 
 def _explained():

@@ -18,10 +18,10 @@ from deltazoo.backends.spec import UpdateSpec
 REFUSED = [
     ({"transition": "additive", "reparam": "efla"}, "reparam='efla' steps the delta rule"),
     ({"transition": "dplr", "reparam": "longhorn"}, "reparam='longhorn' steps the delta rule"),
-    ({"transition": "additive", "erase_key": "own"}, "erase_key='own' is a key of the delta rule"),
+    ({"transition": "additive", "erase_key": "own"}, "erase_key='own' needs the delta rule"),
     ({"transition": "dplr", "erase_key": "own"}, "erases with its operands a and b"),
     ({"transition": "additive", "negative_eigenvalues": "both"}, "has no erase term"),
-    ({"transition": "dplr", "negative_eigenvalues": "erase"}, "negative_eigenvalues='erase'"),
+    ({"transition": "dplr", "negative_eigenvalues": "erase"}, "negative_eigenvalues='erase' needs the delta rule"),
     ({"transition": "additive", "erase_from": "previous"}, "erase_from='previous' needs an erase term"),
     ({"transition": "dplr", "erase_from": "decayed"}, "always reads the previous state"),
     ({"transition": "dplr", "householders": 2}, "householders=2 needs transition 'delta' or 'additive'"),
