@@ -1,1 +1,1 @@
-"""Floor 0: what the update means and who computes it; no nn.Module."""
+"""The bottom layer: the update specification and the backends that compute it. It contains no nn.Module."""

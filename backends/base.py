@@ -1,4 +1,4 @@
-"""What goes into an update, what comes out, and what a backend is.
+"""Inputs and outputs of an update, and the interface of a backend.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width, N packed sequences
 """
@@ -19,23 +19,26 @@ from deltazoo.backends.spec import UpdateSpec
 
 
 class UpdateInputs(NamedTuple):
-    """The operands of one update; None where the spec has no such operand.
+    """The operands of one update; None for an operand that the spec does not have.
 
-    With householders=n > 1 the operands k, v, beta, erase, write and erase_key carry a micro-step axis of
-    size n after T. Value head j uses key head j // (HV / H). q and k are used as given: L2 norms are the caller's.
+    With householders=n > 1, the operands k, v, beta, erase, write and erase_key have a micro-step axis of size n
+    after T. Value head j uses key head j // (HV / H). q and k are not normalised; the caller does that.
 
     Args:
         q, k: [B, T, H, K].
         v: [B, T, HV, V].
         log_decay: natural logarithm, <= 0. [HV] or [HV, K] (decay="fixed"), [B, T, HV] ("head"),
             [B, T, HV, K] ("channel"). float32, or float64 with float64 inputs.
-        step, rate: decay="rate": log_decay = step * rate. [B, T, HV] >= 0 and [HV, K] <= 0, dtype as log_decay.
-        beta: [B, T, HV]. beta="head": in (0, 1), the lowering doubles it; with EFLA or Longhorn any time > 0.
-        erase, write: [B, T, HV, K] and [B, T, HV, V]. beta="channel".
-        erase_key: [B, T, H, K]. erase_key="own".
-        a, b: [B, T, HV, K]. transition="dplr": a reads, b writes.
-        state: initial state [B, HV, K, V], or [N, HV, K, V] when packed; zeros where None. dtype as log_decay.
-        cu_seqlens: [N + 1] int32, the bounds of N packed sequences in T; then B = 1.
+        step, rate: [B, T, HV] >= 0 and [HV, K] <= 0 with decay="rate", where log_decay = step * rate. dtype as
+            log_decay.
+        beta: [B, T, HV] with beta="head". In (0, 1), also for negative eigenvalues, where the lowering doubles it.
+            With EFLA or Longhorn any step size > 0.
+        erase, write: [B, T, HV, K] and [B, T, HV, V] with beta="channel".
+        erase_key: [B, T, H, K] with erase_key="own".
+        a, b: [B, T, HV, K] with transition="dplr", which adds b_t (a_t^T S_{t-1}).
+        state: initial state [B, HV, K, V], or [N, HV, K, V] for packed sequences; None means zeros. dtype as
+            log_decay.
+        cu_seqlens: [N + 1] int32, the boundaries of N sequences packed along T; then B = 1.
     """
 
     q: Tensor
@@ -55,17 +58,22 @@ class UpdateInputs(NamedTuple):
 
 
 class UpdateOutput(NamedTuple):
-    """o: [B, T, HV, V] in the dtype of v; state: [B, HV, K, V] ([N, HV, K, V] when packed) in `state_dtype`."""
+    """o: [B, T, HV, V] in the dtype of v. state: final state [B, HV, K, V] ([N, HV, K, V] if packed), `state_dtype`."""
 
     o: Tensor
     state: Tensor
 
 
 class UpdateMeta(NamedTuple):
-    """What a backend may know before it says whether it can; never T or B.
+    """Description of the operands from which a backend decides whether it supports them. It excludes B and T.
 
-    device: the device type, as "cuda"; packed: with cu_seqlens; grad: a gradient is wanted; decay_channels: a fixed
-    decay is [HV, K], which the spec does not tell.
+    Args:
+        device: the device type, such as "cuda".
+        dtype: of q.
+        H, HV, K, V: key heads, value heads, key width, value width.
+        packed: whether cu_seqlens is given.
+        grad: whether a gradient is required.
+        decay_channels: whether a fixed decay has shape [HV, K] instead of [HV], which the spec does not determine.
     """
 
     device: str
@@ -80,7 +88,7 @@ class UpdateMeta(NamedTuple):
 
     @staticmethod
     def of(inputs: UpdateInputs) -> "UpdateMeta":
-        """Read the meta off checked inputs."""
+        """Describe inputs that have been checked."""
         grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         return UpdateMeta(
             device=inputs.q.device.type,
@@ -96,29 +104,33 @@ class UpdateMeta(NamedTuple):
 
 
 class Backend(ABC):
-    """Compute the update of a spec. Subclass, name it, register it as an entry point in `deltazoo.backends`.
+    """Interface of a backend, which computes the update of a spec.
 
-    A backend holds no tensors and no settings that change while it is bound; its methods are traced by
-    torch.compile, so they look nothing up by name, log nothing and read no tensor's values.
+    To add one, subclass it, set `name`, and register the class as an entry point in the group `deltazoo.backends`.
+    An instance holds no tensors, and its settings do not change. torch.compile traces its methods, so they must not
+    look up names, write logs or read the values of tensors.
     """
 
     name: str
 
     @abstractmethod
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
-        """Say why not: one sentence a reason, naming the argument, the rule and what was got; [] means it can."""
+        """Return the reasons not to support these operands, one sentence each; [] means that it supports them.
+
+        A reason names the argument, the rule and the value.
+        """
 
     @abstractmethod
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
-        """Compute the update; differentiable and compilable. The inputs are checked."""
+        """Compute the update, differentiably and compilably. The inputs have been checked."""
 
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
-        """Take one token (T = 1) a row from `states`, in place, without gradients; return o [B, 1, HV, V].
+        """Decode one token (T = 1) per row without gradients and update `states` in place. Returns o [B, 1, HV, V].
 
         Args:
             states: [S, HV, K, V], updated in place.
-            slots: [B] int64, the row of `states` that each batch row uses; None means row i uses state i.
-                Two rows may not share a slot.
+            slots: [B] int64, the row of `states` that each batch row uses, all different; None means row i uses
+                state i.
         """
         with torch.no_grad():
             state = states if slots is None else states.index_select(0, slots)
@@ -130,47 +142,51 @@ class Backend(ABC):
         return out.o
 
     def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
-        """Say why it does not compute this decode step of a mixer in one; [] means it does.
+        """Return the reasons not to fuse this decode step of a mixer; [] means that `fused_decode_step_` does.
 
-        That is no error: such a step is taken part by part, the update by `step_`. Asked where `unsupported` has no
-        reasons against the spec. Args: dtype: of the projection.
+        Without fusion the mixer computes its parts one by one, and the update with `step_`. Called only if
+        `unsupported` returns no reasons for the spec.
+
+        Args: dtype: of `FusedDecodeInputs.qkv`.
         """
-        return ["it takes no decode step in one: the mixer takes it part by part."]
+        return ["it has no fused decode step; the mixer computes its parts one by one."]
 
     def fused_decode_step_(
         self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None
     ) -> Tensor:
-        """Take one token a row, `inputs.history` and `states` in place, without gradients; return o [B, 1, HV, V].
+        """Decode one token per row without gradients, as `FusedDecodeStep` specifies. Returns o [B, 1, HV, V].
 
-        Called where `fused_decode_unsupported` has no reasons. The inputs are checked.
+        `inputs.history` and `states` are updated in place. Called only if `fused_decode_unsupported` returns no
+        reasons. The inputs have been checked.
 
-        Args: states, slots: as of `step_`; the rows of the history are those of the states.
+        Args: states, slots: as for `step_`; `slots` also selects the rows of the history.
         """
-        raise NotImplementedError(f"backend {self.name!r} says that it takes a decode step in one, and does not")
+        raise NotImplementedError(f"backend {self.name!r} supports fused decode steps but does not implement them")
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
-        """Say why it has no kernel for a mixer's short convolution; [] means it has one.
+        """Return the reasons not to compute a mixer's short convolution with a kernel; [] means that there is one.
 
-        That is no error: a convolution without a kernel is plain torch (`deltazoo.backends.short_conv`), whatever the
-        backend, and Inductor fuses it.
+        Without a kernel the convolution runs in plain torch (`deltazoo.backends.short_conv`), which Inductor fuses.
         """
         return ["it has no kernel for the short convolution: plain torch computes it."]
 
     def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
-        """Compute the short convolution with what follows it; differentiable and compilable. The inputs are checked.
+        """Compute the short convolution with its SiLU and norm, differentiably and compilably.
 
-        Called where `short_conv_unsupported` has no reasons. Returns a tensor [B, T, channels] for each part.
+        Called only if `short_conv_unsupported` returns no reasons. The inputs have been checked.
+
+        Returns: [B, T, channels] for each part.
         """
         return short_conv(inputs, parts)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Compute in the dtypes at hand on the device of x; the meta device knows no autocast."""
+    """Return a context that disables autocast on the device of x. The meta device does not support autocast."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def refuse_forward_mode(backend: str, inputs: Iterable[Tensor | None]) -> None:
-    """Raise where an operand carries a forward-mode tangent, which an operator with a hand-written backward would drop.
+    """Raise if an operand has a forward-mode tangent, which an operator with a hand-written backward would discard.
 
     Raises: UnsupportedError.
     """
@@ -178,11 +194,11 @@ def refuse_forward_mode(backend: str, inputs: Iterable[Tensor | None]) -> None:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
         raise UnsupportedError(
-            f"backend {backend!r} has no forward-mode derivative (torch.func.jvp, jacfwd): take torch.func.grad "
+            f"backend {backend!r} has no forward-mode derivative (torch.func.jvp, jacfwd): use torch.func.grad "
             "or vjp, or backend='reference'"
         )
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, decays and steps: float64 with float64 inputs, else float32."""
+    """Return the dtype of states, decays and steps: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

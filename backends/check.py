@@ -1,4 +1,4 @@
-"""The tensor checks that hold for every backend; a shape error never reaches a kernel.
+"""Checks of operands, shared by all backends, so that no kernel receives a wrong shape, dtype or device.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width, N packed sequences
 """
@@ -10,34 +10,36 @@ from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, ValueRangeError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import packing_problems, sequence_count
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_STATE_LIKE = ("log_decay", "step", "rate", "state")
-_STRENGTHS = ("beta", "erase", "write")
+_FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Operands in `state_dtype`, and operands in either that or the dtype of q.
+_STATE_DTYPE_OPERANDS = ("log_decay", "step", "rate", "state")
+_EITHER_DTYPE_OPERANDS = ("beta", "erase", "write")
 
 
-def check_integer(name: str, value: object, least: int = 1) -> None:
-    """Raise ValueRangeError unless a value is a whole number of at least `least`."""
-    whole = isinstance(value, int) or hasattr(value, "__index__")  # torch.compile traces the first alone
-    if not whole or isinstance(value, bool | Tensor) or value < least:  # type: ignore[operator]
-        raise ValueRangeError(f"{name} must be at least {least}, a whole number, got {value!r}")
+def check_integer(name: str, value: object, minimum: int = 1) -> None:
+    """Raise ValueRangeError unless `value` is an integer >= `minimum`; bool and Tensor are not accepted."""
+    # isinstance first: torch.compile can trace it, but not hasattr.
+    is_integer = isinstance(value, int) or hasattr(value, "__index__")
+    if not is_integer or isinstance(value, bool | Tensor) or value < minimum:  # type: ignore[operator]
+        raise ValueRangeError(f"{name} must be at least {minimum}, a whole number, got {value!r}")
 
 
 def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
-    """Raise unless the operands are those of the spec, with its shapes, dtypes and one device.
+    """Raise unless the operands match the spec: presence, shapes, dtypes and a common device.
 
-    Of CPU tensors outside torch.compile and torch.func's transforms it is checked, too, that the decay has its
-    sign and is not infinite, and that cu_seqlens rises; `validate` checks them on any device.
+    If the values may be read (CPU tensors, outside torch.compile and torch.func), it also checks that decays have the
+    right sign and are finite, and that cu_seqlens ascends. `validate` checks values on any device.
 
     Raises: OperandError, ShapeError, DtypeError, DeviceError, ValueRangeError.
     """
-    want = _wanted(spec, inputs)
-    _check_presence("spec", spec, inputs, want, ("state", "cu_seqlens"))
-    _check_shapes(spec, inputs, want)
+    shapes = _required_shapes(spec, inputs)
+    _check_presence("spec", spec, inputs, shapes, ("state", "cu_seqlens"))
+    _check_shapes(spec, inputs, shapes)
     _check_dtypes(inputs)
     if values_are_readable(*inputs):
         problems = _sign_problems(inputs) + packing_problems(inputs.cu_seqlens, inputs.q.shape[1])
@@ -46,7 +48,7 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
 
 
 def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> None:
-    """Raise unless `states` and `slots` fit one decoded token a row; the values of slots are checked on the CPU."""
+    """Raise unless `states` and `slots` fit the decoding of one token per row; slot values are checked on the CPU."""
     T = inputs.q.shape[1]
     if T != 1:
         raise ShapeError(f"step_ takes one token a row: q must have T = 1, got T = {T}")
@@ -58,26 +60,26 @@ def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Te
 
 
 def check_fused_decode(step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None) -> None:
-    """Raise unless operands, `states` and `slots` are those of a fused step; values as in `check_step`."""
-    _check_parts(step)
+    """Raise unless operands, `states` and `slots` match a fused decode step; slot values are checked on the CPU."""
+    _check_sizes(step)
     if not isinstance(inputs.qkv, Tensor) or inputs.qkv.dim() != 3:
         got = list(inputs.qkv.shape) if isinstance(inputs.qkv, Tensor) else type(inputs.qkv).__name__
         raise ShapeError(f"qkv must be a tensor of shape [B, 1, {step.channels}], got {got}")
     _check_states(states, slots, inputs.qkv, (step.HV, step.K, step.V))
-    want = step.operands(inputs.qkv.shape[0], states.shape[0], inputs)
-    _check_presence("step", step, inputs, want)
+    shapes = step.operands(inputs.qkv.shape[0], states.shape[0], inputs)
+    _check_presence("step", step, inputs, shapes)
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None:
             continue
-        _same(name, tensor, want[name])
+        _check_shape(name, tensor, shapes[name])
         if tensor.device != inputs.qkv.device:
             raise DeviceError(f"{name} must be on {inputs.qkv.device}, where qkv is, got {tensor.device}")
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in _FLOAT_DTYPES:
             raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
 
 
-def _check_parts(step: FusedDecodeStep) -> None:
-    """Whether a step's parts and sizes fit one another."""
+def _check_sizes(step: FusedDecodeStep) -> None:
+    """Check that the parts, the heads and the options of a step are consistent."""
     keys, values, n = step.H * step.K, step.HV * step.V, step.spec.householders
     got = [part.channels for part in step.parts]
     if got != [keys, n * keys, n * values]:
@@ -89,56 +91,56 @@ def _check_parts(step: FusedDecodeStep) -> None:
 
 
 def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[int, int, int]) -> None:
-    """Whether they fit the rows of x, an operand."""
+    """Check `states` and `slots` against the batch rows of the operand x. sizes: HV, K, V."""
     B = x.shape[0]
     for name, tensor in (("states", states), ("slots", slots)):
         if tensor is not None and not isinstance(tensor, Tensor):
             raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    _same("states", states, (states.shape[0] if slots is not None and states.dim() else B, *sizes))
+    _check_shape("states", states, (states.shape[0] if slots is not None and states.dim() else B, *sizes))
     if states.dtype != state_dtype(x.dtype):
         raise DtypeError(f"states must be {state_dtype(x.dtype)}, got {states.dtype}")
     if states.device != x.device:
         raise DeviceError(f"states must be on {x.device}, where the operands are, got {states.device}")
     if slots is not None:
-        _same("slots", slots, (B,))
+        _check_shape("slots", slots, (B,))
         if slots.dtype != torch.int64:
             raise DtypeError(f"slots must be int64, got {slots.dtype}")
         if slots.device != x.device:
             raise DeviceError(f"slots must be on {x.device}, where the operands are, got {slots.device}")
         if values_are_readable(slots):
-            taken: list[int] = slots.tolist()
-            if len(set(taken)) < B or any(not 0 <= slot < states.shape[0] for slot in taken):
-                raise ValueRangeError(f"slots must be distinct rows of the {states.shape[0]} states, got {taken}")
+            values: list[int] = slots.tolist()
+            if len(set(values)) < B or any(not 0 <= slot < states.shape[0] for slot in values):
+                raise ValueRangeError(f"slots must be distinct rows of the {states.shape[0]} states, got {values}")
 
 
 def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
-    """Check everything, values included, on any device; on a GPU this waits for the device.
+    """Check operands including their values, on any device. On a GPU this synchronises.
 
-    Beyond what every call checks: all operands finite, decays <= 0, beta inside the interval that the spec's
-    spectrum is stated for, cu_seqlens rising from 0 to T.
+    In addition to the checks of every call: all operands are finite, decays are <= 0, beta is in the interval for
+    which the spectrum of the spec is stated, and cu_seqlens ascends from 0 to T.
 
-    Raises: InputError or a subclass; ValueRangeError lists every value rule that is broken.
+    Raises: InputError or a subclass; ValueRangeError lists every violation.
     """
     check(spec, inputs)
     problems = _sign_problems(inputs) + packing_problems(inputs.cu_seqlens, inputs.q.shape[1])
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None or not tensor.is_floating_point() or not tensor.numel():
             continue
-        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-        if bad:
-            problems.append(f"{name} must be finite, got {bad} values that are not.")
+        nonfinite = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if nonfinite:
+            problems.append(f"{name} must be finite, got {nonfinite} values that are not.")
     if inputs.beta is not None and inputs.beta.numel():
         low, high = float(inputs.beta.min()), float(inputs.beta.max())
-        top = float("inf") if spec.reparam != "none" else 1.0
-        if low < 0 or high > top:
-            rule = ">= 0" if spec.reparam != "none" else "in [0, 1] (negative eigenvalues double it inside)"
+        upper = inf if spec.reparam != "none" else 1.0
+        if low < 0 or high > upper:
+            rule = ">= 0" if spec.reparam != "none" else "in [0, 1] (the lowering doubles it for negative eigenvalues)"
             problems.append(f"beta must be {rule}, got values from {low:g} to {high:g}.")
     if problems:
         raise ValueRangeError(" ".join(problems))
 
 
-def _wanted(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, tuple[int, ...]]:
-    """The operands' shapes, read off q and v; raises where those two cannot be read."""
+def _required_shapes(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, tuple[int, ...]]:
+    """The shapes of all operands, from the sizes of q and v, which are checked here."""
     for name in ("q", "k", "v"):
         if not isinstance(getattr(inputs, name), Tensor):
             raise OperandError(f"{name} must be a tensor, got {type(getattr(inputs, name)).__name__}")
@@ -159,56 +161,56 @@ def _wanted(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, tuple[int, ...]
 
 def _check_presence(
     kind: str,
-    whole: UpdateSpec | FusedDecodeStep,
+    spec: UpdateSpec | FusedDecodeStep,
     inputs: UpdateInputs | FusedDecodeInputs,
-    want: dict[str, tuple[int, ...]],
+    shapes: dict[str, tuple[int, ...]],
     optional: tuple[str, ...] = (),
 ) -> None:
-    """Whether there is every operand that is wanted, and no other. kind: what to call the whole in an error."""
+    """Check that every required operand is given, and no other. kind: the name of `spec` in error messages."""
     for name, tensor in zip(inputs._fields, inputs, strict=True):
-        if name in want and tensor is None:
-            raise OperandError(f"{name} is missing: this {kind} wants it with shape {list(want[name])} ({whole!r})")
-        if tensor is not None and name not in want and name not in optional:
-            raise OperandError(f"{name} must be None: this {kind} wants {', '.join(want)} ({whole!r})")
+        if name in shapes and tensor is None:
+            raise OperandError(f"{name} is missing: this {kind} needs it with shape {list(shapes[name])} ({spec!r})")
+        if tensor is not None and name not in shapes and name not in optional:
+            raise OperandError(f"{name} must be None: the operands of this {kind} are {', '.join(shapes)} ({spec!r})")
         if tensor is not None and not isinstance(tensor, Tensor):
             raise OperandError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
 
 
-def _check_shapes(spec: UpdateSpec, inputs: UpdateInputs, want: dict[str, tuple[int, ...]]) -> None:
+def _check_shapes(spec: UpdateSpec, inputs: UpdateInputs, shapes: dict[str, tuple[int, ...]]) -> None:
     B, _, _, K = inputs.q.shape
     HV, V = inputs.v.shape[-2:]
-    for name, shape in want.items():
+    for name, shape in shapes.items():
         got = tuple(getattr(inputs, name).shape)
         if name == "log_decay" and spec.decay == "fixed" and got == (HV, K):
             continue
         if got != shape:
-            also = f" or {[HV, K]}" if name == "log_decay" and spec.decay == "fixed" else ""
-            why = _why(spec, name)
-            raise ShapeError(f"{name} must have shape {list(shape)}{also}{why}, got {list(got)}")
-    sequences = sequence_count(inputs.cu_seqlens, B)
+            other = f" or {[HV, K]}" if name == "log_decay" and spec.decay == "fixed" else ""
+            raise ShapeError(f"{name} must have shape {list(shape)}{other}{_cause(spec, name)}, got {list(got)}")
+    N = sequence_count(inputs.cu_seqlens, B)
     if inputs.state is not None:
-        _same("state", inputs.state, (sequences, HV, K, V))
+        _check_shape("state", inputs.state, (N, HV, K, V))
 
 
-def _why(spec: UpdateSpec, name: str) -> str:
-    axis = {
+def _cause(spec: UpdateSpec, name: str) -> str:
+    """The fields of the spec that determine the shape of an operand, as part of an error message."""
+    field = {
         "log_decay": "decay", "step": "decay", "rate": "decay", "beta": "beta", "erase": "beta", "write": "beta",
         "erase_key": "erase_key", "a": "transition", "b": "transition",
     }.get(name)  # fmt: skip
-    reasons = [f"{axis}={getattr(spec, axis)!r}"] if axis else []
+    fields = [f"{field}={getattr(spec, field)!r}"] if field else []
     if spec.householders > 1 and name in ("k", "v", "beta", "erase", "write", "erase_key"):
-        reasons.append(f"householders={spec.householders}")
-    return f" for {', '.join(reasons)}" if reasons else ""
+        fields.append(f"householders={spec.householders}")
+    return f" for {', '.join(fields)}" if fields else ""
 
 
-def _same(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ShapeError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 
 
 def _check_dtypes(inputs: UpdateInputs) -> None:
     dtype, device = inputs.q.dtype, inputs.q.device
-    if dtype not in _FLOATS:
+    if dtype not in _FLOAT_DTYPES:
         raise DtypeError(f"q must be float64, float32, bfloat16 or float16, got {dtype}")
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None:
@@ -218,10 +220,10 @@ def _check_dtypes(inputs: UpdateInputs) -> None:
         if name == "cu_seqlens":
             if tensor.dtype != torch.int32:
                 raise DtypeError(f"cu_seqlens must be int32, got {tensor.dtype}")
-        elif name in _STATE_LIKE:
+        elif name in _STATE_DTYPE_OPERANDS:
             if tensor.dtype != state_dtype(dtype):
                 raise DtypeError(f"{name} must be {state_dtype(dtype)} with q in {dtype}, got {tensor.dtype}")
-        elif name in _STRENGTHS:
+        elif name in _EITHER_DTYPE_OPERANDS:
             allowed = dict.fromkeys((dtype, state_dtype(dtype)))
             if tensor.dtype not in allowed:
                 rule = " or ".join(map(str, allowed))
@@ -236,14 +238,11 @@ def _sign_problems(inputs: UpdateInputs) -> list[str]:
         tensor = getattr(inputs, name)
         if tensor is None or not tensor.numel():
             continue
-        # one that is no number, as of a training that diverges, is no more wrong here than in any other operand
-        known = torch.nan_to_num(tensor.detach() * sign, nan=0.0, posinf=inf, neginf=-inf)
-        least, most = (float(x) for x in known.aminmax())
-        if most > 0:
-            problems.append(f"{name} must be {rule}, got {most * sign:g}.")
-        elif least == -inf:
-            problems.append(f"{name} must be finite, got {least * sign:g}.")
+        # NaN passes, as in every other operand: a training run that diverges must not raise here.
+        values = torch.nan_to_num(tensor.detach() * sign, nan=0.0, posinf=inf, neginf=-inf)
+        low, high = (float(x) for x in values.aminmax())
+        if high > 0:
+            problems.append(f"{name} must be {rule}, got {high * sign:g}.")
+        elif low == -inf:
+            problems.append(f"{name} must be finite, got {low * sign:g}.")
     return problems
-
-
-__all__ = ["InputError", "check", "check_fused_decode", "check_step", "validate"]

@@ -1,4 +1,4 @@
-"""One token of a mixer in one step, from its projections to its output map: what a decode kernel may take together.
+"""The fused decode step of a mixer: all operations of one token between its input and output projections.
 
 B batch, C channels of the projection, W taps, H key heads, HV value heads, K key width, V value width, n householders,
 S rows of the states
@@ -13,25 +13,33 @@ from deltazoo.backends.spec import UpdateSpec
 
 
 class FusedDecodeStep(NamedTuple):
-    """What is computed, line by line, in float32 (float64 in float64); a line without its operands is left out.
+    """Specify the operations of one decoded token, computed in float32 (float64 for float64 operands).
 
-        q, k, v = norm(silu(conv(qkv)))                   each as its part says
-        q, e = q - correction k, sigmoid(feedback) k      of n keys the last
+    A line whose operands are absent is skipped:
+
+        q, k, v = norm(silu(conv(qkv)))                   SiLU and norm of each part
+        q, e = q - correction k, sigmoid(feedback) k      with the last of the n keys
         beta = min(sigmoid(beta), top)
-        log_decay = -exp(A_log) dt, dt = softplus(decay + dt_bias)
-                    or bound sigmoid(exp(A_log) (decay + dt_bias)), where there is a bound
-        v~ = dt v                                         where it writes
-        S, o = the update of the spec, scaled by its scale
+        log_decay = -exp(A_log) dt, with dt = softplus(decay + dt_bias);
+                    bound sigmoid(exp(A_log) (decay + dt_bias)) if `bound` is set
+        v~ = dt v                                         if `writes`
+        S, o = the update of `spec`, including its output scale
         o = o + skip v
-        o = norm_weight o / sqrt(mean(o^2) + eps) + norm_bias         over V; "layer": the mean taken off first
-        o = o activation(gate)                            before the norm, where gate_first
+        o = norm_weight o / sqrt(mean(o^2) + eps) + norm_bias         over V; norm="layer" subtracts the mean first
+        o = o activation(gate)                            before the norm if `gate_first`
 
     Args:
-        spec: the update, its decay "none" or "head"; H, HV, K, V: its sizes.
-        parts: of q, k and v, in this order: the channels of the projection.
-        taps: W of the short convolution; 0: none.
-        top: the greatest beta; writes: the values are multiplied by dt; bound: of the decay.
-        norm: "" for none; eps: its own; gate: its activation, "" for none.
+        spec: the update, with decay "none" or "head".
+        H, HV, K, V: its sizes.
+        parts: q, k and v, in this order, as consecutive channels of the projection.
+        taps: W of the short convolution; 0 means none.
+        top: upper bound of beta.
+        writes: multiply the values by dt.
+        bound: lower bound of the log decay (negative); None means none.
+        norm: norm of the output; "" means none.
+        eps: of the norm.
+        gate: activation of the output gate; "" means no gate.
+        gate_first: apply the gate before the norm.
     """
 
     spec: UpdateSpec
@@ -51,49 +59,54 @@ class FusedDecodeStep(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """C, of the projection to q, k and v."""
+        """C, the channels of the projection to q, k and v."""
         return self.H * self.K + self.spec.householders * (self.H * self.K + self.HV * self.V)
 
-    def operands(self, B: int, S: int, given: "FusedDecodeInputs") -> dict[str, tuple[int, ...]]:
-        """Name every operand that the step wants, with its shape; biases, skip and weights of each head are as given.
+    def operands(self, B: int, S: int, inputs: "FusedDecodeInputs") -> dict[str, tuple[int, ...]]:
+        """Return the shape of every operand.
 
-        Args: B rows; S: of the states.
+        Biases and skip are optional, and norm_weight may be [V] or [HV V]: these follow `inputs`.
+
+        Args: B: batch rows. S: rows of the states.
         """
         C, W, HV = self.channels, self.taps, self.HV
-        want: dict[str, tuple[int, ...]] = {"qkv": (B, 1, C)}
+        shapes: dict[str, tuple[int, ...]] = {"qkv": (B, 1, C)}
         if W:
-            want |= {"weight": (C, W), "history": (S, W - 1, C)}
-        if W and given.bias is not None:
-            want["bias"] = (C,)
+            shapes |= {"weight": (C, W), "history": (S, W - 1, C)}
+        if W and inputs.bias is not None:
+            shapes["bias"] = (C,)
         if self.spec.beta == "head":
-            want["beta"] = (B, 1, self.spec.householders * HV)
+            shapes["beta"] = (B, 1, self.spec.householders * HV)
         if self.spec.decay == "head":
-            want |= {"decay": (B, 1, HV), "A_log": (HV,), "dt_bias": (HV,)}
+            shapes |= {"decay": (B, 1, HV), "A_log": (HV,), "dt_bias": (HV,)}
         if self.spec.erase_key == "own":
-            want |= {"feedback": (self.H,), "correction": (self.H,)}
-        if given.skip is not None:
-            want["skip"] = (HV,)
+            shapes |= {"feedback": (self.H,), "correction": (self.H,)}
+        if inputs.skip is not None:
+            shapes["skip"] = (HV,)
         if self.norm:
-            each = given.norm_weight is not None and given.norm_weight.numel() == HV * self.V
-            want["norm_weight"] = (HV * self.V if each else self.V,)
-            if given.norm_bias is not None:
-                want["norm_bias"] = want["norm_weight"]
+            per_head = inputs.norm_weight is not None and inputs.norm_weight.numel() == HV * self.V
+            shapes["norm_weight"] = (HV * self.V if per_head else self.V,)
+            if inputs.norm_bias is not None:
+                shapes["norm_bias"] = shapes["norm_weight"]
         if self.gate:
-            want["gate"] = (B, 1, HV * self.V)
-        return want
+            shapes["gate"] = (B, 1, HV * self.V)
+        return shapes
 
 
 class FusedDecodeInputs(NamedTuple):
-    """The operands of one step; None where the step has no such operand.
+    """The operands of a fused decode step; None for an operand that the step does not have.
 
     Args:
         qkv: [B, 1, C], with C = H K + n H K + n HV V.
-        weight, bias: [C, W] and [C] of the convolution.
-        history: [S, W - 1, C], what stood before the token; the token is pushed into it, in place.
-        beta: [B, 1, n HV]. decay: [B, 1, HV]; A_log, dt_bias: [HV].
-        feedback, correction: [H]. skip: [HV].
+        weight, bias: of the convolution, [C, W] and [C].
+        history: [S, W - 1, C], the previous inputs of the convolution; the token is appended in place.
+        beta: [B, 1, n HV], before the sigmoid.
+        decay: [B, 1, HV], before the softplus or sigmoid.
+        A_log, dt_bias: [HV].
+        feedback, correction: [H].
+        skip: [HV].
         norm_weight, norm_bias: [V], or [HV V].
-        gate: [B, 1, HV V].
+        gate: [B, 1, HV V], before its activation.
     """
 
     qkv: Tensor
@@ -113,7 +126,7 @@ class FusedDecodeInputs(NamedTuple):
 
 
 def beyond(spec: UpdateSpec) -> list[str]:
-    """Why no step is around a spec; [] where one is."""
+    """Return the reasons why decode steps with this spec cannot be fused; [] if they can."""
     reasons = []
     if spec.decay not in ("none", "head"):
         reasons.append(f"decay must be 'none' or 'head' in a fused step, got {spec.decay!r}.")

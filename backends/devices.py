@@ -1,4 +1,4 @@
-"""The devices of this machine, and settings of torch that depend on them."""
+"""The devices that torch can use on this machine, and device-dependent settings of torch."""
 
 import os
 import shutil
@@ -10,32 +10,33 @@ from deltazoo.backends.errors import ConfigError
 
 
 def tf32_allowed() -> bool:
-    """Whether torch may take products of float32 in tf32 on a GPU, by whichever of its settings the user said so."""
+    """Whether torch may compute float32 matrix products in tf32 on a GPU, whichever of its settings allows it."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """Turn a name into a device that torch can see here. Raises: ConfigError with the devices that it can."""
+    """Return the torch.device for a name. Raises: ConfigError, with the available devices, if it is not available."""
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
-        found = None
-    seen = devices()
-    if found is None or not any(str(found) in (name, name.split(":")[0]) for name in seen):
-        raise ConfigError(f"device must be one that torch sees here ({', '.join(seen)}), got {str(device)!r}")
-    return found
+        parsed = None
+    available = devices()
+    if parsed is None or not any(str(parsed) in (name, name.split(":")[0]) for name in available):
+        raise ConfigError(f"device must be one that torch sees here ({', '.join(available)}), got {str(device)!r}")
+    return parsed
 
 
 def devices() -> list[str]:
-    """Name every device that torch sees here, "cpu" first."""
-    seen = ["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
+    """List the devices that torch can use on this machine, "cpu" first."""
+    names = ["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
-        seen.append("mps:0")
-    return seen
+        names.append("mps:0")
+    return names
 
 
 def cxx_compiler() -> str | None:
-    """Find the C++ compiler that torch.compile needs on the CPU; None where there is none."""
-    asked = os.environ.get("CXX")
-    names = [asked] if asked else ["cl"] if sys.platform == "win32" else ["clang++"] if sys.platform == "darwin" else []
+    """Return the path of the C++ compiler that torch.compile needs on the CPU; None if there is none."""
+    configured = os.environ.get("CXX")
+    preferred = {"win32": ["cl"], "darwin": ["clang++"]}.get(sys.platform, [])
+    names = [configured] if configured else preferred
     return next((path for name in [*names, "g++", "c++", "clang++"] if (path := shutil.which(name))), None)

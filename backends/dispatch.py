@@ -95,7 +95,7 @@ class BoundUpdate:
         check_fused_decode(step, inputs, states, slots)
         backend, reasons = self._fused_decode_backend(step, inputs.qkv.device.type, inputs.qkv.dtype)
         if reasons:
-            raise UnsupportedError(f"backend {backend.name!r} does not take this step in one: {' '.join(reasons)}")
+            raise UnsupportedError(f"backend {backend.name!r} cannot fuse this decode step: {' '.join(reasons)}")
         _record(backend.name, "fused step")
         return backend.fused_decode_step_(step, inputs, states, slots)
 

@@ -1,21 +1,21 @@
-"""Every error of the package.
+"""The exceptions of the package.
 
     DeltazooError
-    ├── InputError (ValueError)          what the caller passed to the update is wrong
+    ├── InputError (ValueError)          an argument of the update is invalid
     │   ├── OperandError                 an operand is missing, or the spec has no such operand
     │   ├── ShapeError                   a tensor has the wrong shape
     │   ├── DtypeError                   a tensor has the wrong dtype
-    │   ├── DeviceError                  tensors lie on different devices
-    │   └── ValueRangeError              a value breaks the rule of its operand
+    │   ├── DeviceError                  tensors are on different devices
+    │   └── ValueRangeError              a value is outside the range of its operand
     ├── StateError (ValueError)          a state does not fit the module, or is full
-    ├── PatternError (ValueError)        a layer pattern cannot be read
+    ├── PatternError (ValueError)        a layer pattern cannot be parsed
     ├── ConfigError (ValueError)         a configuration cannot be read or built
-    ├── UnknownNameError (KeyError)      no such backend, mixer or preset; names the nearest
-    ├── DuplicateNameError (ValueError)  two plug-ins claim one name
-    ├── PluginError (RuntimeError)       a plug-in cannot be loaded
-    └── UnsupportedError (RuntimeError)  no backend takes this spec on these tensors; lists the reasons
+    ├── UnknownNameError (KeyError)      no such backend, mixer or preset; suggests the nearest
+    ├── DuplicateNameError (ValueError)  two plug-ins declare the same name
+    ├── PluginError (RuntimeError)       a plug-in cannot be imported or created
+    └── UnsupportedError (RuntimeError)  no backend supports this spec on these tensors; lists the reasons
 
-A wrong `UpdateSpec` or mixer config raises pydantic's `ValidationError` with our sentence inside.
+An invalid `UpdateSpec` or mixer config raises pydantic's `ValidationError`, which contains our message.
 """
 
 import difflib
@@ -23,11 +23,11 @@ from collections.abc import Iterable
 
 
 class DeltazooError(Exception):
-    """Base of every error that deltazoo raises on purpose."""
+    """Base class of the exceptions that deltazoo raises."""
 
 
 class InputError(DeltazooError, ValueError):
-    """What the caller passed is wrong."""
+    """An argument of the update is invalid."""
 
 
 class OperandError(InputError):
@@ -43,11 +43,11 @@ class DtypeError(InputError):
 
 
 class DeviceError(InputError):
-    """Tensors lie on different devices."""
+    """Tensors are on different devices."""
 
 
 class ValueRangeError(InputError):
-    """A value breaks the rule of its operand."""
+    """A value is outside the range of its operand."""
 
 
 class StateError(DeltazooError, ValueError):
@@ -55,7 +55,7 @@ class StateError(DeltazooError, ValueError):
 
 
 class PatternError(DeltazooError, ValueError):
-    """A layer pattern cannot be read."""
+    """A layer pattern cannot be parsed."""
 
 
 class ConfigError(DeltazooError, ValueError):
@@ -69,7 +69,7 @@ class UnknownNameError(DeltazooError, KeyError):
         self.kind, self.name, self.known = kind, name, sorted(known)
         super().__init__(unknown_name(kind, name, self.known))
 
-    def __str__(self) -> str:  # KeyError prints the repr of its argument
+    def __str__(self) -> str:  # KeyError.__str__ returns the repr of its argument
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[type, tuple[str, str, list[str]]]:
@@ -77,20 +77,20 @@ class UnknownNameError(DeltazooError, KeyError):
 
 
 class DuplicateNameError(DeltazooError, ValueError):
-    """Two plug-ins claim one name."""
+    """Two plug-ins declare the same name."""
 
 
 class PluginError(DeltazooError, RuntimeError):
-    """A plug-in cannot be loaded."""
+    """A plug-in cannot be imported or created."""
 
 
 class UnsupportedError(DeltazooError, RuntimeError):
-    """No backend takes this spec on these tensors."""
+    """No backend supports this spec on these tensors."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say that `name` is unknown, name the nearest one, and list what there is."""
+    """Format the message for an unknown name, with the nearest known name and the list of all."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {matches[0]!r}?" if matches else "."
     return f"unknown {kind} {name!r}{hint} Known: {', '.join(names) or 'none'}."

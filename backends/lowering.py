@@ -1,8 +1,9 @@
-"""From a spec to canonical operands, in plain torch: what the fast backends compute.
+"""Lowering of a spec to canonical operands, in plain torch. The fast backends compute this form:
 
     S_t = S~_t + k_t (write_t * v_t - R_t^T (erase_t * e_t))^T
 
-with the doubling of negative eigenvalues, EFLA and Longhorn already inside `erase` and `write`.
+`erase` and `write` include the factor 2 for negative eigenvalues and the factors of EFLA and Longhorn.
+
 B batch, T time, H key heads, HV value heads, K key width, V value width; an optional micro-step axis follows T.
 """
 
@@ -15,11 +16,11 @@ from deltazoo.backends.spec import UpdateSpec
 
 
 def strengths(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[Tensor | None, Tensor | None]:
-    """Lower beta, negative eigenvalues and the reparametrisation to the strengths of erase and write.
+    """Compute the erase and write strengths from beta, negative_eigenvalues and reparam.
 
-    Returns: erase, write: [B, T, HV], or [B, T, HV, K] and [B, T, HV, V] with beta="channel", in `state_dtype`;
-        None means 1 (and for erase also: nothing is erased, or dplr's own operands do it).
-    Source: EFLA 2512.12602 and Longhorn 2407.14207 (the factor), Grazzi 2411.12537 (the doubling).
+    Returns: erase, write: [B, T, HV], or [B, T, HV, K] and [B, T, HV, V] with beta="channel", in `state_dtype`.
+        None means 1. With transition "additive" or "dplr" erase is always None, because there is no such term.
+    Source: EFLA 2512.12602 and Longhorn 2407.14207 (their factors), Grazzi 2411.12537 (the factor 2).
     """
     dtype = state_dtype(inputs.q.dtype)
     if spec.beta == "channel":
@@ -30,7 +31,7 @@ def strengths(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[Tensor | None, Te
     if spec.transition != "delta":
         return None, write
     if spec.reparam != "none":
-        return _reparametrised(spec, inputs, erase, write)
+        return _integrator_strengths(spec, inputs, erase, write)
     if spec.negative_eigenvalues == "off":
         return erase, write
     if erase is None:
@@ -39,9 +40,9 @@ def strengths(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[Tensor | None, Te
 
 
 def log_decay(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:
-    """The logarithm of the decay of each token, in `state_dtype`.
+    """Return the log decay of every token, in `state_dtype`.
 
-    Returns: [B, T, HV] or [B, T, HV, K]; None for decay="none". With decay="fixed" it is an expanded view.
+    Returns: [B, T, HV] or [B, T, HV, K]; None for decay="none". With decay="fixed" the result is an expanded view.
     """
     if spec.decay == "none":
         return None
@@ -55,41 +56,42 @@ def log_decay(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:
 
 
 def exact_factor(x: Tensor) -> Tensor:
-    """(1 - exp(-x)) / x for x >= 0, right in value and in gradient from x = 0 to infinity.
+    """Compute (1 - exp(-x)) / x for x >= 0, accurate in value and gradient from x = 0 to infinity.
 
-    Near 0 the quotient's gradient cancels, so a Taylor polynomial takes over below 1/4; its remainder there,
-    x^13 / 14!, is under 1e-18.
+    The gradient of the quotient suffers cancellation near 0, so a Taylor polynomial is used below 1/4. Its remainder
+    there, x^13 / 14!, is below 1e-18.
     """
-    near = x < 0.25
-    small = torch.where(near, x, torch.zeros_like(x))
-    large = torch.where(near, torch.ones_like(x), x)
+    is_small = x < 0.25
+    small = torch.where(is_small, x, torch.zeros_like(x))
+    large = torch.where(is_small, torch.ones_like(x), x)
     series = torch.ones_like(x)
     for n in range(13, 1, -1):
         series = 1 - small * series / n
-    return torch.where(near, series, -torch.expm1(-large) / large)
+    return torch.where(is_small, series, -torch.expm1(-large) / large)
 
 
-def _reparametrised(
+def _integrator_strengths(
     spec: UpdateSpec, inputs: UpdateInputs, erase: Tensor | None, write: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    dtype = state_dtype(inputs.q.dtype)
-    k = inputs.k.to(dtype)
+    """The strengths of EFLA and Longhorn: beta times a factor of beta |k|^2, the size of the step along k."""
+    k = inputs.k.to(state_dtype(inputs.q.dtype))
     groups = inputs.v.shape[-2] // k.shape[-2]
     if spec.beta == "channel":
         assert erase is not None and write is not None
         k = repeat(k, "... h k -> ... (h g) k", g=groups)
-        time = (k * erase * k).sum(-1)
+        step = (k * erase * k).sum(-1)
     else:
         norm = repeat(k.square().sum(-1), "... h -> ... (h g)", g=groups)
-        time = norm if erase is None else erase * norm
-    factor = exact_factor(time) if spec.reparam == "efla" else 1 / (1 + time)
+        step = norm if erase is None else erase * norm
+    factor = exact_factor(step) if spec.reparam == "efla" else 1 / (1 + step)
     if spec.beta == "channel":
         assert erase is not None and write is not None
         return factor.unsqueeze(-1) * erase, factor.unsqueeze(-1) * write
     strength = factor if erase is None else factor * erase
     if spec.reparam == "efla" and erase is not None:
-        # far from 0 as it stands, for there the product's gradient by erase, exp(-time), would be what two terms leave
-        far = time >= 0.25
-        long, norm = (torch.where(far, x, torch.ones_like(x)) for x in (time, norm))
-        strength = torch.where(far, (1 - torch.exp(-long)) / norm, strength)
+        # For large steps use (1 - exp(-step)) / |k|^2 directly: its gradient with respect to beta is exp(-step), which
+        # the product beta * factor yields as the difference of two nearly equal terms.
+        is_large = step >= 0.25
+        large, norm = (torch.where(is_large, x, torch.ones_like(x)) for x in (step, norm))
+        strength = torch.where(is_large, (1 - torch.exp(-large)) / norm, strength)
     return strength, strength

@@ -1,14 +1,20 @@
-"""How long work tells how far it is: a function that it calls, and by default nothing."""
+"""Progress reports of long-running functions."""
 
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Hear how far a task is. `deltazoo` the command draws bars with it."""
+    """Callback that long-running functions call to report their progress. The CLI draws progress bars with it."""
 
     def __call__(self, task: str, done: int, total: int, note: str = "") -> None:
-        """Args: task: what is being done, the bar's name; done of total; note: figures of the moment."""
+        """Report progress.
+
+        Args:
+            task: label of the progress bar.
+            done, total: completed and total units of work.
+            note: current figures, shown next to the bar.
+        """
 
 
 def silent(task: str, done: int, total: int, note: str = "") -> None:
-    """Say nothing."""
+    """Ignore the report."""

@@ -1,4 +1,4 @@
-"""The reference backend: the recurrence token by token, which is what an update means.
+"""The reference backend: the recurrence token by token, which defines the semantics of an update.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width, N packed sequences
 """
@@ -14,9 +14,9 @@ from deltazoo.backends.spec import UpdateSpec
 
 
 class ReferenceBackend(Backend):
-    """Compute the update as its equation reads, one token after the other; gradients by autograd.
+    """Compute the update token by token, with gradients by autograd.
 
-    Takes every spec, any float dtype and any device; computes in float32, or float64 for float64 inputs. Slow.
+    It supports every spec, float dtype and device, and computes in float32 (float64 for float64 inputs). It is slow.
     """
 
     name = "reference"
@@ -26,34 +26,34 @@ class ReferenceBackend(Backend):
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         if inputs.cu_seqlens is None:
-            return _sequence(spec, inputs)
+            return _run_sequence(spec, inputs)
         bounds = inputs.cu_seqlens.tolist()
         if len(bounds) == 1:
             HV, K, V = inputs.v.shape[-2], inputs.q.shape[-1], inputs.v.shape[-1]
             empty = inputs.q.new_zeros(0, HV, K, V, dtype=state_dtype(inputs.q.dtype))
             return UpdateOutput(inputs.v.new_zeros(1, 0, HV, V), empty)
         outputs = [
-            _sequence(spec, _slice(inputs, n, start, stop))
+            _run_sequence(spec, _slice(inputs, n, start, stop))
             for n, (start, stop) in enumerate(itertools.pairwise(bounds))
         ]
         return UpdateOutput(torch.cat([out.o for out in outputs], 1), torch.cat([out.state for out in outputs]))
 
 
 def _slice(inputs: UpdateInputs, n: int, start: int, stop: int) -> UpdateInputs:
-    """Sequence n of a pack, tokens start to stop."""
-    constant = {"state", "cu_seqlens", "rate"}
+    """The inputs of sequence n of a pack: tokens start to stop."""
+    without_time = {"state", "cu_seqlens", "rate"}
     if inputs.log_decay is not None and inputs.log_decay.dim() < 3:
-        constant.add("log_decay")
-    cut = {
+        without_time.add("log_decay")
+    sliced = {
         name: tensor[:, start:stop]
         for name, tensor in inputs._asdict().items()
-        if tensor is not None and name not in constant
+        if tensor is not None and name not in without_time
     }
     state = None if inputs.state is None else inputs.state[n : n + 1]
-    return inputs._replace(**cut, state=state, cu_seqlens=None)
+    return inputs._replace(**sliced, state=state, cu_seqlens=None)
 
 
-def _sequence(spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
+def _run_sequence(spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
     B, T, H, K = inputs.q.shape
     HV, V = inputs.v.shape[-2:]
     dtype = state_dtype(inputs.q.dtype)
@@ -63,17 +63,17 @@ def _sequence(spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
     outputs = []
     for t in range(T):
         q = repeat(x.q[:, t], "b h k -> b (h g) k", g=HV // H)
-        before = S
+        previous = S
         for m in range(spec.householders):
             S = _step(spec, x, S, t, m)
-        outputs.append(scale * _read(before if spec.read == "before" else S, q))
+        outputs.append(scale * _read(previous if spec.read == "before" else S, q))
     o = torch.stack(outputs, 1) if outputs else x.v.new_zeros(B, 0, HV, V)
     return UpdateOutput(o.to(inputs.v.dtype), S if T else S.clone())
 
 
 def _step(spec: UpdateSpec, x: UpdateInputs, S: Tensor, t: int, m: int) -> Tensor:
-    """One step of S: [B, HV, K, V]; micro-step m of token t."""
-    decayed = S if m else _decay(spec, x, S, t)
+    """Apply micro-step m of token t to S [B, HV, K, V]."""
+    decayed = S if m else _apply_decay(spec, x, S, t)
     k, v = _heads(spec, x, x.k, t, m), _at(spec, x.v, t, m)
     if spec.transition == "dplr":
         assert x.a is not None and x.b is not None
@@ -88,7 +88,7 @@ def _step(spec: UpdateSpec, x: UpdateInputs, S: Tensor, t: int, m: int) -> Tenso
     return decayed + _outer(k, write * v - _read(R, erase * e))
 
 
-def _decay(spec: UpdateSpec, x: UpdateInputs, S: Tensor, t: int) -> Tensor:
+def _apply_decay(spec: UpdateSpec, x: UpdateInputs, S: Tensor, t: int) -> Tensor:
     if spec.decay == "none":
         return S
     if spec.decay == "rate":
@@ -102,7 +102,7 @@ def _decay(spec: UpdateSpec, x: UpdateInputs, S: Tensor, t: int) -> Tensor:
 
 
 def _strengths(spec: UpdateSpec, x: UpdateInputs, k: Tensor, t: int, m: int) -> tuple[Tensor, Tensor]:
-    """b and w of the equation, broadcastable to [B, HV, K] and [B, HV, V]."""
+    """b and w of the equation, broadcastable to [B, HV, K] and [B, HV, V]. k: [B, HV, K]."""
     if spec.beta == "channel":
         write = _at(spec, x.write, t, m)
         erase = _at(spec, x.erase, t, m) if spec.transition == "delta" else write[..., :1]
@@ -117,7 +117,7 @@ def _strengths(spec: UpdateSpec, x: UpdateInputs, k: Tensor, t: int, m: int) -> 
     n = (k * erase * k).sum(-1, keepdim=True)  # beta |k|^2, or k^T (b * k)
     if spec.reparam == "longhorn":
         return erase / (1 + n), write / (1 + n)
-    tiny = n < 1e-3  # there the quotient's gradient cancels; four terms of its series are exact to 1e-14
+    tiny = n < 1e-3  # avoids cancellation in the gradient of the quotient; the series is accurate to 1e-14
     safe, small = torch.where(tiny, torch.ones_like(n), n), torch.where(tiny, n, torch.zeros_like(n))
     series = 1 - small / 2 + small**2 / 6 - small**3 / 24 + small**4 / 120
     factor = torch.where(tiny, series, -torch.expm1(-safe) / safe)
@@ -130,7 +130,7 @@ def _at(spec: UpdateSpec, tensor: Tensor | None, t: int, m: int) -> Tensor:
 
 
 def _heads(spec: UpdateSpec, x: UpdateInputs, key: Tensor | None, t: int, m: int) -> Tensor:
-    """A key of token t for each value head: [B, HV, K]."""
+    """The key of token t, repeated for each value head: [B, HV, K]."""
     key_BHK = _at(spec, key, t, m)
     return repeat(key_BHK, "b h k -> b (h g) k", g=x.v.shape[-2] // key_BHK.shape[1])
 

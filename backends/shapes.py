@@ -1,4 +1,4 @@
-"""Named shapes: tiny ones for the tests, and real ones for benchmarks and the tuner.
+"""Named shapes: small ones for tests, realistic ones for benchmarks and the tuner.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 class Shape(NamedTuple):
     """The sizes of one update.
 
-    lengths: the lengths of packed sequences; then B = 1 and T is their sum. () means one sequence a row.
+    lengths: lengths of the packed sequences, whose sum is T; then B = 1. () means one sequence per row.
     """
 
     name: str
@@ -23,11 +23,11 @@ class Shape(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """How many initial and final states there are."""
+        """The number of sequences, and so of initial and final states."""
         return len(self.lengths) if self.lengths else self.B
 
     def packed(self) -> Self:
-        """The same tokens of one row as four packed sequences of uneven lengths, one of them empty."""
+        """Return this shape with one row split into four packed sequences of uneven lengths, one of them empty."""
         third = self.T // 3
         return self._replace(
             name=f"{self.name}_packed", B=1, lengths=(third, 0, self.T - third - min(1, self.T), min(1, self.T))
@@ -38,7 +38,7 @@ def _pack(name: str, sequences: int, length: int, H: int, HV: int, width: int) -
     return Shape(name, 1, sequences * length, H, HV, width, width, (length,) * sequences)
 
 
-# For correctness: sizes that are no powers of two, T beside a multiple of a chunk, widths of one, grouped heads.
+# For correctness: sizes that are not powers of two, T next to a multiple of the chunk, widths of 1, grouped heads.
 TINY = (
     Shape("plain", B=2, T=7, H=2, HV=2, K=4, V=4),
     Shape("grouped", B=2, T=37, H=2, HV=4, K=12, V=20),
@@ -67,7 +67,7 @@ GPU = (
 
 DECODE = tuple(Shape(f"decode_{B}", B=B, T=1, H=32, HV=32, K=128, V=128) for B in (1, 64, 256))
 
-# The six shapes that flash-linear-attention's benchmarks use.
+# The six shapes in the benchmarks of flash-linear-attention.
 FLA = tuple(
     Shape(f"fla_{B}x{T}x{H}x{D}", B=B, T=T, H=H, HV=H, K=D, V=D)
     for B, T, H, D in (

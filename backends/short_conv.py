@@ -1,6 +1,6 @@
-"""The short causal convolution of each channel with the SiLU and the norm that follow: what it means, in plain torch.
+"""Short causal depthwise convolution, with an optional SiLU and L2 norm per group of channels, in plain torch.
 
-B batch, T time, C channels, W taps, N sequences: the B rows, or those of a pack
+B batch, T time, C channels, W taps, N sequences (the B rows, or the packed sequences)
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,16 @@ from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueR
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import packing_problems, sequence_count, sequence_index
 
-EPS = 1e-6  # of the norm
+EPS = 1e-6  # added to the squared L2 norm
 
 
 class ConvPart(NamedTuple):
-    """Some of the channels, and what follows the convolution there.
+    """A contiguous group of channels, and the operations that follow the convolution there.
 
-    silu: y <- silu(y). unit: after it the heads, of so many channels each, are divided by their L2 norm,
-    y / sqrt(sum y^2 + 1e-6); 0: none is.
+    Args:
+        channels: size of the group.
+        silu: apply SiLU.
+        unit: width of a head; after the SiLU each head is L2-normalised, y / sqrt(sum y^2 + 1e-6). 0: no norm.
     """
 
     channels: int
@@ -30,8 +32,14 @@ class ConvPart(NamedTuple):
 
 
 class ConvInputs(NamedTuple):
-    """x [B, T, C]; weight [C, W]; bias [C]; history [N, W - 1, C], what stood before the first tokens, zero where
-    None; cu_seqlens [N + 1] int32, the bounds of a pack, then B = 1."""
+    """The operands of a short convolution.
+
+    Args:
+        x: [B, T, C].
+        weight, bias: [C, W] and [C].
+        history: [N, W - 1, C], the inputs before the first token of each sequence; None means zeros.
+        cu_seqlens: [N + 1] int32, the boundaries of packed sequences; then B = 1.
+    """
 
     x: Tensor
     weight: Tensor
@@ -41,7 +49,7 @@ class ConvInputs(NamedTuple):
 
 
 class ConvMeta(NamedTuple):
-    """What a backend may know before it says whether it has a kernel; never T or B. dtype: of x."""
+    """Description of the operands from which a backend decides whether it has a kernel. dtype: of x."""
 
     device: str
     dtype: torch.dtype
@@ -50,30 +58,31 @@ class ConvMeta(NamedTuple):
 
 
 def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:
-    """y_t = sum_i weight_i x_(t - W + 1 + i) + bias for each channel, then SiLU and norm as each part says.
+    """Compute y_t = sum_i weight_i x_(t - W + 1 + i) + bias for each channel, then SiLU and norm of each part.
 
-    Computed in float32 (float64 in float64) and rounded once, as shifted products, which Inductor fuses with what
-    follows. In a pack no tap reaches into another sequence.
+    The computation is in float32 (float64 for float64) with one rounding at the end. It is a sum of shifted products,
+    which Inductor fuses with the operations that follow. No tap crosses a boundary between packed sequences.
 
-    Returns: [B, T, channels] in the dtype of x for each part, the parts being the channels of x one after the other.
+    Args: parts: consecutive groups of the channels of x.
+    Returns: [B, T, channels] in the dtype of x for each part.
     """
     x_BTC, weight, bias, history, cu_seqlens = inputs
-    wide = torch.promote_types(x_BTC.dtype, torch.float32)
+    compute_dtype = torch.promote_types(x_BTC.dtype, torch.float32)
     taps = shifted_taps(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
-    y_BTC = x_BTC.new_zeros((), dtype=wide) if bias is None else bias.to(wide)
+    y_BTC = x_BTC.new_zeros((), dtype=compute_dtype) if bias is None else bias.to(compute_dtype)
     for i, tap in enumerate(taps):
-        y_BTC = y_BTC + tap.to(wide) * weight[:, i].to(wide)
+        y_BTC = y_BTC + tap.to(compute_dtype) * weight[:, i].to(compute_dtype)
     return tuple(y.to(x_BTC.dtype) for y in follow(y_BTC, parts))
 
 
 def follow(y_BTC: Tensor, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:
-    """What follows the convolution: SiLU and norm as each part says, [B, T, channels] in the dtype of y for each."""
-    streams = y_BTC.split([part.channels for part in parts], dim=-1)
-    return tuple(_unit(_silu(y, part), part) for y, part in zip(streams, parts, strict=True))
+    """Apply the SiLU and the norm of each part. Returns: [B, T, channels] in the dtype of y for each part."""
+    groups = y_BTC.split([part.channels for part in parts], dim=-1)
+    return tuple(_normalize(_silu(y, part), part) for y, part in zip(groups, parts, strict=True))
 
 
 def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
-    """Raise unless shapes, dtypes and devices fit one another and the parts; of CPU tensors the bounds of a pack, too.
+    """Raise unless shapes, dtypes and devices are consistent; on the CPU the boundaries of a pack are checked as well.
 
     Raises: ShapeError, DtypeError, DeviceError, ValueRangeError.
     """
@@ -85,11 +94,12 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
     C, W = x.shape[2], weight.shape[1]
     if sum(part.channels for part in parts) != C or any(part.unit and part.channels % part.unit for part in parts):
         raise ShapeError(f"parts must share the {C} channels of x in whole heads, got {list(parts)}")
-    rows = sequence_count(cu_seqlens, x.shape[0])
-    wanted = {"weight": (weight, (C, W)), "bias": (inputs.bias, (C,)), "history": (inputs.history, (rows, W - 1, C))}
-    for name, (tensor, want) in wanted.items():
-        if tensor is not None and tuple(tensor.shape) != want:
-            raise ShapeError(f"{name} must have shape {list(want)}, got {list(tensor.shape)}")
+    N = sequence_count(cu_seqlens, x.shape[0])
+    shapes = {"weight": (C, W), "bias": (C,), "history": (N, W - 1, C)}
+    for name, shape in shapes.items():
+        tensor = getattr(inputs, name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ShapeError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None:
             continue
@@ -106,7 +116,7 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
 
 
 def shifted_taps(x_BTC: Tensor, history: Tensor | None, past: int, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """x_(t - past), ..., x_t, each [B, T, C], with the history [N, past, C] before a sequence, or zeros."""
+    """Return x_(t - past), ..., x_t, each [B, T, C]. history: [N, past, C], before each sequence; None means zeros."""
     T = x_BTC.shape[1]
     if cu_seqlens is not None:
         padded, rows_T = _pack_with_history(x_BTC, history, past, cu_seqlens)
@@ -121,25 +131,30 @@ def _silu(y: Tensor, part: ConvPart) -> Tensor:
     return F.silu(y) if part.silu else y
 
 
-def _unit(y: Tensor, part: ConvPart) -> Tensor:
+def _normalize(y: Tensor, part: ConvPart) -> Tensor:
     if not part.unit:
         return y
     heads = y.unflatten(-1, (part.channels // part.unit, part.unit))
-    wide = heads.to(torch.promote_types(y.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)).to(y.dtype).flatten(-2)
+    heads = heads.to(torch.promote_types(y.dtype, torch.float32))
+    return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + EPS)).to(y.dtype).flatten(-2)
 
 
-def _shifted(x_BTC: Tensor, by: int) -> Tensor:
-    """x_(t - by), zero before the first token. Each tap is padded by itself: Inductor reads x through that, but would
-    write out one padded tensor that all taps share."""
+def _shifted(x_BTC: Tensor, shift: int) -> Tensor:
+    """x_(t - shift), zero before the first token.
+
+    Each tap is padded separately: Inductor fuses these reads of x, but would materialise one padded tensor shared by
+    all taps.
+    """
     T = x_BTC.shape[1]
-    left = max(T - by, 0)
-    return F.pad(x_BTC[:, :left], (0, 0, T - left, 0)) if by else x_BTC
+    kept = max(T - shift, 0)
+    return F.pad(x_BTC[:, :kept], (0, 0, T - kept, 0)) if shift else x_BTC
 
 
 def _pack_with_history(x_1TC: Tensor, history: Tensor | None, past: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay a pack out with `past` rows of history before each sequence: [1, T + N past, C], and where each token lies
-    [T]."""
+    """Insert `past` rows of history before each sequence of a pack.
+
+    Returns: the padded pack [1, T + N past, C], and the row of each token in it [T].
+    """
     _, T, C = x_1TC.shape
     bounds = cu_seqlens.long()
     N = bounds.shape[0] - 1

@@ -1,4 +1,4 @@
-"""What runs: which backend each update was given to, and which kernels were launched for it."""
+"""Record which backends compute updates and which kernels are launched."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,8 +9,10 @@ from typing import NamedTuple
 class RunRecord(NamedTuple):
     """One call of a backend, or one launch of a kernel.
 
-    what: "update", "step", "fused step" or "short conv"; of a launch the kernel's name. programs, warps: of a launch; 0
-    of a call.
+    Args:
+        backend: its name; "torch" for a short convolution in plain torch.
+        what: "update", "step", "fused step" or "short conv" for a call, the kernel's name for a launch.
+        programs, warps: the launch's grid size and warps per program; 0 for a call.
     """
 
     backend: str
@@ -19,51 +21,50 @@ class RunRecord(NamedTuple):
     warps: int = 0
 
 
-class Seen:
-    """What ran, in order; printed, what was alike is one line with how often it ran."""
+class RunLog:
+    """Records in the order of execution. `str` prints equal records as one line with their count."""
 
     def __init__(self) -> None:
         self.runs: list[RunRecord] = []
 
     @property
     def kernels(self) -> dict[str, int]:
-        """How often each kernel was launched, by name, in the order of the first launches."""
-        return dict(Counter(ran.what for ran in self.runs if ran.programs))
+        """Kernel name -> number of launches, in the order of the first launch."""
+        return dict(Counter(run.what for run in self.runs if run.programs))
 
     def __str__(self) -> str:
         lines = []
-        for (backend, what, programs, warps), times in Counter(self.runs).items():
-            of = f", {programs} programs of {warps} warps" if programs else ""
-            lines.append(f"{times} x {backend}: {what}{of}")
+        for (backend, what, programs, warps), count in Counter(self.runs).items():
+            grid = f", {programs} programs of {warps} warps" if programs else ""
+            lines.append(f"{count} x {backend}: {what}{grid}")
         return "\n".join(lines) or "nothing"
 
 
-_open: list[Seen] = []
+_active_logs: list[RunLog] = []
 
 
 @contextmanager
-def watch() -> Iterator[Seen]:
-    """See what runs inside the block, in any thread: backends that are called, kernels that are launched.
+def watch() -> Iterator[RunLog]:
+    """Record the backend calls and kernel launches inside the block, in all threads.
 
-    A backend's call is seen from eager code: inside torch.compile it is chosen once, when the graph is made, of which
-    nothing is left at run time. The triton backend's kernels are seen whenever Python launches them, in a graph of
-    torch.compile, too, and in the backward; a replay of a CUDA graph launches without Python and shows nothing, nor do
-    the kernels that Inductor makes.
+    Backend calls are recorded in eager code only: torch.compile chooses the backend once, during tracing. Launches of
+    the triton backend are recorded whenever Python executes them, so also in compiled graphs and in the backward. A
+    replayed CUDA graph launches its kernels without Python, so nothing is recorded; nor are Inductor's own kernels.
     """
-    seen = Seen()
-    _open.append(seen)
+    log = RunLog()
+    _active_logs.append(log)
     try:
-        yield seen
+        yield log
     finally:
-        _open.remove(seen)
+        _active_logs.remove(log)
 
 
 def is_watched() -> bool:
-    """Whether someone watches."""
-    return bool(_open)
+    """Whether a `watch` block is active."""
+    return bool(_active_logs)
 
 
-def record_run(ran: RunRecord) -> None:
-    """Let those who watch see it."""
-    for seen in tuple(_open):
-        seen.runs.append(ran)
+def record_run(run: RunRecord) -> None:
+    """Append a record to the log of every active `watch` block."""
+    for log in tuple(_active_logs):
+        log.runs.append(run)

@@ -30,10 +30,14 @@ def bounds(*values: int, dtype=torch.int32) -> dict[str, torch.Tensor]:
 F64, F16, META = torch.float64, torch.float16, torch.device("meta")
 WRONG = [
     # what replaces operands of the gated delta rule [2, 3, 2, 5] / [2, 3, 4, 6], the error, its words
-    ({"beta": None}, OperandError, "beta is missing: this spec wants it with shape [2, 3, 4]"),
+    ({"beta": None}, OperandError, "beta is missing: this spec needs it with shape [2, 3, 4]"),
     ({"log_decay": None}, OperandError, "log_decay is missing"),
     ({"k": None}, OperandError, "k must be a tensor, got NoneType"),
-    ({"erase": torch.ones(2, 3, 4, 5)}, OperandError, "erase must be None: this spec wants q, k, v, log_decay, beta"),
+    (
+        {"erase": torch.ones(2, 3, 4, 5)},
+        OperandError,
+        "erase must be None: the operands of this spec are q, k, v, log_decay, beta",
+    ),
     ({"a": torch.ones(2, 3, 4, 5)}, OperandError, "a must be None"),
     ({"state": [1.0]}, OperandError, "state must be a tensor or None, got list"),
     ({"beta": 0.5}, OperandError, "beta must be a tensor or None, got float"),
@@ -175,7 +179,7 @@ def test_a_shape_error_never_reaches_a_backend_that_would_compute_with_it():
 VALUES = [
     ({"q": float("nan")}, "q must be finite, got 1 values that are not."),
     ({"state": float("inf")}, "state must be finite, got 1 values that are not."),
-    ({"beta": 1.5}, "beta must be in [0, 1] (negative eigenvalues double it inside), got values from"),
+    ({"beta": 1.5}, "beta must be in [0, 1] (the lowering doubles it for negative eigenvalues), got values from"),
     ({"beta": -0.5}, "beta must be in [0, 1]"),
     ({"log_decay": 1.0}, "log_decay must be <= 0, got 1."),
 ]
