@@ -1,1 +1,1 @@
-"""Benchmarks: what is timed, how it is timed, and on which machine."""
+"""Benchmarks of backends, the timing methods they use, and a report of the environment."""

@@ -1,4 +1,4 @@
-"""Benchmark backends on the same numbers: time, ratio to a baseline, distance from float64."""
+"""Benchmark backends on the same operands: time, ratio to a baseline, and error against float64."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -16,7 +16,7 @@ from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.explain import explain
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.measure.timing import LEAST_ROUNDS, Times, once, peak_bytes, time_interleaved
+from deltazoo.backends.measure.timing import MIN_ROUNDS, Times, peak_bytes, time_interleaved, time_once
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Workload
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
@@ -28,16 +28,17 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class BenchConfig(BaseModel):
-    """How to measure.
+    """Settings of a benchmark.
 
     Args:
-        directions: "forward", without gradients; "backward", forward and backward; "decode", one token in place.
+        directions: "forward": without gradients. "backward": forward and backward. "decode": one token in place.
         device, dtype: of the operands.
-        rounds: timed calls of each backend, at most; seconds: for one shape and direction, about.
-        baseline: the backend whose median the others' ratios are over; None is the first.
-        seed: of the numbers.
-        errors: compare with the reference in float64.
-        graphs: time replays of CUDA graphs; a backend that cannot be captured says so in its row.
+        rounds: upper limit of timed calls per backend.
+        seconds: approximate time limit per shape and direction.
+        baseline: the backend whose median time is divided by those of the others; None means the first.
+        seed: random seed of the operands.
+        errors: measure the error against the float64 reference.
+        graphs: time replays of CUDA graphs; a backend that cannot be captured gets a row with the reason.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,7 +46,7 @@ class BenchConfig(BaseModel):
     directions: tuple[Direction, ...] = DIRECTIONS
     device: str = "cpu"
     dtype: Dtype = "float32"
-    rounds: int = Field(default=20, ge=LEAST_ROUNDS)
+    rounds: int = Field(default=20, ge=MIN_ROUNDS)
     seconds: float = Field(default=20.0, gt=0)
     baseline: str | None = None
     seed: int = Field(default=0, ge=0)
@@ -54,19 +55,19 @@ class BenchConfig(BaseModel):
 
 
 class Row(BaseModel):
-    """One backend on one shape in one direction.
+    """The figures of one backend on one shape in one direction.
 
     Args:
-        first_call_s: seconds of the first call, compilation included; it is in no other figure.
-        median_ms, low_ms, high_ms: of the timed calls, and their 20th and 80th percentiles. On CUDA the device's time
-            for a call that was issued before the device came to it, as in training.
-        host_ms: the median of what issuing a call takes the host; on CUDA alone.
-        ratio: the baseline's median over this one; above 1 is faster.
-        error: the largest relative RMS error of what the first call computed (o and state, or the gradients)
-            against the reference in float64, on the first sequence's first key head.
-        peak_mib: the most device memory that one call held, its results counted, its operands not; on CUDA alone.
-        kernels: how often the first call launched each of the triton backend's kernels; {} for other backends.
-        refused: why there are no figures; [] when there are.
+        first_call_s: seconds of the first call, including compilation; not part of the other figures.
+        median_ms, low_ms, high_ms: median, 20th and 80th percentile of the timed calls. On CUDA this is the device
+            time of a call that is issued while the device is still busy, as in training.
+        host_ms: median time that the host needs to issue a call; CUDA only.
+        ratio: the baseline's median divided by this median; above 1 is faster.
+        error: largest relative RMS error of the results of the first call (o and state, or the gradients) against
+            the float64 reference, on the first key head of the first sequence.
+        peak_mib: peak of device memory during a call, with results and without operands; CUDA only.
+        kernels: number of launches of each kernel in the first call; {} for backends other than triton.
+        refused: why there are no figures; [] if there are.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
@@ -87,12 +88,12 @@ class Row(BaseModel):
     refused: list[str] = []
 
     def cells(self) -> list[str]:
-        """The row as words, under `Benchmark.columns`."""
-        named = [self.shape, "fwd + bwd" if self.direction == "backward" else self.direction, self.backend]
+        """Format the row for the columns `Benchmark.columns`."""
+        labels = [self.shape, "fwd + bwd" if self.direction == "backward" else self.direction, self.backend]
         if self.median_ms is None:
-            return [*named, f"refused: {' '.join(self.refused)}", "", "", "", "", "", ""]
+            return [*labels, f"refused: {' '.join(self.refused)}", "", "", "", "", "", ""]
         return [
-            *named,
+            *labels,
             f"{self.median_ms:.3g}",
             f"{self.low_ms:.3g}-{self.high_ms:.3g}",
             "" if self.ratio is None else f"{self.ratio:.2f}",
@@ -104,7 +105,7 @@ class Row(BaseModel):
 
 
 class Benchmark(BaseModel):
-    """The figures, and all that is needed to read them."""
+    """The figures of a benchmark, with its environment and settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -117,12 +118,12 @@ class Benchmark(BaseModel):
 
     @property
     def columns(self) -> list[str]:
-        """The heads of `Row.cells`."""
+        """The titles of `Row.cells`."""
         ratio = f"x {self.baseline}"
         return ["shape", "direction", "backend", "ms", "20-80 %", ratio, "error", "MiB", "host ms", "first s"]
 
     def header(self) -> str:
-        """When, where and on what, and what the columns are, in one line."""
+        """Describe environment, settings, shapes and columns in one line."""
         config = self.config
         parts = [self.environment.line(), config.dtype, f"seed {config.seed}"]
         if config.device.startswith("cuda"):
@@ -130,12 +131,12 @@ class Benchmark(BaseModel):
         for shape in self.shapes:
             sizes = " ".join(f"{name}={getattr(shape, name)}" for name in ("B", "T", "H", "HV", "K", "V"))
             parts.append(f"{shape.name}: {sizes}" + (f" in {len(shape.lengths)} sequences" if shape.lengths else ""))
-        columns = "ms: median, with its percentiles; error: relative RMS from float64; MiB: peak of a call; "
-        columns += "host ms: until a call is issued; first s: first call, compiling"
+        columns = "ms: median and percentiles; error: relative RMS error against float64; MiB: peak memory of a call; "
+        columns += "host ms: host time to issue a call; first s: first call, with compilation"
         return "; ".join([*parts, columns])
 
     def markdown(self) -> str:
-        """The header over a Markdown table."""
+        """Format the header and a Markdown table."""
         lines = [self.columns, ["---"] * 3 + ["---:"] * 7, *(row.cells() for row in self.rows)]
         return "\n".join([self.header(), "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
@@ -147,7 +148,9 @@ def bench(
     config: BenchConfig | None = None,
     progress: Progress = silent,
 ) -> Benchmark:
-    """Time every backend on every shape in every direction; a backend that refuses or fails says why in its row.
+    """Time every backend on every shape in every direction.
+
+    A backend that refuses a case or fails gets a row with the reason.
 
     Raises: ConfigError; UnknownNameError, DuplicateNameError and PluginError for the backends.
     """
@@ -159,7 +162,7 @@ def bench(
         raise ConfigError(f"bench needs a shape and a backend, got {len(shapes)} shapes and {len(backends)} backends")
     names = [backend if isinstance(backend, str) else backend.name for backend in backends]
     if len(set(names)) < len(names):
-        raise ConfigError(f"backends must have names of their own, got {', '.join(names)}")
+        raise ConfigError(f"backends must have different names, got {', '.join(names)}")
     bound = {name: bind(spec, backend) for name, backend in zip(names, backends, strict=True)}
     baseline = config.baseline or next(iter(bound))
     if baseline not in bound:
@@ -167,24 +170,23 @@ def bench(
     rows: list[Row] = []
     for shape in shapes:
         for direction in config.directions:
-            work = Workload(Case(spec, shape, getattr(torch, config.dtype), seed=config.seed), direction, device)
-            race = _Race(work, config, device, progress)
-            rows += race.run(bound, baseline)
+            workload = Workload(Case(spec, shape, getattr(torch, config.dtype), seed=config.seed), direction, device)
+            rows += _Comparison(workload, config, device, progress).run(bound, baseline)
     return Benchmark(
         environment=environment(device), spec=spec, config=config, baseline=baseline, shapes=list(shapes), rows=rows
     )
 
 
-class _Race:
-    """Backends on one piece of work."""
+class _Comparison:
+    """Several backends on one workload."""
 
-    def __init__(self, work: Workload, config: BenchConfig, device: torch.device, progress: Progress) -> None:
-        self.work, self.config, self.device, self.progress = work, config, device, progress
+    def __init__(self, workload: Workload, config: BenchConfig, device: torch.device, progress: Progress) -> None:
+        self.workload, self.config, self.device, self.progress = workload, config, device, progress
         self.exact: dict[str, Tensor] | None = None
         self.calls: dict[str, Call] = {}
 
     def run(self, bound: dict[str, BoundUpdate], baseline: str) -> list[Row]:
-        shape, direction = self.work.case.shape.name, self.work.direction
+        shape, direction = self.workload.case.shape.name, self.workload.direction
         task = f"{shape} {direction}"
         rows: dict[str, Row] = {}
         for name, update in bound.items():
@@ -198,34 +200,34 @@ class _Race:
             lambda done, total, note: self.progress(task, done, total, note),
         )
         base = median(times[baseline].seconds) if baseline in times else None
-        return [_timed(row, times.get(name, Times([], [])), base) for name, row in rows.items()]
+        return [_with_times(row, times.get(name, Times([], [])), base) for name, row in rows.items()]
 
     def _first_call(self, row: Row, update: BoundUpdate) -> Row:
-        reasons = explain(self.work.case.spec, self.work.meta, update.requested).verdicts[0].reasons
+        reasons = explain(self.workload.case.spec, self.workload.meta, update.requested).verdicts[0].reasons
         if reasons:
             return row.model_copy(update={"refused": reasons})
-        got: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         try:
-            call = self.work.call(update)
-            with watch() as seen:
-                seconds = once(lambda: got.update(call()), self.device)
-            error = self._error(got) if self.config.errors else None
-            got.clear()
+            call = self.workload.call(update)
+            with watch() as log:
+                seconds = time_once(lambda: results.update(call()), self.device)
+            error = self._error(results) if self.config.errors else None
+            results.clear()
             peak = peak_bytes(call, self.device)
             timed: Call = captured(call, self.device) if self.config.graphs else call
-        except Exception as failure:  # a backend's failure is a figure of the table, not the end of it
+        except Exception as failure:  # one backend's failure must not end the benchmark
             sentence = str(failure).strip().partition("\n")[0]
             return row.model_copy(update={"refused": [f"failed with {type(failure).__name__}: {sentence}"]})
         self.calls[row.backend] = timed
         figures = {"first_call_s": seconds, "error": error, "peak_mib": peak and peak / 2**20}
-        return row.model_copy(update=figures | {"kernels": seen.kernels})
+        return row.model_copy(update=figures | {"kernels": log.kernels})
 
-    def _error(self, got: dict[str, Tensor]) -> float:
-        self.exact = self.exact or self.work.exact()
-        return self.work.error(got, self.exact)
+    def _error(self, results: dict[str, Tensor]) -> float:
+        self.exact = self.exact or self.workload.exact()
+        return self.workload.error(results, self.exact)
 
 
-def _timed(row: Row, times: Times, base: float | None) -> Row:
+def _with_times(row: Row, times: Times, base: float | None) -> Row:
     if not times.seconds:
         return row
     low, middle, high = (float(x) for x in np.percentile(times.seconds, [20, 50, 80]))

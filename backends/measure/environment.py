@@ -1,4 +1,4 @@
-"""What a measurement was made on: versions, device, compiler, commit, date; every table of figures carries it."""
+"""The environment of a measurement: versions, device, compiler, commit and date."""
 
 import datetime
 import os
@@ -17,10 +17,13 @@ class Environment(BaseModel):
     """Versions, device and date.
 
     Args:
-        device: its name; driver: the GPU driver's version; threads: of torch on the CPU.
-        tf32: whether float32 products may run in tf32 on the device.
-        compiler: the C++ compiler that Inductor would call on the CPU, None where there is none.
-        commit: of deltazoo's own repository, with "-dirty" where it has changes; None for an installed wheel.
+        device: name of the device.
+        driver: version of the GPU driver.
+        threads: CPU threads of torch.
+        omp_wait_policy: the variable OMP_WAIT_POLICY.
+        tf32: whether float32 matrix products may use tf32 on the device.
+        compiler: path of the C++ compiler that Inductor would use on the CPU; None if there is none.
+        commit: of the deltazoo repository, with "-dirty" if it has changes; None for an installed wheel.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,7 +43,7 @@ class Environment(BaseModel):
     commit: str | None
 
     def line(self) -> str:
-        """All of it in one line, to stand above a table."""
+        """Format everything in one line, as the header of a table."""
         parts = [
             self.date,
             f"deltazoo {self.deltazoo}" + (f" ({self.commit})" if self.commit else ""),
@@ -48,18 +51,19 @@ class Environment(BaseModel):
             f"triton {self.triton}" if self.triton else "no triton",
             f"python {self.python}",
             self.device + (f", driver {self.driver}" if self.driver else ""),
-            f"{self.threads} threads" + (f" that wait {self.omp_wait_policy.lower()}" if self.omp_wait_policy else ""),
+            f"{self.threads} threads" + (f", OMP_WAIT_POLICY={self.omp_wait_policy}" if self.omp_wait_policy else ""),
             f"tf32 {'on' if self.tf32 else 'off'}",
         ]
         return "; ".join(parts)
 
 
 def environment(device: str | torch.device = "cpu") -> Environment:
-    """Look at what this process runs on. Args: device: "cpu", "cuda", "cuda:1", ...
+    """Describe the environment of this process.
 
-    Raises: ConfigError, where torch cannot see the device.
+    Args: device: "cpu", "cuda", "cuda:1", ...
+    Raises: ConfigError if the device is not available.
     """
-    found = usable_device(device)
+    device = usable_device(device)
     return Environment(
         date=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
         deltazoo=_installed("deltazoo") or "not installed",
@@ -67,11 +71,11 @@ def environment(device: str | torch.device = "cpu") -> Environment:
         torch=torch.__version__,
         triton=_installed("triton"),
         platform=f"{platform.system()} {platform.machine()}",
-        device=_device_name(found),
-        driver=_driver() if found.type == "cuda" else None,
+        device=_device_name(device),
+        driver=_driver() if device.type == "cuda" else None,
         threads=torch.get_num_threads(),
         omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
-        tf32=found.type == "cuda" and tf32_allowed(),
+        tf32=device.type == "cuda" and tf32_allowed(),
         compiler=cxx_compiler(),
         commit=_commit(),
     )
@@ -109,9 +113,9 @@ def _commit() -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a program prints, or nothing where it is missing or fails."""
+    """The output of a program; "" if it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -1,4 +1,4 @@
-"""What a benchmark times: the operands of a case, one call of a backend on them, and how far it is from float64.
+"""The workload of a benchmark: operands of a case, a call of a backend on them, and its error against float64.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
@@ -19,13 +19,15 @@ from deltazoo.backends.reference import ReferenceBackend
 Direction = Literal["forward", "backward", "decode"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
-_SEGMENT = 256  # tokens of the float64 reference whose graph is held at once
+_SEGMENT = 256  # tokens per checkpoint of the float64 reference, which bounds its memory
 
 
 class Workload:
-    """One case in one direction: "forward", without gradients; "backward", after a forward; "decode", one token.
+    """One case in one direction.
 
-    In "decode" every sequence of the case is a row.
+    Args:
+        direction: "forward": without gradients. "backward": forward and backward. "decode": one token in place, where
+            every sequence of the case becomes a row.
     """
 
     def __init__(self, case: Case, direction: Direction, device: torch.device) -> None:
@@ -37,69 +39,71 @@ class Workload:
         self.meta = UpdateMeta.of(self.inputs)._replace(grad=direction == "backward")
 
     def call(self, bound: BoundUpdate) -> Callable[[], dict[str, Tensor]]:
-        """A function that does the work once, and returns what it computed: o and state, or d_q, d_k, ..."""
+        """Return a function that runs the workload once and returns o and state, or the gradients d_q, d_k, ..."""
         if self.direction == "backward":
             return lambda: _gradients(bound, self.inputs, self.cotangents)
         if self.direction == "forward":
             return lambda: _outputs(bound, self.inputs)
         assert self.inputs.state is not None
         token, states = self.inputs._replace(state=None), self.inputs.state.clone()
-        return lambda: _decoded(bound, token, states)
+        return lambda: _decode(bound, token, states)
 
     def exact(self) -> dict[str, Tensor]:
-        """The same from the reference in float64, for the first sequence's first key head and its value heads."""
+        """Return the results of the float64 reference for the first key head of the first sequence."""
         operands = {name: x for name, x in self.inputs._asdict().items() if x is not None and name != "cu_seqlens"}
-        inputs = UpdateInputs(**{name: self._head(name, x).double() for name, x in operands.items()})
+        inputs = UpdateInputs(**{name: self._first_head(name, x).double() for name, x in operands.items()})
         if self.direction != "backward":
-            return _outputs(self._reference, inputs)
+            return _outputs(self._run_reference, inputs)
         d_o, d_state = self.cotangents
         return _gradients(
-            self._reference, inputs, (self._head("o", d_o).double(), self._head("state", d_state).double())
+            self._run_reference,
+            inputs,
+            (self._first_head("o", d_o).double(), self._first_head("state", d_state).double()),
         )
 
-    def error(self, got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-        """The largest relative RMS error of what `call` computed, where `exact` is; NaN where one is not finite.
+    def error(self, results: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+        """Return the largest relative RMS error of the results of `call`; NaN if any is not finite.
 
-        The gradient of an operand that all sequences share is left out where there are several.
+        With several sequences, the gradient of an operand that they share is excluded: `exact` covers only one.
         """
         errors = [
-            relative_error(self._head(name.removeprefix("d_"), got[name]), want, want)
-            for name, want in exact.items()
+            relative_error(self._first_head(name.removeprefix("d_"), results[name]), expected, expected)
+            for name, expected in exact.items()
             if not (self._shared(name.removeprefix("d_")) and self.case.shape.sequences > 1)
         ]
         return float(torch.tensor(errors).max())
 
-    def _reference(self, inputs: UpdateInputs) -> UpdateOutput:
-        """The reference over segments of time, so that the graph of one alone is held."""
+    def _run_reference(self, inputs: UpdateInputs) -> UpdateOutput:
+        """Run the reference with a checkpoint per segment, so that autograd stores the graph of one segment only."""
         reference, state, outputs = ReferenceBackend(), inputs.state, []
         for start in range(0, inputs.q.shape[1], _SEGMENT):
-            part = inputs._replace(
+            segment = inputs._replace(
                 **{
                     name: x[:, start : start + _SEGMENT]
                     for name, x in inputs._asdict().items()
                     if x is not None and name != "state" and not self._shared(name)
                 }
             )
-            out = checkpoint(reference.forward, self.case.spec, part._replace(state=state), use_reentrant=False)
+            out = checkpoint(reference.forward, self.case.spec, segment._replace(state=state), use_reentrant=False)
             state = out.state
             outputs.append(out.o)
         assert state is not None
         return UpdateOutput(torch.cat(outputs, 1), state)
 
-    def _head(self, name: str, x: Tensor) -> Tensor:
-        """The part of an operand, an output or a gradient that is the first sequence's and the first key head's."""
+    def _first_head(self, name: str, x: Tensor) -> Tensor:
+        """Slice the first sequence and the first key head, with its value heads, from an operand or a result."""
         shape = self.case.shape
         heads = 1 if name in ("q", "k", "erase_key") else shape.HV // shape.H
         if self._shared(name):
             return x[:heads]
         if name == "state":
             return x[:1, :heads]
-        scalar = name in ("beta", "step") or (name == "log_decay" and self.case.spec.decay == "head")
+        heads_last = name in ("beta", "step") or (name == "log_decay" and self.case.spec.decay == "head")
         length = shape.lengths[0] if shape.lengths else shape.T
-        return x[:1, :length].narrow(-1 if scalar else -2, 0, heads)
+        return x[:1, :length].narrow(-1 if heads_last else -2, 0, heads)
 
     def _shared(self, name: str) -> bool:
-        """Whether all sequences and tokens share the operand."""
+        """Whether the operand has neither a batch nor a time axis."""
         return name == "rate" or (name == "log_decay" and self.case.spec.decay == "fixed")
 
 
@@ -108,7 +112,7 @@ def _outputs(bound: Callable[[UpdateInputs], UpdateOutput], inputs: UpdateInputs
         return dict(bound(inputs)._asdict())
 
 
-def _decoded(bound: BoundUpdate, token: UpdateInputs, states: Tensor) -> dict[str, Tensor]:
+def _decode(bound: BoundUpdate, token: UpdateInputs, states: Tensor) -> dict[str, Tensor]:
     with torch.no_grad():
         return {"o": bound.step_(token, states), "state": states}
 

@@ -1,1 +1,1 @@
-"""Thin adapters to other people's kernels, where they are installed: to compare with, chosen by name alone."""
+"""Adapters to kernels of other packages, for comparisons. They run only when requested by name."""

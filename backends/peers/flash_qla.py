@@ -1,16 +1,18 @@
-"""FlashQlaBackend: FlashQLA's gated delta rule."""
+"""FlashQlaBackend: adapter to the gated delta rule of FlashQLA."""
 
 from importlib import import_module
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.peers.common import decay_of, missing, ones, refused, strength, unusual
+from deltazoo.backends.lowering import log_decay
+from deltazoo.backends.peers.common import common_reasons, missing_packages, strength_or_ones, violations
 from deltazoo.backends.spec import UpdateSpec
 
 
 class FlashQlaBackend(Backend):
-    """Compute the gated delta rule with FlashQLA's TileLang kernels, where that package is installed.
+    """Compute the gated delta rule with FlashQLA's TileLang kernels, if that package is installed.
 
-    K = V = 128 on Hopper and Blackwell; compiles at the first call, breaks graphs; a token is a chunk.
+    It supports K = V = 128 on Hopper and Blackwell. The kernels compile at the first call, and torch.compile breaks the
+    graph there. A decoded token is processed as a chunk.
 
     Source: https://pypi.org/project/flash-qla, 0.1.3.
     """
@@ -18,21 +20,20 @@ class FlashQlaBackend(Backend):
     name = "flash_qla"
 
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
-        other = spec.negative_eigenvalues
         rules = {
             f"decay must be 'fixed' or 'head', got '{spec.decay}'.": spec.decay == "none",
             f"transition must be 'delta', got '{spec.transition}'.": spec.transition == "additive",
-            f"negative_eigenvalues must be 'off', got '{other}'.": other == "both",
+            f"negative_eigenvalues must be 'off', got '{spec.negative_eigenvalues}'.": spec.negative_eigenvalues
+            == "both",
             f"reparam must be 'none', got '{spec.reparam}'.": spec.reparam != "none",
             f"K and V must be 128, got K={meta.K}, V={meta.V}.": (meta.K, meta.V) != (128, 128),
             f"scale must be above 0, got {spec.scale}.": spec.scale is not None and spec.scale <= 0,
         }
-        return missing({"flash_qla": "flash-qla"}) + unusual(spec, meta) + refused(rules)
+        return missing_packages({"flash_qla": "flash-qla"}) + common_reasons(spec, meta) + violations(rules)
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
-        beta = strength(spec, inputs)
         o, state = import_module("flash_qla").chunk_gated_delta_rule(
-            inputs.q, inputs.k, inputs.v, decay_of(spec, inputs), ones(inputs) if beta is None else beta,
+            inputs.q, inputs.k, inputs.v, log_decay(spec, inputs), strength_or_ones(spec, inputs),
             scale=spec.scale_of(inputs.q.shape[-1]), initial_state=inputs.state, output_final_state=True,
             cu_seqlens=inputs.cu_seqlens,
         )  # fmt: skip

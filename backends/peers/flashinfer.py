@@ -1,4 +1,4 @@
-"""FlashInferBackend: flashinfer's gated delta rule for prefill.
+"""FlashInferBackend: adapter to the prefill kernels of flashinfer's gated delta rule.
 
 B batch, T time, N sequences, HV value heads, K key width, V value width
 """
@@ -8,15 +8,16 @@ from importlib import import_module
 import torch
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.peers.common import decay_of, missing, refused, strength, unusual
+from deltazoo.backends.lowering import log_decay
+from deltazoo.backends.peers.common import common_reasons, missing_packages, strength, violations
 from deltazoo.backends.spec import UpdateSpec
 
 
 class FlashInferBackend(Backend):
-    """Compute the gated delta rule with flashinfer's prefill kernels, forward alone, where that package is installed.
+    """Compute the forward of the gated delta rule with flashinfer's CuTe DSL kernels, if that package is installed.
 
-    K = V = 128 on Hopper and Blackwell, by CuTe DSL. Its decode kernels take the gates before their activation, so a
-    token goes through prefill here.
+    It supports K = V = 128 on Hopper and Blackwell. Decoding uses the prefill kernel, because the decode kernels of
+    the package expect the gates before their activation.
 
     Source: https://github.com/flashinfer-ai/flashinfer, 0.7.
     """
@@ -24,24 +25,24 @@ class FlashInferBackend(Backend):
     name = "flashinfer"
 
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
-        other = spec.negative_eigenvalues
         rules = {
-            "it has no backward, and a gradient is wanted.": meta.grad,
+            "it has no backward, and a gradient is required.": meta.grad,
             f"transition must be 'delta', got '{spec.transition}'.": spec.transition == "additive",
-            f"negative_eigenvalues must be 'off', got '{other}'.": other == "both",
+            f"negative_eigenvalues must be 'off', got '{spec.negative_eigenvalues}'.": spec.negative_eigenvalues
+            == "both",
             f"reparam must be 'none', got '{spec.reparam}'.": spec.reparam != "none",
             f"K and V must be 128, got K={meta.K}, V={meta.V}.": (meta.K, meta.V) != (128, 128),
-            "scale must not be 0, which it takes for K ** -0.5.": spec.scale == 0,
+            "scale must not be 0, which the package replaces by K ** -0.5.": spec.scale == 0,
         }
-        needs = {"flashinfer": "flashinfer-python", "cutlass": "nvidia-cutlass-dsl"}
-        return missing(needs) + unusual(spec, meta) + refused(rules)
+        packages = {"flashinfer": "flashinfer-python", "cutlass": "nvidia-cutlass-dsl"}
+        return missing_packages(packages) + common_reasons(spec, meta) + violations(rules)
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         B, T, _, K = inputs.q.shape
         HV, V = inputs.v.shape[2:]
         cu, device = inputs.cu_seqlens, inputs.q.device
         bounds = torch.arange(B + 1, dtype=torch.int32, device=device) * T if cu is None else cu
-        decay, beta = decay_of(spec, inputs), strength(spec, inputs)
+        decay, beta = log_decay(spec, inputs), strength(spec, inputs)
         state = torch.empty(bounds.shape[0] - 1, HV, V, K, dtype=torch.float32, device=device)
         q, k, v = (x.flatten(0, 1).contiguous() for x in (inputs.q, inputs.k, inputs.v))
         o, state = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule(

@@ -10,7 +10,7 @@ from deltazoo.backends.base import Backend, UpdateOutput
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
-from deltazoo.backends.measure.timing import MOST_LEAD, time_interleaved
+from deltazoo.backends.measure.timing import MAX_LEAD, time_interleaved
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
@@ -146,7 +146,7 @@ def test_progress_reaches_its_end_for_every_shape_and_direction():
 
 def test_two_backends_of_one_name_would_be_one_row():
     twice = [CompileBackend(16, compiled=False), CompileBackend(64, compiled=False)]
-    with pytest.raises(ConfigError, match="backends must have names of their own, got compile, compile"):
+    with pytest.raises(ConfigError, match="backends must have different names, got compile, compile"):
         bench(GATED, [PLAIN], twice, QUICK)
 
 
@@ -180,7 +180,7 @@ def test_on_a_gpu_a_call_is_timed_as_it_is_queued_and_its_host_by_itself():
     device, host = ({name: min(of[i]) for name, of in times.items()} for i in range(2))  # others may use the device,
     assert device["soon"] < 1e-4
     assert device["late"] < 1e-3 < 4e-3 <= host["late"]
-    assert max(times["too late"][0]) > 0.03 - 2 * MOST_LEAD  # whose work would lengthen the lead
+    assert max(times["too late"][0]) > 0.03 - 2 * MAX_LEAD  # whose work would lengthen the lead
 
 
 @pytest.mark.cuda

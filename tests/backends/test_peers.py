@@ -185,19 +185,19 @@ REFUSALS = {
     ("flash_qla", "reparam must be 'none', got 'efla'."): (SPECS["efla"], {}),
     ("flash_qla", "transition must be 'delta', got 'additive'."): (SPECS["retnet"], {}),
     ("flash_qla", "K and V must be 128, got K=64, V=128."): (GATED, {"K": 64}),
-    ("flashinfer", "it has no backward, and a gradient is wanted."): (GATED, {"grad": True}),
+    ("flashinfer", "it has no backward, and a gradient is required."): (GATED, {"grad": True}),
     ("flashinfer", "K and V must be 128, got K=128, V=256."): (GATED, {"V": 256}),
 }
 COMMON = {
     "it needs tensors on 'cuda', got 'cpu'.": (GATED, {"device": "cpu"}),
     "it computes in bfloat16 or float16, got float32.": (GATED, {"dtype": torch.float32}),
     "decay must be 'none', 'fixed' or 'head', got 'channel'.": (UpdateSpec(decay="channel"), {}),
-    "a fixed decay must be a number a head": (SPECS["fixed"], {"decay_channels": True}),
+    "a fixed decay must have one value per head": (SPECS["fixed"], {"decay_channels": True}),
     "transition must be 'additive' or 'delta', got 'dplr'.": (UpdateSpec(transition="dplr"), {}),
     "beta must be 'none' or 'head', got 'channel'.": (UpdateSpec(beta="channel"), {}),
     "erase_key must be 'key', got 'own'.": (UpdateSpec(decay="head", erase_key="own"), {}),
     "erase_from must be 'decayed', got 'previous'.": (UpdateSpec(decay="head", erase_from="previous"), {}),
-    "needs two strengths, and it has one.": (UpdateSpec(beta="head", negative_eigenvalues="erase"), {}),
+    "needs separate erase and write strengths": (UpdateSpec(beta="head", negative_eigenvalues="erase"), {}),
     "householders must be 1, got 3.": (UpdateSpec(decay="head", householders=3), {}),
     "read must be 'after', got 'before'.": (UpdateSpec(decay="head", read="before"), {}),
 }
