@@ -1,17 +1,17 @@
-"""How many processes the tests run in."""
+"""Number of pytest-xdist worker processes."""
 
 import os
 
 import pytest
 import torch
 
-MEMORY_OF_A_PROCESS = 5 * 2**30  # of a GPU: its context, what its tests hold at once, and what torch keeps of it
+GPU_MEMORY_PER_WORKER = 5 * 2**30  # bytes: the CUDA context, the tensors of a test, and torch's cached blocks
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """For `-n auto`: a process a core, but beside a GPU no more than have room in its memory."""
+    """For `-n auto`: one worker per core, and on a GPU no more than its memory holds."""
     if not torch.cuda.is_available():
         return None
     _, memory = torch.cuda.mem_get_info()
-    return max(1, min(os.cpu_count() or 1, memory // MEMORY_OF_A_PROCESS))
+    return max(1, min(os.cpu_count() or 1, memory // GPU_MEMORY_PER_WORKER))

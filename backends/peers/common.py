@@ -57,7 +57,7 @@ def common_reasons(spec: UpdateSpec, meta: UpdateMeta, dtypes: Sequence[torch.dt
 
 
 def strength(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:
-    """Return the common strength of erase and write [B, T, HV], or beta if the spec does not change it; None means 1."""
+    """Return the common strength of erase and write [B, T, HV], or beta if the spec leaves it unchanged; None is 1."""
     if spec.reparam == "none" and spec.negative_eigenvalues == "off":
         return inputs.beta
     return strengths(spec, inputs)[1]

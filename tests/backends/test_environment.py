@@ -1,10 +1,12 @@
-"""What is read of the machine and of torch's settings."""
+"""Settings of torch that deltazoo reads."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+# Every torch setting that may allow tf32 -> whether float32 products use it.
 SETTINGS = {
     "pass": False,
     "torch.backends.cuda.matmul.allow_tf32 = True": True,
@@ -15,9 +17,18 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_tf32_is_allowed_by_whichever_setting_says_so(setting):
-    module = "deltazoo.backends.devices"
-    code = f"import torch; from {module} import tf32_allowed; {setting}; print(tf32_allowed())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(SETTINGS[setting])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork: each setting needs a fresh process that has torch")
+def test_tf32_allowed_follows_every_torch_setting():
+    code = (
+        "import os, sys, torch\n"
+        "from deltazoo.backends.devices import tf32_allowed\n"
+        "for setting in sys.argv[1:]:\n"
+        "    if os.fork() == 0:\n"
+        "        exec(setting)\n"
+        "        print(tf32_allowed(), flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    command = [sys.executable, "-c", code, *SETTINGS]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert dict(zip(SETTINGS, output.split(), strict=True)) == {key: str(value) for key, value in SETTINGS.items()}
