@@ -1,4 +1,4 @@
-"""The benchmark: its figures come from real runs of the named backends on the named shapes."""
+"""The benchmark: figures, ratios, errors, refusals and the printed table."""
 
 import json
 import time
@@ -21,7 +21,7 @@ QUICK = BenchConfig(rounds=3, seconds=0.1)
 
 
 class Slow(Backend):
-    """The reference after a nap, a thousandth too large."""
+    """The reference with a delay of 0.1 s and a relative error of 1e-3."""
 
     name = "slow"
 
@@ -33,7 +33,7 @@ class Slow(Backend):
 
     def forward(self, spec, inputs):
         self.calls += 1
-        time.sleep(0.2)
+        time.sleep(0.1)
         out = ReferenceBackend().forward(spec, inputs)
         return UpdateOutput(out.o * 1.001, out.state * 1.001)
 
@@ -45,17 +45,17 @@ class Broken(Backend):
         return []
 
     def forward(self, spec, inputs):
-        raise RuntimeError("no such kernel\nand more")
+        raise RuntimeError("no such kernel\nmore details")
 
 
-class Poisoned(ReferenceBackend):
-    name = "poisoned"
+class Nan(ReferenceBackend):
+    name = "nan"
 
     def forward(self, spec, inputs):
         return UpdateOutput(*(x * float("nan") for x in super().forward(spec, inputs)))
 
 
-def test_ratio_is_the_baseline_s_median_over_the_row_s():
+def test_ratio_is_the_median_of_the_baseline_over_that_of_the_row():
     slow = Slow()
     result = bench(GATED, [PLAIN], ["reference", slow], QUICK)
     assert len(result.rows) == 6
@@ -67,17 +67,17 @@ def test_ratio_is_the_baseline_s_median_over_the_row_s():
         assert 50 <= theirs.median_ms < 500
         assert theirs.rounds == 3
         assert theirs.host_ms is None
-    # in each direction: the first call, one to warm up, three timed
+    # per direction: the first call, one untimed call, three timed calls
     assert slow.calls == 15
 
 
-def test_a_chosen_baseline_has_ratio_one():
+def test_ratio_of_the_configured_baseline_is_1():
     result = bench(GATED, [PLAIN], ["reference", Slow()], QUICK.model_copy(update={"baseline": "slow"}))
     assert [row.ratio for row in result.rows[1::2]] == [1.0, 1.0, 1.0]
     assert all(row.ratio > 2 for row in result.rows[:4:2])
 
 
-def test_error_is_the_distance_from_float64():
+def test_error_is_relative_to_the_float64_reference():
     result = bench(GATED, [PLAIN], ["reference", Slow()], QUICK)
     for ours, theirs in zip(result.rows[::2], result.rows[1::2], strict=True):
         assert 1e-9 < ours.error < 1e-6
@@ -97,20 +97,20 @@ def test_error_is_the_distance_from_float64():
     ids=lambda spec: f"{spec.decay}-{spec.transition}-{spec.beta}",
 )
 @pytest.mark.parametrize("shape", [TINY[1], TINY[-1]], ids=lambda shape: shape.name)
-def test_float64_is_at_no_distance_from_itself_on_any_shape(spec, shape):
+def test_error_of_the_float64_reference_is_0(spec, shape):
     config = QUICK.model_copy(update={"dtype": "float64"})
     result = bench(spec, [shape], ["reference"], config)
     assert all(row.error < 1e-13 for row in result.rows)
 
 
-def test_an_error_that_is_not_a_number_is_shown():
-    result = bench(GATED, [PLAIN], [Poisoned()], QUICK)
+def test_nan_error_is_shown():
+    result = bench(GATED, [PLAIN], [Nan()], QUICK)
     assert all(row.error != row.error for row in result.rows)
     assert json.loads(result.model_dump_json())["rows"][0]["error"] == "NaN"
     assert "| nan |" in result.markdown()
 
 
-def test_a_refusal_and_a_failure_are_rows_with_their_reasons():
+def test_refusals_and_failures_are_rows_with_reasons():
     result = bench(
         GATED, [TINY[-1]], ["reference", Slow(), Broken()], QUICK.model_copy(update={"directions": ("forward",)})
     )
@@ -122,7 +122,7 @@ def test_a_refusal_and_a_failure_are_rows_with_their_reasons():
     assert "refused: slow takes no packed sequences." in result.markdown()
 
 
-def test_the_table_says_when_where_and_on_what_and_holds_the_figures():
+def test_table_has_the_environment_the_shapes_and_the_figures():
     result = bench(GATED, [PLAIN], ["reference"], QUICK)
     lines = result.markdown().splitlines()
     assert result.environment.date in lines[0]
@@ -132,25 +132,25 @@ def test_the_table_says_when_where_and_on_what_and_holds_the_figures():
     assert f"| plain | fwd + bwd | reference | {row.median_ms:.3g} |" in lines[5]
 
 
-def test_a_benchmark_comes_back_from_json():
+def test_benchmark_round_trips_through_json():
     result = bench(GATED, [TINY[-1]], ["reference"], QUICK)
     assert Benchmark.model_validate_json(result.model_dump_json()) == result
 
 
-def test_progress_reaches_its_end_for_every_shape_and_direction():
-    heard = []
-    bench(GATED, [PLAIN], ["reference"], QUICK, lambda task, done, total, note="": heard.append((task, done, total)))
+def test_progress_completes_for_every_shape_and_direction():
+    reports = []
+    bench(GATED, [PLAIN], ["reference"], QUICK, lambda task, done, total, note="": reports.append((task, done, total)))
     for direction in ("forward", "backward", "decode"):
-        assert (f"plain {direction}", 3, 3) in heard
+        assert (f"plain {direction}", 3, 3) in reports
 
 
-def test_two_backends_of_one_name_would_be_one_row():
+def test_two_backends_with_the_same_name_are_refused():
     twice = [CompileBackend(16, compiled=False), CompileBackend(64, compiled=False)]
     with pytest.raises(ConfigError, match="backends must have different names, got compile, compile"):
         bench(GATED, [PLAIN], twice, QUICK)
 
 
-def test_mistakes_are_named():
+def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match=r"baseline must be one of the backends reference, got 'fla'"):
         bench(GATED, [PLAIN], ["reference"], BenchConfig(baseline="fla"))
     with pytest.raises(ConfigError, match=r"device must be one that torch sees here \(cpu.*\), got 'xpu:7'"):
@@ -165,7 +165,7 @@ def test_mistakes_are_named():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_a_call_is_timed_as_it_is_queued_and_its_host_by_itself():
+def test_gpu_time_excludes_host_time_up_to_the_lead():
     x = torch.zeros(1000, device="cuda")
 
     def slow_to_issue(seconds):
@@ -175,18 +175,19 @@ def test_on_a_gpu_a_call_is_timed_as_it_is_queued_and_its_host_by_itself():
 
         return call
 
-    calls = {"soon": x.neg_, "late": slow_to_issue(0.004), "too late": slow_to_issue(0.03)}
+    calls = {"fast": x.neg_, "slow": slow_to_issue(0.004), "very slow": slow_to_issue(0.03)}
     times = time_interleaved(calls, torch.device("cuda"), 15, 5.0, lambda done, total, note: None)
-    device, host = ({name: min(of[i]) for name, of in times.items()} for i in range(2))  # others may use the device,
-    assert device["soon"] < 1e-4
-    assert device["late"] < 1e-3 < 4e-3 <= host["late"]
-    assert max(times["too late"][0]) > 0.03 - 2 * MAX_LEAD  # whose work would lengthen the lead
+    device, host = ({name: min(of[i]) for name, of in times.items()} for i in range(2))
+    assert device["fast"] < 1e-4
+    assert device["slow"] < 1e-3 < 4e-3 <= host["slow"]
+    # max: work of other processes on the device lengthens the lead
+    assert max(times["very slow"][0]) > 0.03 - 2 * MAX_LEAD
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_device_that_is_not_the_current_one_is_timed_as_the_current_one_is(graphs):
+def test_device_that_is_not_current_is_timed_correctly(graphs):
     shape = Shape("long", B=4, T=2048, H=8, HV=8, K=128, V=128)
     first, second = (
         bench(UpdateSpec(decay="head", beta="head"), [shape], ["triton"], config).rows[0].median_ms

@@ -1,4 +1,4 @@
-"""Every mistake in the operands is a sentence that names the argument, the rule and what was got."""
+"""Checks of operands: every error names the argument, the rule and the value."""
 
 import math
 import re
@@ -18,18 +18,18 @@ SHAPE = Shape("small", B=2, T=3, H=2, HV=4, K=5, V=6)
 PACK = SHAPE._replace(B=1, T=6, lengths=(2, 0, 4))
 
 
-def inputs_of(shape=SHAPE, dtype=torch.float32, seed=0, **axes) -> tuple[UpdateSpec, UpdateInputs]:
-    spec = UpdateSpec(**axes) if axes else GDN
+def make_inputs(shape=SHAPE, dtype=torch.float32, seed=0, **fields) -> tuple[UpdateSpec, UpdateInputs]:
+    spec = UpdateSpec(**fields) if fields else GDN
     return spec, draw(Case(spec, shape, dtype, seed=seed))
 
 
-def bounds(*values: int, dtype=torch.int32) -> dict[str, torch.Tensor]:
+def boundaries(*values: int, dtype=torch.int32) -> dict[str, torch.Tensor]:
     return {"cu_seqlens": torch.tensor(values, dtype=dtype), "state": None}
 
 
 F64, F16, META = torch.float64, torch.float16, torch.device("meta")
 WRONG = [
-    # what replaces operands of the gated delta rule [2, 3, 2, 5] / [2, 3, 4, 6], the error, its words
+    # replaced operands of a gated delta rule with q [2, 3, 2, 5] and v [2, 3, 4, 6], the exception, its message
     ({"beta": None}, OperandError, "beta is missing: this spec needs it with shape [2, 3, 4]"),
     ({"log_decay": None}, OperandError, "log_decay is missing"),
     ({"k": None}, OperandError, "k must be a tensor, got NoneType"),
@@ -57,7 +57,7 @@ WRONG = [
     ),
     ({"state": torch.ones(2, 4, 6, 5)}, ShapeError, "state must have shape [2, 4, 5, 6], got [2, 4, 6, 5]"),
     ({"state": torch.ones(3, 4, 5, 6)}, ShapeError, "state must have shape [2, 4, 5, 6], got [3, 4, 5, 6]"),
-    (bounds(0, 3), ShapeError, "packed sequences (cu_seqlens) need B = 1, got B = 2"),
+    (boundaries(0, 3), ShapeError, "packed sequences (cu_seqlens) need B = 1, got B = 2"),
     ({"q": torch.ones(2, 3, 2, 5, dtype=torch.int64)}, DtypeError, "q must be float64, float32, bfloat16 or float16"),
     ({"k": torch.ones(2, 3, 2, 5, dtype=F16)}, DtypeError, "k must be torch.float32 like q, got torch.float16"),
     (
@@ -78,34 +78,34 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "words"), WRONG, ids=[words for _, _, words in WRONG])
-def test_a_wrong_operand_is_named_with_the_rule_and_what_was_got(change, error, words):
-    spec, inputs = inputs_of()
-    with pytest.raises(error, match=re.escape(words)):
+@pytest.mark.parametrize(("change", "error", "message"), WRONG, ids=[message for _, _, message in WRONG])
+def test_wrong_operand_is_refused(change, error, message):
+    spec, inputs = make_inputs()
+    with pytest.raises(error, match=re.escape(message)):
         update(spec, inputs._replace(**change), backend="reference")
 
 
 PACKS = [
-    (bounds(0, 2, 6, dtype=torch.int64), DtypeError, "cu_seqlens must be int32, got torch.int64"),
-    (bounds(0, 4, 2, 6), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 2, 6]"),
-    (bounds(1, 4, 6), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [1, 4, 6]"),
-    (bounds(0, 4, 5), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 5]"),
-    (bounds(0, 4, 7), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 7]"),
-    (bounds(0, *[1] * 10, 7), ValueRangeError, "got [0, 1, 1, 1, '...', 1, 1, 7]"),
+    (boundaries(0, 2, 6, dtype=torch.int64), DtypeError, "cu_seqlens must be int32, got torch.int64"),
+    (boundaries(0, 4, 2, 6), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 2, 6]"),
+    (boundaries(1, 4, 6), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [1, 4, 6]"),
+    (boundaries(0, 4, 5), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 5]"),
+    (boundaries(0, 4, 7), ValueRangeError, "cu_seqlens must rise from 0 to T = 6, got [0, 4, 7]"),
+    (boundaries(0, *[1] * 10, 7), ValueRangeError, "got [0, 1, 1, 1, '...', 1, 1, 7]"),
     ({"cu_seqlens": torch.zeros(2, 2, dtype=torch.int32)}, ShapeError, "must have shape [N + 1], got [2, 2]"),
     ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ShapeError, "must have shape [N + 1], got [0]"),
     ({"state": torch.ones(1, 4, 5, 6)}, ShapeError, "state must have shape [3, 4, 5, 6], got [1, 4, 5, 6]"),
 ]
 
 
-@pytest.mark.parametrize(("change", "error", "words"), PACKS, ids=[words for _, _, words in PACKS])
-def test_a_wrong_pack_is_named_with_the_rule_and_what_was_got(change, error, words):
-    spec, inputs = inputs_of(PACK)
-    with pytest.raises(error, match=re.escape(words)):
+@pytest.mark.parametrize(("change", "error", "message"), PACKS, ids=[message for _, _, message in PACKS])
+def test_wrong_packing_is_refused(change, error, message):
+    spec, inputs = make_inputs(PACK)
+    with pytest.raises(error, match=re.escape(message)):
         update(spec, inputs._replace(**change), backend="reference")
 
 
-AXES = [
+FIELDS = [
     ({"decay": "fixed"}, {"log_decay": torch.zeros(2)}, "must have shape [4] or [4, 5] for decay='fixed', got [2]"),
     ({"decay": "rate"}, {"step": torch.full((2, 3, 4), -0.5)}, "step must be >= 0, got -0.5"),
     ({"decay": "rate"}, {"rate": torch.full((4, 5), 2.0)}, "rate must be <= 0, got 2"),
@@ -143,37 +143,37 @@ AXES = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "change", "words"), AXES, ids=[words for _, _, words in AXES])
-def test_a_wrong_shape_names_the_axis_that_asks_for_it(axes, change, words):
-    spec, inputs = inputs_of(**axes)
-    with pytest.raises(InputError, match=re.escape(words)):
+@pytest.mark.parametrize(("fields", "change", "message"), FIELDS, ids=[message for _, _, message in FIELDS])
+def test_shape_error_names_the_field_of_the_spec(fields, change, message):
+    spec, inputs = make_inputs(**fields)
+    with pytest.raises(InputError, match=re.escape(message)):
         update(spec, inputs._replace(**change), backend="reference")
 
 
-def test_a_fixed_decay_may_be_of_heads_or_of_channels():
-    spec, by_head = inputs_of(decay="fixed")
+def test_fixed_decay_may_have_a_channel_axis():
+    spec, by_head = make_inputs(decay="fixed")
     by_channel = by_head._replace(log_decay=by_head.log_decay[:, None].expand(4, 5))
     heads, channels = (update(spec, x, backend="reference") for x in (by_head, by_channel))
     assert torch.equal(heads.o, channels.o)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_strengths_may_be_float32_beside_low_precision_inputs(dtype):
-    spec, inputs = inputs_of(dtype=dtype)
+def test_beta_may_be_float32_with_half_precision_inputs(dtype):
+    spec, inputs = make_inputs(dtype=dtype)
     wide = inputs._replace(beta=inputs.beta.float())
     assert torch.equal(*(update(spec, x, backend="reference").state for x in (inputs, wide)))
 
 
-def test_strengths_beside_low_precision_inputs_may_have_no_third_dtype():
-    spec, inputs = inputs_of(dtype=torch.bfloat16)
+def test_beta_in_a_third_dtype_is_refused():
+    spec, inputs = make_inputs(dtype=torch.bfloat16)
     with pytest.raises(DtypeError, match=r"beta must be torch\.bfloat16 or torch\.float32 with q"):
         update(spec, inputs._replace(beta=inputs.beta.half()), backend="reference")
 
 
-def test_a_shape_error_never_reaches_a_backend_that_would_compute_with_it():
-    spec, inputs = inputs_of()
+def test_operand_that_would_broadcast_is_refused():
+    spec, inputs = make_inputs()
     with pytest.raises(ShapeError):
-        bind(spec, "reference")(inputs._replace(beta=inputs.beta[:, :, :1]))  # would broadcast
+        bind(spec, "reference")(inputs._replace(beta=inputs.beta[:, :, :1]))
 
 
 VALUES = [
@@ -185,25 +185,25 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), VALUES, ids=[words for _, words in VALUES])
-def test_validate_names_values_that_no_call_looks_at(change, words):
-    spec, inputs = inputs_of()
+@pytest.mark.parametrize(("change", "message"), VALUES, ids=[message for _, message in VALUES])
+def test_validate_reports_wrong_values(change, message):
+    spec, inputs = make_inputs()
     validate(spec, inputs)
     ((name, value),) = change.items()
     getattr(inputs, name).view(-1)[7] = value
-    with pytest.raises(ValueRangeError, match=re.escape(words)):
+    with pytest.raises(ValueRangeError, match=re.escape(message)):
         validate(spec, inputs)
 
 
-def test_validate_lists_every_broken_rule_at_once():
-    spec, inputs = inputs_of()
+def test_validate_reports_all_violations_at_once():
+    spec, inputs = make_inputs()
     inputs.v[0, 0, 0, 0], inputs.beta[0, 0, 0] = float("nan"), 7.0
     with pytest.raises(ValueRangeError, match=r"v must be finite.*beta must be in \[0, 1\].*to 7"):
         validate(spec, inputs)
 
 
-def test_a_time_of_efla_may_be_any_but_negative():
-    spec, inputs = inputs_of(beta="head", reparam="efla")
+def test_beta_of_efla_may_be_any_nonnegative_number():
+    spec, inputs = make_inputs(beta="head", reparam="efla")
     validate(spec, inputs._replace(beta=100 * inputs.beta))
     with pytest.raises(ValueRangeError, match="beta must be >= 0, got values from -"):
         validate(spec, inputs._replace(beta=-inputs.beta))
@@ -225,15 +225,15 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "change", "call", "error", "words"), STEPS, ids=[step[-1] for step in STEPS])
-def test_a_wrong_decode_is_named_with_the_rule_and_what_was_got(sizes, change, call, error, words):
-    spec, inputs = inputs_of(SHAPE._replace(**{"T": 1} | sizes))
+@pytest.mark.parametrize(("sizes", "change", "call", "error", "message"), STEPS, ids=[step[-1] for step in STEPS])
+def test_wrong_argument_of_step_is_refused(sizes, change, call, error, message):
+    spec, inputs = make_inputs(SHAPE._replace(**{"T": 1} | sizes))
     arguments = {"states": torch.zeros(2, 4, 5, 6), "slots": None} | call
-    with pytest.raises(error, match=re.escape(words)):
+    with pytest.raises(error, match=re.escape(message)):
         bind(spec, "reference").step_(inputs._replace(**{"state": None} | change), **arguments)
 
 
-def test_a_decode_takes_no_pack():
-    spec, inputs = inputs_of(PACK._replace(T=1, lengths=(1,)))
+def test_step_refuses_packed_sequences():
+    spec, inputs = make_inputs(PACK._replace(T=1, lengths=(1,)))
     with pytest.raises(OperandError, match="step_ takes no cu_seqlens: give each sequence a row"):
         bind(spec, "reference").step_(inputs._replace(state=None), torch.zeros(1, 4, 5, 6))

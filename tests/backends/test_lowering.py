@@ -1,4 +1,4 @@
-"""The lowering to canonical strengths and decays: right in value and in gradient, from no key to a huge one."""
+"""Lowering to canonical strengths and decays: accurate values and gradients for keys of any length."""
 
 import mpmath
 import pytest
@@ -18,8 +18,8 @@ POINTS = [
 ]
 
 
-def factor(x: float) -> tuple[float, float]:
-    """(1 - exp(-x)) / x and its derivative, with so many digits that nothing cancels."""
+def exact_factor_and_slope(x: float) -> tuple[float, float]:
+    """(1 - exp(-x)) / x and its derivative, in 700 digits so that cancellation does not matter."""
     with mpmath.workdps(700):
         z = mpmath.mpf(x)
         if z == 0:
@@ -28,18 +28,18 @@ def factor(x: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "values", "slopes"), [(torch.float64, 4e-16, 2e-14), (torch.float32, 3e-7, 5e-6)], ids=str
+    ("dtype", "value_rtol", "slope_rtol"), [(torch.float64, 4e-16, 2e-14), (torch.float32, 3e-7, 5e-6)], ids=str
 )
-def test_the_exact_factor_is_right_in_value_and_slope_from_zero_to_a_million(dtype, values, slopes):
+def test_exact_factor_and_its_gradient_are_accurate_from_0_to_1e6(dtype, value_rtol, slope_rtol):
     x = torch.tensor(POINTS, dtype=dtype).requires_grad_()
     y = exact_factor(x)
     (slope,) = torch.autograd.grad(y.sum(), x)
-    want = torch.tensor([factor(float(point)) for point in x.detach()], dtype=torch.float64)
-    torch.testing.assert_close(y.detach().double(), want[:, 0], rtol=values, atol=0)
-    torch.testing.assert_close(slope.double(), want[:, 1], rtol=slopes, atol=0)
+    expected = torch.tensor([exact_factor_and_slope(float(point)) for point in x.detach()], dtype=torch.float64)
+    torch.testing.assert_close(y.detach().double(), expected[:, 0], rtol=value_rtol, atol=0)
+    torch.testing.assert_close(slope.double(), expected[:, 1], rtol=slope_rtol, atol=0)
 
 
-def test_the_exact_factor_passes_gradcheck_at_zero_and_at_the_seam():
+def test_exact_factor_passes_gradcheck_at_0_and_where_the_series_ends():
     x = torch.tensor([0.0, 1e-9, 0.25, 0.25 + 1e-9, 3.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(exact_factor, (x,))
     assert torch.autograd.gradgradcheck(exact_factor, (x,))
@@ -47,33 +47,33 @@ def test_the_exact_factor_passes_gradcheck_at_zero_and_at_the_seam():
 
 @pytest.mark.parametrize("beta", ["none", "head", "channel"])
 @pytest.mark.parametrize("length", [0.0, 1e-9, 1e-3, 1.0, 30.0])
-def test_efla_steps_the_differential_equation_exactly(beta, length):
-    """I - k (erase * k)^T is exp(-time k (b * k)^T), and write is the integral of what is left."""
+def test_efla_solves_the_differential_equation_exactly(beta, length):
+    """I - k (erase * k)^T equals exp(-k (b * k)^T), and k write is the integral of the source term."""
     spec = UpdateSpec(beta=beta, reparam="efla")
     for k, b, w, erase, write in _steps(spec, length):
-        got = torch.eye(3, dtype=torch.float64) - torch.outer(k, erase * k)
+        transition = torch.eye(3, dtype=torch.float64) - torch.outer(k, erase * k)
         joint = torch.zeros(4, 4, dtype=torch.float64)
         joint[:3, :3], joint[:3, 3] = -torch.outer(k, b * k), k * w
-        want = torch.from_numpy(expm(joint.numpy()))
-        torch.testing.assert_close(got, want[:3, :3], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(k * write, want[:3, 3], rtol=1e-12, atol=1e-12)
+        expected = torch.from_numpy(expm(joint.numpy()))
+        torch.testing.assert_close(transition, expected[:3, :3], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(k * write, expected[:3, 3], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("beta", ["none", "head", "channel"])
 @pytest.mark.parametrize("length", [0.0, 1e-9, 1e-3, 1.0, 30.0])
-def test_longhorn_takes_the_implicit_step_exactly(beta, length):
+def test_longhorn_solves_the_implicit_step_exactly(beta, length):
     """S' = S + k (w v - S'^T (b * k))^T, solved for S'."""
     spec = UpdateSpec(beta=beta, reparam="longhorn")
     for k, b, w, erase, write in _steps(spec, length):
-        got = torch.eye(3, dtype=torch.float64) - torch.outer(k, erase * k)
-        want = torch.linalg.inv(torch.eye(3, dtype=torch.float64) + torch.outer(k, b * k))
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(k * write, want @ k * w, rtol=1e-12, atol=1e-12)
+        transition = torch.eye(3, dtype=torch.float64) - torch.outer(k, erase * k)
+        expected = torch.linalg.inv(torch.eye(3, dtype=torch.float64) + torch.outer(k, b * k))
+        torch.testing.assert_close(transition, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(k * write, expected @ k * w, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("reparam", ["efla", "longhorn"])
 @pytest.mark.parametrize("beta", ["none", "head", "channel"])
-def test_strengths_pass_gradcheck_where_keys_vanish(reparam, beta):
+def test_strengths_pass_gradcheck_for_zero_and_tiny_keys(reparam, beta):
     spec = UpdateSpec(beta=beta, reparam=reparam)
     inputs = draw(Case(spec, SHAPE, torch.float64))
     inputs.k[:, 1] = 0
@@ -87,7 +87,7 @@ def test_strengths_pass_gradcheck_where_keys_vanish(reparam, beta):
 
 
 @pytest.mark.parametrize("reparam", ["efla", "longhorn"])
-def test_a_vanishing_key_leaves_beta_as_the_strength_in_float32(reparam):
+def test_zero_key_gives_beta_as_the_strength(reparam):
     spec = UpdateSpec(beta="head", reparam=reparam)
     inputs = draw(Case(spec, SHAPE, torch.float32))
     k, beta = torch.zeros_like(inputs.k).requires_grad_(), inputs.beta.clone().requires_grad_()
@@ -100,7 +100,7 @@ def test_a_vanishing_key_leaves_beta_as_the_strength_in_float32(reparam):
 
 
 @pytest.mark.parametrize("reparam", ["efla", "longhorn"])
-def test_a_huge_time_erases_the_key_fully_and_never_more(reparam):
+def test_huge_beta_erases_the_key_completely_and_not_beyond(reparam):
     spec = UpdateSpec(beta="head", reparam=reparam)
     inputs = draw(Case(spec, SHAPE, torch.float32))
     beta = torch.full_like(inputs.beta, 1e12).requires_grad_()
@@ -113,7 +113,7 @@ def test_a_huge_time_erases_the_key_fully_and_never_more(reparam):
 
 
 @pytest.mark.parametrize("length", [0.3, 0.7, 2.0, 4.0, 6.0])
-def test_what_efla_leaves_of_a_long_key_is_the_slope_by_beta_in_float32(length):
+def test_gradient_of_efla_by_beta_is_accurate_for_long_keys(length):
     spec = UpdateSpec(beta="head", reparam="efla")
     inputs = draw(Case(spec, SHAPE, torch.float32))
     k, beta = length * torch.nn.functional.normalize(inputs.k, dim=-1), inputs.beta.clone().requires_grad_()
@@ -128,17 +128,19 @@ DOUBLED = {"off": (1, 1), "both": (2, 2), "erase": (2, 1)}
 
 @pytest.mark.parametrize("form", DOUBLED)
 @pytest.mark.parametrize("beta", ["none", "head", "channel"])
-def test_negative_eigenvalues_double_both_strengths_or_the_erase_alone(form, beta):
+def test_negative_eigenvalues_double_both_strengths_or_the_erase_only(form, beta):
     spec = UpdateSpec(beta=beta, negative_eigenvalues=form)
     inputs = draw(Case(spec, SHAPE, torch.float32))
     one = torch.ones(2, 5, 4)
-    plain = (inputs.erase, inputs.write) if beta == "channel" else (inputs.beta,) * 2 if beta == "head" else (one, one)
-    for got, strength, times in zip(strengths(spec, inputs), plain, DOUBLED[form], strict=True):
-        assert torch.equal(one if got is None else got, times * strength)
+    undoubled = (
+        (inputs.erase, inputs.write) if beta == "channel" else (inputs.beta,) * 2 if beta == "head" else (one, one)
+    )
+    for lowered, strength, factor in zip(strengths(spec, inputs), undoubled, DOUBLED[form], strict=True):
+        assert torch.equal(one if lowered is None else lowered, factor * strength)
 
 
 @pytest.mark.parametrize("transition", ["additive", "dplr"])
-def test_without_the_delta_rule_beta_is_the_write_alone(transition):
+def test_beta_is_only_the_write_strength_without_the_delta_rule(transition):
     inputs = draw(Case(spec := UpdateSpec(transition=transition, beta="head"), SHAPE))
     erase, write = strengths(spec, inputs)
     assert erase is None
@@ -149,38 +151,38 @@ def test_without_the_delta_rule_beta_is_the_write_alone(transition):
     assert torch.equal(write, inputs.write)
 
 
-def test_strengths_of_bfloat16_inputs_are_computed_in_float32():
+def test_strengths_of_bfloat16_inputs_are_float32():
     spec = UpdateSpec(beta="head", reparam="efla")
     inputs = draw(Case(spec, SHAPE, torch.bfloat16))
     wide = UpdateInputs(*(x if x is None else x.float() for x in inputs))
-    for got, want in zip(strengths(spec, inputs), strengths(spec, wide), strict=True):
-        assert got.dtype == torch.float32
-        assert torch.equal(got, want)
+    for strength, expected in zip(strengths(spec, inputs), strengths(spec, wide), strict=True):
+        assert strength.dtype == torch.float32
+        assert torch.equal(strength, expected)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_fixed_decay_is_spread_over_time_without_memory(seed):
+def test_fixed_decay_is_an_expanded_view(seed):
     inputs = draw(Case(spec := UpdateSpec(decay="fixed"), SHAPE, seed=seed))
-    spread = log_decay(spec, inputs)
-    assert spread.data_ptr() == inputs.log_decay.data_ptr()
-    assert spread.stride()[:2] == (0, 0)
-    assert all(torch.equal(spread[b, t], inputs.log_decay) for b in range(2) for t in range(5))
+    expanded = log_decay(spec, inputs)
+    assert expanded.data_ptr() == inputs.log_decay.data_ptr()
+    assert expanded.stride()[:2] == (0, 0)
+    assert all(torch.equal(expanded[b, t], inputs.log_decay) for b in range(2) for t in range(5))
 
 
-def test_a_rate_decay_is_step_times_rate():
+def test_rate_decay_is_step_times_rate():
     inputs = draw(Case(spec := UpdateSpec(decay="rate"), SHAPE))
     assert torch.equal(log_decay(spec, inputs), torch.einsum("bth,hk->bthk", inputs.step, inputs.rate))
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_other_decays_are_given(decay):
+def test_head_and_channel_decays_are_returned_unchanged(decay):
     inputs = draw(Case(spec := UpdateSpec(decay=decay), SHAPE))
     assert log_decay(spec, inputs) is inputs.log_decay
     assert log_decay(UpdateSpec(), inputs) is None
 
 
 def _steps(spec, length):
-    """Every step of a draw with keys of one length: k [K], b [K] and w as given, erase [K] or scalar, and write."""
+    """Every step of drawn inputs with keys of one length: k [K], b [K], w, and the lowered erase and write."""
     inputs = draw(Case(spec, SHAPE._replace(V=1), torch.float64))
     inputs = inputs._replace(k=length * torch.nn.functional.normalize(inputs.k, dim=-1))
     erase, write = strengths(spec, inputs)
@@ -191,5 +193,5 @@ def _steps(spec, length):
                 if spec.beta == "channel":
                     yield k, inputs.erase[b, t, j], inputs.write[b, t, j, 0], erase[b, t, j], write[b, t, j, 0]
                 else:
-                    time = inputs.beta[b, t, j] if spec.beta == "head" else torch.ones((), dtype=torch.float64)
-                    yield k, time * torch.ones_like(k), time, erase[b, t, j], write[b, t, j]
+                    beta = inputs.beta[b, t, j] if spec.beta == "head" else torch.ones((), dtype=torch.float64)
+                    yield k, beta * torch.ones_like(k), beta, erase[b, t, j], write[b, t, j]

@@ -1,10 +1,11 @@
-"""The adapters to other people's kernels: operands and results go where they belong, and refusals are sentences.
+"""Adapters to other packages: mapping of operands and results, and refusals.
 
-The packages are stand-ins that compute, from the operands that they are handed, what those functions document.
+The packages are replaced by fakes, which compute what the documentation of the real functions specifies.
 """
 
 import functools
 import importlib.machinery
+import itertools
 import json
 import os
 import subprocess
@@ -37,6 +38,11 @@ SPECS = {
     "mamba2": UpdateSpec(decay="head", transition="additive", beta="head"),
     "retnet": UpdateSpec(decay="fixed", transition="additive"),
     "linear": UpdateSpec(transition="additive"),
+}
+SUPPORTED = {
+    FlaBackend: list(SPECS),
+    FlashQlaBackend: ["gated", "scaled", "fixed", "no beta"],
+    FlashInferBackend: ["gated", "scaled", "fixed", "no beta", "delta"],
 }
 DENSE = Shape("dense", 2, 9, 2, 2, 4, 6)
 GROUPED = Shape("grouped", 2, 9, 2, 4, 4, 4)
@@ -89,19 +95,19 @@ def prefill(
     return o[0], output_state.copy_(after.mT)
 
 
-def handed_over(function):
-    """The function as flash-linear-attention wraps it: with FlashQLA installed, another package gets the call."""
+def forwarding(function):
+    """Wrap a function as flash-linear-attention does to forward calls to FlashQLA if that is installed."""
 
     @functools.wraps(function)
     def dispatch(*args, **kwargs):
-        pytest.fail(f"{function.__name__} was handed to another package")
+        pytest.fail(f"{function.__name__} was forwarded to another package")
 
     return dispatch
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The packages, as if installed."""
+    """Fakes of the packages in sys.modules."""
     modules = {
         "fla": {}, "fla.ops": {}, "flash_qla": {"chunk_gated_delta_rule": gated}, "flashinfer": {}, "cutlass": {},
         "fla.ops.gated_delta_rule": {
@@ -114,44 +120,44 @@ def installed(monkeypatch):
     monkeypatch.setattr("deltazoo.backends.peers.fla._functions", {})
     for name, functions in modules.items():
         if name.startswith("fla."):
-            functions = {called: handed_over(function) for called, function in functions.items()}
+            functions = {function_name: forwarding(function) for function_name, function in functions.items()}
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         vars(module).update(functions)
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def takes(peer, spec, shape, grad=False):
-    """Whether the adapter would take it at K = V = 128 on a GPU."""
+def supports(peer, spec, shape, grad=False):
+    """Whether the adapter supports the spec at K = V = 128 on a GPU."""
     meta = UpdateMeta("cuda", torch.bfloat16, shape.H, shape.HV, 128, 128, bool(shape.lengths), grad)
     return not peer.unsupported(spec, meta)
 
 
-@pytest.mark.parametrize("shape", [DENSE, GROUPED, PACK], ids=lambda shape: shape.name)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
-def test_what_a_peer_is_handed_means_the_spec(installed, peer, spec, shape):
+@pytest.mark.parametrize(
+    ("peer", "spec"),
+    [(peer, spec) for peer, names in SUPPORTED.items() for spec in names],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
+def test_adapter_computes_the_spec(installed, peer, spec):
     backend = peer()
-    if not takes(backend, spec, shape):
-        pytest.skip("refused")
-    for state in ("given", "none"):
-        inputs = draw(Case(spec, shape._replace(V=4 if peer is FlashInferBackend else shape.V), state=state))
-        want, got = ReferenceBackend().forward(spec, inputs), backend.forward(spec, inputs)
-        torch.testing.assert_close(got.o, want.o, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(got.state, want.state, rtol=1e-5, atol=1e-6)
+    shapes = [shape for shape in (DENSE, GROUPED, PACK) if supports(backend, SPECS[spec], shape)]
+    assert DENSE in shapes
+    for shape, state in itertools.product(shapes, ("given", "none")):
+        inputs = draw(Case(SPECS[spec], shape._replace(V=4 if peer is FlashInferBackend else shape.V), state=state))
+        out, expected = backend.forward(SPECS[spec], inputs), ReferenceBackend().forward(SPECS[spec], inputs)
+        torch.testing.assert_close(out.o, expected.o, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out.state, expected.state, rtol=1e-5, atol=1e-6)
 
 
-def test_each_peer_takes_what_it_was_made_for(installed):
-    taken = {peer.name: [name for name, spec in SPECS.items() if takes(peer(), spec, DENSE)] for peer in PEERS}
-    assert taken["fla"] == list(SPECS)
-    assert taken["flash_qla"] == ["gated", "scaled", "fixed", "no beta"]
-    assert taken["flashinfer"] == ["gated", "scaled", "fixed", "no beta", "delta"]
-    assert takes(FlaBackend(), GATED, GROUPED, grad=True)
-    assert takes(FlashQlaBackend(), GATED, PACK, grad=True)
+def test_adapter_refuses_the_other_specs(installed):
+    supported = {peer: [name for name, spec in SPECS.items() if supports(peer(), spec, DENSE)] for peer in PEERS}
+    assert supported == SUPPORTED
+    assert supports(FlaBackend(), GATED, GROUPED, grad=True)
+    assert supports(FlashQlaBackend(), GATED, PACK, grad=True)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_gradients_flow_back_through_the_mapping(installed, spec):
+def test_gradients_pass_through_the_adapter(installed, spec):
     inputs = draw(Case(spec, DENSE))
     leaves = [x.requires_grad_() for x in inputs if x is not None]
 
@@ -159,8 +165,8 @@ def test_gradients_flow_back_through_the_mapping(installed, spec):
         out = backend.forward(spec, inputs)
         return torch.autograd.grad(out.o.square().sum() + out.state.sum(), leaves)
 
-    for got, want in zip(gradients(FlaBackend()), gradients(ReferenceBackend()), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for grad, expected in zip(gradients(FlaBackend()), gradients(ReferenceBackend()), strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("slots", [None, torch.tensor([2, 0])], ids=["rows", "slots"])
@@ -168,12 +174,12 @@ def test_gradients_flow_back_through_the_mapping(installed, spec):
 def test_fla_decodes_in_place(installed, spec, slots):
     inputs = draw(Case(spec, DENSE._replace(T=1)))
     states = inputs.state if slots is None else torch.cat([inputs.state, inputs.state])[:3].clone()
-    want_states = states.clone()
+    expected_states = states.clone()
     token = inputs._replace(state=None)
-    want = ReferenceBackend().step_(spec, token, want_states, slots)
-    got = FlaBackend().step_(spec, token, states, slots)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(states, want_states, rtol=1e-5, atol=1e-6)
+    expected = ReferenceBackend().step_(spec, token, expected_states, slots)
+    o = FlaBackend().step_(spec, token, states, slots)
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-6)
 
 
 REFUSALS = {
@@ -201,27 +207,27 @@ COMMON = {
     "householders must be 1, got 3.": (UpdateSpec(decay="head", householders=3), {}),
     "read must be 'after', got 'before'.": (UpdateSpec(decay="head", read="before"), {}),
 }
-ALL = {**REFUSALS, **{(peer.name, said): case for peer in PEERS for said, case in COMMON.items()}}
+ALL = {**REFUSALS, **{(peer.name, message): case for peer in PEERS for message, case in COMMON.items()}}
 
 
-@pytest.mark.parametrize(("named", "case"), ALL.items(), ids=[f"{name}-{said[:30]}" for name, said in ALL])
-def test_what_a_peer_does_not_take_is_said_in_a_sentence(installed, named, case):
-    (name, said), (spec, change) = named, case
+@pytest.mark.parametrize(("expected", "case"), ALL.items(), ids=[f"{name}-{message[:30]}" for name, message in ALL])
+def test_refusal_states_the_reason(installed, expected, case):
+    (name, message), (spec, change) = expected, case
     meta = UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)._replace(**change)
     reasons = registry.resolve(name).unsupported(spec, meta)
-    assert any(said in reason for reason in reasons), reasons
+    assert any(message in reason for reason in reasons), reasons
     assert all(reason.endswith(".") for reason in reasons)
 
 
-def test_a_package_that_is_not_there_is_named_with_what_to_install():
+def test_missing_package_is_reported_with_the_install_command():
     meta = UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)
-    wheels = {"fla": "fla-core", "flash_qla": "flash-qla", "flashinfer": "flashinfer-python"}
-    for name, wheel in wheels.items():
+    packages = {"fla": "fla-core", "flash_qla": "flash-qla", "flashinfer": "flashinfer-python"}
+    for name, package in packages.items():
         reasons = registry.resolve(name).unsupported(GATED, meta)
-        assert reasons[0] == f"it needs the package {name}, which is not installed: pip install {wheel}."
+        assert reasons[0] == f"it needs the package {name}, which is not installed: pip install {package}."
 
 
-def test_peers_are_installed_names_and_never_the_default(installed):
+def test_adapters_are_not_in_the_default_order(installed):
     assert {"fla", "flash_qla", "flashinfer"} <= set(registry.names(registry.BACKENDS))
     for order in registry.DEFAULT_ORDER.values():
         assert not {"fla", "flash_qla", "flashinfer"} & set(order)
@@ -231,13 +237,13 @@ def test_peers_are_installed_names_and_never_the_default(installed):
         assert verdicts[name].reasons == ["supported; runs when requested by name."]
 
 
-def test_a_bench_of_a_peer_that_is_missing_has_a_row_that_says_so():
+def test_benchmark_row_reports_a_missing_package():
     result = bench(GATED, [DENSE], ["reference", "fla"], BenchConfig(rounds=3, seconds=0.1, directions=("forward",)))
     assert result.rows[0].median_ms is not None
     assert "it needs the package fla" in result.rows[1].refused[0]
 
 
-def test_listing_asking_and_importing_import_no_peer(tmp_path):
+def test_listing_and_explaining_do_not_import_the_packages(tmp_path):
     for name in ("fla", "flash_qla", "flashinfer", "cutlass"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -250,11 +256,11 @@ def test_listing_asking_and_importing_import_no_peer(tmp_path):
         "[sorted({n.partition('.')[0] for n in sys.modules} & {'fla', 'flash_qla', 'flashinfer', 'cutlass'})]))"
     )
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path}, check=False
     )
-    assert done.returncode == 0, done.stderr
-    *said, imported = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    *reasons, imported = json.loads(process.stdout)
     assert imported == []
-    assert ["fla", ["supported; runs when requested by name."]] in said
-    assert ["flashinfer", None] in said
+    assert ["fla", ["supported; runs when requested by name."]] in reasons
+    assert ["flashinfer", None] in reasons

@@ -1,4 +1,4 @@
-"""Names become objects by entry points; a plug-in that is broken or clashes hurts only its own name."""
+"""The registry: lookup by entry point or "module:Class"; a broken plug-in affects only its own name."""
 
 import sys
 from types import SimpleNamespace
@@ -25,22 +25,22 @@ class Nameless(ReferenceBackend):
 
 class Failing(ReferenceBackend):
     def __init__(self):
-        raise RuntimeError("no luck")
+        raise RuntimeError("init failed")
 
-class Speechless(ReferenceBackend):
+class BrokenCheck(ReferenceBackend):
     def unsupported(self, spec, meta):
-        raise RuntimeError("no words")
+        raise RuntimeError("check failed")
 
-made = Mine()
+instance = Mine()
 number = 3
 """
 
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Install distributions that declare backends, for one test."""
+    """A function that installs a distribution with backend entry points, for one test."""
     (tmp_path / "zoo_plugin.py").write_text(MODULE)
-    (tmp_path / "zoo_broken.py").write_text("import a_module_that_is_not_there")
+    (tmp_path / "zoo_broken.py").write_text("import a_missing_module")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_loaded", SimpleNamespace())
 
@@ -58,36 +58,36 @@ def install(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-def test_our_own_backends_enter_by_the_door_of_plugins():
+def test_built_in_backends_are_entry_points():
     assert {"reference", "compile"} <= set(registry.names(registry.BACKENDS))
     assert registry.load(registry.BACKENDS, "reference") is ReferenceBackend
     assert registry.owner(registry.BACKENDS, "reference").startswith("deltazoo ")
 
 
-def test_a_plugin_is_found_by_its_name_once_installed(install):
+def test_installed_plugin_is_found_by_name(install):
     with pytest.raises(UnknownNameError):
         registry.load(registry.BACKENDS, "mine")
-    install("zoo-plugin", mine="zoo_plugin:Mine", ready="zoo_plugin:made")
+    install("zoo-plugin", mine="zoo_plugin:Mine", ready="zoo_plugin:instance")
     assert {"mine", "ready"} <= set(registry.names(registry.BACKENDS))
-    assert "zoo_plugin" not in sys.modules  # listing imports nothing
+    assert "zoo_plugin" not in sys.modules  # listing names does not import
     assert registry.owner(registry.BACKENDS, "mine") == "zoo-plugin 1.5"
     assert registry.resolve("mine").name == "mine"
-    assert registry.resolve("ready") is sys.modules["zoo_plugin"].made
+    assert registry.resolve("ready") is sys.modules["zoo_plugin"].instance
 
 
-def test_an_unknown_name_is_an_error_that_names_the_nearest():
+def test_unknown_name_error_suggests_the_nearest():
     with pytest.raises(
         UnknownNameError, match=r"unknown backend 'referense'; did you mean 'reference'\? Known: .*comp"
     ):
         registry.load(registry.BACKENDS, "referense")
 
 
-def test_module_and_class_name_a_backend_without_installing(install):
+def test_module_class_name_needs_no_installation(install):
     assert type(registry.resolve("zoo_plugin:Mine")).__name__ == "Mine"
     assert type(registry.resolve("zoo_plugin:Nested.inner")).__name__ == "Mine"
 
 
-def test_an_untrusted_module_and_class_is_refused_with_the_file_and_the_remedy():
+def test_untrusted_module_class_name_is_refused_with_file_and_remedy():
     registry.refuse_untrusted("mixer", "gated_deltanet", "model.yaml")
     with pytest.raises(
         ConfigError, match=r"^model.yaml: mixer 'evil:Mixer' would import .* 'evil'; .*trust=True.*--trust"
@@ -96,50 +96,50 @@ def test_an_untrusted_module_and_class_is_refused_with_the_file_and_the_remedy()
 
 
 BROKEN = [
-    ("zoo_broken:Mine", "cannot be loaded: ModuleNotFoundError: No module named 'a_module_that_is_not_there'"),
+    ("zoo_broken:Mine", "cannot be loaded: ModuleNotFoundError: No module named 'a_missing_module'"),
     ("no_such_module:Mine", "cannot be loaded: ModuleNotFoundError"),
     ("zoo_plugin:NoSuchClass", "cannot be loaded: AttributeError"),
-    ("zoo_plugin:Failing", "cannot be created: RuntimeError: no luck"),
+    ("zoo_plugin:Failing", "cannot be created: RuntimeError: init failed"),
     ("zoo_plugin:Nameless", "must have a string attribute `name`, got None"),
     ("zoo_plugin:number", "must be a deltazoo.Backend, got int"),
 ]
 
 
-@pytest.mark.parametrize(("path", "words"), BROKEN, ids=[path for path, _ in BROKEN])
-def test_a_broken_plugin_is_an_error_in_words_for_its_own_name(install, path, words):
+@pytest.mark.parametrize(("path", "message"), BROKEN, ids=[path for path, _ in BROKEN])
+def test_broken_plugin_raises_for_its_own_name_only(install, path, message):
     install("zoo-plugin", broken=path, mine="zoo_plugin:Mine")
     for name in ("broken", path):
-        with pytest.raises(PluginError, match=words):
+        with pytest.raises(PluginError, match=message):
             registry.resolve(name)
     assert registry.resolve("mine").name == "mine"
-    told = {verdict.backend: verdict for verdict in _explained().verdicts}
-    assert told["broken"].reasons[0].find(words) > 0
-    assert told["compile"].chosen
+    verdicts = {verdict.backend: verdict for verdict in explanation().verdicts}
+    assert verdicts["broken"].reasons[0].find(message) > 0
+    assert verdicts["compile"].chosen
 
 
-def test_a_plugin_that_cannot_say_whether_it_can_does_not_silence_the_others(install):
-    install("zoo-plugin", mute="zoo_plugin:Speechless")
-    told = {verdict.backend: verdict for verdict in _explained().verdicts}
-    assert told["mute"].reasons == ["its `unsupported` failed: RuntimeError: no words"]
-    assert told["compile"].chosen
+def test_plugin_whose_check_fails_does_not_hide_the_others(install):
+    install("zoo-plugin", broken_check="zoo_plugin:BrokenCheck")
+    verdicts = {verdict.backend: verdict for verdict in explanation().verdicts}
+    assert verdicts["broken_check"].reasons == ["its `unsupported` failed: RuntimeError: check failed"]
+    assert verdicts["compile"].chosen
 
 
-def test_a_name_that_two_distributions_claim_is_an_error_naming_both(install):
+def test_name_declared_by_two_distributions_raises_with_both(install):
     install("zoo-plugin", mine="zoo_plugin:Mine", fine="zoo_plugin:Mine")
     install("zoo-rival", mine="zoo_plugin:Nested.inner")
     assert registry.duplicates(registry.BACKENDS) == ["mine"]
     with pytest.raises(DuplicateNameError, match=r"'mine' is claimed 2 times: .*zoo-plugin.*zoo-rival"):
         registry.resolve("mine")
     assert registry.resolve("fine").name == "mine"
-    told = {verdict.backend: verdict for verdict in _explained().verdicts}
-    assert "claimed 2 times" in told["mine"].reasons[0]
+    verdicts = {verdict.backend: verdict for verdict in explanation().verdicts}
+    assert "claimed 2 times" in verdicts["mine"].reasons[0]
 
 
-def test_one_plugin_may_not_take_the_name_of_ours(install):
+def test_plugin_cannot_replace_a_built_in_backend(install):
     install("zoo-plugin", reference="zoo_plugin:Mine")
     with pytest.raises(DuplicateNameError, match=r"'reference' is claimed 2 times: .*deltazoo.*zoo-plugin"):
         registry.resolve("reference")
 
 
-def _explained():
+def explanation():
     return explain(UpdateSpec(), UpdateMeta("cpu", torch.float32, H=1, HV=1, K=4, V=4))

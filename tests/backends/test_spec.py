@@ -1,4 +1,4 @@
-"""The spec as a value: what it refuses, how it travels, what it prints, what it states of its spectrum."""
+"""UpdateSpec: validation, serialisation, operands, the printed equation, and the spectrum."""
 
 import re
 from collections import defaultdict
@@ -40,18 +40,18 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "sentence"), REFUSED, ids=[str(axes) for axes, _ in REFUSED])
-def test_a_combination_that_means_nothing_is_refused_with_the_reason(axes, sentence):
-    with pytest.raises(ValidationError, match=re.escape(sentence)):
-        UpdateSpec(**axes)
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[str(fields) for fields, _ in REFUSED])
+def test_invalid_combination_is_refused_with_the_reason(fields, message):
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        UpdateSpec(**fields)
 
 
-def test_a_spec_cannot_be_changed():
+def test_spec_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         UpdateSpec().decay = "head"
 
 
-def test_every_spec_survives_json_and_is_its_own_key():
+def test_every_spec_round_trips_through_json_and_is_hashable():
     specs = list(every_spec())
     assert [UpdateSpec.model_validate_json(spec.model_dump_json()) for spec in specs] == specs
     assert {spec: index for index, spec in enumerate(specs)} == {
@@ -60,7 +60,7 @@ def test_every_spec_survives_json_and_is_its_own_key():
     assert len(set(specs)) == len(specs)
 
 
-def test_the_product_leaves_out_only_what_the_spec_refuses():
+def test_every_spec_yields_all_valid_combinations():
     count = 1
     for values in AXES.values():
         count *= len(values)
@@ -71,11 +71,11 @@ def test_the_product_leaves_out_only_what_the_spec_refuses():
     assert len(list(every_spec())) == additive + euler + reparametrised + dplr < count
 
 
-def test_dplr_reads_the_previous_state_without_being_told():
+def test_dplr_sets_erase_from_to_previous():
     assert UpdateSpec(transition="dplr") == UpdateSpec(transition="dplr", erase_from="previous")
 
 
-def test_operands_are_what_the_axes_ask_for():
+def test_operands_follow_the_fields():
     spec = UpdateSpec(decay="channel", beta="channel", erase_key="own", householders=3)
     assert spec.operands(B=2, T=5, H=1, HV=4, K=8, V=6) == {
         "q": (2, 5, 1, 8),
@@ -95,7 +95,7 @@ def test_operands_are_what_the_axes_ask_for():
     assert additive["log_decay"] == (4,)
 
 
-def test_operands_come_in_the_order_of_the_inputs():
+def test_operands_are_in_the_order_of_update_inputs():
     order = UpdateInputs._fields
     for spec in every_spec():
         names = list(spec.operands(1, 1, 1, 1, 1, 1))
@@ -135,12 +135,12 @@ EQUATIONS = {
 }
 
 
-@pytest.mark.parametrize(("equation", "axes"), EQUATIONS.items(), ids=[str(axes) for axes in EQUATIONS.values()])
-def test_the_equation_reads_as_in_the_paper(equation, axes):
-    assert str(UpdateSpec(**axes)) == equation
+@pytest.mark.parametrize(("equation", "fields"), EQUATIONS.items(), ids=[str(fields) for fields in EQUATIONS.values()])
+def test_printed_equation_matches_the_paper(equation, fields):
+    assert str(UpdateSpec(**fields)) == equation
 
 
-def test_two_specs_print_one_equation_only_where_nothing_decays_before_the_erase():
+def test_only_specs_that_differ_in_erase_from_without_decay_print_the_same_equation():
     printed = defaultdict(list)
     for spec in every_spec():
         printed[str(spec)].append(spec)
@@ -150,16 +150,16 @@ def test_two_specs_print_one_equation_only_where_nothing_decays_before_the_erase
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_printed_equation_computes_what_the_reference_computes(seed):
+def test_printed_equation_evaluates_to_the_reference(seed):
     shape = SHAPES["one_token"]._replace(B=1, HV=1, K=3, V=2)
     for case in pairwise_cases((shape,), (torch.float64,)):
         case = case._replace(state="given", seed=seed, layout="contiguous", regime="ordinary")
         case = case._replace(spec=case.spec.model_copy(update={"householders": 1}))
         inputs = draw(case)
-        want = ReferenceBackend().forward(case.spec, inputs)
-        state, o = _Reader(case, inputs).evaluate(str(case.spec))
-        torch.testing.assert_close(state, want.state[0, 0], rtol=1e-12, atol=1e-12, msg=str(case.spec))
-        torch.testing.assert_close(o[:, 0], want.o[0, 0, 0], rtol=1e-12, atol=1e-12, msg=str(case.spec))
+        expected = ReferenceBackend().forward(case.spec, inputs)
+        state, o = _Evaluator(case, inputs).evaluate(str(case.spec))
+        torch.testing.assert_close(state, expected.state[0, 0], rtol=1e-12, atol=1e-12, msg=str(case.spec))
+        torch.testing.assert_close(o[:, 0], expected.o[0, 0, 0], rtol=1e-12, atol=1e-12, msg=str(case.spec))
 
 
 NAMED = {
@@ -180,11 +180,11 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_spec_names_the_papers_it_equals(name):
+def test_papers_lists_the_paper_of_a_known_update(name):
     assert any(paper.startswith(name) for paper in papers(UpdateSpec(**NAMED[name])))
 
 
-def test_a_new_combination_names_no_paper():
+def test_papers_is_empty_for_an_unpublished_combination():
     assert papers(UpdateSpec(beta="head", decay="channel", reparam="efla")) == []
     assert papers(UpdateSpec(beta="channel", householders=2)) == []
 
@@ -202,15 +202,15 @@ SPECTRA = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "words"), SPECTRA, ids=[str(axes) for axes, _ in SPECTRA])
-def test_the_spectrum_is_stated_with_its_condition(axes, words):
-    assert str(UpdateSpec(**axes).spectrum()) == words
+@pytest.mark.parametrize(("fields", "text"), SPECTRA, ids=[str(fields) for fields, _ in SPECTRA])
+def test_spectrum_prints_interval_and_condition(fields, text):
+    assert str(UpdateSpec(**fields).spectrum()) == text
 
 
-@pytest.mark.parametrize("axes", [axes for axes, _ in SPECTRA[:5]], ids=str)
-def test_the_erased_direction_has_an_eigenvalue_inside_the_stated_interval(axes):
+@pytest.mark.parametrize("fields", [fields for fields, _ in SPECTRA[:5]], ids=str)
+def test_eigenvalue_of_the_erased_direction_fills_the_stated_interval(fields):
     """With v = 0 and S_0 = k, one token multiplies S by the eigenvalue of the direction k."""
-    spec = UpdateSpec(**axes)
+    spec = UpdateSpec(**fields)
     lengths = torch.linspace(0.01, 1 if spec.reparam == "none" else 30, 40, dtype=torch.float64)
     betas = torch.linspace(0, 1 if spec.reparam == "none" else 20, 40, dtype=torch.float64)
     length, beta = (x.flatten() for x in torch.meshgrid(lengths, betas, indexing="ij"))
@@ -231,27 +231,27 @@ def test_the_erased_direction_has_an_eigenvalue_inside_the_stated_interval(axes)
     assert eigenvalue.min() < low + 0.01
 
 
-def test_the_pairwise_cover_holds_every_pair_that_can_occur():
+def test_pairwise_cover_contains_every_valid_pair():
     rows = [tuple(getattr(spec, axis) for axis in AXES) for spec in every_spec()]
-    every = {pair for row in rows for pair in pairs_of(row)}
-    few = pairwise(rows)
-    assert {pair for row in few for pair in pairs_of(row)} == every
-    assert len(few) < len(rows) / 100
+    valid_pairs = {pair for row in rows for pair in pairs_of(row)}
+    cover = pairwise(rows)
+    assert {pair for row in cover for pair in pairs_of(row)} == valid_pairs
+    assert len(cover) < len(rows) / 100
 
 
-def test_the_pairwise_cases_cross_every_axis_with_every_other():
+def test_pairwise_cases_contain_every_pair_with_a_case_axis():
     shapes = tuple(SHAPES[name] for name in ("plain", "column", "pack"))
     cases = [(*(getattr(case.spec, axis) for axis in AXES), *case[1:]) for case in pairwise_cases(shapes)]
-    held = {pair for row in cases for pair in pairs_of(row)}
+    covered = {pair for row in cases for pair in pairs_of(row)}
     columns = [{row[column] for row in cases} for column in range(len(cases[0]))]
     for free in range(len(AXES), len(columns)):
         for other in range(free):
-            missing = {(other, free, x, y) for x in columns[other] for y in columns[free]} - held
+            missing = {(other, free, x, y) for x in columns[other] for y in columns[free]} - covered
             assert not missing
 
 
-class _Reader:
-    """Evaluate a printed equation on numbers: juxtaposition is a product, * elementwise, columns are [n, 1]."""
+class _Evaluator:
+    """Evaluates a printed equation. Juxtaposition is a product, * is elementwise, column vectors are [n, 1]."""
 
     def __init__(self, case: Case, inputs: UpdateInputs) -> None:
         x = {name: tensor.flatten(0, -2)[0] for name, tensor in inputs._asdict().items() if name in ("q", "k", "v")}
@@ -298,31 +298,31 @@ class _Reader:
         return total
 
     def _term(self) -> torch.Tensor:
-        found = self._factor()
+        value = self._factor()
         while self.tokens and self.tokens[0] not in ("+", "-", ")"):
             if self.tokens[0] in ("*", "/"):
                 sign, right = self.tokens.pop(0), self._factor()
-                found = found * right if sign == "*" else found / right.squeeze()
+                value = value * right if sign == "*" else value / right.squeeze()
             else:
                 right = self._factor()
-                found = found @ right if found.dim() == right.dim() == 2 else found * right
-        return found
+                value = value @ right if value.dim() == right.dim() == 2 else value * right
+        return value
 
     def _factor(self) -> torch.Tensor:
         token = self.tokens.pop(0)
         if token == "-":
             return -self._term()
         if token == "(":
-            found = self._sum()
+            value = self._sum()
             assert self.tokens.pop(0) == ")"
         elif token in ("exp", "Diag"):
-            found = self._factor()
-            found = found.squeeze().exp() if token == "exp" else torch.diag(found)
+            value = self._factor()
+            value = value.squeeze().exp() if token == "exp" else torch.diag(value)
         elif token[0].isdigit():
-            found = torch.tensor(float(token), dtype=torch.float64)
+            value = torch.tensor(float(token), dtype=torch.float64)
         else:
-            found = self.names[token]
+            value = self.names[token]
         if self.tokens and self.tokens[0] == "^T":
             self.tokens.pop(0)
-            found = found.mT
-        return found.squeeze() if found.shape == (1, 1) else found
+            value = value.mT
+        return value.squeeze() if value.shape == (1, 1) else value
