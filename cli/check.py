@@ -24,7 +24,7 @@ def command(
     shapes: [cpu, {B: 4, T: 1000, H: 8, K: 96, V: 192}, {H: 2, HV: 8, K: 64, lengths: [700, 0, 324]}]
     dtypes: ["float32", "bfloat16"]
     """
-    from deltazoo.backends.conformance.check_report import check_file
+    from deltazoo.backends.conformance.check_file import check_file
 
     with progress() as told:
         found = check_file(file, split(backends), device, told)

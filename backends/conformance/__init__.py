@@ -16,10 +16,10 @@ from deltazoo.backends.conformance.pairwise import DTYPES, every_case, every_spe
 from deltazoo.backends.conformance.properties import (
     PROPERTIES,
     Property,
-    a_fused_step_is_its_lines,
-    agrees_with_the_reference,
-    one_graph_gives_the_same_numbers,
-    refusals_are_sentences,
+    compiles_to_one_graph,
+    fused_step_matches_reference,
+    matches_the_reference,
+    unsupported_returns_sentences,
 )
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.registry import resolve
@@ -37,7 +37,7 @@ __all__ = [
     "Property",
     "Report",
     "Shape",
-    "agrees_with_the_reference",
+    "matches_the_reference",
     "checks",
     "compare",
     "draw",
@@ -82,13 +82,13 @@ def checks(
     pairs: list[tuple[Property, Case]] = []
     crossed = []
     for found in (found for name, found in known.items() if name not in without):
-        if found is agrees_with_the_reference:
+        if found is matches_the_reference:
             pairs += [(found, case) for case in pairwise_cases(*taken)]
-        elif found is a_fused_step_is_its_lines:
+        elif found is fused_step_matches_reference:
             pairs += [(found, case) for case in fused_cases(resolve(backend), *taken)]
-        elif found is one_graph_gives_the_same_numbers:
+        elif found is compiles_to_one_graph:
             pairs += [(found, case) for case in _GRAPH_CASES]
-        elif found is refusals_are_sentences:
+        elif found is unsupported_returns_sentences:
             pairs += [(found, Case(taken[2][0], taken[0][0], taken[1][0]))]
         else:
             crossed.append(found)

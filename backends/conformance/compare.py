@@ -87,7 +87,7 @@ def compare(
     d_o, d_state = draw_cotangents(case, inputs)
     cotangents = (None if outputs == "state" else d_o, None if outputs == "o" else d_state) if grad else None
     got = run(backend, case.spec, inputs, cotangents)
-    want = exact(case.spec, inputs, cotangents)
+    want = reference_results(case.spec, inputs, cotangents)
     return judged(backend, case, got, want, cotangents)
 
 
@@ -111,7 +111,7 @@ def judged(
     """Report the errors of what `run` found with a backend, each within its limit or a failure."""
     usual = want
     if case.regime != "ordinary":
-        usual = exact(case.spec, draw(case._replace(regime="ordinary"), got["o"].device), cotangents)
+        usual = reference_results(case.spec, draw(case._replace(regime="ordinary"), got["o"].device), cotangents)
     failures = _wrong_forms(case, got)
     errors = []
     for tensor in [name for name in want if got[name].shape == want[name].shape]:
@@ -154,7 +154,7 @@ def run(
     return found | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
-def exact(spec: UpdateSpec, inputs: UpdateInputs, cotangents: Cotangents | None) -> dict[str, Tensor]:
+def reference_results(spec: UpdateSpec, inputs: UpdateInputs, cotangents: Cotangents | None) -> dict[str, Tensor]:
     """What `run` should have found: the reference in float64 on the same, rounded numbers."""
     operands = {name: x.double() for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()}
     inputs = inputs._replace(**operands)

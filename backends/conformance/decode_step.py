@@ -35,7 +35,7 @@ class FusedOperands(NamedTuple):
     slots: Tensor | None
 
 
-def step_of(
+def make_fused_step(
     spec: UpdateSpec, H: int, HV: int, K: int, V: int, silu: str = "qkv", unit: str = "qk", **fields: Any
 ) -> FusedDecodeStep:
     """A step of these sizes. Args: silu, unit: the letters of those of q, k and v that have it; fields: the step's."""
@@ -61,7 +61,7 @@ _FORMS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
 FORMS = 2 * len(_FORMS)  # each with its gate, then each without
 
 
-def usual_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedDecodeStep:
+def typical_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedDecodeStep:
     """A step around a spec: form 0 as mixers have it, Gated DeltaNet or, where nothing is erased, Mamba-2; the others
     with all else that a step may have."""
     additive, decayed = spec.transition == "additive", spec.decay == "head"
@@ -72,7 +72,7 @@ def usual_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedDecodeStep
         fields.pop("bound", None)
     fields["writes"] = additive and decayed and "bound" not in fields
     unit = "" if additive or shape.K == 1 else "q" if spec.reparam != "none" else "qk"
-    return step_of(spec, shape.H, shape.HV, shape.K, shape.V, unit=unit, **fields)
+    return make_fused_step(spec, shape.H, shape.HV, shape.K, shape.V, unit=unit, **fields)
 
 
 def draw_step(
@@ -122,7 +122,7 @@ def draw_step(
     return FusedOperands(FusedDecodeInputs(**given), states, slots)
 
 
-def exact_step(step: FusedDecodeStep, given: FusedOperands) -> tuple[Tensor, FusedOperands]:
+def reference_step(step: FusedDecodeStep, given: FusedOperands) -> tuple[Tensor, FusedOperands]:
     """The lines of `FusedDecodeStep` one by one in float64, the update by the reference: o, and the operands as they are
     after it. `given` is left alone."""
     operands = {name: t for name, t in given.inputs._asdict().items() if t is not None}
@@ -177,7 +177,7 @@ def compare_step(backend: str | Backend, case: Case, device: torch.device | str 
     refused = refusal(backend, case, device, grad=False)
     if refused is not None:
         return refused
-    step = usual_step(case.spec, case.shape, form)
+    step = typical_step(case.spec, case.shape, form)
     reasons = beyond(case.spec) or backend.fused_decode_unsupported(step, case.dtype)
     if reasons:
         return Report(backend.name, case, [], [], reasons)
@@ -187,7 +187,7 @@ def compare_step(backend: str | Backend, case: Case, device: torch.device | str 
     for tensor in (given.states, given.inputs.history):
         if tensor is not None:
             tensor[others] = torch.nan  # what no row may read, nor write
-    want, after = exact_step(step, given)
+    want, after = reference_step(step, given)
     o = bind(case.spec, backend).fused_decode_step_(step, *given)
     got = {"o": o, "state": given.states[rows]}
     report = judged(backend, case, got, {"o": want, "state": after.states[rows]}, None)

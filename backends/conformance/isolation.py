@@ -18,7 +18,7 @@ from deltazoo.backends.registry import resolve
 Device = torch.device | str
 
 
-def the_future_does_not_leak(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def later_tokens_do_not_leak(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """Earlier outputs and their gradients do not know later tokens."""
     case = dense(case)
     case = case._replace(shape=case.shape._replace(T=max(2, case.shape.T)))

@@ -20,7 +20,7 @@ from deltazoo.backends.conformance.equivalences import (
     Traced,
     WithRepeatedHeads,
 )
-from deltazoo.backends.conformance.isolation import heads_do_not_leak, sequences_do_not_leak, the_future_does_not_leak
+from deltazoo.backends.conformance.isolation import heads_do_not_leak, later_tokens_do_not_leak, sequences_do_not_leak
 from deltazoo.backends.conformance.pairwise import every_spec
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.lowering import log_decay
@@ -30,17 +30,17 @@ Device = torch.device | str
 Property = Callable[[str | Backend, Case, Device], Report]
 
 
-def agrees_with_the_reference(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def matches_the_reference(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """Outputs, final state and all gradients are those of the reference in float64."""
     return compare(backend, case, device=device)
 
 
-def segments_equal_the_whole(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def pieces_equal_the_full_sequence(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """A sequence in pieces, the state passed on, is the sequence at once, gradients through the pieces too."""
     return compare(InSegments(resolve(backend)), dense(case), device=device)
 
 
-def steps_equal_the_whole(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def decoding_equals_the_full_sequence(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """`step_`, token by token, in place, with slots and without, is `forward`."""
     steps = OneByOne(resolve(backend))
     report = compare(steps, dense(case), grad=False, device=device)
@@ -48,7 +48,7 @@ def steps_equal_the_whole(backend: str | Backend, case: Case, device: Device = "
     return report._replace(failures=report.failures + wrong)
 
 
-def a_fused_step_is_its_lines(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def fused_step_matches_reference(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """`fused_decode_step_`, where it is taken, is the lines of `FusedDecodeStep`, in the slots of its rows alone."""
     return compare_step(backend, case, device)
 
@@ -67,7 +67,7 @@ def grouped_heads_equal_repeated_heads(backend: str | Backend, case: Case, devic
     return _same(backend, WithRepeatedHeads(backend), case._replace(shape=shape), device)
 
 
-def one_graph_gives_the_same_numbers(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def compiles_to_one_graph(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """Inside torch.compile(fullgraph=True) it is one graph, with the same numbers."""
     backend = resolve(backend)
     try:
@@ -76,14 +76,14 @@ def one_graph_gives_the_same_numbers(backend: str | Backend, case: Case, device:
         return Report(backend.name, case, [], [f"it must be one graph under torch.compile, got {error}"], [])
 
 
-def either_output_alone_has_its_gradients(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def gradients_of_each_output_alone(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """A loss on o alone, or on the final state alone, has its own gradients."""
     report = compare(backend, case, outputs="o", device=device)
     other = compare(backend, case, outputs="state", device=device)
     return report._replace(errors=report.errors + other.errors, failures=report.failures + other.failures)
 
 
-def no_token_returns_the_initial_state(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def empty_sequence_returns_its_initial_state(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """With T = 0 the final state is a copy of the initial one, bit for bit, and so is its gradient."""
     lengths = (0,) * len(case.shape.lengths)
     case = case._replace(shape=case.shape._replace(T=0, lengths=lengths))
@@ -101,7 +101,7 @@ def no_token_returns_the_initial_state(backend: str | Backend, case: Case, devic
     return report._replace(failures=report.failures + wrong)
 
 
-def without_strength_it_only_decays(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def without_erase_and_write_the_state_decays(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """With beta = 0 (erase and write; b for dplr) the state decays, and o reads the decayed initial state."""
     case = dense(case._replace(state="given"))
     backend, inputs = resolve(backend), draw(case, device)
@@ -121,7 +121,7 @@ def without_strength_it_only_decays(backend: str | Backend, case: Case, device: 
     return judged(backend, case, run(backend, case.spec, inputs, None), _decayed(case, inputs), None)
 
 
-def inputs_are_left_alone(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def inputs_are_not_modified(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """No operand is written to, forward, backward or in `step_`."""
     backend, inputs = resolve(backend), draw(case, device)
     refused = refusal(backend, case, device)
@@ -137,13 +137,13 @@ def inputs_are_left_alone(backend: str | Backend, case: Case, device: Device = "
     return Report(backend.name, case, [], wrong, [])
 
 
-def unwritten_memory_is_never_read(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def uninitialized_memory_is_never_read(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """With NaN in everything that `torch.empty` and its like return, the numbers are the same."""
     with _nan_in_new_memory():
         return compare(backend, case, device=device)
 
 
-def refusals_are_sentences(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+def unsupported_returns_sentences(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """Every spec is taken, or refused for reasons in words, on the case's shape and dtype, dense and packed."""
     backend, shape = resolve(backend), case.shape
     mute = {
@@ -158,20 +158,20 @@ def refusals_are_sentences(backend: str | Backend, case: Case, device: Device = 
 
 
 PROPERTIES: tuple[Property, ...] = (
-    agrees_with_the_reference,
-    refusals_are_sentences,
-    segments_equal_the_whole,
-    steps_equal_the_whole,
-    a_fused_step_is_its_lines,
+    matches_the_reference,
+    unsupported_returns_sentences,
+    pieces_equal_the_full_sequence,
+    decoding_equals_the_full_sequence,
+    fused_step_matches_reference,
     packing_equals_separate_runs,
     grouped_heads_equal_repeated_heads,
-    one_graph_gives_the_same_numbers,
-    either_output_alone_has_its_gradients,
-    no_token_returns_the_initial_state,
-    without_strength_it_only_decays,
-    inputs_are_left_alone,
-    unwritten_memory_is_never_read,
-    the_future_does_not_leak,
+    compiles_to_one_graph,
+    gradients_of_each_output_alone,
+    empty_sequence_returns_its_initial_state,
+    without_erase_and_write_the_state_decays,
+    inputs_are_not_modified,
+    uninitialized_memory_is_never_read,
+    later_tokens_do_not_leak,
     sequences_do_not_leak,
     heads_do_not_leak,
 )

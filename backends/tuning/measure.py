@@ -26,8 +26,15 @@ from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime, draw
-from deltazoo.backends.conformance.compare import Cotangents, draw_cotangents, exact, limit, relative_error, run
-from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, exact_step, usual_step
+from deltazoo.backends.conformance.compare import (
+    Cotangents,
+    draw_cotangents,
+    limit,
+    reference_results,
+    relative_error,
+    run,
+)
+from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, reference_step, typical_step
 from deltazoo.backends.devices import usable_device
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import ConfigError
@@ -283,16 +290,16 @@ def _answers(
 ) -> tuple[UpdateInputs | FusedOperands, Cotangents | None, dict[str, Tensor], dict[str, Tensor]]:
     """Operands, cotangents (none of a step), what is right for them, and what is right on ordinary inputs."""
     if kernel == "fused_step":
-        given = draw_step(usual_step(case.spec, case.shape), (), case.shape.B, case.dtype, device, case.seed)
-        o, after = exact_step(usual_step(case.spec, case.shape), given)
+        given = draw_step(typical_step(case.spec, case.shape), (), case.shape.B, case.dtype, device, case.seed)
+        o, after = reference_step(typical_step(case.spec, case.shape), given)
         want = _results(o, after)
         return given, None, want, want
     inputs = draw(case, device)
     cotangents = None if kernel == "decode" else draw_cotangents(case, inputs)
-    want = exact(case.spec, inputs, cotangents)
+    want = reference_results(case.spec, inputs, cotangents)
     usual = want
     if case.regime != "ordinary":
-        usual = exact(case.spec, draw(case._replace(regime="ordinary"), device), cotangents)
+        usual = reference_results(case.spec, draw(case._replace(regime="ordinary"), device), cotangents)
     return inputs, cotangents, want, usual
 
 
@@ -307,7 +314,7 @@ def _computed(
 ) -> dict[str, Tensor]:
     bound = bind(case.spec, backend)
     if isinstance(given, FusedOperands):
-        return _results(bound.fused_decode_step_(usual_step(case.spec, case.shape), *given), given)
+        return _results(bound.fused_decode_step_(typical_step(case.spec, case.shape), *given), given)
     if cotangents is not None:
         return run(backend, case.spec, given, cotangents)
     assert given.state is not None
@@ -327,7 +334,7 @@ class _FusedWork:
     """A decode step of a mixer in one, around a target's spec."""
 
     def __init__(self, target: Target, device: torch.device) -> None:
-        self.step = usual_step(target.spec, target.shape)
+        self.step = typical_step(target.spec, target.shape)
         self.given = draw_step(self.step, (), target.shape.sequences, target.dtype, device)
 
     def call(self, bound: BoundUpdate) -> Callable[[], dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 
-from deltazoo.backends.conformance.decode_step import usual_step
+from deltazoo.backends.conformance.decode_step import typical_step
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
@@ -240,7 +240,7 @@ def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
     directions = {"decode"} & set(config.directions) if target.shape.T == 1 else set(config.directions)
     found = [kernel for kernel in KERNELS if DIRECTION_OF[kernel] in directions]
     none = [] if target.spec.transition == "delta" else ["prepare"]
-    if target.spec.householders > 1 or fused.unsupported(usual_step(target.spec, target.shape)):
+    if target.spec.householders > 1 or fused.unsupported(typical_step(target.spec, target.shape)):
         none.append("fused_step")  # what several keys take of registers is told by the heuristic
     return [kernel for kernel in found if kernel not in none]
 

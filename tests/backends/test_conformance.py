@@ -7,17 +7,17 @@ from deltazoo import UpdateSpec, conformance, use_backend
 from deltazoo.backends.base import UpdateOutput
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance import SHAPES, Case, checks, draw
-from deltazoo.backends.conformance.compare import LIMITS, draw_cotangents, exact, run
+from deltazoo.backends.conformance.compare import LIMITS, draw_cotangents, reference_results, run
 from deltazoo.backends.conformance.pairwise import DTYPES
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 
-IN_ONE_GRAPH = "one_graph_gives_the_same_numbers"  # the reference is eager: under torch.compile it unrolls over T
+IN_ONE_GRAPH = "compiles_to_one_graph"  # the reference is eager: under torch.compile it unrolls over T
 
 test_reference_conforms = conformance.suite("reference", checks("reference", without=[IN_ONE_GRAPH]))
 test_compile_conforms_without_its_compiler = conformance.suite(CompileBackend(compiled=False))
 test_compile_conforms = conformance.suite(
-    "compile", [(conformance.agrees_with_the_reference, Case(UpdateSpec(decay="head", beta="head"), SHAPES["grouped"]))]
+    "compile", [(conformance.matches_the_reference, Case(UpdateSpec(decay="head", beta="head"), SHAPES["grouped"]))]
 )
 
 
@@ -112,7 +112,7 @@ def test_the_float64_reference_sees_the_rounded_numbers():
     case = Case(UpdateSpec(decay="head", beta="head"), SHAPES["plain"], torch.bfloat16)
     inputs = draw(case)
     cotangents = draw_cotangents(case, inputs)
-    want = exact(case.spec, inputs, cotangents)
+    want = reference_results(case.spec, inputs, cotangents)
     widened = inputs._replace(**{name: x.double() for name, x in inputs._asdict().items() if x is not None})
     got = run("reference", case.spec, widened, tuple(x.double() for x in cotangents))
     assert all(torch.equal(got[name], want[name]) for name in want)
@@ -125,7 +125,7 @@ def test_the_checks_of_a_backend_cover_what_it_takes():
             return [] if takes else ["narrow takes two delta steps a token in float32 only"]
 
     pairs = checks(Narrow())
-    cases = [case for holds, case in pairs if holds is conformance.agrees_with_the_reference]
+    cases = [case for holds, case in pairs if holds is conformance.matches_the_reference]
     assert {case.dtype for case in cases} == {torch.float32}
     assert {case.spec.decay for case in cases} == {"none", "fixed", "head", "channel", "rate"}
     assert {case.shape.name for case in cases} == {shape.name for shape in conformance.TINY if shape.K > 4}

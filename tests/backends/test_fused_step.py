@@ -21,7 +21,7 @@ from deltazoo import UpdateSpec, bind, mixers, watch
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance import decode_step as conformance
-from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, exact_step
+from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, reference_step
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.dispatch import BoundUpdate
 from deltazoo.backends.errors import (
@@ -52,45 +52,47 @@ GATED = UpdateSpec(decay="head", beta="head")
 H, HV, K, V = 2, 4, 12, 20
 
 
-def step_of(spec: UpdateSpec = GATED, silu: str = "qkv", unit: str = "qk", **fields: object) -> FusedDecodeStep:
+def make_fused_step(spec: UpdateSpec = GATED, silu: str = "qkv", unit: str = "qk", **fields: object) -> FusedDecodeStep:
     sizes = {name: fields.pop(name, size) for name, size in {"H": H, "HV": HV, "K": K, "V": V}.items()}
     fields = {"taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"} | fields
-    return conformance.step_of(spec, **sizes, silu=silu, unit=unit, **fields)
+    return conformance.make_fused_step(spec, **sizes, silu=silu, unit=unit, **fields)
 
 
 STEPS = {
-    "gated delta": step_of(),
-    "one key head a value head": step_of(HV=2),
-    "delta": step_of(UpdateSpec(beta="head"), gate=""),
-    "delta without beta": step_of(UpdateSpec()),
-    "additive": step_of(UpdateSpec(transition="additive"), silu="", unit="", norm="", gate=""),
-    "mamba2": step_of(UpdateSpec(decay="head", transition="additive"), unit="", writes=True, gate_first=True),
-    "additive, householders": step_of(
+    "gated delta": make_fused_step(),
+    "one key head a value head": make_fused_step(HV=2),
+    "delta": make_fused_step(UpdateSpec(beta="head"), gate=""),
+    "delta without beta": make_fused_step(UpdateSpec()),
+    "additive": make_fused_step(UpdateSpec(transition="additive"), silu="", unit="", norm="", gate=""),
+    "mamba2": make_fused_step(UpdateSpec(decay="head", transition="additive"), unit="", writes=True, gate_first=True),
+    "additive, householders": make_fused_step(
         UpdateSpec(decay="head", transition="additive", householders=2), unit="", writes=True
     ),
-    "additive with beta": step_of(UpdateSpec(decay="head", transition="additive", beta="head"), unit="k"),
-    "bounded decay": step_of(bound=-5.0),
-    "negative": step_of(GATED.model_copy(update={"negative_eigenvalues": "both"}), top=1 - 2**-7),
-    "negative erase": step_of(UpdateSpec(beta="head", negative_eigenvalues="erase"), top=0.5),
-    "negative without beta": step_of(UpdateSpec(negative_eigenvalues="both")),
-    "efla": step_of(UpdateSpec(decay="head", beta="head", reparam="efla"), unit="q"),
-    "efla without beta": step_of(UpdateSpec(reparam="efla"), unit="q"),
-    "longhorn": step_of(UpdateSpec(decay="head", beta="head", reparam="longhorn"), silu="v", unit=""),
-    "own": step_of(UpdateSpec(decay="head", beta="head", erase_key="own")),
-    "comba": step_of(UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"), gate="sigmoid"),
-    "read before": step_of(UpdateSpec(decay="head", beta="head", read="before", scale=1.0)),
-    "householders": step_of(UpdateSpec(decay="head", beta="head", householders=3, negative_eigenvalues="both")),
-    "householders, before": step_of(
+    "additive with beta": make_fused_step(UpdateSpec(decay="head", transition="additive", beta="head"), unit="k"),
+    "bounded decay": make_fused_step(bound=-5.0),
+    "negative": make_fused_step(GATED.model_copy(update={"negative_eigenvalues": "both"}), top=1 - 2**-7),
+    "negative erase": make_fused_step(UpdateSpec(beta="head", negative_eigenvalues="erase"), top=0.5),
+    "negative without beta": make_fused_step(UpdateSpec(negative_eigenvalues="both")),
+    "efla": make_fused_step(UpdateSpec(decay="head", beta="head", reparam="efla"), unit="q"),
+    "efla without beta": make_fused_step(UpdateSpec(reparam="efla"), unit="q"),
+    "longhorn": make_fused_step(UpdateSpec(decay="head", beta="head", reparam="longhorn"), silu="v", unit=""),
+    "own": make_fused_step(UpdateSpec(decay="head", beta="head", erase_key="own")),
+    "comba": make_fused_step(
+        UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"), gate="sigmoid"
+    ),
+    "read before": make_fused_step(UpdateSpec(decay="head", beta="head", read="before", scale=1.0)),
+    "householders": make_fused_step(UpdateSpec(decay="head", beta="head", householders=3, negative_eigenvalues="both")),
+    "householders, before": make_fused_step(
         UpdateSpec(decay="head", beta="head", householders=2, erase_from="previous", read="before"), HV=2
     ),
-    "no convolution": step_of(taps=0),
-    "one tap": step_of(taps=1),
-    "two taps": step_of(taps=2, HV=2),
-    "eight taps": step_of(taps=8),
-    "layer norm": step_of(norm="layer", gate="gelu"),
-    "layer norm after the gate": step_of(norm="layer", gate="none", gate_first=True),
-    "gate alone": step_of(norm="", gate="sigmoid"),
-    "one number a head": step_of(K=1, V=1, unit=""),
+    "no convolution": make_fused_step(taps=0),
+    "one tap": make_fused_step(taps=1),
+    "two taps": make_fused_step(taps=2, HV=2),
+    "eight taps": make_fused_step(taps=8),
+    "layer norm": make_fused_step(norm="layer", gate="gelu"),
+    "layer norm after the gate": make_fused_step(norm="layer", gate="none", gate_first=True),
+    "gate alone": make_fused_step(norm="", gate="sigmoid"),
+    "one number a head": make_fused_step(K=1, V=1, unit=""),
 }
 WIDE = {"K = V = 128": (128, 128), "200/400": (200, 400), "256/512": (256, 512), "64/64": (64, 64)}
 # of all that may be there or not
@@ -122,7 +124,7 @@ def agrees(
     backend: str | TritonBackend = "triton",
 ) -> None:
     given = draw(step, options, B, dtype)
-    want, exact = exact_step(step, FusedOperands(**given))
+    want, exact = reference_step(step, FusedOperands(**given))
     o = bind(step.spec, backend).fused_decode_step_(step, **given)
     assert o.dtype == dtype
     limit = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
@@ -144,7 +146,7 @@ def test_the_kernel_is_the_formula(name, options):
 @pytest.mark.parametrize("form", range(conformance.FORMS))
 @pytest.mark.parametrize("name", ["gated delta", "mamba2", "comba", "householders", "efla"])
 def test_whatever_stands_around_it(name, form):
-    step = conformance.usual_step(STEPS[name].spec, Shape("sizes", 3, 1, H, HV, K, V), form)
+    step = conformance.typical_step(STEPS[name].spec, Shape("sizes", 3, 1, H, HV, K, V), form)
     agrees(step, conformance.OPTIONS if form % 2 else ())
 
 
@@ -189,7 +191,7 @@ def test_the_tuner_finds_a_launch_right_or_says_what_is_wrong(spec, tmp_path, mo
 @pytest.mark.parametrize("widths", WIDE)
 def test_the_widths_of_published_models(widths):
     K, V = WIDE[widths]
-    agrees(step_of(H=1, HV=2, K=K, V=V), OPTIONS["all"], B=1)
+    agrees(make_fused_step(H=1, HV=2, K=K, V=V), OPTIONS["all"], B=1)
 
 
 @runs
@@ -207,14 +209,14 @@ def test_small_steps_keep_their_digits():
     given = draw(step, ())
     given["inputs"].decay.fill_(-14.0)
     given["states"].zero_()
-    _, exact = exact_step(step, FusedOperands(**given))
+    _, exact = reference_step(step, FusedOperands(**given))
     bind(step.spec, "triton").fused_decode_step_(step, **given)
     assert error(given["states"], exact.states) < 3e-6
     for times in (1e-4, 0.2, 0.3, 4.0):
-        step = step_of(UpdateSpec(beta="head", reparam="efla"), silu="", unit="", taps=0)
+        step = make_fused_step(UpdateSpec(beta="head", reparam="efla"), silu="", unit="", taps=0)
         given = draw(step, ())
         given["inputs"].qkv.mul_(times)
-        want, exact = exact_step(step, FusedOperands(**given))
+        want, exact = reference_step(step, FusedOperands(**given))
         assert error(bind(step.spec, "triton").fused_decode_step_(step, **given), want) < 1e-5
         assert error(given["states"], exact.states) < 1e-5
 
@@ -675,7 +677,7 @@ def test_what_the_kernel_does_not_take_is_said_in_sentences():
     assert fused.unsupported(step) == []
     assert fused.unsupported(step._replace(taps=9)) == ["a short convolution must have at most 8 taps, got 9."]
     assert fused.unsupported(step._replace(V=513)) == ["V must be at most 512 in a fused step, got 513."]
-    many = step_of(UpdateSpec(beta="head", householders=5), V=128, K=128)
+    many = make_fused_step(UpdateSpec(beta="head", householders=5), V=128, K=128)
     assert fused.unsupported(many) == ["householders must be at most 4 in a fused step with V = 128, got 5."]
     fixed = step._replace(spec=UpdateSpec(decay="fixed", beta="head"))
     assert fused.unsupported(fixed) == ["decay must be 'none' or 'head' in a fused step, got 'fixed'."]
@@ -712,7 +714,7 @@ def test_a_decode_step_of_a_mixer_is_captured_and_replayed():
 @torch.no_grad()
 def test_the_same_bits_again_and_again():
     """No row or head reads what another one has pushed already."""
-    step = step_of(H=16, HV=32, K=128, V=128)
+    step = make_fused_step(H=16, HV=32, K=128, V=128)
     for options in ((), ("slots",)):
         given = draw(step, options, B=64 if not options else 3, dtype=torch.bfloat16)
         bound, first = bind(step.spec, "triton"), None

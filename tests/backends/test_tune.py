@@ -9,7 +9,7 @@ import pytest
 import torch
 from tune_cases import FORWARD, GATED, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
 
-from deltazoo.backends.conformance.decode_step import draw_step, usual_step
+from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
@@ -383,7 +383,7 @@ def test_the_fused_step_tuned_for_is_the_one_looked_up(spec, monkeypatch):
     looked_up, chosen = [], LaunchConfig(fused_step=Launch(tile=32))
     monkeypatch.setattr(fused, "launch_config", lambda problem, index: looked_up.append(problem) or chosen)
     shape = Shape("rows", 5, 1, 1, 2, 12, 20)
-    step = usual_step(spec, shape)
+    step = typical_step(spec, shape)
     given = draw_step(step, (), shape.B, torch.bfloat16)
     found = fused._resolve(given.inputs, given.states, fused.StepKind.of(step), 1, "")
     assert (found, looked_up) == (
@@ -394,7 +394,7 @@ def test_the_fused_step_tuned_for_is_the_one_looked_up(spec, monkeypatch):
 
 def test_a_fused_step_of_which_neither_config_nor_table_speaks_is_launched_by_its_sizes(monkeypatch):
     monkeypatch.setattr(fused, "launch_config", lambda problem, index: LaunchConfig(fused_step=Launch(tile=16)))
-    step = usual_step(GATED, Shape("rows", 2, 1, 1, 1, 256, 64))
+    step = typical_step(GATED, Shape("rows", 2, 1, 1, 1, 256, 64))
     given = draw_step(step, (), 2)
     speaks = LaunchConfig(fused_step=Launch(tile=32)).model_dump_json()
     silent = LaunchConfig(split=16).model_dump_json()
