@@ -1,4 +1,4 @@
-"""The compile backend: the chunk-parallel update in plain torch, written for torch.compile."""
+"""Chunk-parallel backend in plain PyTorch, written for torch.compile."""
 
 from deltazoo.backends.compile.backend import CompileBackend
 

@@ -1,4 +1,4 @@
-"""The compile backend: the chunk-parallel update in plain torch, written for torch.compile."""
+"""Backend "compile": the chunk-parallel update in plain PyTorch, compiled by torch.compile."""
 
 import types
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from deltazoo.backends.base import (
     refuse_forward_mode,
     state_dtype,
 )
-from deltazoo.backends.compile.chunked import chunked_update, cut, join
+from deltazoo.backends.compile.chunk_layout import merge_chunks, split_into_chunks
+from deltazoo.backends.compile.chunked import chunked_update
 from deltazoo.backends.compile.decode import token_update
 from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
@@ -25,28 +26,31 @@ _Function = Callable[[UpdateInputs, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class _Key(NamedTuple):
-    """What one compiled function serves; never T, and B only where it is 1. operands: what there is, of which dtype,
-    and whether it wants a gradient."""
+    """Key of a compiled function. It excludes T, and B except for the case B = 1, which torch.compile specialises.
+
+    operands: dtype and requires_grad of each operand, None where it is absent.
+    """
 
     spec: UpdateSpec
     meta: UpdateMeta
     operands: tuple[tuple[torch.dtype, bool] | None, ...]
-    one_row: bool
+    is_single_row: bool
 
 
 class CompileBackend(Backend):
-    """Compute the update in chunks: WY form, a blocked triangular inverse, and a scan over chunks.
+    """Compute the update in chunks: WY representation, blocked triangular inverse, inter-chunk scan.
 
-    Takes every spec, float dtype and device that torch.compile serves; computes in float32 (float64 for float64
-    inputs). Inside torch.compile it is traced into the caller's graph; from eager code it compiles itself once
-    for each spec, dtype, heads and widths, and not again for another B or T. One token is computed at once.
-    The backward of a graph of its own may write over what the forward kept: torch refuses retain_graph=True then,
-    unless `torch._functorch.config.donated_buffer` is False.
+    Supports every spec, float dtype and device that torch.compile supports; computes in float32 (float64 for float64
+    inputs). Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per
+    spec, dtype, heads and widths, and reuses it for other B and T. A single token is computed without chunks.
+
+    The backward of a graph compiled from eager code may overwrite saved activations. torch then refuses
+    retain_graph=True, unless `torch._functorch.config.donated_buffer` is False.
 
     Args:
-        chunk: tokens a chunk, a power of two from 16 to 512; with householders the fewest tokens whose micro-steps
-            are this many. None: 32 on the CPU, where work counts, and 64 elsewhere, where launches do.
-        compiled: False runs the same code eagerly, which is slower and needs no compiler.
+        chunk: tokens per chunk, a power of two from 16 to 512; with householders, micro-steps per chunk. None: 32 on
+            the CPU, where the amount of arithmetic dominates, and 64 elsewhere, where the number of launches does.
+        compiled: False runs the same code eagerly: slower, but needs no C++ compiler.
     """
 
     name = "compile"
@@ -72,72 +76,77 @@ class CompileBackend(Backend):
             return self._update(spec, inputs)
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)
-        return self._by_own_graph(spec, inputs)
+        return self._compiled_update(spec, inputs)
 
     def _update(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
-        """The update as plain torch: traced by the caller's torch.compile, or eager."""
+        """Compute the update by plain PyTorch: traced by the caller's torch.compile, or eager."""
         T = inputs.q.shape[1]
         if T == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)
-        chunks, table = cut(spec, inputs, self._tokens(spec, inputs.q.device.type))
+        chunks, table = split_into_chunks(spec, inputs, self._chunk_tokens(spec, inputs.q.device.type))
         o, state = chunked_update(spec, chunks, None if table is None else table.sequence)
-        return UpdateOutput(join(o, T, table), state)
+        return UpdateOutput(merge_chunks(o, T, table), state)
 
-    def _by_own_graph(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
-        """The same from eager code: cut the operands, so that the graph sees whole chunks, and compile the rest."""
-        # At least two chunks: torch.compile makes a graph of its own for a size of 1.
-        chunks, table = cut(spec, inputs, self._tokens(spec, inputs.q.device.type), least=2)
+    def _compiled_update(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
+        """Compute the update from eager code: split into chunks eagerly, so that the graph does not depend on T."""
+        # At least two chunks, because torch.compile specialises a graph for a size of 1.
+        chunks, table = split_into_chunks(spec, inputs, self._chunk_tokens(spec, inputs.q.device.type), min_chunks=2)
         meta = UpdateMeta.of(inputs)
         operands = tuple(None if x is None else (x.dtype, meta.grad and x.requires_grad) for x in inputs)
         key = _Key(spec, meta, operands, inputs.q.shape[0] == 1)
         if key not in self._functions:
-            self._functions[key] = _compiled(spec)
-        o, state = self._functions[key](*_with_free_sizes(chunks, None if table is None else table.sequence))
-        return UpdateOutput(join(o, inputs.q.shape[1], table), state)
+            self._functions[key] = _compile(spec)
+        o, state = self._functions[key](*_with_dynamic_sizes(chunks, None if table is None else table.sequence))
+        return UpdateOutput(merge_chunks(o, inputs.q.shape[1], table), state)
 
-    def _tokens(self, spec: UpdateSpec, device: str) -> int:
-        """Tokens a chunk. A comparison with literals, for to torch.compile an attribute would be a size like T."""
-        wanted = (32 if device == "cpu" else 64) if self.chunk is None else self.chunk
+    def _chunk_tokens(self, spec: UpdateSpec, device: str) -> int:
+        """Return C: the fewest tokens with at least `chunk` micro-steps.
+
+        Chosen from literals, because torch.compile would treat an integer attribute as a dynamic size.
+        """
+        micro_steps = (32 if device == "cpu" else 64) if self.chunk is None else self.chunk
         for tokens in (16, 32, 64, 128, 256, 512):
-            if tokens * spec.householders >= wanted:
+            if tokens * spec.householders >= micro_steps:
                 return tokens
         return 512
 
 
-def _compiled(spec: UpdateSpec) -> _Function:
+def _compile(spec: UpdateSpec) -> _Function:
+    """Compile `chunked_update` for one spec."""
+
     def update(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
         return chunked_update(spec, chunks, sequence)
 
-    # torch.compile counts recompilations by code object: a copy gives each function a count of its own.
-    def counted_anew() -> _Function:
-        own = types.FunctionType(update.__code__.replace(), update.__globals__, "update", None, update.__closure__)
-        return torch.compile(own, fullgraph=True)
+    def compile_copy() -> _Function:
+        # torch.compile counts recompilations per code object; a copy of the code object starts at zero.
+        copy = types.FunctionType(update.__code__.replace(), update.__globals__, "update", None, update.__closure__)
+        return torch.compile(copy, fullgraph=True)
 
-    compiled = counted_anew()
+    compiled = compile_copy()
 
     def call(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
         nonlocal compiled
         try:
             try:
                 return compiled(chunks, sequence)
-            except torch._dynamo.exc.FailOnRecompileLimitHit:  # of layouts and of torch's settings
-                compiled = counted_anew()
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # guards on strides and on torch's global settings
+                compiled = compile_copy()
                 return compiled(chunks, sequence)
         except torch._inductor.exc.InductorError as error:
             if not isinstance(error.inner_exception, torch._inductor.exc.InvalidCxxCompiler):
                 raise
             raise UnsupportedError(
-                "backend 'compile' needs a C++ compiler to compile itself on the CPU, and torch found none: "
+                "backend 'compile' needs a C++ compiler to run on the CPU from eager code, and torch found none: "
                 "install g++ or clang++ (Windows: cl), or use CompileBackend(compiled=False) or 'reference'"
             ) from error
 
     return call
 
 
-def _with_free_sizes(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[UpdateInputs, Tensor | None]:
-    """Views of the operands whose B, N and number of sequences torch.compile shall not fix."""
+def _with_dynamic_sizes(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[UpdateInputs, Tensor | None]:
+    """Return views of the operands with B, N and the number of sequences marked as dynamic."""
 
-    def free(x: Tensor, *dims: int) -> Tensor:
+    def dynamic(x: Tensor, *dims: int) -> Tensor:
         view = x.view_as(x)
         for dim in dims:
             if view.shape[dim] > 1:
@@ -145,16 +154,16 @@ def _with_free_sizes(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Upd
         return view
 
     dims = {"rate": (), "state": (0,)}
-    views = {name: free(x, *dims.get(name, (0, 1))) for name, x in chunks._asdict().items() if x is not None}
-    return chunks._replace(**views), None if sequence is None else free(sequence, 0)
+    views = {name: dynamic(x, *dims.get(name, (0, 1))) for name, x in chunks._asdict().items() if x is not None}
+    return chunks._replace(**views), None if sequence is None else dynamic(sequence, 0)
 
 
 def _empty(inputs: UpdateInputs) -> UpdateOutput:
-    """No token, or no row: the initial state comes back. Every operand has its gradient, of zeros."""
+    """Return the initial state for T = 0 or B = 0. The result depends on every operand, so that gradients are zeros."""
     HV, V = inputs.v.shape[-2:]
     B, T, _, K = inputs.q.shape
-    rows = B if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    sequences = B if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     dtype = state_dtype(inputs.q.dtype)
-    state = inputs.q.new_zeros(rows, HV, K, V, dtype=dtype) if inputs.state is None else inputs.state.clone()
-    used = sum(x.sum() for x in inputs if x is not None and x.is_floating_point())
-    return UpdateOutput((inputs.v.new_zeros(B, T, HV, V) + used).to(inputs.v.dtype), state)
+    state = inputs.q.new_zeros(sequences, HV, K, V, dtype=dtype) if inputs.state is None else inputs.state.clone()
+    zero = sum(x.sum() for x in inputs if x is not None and x.is_floating_point())
+    return UpdateOutput((inputs.v.new_zeros(B, T, HV, V) + zero).to(inputs.v.dtype), state)

@@ -1,6 +1,6 @@
-"""One token at once, in plain torch: the update of a decoding step.
+"""Update of one token in plain PyTorch, for decoding.
 
-B batch, T = 1, H key heads, HV value heads, G value heads a key head, K key width, V value width
+B batch, T = 1, H key heads, HV value heads, G value heads per key head, K key width, V value width
 """
 
 import torch
@@ -13,7 +13,7 @@ from deltazoo.backends.spec import UpdateSpec
 
 
 def token_update(spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
-    """Compute the update of one token a row (T = 1); differentiable."""
+    """Compute the update of one token per row (T = 1); differentiable."""
     dtype = state_dtype(inputs.q.dtype)
     B, _, H, K = inputs.q.shape
     HV, V = inputs.v.shape[-2:]
@@ -21,46 +21,47 @@ def token_update(spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
     erase, write = strengths(spec, inputs)
     decay = log_decay(spec, inputs)
 
-    def steps(x: Tensor) -> tuple[Tensor, ...]:
-        """The micro-steps of a [B, 1, (n,) ...] operand, each [B, ...]."""
+    def micro_steps(x: Tensor) -> tuple[Tensor, ...]:
+        """[B, 1, (n,) ...] -> n tensors [B, ...]."""
         return x.to(dtype)[:, 0].unbind(1) if n > 1 else (x.to(dtype)[:, 0],)
 
     def keys(x: Tensor) -> list[Tensor]:
-        """The micro-steps of a key [B, 1, (n,) H, K], each [B, H, 1, K]."""
-        return [key.unsqueeze(2) for key in steps(x)]
+        """[B, 1, (n,) H, K] -> n tensors [B, H, 1, K]."""
+        return [key.unsqueeze(2) for key in micro_steps(x)]
 
-    def by_head(x: Tensor) -> Tensor:
+    def by_group(x: Tensor) -> Tensor:
         """[B, HV, ...] -> [B, H, G, ...]."""
         return x.unflatten(1, (H, G))
 
-    S = inputs.q.new_zeros(B, H, G, K, V, dtype=dtype) if inputs.state is None else by_head(inputs.state)
-    before = S
-    k, v = keys(inputs.k), [by_head(x) for x in steps(inputs.v)]
+    S = inputs.q.new_zeros(B, H, G, K, V, dtype=dtype) if inputs.state is None else by_group(inputs.state)
+    initial_state = S
+    k, v = keys(inputs.k), [by_group(x) for x in micro_steps(inputs.v)]
     e = k if inputs.erase_key is None else keys(inputs.erase_key)
-    erases = [None] * n if erase is None else [by_head(x) for x in steps(erase)]
-    writes = [None] * n if write is None else [by_head(x) for x in steps(write)]
+    erases = [None] * n if erase is None else [by_group(x) for x in micro_steps(erase)]
+    writes = [None] * n if write is None else [by_group(x) for x in micro_steps(write)]
     for m in range(n):
         previous = S
         if decay is not None and m == 0:
-            d = by_head(decay.to(dtype)[:, 0]).exp()
+            d = by_group(decay.to(dtype)[:, 0]).exp()
             S = S * (d.unsqueeze(-1) if d.dim() == 4 else d[..., None, None])
-        value = v[m] if writes[m] is None else v[m] * _column(writes[m], v[m])
+        value = v[m] if writes[m] is None else v[m] * _broadcast(writes[m], v[m])
         if spec.transition == "dplr":
             assert inputs.a is not None and inputs.b is not None
-            a, b = (by_head(x.to(dtype)[:, 0]) for x in (inputs.a, inputs.b))
+            a, b = (by_group(x.to(dtype)[:, 0]) for x in (inputs.a, inputs.b))
             S = S + b.unsqueeze(-1) * _read(previous, a).unsqueeze(-2)
         elif spec.transition == "delta":
-            key = e[m] if erases[m] is None else e[m] * _column(erases[m], v[m])
+            key = e[m] if erases[m] is None else e[m] * _broadcast(erases[m], v[m])
             value = value - _read(previous if spec.erase_from == "previous" else S, key)
         S = S + k[m].unsqueeze(-1) * value.unsqueeze(-2)
-    scale = spec.scale_of(K)
-    o = _read(before if spec.read == "before" else S, scale * inputs.q.to(dtype)[:, 0].unsqueeze(2))
+    q = spec.scale_of(K) * inputs.q.to(dtype)[:, 0].unsqueeze(2)
+    o = _read(initial_state if spec.read == "before" else S, q)
     return UpdateOutput(rearrange(o, "b h g v -> b 1 (h g) v").to(inputs.v.dtype), S.flatten(1, 2))
 
 
-def _column(strength: Tensor | None, like: Tensor) -> Tensor:
+def _broadcast(strength: Tensor | None, value: Tensor) -> Tensor:
+    """A strength per head or per channel, broadcastable to [B, H, G, width]."""
     assert strength is not None
-    return strength if strength.dim() == like.dim() else strength.unsqueeze(-1)
+    return strength if strength.dim() == value.dim() else strength.unsqueeze(-1)
 
 
 def _read(S: Tensor, key: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
-"""The scan for small values: elementwise over the state, token by token, a chunk of tokens at a time.
+"""Elementwise scan for narrow values: token by token over the state, one chunk of tokens at a time.
 
     S_t = exp(g_t) * S_{t-1} + k_t v_t^T,   o_t = S_t^T q_t, or S_{t-1}^T q_t
 
-Where V is 1 or 2 (Mamba, HGRN, RG-LRU, RWKV-4, LRU) a product of C x C matrices a head is more work than the
-recurrence itself. Here everything of one chunk is made at once, and one fused multiply-add a token is sequential.
-What has the size of the state times time exists for one chunk only, forward and backward: the decay step x rate is
-never laid out over time, and the backward keeps the chunks' first states and makes the others again.
+For V of 1 or 2 (Mamba, HGRN, RG-LRU, RWKV-4, LRU), C x C scores per head are more work than the recurrence itself.
+Here the decays and the products k v^T of a chunk are computed at once, and one fused multiply-add per token is
+sequential. Tensors of size time x state exist for one chunk only, forward and backward: the decay step x rate is never
+stored for all T, and the backward saves the first state of each chunk and recomputes the others.
 
-B batch, N chunks, C tokens, H key heads, G value heads a key head, HV = H G, K key width, V value width, Y sequences
+B batch, N chunks, C tokens per chunk, H key heads, G value heads per key head, HV = H G, K key width, V value width,
+Y sequences
 """
 
 import math
@@ -24,17 +25,21 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 
-WIDEST_VALUE = 2
+MAX_VALUE_WIDTH = 2
 LOG2_E = math.log2(math.e)
-NARROW = 8  # columns a head below which products of matrices do not pay
+MIN_BMM_COLUMNS = 8  # below this many columns (G V), an elementwise product and a sum are faster than bmm
 
 
 class ElementOperands(NamedTuple):
-    """What the scan takes; the value heads are innermost, since they are many.
+    """Operands of the scan. The value heads are innermost, because they are the longest axis of these mixers.
 
-    q, k [N, C, B, H, K], v [N, C, B, H, G, V], state [Y, H, K, G, V]; decay [N, C, B, H, 1 or K, G], a logarithm, or
-    step [N, C, B, H, G] and rate [H, K, G]; sequence [N] int64: the row of `state` that each chunk goes on with (then
-    B = 1), None: row b of the batch has row b.
+    Args:
+        q, k: [N, C, B, H, K]. v: [N, C, B, H, G, V].
+        state: initial states [Y, H, K, G, V].
+        decay: log decay [N, C, B, H, 1 or K, G].
+        step, rate: log decay = step * rate, instead of `decay`. [N, C, B, H, G] and [H, K, G].
+        sequence: [N] int64, the row of `state` that each chunk continues; then B = 1. None: row b of the batch
+            continues row b.
     """
 
     q: Tensor
@@ -47,14 +52,14 @@ class ElementOperands(NamedTuple):
     sequence: Tensor | None = None
 
 
-def suits(spec: UpdateSpec, x: UpdateInputs) -> bool:
-    """Whether the elementwise scan is less work than products of matrices: additive, one step a token, narrow V."""
-    narrow = x.v.shape[-1] <= WIDEST_VALUE
+def uses_element_scan(spec: UpdateSpec, x: UpdateInputs) -> bool:
+    """Whether the elementwise scan is less work than chunk products: additive, one step per token, narrow V."""
+    narrow = x.v.shape[-1] <= MAX_VALUE_WIDTH
     return narrow and spec.transition == "additive" and spec.householders == 1
 
 
 def element_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the update of operands cut into chunks; arguments and results as for `chunked_update`."""
+    """Compute the update of operands in chunks; arguments and results are those of `chunked_update`."""
     dtype = state_dtype(x.q.dtype)
     B, _, _, H, K = x.q.shape
     HV, V = x.v.shape[-2:]
@@ -67,8 +72,7 @@ def element_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     if spec.decay not in ("none", "rate"):
         decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)
         assert decay is not None
-        wide = decay.unsqueeze(-1) if decay.dim() == 4 else decay
-        decay = rearrange(wide, "b n c (h g) k -> n c b h k g", h=H)
+        decay = rearrange(decay.unsqueeze(-1) if decay.dim() == 4 else decay, "b n c (h g) k -> n c b h k g", h=H)
     state = x.q.new_zeros(B, HV, K, V, dtype=dtype) if x.state is None else x.state
     operands = ElementOperands(
         q=rearrange(scale * x.q.to(dtype), "b n c h k -> n c b h k"),
@@ -80,68 +84,68 @@ def element_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
         rate=None if x.rate is None else rearrange(x.rate, "(h g) k -> h k g", h=H),
         sequence=sequence,
     )
-    o, last = element_scan(operands, spec.read == "before")
+    o, final_state = element_scan(operands, spec.read == "before")
     o = rearrange(o, "n c b h g v -> b n c (h g) v").to(x.v.dtype)
-    return o, rearrange(last, "y h k g v -> y (h g) k v")
+    return o, rearrange(final_state, "y h k g v -> y (h g) k v")
 
 
-def element_scan(operands: ElementOperands, before: bool) -> tuple[Tensor, Tensor]:
-    """Run the scan; differentiable once. Returns o [N, C, B, H, G, V] and the last states [Y, H, K, G, V]."""
+def element_scan(operands: ElementOperands, read_before: bool) -> tuple[Tensor, Tensor]:
+    """Run the scan; differentiable once. Returns o [N, C, B, H, G, V] and the final states [Y, H, K, G, V]."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
-        out = _ElementScan.apply(before, *operands)
+        o, final_state, _ = _ElementScan.apply(read_before, *operands)
     else:
-        out = _forward_op(*operands, before, False)
-    return out[0], out[1]
+        o, final_state, _ = _forward_op(*operands, read_before, False)
+    return o, final_state
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor | None, step: Tensor | None, rate: Tensor | None,
-    sequence: Tensor | None, before: bool, keep: bool,
+    sequence: Tensor | None, read_before: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, the last states, and for the backward the chunks' first states (empty without `keep`)."""
+    """Compute o, the final states, and with `save` the first state of each chunk, else an empty tensor."""
     N, C, B = q.shape[:3]
-    o, last = torch.empty_like(v), state.clone()
-    firsts = v.new_empty(N if keep else 0, B, *state.shape[1:])
+    o, final_state = torch.empty_like(v), state.clone()
+    chunk_states = v.new_empty(N if save else 0, B, *state.shape[1:])
     history = v.new_empty(C + 1, B, *state.shape[1:])
     buffer = _decay_buffer(q, decay, step)
     for n in range(N):
-        history[0] = last if sequence is None else last.index_select(0, sequence[n : n + 1])
-        if keep:
-            firsts[n] = history[0]
+        history[0] = final_state if sequence is None else final_state.index_select(0, sequence[n : n + 1])
+        if save:
+            chunk_states[n] = history[0]
         a = _decays(n, decay, step, rate, buffer)
-        _run(history, a, k[n], v[n])
-        _read(history[:-1] if before else history[1:], q[n], o[n])
+        _propagate(history, a, k[n], v[n])
+        _read(history[:-1] if read_before else history[1:], q[n], o[n])
         if sequence is None:
-            last.copy_(history[-1])
+            final_state.copy_(history[-1])
         else:
-            last.index_copy_(0, sequence[n : n + 1], history[-1])
-    return o, last, firsts
+            final_state.index_copy_(0, sequence[n : n + 1], history[-1])
+    return o, final_state, chunk_states
 
 
 def _backward(
-    d_o: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, firsts: Tensor, decay: Tensor | None,
-    step: Tensor | None, rate: Tensor | None, sequence: Tensor | None, before: bool,
+    d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk_states: Tensor, decay: Tensor | None,
+    step: Tensor | None, rate: Tensor | None, sequence: Tensor | None, read_before: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The reverse scan; the states of a chunk are made again from its first."""
+    """Compute the gradients of the operands by the reverse scan; each chunk recomputes its states from its first."""
     N, C = q.shape[:2]
-    d_q, d_k, d_v, d_state = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_last.clone()
+    d_q, d_k, d_v, d_state = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_final.clone()
     d_decay, d_step = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (decay, step))
     d_rate = q.new_empty(0) if rate is None else torch.zeros_like(rate)
-    history = firsts.new_empty(C + 1, *firsts.shape[1:])
-    d_S, reads = (history.new_empty(C, *firsts.shape[1:]) for _ in range(2))
+    history = chunk_states.new_empty(C + 1, *chunk_states.shape[1:])
+    dS, dS_read = (history.new_empty(C, *chunk_states.shape[1:]) for _ in range(2))
     buffer = _decay_buffer(q, decay, step)
     for n in reversed(range(N)):
-        history[0] = firsts[n]
+        history[0] = chunk_states[n]
         a = _decays(n, decay, step, rate, buffer)
-        _run(history, a, k[n], v[n])
-        after = d_state if sequence is None else d_state.index_select(0, sequence[n : n + 1])
-        _outer(q[n], d_o[n], reads)
-        first = _run_back(d_S, after, a, reads, before)
-        _contract(history[:-1] if before else history[1:], d_o[n], d_q[n])
-        _contract(d_S, v[n], d_k[n])
-        _read(d_S, k[n], d_v[n])
+        _propagate(history, a, k[n], v[n])
+        d_after = d_state if sequence is None else d_state.index_select(0, sequence[n : n + 1])
+        _outer(q[n], d_o[n], dS_read)
+        d_before = _propagate_back(dS, d_after, a, dS_read, read_before)
+        _contract(history[:-1] if read_before else history[1:], d_o[n], d_q[n])
+        _contract(dS, v[n], d_k[n])
+        _read(dS, k[n], d_v[n])
         if a is not None:
-            d_log = history[:-1].mul_(d_S)
+            d_log = history[:-1].mul_(dS)
             d_log = d_log.squeeze(-1) if v.shape[-1] == 1 else d_log.sum(-1)
             d_log = d_log.mul_(a.squeeze(-1))  # [C, B, H, K, G]
             if step is not None and rate is not None:
@@ -150,14 +154,14 @@ def _backward(
             else:
                 d_decay[n] = d_log if decay is None or decay.shape[4] > 1 else d_log.sum(3, keepdim=True)
         if sequence is None:
-            d_state.copy_(first)
+            d_state.copy_(d_before)
         else:
-            d_state.index_copy_(0, sequence[n : n + 1], first)
+            d_state.index_copy_(0, sequence[n : n + 1], d_before)
     return [d_q, d_k, d_v, d_state, d_decay, d_step, d_rate]
 
 
 def _decay_buffer(q: Tensor, decay: Tensor | None, step: Tensor | None) -> Tensor | None:
-    """Room for the decays of a chunk, [C, B, H, 1 or K, G]: taking memory anew for each chunk would cost more."""
+    """Allocate the decays of a chunk, [C, B, H, 1 or K, G], once: an allocation per chunk is slower."""
     if step is not None:
         return step.new_empty(*step.shape[1:4], q.shape[-1], step.shape[4])
     return None if decay is None else decay.new_empty(decay.shape[1:])
@@ -166,9 +170,9 @@ def _decay_buffer(q: Tensor, decay: Tensor | None, step: Tensor | None) -> Tenso
 def _decays(
     n: int, decay: Tensor | None, step: Tensor | None, rate: Tensor | None, buffer: Tensor | None
 ) -> Tensor | None:
-    """exp of the log decays of chunk n, in the buffer: [C, B, H, 1 or K, G, 1].
+    """Compute the decays of chunk n in the buffer: [C, B, H, 1 or K, G, 1].
 
-    By powers of 2, which on a CPU take a quarter of the time of exp.
+    By exp2, which takes a quarter of the time of exp on a CPU.
     """
     if buffer is None:
         return None
@@ -179,33 +183,33 @@ def _decays(
     return buffer.exp2_().unsqueeze(-1)
 
 
-def _run(history: Tensor, a: Tensor | None, k: Tensor, v: Tensor) -> None:
+def _propagate(history: Tensor, a: Tensor | None, k: Tensor, v: Tensor) -> None:
     """Fill history [C + 1, B, H, K, G, V] from its first state."""
     _outer(k, v, history[1:])
-    before, *states = history.unbind(0)
+    previous, *states = history.unbind(0)
     if a is None:
         for state in states:
-            before = state.add_(before)
+            previous = state.add_(previous)
         return
     for state, decay in zip(states, a.unbind(0), strict=True):
-        before = state.addcmul_(before, decay)
+        previous = state.addcmul_(previous, decay)
 
 
-def _run_back(d_S: Tensor, after: Tensor, a: Tensor | None, reads: Tensor, before: bool) -> Tensor:
-    """Fill d_S [C, B, H, K, G, V], the gradient of the state after each token; returns that of the first state.
+def _propagate_back(dS: Tensor, d_after: Tensor, a: Tensor | None, dS_read: Tensor, read_before: bool) -> Tensor:
+    """Fill dS [C, B, H, K, G, V], the gradient of the state after each token; return that of the chunk's first state.
 
-    Args: after: of the state after the chunk, from later ones; reads: q d_o^T, from each token's own read.
+    Args: d_after: gradient of the state after the chunk; dS_read: q d_o^T of each token.
     """
-    carried = after
-    for t in reversed(range(d_S.shape[0])):
-        if before:
-            d_S[t] = carried
-            carried = reads[t] + carried if a is None else torch.addcmul(reads[t], carried, a[t])
+    d_state = d_after
+    for t in reversed(range(dS.shape[0])):
+        if read_before:
+            dS[t] = d_state
+            d_state = dS_read[t] + d_state if a is None else torch.addcmul(dS_read[t], d_state, a[t])
             continue
-        carried = torch.add(carried, reads[t], out=d_S[t])
+        d_state = torch.add(d_state, dS_read[t], out=dS[t])
         if a is not None:
-            carried = carried * a[t]
-    return carried
+            d_state = d_state * a[t]
+    return d_state
 
 
 def _outer(k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -218,7 +222,7 @@ def _read(S: Tensor, q: Tensor, out: Tensor) -> None:
     K, columns = S.shape[3], S.shape[4] * S.shape[5]
     if K == 1:
         torch.mul(S.squeeze(3), q[..., None], out=out)
-    elif columns < NARROW:
+    elif columns < MIN_BMM_COLUMNS:
         torch.sum(S * q[..., None, None], 3, out=out)
     else:
         torch.bmm(q.reshape(-1, 1, K), S.reshape(-1, K, columns), out=out.view(-1, 1, columns))
@@ -227,7 +231,7 @@ def _read(S: Tensor, q: Tensor, out: Tensor) -> None:
 def _contract(S: Tensor, v: Tensor, out: Tensor) -> None:
     """S [C, B, H, K, G, V] and v [C, B, H, G, V] -> out = sum over G and V [C, B, H, K]."""
     K, columns = S.shape[3], S.shape[4] * S.shape[5]
-    if columns < NARROW:
+    if columns < MIN_BMM_COLUMNS:
         torch.sum(S * v.unsqueeze(3), (4, 5), out=out)
     else:
         torch.bmm(S.reshape(-1, K, columns), v.reshape(-1, columns, 1), out=out.view(-1, K, 1))
@@ -235,28 +239,28 @@ def _contract(S: Tensor, v: Tensor, out: Tensor) -> None:
 
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor | None, step: Tensor | None, rate: Tensor | None,
-    sequence: Tensor | None, before: bool, keep: bool,
+    sequence: Tensor | None, read_before: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    firsts = v.new_empty(q.shape[0] if keep else 0, q.shape[2], *state.shape[1:])
-    return v.new_empty(v.shape), state.new_empty(state.shape), firsts
+    chunk_states = v.new_empty(q.shape[0] if save else 0, q.shape[2], *state.shape[1:])
+    return v.new_empty(v.shape), state.new_empty(state.shape), chunk_states
 
 
 def _backward_fake(
-    d_o: Tensor, d_last: Tensor, q: Tensor, k: Tensor, v: Tensor, firsts: Tensor, decay: Tensor | None,
-    step: Tensor | None, rate: Tensor | None, sequence: Tensor | None, before: bool,
+    d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk_states: Tensor, decay: Tensor | None,
+    step: Tensor | None, rate: Tensor | None, sequence: Tensor | None, read_before: bool,
 ) -> list[Tensor]:  # fmt: skip
-    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, d_last, decay, step, rate)]
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, d_final, decay, step, rate)]
 
 
 _forward_op = operator(
     "element_scan(Tensor q, Tensor k, Tensor v, Tensor state, Tensor? decay, Tensor? step, Tensor? rate, "
-    "Tensor? sequence, bool before, bool keep) -> (Tensor, Tensor, Tensor)",
+    "Tensor? sequence, bool read_before, bool save) -> (Tensor, Tensor, Tensor)",
     body(_forward),
     _forward_fake,
 )
 _backward_op = operator(
-    "element_scan_backward(Tensor d_o, Tensor d_last, Tensor q, Tensor k, Tensor v, Tensor firsts, Tensor? decay, "
-    "Tensor? step, Tensor? rate, Tensor? sequence, bool before) -> Tensor[]",
+    "element_scan_backward(Tensor d_o, Tensor d_final, Tensor q, Tensor k, Tensor v, Tensor chunk_states, "
+    "Tensor? decay, Tensor? step, Tensor? rate, Tensor? sequence, bool read_before) -> Tensor[]",
     body(_backward),
     _backward_fake,
 )
@@ -265,26 +269,25 @@ _backward_op = operator(
 @cache_forward_signature
 class _ElementScan(torch.autograd.Function):
     @staticmethod
-    def forward(before: bool, *operands: Any) -> tuple[Tensor, ...]:
-        return _forward_op(*operands, before, True)
+    def forward(read_before: bool, *operands: Any) -> tuple[Tensor, ...]:
+        return _forward_op(*operands, read_before, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        before, *operands = inputs
+        ctx.read_before, *operands = inputs
         x = ElementOperands(*operands)
-        o, last, firsts = output
-        ctx.before = before
-        ctx.mark_non_differentiable(firsts)
+        o, final_state, chunk_states = output
+        ctx.mark_non_differentiable(chunk_states)
         ctx.set_materialize_grads(False)
-        ctx.o_shape, ctx.state_shape = o.shape, last.shape
-        ctx.save_for_backward(x.q, x.k, x.v, firsts, x.decay, x.step, x.rate, x.sequence)
+        ctx.o_shape, ctx.state_shape = o.shape, final_state.shape
+        ctx.save_for_backward(x.q, x.k, x.v, chunk_states, x.decay, x.step, x.rate, x.sequence)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         d_o = saved[0].new_zeros(ctx.o_shape) if d_o is None else d_o
-        d_last = saved[0].new_zeros(ctx.state_shape) if d_last is None else d_last
-        d_q, d_k, d_v, d_state, d_decay, d_step, d_rate = _backward_op(d_o, d_last, *saved, ctx.before)
-        decays = [None if x is None else d for x, d in zip(saved[4:7], (d_decay, d_step, d_rate), strict=True)]
-        return None, d_q, d_k, d_v, d_state, *decays, None
+        d_final = saved[0].new_zeros(ctx.state_shape) if d_final is None else d_final
+        d_q, d_k, d_v, d_state, d_decay, d_step, d_rate = _backward_op(d_o, d_final, *saved, ctx.read_before)
+        d_decays = [None if x is None else d for x, d in zip(saved[4:7], (d_decay, d_step, d_rate), strict=True)]
+        return None, d_q, d_k, d_v, d_state, *d_decays, None

@@ -1,4 +1,4 @@
-"""What the scans' operators share: how their bodies are called."""
+"""Wrapper for the bodies of the scan operators."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch import Tensor
 from deltazoo.backends.base import without_autocast
 
 
-def body(function: Any, as_it_lies: int = 0) -> Any:
-    """An operator's body: without autocast, which would leak into it, and on contiguous operands.
+def body(function: Any, strided: int = 0) -> Any:
+    """Wrap an operator's body: disable autocast, which is otherwise active inside it, and make operands contiguous.
 
-    Args: as_it_lies: this many leading operands are handed over as they lie; the function copies what it wants of them.
+    Args: strided: the number of leading operands that are passed with the strides they have.
     """
 
     def run(*arguments: Any) -> Any:
         with without_autocast(arguments[0]):
-            rest = (x.contiguous() if isinstance(x, Tensor) else x for x in arguments[as_it_lies:])
-            return function(*arguments[:as_it_lies], *rest)
+            rest = (x.contiguous() if isinstance(x, Tensor) else x for x in arguments[strided:])
+            return function(*arguments[:strided], *rest)
 
     return run

@@ -1,6 +1,8 @@
-"""Packed sequences on chunk bounds: a table from token slots to tokens and back, made without a host sync.
+"""Packed sequences aligned to chunk boundaries: index tables from chunk slots to tokens and back.
 
-T time, N chunks (an upper bound), C tokens a chunk, Y sequences
+The tables are computed on the device, without a host synchronisation.
+
+T time, N chunks (an upper bound), C tokens per chunk, Y sequences
 """
 
 from typing import Any, NamedTuple
@@ -12,52 +14,56 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 
 
 class Packing(NamedTuple):
-    """slots: [N C] int64, the token in each slot, T where there is none; homes: [T] int64, the slot of each token;
-    sequence: [N] int64, the sequence that each chunk belongs to; sequences: Y; tokens: C."""
+    """Index tables of packed sequences.
 
-    slots: Tensor
-    homes: Tensor
+    token_of_slot: [N C] int64, T for an empty slot. slot_of_token: [T] int64. sequence: [N] int64, the sequence of
+    each chunk. sequences: Y. chunk: C.
+    """
+
+    token_of_slot: Tensor
+    slot_of_token: Tensor
     sequence: Tensor
     sequences: int
-    tokens: int
+    chunk: int
 
 
-def packing(cu_seqlens: Tensor, T: int, tokens: int) -> Packing:
-    """Give every sequence chunks of its own. At most ceil(T / C) + Y chunks; the spare ones hold no token.
+def packing(cu_seqlens: Tensor, T: int, C: int) -> Packing:
+    """Assign whole chunks to every sequence: at most ceil(T / C) + Y chunks, of which the surplus ones are empty.
 
-    Args: cu_seqlens: [Y + 1] int32, rising from 0 to T.
+    Args: cu_seqlens: [Y + 1] int32, non-decreasing from 0 to T.
     """
     sequences = cu_seqlens.shape[0] - 1
     bounds = cu_seqlens.long()
-    chunks = (bounds[1:] - bounds[:-1] + tokens - 1) // tokens
-    ends = chunks.cumsum(0)
-    N = (T + tokens - 1) // tokens + sequences
+    starts, stops = bounds[:-1], bounds[1:]
+    chunks = (stops - starts + C - 1) // C
+    last_chunk = chunks.cumsum(0)
+    first_chunk = last_chunk - chunks
+    N = (T + C - 1) // C + sequences
     chunk = torch.arange(N, device=bounds.device)
-    sequence = torch.searchsorted(ends, chunk, right=True).clamp(max=max(sequences - 1, 0))
-    first = ends - chunks
-    slot = (chunk - first[sequence])[:, None] * tokens + torch.arange(tokens, device=bounds.device)
-    token = bounds[:-1][sequence][:, None] + slot
-    real = (token < bounds[1:][sequence][:, None]) & (chunk < ends[-1])[:, None]
+    sequence = torch.searchsorted(last_chunk, chunk, right=True).clamp(max=max(sequences - 1, 0))
+    offset = (chunk - first_chunk[sequence])[:, None] * C + torch.arange(C, device=bounds.device)
+    token = starts[sequence][:, None] + offset
+    is_token = (token < stops[sequence][:, None]) & (chunk < last_chunk[-1])[:, None]
     time = torch.arange(T, device=bounds.device)
-    home = torch.searchsorted(bounds[1:], time, right=True)
-    homes = first[home] * tokens + time - bounds[:-1][home]
-    return Packing(torch.where(real, token, T).flatten(), homes, sequence, sequences, tokens)
+    owner = torch.searchsorted(stops, time, right=True)
+    slot_of_token = first_chunk[owner] * C + time - starts[owner]
+    return Packing(torch.where(is_token, token, T).flatten(), slot_of_token, sequence, sequences, C)
 
 
 def pack(x: Tensor, table: Packing) -> Tensor:
-    """[1, T, ...] -> [1, N, C, ...], zeros in the slots that hold no token."""
-    return _Gather.apply(x[0], table.slots, table.homes).unflatten(0, (-1, table.tokens)).unsqueeze(0)
+    """[1, T, ...] -> [1, N, C, ...], zeros in empty slots."""
+    return _Gather.apply(x[0], table.token_of_slot, table.slot_of_token).unflatten(0, (-1, table.chunk)).unsqueeze(0)
 
 
 def unpack(x: Tensor, table: Packing) -> Tensor:
     """[1, N, C, ...] -> [1, T, ...]."""
-    return _Gather.apply(x.flatten(0, 2), table.homes, table.slots).unsqueeze(0)
+    return _Gather.apply(x.flatten(0, 2), table.slot_of_token, table.token_of_slot).unsqueeze(0)
 
 
 class _Gather(torch.autograd.Function):
-    """Gather rows, zeros for the index one past the last row.
+    """Gather rows; the index one past the last row selects zeros.
 
-    As each row is taken at most once, the gradient is a gather too: deterministic, without atomics.
+    Each row is gathered at most once, so the gradient is a gather by the inverse index: deterministic, no atomics.
     """
 
     @staticmethod

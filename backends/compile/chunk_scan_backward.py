@@ -1,0 +1,133 @@
+"""Backward of the inter-chunk scan.
+
+The segments are processed in reverse. Each recomputes its states from its first one, and computes all of its
+gradients while its operands are in the cache.
+
+N chunks, n chunks of a segment, Z batch x key heads, G value heads per key head, L = Z G, C tokens per chunk,
+M micro-steps per chunk, K key width, V value width, Y sequences. The equations are those of `chunk_scan`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.compile.chunk_scan_forward import (
+    Transitions,
+    by_chunk,
+    by_value_head,
+    flat,
+    propagate,
+    segments,
+)
+
+
+def scan_backward(
+    d_o: Tensor, d_final: Tensor, state: Tensor, segment_states: Tensor, q: Tensor, k: Tensor, v_new: Tensor,
+    attn: Tensor, t: Tensor | None, e: Tensor | None, scale_q: Tensor | None, scale_e: Tensor | None,
+    scale_k: Tensor | None, gamma: Tensor | None, kv: Tensor | None, sequence: Tensor | None, segment: int,
+) -> list[Tensor]:  # fmt: skip
+    """Compute the gradients of the operands, in the order of `ChunkOperands`; empty tensors for absent operands."""
+    N, Z, _, K = q.shape
+    G, _, V = v_new.shape[2:]
+    d_q, d_k, d_v, d_attn = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v_new), torch.empty_like(attn)
+    d_a, d_scale_q, d_scale_e, d_scale_k, d_gamma, d_kv = (
+        attn.new_empty(0) if y is None else torch.empty_like(y) for y in (t, scale_q, scale_e, scale_k, gamma, kv)
+    )
+    d_e = attn.new_empty(0) if t is None or e is None else torch.empty_like(e)
+    d_state = d_final.clone()
+    S_buffer, dS_buffer = (attn.new_empty(min(N, segment) + 1, Z * G, K, V) for _ in range(2))
+    for number, chunks in reversed(list(enumerate(segments(N, segment)))):
+        n = chunks.stop - chunks.start
+        V_new, P, dO, dV = flat(v_new[chunks]), flat(attn[chunks]), flat(d_o[chunks].contiguous()), flat(d_v[chunks])
+        Q, K_scaled = by_value_head(q, scale_q, chunks, G), by_value_head(k, scale_k, chunks, G)
+        S_buffer[0] = segment_states[number]
+        transitions = Transitions.of(chunks, gamma, kv, state, sequence)
+        propagate(S_buffer[: n + 1], K_scaled, V_new, None, transitions)
+        dV_new, W = dV, None
+        if t is not None:
+            dV_new, T = torch.empty_like(dV), flat(t[chunks])
+            W = torch.bmm(T, by_value_head(k if e is None else e, scale_e, chunks, G))
+        dS = dS_buffer[: n + 1]  # the gradients of the states before each chunk, and of the state after the last
+        torch.bmm(P.mT, dO, out=dV_new)
+        torch.bmm(Q.mT, dO, out=dS[:-1].flatten(0, 1))
+        _propagate_back(
+            dS, d_state, K_scaled, dV_new, W, transitions.gamma, None if sequence is None else sequence[chunks]
+        )
+        S_before, dS_after = S_buffer[:n].flatten(0, 1), dS[1:].flatten(0, 1)
+        torch.bmm(dO, V_new.mT, out=flat(d_attn[chunks]))
+        if kv is not None:
+            flat(d_kv[chunks]).copy_(dS_after)
+        if gamma is not None:
+            product = S_before * dS_after
+            d_gamma[chunks] = product.sum((1, 2) if gamma.shape[3] == 1 else 2).view_as(d_gamma[chunks])
+        _key_gradient(dO, S_before, 1, (q, scale_q), (d_q, d_scale_q), chunks, False)
+        _key_gradient(V_new, dS_after, 1, (k, scale_k), (d_k, d_scale_k), chunks, False)
+        if t is not None:
+            torch.bmm(T.mT, dV_new, out=dV)
+            dA = flat(d_a[chunks])
+            torch.baddbmm(dA, dV, V_new.mT, beta=0, alpha=-1, out=dA)
+            key, d_key = (k, d_k) if e is None else (e, d_e)
+            _key_gradient(dV, S_before, -1, (key, scale_e), (d_key, d_scale_e), chunks, e is None)
+    return [d_q, d_k, d_v, d_attn, d_state, d_a, d_e, d_scale_q, d_scale_e, d_scale_k, d_gamma, d_kv]
+
+
+def _propagate_back(
+    dS: Tensor, d_state: Tensor, K: Tensor, dV_new: Tensor, W: Tensor | None, gamma: Sequence[Tensor | None],
+    sequence: Tensor | None,
+) -> None:  # fmt: skip
+    """Propagate the state's gradient through a segment in reverse.
+
+    Args:
+        dS: dS[:-1] holds Q^T dO on entry, and the gradients of the states before each chunk on return.
+        d_state: [Y, Z, G, K, V], the gradients of the sequences' states after the segment; on return, before it.
+        dV_new: holds P^T dO on entry, the gradient of V_new on return.
+    """
+    n = dS.shape[0] - 1
+    d_sequences = d_state.flatten(1, 2)
+    if sequence is None:
+        dS[n] = d_sequences[0]
+    gradients = dS.unbind(0)
+    per_chunk = list(zip(*(by_chunk(y, n) for y in (K, dV_new, W)), gamma, strict=True))
+    for i in reversed(range(n)):
+        K_i, dV_i, W_i, gamma_i = per_chunk[i]
+        before, after = gradients[i], gradients[i + 1]
+        if sequence is not None:
+            torch.index_select(d_sequences, 0, sequence[i : i + 1], out=dS[i + 1 : i + 2])
+        dV_i.baddbmm_(K_i, after)
+        if gamma_i is None:
+            before.add_(after)
+        else:
+            before.addcmul_(after, gamma_i)
+        if W_i is not None:
+            before.baddbmm_(W_i.mT, dV_i, alpha=-1)
+        if sequence is not None:
+            d_sequences.index_copy_(0, sequence[i : i + 1], dS[i : i + 1])
+    if sequence is None:
+        d_sequences[0] = dS[0]
+
+
+def _key_gradient(
+    d_rows: Tensor, S: Tensor, sign: int, keys: tuple[Tensor, Tensor | None], grads: tuple[Tensor, Tensor],
+    chunks: slice, accumulate: bool,
+) -> None:  # fmt: skip
+    """Compute the gradients of keys [N, Z, R, K] and of their row scale [N, Z, G, R] from sign * d_rows S^T."""
+    (key, scale), (d_key, d_scale) = keys, grads
+    G = d_rows.shape[0] // (key[chunks].shape[0] * key.shape[1])
+    if scale is None and G == 1:
+        out = d_key[chunks].flatten(0, 1)
+        torch.baddbmm(out, d_rows, S.mT, beta=int(accumulate), alpha=sign, out=out)
+        return
+    by_head = torch.bmm(d_rows, S.mT).unflatten(0, (-1, key.shape[1], G))
+    factor: Tensor | int = sign
+    if scale is not None:
+        torch.sum((by_head * key[chunks].unsqueeze(2)).mul_(sign), -1, out=d_scale[chunks])
+        factor = sign * scale[chunks].unsqueeze(-1)
+    if G > 1:
+        by_head = torch.sum(by_head.mul_(factor), 2, keepdim=True)
+        factor = 1
+    out = d_key[chunks].unsqueeze(2)
+    if accumulate:
+        out.add_(by_head.mul_(factor))
+    else:
+        torch.mul(by_head, factor, out=out)

@@ -1,0 +1,147 @@
+"""Forward of the inter-chunk scan, and the propagation of the state that its backward recomputes.
+
+N chunks, n chunks of a segment, Z batch x key heads, G value heads per key head, L = Z G, C tokens per chunk,
+M micro-steps per chunk, K key width, V value width, Y sequences. The equations are those of `chunk_scan`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deltazoo.backends.compile.inverse import unit_lower_inverse
+
+
+def scan_forward(
+    q: Tensor, k: Tensor, v: Tensor, attn: Tensor, state: Tensor, a: Tensor | None, e: Tensor | None,
+    scale_q: Tensor | None, scale_e: Tensor | None, scale_k: Tensor | None, gamma: Tensor | None,
+    kv: Tensor | None, sequence: Tensor | None, segment: int, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute o and the final states; with `save` also V_new, T and the segments' first states, else empty tensors."""
+    N, Z, C, K = q.shape
+    G, M, V = v.shape[2:]
+    o = v.new_empty(N, Z, G, C, V)
+    final_state = state.clone()
+    t = None if a is None else unit_lower_inverse(a)
+    v_new = v if a is None else v.new_empty(N if save else min(N, segment), Z, G, M, V)
+    segment_states = v.new_zeros(saved_segments(N, segment) if save else 0, Z * G, K, V)
+    buffer = v.new_empty(min(N, segment) + 1, Z * G, K, V)
+    buffer[0] = state[0].flatten(0, 1)
+    for number, chunks in enumerate(segments(N, segment)):
+        n = chunks.stop - chunks.start
+        S = buffer[: n + 1]
+        if save:
+            segment_states[number] = S[0]
+        Q, K_scaled = by_value_head(q, scale_q, chunks, G), by_value_head(k, scale_k, chunks, G)
+        if t is None:
+            V_new, W = flat(v[chunks]), None
+        else:
+            V_new, T = flat(v_new[chunks] if save else v_new[:n]), flat(t[chunks])
+            torch.bmm(T, flat(v[chunks]), out=V_new)  # U; `propagate` subtracts W S
+            W = torch.bmm(T, by_value_head(k if e is None else e, scale_e, chunks, G))
+        propagate(S, K_scaled, V_new, W, Transitions.of(chunks, gamma, kv, state, sequence), final_state)
+        O = flat(o[chunks])
+        torch.bmm(flat(attn[chunks]), V_new, out=O)
+        O.baddbmm_(Q, S[:-1].flatten(0, 1))
+        buffer[0] = S[-1]
+    saved_v_new = v_new if save and a is not None else v.new_empty(0)
+    saved_t = t if save and t is not None else v.new_empty(0)
+    return o, final_state, saved_v_new, saved_t, segment_states
+
+
+class Transitions(NamedTuple):
+    """State transitions of a segment, apart from V_new.
+
+    gamma: of each chunk, [L, 1 or K, 1]. kv: [n L, K, V]. starts: for packed sequences, of each chunk its sequence,
+    whether it is the first chunk of that sequence, and the sequence's initial state.
+    """
+
+    gamma: Sequence[Tensor | None]
+    kv: Tensor | None
+    starts: Sequence[tuple[Tensor, Tensor, Tensor] | None]
+
+    @classmethod
+    def of(
+        cls, chunks: slice, gamma: Tensor | None, kv: Tensor | None, state: Tensor, sequence: Tensor | None
+    ) -> "Transitions":
+        """Select the chunks of a segment."""
+        n = chunks.stop - chunks.start
+        starts: Sequence[tuple[Tensor, Tensor, Tensor] | None] = [None] * n
+        if sequence is not None:
+            states = state.flatten(1, 2).index_select(0, sequence[chunks])
+            is_first = pad(sequence, (1, 0), value=-1)[chunks] != sequence[chunks]
+            starts = list(zip(sequence[chunks].split(1), is_first.unbind(0), states.unbind(0), strict=True))
+        factors = [None] * n if gamma is None else list(gamma[chunks].flatten(1, 2).unsqueeze(-1).unbind(0))
+        return cls(factors, None if kv is None else flat(kv[chunks]), starts)
+
+
+def propagate(
+    S: Tensor, K: Tensor, V_new: Tensor, W: Tensor | None, transitions: Transitions, final_state: Tensor | None = None
+) -> None:
+    """Propagate the state through a segment: fill S [n + 1, L, K, V] from S[0].
+
+    S[:-1] become the states before each chunk, S[-1] the state after the segment.
+
+    Args:
+        V_new: with W, holds U on entry and V_new = U - W S on return; without W, V_new itself.
+        final_state: [Y, Z, G, K, V], where the states after the segment's sequences are stored.
+    """
+    n = S.shape[0] - 1
+    added = S[1:].flatten(0, 1)  # holds what each chunk adds to the decayed state, as far as it is known
+    if W is None:
+        torch.bmm(K.mT, V_new, out=added)
+        if transitions.kv is not None:
+            added.add_(transitions.kv)
+    elif transitions.kv is not None:
+        added.copy_(transitions.kv)
+    is_added = W is None or transitions.kv is not None
+    states = S.unbind(0)
+    per_chunk = zip(*(by_chunk(y, n) for y in (K, V_new, W)), transitions.gamma, transitions.starts, strict=True)
+    for (K_i, V_i, W_i, gamma, start), before, after in zip(per_chunk, states[:-1], states[1:], strict=True):
+        if start is not None:
+            torch.where(start[1], start[2], before, out=before)
+        if W_i is not None:
+            V_i.baddbmm_(W_i, before, alpha=-1)
+        if not is_added:
+            torch.mul(before, 1 if gamma is None else gamma, out=after)
+        elif gamma is None:
+            after.add_(before)
+        else:
+            after.addcmul_(before, gamma)
+        if W_i is not None:
+            after.baddbmm_(K_i.mT, V_i)
+        if final_state is not None and start is not None:
+            final_state.index_copy_(0, start[0], after.view_as(final_state[:1]))
+    if final_state is not None and transitions.starts[0] is None:
+        final_state[0] = S[n].view_as(final_state[0])
+
+
+def segments(N: int, segment: int) -> list[slice]:
+    """Split N chunks into segments."""
+    return [slice(first, min(first + segment, N)) for first in range(0, N, segment)]
+
+
+def saved_segments(N: int, segment: int) -> int:
+    """Return a number of rows that holds every segment's first state and is never 1.
+
+    torch.compile specialises a graph for a size of 1.
+    """
+    return N // segment + 2
+
+
+def flat(x: Tensor) -> Tensor:
+    """[n, Z, G, R, S] -> [n L, R, S], a view."""
+    return x.flatten(0, 2)
+
+
+def by_value_head(keys: Tensor, scale: Tensor | None, chunks: slice, G: int) -> Tensor:
+    """scale * keys of a segment, [n, Z, R, K] -> [n L, R, K]: a view without a scale where G is 1."""
+    x = keys[chunks].unsqueeze(2)
+    return (x.expand(-1, -1, G, -1, -1) if scale is None else x * scale[chunks].unsqueeze(-1)).flatten(0, 2)
+
+
+def by_chunk(x: Tensor | None, n: int) -> Sequence[Tensor | None]:
+    """[n L, R, S] -> n views [L, R, S]."""
+    return [None] * n if x is None else x.unflatten(0, (n, -1)).unbind(0)

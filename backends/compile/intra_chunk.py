@@ -1,0 +1,58 @@
+"""Operands of a chunk after the lowering, and the cumulative decays within a chunk.
+
+B batch, N chunks, C tokens per chunk, M = C x householders micro-steps per chunk, H key heads, HV value heads,
+K key width, V value width
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.spec import UpdateSpec
+
+
+class LoweredChunks(NamedTuple):
+    """Operands in chunks, in `state_dtype`.
+
+    Args:
+        q: [B, N, C, H, K], scaled.
+        k, e: write and erase keys [B, N, M, H, K]; e None: the erase key is k.
+        v: [B, N, M, HV, V], multiplied by the write strength.
+        a, b: [B, N, M, HV, K], of transition "dplr".
+        erase: erase strength [B, N, M, HV] or [B, N, M, HV, K]; None is 1.
+        decay: log decay [B, N, M, HV] or [B, N, M, HV, K].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    e: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    erase: Tensor | None
+    decay: Tensor | None
+
+
+def cumulative_decay(decay: Tensor, dim: int) -> Tensor:
+    """Return g, the cumulative sum of the log decay within a chunk, along `dim` (last or second to last).
+
+    In float64, so that differences g_i - g_j stay exact after a token with the lowest log decay. A product with a
+    triangular matrix of ones, because its gradient is a product too; the gradient of `cumsum` is two flips and a sum.
+    """
+    wide = decay.to(decay.dtype if decay.device.type == "mps" else torch.float64)
+    M = decay.shape[dim]
+    lower = torch.ones(M, M, dtype=wide.dtype, device=decay.device).tril()
+    return wide @ lower.T if dim == decay.dim() - 1 else lower @ wide
+
+
+def decay_at_reads(spec: UpdateSpec, g: Tensor, decay: Tensor, dim: int) -> Tensor:
+    """Return the cumulative decay at which each token's query reads the state: [.., M, ..] -> [.., C, ..]."""
+    g_read = g - decay if spec.read == "before" else g
+    n = spec.householders
+    return g_read if n == 1 else g_read.unflatten(dim, (-1, n)).select(dim + 1, 0)
+
+
+def exp_as(x: Tensor, like: Tensor) -> Tensor:
+    """Return exp(x) in the dtype of `like`."""
+    return x.to(like.dtype).exp()
