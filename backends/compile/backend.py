@@ -70,7 +70,8 @@ class CompileBackend(Backend):
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         refuse_forward_mode(self.name, inputs)
-        if inputs.q.shape[0] == 0 or inputs.q.shape[1] == 0:
+        has_no_sequence = inputs.cu_seqlens is not None and inputs.cu_seqlens.shape[0] == 1
+        if inputs.q.shape[0] == 0 or inputs.q.shape[1] == 0 or has_no_sequence:
             return _empty(inputs)
         if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta or functorch_is_active():
             return self._update(spec, inputs)
@@ -159,11 +160,14 @@ def _with_dynamic_sizes(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[
 
 
 def _empty(inputs: UpdateInputs) -> UpdateOutput:
-    """Return the initial state for T = 0 or B = 0. The result depends on every operand, so that gradients are zeros."""
+    """Return zeros and the initial state, without a token to compute.
+
+    o depends on no element of the operands, but on every operand in autograd's graph, so that all gradients are zeros.
+    """
     HV, V = inputs.v.shape[-2:]
     B, T, _, K = inputs.q.shape
     sequences = B if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     dtype = state_dtype(inputs.q.dtype)
     state = inputs.q.new_zeros(sequences, HV, K, V, dtype=dtype) if inputs.state is None else inputs.state.clone()
-    zero = sum(x.sum() for x in inputs if x is not None and x.is_floating_point())
+    zero = sum(x.flatten()[:0].sum() for x in inputs if x is not None and x.is_floating_point())
     return UpdateOutput((inputs.v.new_zeros(B, T, HV, V) + zero).to(inputs.v.dtype), state)

@@ -16,7 +16,8 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 class Packing(NamedTuple):
     """Index tables of packed sequences.
 
-    token_of_slot: [N C] int64, T for an empty slot. slot_of_token: [T] int64. sequence: [N] int64, the sequence of
+    token_of_slot: [N C] int64, T for an empty slot. slot_of_token: [T] int64, N C for a row after the last
+    sequence. sequence: [N] int64, the sequence of
     each chunk. sequences: Y. chunk: C.
     """
 
@@ -30,7 +31,7 @@ class Packing(NamedTuple):
 def packing(cu_seqlens: Tensor, T: int, C: int) -> Packing:
     """Assign whole chunks to every sequence: at most ceil(T / C) + Y chunks, of which the surplus ones are empty.
 
-    Args: cu_seqlens: [Y + 1] int32, non-decreasing from 0 to T.
+    Args: cu_seqlens: [Y + 1] int32, Y >= 1, non-decreasing from 0 to at most T. Rows after cu_seqlens[-1] have no slot.
     """
     sequences = cu_seqlens.shape[0] - 1
     bounds = cu_seqlens.long()
@@ -40,13 +41,14 @@ def packing(cu_seqlens: Tensor, T: int, C: int) -> Packing:
     first_chunk = last_chunk - chunks
     N = (T + C - 1) // C + sequences
     chunk = torch.arange(N, device=bounds.device)
-    sequence = torch.searchsorted(last_chunk, chunk, right=True).clamp(max=max(sequences - 1, 0))
+    sequence = torch.searchsorted(last_chunk, chunk, right=True).clamp(max=sequences - 1)
     offset = (chunk - first_chunk[sequence])[:, None] * C + torch.arange(C, device=bounds.device)
     token = starts[sequence][:, None] + offset
     is_token = (token < stops[sequence][:, None]) & (chunk < last_chunk[-1])[:, None]
     time = torch.arange(T, device=bounds.device)
-    owner = torch.searchsorted(stops, time, right=True)
-    slot_of_token = first_chunk[owner] * C + time - starts[owner]
+    owner = torch.searchsorted(stops, time, right=True).clamp(max=sequences - 1)
+    slot = first_chunk[owner] * C + time - starts[owner]
+    slot_of_token = torch.where(time < stops[-1], slot, N * C)
     return Packing(torch.where(is_token, token, T).flatten(), slot_of_token, sequence, sequences, C)
 
 
