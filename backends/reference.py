@@ -28,15 +28,16 @@ class ReferenceBackend(Backend):
         if inputs.cu_seqlens is None:
             return _run_sequence(spec, inputs)
         bounds = inputs.cu_seqlens.tolist()
-        if len(bounds) == 1:
-            HV, K, V = inputs.v.shape[-2], inputs.q.shape[-1], inputs.v.shape[-1]
-            empty = inputs.q.new_zeros(0, HV, K, V, dtype=state_dtype(inputs.q.dtype))
-            return UpdateOutput(inputs.v.new_zeros(1, 0, HV, V), empty)
         outputs = [
             _run_sequence(spec, _slice(inputs, n, start, stop))
             for n, (start, stop) in enumerate(itertools.pairwise(bounds))
         ]
-        return UpdateOutput(torch.cat([out.o for out in outputs], 1), torch.cat([out.state for out in outputs]))
+        T, K, (HV, V) = inputs.q.shape[1], inputs.q.shape[-1], inputs.v.shape[-2:]
+        padding = inputs.v.new_zeros(1, T - bounds[-1], HV, V)  # rows after the last sequence
+        no_state = inputs.q.new_zeros(0, HV, K, V, dtype=state_dtype(inputs.q.dtype))
+        return UpdateOutput(
+            torch.cat([*(out.o for out in outputs), padding], 1), torch.cat([no_state, *(out.state for out in outputs)])
+        )
 
 
 def _slice(inputs: UpdateInputs, n: int, start: int, stop: int) -> UpdateInputs:

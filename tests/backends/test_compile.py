@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltazoo.backends.base import UpdateInputs, UpdateOutput, state_dtype
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateOutput, state_dtype
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.errors import UnsupportedError
@@ -116,17 +116,18 @@ def test_every_spec_compiles_to_one_graph_for_all_lengths(name: str) -> None:
     assert_one_graph(SPECS[name], (draw(SPECS[name], 2, T, seed=T) for T in (37, 80, 131)))
 
 
-def packed(spec: UpdateSpec, bounds: list[int]) -> UpdateInputs:
+def packed(spec: UpdateSpec, bounds: list[int], padding: int = 0) -> UpdateInputs:
+    """Draw a pack with `padding` rows after its last sequence."""
     state = torch.randn(len(bounds) - 1, 4, 8, 6, requires_grad=True)
-    inputs = draw(spec, 1, bounds[-1], seed=len(bounds))
+    inputs = draw(spec, 1, bounds[-1] + padding, seed=len(bounds))
     return inputs._replace(state=state, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
-PACKS = ([0, 5, 5, 40, 53], [0, 17, 90], [0, 16, 32, 48, 49, 64])
+PACKS = (([0, 5, 5, 40, 53], 0), ([0, 17, 90], 21), ([0, 16, 32, 48, 49, 64], 0))
 
 
 def test_packs_of_any_number_of_sequences_share_the_callers_graph() -> None:
-    assert_one_graph(SPECS["gated delta"], (packed(SPECS["gated delta"], bounds) for bounds in PACKS))
+    assert_one_graph(SPECS["gated delta"], (packed(SPECS["gated delta"], *pack) for pack in PACKS))
 
 
 def test_inductor_compiles_once_from_eager_code_for_all_lengths_and_batch_sizes() -> None:
@@ -198,8 +199,8 @@ def test_largest_finite_decay_gives_the_reference_results(decay: Any, dtype: tor
 @pytest.mark.usefixtures("aot_eager")
 def test_packs_of_any_number_of_sequences_share_a_graph_from_eager_code() -> None:
     spec, backend = SPECS["gated delta"], CompileBackend(chunk=16)
-    for bounds in PACKS:
-        inputs = packed(spec, bounds)
+    for pack in PACKS:
+        inputs = packed(spec, *pack)
         assert_matches_reference(backend.forward(spec, inputs), spec, inputs)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -265,6 +266,35 @@ def test_value_heads_of_a_group_share_their_keys_in_memory() -> None:
     assert keys.sizes == [
         (2 * 64 * 2 * 8, 2 * 64 * 2 * 8)
     ]  # [B, T, H, K] each, for two key heads and not for four value heads
+
+
+@pytest.mark.parametrize("bounds", [[0, 5, 5, 40], [0, 0], [0]], ids=str)
+@pytest.mark.parametrize("name", [*SPECS, "elementwise"])
+@pytest.mark.parametrize(
+    "backend", [CompileBackend(chunk=16, compiled=False), ReferenceBackend()], ids=lambda b: b.name
+)
+def test_rows_after_the_last_sequence_are_zero_and_never_read(backend: Backend, name: str, bounds: list[int]) -> None:
+    spec, V = (ELEMENTWISE, 2) if name == "elementwise" else (SPECS[name], 6)
+    padded = UpdateInputs(*(x if x is None else x.detach() for x in draw(spec, 1, bounds[-1] + 37, V=V)))
+    inputs = padded._replace(
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32), state=torch.ones(len(bounds) - 1, 4, 8, V)
+    )
+    in_time = [field for field, x in padded._asdict().items() if x is not None and x.shape[:2] == padded.q.shape[:2]]
+    for field in in_time:
+        getattr(inputs, field)[:, bounds[-1] :] = torch.nan
+    leaves = {
+        field: x.requires_grad_() for field, x in inputs._asdict().items() if x is not None and x.is_floating_point()
+    }
+    o, state = backend.forward(spec, inputs)  # below the check of cu_seqlens, which reads its values on a CPU
+    assert not o[:, bounds[-1] :].any()
+    cut = inputs._replace(**{field: leaves[field][:, : bounds[-1]] for field in in_time})
+    expected = ReferenceBackend().forward(spec, cut)
+    torch.testing.assert_close(o[:, : bounds[-1]], expected.o, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, expected.state, rtol=1e-4, atol=1e-5)
+    losses = [y.sum() for y in (o, state) if y.requires_grad]
+    grads = torch.autograd.grad(losses, list(leaves.values()), materialize_grads=True) if losses else []
+    for field, grad in zip(leaves, grads, strict=False):
+        assert not grad[:, bounds[-1] :].any() if field in in_time else grad.isfinite().all(), field
 
 
 @pytest.mark.parametrize("decay", ["head", "channel", "none"])
