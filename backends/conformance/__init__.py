@@ -1,4 +1,4 @@
-"""The checks that any backend must pass, ours and theirs; in a plug-in's tests one line runs them:
+"""Conformance checks for every backend. A plug-in runs them in its tests with one line:
 
 test_conformance = deltazoo.conformance.suite("my_backend")
 """
@@ -37,13 +37,13 @@ __all__ = [
     "Property",
     "Report",
     "Shape",
-    "matches_the_reference",
     "checks",
     "compare",
     "draw",
     "every_case",
     "every_spec",
     "limit",
+    "matches_the_reference",
     "pairwise_cases",
     "read_check",
     "relative_error",
@@ -51,7 +51,7 @@ __all__ = [
     "suite",
 ]
 
-# Tracing takes seconds a case: a few that differ in all that changes a graph.
+# Tracing takes seconds per case, so these few differ in everything that changes the graph.
 _GRAPH_CASES = (
     Case(UpdateSpec(decay="head", beta="head"), SHAPES["grouped"]),
     Case(UpdateSpec(decay="rate", transition="additive"), SHAPES["pack"], state="none"),
@@ -67,65 +67,65 @@ def checks(
     without: Sequence[str] = (),
     device: str = "cpu",
 ) -> list[tuple[Property, Case]]:
-    """Choose what to check of a backend: the comparison, and every property, each on a pairwise cover of all axes.
+    """Return the properties of a backend to check, each with cases from a pairwise cover of all axes.
 
-    The cover is of the specs, shapes and dtypes that the backend takes.
+    The cover consists of the specs, shapes and dtypes that the backend supports.
 
-    Args: without: the names of properties to leave out.
-    Raises: UnknownNameError; UnsupportedError for a backend that takes nothing of this.
+    Args: without: names of properties to leave out.
+    Raises: UnknownNameError; UnsupportedError for a backend that supports none of the combinations.
     """
-    known = {found.__name__: found for found in PROPERTIES}
+    known = {check.__name__: check for check in PROPERTIES}
     for name in without:
         if name not in known:
             raise UnknownNameError("property", name, known)
-    taken = _taken(resolve(backend), shapes, dtypes, device)
+    supported = _supported(resolve(backend), shapes, dtypes, device)
     pairs: list[tuple[Property, Case]] = []
     crossed = []
-    for found in (found for name, found in known.items() if name not in without):
-        if found is matches_the_reference:
-            pairs += [(found, case) for case in pairwise_cases(*taken)]
-        elif found is fused_step_matches_reference:
-            pairs += [(found, case) for case in fused_cases(resolve(backend), *taken)]
-        elif found is compiles_to_one_graph:
-            pairs += [(found, case) for case in _GRAPH_CASES]
-        elif found is unsupported_returns_sentences:
-            pairs += [(found, Case(taken[2][0], taken[0][0], taken[1][0]))]
+    for check in (check for name, check in known.items() if name not in without):
+        if check is matches_the_reference:
+            pairs += [(check, case) for case in pairwise_cases(*supported)]
+        elif check is fused_step_matches_reference:
+            pairs += [(check, case) for case in fused_cases(resolve(backend), *supported)]
+        elif check is compiles_to_one_graph:
+            pairs += [(check, case) for case in _GRAPH_CASES]
+        elif check is unsupported_returns_sentences:
+            pairs += [(check, Case(supported[2][0], supported[0][0], supported[1][0]))]
         else:
-            crossed.append(found)
-    return pairs + ([(found, case) for case, found in pairwise_with(crossed, *taken)] if crossed else [])
+            crossed.append(check)
+    return pairs + ([(check, case) for case, check in pairwise_with(crossed, *supported)] if crossed else [])
 
 
-def _taken(
+def _supported(
     backend: Backend, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], device: str
 ) -> tuple[list[Shape], list[torch.dtype], list[UpdateSpec]]:
-    """The shapes, dtypes and specs of which a backend takes at least one combination."""
+    """Return the shapes, dtypes and specs that a backend supports in at least one combination."""
 
-    def takes(some: Iterable[UpdateSpec], at: Sequence[Shape], on: Sequence[torch.dtype]) -> bool:
-        metas = [meta_of(shape, dtype, device) for shape in at for dtype in on]
-        return any(not backend.unsupported(spec, meta) for spec in some for meta in metas)
+    def supports(specs: Iterable[UpdateSpec], shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> bool:
+        metas = [meta_of(shape, dtype, device) for shape in shapes for dtype in dtypes]
+        return any(not backend.unsupported(spec, meta) for spec in specs for meta in metas)
 
-    specs = [spec for spec in every_spec() if takes([spec], shapes, dtypes)]
+    specs = [spec for spec in every_spec() if supports([spec], shapes, dtypes)]
     if not specs:
-        raise UnsupportedError(f"backend {backend.name!r} takes no spec on any of the shapes and dtypes to check")
-    taken_shapes = [shape for shape in shapes if takes(specs, [shape], dtypes)]
-    return taken_shapes, [dtype for dtype in dtypes if takes(specs, shapes, [dtype])], specs
+        raise UnsupportedError(f"backend {backend.name!r} supports no spec on any of the shapes and dtypes to check")
+    supported_shapes = [shape for shape in shapes if supports(specs, [shape], dtypes)]
+    return supported_shapes, [dtype for dtype in dtypes if supports(specs, shapes, [dtype])], specs
 
 
 def suite(
     backend: str | Backend, chosen: Sequence[tuple[Property, Case]] | None = None, device: str = "cpu"
 ) -> Callable[..., None]:
-    """Make a pytest test of a backend, parametrised by property and case; a refused case is skipped with the reasons.
+    """Return a pytest test of a backend, parametrised by property and case; a refused case is skipped with the reasons.
 
-    Args: chosen: what to check; None is `checks(backend)`.
+    Args: chosen: properties and cases; None is `checks(backend)`.
     """
     import pytest
 
     pairs = checks(backend, device=device) if chosen is None else chosen
-    names = [f"{found.__name__}-{case}" for found, case in pairs]
+    names = [f"{check.__name__}-{case}" for check, case in pairs]
 
-    @pytest.mark.parametrize(("holds", "case"), pairs, ids=names)
-    def test_conformance(holds: Property, case: Case) -> None:
-        report = holds(backend, case, device)
+    @pytest.mark.parametrize(("check", "case"), pairs, ids=names)
+    def test_conformance(check: Property, case: Case) -> None:
+        report = check(backend, case, device)
         assert not report.failures, str(report)
         if report.refused:
             pytest.skip(" ".join(report.refused))

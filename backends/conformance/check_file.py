@@ -1,4 +1,4 @@
-"""A check of backends on one's own recurrence, shapes and dtypes, as a YAML or JSON file:
+"""`deltazoo check`: compare backends on a recurrence, shapes and dtypes from a YAML or JSON file.
 
 spec: {decay: head, beta: head, negative_eigenvalues: both}
 shapes: [cpu, {B: 4, T: 1000, H: 8, K: 96, V: 192}, {H: 2, HV: 8, K: 64, lengths: [700, 0, 324]}]
@@ -13,10 +13,13 @@ import torch
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from deltazoo.backends import registry
 from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
+from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError, unknown_name
+from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import SHAPES, Shape
 from deltazoo.backends.spec import UpdateSpec
@@ -25,7 +28,7 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class ShapeFields(BaseModel):
-    """A shape in a file; HV is H and V is K unless given, and `lengths` of packed sequences stand for B and T."""
+    """A shape in a file. HV defaults to H and V to K; `lengths` of packed sequences replace B and T."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,26 +42,26 @@ class ShapeFields(BaseModel):
     lengths: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.HV is not None and self.HV % self.H:
             raise ValueError(f"HV must be a multiple of H, got HV={self.HV}, H={self.H}")
         if bool(self.lengths) == (self.T is not None):
             raise ValueError(
-                f"a shape has T, or the lengths of packed sequences, got T={self.T}, lengths={self.lengths}"
+                f"a shape needs either T or the lengths of packed sequences, got T={self.T}, lengths={self.lengths}"
             )
         if self.lengths and self.B != 1:
             raise ValueError(f"packed sequences (lengths) need B = 1, got B={self.B}")
         return self
 
     def shape(self) -> Shape:
-        """The shape as the kit has it."""
+        """Return the shape with all defaults filled in."""
         T = sum(self.lengths) if self.T is None else self.T
         HV, V = self.HV or self.H, self.V or self.K
         name = self.name or f"{self.B}x{T} heads {self.H}/{HV} widths {self.K}/{V}"
         return Shape(name, self.B, T, self.H, HV, self.K, V, self.lengths)
 
 
-def _named(value: object) -> object:
+def _expand_named_shape(value: object) -> object:
     if not isinstance(value, str):
         return value
     if value not in SHAPES:
@@ -67,18 +70,18 @@ def _named(value: object) -> object:
 
 
 class CheckFile(BaseModel):
-    """What to check. Shapes are named ones or sizes; regimes are how inputs are drawn, see `Case`."""
+    """Contents of a check file. Shapes are names or sizes; regimes are described at `Case`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     spec: UpdateSpec
-    shapes: tuple[Annotated[ShapeFields, BeforeValidator(_named)], ...] = Field(min_length=1)
+    shapes: tuple[Annotated[ShapeFields, BeforeValidator(_expand_named_shape)], ...] = Field(min_length=1)
     dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)
     regimes: tuple[Regime, ...] = Field(default=REGIMES, min_length=1)
     seed: int = 0
 
     def cases(self) -> list[Case]:
-        """Every shape in every dtype and regime."""
+        """Return every shape in every dtype and regime."""
         return [
             Case(self.spec, fields.shape(), getattr(torch, dtype), regime, seed=self.seed)
             for fields in self.shapes
@@ -88,9 +91,9 @@ class CheckFile(BaseModel):
 
 
 def read_check(path: str | Path) -> CheckFile:
-    """Read a check from a YAML or JSON file.
+    """Read a check file, YAML or JSON.
 
-    Raises: ConfigError, naming every field that is wrong, and for an unknown one the nearest that is known.
+    Raises: ConfigError, which names every invalid field, and the nearest known field for an unknown one.
     """
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -99,22 +102,22 @@ def read_check(path: str | Path) -> CheckFile:
     try:
         return CheckFile.model_validate(data)
     except ValidationError as error:
-        lines = []
+        messages = []
         for problem in error.errors():
-            where = ".".join(str(part) for part in problem["loc"])
+            location = ".".join(str(part) for part in problem["loc"])
             message = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "extra_forbidden":
                 message = unknown_name("field", str(problem["loc"][-1]), _fields(str(problem["loc"][0])))
-            lines.append(f"{where}: {message}" if where else message)
-        raise ConfigError(f"{path} is not a check: " + "; ".join(lines)) from error
+            messages.append(f"{location}: {message}" if location else message)
+        raise ConfigError(f"{path} is not a valid check file: " + "; ".join(messages)) from error
 
 
 def run_checks(
     cases: Iterable[Case], backends: Sequence[str | Backend], device: torch.device | str = "cpu"
 ) -> Iterator[Report]:
-    """Compare each backend with the float64 reference on each case; a backend that raises has failed, in words.
+    """Compare each backend with the float64 reference on each case; an exception of a backend is a failure.
 
-    Raises: UnknownNameError, DuplicateNameError, PluginError before anything is computed.
+    Raises: UnknownNameError, DuplicateNameError, PluginError before the first comparison.
     """
     resolved = [resolve(backend) for backend in backends]
     for case in cases:
@@ -125,8 +128,77 @@ def run_checks(
                 yield Report(backend.name, case, [], [f"it raised {type(error).__name__}: {error}"], [])
 
 
-def _fields(part: str) -> list[str]:
-    """The fields that are known in a part of the file."""
-    if part == "spec":
+class CheckRow(BaseModel):
+    """Error of one tensor of one backend on one case. refused: the reasons of a backend that does not support it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    case: str
+    backend: str
+    tensor: str = ""
+    error: float | None = None
+    limit: float | None = None
+    ok: bool = True
+    refused: str = ""
+
+    def cells(self) -> list[str]:
+        """Return the row as text: case, backend, tensor, error, limit, verdict."""
+        if self.error is None or self.limit is None:
+            return [self.case, self.backend, "", "", "", f"refused: {self.refused}"]
+        verdict = "" if self.ok else "TOO MUCH"
+        return [self.case, self.backend, self.tensor, f"{self.error:.1e}", f"{self.limit:.0e}", verdict]
+
+
+class Checked(BaseModel):
+    """Results of a check. failures: one sentence each, with the backend and the case."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backends: list[str]
+    cases: int
+    rows: list[CheckRow]
+    failures: list[str]
+
+    @property
+    def without(self) -> list[str]:
+        """The backends that refuse every case."""
+        compared = {row.backend for row in self.rows if not row.refused}
+        return [name for name in self.backends if name not in compared]
+
+
+def check_file(
+    path: str | Path, backends: Sequence[str] | None = None, device: str = "cpu", progress: Progress = silent
+) -> Checked:
+    """Compare backends with the reference in float64 on the cases of a file.
+
+    Args: backends: names; None is all installed backends.
+    Raises: ConfigError; UnknownNameError, DuplicateNameError, PluginError.
+    """
+    names = registry.names(registry.BACKENDS) if backends is None else list(backends)
+    cases = read_check(path).cases()
+    rows: list[CheckRow] = []
+    failures: list[str] = []
+    total = len(cases) * len(names)
+    progress("check", 0, total)
+    for done, report in enumerate(run_checks(cases, names, usable_device(device)), 1):
+        rows += _rows(report)
+        failures += [f"{report.backend} on {report.case}: {failure}" for failure in report.failures]
+        progress("check", done, total, report.backend)
+    return Checked(backends=names, cases=len(cases), rows=rows, failures=failures)
+
+
+def _rows(report: Report) -> list[CheckRow]:
+    case, backend = str(report.case), report.backend
+    if report.refused:
+        return [CheckRow(case=case, backend=backend, refused=" ".join(report.refused))]
+    return [
+        CheckRow(case=case, backend=backend, tensor=error.tensor, error=error.relative, limit=error.limit, ok=error.ok)
+        for error in report.errors
+    ]
+
+
+def _fields(section: str) -> list[str]:
+    """Return the known fields of a section of the file."""
+    if section == "spec":
         return list(UpdateSpec.model_fields)
-    return list(ShapeFields.model_fields if part == "shapes" else CheckFile.model_fields)
+    return list(ShapeFields.model_fields if section == "shapes" else CheckFile.model_fields)

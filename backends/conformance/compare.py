@@ -1,11 +1,13 @@
-"""Compare a backend with the reference in float64: outputs, final state and every gradient."""
+"""Comparison of a backend with the reference in float64: outputs, final state and every gradient."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, state_dtype
+from deltazoo.backends.conformance.cache import REFERENCES
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.devices import tf32_allowed
 from deltazoo.backends.dispatch import bind
@@ -14,7 +16,8 @@ from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 
-# Relative RMS error on ordinary inputs: of outputs and states, of gradients of q, k, v and their like, of gates.
+# Limits on the relative RMS error for ordinary inputs: outputs and states; gradients of q, k, v and other keys;
+# gradients of gates.
 LIMITS: dict[torch.dtype, tuple[float, float, float]] = {
     torch.float64: (1e-10, 1e-10, 1e-10),
     torch.float32: (1e-4, 1e-4, 1e-4),
@@ -22,11 +25,12 @@ LIMITS: dict[torch.dtype, tuple[float, float, float]] = {
     torch.float16: (5e-3, 1e-2, 2e-2),
 }
 TF32_LIMIT = 2e-3
-ADVERSARIAL = 3.0  # the factor on the limits for inputs that are not ordinary
-FLOOR = 1e-6  # of a tensor's RMS on ordinary inputs: the least that an error is divided by
+ADVERSARIAL = 3.0  # factor on the limits for the other regimes
+FLOOR = 1e-6  # lower bound on an error's denominator, relative to the tensor's RMS on ordinary inputs
 GATES = ("log_decay", "step", "rate", "beta", "erase", "write")
 
 Cotangents = tuple[Tensor | None, Tensor | None]
+Outputs = Literal["both", "o", "state"]
 
 
 class Error(NamedTuple):
@@ -38,15 +42,15 @@ class Error(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        return self.relative <= self.limit  # a NaN is not
+        return self.relative <= self.limit  # False for NaN
 
 
 class Report(NamedTuple):
-    """What a check found.
+    """The result of one check.
 
-    errors: one for each tensor compared: o, state, and the gradients d_q, d_k, ..., d_state.
-    failures: sentences; [] when the backend is right, or refuses.
-    refused: the backend's reasons for not taking the case; then there are no errors.
+    errors: of each compared tensor: o, state, and the gradients d_q, d_k, ..., d_state.
+    failures: sentences; [] when the backend passes or refuses.
+    refused: the backend's reasons for not supporting the case; then there are no errors.
     """
 
     backend: str
@@ -69,93 +73,122 @@ def compare(
     backend: str | Backend,
     case: Case,
     *,
-    outputs: Literal["both", "o", "state"] = "both",
+    outputs: Outputs = "both",
     grad: bool = True,
     device: torch.device | str = "cpu",
 ) -> Report:
     """Compare a backend with the float64 reference on the inputs of a case, rounded to the case's dtype.
 
     Args:
-        outputs: which of the outputs have a (random) cotangent: "both", "o" or "state".
+        outputs: the outputs that have a (random) cotangent: "both", "o" or "state".
         grad: compare the gradients too.
     """
     backend = resolve(backend)
-    inputs = draw(case, device)
     refused = refusal(backend, case, device, grad)
     if refused is not None:
         return refused
-    d_o, d_state = draw_cotangents(case, inputs)
-    cotangents = (None if outputs == "state" else d_o, None if outputs == "o" else d_state) if grad else None
-    got = run(backend, case.spec, inputs, cotangents)
-    want = reference_results(case.spec, inputs, cotangents)
-    return judged(backend, case, got, want, cotangents)
+    inputs = draw(case, device)
+    differentiated = outputs if grad else None
+    results = run(backend, case.spec, inputs, _cotangents(case, inputs, differentiated))
+    return error_report(backend, case, results, case_reference(case, differentiated, device), differentiated)
 
 
 def meta_of(shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu", grad: bool = True) -> UpdateMeta:
-    """What a backend may know of a shape before it says whether it can."""
+    """Return the properties of a shape that `Backend.unsupported` receives."""
     _, _, _, H, HV, K, V, lengths = shape
     return UpdateMeta(torch.device(device).type, dtype, H, HV, K, V, packed=bool(lengths), grad=grad)
 
 
 def refusal(backend: Backend, case: Case, device: torch.device | str = "cpu", grad: bool = True) -> Report | None:
-    """Report that a backend refuses a case, or return None."""
+    """Report that a backend does not support a case, or return None."""
     meta = meta_of(case.shape, case.dtype, device, grad)
-    channels = case.spec.decay == "fixed" and case.seed % 2 == 1  # as `draw` draws them
-    reasons = backend.unsupported(case.spec, meta._replace(decay_channels=channels))
+    has_channels = case.spec.decay == "fixed" and case.seed % 2 == 1  # as `draw` draws a fixed decay
+    reasons = backend.unsupported(case.spec, meta._replace(decay_channels=has_channels))
     return Report(backend.name, case, [], [], reasons) if reasons else None
 
 
-def judged(
-    backend: Backend, case: Case, got: dict[str, Tensor], want: dict[str, Tensor], cotangents: Cotangents | None
+def error_report(
+    backend: Backend,
+    case: Case,
+    results: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    outputs: Outputs | None = None,
 ) -> Report:
-    """Report the errors of what `run` found with a backend, each within its limit or a failure."""
-    usual = want
-    if case.regime != "ordinary":
-        usual = reference_results(case.spec, draw(case._replace(regime="ordinary"), got["o"].device), cotangents)
-    failures = _wrong_forms(case, got)
+    """Compare results of `run` with the expected ones; an error above its limit is a failure.
+
+    Args: outputs: the outputs that had a cotangent; None without gradients.
+    """
+    failures = _form_errors(case, results)
     errors = []
-    for tensor in [name for name in want if got[name].shape == want[name].shape]:
-        relative = relative_error(got[tensor], want[tensor], usual[tensor])
-        error = Error(tensor, relative, limit(case, tensor, got[tensor].device))
+    device = results["o"].device
+    for tensor, value in expected.items():
+        if results[tensor].shape != value.shape:
+            continue
+        error = Error(tensor, relative_error(results[tensor], value, value), limit(case, tensor, device))
+        if not error.ok and case.regime != "ordinary":  # only then may the floor matter, which needs a second reference
+            ordinary = case_reference(case._replace(regime="ordinary"), outputs, device)
+            error = error._replace(relative=relative_error(results[tensor], value, ordinary[tensor]))
         errors.append(error)
         if not error.ok:
-            failures.append(f"{tensor} has relative RMS error {relative:.2e}, above {error.limit:.0e}")
+            failures.append(f"{tensor} has relative RMS error {error.relative:.2e}, above {error.limit:.0e}")
     return Report(backend.name, case, errors, failures, [])
 
 
 def limit(case: Case, tensor: str, device: torch.device | str = "cpu") -> float:
-    """The tolerance of one tensor: o, state, or d_ and the operand's name."""
+    """Return the tolerance of one tensor: o, state, or d_ and the operand's name."""
     outputs, keys, gates = LIMITS[case.dtype]
-    found = outputs if not tensor.startswith("d_") else gates if tensor[2:] in GATES else keys
+    tolerance = outputs if not tensor.startswith("d_") else gates if tensor[2:] in GATES else keys
     tf32 = torch.device(device).type == "cuda" and tf32_allowed()
     if case.dtype == torch.float32 and tf32:
-        found = TF32_LIMIT
-    return found if case.regime == "ordinary" else ADVERSARIAL * found
+        tolerance = TF32_LIMIT
+    return tolerance if case.regime == "ordinary" else ADVERSARIAL * tolerance
 
 
 def run(
     backend: str | Backend, spec: UpdateSpec, inputs: UpdateInputs, cotangents: Cotangents | None
 ) -> dict[str, Tensor]:
-    """Compute o and state, and with cotangents (of o, of state) d_q, d_k, ...; zeros where no gradient comes back."""
+    """Compute o and state, and with cotangents (of o, of state) also d_q, d_k, ...; absent gradients are zeros."""
+    return evaluate(bind(spec, backend), inputs, cotangents)
+
+
+def evaluate(
+    update: Callable[[UpdateInputs], UpdateOutput], inputs: UpdateInputs, cotangents: Cotangents | None
+) -> dict[str, Tensor]:
+    """Compute the results of `run` with any function that computes an update."""
     if cotangents is None:
         with torch.no_grad():
-            return bind(spec, backend)(inputs)._asdict()
+            return update(inputs)._asdict()
     leaves = {
         name: tensor.detach().requires_grad_()
         for name, tensor in inputs._asdict().items()
         if tensor is not None and tensor.is_floating_point()
     }
-    out = bind(spec, backend)(inputs._replace(**leaves))
+    out = update(inputs._replace(**leaves))
     pairs = [(y, dy) for y, dy in zip(out, cotangents, strict=True) if y.requires_grad and dy is not None]
     grads = torch.autograd.grad(
         [y for y, _ in pairs], list(leaves.values()), [dy for _, dy in pairs], materialize_grads=True
     )
-    found = {"o": out.o.detach(), "state": out.state.detach()}
-    return found | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    results = {"o": out.o.detach(), "state": out.state.detach()}
+    return results | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def case_reference(case: Case, outputs: Outputs | None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return the results of the float64 reference on a case; do not modify them.
+
+    They are cached in the process, because several backends and properties are checked on the same case.
+
+    Args: outputs: the outputs that have a cotangent; None without gradients.
+    """
+
+    def compute() -> dict[str, Tensor]:
+        inputs = draw(case, device)
+        return reference_results(case.spec, inputs, _cotangents(case, inputs, outputs))
+
+    return REFERENCES.get((case, outputs, str(device)), compute)
 
 
 def reference_results(spec: UpdateSpec, inputs: UpdateInputs, cotangents: Cotangents | None) -> dict[str, Tensor]:
-    """What `run` should have found: the reference in float64 on the same, rounded numbers."""
+    """Compute the results of `run` by the reference in float64, on the same rounded operands."""
     operands = {name: x.double() for name, x in inputs._asdict().items() if x is not None and x.is_floating_point()}
     inputs = inputs._replace(**operands)
     if cotangents is None:
@@ -175,31 +208,41 @@ def draw_cotangents(case: Case, inputs: UpdateInputs) -> tuple[Tensor, Tensor]:
     return d_o.to(case.dtype), d_state.to(state_dtype(case.dtype))
 
 
-def relative_error(got: Tensor, want: Tensor, usual: Tensor) -> float:
-    """The RMS of the error over the larger of the tensor's RMS and `FLOOR` of its RMS on ordinary inputs."""
-    if not want.numel():
+def relative_error(result: Tensor, expected: Tensor, ordinary: Tensor) -> float:
+    """Return the RMS of the error, relative to the RMS of the expected tensor; NaN for a result that is not finite.
+
+    Args: ordinary: the tensor on ordinary inputs; the denominator is at least `FLOOR` of its RMS.
+    """
+    if not expected.numel():
         return 0.0
-    if not bool(torch.isfinite(got).all()):
+    if not bool(torch.isfinite(result).all()):
         return float("nan")
-    error = rms(got.double() - want)
-    size = max(rms(want), FLOOR * rms(usual))
+    error = rms(result.double() - expected)
+    size = max(rms(expected), FLOOR * rms(ordinary))
     return error / size if size else float("inf") if error else 0.0
 
 
 def rms(tensor: Tensor) -> float:
-    """The root of the mean square."""
+    """Return the root of the mean square."""
     return float(tensor.double().square().mean().sqrt())
 
 
-def _wrong_forms(case: Case, got: dict[str, Tensor]) -> list[str]:
-    """Sentences on outputs of the wrong shape or dtype; autograd itself sees to the gradients'."""
+def _cotangents(case: Case, inputs: UpdateInputs, outputs: Outputs | None) -> Cotangents | None:
+    if outputs is None:
+        return None
+    d_o, d_state = draw_cotangents(case, inputs)
+    return None if outputs == "state" else d_o, None if outputs == "o" else d_state
+
+
+def _form_errors(case: Case, results: dict[str, Tensor]) -> list[str]:
+    """Return a sentence for each output of the wrong shape or dtype; autograd checks those of the gradients."""
     _, B, T, _, HV, K, V, _ = case.shape
     forms = {
         "o": ([B, T, HV, V], case.dtype),
         "state": ([case.shape.sequences, HV, K, V], state_dtype(case.dtype)),
     }
     return [
-        f"{name} must be {dtype} of shape {shape}, got {got[name].dtype} of shape {list(got[name].shape)}"
+        f"{name} must be {dtype} of shape {shape}, got {results[name].dtype} of shape {list(results[name].shape)}"
         for name, (shape, dtype) in forms.items()
-        if name in got and (list(got[name].shape) != shape or got[name].dtype != dtype)
+        if name in results and (list(results[name].shape) != shape or results[name].dtype != dtype)
     ]

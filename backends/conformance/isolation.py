@@ -1,9 +1,8 @@
-"""What must not leak: later tokens, other sequences, other heads; in numbers, in gradients, or as a NaN.
+"""Isolation of tokens, sequences and heads: no leak of values, of gradients, or of NaN.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width, N packed sequences
 """
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -12,126 +11,155 @@ from torch import Tensor
 from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, draw_cotangents, limit, refusal, relative_error, rms, run
-from deltazoo.backends.conformance.equivalences import varies_in_time
+from deltazoo.backends.conformance.equivalences import has_time_axis
 from deltazoo.backends.registry import resolve
 
 Device = torch.device | str
 
 
 def later_tokens_do_not_leak(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
-    """Earlier outputs and their gradients do not know later tokens."""
+    """Outputs and their gradients do not depend on later tokens."""
     case = dense(case)
     case = case._replace(shape=case.shape._replace(T=max(2, case.shape.T)))
     inputs = draw(case, device)
     t = (case.shape.T + 1) // 2
-    part = {name: _mask(inputs, name, True) for name in inputs._fields if varies_in_time(inputs, name)}
-    for mask in part.values():
+    operands = {name: _mask(inputs, name, True) for name in inputs._fields if has_time_axis(inputs, name)}
+    for mask in operands.values():
         mask[:, :t] = False
-    o, state = _outputs(case, inputs, False)
+    o, state = _output_masks(case, inputs, False)
     o[:, :t] = True
-    return _isolated(backend, case, inputs, _Region("a later token", part, o, state))
+    return _check_isolation(backend, case, inputs, _Region("a later token", operands, o, state), (False,))
 
 
 def sequences_do_not_leak(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
-    """A sequence of a batch or a pack does not know another, in numbers, gradients, or when that one is not finite."""
+    """A sequence of a batch or pack does not depend on another, in values and gradients, also when that is NaN."""
     if not case.shape.lengths:
         case = case._replace(shape=case.shape._replace(B=max(2, case.shape.B)))
-    inputs = draw(case, device)
-    lengths = case.shape.lengths
-    longest = max(range(case.shape.sequences), key=lambda n: lengths[n] if lengths else 0)
-    start = list(accumulate(lengths, initial=0))[longest] if lengths else 0
-    stop = start + lengths[longest] if lengths else case.shape.T
-    row = 0 if lengths else longest
-    part = {name: _mask(inputs, name, False) for name in inputs._fields if varies_in_time(inputs, name)}
-    for mask in part.values():
-        mask[row, start:stop] = True
-    if inputs.state is not None:
-        part["state"] = _mask(inputs, "state", False)
-        part["state"][longest] = True
-    o, state = _outputs(case, inputs, True)
-    o[row, start:stop], state[longest] = False, False
-    region = _Region("another sequence", part, o, state)
-    return _both(_isolated(backend, case, inputs, region), _isolated(backend, case, inputs, region, poison=True))
+    inputs, lengths = draw(case, device), case.shape.lengths
+    # In a pack the first sequence, which could leak into the next one, and the longest.
+    changed = dict.fromkeys((0, max(range(len(lengths)), key=lambda n: lengths[n]))) if lengths else {0: None}
+    reports = [
+        _check_isolation(backend, case, inputs, _sequence_region(case, inputs, n), (False, True)) for n in changed
+    ]
+    return reports[0]._replace(failures=[failure for report in reports for failure in report.failures])
 
 
 def heads_do_not_leak(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
-    """A value head does not know another, nor one key head another, even when that one is not finite."""
+    """A value head does not depend on another, nor a key head on another, also when that is NaN."""
     if case.shape.HV == case.shape.H:
         case = case._replace(shape=case.shape._replace(HV=2 * case.shape.H))
     inputs = draw(case, device)
-    report = None
-    for keys in (False, True) if case.shape.H > 1 else (False,):
-        region = _heads_region(case, inputs, keys)
-        for poison in (False, True):
-            found = _isolated(backend, case, inputs, region, poison)
-            report = found if report is None else _both(report, found)
-    assert report is not None
+    report = _check_isolation(backend, case, inputs, _value_head(case, inputs), (False, True))
+    if case.shape.H > 1 and not report.refused:
+        other = _check_isolation(backend, case, inputs, _key_head(case, inputs), (False, True))
+        report = report._replace(failures=report.failures + other.failures)
     return report
 
 
 class _Region(NamedTuple):
-    """A part of the operands, and the outputs that must not know it. All masks are bool, of their tensors' shapes."""
+    """A region of the operands, and the outputs that must not depend on it. Masks are bool, shaped as their tensors."""
 
-    what: str
-    part: dict[str, Tensor]
+    description: str
+    operands: dict[str, Tensor]
     o: Tensor
     state: Tensor
 
 
-def _isolated(
-    backend: str | Backend, case: Case, inputs: UpdateInputs, region: _Region, poison: bool = False
+def _check_isolation(
+    backend: str | Backend, case: Case, inputs: UpdateInputs, region: _Region, poisons: tuple[bool, ...]
 ) -> Report:
-    """Change the region to other, larger numbers, or to NaN, and look for a difference outside it."""
+    """Replace the region by other, larger values (poison False) or by NaN (True), and compare all results outside."""
     backend = resolve(backend)
-    refused = refusal(backend, case, inputs.q.device)
+    device = inputs.q.device
+    refused = refusal(backend, case, device)
     if refused is not None:
         return refused
     d_o, d_state = draw_cotangents(case, inputs)
     cotangents = d_o * region.o, d_state * region.state
-    other = draw(case._replace(seed=case.seed + 2), inputs.q.device)
-    changed = {}
-    for name, mask in region.part.items():
-        new = getattr(other, name) * (100 if name in ("v", "state") else 1)
-        changed[name] = torch.where(mask, torch.full_like(new, float("nan")) if poison else new, getattr(inputs, name))
     before = run(backend, case.spec, inputs, cotangents)
-    after = run(backend, case.spec, inputs._replace(**changed), cotangents)
+    other = draw(case._replace(seed=case.seed + 2), device)
     failures = []
-    for name, got in after.items():
-        operand = name.removeprefix("d_")
-        if name in ("o", "state"):
-            keep = getattr(region, name)
-        elif operand in region.part:
-            keep = ~region.part[operand]
-            leak = rms(before[name] * ~keep)
-            if leak > limit(case, name, got.device) * rms(before[name]):
-                failures.append(f"{name} must be 0 where outputs do not know {region.what}, got {leak:.1e}")
-        elif poison:
-            continue  # a sum over the region and the rest
-        else:
-            keep = torch.ones_like(got, dtype=torch.bool)
-        error = relative_error(got[keep], before[name][keep], before[name])
-        if not error <= limit(case, name, got.device):
-            cause = "that is not finite" if poison else "that changes"
-            failures.append(f"{name} knows {region.what} {cause}: it differs by {error:.1e} of its RMS")
+    for poison in poisons:
+        changed = {}
+        for name, mask in region.operands.items():
+            new = getattr(other, name) * (100 if name in ("v", "state") else 1)
+            new = torch.full_like(new, float("nan")) if poison else new
+            changed[name] = torch.where(mask, new, getattr(inputs, name))
+        after = run(backend, case.spec, inputs._replace(**changed), cotangents)
+        failures += _differences(case, region, before, after, poison)
     return Report(backend.name, case, [], failures, [])
 
 
-def _heads_region(case: Case, inputs: UpdateInputs, keys: bool) -> _Region:
-    """The last value head; with `keys` the last key head and all value heads that use it."""
-    first = case.shape.HV - (case.shape.HV // case.shape.H if keys else 1)
-    part = {}
+def _differences(
+    case: Case, region: _Region, before: dict[str, Tensor], after: dict[str, Tensor], poison: bool
+) -> list[str]:
+    """Return a sentence for each result that the region has changed."""
+    failures = []
+    for name, result in after.items():
+        operand = name.removeprefix("d_")
+        tolerance = limit(case, name, result.device)
+        if name in ("o", "state"):
+            outside = getattr(region, name)
+        elif operand in region.operands:
+            outside = ~region.operands[operand]
+            leak = rms(before[name] * ~outside)
+            if leak > tolerance * rms(before[name]):
+                failures.append(f"{name} must be 0 where no output depends on {region.description}, got {leak:.1e}")
+        elif poison:
+            continue  # a sum over the region and all else
+        else:
+            outside = torch.ones_like(result, dtype=torch.bool)
+        error = relative_error(result[outside], before[name][outside], before[name])
+        if not error <= tolerance:
+            cause = "that is not finite" if poison else "that changes"
+            failures.append(f"{name} depends on {region.description} {cause}: it differs by {error:.1e} of its RMS")
+    return failures
+
+
+def _sequence_region(case: Case, inputs: UpdateInputs, n: int) -> _Region:
+    """Sequence n, with its initial state."""
+    lengths = case.shape.lengths
+    start = sum(lengths[:n])
+    row, stop = (0, start + lengths[n]) if lengths else (n, case.shape.T)
+    operands = {name: _mask(inputs, name, False) for name in inputs._fields if has_time_axis(inputs, name)}
+    for mask in operands.values():
+        mask[row, start:stop] = True
+    if inputs.state is not None:
+        operands["state"] = _mask(inputs, "state", False)
+        operands["state"][n] = True
+    o, state = _output_masks(case, inputs, True)
+    o[row, start:stop], state[n] = False, False
+    return _Region("another sequence", operands, o, state)
+
+
+def _value_head(case: Case, inputs: UpdateInputs) -> _Region:
+    """The last value head."""
+    return _heads_region(case, inputs, case.shape.HV - 1, None, "another value head")
+
+
+def _key_head(case: Case, inputs: UpdateInputs) -> _Region:
+    """The last key head and all value heads that use it."""
+    first = case.shape.HV - case.shape.HV // case.shape.H
+    return _heads_region(case, inputs, first, case.shape.H - 1, "another key head")
+
+
+def _heads_region(
+    case: Case, inputs: UpdateInputs, first_value_head: int, key_head: int | None, description: str
+) -> _Region:
+    operands = {}
     for name, tensor in inputs._asdict().items():
-        if tensor is None or name == "cu_seqlens" or (name in ("q", "k", "erase_key") and not keys):
+        per_key_head = name in ("q", "k", "erase_key")
+        if tensor is None or name == "cu_seqlens" or (per_key_head and key_head is None):
             continue
         axis = _head_axis(name, tensor)
         heads = torch.arange(tensor.shape[axis], device=tensor.device)
-        chosen = heads == case.shape.H - 1 if name in ("q", "k", "erase_key") else heads >= first
+        is_changed = heads == key_head if per_key_head else heads >= first_value_head
         shape = [1] * tensor.dim()
         shape[axis] = -1
-        part[name] = chosen.view(shape).expand(tensor.shape)
-    o, state = _outputs(case, inputs, True)
-    o[:, :, first:], state[:, first:] = False, False
-    return _Region("another key head" if keys else "another value head", part, o, state)
+        operands[name] = is_changed.view(shape).expand(tensor.shape)
+    o, state = _output_masks(case, inputs, True)
+    o[:, :, first_value_head:], state[:, first_value_head:] = False, False
+    return _Region(description, operands, o, state)
 
 
 def _head_axis(name: str, tensor: Tensor) -> int:
@@ -139,12 +167,12 @@ def _head_axis(name: str, tensor: Tensor) -> int:
         return 1
     if name == "rate" or (name == "log_decay" and tensor.dim() < 3):
         return 0
-    by_head = name in ("beta", "step") or (name == "log_decay" and tensor.dim() == 3)
-    return tensor.dim() - (1 if by_head else 2)
+    is_scalar = name in ("beta", "step") or (name == "log_decay" and tensor.dim() == 3)
+    return tensor.dim() - (1 if is_scalar else 2)
 
 
-def _outputs(case: Case, inputs: UpdateInputs, value: bool) -> tuple[Tensor, Tensor]:
-    """Masks of o and state, all True or all False."""
+def _output_masks(case: Case, inputs: UpdateInputs, value: bool) -> tuple[Tensor, Tensor]:
+    """Masks of o and state, filled with one value."""
     _, B, T, _, HV, K, V, _ = case.shape
     device = inputs.q.device
     o = torch.full((B, T, HV, V), value, device=device)
@@ -153,7 +181,3 @@ def _outputs(case: Case, inputs: UpdateInputs, value: bool) -> tuple[Tensor, Ten
 
 def _mask(inputs: UpdateInputs, name: str, value: bool) -> Tensor:
     return torch.full_like(getattr(inputs, name), value, dtype=torch.bool)
-
-
-def _both(first: Report, second: Report) -> Report:
-    return first._replace(failures=first.failures + second.failures)

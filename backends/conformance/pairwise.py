@@ -1,8 +1,10 @@
-"""Every valid spec, every case of the product, and the few cases that cover every pair of axis values."""
+"""Every valid spec, the full product of cases, and pairwise covers: few cases with every pair of axis values."""
 
+import contextlib
 import heapq
 import random
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import combinations, product
 from typing import Any, TypeVar, get_args
 
@@ -26,22 +28,29 @@ AXES: dict[str, tuple[object, ...]] = {
 
 
 def every_spec() -> Iterator[UpdateSpec]:
-    """Yield the product of all axes, householders 1 to 4, without what UpdateSpec refuses."""
+    """Yield the product of all axes, householders 1 to 4, without the combinations that UpdateSpec rejects."""
+    yield from _every_spec()
+
+
+@cache
+def _every_spec() -> tuple[UpdateSpec, ...]:
+    specs = []
     for values in product(*AXES.values()):
         axes: dict[str, Any] = dict(zip(AXES, values, strict=True))
-        try:
-            yield UpdateSpec(**axes)
-        except ValidationError:
-            continue
+        with contextlib.suppress(ValidationError):
+            specs.append(UpdateSpec(**axes))
+    return tuple(specs)
 
 
 def every_case(shapes: Sequence[Shape] = TINY, dtypes: Sequence[torch.dtype] = DTYPES) -> Iterator[Case]:
-    """Yield every spec on every shape and dtype; regime, layout, state and seed at random, the same in every run."""
-    chance = random.Random(0)
+    """Yield every spec on every shape and dtype; regime, layout, state and seed are random, with a fixed seed."""
+    generator = random.Random(0)
     states: tuple[Any, ...] = ("given", "none")
     for spec, shape, dtype in product(every_spec(), shapes, dtypes):
-        layout: Any = chance.choice(("contiguous", "strided"))
-        yield Case(spec, shape, dtype, chance.choice(REGIMES), layout, chance.choice(states), chance.randrange(1000))
+        layout: Any = generator.choice(("contiguous", "strided"))
+        yield Case(
+            spec, shape, dtype, generator.choice(REGIMES), layout, generator.choice(states), generator.randrange(1000)
+        )
 
 
 def pairwise_cases(
@@ -49,7 +58,7 @@ def pairwise_cases(
     dtypes: Sequence[torch.dtype] = DTYPES,
     specs: Iterable[UpdateSpec] | None = None,
 ) -> list[Case]:
-    """Choose few cases such that every two values of any two axes that can occur together do.
+    """Return a pairwise cover: few cases with every pair of values of any two axes that some case can have.
 
     The axes are those of the spec, shape, dtype, regime, layout, state, and the parity of the seed.
 
@@ -59,26 +68,33 @@ def pairwise_cases(
 
 
 def pairwise_with(
-    more: Sequence[T],
+    values: Sequence[T],
     shapes: Sequence[Shape] = TINY,
     dtypes: Sequence[torch.dtype] = DTYPES,
     specs: Iterable[UpdateSpec] | None = None,
 ) -> list[tuple[Case, T]]:
-    """Choose few cases as `pairwise_cases` does, with one more axis beside them."""
-    all_axes = [tuple(getattr(spec, axis) for axis in AXES) for spec in (every_spec() if specs is None else specs)]
+    """Return a pairwise cover as `pairwise_cases` does, with one more axis of the given values."""
+    cover = _pairwise_specs(tuple(every_spec() if specs is None else specs))
     states = ("given", "none")
-    rows = cross(pairwise(all_axes), shapes, dtypes, REGIMES, ("contiguous", "strided"), states, (0, 1), more)
+    rows = cross(cover, shapes, dtypes, REGIMES, ("contiguous", "strided"), states, (0, 1), values)
     cases = []
-    for *axes, shape, dtype, regime, layout, state, seed, extra in rows:
+    for *axes, shape, dtype, regime, layout, state, seed, value in rows:
         spec = UpdateSpec(**dict(zip(AXES, axes, strict=True)))
-        cases.append((Case(spec, shape, dtype, regime, layout, state, seed), extra))
+        cases.append((Case(spec, shape, dtype, regime, layout, state, seed), value))
     return cases
 
 
-def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Choose few of the rows that hold every pair of values that any row holds, greedily.
+@lru_cache(maxsize=16)
+def _pairwise_specs(specs: tuple[UpdateSpec, ...]) -> list[tuple[Any, ...]]:
+    """Return the axes of the specs in a pairwise cover."""
+    return pairwise([tuple(getattr(spec, axis) for axis in AXES) for spec in specs])
 
-    A row's gain only shrinks as others are chosen, so a stale gain at the top of a heap is renewed and put back.
+
+def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Choose few of the rows that contain every pair of values that any row contains, greedily.
+
+    The gain of a row, its number of pairs not yet covered, only falls while rows are chosen. The heap therefore keeps
+    old gains, which are upper bounds, and recomputes that of its top.
     """
     pairs = [set(pairs_of(row)) for row in rows]
     missing = set[Hashable]().union(*pairs)
@@ -97,24 +113,24 @@ def pairwise(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def cross(rows: Sequence[tuple[Any, ...]], *factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Extend rows by free factors so that each of their values occurs with every value of every column."""
-    found = list(rows)
+    """Extend rows by independent factors, so that each value of a factor occurs with every value of every column."""
+    crossed = list(rows)
     for factor in factors:
-        missing = {(column, x, value) for row in found for column, x in enumerate(row) for value in factor}
-        used = dict.fromkeys(factor, 0)
-        grown: list[tuple[Any, ...]] = []
-        for turn, row in enumerate(found * (1 + len(factor))):
+        missing = {(column, x, value) for row in crossed for column, x in enumerate(row) for value in factor}
+        uses = dict.fromkeys(factor, 0)
+        extended: list[tuple[Any, ...]] = []
+        for index, row in enumerate(crossed * (1 + len(factor))):
             gains = {value: sum((column, x, value) in missing for column, x in enumerate(row)) for value in factor}
-            best = max(factor, key=lambda value: (gains[value], -used[value]))
-            if turn < len(found) or gains[best]:
+            best = max(factor, key=lambda value: (gains[value], -uses[value]))
+            if index < len(crossed) or gains[best]:
                 missing -= {(column, x, best) for column, x in enumerate(row)}
-                used[best] += 1
-                grown.append((*row, best))
-        found = grown
-    return found
+                uses[best] += 1
+                extended.append((*row, best))
+        crossed = extended
+    return crossed
 
 
 def pairs_of(row: tuple[Any, ...]) -> Iterator[Hashable]:
-    """Yield the pairs of a row, each with the two columns it stands in."""
+    """Yield the pairs of values of a row, each with its two columns."""
     for left, right in combinations(range(len(row)), 2):
         yield left, right, row[left], row[right]

@@ -1,69 +1,71 @@
-"""The conformance kit finds bugs that are planted in a sound backend, each by the property that names it."""
+"""The conformance kit finds bugs planted in a correct backend, each by the property that is meant to find it."""
 
 import pytest
 import torch
 
 from deltazoo import conformance
-from deltazoo.backends.base import UpdateOutput
+from deltazoo.backends.base import UpdateOutput, state_dtype
 from deltazoo.backends.conformance import checks
 from deltazoo.backends.conformance.decode_step import FusedOperands, reference_step
+from deltazoo.backends.conformance.equivalences import has_time_axis, slice_tokens
 from deltazoo.backends.decode_step import FusedDecodeInputs
+from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.reference import ReferenceBackend
 
 
-class Sound(ReferenceBackend):
-    """The reference, to plant bugs in."""
+class Correct(ReferenceBackend):
+    """The reference, as a base class for backends with one bug."""
 
     name = "mutant"
 
 
-class LeaksTheFuture(Sound):
+class LeaksTheFuture(Correct):
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         return UpdateOutput(o + 1e-3 * torch.cat([o[:, 1:], torch.zeros_like(o[:, :1])], 1), state)
 
 
-class LeaksAcrossRows(Sound):
+class LeaksAcrossRows(Correct):
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         return UpdateOutput(o, state + 1e-3 * state.mean(0) if len(state) else state)
 
 
-class LeaksNansAcrossRows(Sound):
+class LeaksNansAcrossRows(Correct):
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         return UpdateOutput(o + 0 * inputs.v.float().sum().to(o.dtype), state)
 
 
-class LeaksAcrossHeads(Sound):
+class LeaksAcrossHeads(Correct):
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         return UpdateOutput(o + 1e-3 * o.roll(1, 2), state)
 
 
-class LeaksNansAcrossHeads(Sound):
+class LeaksNansAcrossHeads(Correct):
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         return UpdateOutput(o, state + 0 * state.sum(1, keepdim=True))
 
 
-class LeaksGradientsToTheFuture(Sound):
-    """Right numbers, and a gradient that reaches later values."""
+class LeaksGradientsToTheFuture(Correct):
+    """Correct values, and a gradient that reaches later values."""
 
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
-        ghost = inputs.v.roll(-1, 1)
-        ghost = ghost.select(2, 0) if spec.householders > 1 else ghost
-        return UpdateOutput(o + 0.05 * (ghost - ghost.detach()), state)
+        later = inputs.v.roll(-1, 1)
+        later = later.select(2, 0) if spec.householders > 1 else later
+        return UpdateOutput(o + 0.05 * (later - later.detach()), state)
 
 
-class IgnoresTheInitialState(Sound):
+class IgnoresTheInitialState(Correct):
     def forward(self, spec, inputs):
         return super().forward(spec, inputs._replace(state=None))
 
 
-class ErrsInTheGradientOfBeta(Sound):
-    """Five percent, as an approximate formula would."""
+class ScalesTheGradientOfBeta(Correct):
+    """Five percent too large, like an approximate formula."""
 
     def forward(self, spec, inputs):
         if inputs.beta is not None:
@@ -71,8 +73,8 @@ class ErrsInTheGradientOfBeta(Sound):
         return super().forward(spec, inputs)
 
 
-class SwapsHeads(Sound):
-    """Value head j uses key head j modulo H."""
+class InterleavesHeads(Correct):
+    """Value head j uses key head j modulo H instead of j // (HV / H)."""
 
     def forward(self, spec, inputs):
         groups = inputs.v.shape[-2] // inputs.q.shape[2]
@@ -84,67 +86,67 @@ class SwapsHeads(Sound):
         return super().forward(spec, inputs._replace(**keys))
 
 
-class OverflowsAtStrongDecays(Sound):
-    """Cumulative decays divided out again, in float32."""
+class OverflowsAtStrongDecays(Correct):
+    """Divides by a cumulative decay in float32."""
 
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         if inputs.log_decay is None or inputs.log_decay.dim() < 3:
             return UpdateOutput(o, state)
-        total = inputs.log_decay.float().flatten(2).cumsum(1)
-        one = (torch.exp(total) * torch.exp(-total)).mean(-1)[..., None, None]
+        cumulative = inputs.log_decay.float().flatten(2).cumsum(1)
+        one = (torch.exp(cumulative) * torch.exp(-cumulative)).mean(-1)[..., None, None]
         return UpdateOutput((o * one).to(o.dtype), state)
 
 
-class WritesToItsInputs(Sound):
+class ModifiesItsInputs(Correct):
     def forward(self, spec, inputs):
         out = super().forward(spec, inputs)
         inputs.v.detach().mul_(2)
         return out
 
 
-class WritesToAStepsInputs(Sound):
+class ModifiesTheInputsOfAStep(Correct):
     def step_(self, spec, inputs, states, slots):
         o = super().step_(spec, inputs, states, slots)
         inputs.k.mul_(0.5)
         return o
 
 
-class ForgetsSlots(Sound):
-    """Decodes every row from and to the first rows of the pool."""
+class IgnoresSlots(Correct):
+    """Decodes every row with the first rows of the pool as states."""
 
     def step_(self, spec, inputs, states, slots):
         B = inputs.q.shape[0]
         return super().step_(spec, inputs, states, torch.arange(B))
 
 
-class StepsTwice(Sound):
+class StepsTwice(Correct):
     def step_(self, spec, inputs, states, slots):
         super().step_(spec, inputs, states, slots)
         return super().step_(spec, inputs, states, slots)
 
 
-class ForgetsTheStateOfNoTokens(Sound):
+class DropsTheStateOfAnEmptySequence(Correct):
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         return UpdateOutput(o, state if inputs.q.shape[1] else torch.zeros_like(state))
 
 
-class ReturnsItsInput(Sound):
+class ReturnsItsInitialState(Correct):
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         return UpdateOutput(o, state if inputs.q.shape[1] or inputs.state is None else inputs.state)
 
 
-class WritesWithoutBeta(Sound):
+class WritesWithoutBeta(Correct):
     def forward(self, spec, inputs):
         beta = None if inputs.beta is None else inputs.beta + 0.01
         write = None if inputs.write is None else inputs.write + 0.01
         return super().forward(spec, inputs._replace(beta=beta, write=write))
 
 
-class JoinsPacks(Sound):
-    """One sequence of a pack goes on where the one before stopped."""
+class IgnoresSequenceBounds(Correct):
+    """Each sequence of a pack continues the state of the one before."""
 
     def forward(self, spec, inputs):
         if inputs.cu_seqlens is None:
@@ -154,7 +156,7 @@ class JoinsPacks(Sound):
         return UpdateOutput(o, state.expand(inputs.cu_seqlens.shape[0] - 1, -1, -1, -1))
 
 
-class _Gate(torch.autograd.Function):
+class _NeedsBothCotangents(torch.autograd.Function):
     @staticmethod
     def forward(ctx, o, state):
         ctx.set_materialize_grads(False)
@@ -165,19 +167,103 @@ class _Gate(torch.autograd.Function):
         return (None, None) if d_o is None or d_state is None else (d_o, d_state)
 
 
-class WantsBothCotangents(Sound):
+class NeedsBothCotangents(Correct):
     def forward(self, spec, inputs):
-        return UpdateOutput(*_Gate.apply(*super().forward(spec, inputs)))
+        return UpdateOutput(*_NeedsBothCotangents.apply(*super().forward(spec, inputs)))
 
 
-class BreaksTheGraph(Sound):
+class DecaysAfterTheErase(Correct):
+    """S_t = D (I - k (b e)^T) S + k (w v)^T: the same as decay before erase for a scalar decay only."""
+
+    def forward(self, spec, inputs):
+        erases_from_decayed = spec.transition == "delta" and spec.erase_from == "decayed"
+        if not erases_from_decayed or spec.householders > 1 or spec.read == "before" or inputs.cu_seqlens is not None:
+            return super().forward(spec, inputs)
+        without_decay = spec.model_copy(update={"decay": "none"})
+        decay = log_decay(spec, inputs)
+        (B, T, _, K), (HV, V) = inputs.q.shape, inputs.v.shape[-2:]
+        S = inputs.q.new_zeros(B, HV, K, V, dtype=state_dtype(inputs.q.dtype)) if inputs.state is None else inputs.state
+        outputs = []
+        for t in range(T):
+            token = slice_tokens(inputs, t, t + 1)
+            erased = super().forward(without_decay, token._replace(v=torch.zeros_like(token.v), state=S)).state
+            written = super().forward(without_decay, token._replace(state=torch.zeros_like(S))).state
+            d = torch.ones_like(S[..., :1]) if decay is None else decay[:, t].exp().reshape(B, HV, -1, 1)
+            S = d * erased + written
+            q = token.q[:, 0].repeat_interleave(HV // token.q.shape[2], 1).to(S.dtype)
+            outputs.append(spec.scale_of(K) * torch.einsum("bhkv,bhk->bhv", S, q))
+        return UpdateOutput(torch.stack(outputs, 1).to(inputs.v.dtype), S)
+
+
+class DecaysEveryMicroStep(Correct):
+    """Applies the decay of a token at each of its n Householder steps instead of once."""
+
+    def forward(self, spec, inputs):
+        n = spec.householders
+        if n == 1:
+            return super().forward(spec, inputs)
+        names = {name for name in inputs._fields if has_time_axis(inputs, name)}
+        per_token = names & {"q", "log_decay", "step"}
+        micro_steps = {name: getattr(inputs, name).repeat_interleave(n, 1) for name in per_token}
+        micro_steps |= {name: getattr(inputs, name).flatten(1, 2) for name in names - per_token}
+        if inputs.cu_seqlens is not None:
+            micro_steps["cu_seqlens"] = n * inputs.cu_seqlens
+        o, state = super().forward(spec.model_copy(update={"householders": 1}), inputs._replace(**micro_steps))
+        return UpdateOutput(o[:, 0 if spec.read == "before" else n - 1 :: n], state)
+
+
+class ScalesTheGradientOfDecaysAtChunkBounds(Correct):
+    """Five percent too large for the first token of each chunk of 16."""
+
+    def forward(self, spec, inputs):
+        if has_time_axis(inputs, "log_decay"):
+            g = inputs.log_decay
+            is_bound = (torch.arange(g.shape[1]) % 16 == 0).view(-1, *[1] * (g.dim() - 2))
+            inputs = inputs._replace(log_decay=g + 0.05 * is_bound * (g - g.detach()))
+        return super().forward(spec, inputs)
+
+
+class LeaksStatesAlongAPack(Correct):
+    """The final state of sequence n leaks into the initial state of sequence n + 1."""
+
+    def forward(self, spec, inputs):
+        out = super().forward(spec, inputs)
+        if inputs.cu_seqlens is None or not len(out.state):
+            return out
+        leak = 1e-2 * torch.cat([torch.zeros_like(out.state[:1]), out.state[:-1]])
+        state = leak if inputs.state is None else inputs.state + leak
+        return super().forward(spec, inputs._replace(state=state))
+
+
+class ComputesRowsAfterTheLastSequence(Correct):
+    """Computes the rows of a pack after cu_seqlens[-1] as one more sequence."""
+
+    def forward(self, spec, inputs):
+        if inputs.cu_seqlens is None:
+            return super().forward(spec, inputs)
+        state = None if inputs.state is None else torch.cat([inputs.state, torch.zeros_like(inputs.state[:1])])
+        bounds = torch.cat([inputs.cu_seqlens, inputs.cu_seqlens.new_tensor([inputs.q.shape[1]])])
+        o, states = super().forward(spec, inputs._replace(cu_seqlens=bounds, state=state))
+        return UpdateOutput(o, states[:-1])
+
+
+class LeaksGradientsToRowsAfterTheLastSequence(Correct):
+    def forward(self, spec, inputs):
+        o, state = super().forward(spec, inputs)
+        if inputs.cu_seqlens is None:
+            return UpdateOutput(o, state)
+        unused = inputs.v[:, inputs.cu_seqlens[-1] :].sum()
+        return UpdateOutput(o + (unused - unused.detach()), state)
+
+
+class BreaksTheGraph(Correct):
     def forward(self, spec, inputs):
         torch._dynamo.graph_break()
         return super().forward(spec, inputs)
 
 
-class ReadsUnwrittenMemory(Sound):
-    """A buffer whose last column nobody writes; what it holds is weighed with almost nothing."""
+class ReadsUninitializedMemory(Correct):
+    """Reads the last column of a buffer, which is never written; the result changes only if it holds NaN."""
 
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
@@ -186,8 +272,8 @@ class ReadsUnwrittenMemory(Sound):
         return UpdateOutput(torch.where(buffer.isnan(), buffer, o), state)
 
 
-class RoundsItsState(Sound):
-    """An initial state that has been kept in float16."""
+class RoundsItsState(Correct):
+    """Rounds the initial state to float16."""
 
     def forward(self, spec, inputs):
         if inputs.state is not None:
@@ -195,15 +281,17 @@ class RoundsItsState(Sound):
         return super().forward(spec, inputs)
 
 
-class ReturnsItsStateInTheWrongDtype(Sound):
+class ReturnsItsStateInTheWrongDtype(Correct):
     def forward(self, spec, inputs):
         o, state = super().forward(spec, inputs)
         return UpdateOutput(o, state.to(o.dtype))
 
 
-class Fuses(Sound):
-    """A decode step of a mixer in one, by the lines that it is compared with, of a step and operands that are changed:
-    fields of the step, and operands that are zero."""
+class Fuses(Correct):
+    """Computes a fused decode step by the reference that it is compared with.
+
+    zero: operands to replace by zeros; fields: fields of the step to replace. Without both it is correct.
+    """
 
     def __init__(self, zero=(), **fields):
         self.zero, self.fields = zero, fields
@@ -213,7 +301,7 @@ class Fuses(Sound):
 
     def fused_decode_step_(self, step, inputs, states, slots):
         zeros = {name: torch.zeros_like(x) for name in self.zero if (x := getattr(inputs, name)) is not None}
-        fields = {name: change for name, change in self.fields.items() if getattr(step, name)}
+        fields = {name: value for name, value in self.fields.items() if getattr(step, name)}
         o, after = reference_step(step._replace(**fields), FusedOperands(inputs._replace(**zeros), states, slots))
         states.copy_(after.states)
         if inputs.history is not None:
@@ -221,49 +309,49 @@ class Fuses(Sound):
         return o.to(inputs.qkv.dtype)
 
 
-class LeavesItsHistory(Fuses):
+class DoesNotUpdateItsHistory(Fuses):
     def fused_decode_step_(self, step, inputs, states, slots):
-        kept = None if inputs.history is None else inputs.history.clone()
-        return super().fused_decode_step_(step, inputs._replace(history=kept), states, slots)
+        copy = None if inputs.history is None else inputs.history.clone()
+        return super().fused_decode_step_(step, inputs._replace(history=copy), states, slots)
 
 
-class ErrsInTheState(Fuses):
+class ScalesTheState(Fuses):
     def fused_decode_step_(self, step, inputs, states, slots):
         o = super().fused_decode_step_(step, inputs, states, slots)
         states.mul_(1.01)
         return o
 
 
-class FusesIntoEverySlot(Fuses):
+class WritesToEverySlot(Fuses):
     def fused_decode_step_(self, step, inputs, states, slots):
         o = super().fused_decode_step_(step, inputs, states, slots)
         states.nan_to_num_()
         return o
 
 
-class FusesInTheWrongDtype(Fuses):
+class ReturnsTheWrongDtype(Fuses):
     def fused_decode_step_(self, step, inputs, states, slots):
         return super().fused_decode_step_(step, inputs, states, slots).double()
 
 
-class FusesWithoutGradients(FusesInTheWrongDtype):
+class HasNoGradients(ReturnsTheWrongDtype):
     def unsupported(self, spec, meta):
-        return ["it has no gradients, and grad was asked for."] if meta.grad else []
+        return ["gradients are not supported."] if meta.grad else []
 
 
-class WritesToItsProjection(Fuses):
+class ModifiesItsProjection(Fuses):
     def fused_decode_step_(self, step, inputs, states, slots):
         o = super().fused_decode_step_(step, inputs, states, slots)
         inputs.qkv.zero_()
         return o
 
 
-WRONG_STEPS = {
-    "history": LeavesItsHistory(),
-    "state": ErrsInTheState(),
-    "slots": FusesIntoEverySlot(),
-    "dtype": FusesInTheWrongDtype(),
-    "operands": WritesToItsProjection(),
+WRONG_FUSED_STEPS = {
+    "history": DoesNotUpdateItsHistory(),
+    "state": ScalesTheState(),
+    "slots": WritesToEverySlot(),
+    "dtype": ReturnsTheWrongDtype(),
+    "operands": ModifiesItsProjection(),
     **{name: Fuses(zero=(name,)) for name in FusedDecodeInputs._fields if name not in ("qkv", "history")},
     "top": Fuses(top=1.0),
     "writes": Fuses(writes=False),
@@ -275,12 +363,12 @@ WRONG_STEPS = {
 }
 
 
-class RefusesWithoutWords(Sound):
+class RefusesWithoutASentence(Correct):
     def unsupported(self, spec, meta):
         return ["no"]
 
 
-MUTANTS = [
+PLANTED_BUGS = [
     (LeaksTheFuture, "matches_the_reference"),
     (LeaksTheFuture, "later_tokens_do_not_leak"),
     (LeaksGradientsToTheFuture, "later_tokens_do_not_leak"),
@@ -291,58 +379,67 @@ MUTANTS = [
     (LeaksNansAcrossHeads, "heads_do_not_leak"),
     (IgnoresTheInitialState, "matches_the_reference"),
     (IgnoresTheInitialState, "pieces_equal_the_full_sequence"),
-    (ErrsInTheGradientOfBeta, "matches_the_reference"),
-    (SwapsHeads, "matches_the_reference"),
-    (SwapsHeads, "grouped_heads_equal_repeated_heads"),
-    (SwapsHeads, "heads_do_not_leak"),
+    (ScalesTheGradientOfBeta, "matches_the_reference"),
+    (InterleavesHeads, "matches_the_reference"),
+    (InterleavesHeads, "grouped_heads_equal_repeated_heads"),
+    (InterleavesHeads, "heads_do_not_leak"),
     (OverflowsAtStrongDecays, "matches_the_reference"),
-    (WritesToItsInputs, "inputs_are_not_modified"),
-    (WritesToAStepsInputs, "inputs_are_not_modified"),
-    (ForgetsSlots, "decoding_equals_the_full_sequence"),
+    (ModifiesItsInputs, "inputs_are_not_modified"),
+    (ModifiesTheInputsOfAStep, "inputs_are_not_modified"),
+    (IgnoresSlots, "decoding_equals_the_full_sequence"),
     (StepsTwice, "decoding_equals_the_full_sequence"),
-    (ForgetsTheStateOfNoTokens, "empty_sequence_returns_its_initial_state"),
-    (ReturnsItsInput, "empty_sequence_returns_its_initial_state"),
+    (DropsTheStateOfAnEmptySequence, "empty_sequence_returns_its_initial_state"),
+    (ReturnsItsInitialState, "empty_sequence_returns_its_initial_state"),
     (WritesWithoutBeta, "without_erase_and_write_the_state_decays"),
-    (JoinsPacks, "packing_equals_separate_runs"),
-    (JoinsPacks, "matches_the_reference"),
-    (WantsBothCotangents, "gradients_of_each_output_alone"),
+    (DecaysAfterTheErase, "matches_the_reference"),
+    (DecaysEveryMicroStep, "matches_the_reference"),
+    (ScalesTheGradientOfDecaysAtChunkBounds, "matches_the_reference"),
+    (LeaksStatesAlongAPack, "sequences_do_not_leak"),
+    (LeaksStatesAlongAPack, "packing_equals_separate_runs"),
+    (ComputesRowsAfterTheLastSequence, "rows_after_the_last_sequence_are_zero"),
+    (LeaksGradientsToRowsAfterTheLastSequence, "rows_after_the_last_sequence_are_zero"),
+    (IgnoresSequenceBounds, "packing_equals_separate_runs"),
+    (IgnoresSequenceBounds, "matches_the_reference"),
+    (NeedsBothCotangents, "gradients_of_each_output_alone"),
     (BreaksTheGraph, "compiles_to_one_graph"),
-    (ReadsUnwrittenMemory, "uninitialized_memory_is_never_read"),
+    (ReadsUninitializedMemory, "uninitialized_memory_is_never_read"),
     (RoundsItsState, "matches_the_reference"),
     (ReturnsItsStateInTheWrongDtype, "matches_the_reference"),
-    (RefusesWithoutWords, "unsupported_returns_sentences"),
+    (RefusesWithoutASentence, "unsupported_returns_sentences"),
 ]
 
 
-@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[f"{mutant.__name__}-{name}" for mutant, name in MUTANTS])
-def test_a_planted_bug_is_found(mutant, name):
-    others = [found.__name__ for found in conformance.PROPERTIES if found.__name__ != name]
-    assert any(holds(mutant(), case, "cpu").failures for holds, case in checks("reference", without=others))
+def checks_of(name, backend="reference"):
+    """The checks of one property."""
+    return checks(backend, without=[check.__name__ for check in conformance.PROPERTIES if check.__name__ != name])
 
 
-def fused_checks(backend):
-    """Of the whole kit, as a plug-in's tests have it."""
-    return [(holds, case) for holds, case in checks(backend) if holds.__name__ == "fused_step_matches_reference"]
+@pytest.mark.parametrize(
+    ("backend", "name"), PLANTED_BUGS, ids=[f"{bug.__name__}-{name}" for bug, name in PLANTED_BUGS]
+)
+def test_planted_bug_is_found_by_its_property(backend, name):
+    assert any(check(backend(), case, "cpu").failures for check, case in checks_of(name))
 
 
-@pytest.mark.parametrize("wrong", WRONG_STEPS)
-def test_what_is_wrong_with_a_step_in_one_is_found(wrong):
-    backend = WRONG_STEPS[wrong]
-    assert any(holds(backend, case, "cpu").failures for holds, case in fused_checks(backend))
+@pytest.mark.parametrize("name", WRONG_FUSED_STEPS)
+def test_wrong_fused_step_is_found(name):
+    backend = WRONG_FUSED_STEPS[name]
+    fused_checks = checks_of("fused_step_matches_reference", backend)
+    assert any(check(backend, case, "cpu").failures for check, case in fused_checks)
 
 
-def test_a_sound_step_in_one_is_sound():
-    reports = [holds(Fuses(), case, "cpu") for holds, case in fused_checks(Fuses())]
+def test_correct_fused_step_passes_every_case():
+    reports = [check(Fuses(), case, "cpu") for check, case in checks_of("fused_step_matches_reference", Fuses())]
     assert not [str(report) for report in reports if report.failures or report.refused]
     assert len(reports) > 40
-    (holds, case), *others = fused_checks("reference")
-    assert not others
-    assert holds("reference", case, "cpu").refused == [
-        "it takes no decode step in one: the mixer takes it part by part."
-    ]
 
 
-def test_a_step_in_one_is_checked_where_there_are_no_gradients():
-    (holds, case), *_ = fused_checks(Fuses())
-    assert not holds(Fuses(), case, "cpu").refused
-    assert holds(FusesWithoutGradients(), case, "cpu").failures
+def test_backend_without_a_fused_step_has_one_refused_case():
+    ((check, case),) = checks_of("fused_step_matches_reference")
+    assert check("reference", case, "cpu").refused
+
+
+def test_fused_step_is_checked_for_backends_without_gradients():
+    (check, case), *_ = checks_of("fused_step_matches_reference", Fuses())
+    assert not check(Fuses(), case, "cpu").refused
+    assert check(HasNoGradients(), case, "cpu").failures
