@@ -1,4 +1,4 @@
-"""A check of one's own shapes, read from a file and run."""
+"""`deltazoo check`: read a check file, and compare backends on its cases."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from deltazoo.backends.reference import ReferenceBackend
 
 
 class Overflows(ReferenceBackend):
-    """Not finite after a token that forgets everything."""
+    """Returns a state that is not finite after a token with a log decay of -1000."""
 
     name = "overflows"
 
@@ -27,7 +27,7 @@ regimes: [ordinary, decays]
 """
 
 
-def test_a_check_file_compares_backends_on_ones_own_shapes(tmp_path):
+def test_check_file_compares_backends_on_its_shapes(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(CHECK)
     check = conformance.read_check(path)
@@ -44,14 +44,14 @@ def test_a_check_file_compares_backends_on_ones_own_shapes(tmp_path):
     assert conformance.read_check(tmp_path / "mine.json").cases() == check.cases()
 
 
-def test_a_backend_that_raises_has_failed_and_the_others_go_on():
+def test_exception_of_a_backend_is_a_failure_of_that_backend_only():
     class Raises(ReferenceBackend):
         def forward(self, spec, inputs):
-            raise RuntimeError("out of luck")
+            raise RuntimeError("wrong stride")
 
     case = Case(UpdateSpec(), SHAPES["plain"])
     first, second = conformance.run_checks([case], [Raises(), "reference"])
-    assert first.failures == ["it raised RuntimeError: out of luck"]
+    assert first.failures == ["it raised RuntimeError: wrong stride"]
     assert not second.failures
     assert second.errors
 
@@ -62,20 +62,20 @@ WRONG_FILES = [
     (CHECK.replace("plain", "plian"), "shapes.0: unknown shape 'plian'; did you mean 'plain'?"),
     (CHECK.replace("HV: 4", "VH: 4"), "shapes.1.VH: unknown field 'VH'; did you mean 'V'?"),
     (CHECK.replace("HV: 4", "HV: 3"), "shapes.1: HV must be a multiple of H, got HV=3, H=2"),
-    (CHECK.replace("T: 9, ", ""), "a shape has T, or the lengths of packed sequences, got T=None, lengths=()"),
+    (CHECK.replace("T: 9, ", ""), "a shape needs either T or the lengths of packed sequences, got T=None, lengths=()"),
     (CHECK.replace("K: 4, lengths", "K: 4, B: 2, lengths"), "packed sequences (lengths) need B = 1, got B=2"),
     (CHECK.replace("bfloat16", "bf16"), "dtypes.1: Input should be 'float64', 'float32', 'bfloat16' or 'float16'"),
     (CHECK.replace("head", "haed", 1), "spec.decay: Input should be 'none', 'fixed', 'head', 'channel' or 'rate'"),
     ("spec: {transition: additive, reparam: efla}\nshapes: [plain]", "reparam='efla' steps the delta rule"),
     ("spec: {", "cannot be read"),
-    ("[]", "is not a check"),
+    ("[]", "is not a valid check file"),
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), WRONG_FILES, ids=[words for _, words in WRONG_FILES])
-def test_a_wrong_check_file_is_refused_in_words(tmp_path, text, words):
+@pytest.mark.parametrize(("text", "message"), WRONG_FILES, ids=[message for _, message in WRONG_FILES])
+def test_invalid_check_file_raises_config_error(tmp_path, text, message):
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         conformance.read_check(path)
-    assert words in str(caught.value)
+    assert message in str(error.value)
