@@ -134,7 +134,7 @@ def _sequence_region(case: Case, inputs: UpdateInputs, n: int) -> _Region:
 
 def _value_head(case: Case, inputs: UpdateInputs) -> _Region:
     """The last value head."""
-    return _heads_region(case, inputs, case.shape.HV - 1, None, "another value head")
+    return _heads_region(case, inputs, case.shape.HV - 1, case.shape.H, "another value head")
 
 
 def _key_head(case: Case, inputs: UpdateInputs) -> _Region:
@@ -144,16 +144,17 @@ def _key_head(case: Case, inputs: UpdateInputs) -> _Region:
 
 
 def _heads_region(
-    case: Case, inputs: UpdateInputs, first_value_head: int, key_head: int | None, description: str
+    case: Case, inputs: UpdateInputs, first_value_head: int, first_key_head: int, description: str
 ) -> _Region:
+    """All value heads from the first one on, and all key heads from the first one on."""
     operands = {}
     for name, tensor in inputs._asdict().items():
         per_key_head = name in ("q", "k", "erase_key")
-        if tensor is None or name == "cu_seqlens" or (per_key_head and key_head is None):
+        if tensor is None or name == "cu_seqlens" or (per_key_head and first_key_head == case.shape.H):
             continue
         axis = _head_axis(name, tensor)
         heads = torch.arange(tensor.shape[axis], device=tensor.device)
-        is_changed = heads == key_head if per_key_head else heads >= first_value_head
+        is_changed = heads >= (first_key_head if per_key_head else first_value_head)
         shape = [1] * tensor.dim()
         shape[axis] = -1
         operands[name] = is_changed.view(shape).expand(tensor.shape)
