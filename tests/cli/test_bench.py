@@ -33,11 +33,11 @@ def wrong(monkeypatch):
     """A name under which the CLI finds `SlightlyWrong`."""
     from importlib.metadata import EntryPoint
 
-    found = registry._found
+    found = registry._entry_points
     monkeypatch.setattr("deltazoo.backends.registry._loaded", SimpleNamespace(slightly_wrong=SlightlyWrong()))
     more = (EntryPoint("slightly_wrong", "nowhere:Nothing", registry.BACKENDS),)
     monkeypatch.setattr(
-        registry, "_found", lambda group: (*found(group), *(more if group == registry.BACKENDS else ()))
+        registry, "_entry_points", lambda group: (*found(group), *(more if group == registry.BACKENDS else ()))
     )
     return "slightly_wrong"
 

@@ -50,13 +50,13 @@ def test_a_broken_plug_in_is_listed_with_its_problem_beside_the_others(ok, run, 
 def broken_plug_in(monkeypatch):
     from importlib.metadata import EntryPoint
 
-    found = registry._found
+    found = registry._entry_points
 
     def with_broken(group):
         more = (EntryPoint("broken", "no_such_module:Nothing", group),) if group == registry.BACKENDS else ()
         return (*found(group), *more)
 
-    monkeypatch.setattr(registry, "_found", with_broken)
+    monkeypatch.setattr(registry, "_entry_points", with_broken)
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "mamba2", "attention"])
