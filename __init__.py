@@ -1,6 +1,7 @@
 """deltazoo: a torch.compile-first layer zoo for linear-recurrent token mixers.
 
-One `UpdateSpec` says what the recurrence is; backends compute it; mixers, blocks and the CLI stand on top.
+An `UpdateSpec` defines the recurrence, and backends compute it. Mixers, blocks and the CLI build on that. The public
+names are imported on first use, so that `import deltazoo` is fast.
 """
 
 import importlib
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from deltazoo.blocks.spec import LayerSpec, StackSpec
     from deltazoo.mixers.core.mixer import Context, MixerConfig, Place
 
-_HOME = {
+_MODULE_OF = {
     "Backend": "backends.base",
     "BoundUpdate": "backends.dispatch",
     "Context": "mixers.core.mixer",
@@ -64,11 +65,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "conformance":
         return importlib.import_module("deltazoo.backends.conformance")
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'deltazoo' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"deltazoo.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(f"deltazoo.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -51,9 +51,9 @@ def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Te
     """Raise unless `states` and `slots` fit the decoding of one token per row; slot values are checked on the CPU."""
     T = inputs.q.shape[1]
     if T != 1:
-        raise ShapeError(f"step_ takes one token a row: q must have T = 1, got T = {T}")
+        raise ShapeError(f"step_ decodes one token per row: q must have T = 1, got T = {T}")
     if inputs.cu_seqlens is not None:
-        raise OperandError("step_ takes no cu_seqlens: give each sequence a row, and its state a slot")
+        raise OperandError("step_ does not take cu_seqlens: pass each sequence as a row, with a slot for its state")
     if inputs.state is not None:
         raise OperandError("step_ reads `states`; inputs.state must be None")
     _check_states(states, slots, inputs.q, (inputs.v.shape[-2], inputs.q.shape[3], inputs.v.shape[-1]))

@@ -58,7 +58,7 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
         verdicts.append(Verdict(name, chosen, reasons))
     for name in installed:
         if name not in tried:
-            reasons = _reasons(name, spec, meta) or ["supported; runs when requested by name."]
+            reasons = _reasons(name, spec, meta) or ["supported; runs when asked for by name."]
             verdicts.append(Verdict(name, False, reasons))
     return Explanation(verdicts)
 

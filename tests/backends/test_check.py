@@ -210,7 +210,7 @@ def test_beta_of_efla_may_be_any_nonnegative_number():
 
 
 STEPS = [
-    ({"T": 2}, {}, {}, ShapeError, "step_ takes one token a row: q must have T = 1, got T = 2"),
+    ({"T": 2}, {}, {}, ShapeError, "step_ decodes one token per row: q must have T = 1, got T = 2"),
     ({}, {"state": torch.zeros(2, 4, 5, 6)}, {}, OperandError, "step_ reads `states`; inputs.state must be None"),
     ({}, {}, {"states": torch.zeros(2, 4, 6, 5)}, ShapeError, "states must have shape [2, 4, 5, 6]"),
     ({}, {}, {"states": torch.zeros(9, 4, 5, 6)}, ShapeError, "states must have shape [2, 4, 5, 6]"),
@@ -235,5 +235,5 @@ def test_wrong_argument_of_step_is_refused(sizes, change, call, error, message):
 
 def test_step_refuses_packed_sequences():
     spec, inputs = make_inputs(PACK._replace(T=1, lengths=(1,)))
-    with pytest.raises(OperandError, match="step_ takes no cu_seqlens: give each sequence a row"):
+    with pytest.raises(OperandError, match="step_ does not take cu_seqlens: pass each sequence as a row"):
         bind(spec, "reference").step_(inputs._replace(state=None), torch.zeros(1, 4, 5, 6))
