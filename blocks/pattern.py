@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from deltazoo.backends.errors import PatternError
-from deltazoo.mixers.core.patterns import At, Chain, Name, Repeat, Side, Spread, Term
+from deltazoo.mixers.core.patterns import At, Chain, Name, Parallel, Repeat, Spread, Term
 
 NAME = r"[A-Za-z_][\w.:-]*"
 RESERVED = ("else", "spread")
@@ -64,7 +64,7 @@ def with_names(pattern: Term, name: Callable[[Term], Name]) -> Term:
     match pattern:
         case Name():
             return pattern
-        case Chain(parts) | Side(parts):
+        case Chain(parts) | Parallel(parts):
             return type(pattern)(tuple(with_names(part, name) for part in parts))
         case Repeat(count, part):
             return Repeat(count, with_names(part, name))
@@ -104,7 +104,7 @@ def _period(term: Term) -> Iterator[tuple[Term, ...]]:
 
 
 def _sides(term: Term) -> tuple[Term, ...]:
-    return term.parts if isinstance(term, Side) else (term,)
+    return term.parts if isinstance(term, Parallel) else (term,)
 
 
 def _flat(text: str) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.errors import ConfigError, StateError
-from deltazoo.mixers.core.mixer import FIRST, Context, Cost, Mixer, MixerConfig, Place
-from deltazoo.mixers.core.sequences import aligned, check_state, counts, positions, restored
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place
+from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.parts.caches import KVCache, empty_cache, written
 from deltazoo.mixers.parts.norms import RMSNorm
@@ -47,7 +47,7 @@ class AttentionConfig(MixerConfig, ABC):
             raise ValueError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
         return self
 
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "AttentionMixer":
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "AttentionMixer":
         return AttentionMixer(self, width)
 
     def cost(self, width: int) -> Cost:
@@ -138,7 +138,7 @@ class AttentionMixer(Mixer):
     def forward(
         self, x: Tensor, state: KVCache | None = None, context: Context | None = None
     ) -> tuple[Tensor, KVCache | None]:
-        x_BTD, context, order = aligned(x, self.width, context)
+        x_BTD, context, order = left_align(x, self.width, context)
         if state is not None:
             self._check_cache(state, x_BTD, context)
         q, k, v = self._operands(x_BTD, None if state is None else state.position, context)
@@ -149,7 +149,7 @@ class AttentionMixer(Mixer):
         if self.to_gate is not None:
             gate = self.to_gate(x_BTD).view(o_BTHE.shape)
             o_BTHE = (o_BTHE * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o_BTHE.dtype)
-        return restored(self.out(rearrange(o_BTHE, "b t h e -> b t (h e)")), order), state
+        return undo_left_align(self.out(rearrange(o_BTHE, "b t h e -> b t (h e)")), order), state
 
     def _operands(self, x_BTD: Tensor, seen_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (
@@ -166,7 +166,7 @@ class AttentionMixer(Mixer):
     def _attend_cached(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context
     ) -> tuple[Tensor, KVCache]:
-        count_N = counts(q, context)
+        count_N = token_counts(q, context)
         if context.cu_seqlens is not None:
             o = attend_pack(q, k, v, self.scale, self.window, cache, context.cu_seqlens)
             return o, written(cache, k, v, count_N, context.cu_seqlens[:-1].long())
@@ -187,7 +187,7 @@ class AttentionMixer(Mixer):
         if self.window is not None and slots > self.window:
             raise StateError(f"the cache must have at most window = {self.window} slots, got {slots}")
         if slots != self.window and cache.position.device.type == "cpu" and not torch.compiler.is_compiling():
-            longest = int((cache.position + counts(x_BTD, context)).amax()) if len(cache.position) else 0
+            longest = int((cache.position + token_counts(x_BTD, context)).amax()) if len(cache.position) else 0
             if longest > slots:
                 raise StateError(
                     f"the cache is full: it has {slots} slots (capacity), and a sequence reaches {longest}"

@@ -34,4 +34,4 @@ class Comba(DeltaRuleConfig):
         operands = {**self.beta(shape), "feedback": Feedback(shape, self.correction)}
         operands["decay"] = SoftplusDecay(shape)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, "sigmoid")}
-        return Parts(self.project(shape), operands, outputs)
+        return Parts(self.qkv_projection(shape), operands, outputs)

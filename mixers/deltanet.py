@@ -31,6 +31,6 @@ class DeltaNet(DeltaRuleConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands, outputs = self.beta(shape), {"norm": HeadNorm(shape, self.norm_eps)}
         if (self.feature, self.qk_norm) == ("silu", "l2"):
-            return Parts(self.project(shape), operands, outputs)
+            return Parts(self.qkv_projection(shape), operands, outputs)
         keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit)}
         return Parts(Project(shape, self.conv_width, silu="v"), {**keys, **operands}, outputs)

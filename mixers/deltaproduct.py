@@ -26,4 +26,4 @@ class DeltaProduct(DeltaRuleConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands, outputs = self.beta(shape), {"norm": HeadNorm(shape, self.norm_eps)}
-        return Parts(self.project(shape), operands, outputs)
+        return Parts(self.qkv_projection(shape), operands, outputs)

@@ -27,4 +27,4 @@ class GatedDeltaNet2(DeltaRuleConfig):
         decay = SoftplusDecay(shape, "channel", shape.value_width, rates=(1, 16))
         gate = OutputGate(shape, "sigmoid", shape.value_width, bias=True)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
-        return Parts(self.project(shape), {**self.beta(shape), "decay": decay}, outputs)
+        return Parts(self.qkv_projection(shape), {**self.beta(shape), "decay": decay}, outputs)

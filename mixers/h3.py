@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.core.mixer import FIRST, Context, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.complex_states import Discretisation
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -30,7 +30,7 @@ class H3(FilterConfig):
     def spec(self) -> UpdateSpec:
         return SPEC
 
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "H3Mixer":
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "H3Mixer":
         return H3Mixer(self, width, backend)
 
 

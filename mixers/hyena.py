@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.varlen import sequence_index
-from deltazoo.mixers.core.mixer import FIRST, Context, Place
-from deltazoo.mixers.core.sequences import counts
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer, Remembering
 from deltazoo.mixers.parts.caches import KVCache, written
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -43,7 +43,7 @@ class Hyena(FilterConfig):
     def flops_context(self, width: int) -> int:
         return 2 * width
 
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "HyenaMixer":
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "HyenaMixer":
         return HyenaMixer(self, width, backend)
 
 
@@ -98,7 +98,7 @@ class LongConv(nn.Module, Remembering):
             return self._with_bias(fft_convolved(x, self.kernel(x.shape[1], x)), x), None
         before = self._slots(x, context) if state is None else state
         cache, count = KVCache(before["history"][:, :, None], x.new_zeros(*before["history"].shape[:2], 1, 0),
-            before["seen"]), counts(x, context)  # fmt: skip
+            before["seen"]), token_counts(x, context)  # fmt: skip
         self._check_room(cache, count)
         seen = cache.position.clone()
         first = None if context.cu_seqlens is None else context.cu_seqlens[:-1].long()

@@ -33,4 +33,4 @@ class KDA(DeltaRuleConfig):
         decay = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
         gate = OutputGate(shape, "sigmoid", self.gate_rank or shape.value_width)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
-        return Parts(self.project(shape), {**self.beta(shape), "decay": decay}, outputs)
+        return Parts(self.qkv_projection(shape), {**self.beta(shape), "decay": decay}, outputs)

@@ -16,8 +16,8 @@ from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
-from deltazoo.mixers.core.mixer import FIRST, Context, Cost, Mixer, MixerConfig, Place, State
-from deltazoo.mixers.core.sequences import aligned, check_state, restored
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place, State
+from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import rollback_
 
 Inner = Annotated[MixerConfig, BeforeValidator(parse), PlainSerializer(dump)]
@@ -52,7 +52,7 @@ class MoM(MixerConfig):
             raise ValueError(f"active must be at most memories = {self.memories}, got {self.active}")
         return self
 
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "MoMMixer":
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "MoMMixer":
         return MoMMixer(self, width, place, backend)
 
     def spec(self) -> UpdateSpec | None:
@@ -143,7 +143,7 @@ class MoMMixer(Mixer):
     def forward(
         self, x: Tensor, state: dict[str, State] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, State] | None]:
-        x_BTD, context, order = aligned(x, self.width, context)
+        x_BTD, context, order = left_align(x, self.width, context)
         # a memory counts its own tokens; what layers hand on is of all tokens, not of one memory's
         context = context._replace(positions=None, values=None)
         if state is not None:
@@ -164,7 +164,7 @@ class MoMMixer(Mixer):
             y_BTD = y_BTD + own
         if torch.is_grad_enabled():
             y_BTD = _WithLoss.apply(y_BTD, routes.loss)
-        return restored(y_BTD, order), None if state is None else after
+        return undo_left_align(y_BTD, order), None if state is None else after
 
 
 def _on_chosen(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.short_conv import ConvPart
-from deltazoo.mixers.core.mixer import FIRST, Context, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import LearnedMixer, heads_of
 from deltazoo.mixers.families.filter import FilterConfig
@@ -40,7 +40,7 @@ class Titans(FilterConfig):
     def equation(self) -> str:
         return "S_t = eta_t S_(t-1) - theta_t grad |M'(k_t) - v_t|^2, M_t = (1 - alpha_t) M_(t-1) + S_t, o_t = M_t(q_t)"
 
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "TitansMixer":
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "TitansMixer":
         return TitansMixer(self, width, backend)
 
     def update_flops(self, width: int) -> int:

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
-from deltazoo.mixers.core.mixer import FIRST, Context, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import LearnedMixer, heads_of
 from deltazoo.mixers.families.filter import FilterConfig
@@ -40,7 +40,7 @@ class TTTLinear(FilterConfig):
     def equation(self) -> str:
         return "W_t = W' - (1 / i + p_i) sum_s eta_s grad l(W'; k_s, v_s), o_t = q_t + ln(W_t q_t + b_t)"
 
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> "TTTLinearMixer":
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "TTTLinearMixer":
         return TTTLinearMixer(self, width, backend)
 
     def update_flops(self, width: int) -> int:
@@ -55,7 +55,7 @@ class TTTLinearMixer(LearnedMixer):
     projection, the norm and the gate after it as in the published code.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("b", "gain", "bias")
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("b", "gain", "bias")
 
     def __init__(self, config: TTTLinear, width: int, backend: str | Backend | None) -> None:
         super().__init__(width, heads_of(config.heads, width))

@@ -174,10 +174,10 @@ def _decode_step(mixer: Mixer, device: str, dtype: torch.dtype, backend: str | N
     """What of a decode step is one operation of the backend, of a mixer whose update it computes."""
     if backend is None or not isinstance(mixer, DeltaMixer):
         return {}
-    fusion = mixer.fusion()
+    fusion = mixer.decode_fusion()
     if fusion is None or resolve(backend).fused_decode_unsupported(fusion.step, dtype):
         return {"decode step": f"part by part, the update by backend {backend!r} on {device!r}"}
-    parts = ", ".join(type(part).__name__ for part in fusion.inside.values())
+    parts = ", ".join(type(part).__name__ for part in fusion.fused_parts.values())
     return {"decode step": f"{parts} and the update in one, by backend {backend!r} on {device!r}"}
 
 

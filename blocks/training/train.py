@@ -295,8 +295,8 @@ class _Run:
 
 
 def _adamw(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices alone: norms, biases, and what a module calls `undecayed` are left as they are."""
-    left = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "undecayed", ())}
+    """AdamW that decays matrices alone: norms, biases, and what a module calls `no_weight_decay` are left as they are."""
+    left = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "no_weight_decay", ())}
     matrices = [x for x in model.parameters() if x.dim() >= 2 and id(x) not in left]
     others = [x for x in model.parameters() if x.dim() < 2 or id(x) in left]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.mixers.core.part import Fusible, FusibleLinearPart, StatelessOutputPart, stock, together
+from deltazoo.mixers.core.part import Fusible, FusibleLinearPart, StatelessOutputPart, is_unmodified, together
 
 
 class Fusion(NamedTuple):
@@ -41,12 +41,12 @@ def fusion(step: FusedDecodeStep, before: Mapping[str, nn.Module], outputs: Mapp
     """
     inside: dict[str, Fusible] = {}
     for name, part in (*before.items(), *outputs.items()):
-        more = part.fused(step) if isinstance(part, Fusible) and _may(part, inside.values()) else None
+        more = part.fuse_into(step) if isinstance(part, Fusible) and _may(part, inside.values()) else None
         if more is None or not isinstance(part, Fusible):
             break
         step, inside[name] = more, part
     left = [part for name, part in outputs.items() if name not in inside]
-    after = [part for part in left if isinstance(part, StatelessOutputPart) and part.plain and stock(part)]
+    after = [part for part in left if isinstance(part, StatelessOutputPart) and part.plain and is_unmodified(part)]
     if len(inside) < len(before) or len(after) < len(left):
         return None
     return Fusion(step, inside, after)
@@ -54,7 +54,7 @@ def fusion(step: FusedDecodeStep, before: Mapping[str, nn.Module], outputs: Mapp
 
 def _may(part: Fusible, inside: Iterable[Fusible]) -> bool:
     """Whether a part computes what it says, and none of its kind is there, for the step has one place for each."""
-    return part.says and stock(part) and type(part) not in [type(other) for other in inside]
+    return part.says and is_unmodified(part) and type(part) not in [type(other) for other in inside]
 
 
 def mapped_dtype(x: Tensor) -> torch.dtype:

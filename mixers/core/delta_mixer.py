@@ -22,11 +22,11 @@ from deltazoo.mixers.core.part import (
     Parts,
     ResizesHeads,
     Stateful,
-    stock,
+    is_unmodified,
     together,
 )
-from deltazoo.mixers.core.sequences import aligned, check_state, restored
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
+from deltazoo.mixers.core.state import write_back
 
 
 class Update(nn.Module, HasBackend):
@@ -66,14 +66,14 @@ class Update(nn.Module, HasBackend):
         """Return o [B, T, HV, V] and the state after; one token without gradients updates the state in place."""
         bound = self.bound
         if context.mask is not None:
-            inputs = hidden(inputs, context.mask)
+            inputs = mask_padding(inputs, context.mask)
             if self.bound_fixed and inputs.log_decay is not None:
                 bound = self.bound_fixed[inputs.log_decay.dim()]
         one = inputs.q.shape[1] == 1 and context.cu_seqlens is None
         if state is not None and one and not torch.is_grad_enabled():
             return bound.step_(inputs, state), state
         out = bound(inputs._replace(state=state, cu_seqlens=context.cu_seqlens))
-        return out.o, None if state is None else carried(state, out.state)
+        return out.o, None if state is None else write_back(state, out.state)
 
     def extra_repr(self) -> str:
         return repr(self.spec)
@@ -114,8 +114,8 @@ class DeltaMixer(Mixer):
     def forward(
         self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        x_BTD, context, order = aligned(x, self.width, context)
-        context = context._replace(notes={})
+        x_BTD, context, order = left_align(x, self.width, context)
+        context = context._replace(intermediates={})
         before = {} if state is None else state
         after: dict[str, Tensor | None] = {}
         if state is not None:
@@ -127,11 +127,13 @@ class DeltaMixer(Mixer):
                 return self._mapped(fused, x_BTD, order), state
         inputs, after["project"] = self.project(x_BTD, before.get("project"), context)
         projected = inputs
-        narrow = {n: part.proj for n, part in self.operands.items() if isinstance(part, LinearPart) and stock(part)}
+        narrow = {
+            n: part.proj for n, part in self.operands.items() if isinstance(part, LinearPart) and is_unmodified(part)
+        }
         raw = together(x_BTD, narrow)
         for name, part in self.operands.items():
             if isinstance(part, LinearPart) and name in raw:
-                inputs = part.of(raw[name], inputs)
+                inputs = part.prepare(raw[name], inputs)
             else:
                 inputs, after[name] = part(x_BTD, inputs, before.get(name), context)
         o, after["update"] = self.update(inputs, before.get("update"), context)
@@ -153,12 +155,12 @@ class DeltaMixer(Mixer):
             return None
         o = bound.fused_decode_step_(fused.step, fused.inputs(x_BTD, state.get("project")), state["update"])
         for part in fused.after:
-            o = part.of(o, x_BTD)
+            o = part.transform(o, x_BTD)
         return o
 
     def fusion(self) -> Fusion | None:
         """How a backend may take a decode step in one, see `Fusion`; None where the parts, as they are, do not fuse."""
-        if type(self.update) is not Update or not stock(self.update):
+        if type(self.update) is not Update or not is_unmodified(self.update):
             return None
         _, H, HV, K, V, _ = self.update.shape
         step = FusedDecodeStep(self.update.spec, H, HV, K, V, parts=())
@@ -169,7 +171,7 @@ class DeltaMixer(Mixer):
         y_BTD = self.out(rearrange(o, "b t h v -> b t (h v)"))
         if self.direct is not None:
             y_BTD = y_BTD + self.direct(x_BTD).to(y_BTD.dtype)
-        return restored(y_BTD, order)
+        return undo_left_align(y_BTD, order)
 
     def rebind(self, backend: str | Backend | None) -> None:
         """Choose the backend anew, as `deltazoo.bind` does."""
@@ -189,7 +191,7 @@ class DeltaMixer(Mixer):
         ]
 
 
-def hidden(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
+def mask_padding(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
     """Make the update the identity at padded tokens: nothing decays, nothing is erased or written."""
 
     def zeroed(tensor: Tensor) -> Tensor:
@@ -211,5 +213,5 @@ def _resized(shape: HeadShape, parts: Parts) -> HeadShape:
     """The sizes of the update, after the parts before it."""
     for part in parts.operands.values():
         if isinstance(part, ResizesHeads):
-            shape = part.resized(shape)
+            shape = part.resize_heads(shape)
     return shape

@@ -24,7 +24,7 @@ class Place(NamedTuple):
     depth: int = 1
 
 
-FIRST = Place()
+FIRST_PLACE = Place()
 
 
 class Context(NamedTuple):
@@ -44,17 +44,17 @@ class Context(NamedTuple):
     positions: Tensor | None = None
     mask: Tensor | None = None
     values: dict[str, Any] | None = None
-    notes: dict[str, Tensor] | None = None
+    intermediates: dict[str, Tensor] | None = None
 
-    def note(self, name: str) -> Tensor:
+    def intermediate(self, name: str) -> Tensor:
         """Read what an earlier part left."""
-        assert self.notes is not None and name in self.notes  # a config puts both parts in
-        return self.notes[name]
+        assert self.intermediates is not None and name in self.intermediates  # a config puts both parts in
+        return self.intermediates[name]
 
-    def leave(self, **notes: Tensor) -> None:
+    def store(self, **tensors: Tensor) -> None:
         """Leave something for later parts."""
-        assert self.notes is not None  # a mixer lays the dict out
-        self.notes.update(notes)
+        assert self.intermediates is not None  # a mixer lays the dict out
+        self.intermediates.update(tensors)
 
 
 class Mixer(nn.Module, ABC):
@@ -64,7 +64,7 @@ class Mixer(nn.Module, ABC):
     one returned, and take a `snapshot` first if the old one is needed again.
 
     A module inside that has parameters of two dimensions and more which weight decay must leave alone (decay rates,
-    biases by head) names them in a class attribute, `undecayed = ("A_log",)`.
+    biases by head) names them in a class attribute, `no_weight_decay = ("A_log",)`.
     """
 
     @abstractmethod
@@ -111,7 +111,7 @@ class MixerConfig(BaseModel, Term, ABC):
     source: ClassVar[str]
 
     @abstractmethod
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> Mixer:
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> Mixer:
         """Make the module.
 
         Args: width: D; place: the layer it will be; backend: as for `deltazoo.bind`.

@@ -59,7 +59,7 @@ class OperandPart(nn.Module, ABC):
     ) -> tuple[UpdateInputs, Tensor | None]:
         """Return the operands, and the state after these tokens (None for a part without one).
 
-        Args: x: [B, T, D]; state: as `init_state` made it, or None; context: aligned, real tokens first.
+        Args: x: [B, T, D]; state: as `init_state` made it, or None; context: left_align, real tokens first.
         """
 
 
@@ -72,10 +72,10 @@ class LinearPart(OperandPart):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        return self.of(self.proj(x), inputs), None
+        return self.prepare(self.proj(x), inputs), None
 
     @abstractmethod
-    def of(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
+    def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
         """Return the operands. Args: raw: what `proj` makes of x, [B, T, ..]."""
 
 
@@ -112,10 +112,10 @@ class StatelessOutputPart(OutputPart):
     def forward(
         self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        return self.of(o, flow.x), None
+        return self.transform(o, flow.x), None
 
     @abstractmethod
-    def of(self, o: Tensor, x: Tensor) -> Tensor:
+    def transform(self, o: Tensor, x: Tensor) -> Tensor:
         """Return the output [B, T, HV, V]. Args: x: [B, T, D], the mixer's input."""
 
 
@@ -172,7 +172,7 @@ class ResizesHeads(ABC):
     """An operand part that changes the key or value width of the update."""
 
     @abstractmethod
-    def resized(self, shape: HeadShape) -> HeadShape:
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
         """The sizes after this part."""
 
 
@@ -211,11 +211,11 @@ def together(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return dict(zip(narrow, y.split([layer.out_features for layer in narrow.values()], -1), strict=True))
 
 
-def stock(module: nn.Module) -> bool:
+def is_unmodified(module: nn.Module) -> bool:
     """Whether to call a module is to run what its class says, and nothing else: no hook, no other forward put on it."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return not any(hooks) and "forward" not in module.__dict__ and not _has_any_global_hook()
 
 
 def _joins(layer: nn.Linear) -> bool:
-    return layer.bias is None and stock(layer) and 8 * layer.out_features <= layer.in_features
+    return layer.bias is None and is_unmodified(layer) and 8 * layer.out_features <= layer.in_features

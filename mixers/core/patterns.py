@@ -32,10 +32,10 @@ class Term:
     def __rmul__(self, count: int) -> "Repeat":
         return self * count
 
-    def __or__(self, other: "Term") -> "Side":
+    def __or__(self, other: "Term") -> "Parallel":
         if not isinstance(other, Term):
             return NotImplemented
-        return Side((*_sides(self), *_sides(other)))
+        return Parallel((*_sides(self), *_sides(other)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Repeat(Term):
 
 
 @dataclass(frozen=True)
-class Side(Term):
+class Parallel(Term):
     """Mixers side by side in one layer, their outputs summed: `a | b`."""
 
     parts: tuple[Term, ...]
@@ -148,7 +148,7 @@ def _parts(term: Term) -> tuple[Term, ...]:
 
 
 def _sides(term: Term) -> tuple[Term, ...]:
-    return term.parts if isinstance(term, Side) else (term,)
+    return term.parts if isinstance(term, Parallel) else (term,)
 
 
 def _inside(operator: str, parts: tuple[Term, ...]) -> None:
@@ -167,11 +167,11 @@ def _one_layer(operator: str, part: Term) -> None:
 
 
 def _bracketed(part: Term) -> str:
-    return f"({part})" if isinstance(part, Side) else _shown(part)
+    return f"({part})" if isinstance(part, Parallel) else _shown(part)
 
 
 def _shown(part: Term) -> str:
-    return str(part) if isinstance(part, Name | Chain | Repeat | Side | At | Spread) else repr(part)
+    return str(part) if isinstance(part, Name | Chain | Repeat | Parallel | At | Spread) else repr(part)
 
 
 def _value(value: Any) -> str:

@@ -14,12 +14,12 @@ from deltazoo.mixers.core.mixer import Context
 _NOTHING = Context()
 
 
-def aligned(x_BTD: Tensor, width: int, context: Context | None) -> tuple[Tensor, Context, Tensor | None]:
+def left_align(x_BTD: Tensor, width: int, context: Context | None) -> tuple[Tensor, Context, Tensor | None]:
     """Check the call, zero the padded tokens, and bring left padding to the right of the real tokens.
 
     After this a mixer knows one kind of padding: row b has its real tokens first, and token t of it is its t-th.
 
-    Returns: x; the context, its mask and positions moved alike; and the order that `restored` undoes, or None.
+    Returns: x; the context, its mask and positions moved alike; and the order that `undo_left_align` undoes, or None.
     Raises: ShapeError, DtypeError, DeviceError, OperandError, ValueRangeError.
     """
     if x_BTD.dim() != 3 or x_BTD.shape[2] != width:
@@ -39,8 +39,8 @@ def aligned(x_BTD: Tensor, width: int, context: Context | None) -> tuple[Tensor,
     return x_BTD, context._replace(mask=mask_BT, positions=positions), (time_T - first_B) % T
 
 
-def restored(y_BTD: Tensor, order_BT: Tensor | None) -> Tensor:
-    """Put tokens back where they stood before `aligned`."""
+def undo_left_align(y_BTD: Tensor, order_BT: Tensor | None) -> Tensor:
+    """Put tokens back where they stood before `left_align`."""
     return y_BTD if order_BT is None else _taken(y_BTD, order_BT)
 
 
@@ -53,8 +53,8 @@ def check_state(rows: dict[str, int], x_BTD: Tensor, context: Context) -> None:
             raise StateError(f"state {name!r} must have one row for each {what}, {N} in all, got {got}")
 
 
-def counts(x_BTD: Tensor, context: Context) -> Tensor:
-    """How many real tokens each sequence brings: [N] int64. `context` is aligned."""
+def token_counts(x_BTD: Tensor, context: Context) -> Tensor:
+    """How many real tokens each sequence brings: [N] int64. `context` is left_align."""
     if context.cu_seqlens is not None:
         return context.cu_seqlens.diff().long()
     if context.mask is not None:

@@ -55,7 +55,7 @@ def load_(state: State, path: str | Path) -> State:
     return rollback_(state, torch.load(path, map_location="cpu", weights_only=True))
 
 
-def carried(old: Tensor | None, new: Tensor) -> Tensor | None:
+def write_back(old: Tensor | None, new: Tensor) -> Tensor | None:
     """Hand a state on: no state in, none out; without gradients the old tensor is overwritten and keeps its address."""
     if old is None:
         return None

@@ -10,7 +10,7 @@ from torch import nn
 from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
-from deltazoo.mixers.core.mixer import FIRST, Cost, MixerConfig, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Cost, MixerConfig, Place
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, Parts
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -43,7 +43,7 @@ class UpdateConfig(MixerConfig, ABC):
             raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
         return self
 
-    def build(self, width: int, place: Place = FIRST, backend: str | Backend | None = None) -> DeltaMixer:
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> DeltaMixer:
         shape = self.shape(width).checked()
         return DeltaMixer(shape, self.spec(), self.parts(shape, place), backend)
 
@@ -122,7 +122,7 @@ class DeltaRuleConfig(DeltaConfig, ABC):
         """What is made a unit vector: with a `reparam` k keeps its length, which tells something."""
         return "qk" if self.reparam == "none" else "q"
 
-    def project(self, shape: HeadShape) -> Project:
+    def qkv_projection(self, shape: HeadShape) -> Project:
         """q, k and v after a convolution and SiLU, q and k divided by their L2 norm."""
         return Project(shape, self.conv_width, silu="qkv", unit=self.unit)
 
@@ -152,7 +152,7 @@ class GatedDeltaRuleConfig(DeltaRuleConfig, ABC):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {**self.beta(shape), "decay": SoftplusDecay(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
-        return Parts(self.project(shape), operands, outputs)
+        return Parts(self.qkv_projection(shape), operands, outputs)
 
 
 def update_flops(spec: UpdateSpec, shape: HeadShape) -> int:

@@ -1,4 +1,4 @@
-"""What mixers share whose state is a model that learns: where it starts, and how it is carried.
+"""What mixers share whose state is a model that learns: where it starts, and how it is write_back.
 
 B batch, T time, D width, H heads, E head width
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends.base import state_dtype
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.sequences import counts
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.sequences import token_counts
+from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import FilterMixer
 from deltazoo.mixers.parts.token_scan import Loop
 
@@ -67,8 +67,8 @@ class LearnedMixer(FilterMixer, ABC):
         ]
         o, new = loop(start, operands, wide, context)
         pairs = [*((f"model {i}", h, n) for i, (h, n) in enumerate(zip(held, new, strict=True)))]
-        for name, old, value in [*pairs, ("seen", seen, seen + counts(x, context))]:
-            kept = carried(old, value)
+        for name, old, value in [*pairs, ("seen", seen, seen + token_counts(x, context))]:
+            kept = write_back(old, value)
             assert kept is not None
             after[name] = kept
         return o

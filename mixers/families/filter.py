@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig
-from deltazoo.mixers.core.sequences import aligned, check_state, restored
+from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.delta_rule import update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -75,7 +75,7 @@ class FilterMixer(Mixer, ABC):
     def forward(
         self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        x_BTD, context, order = aligned(x, self.width, context)
+        x_BTD, context, order = left_align(x, self.width, context)
         if state is not None:
             wanted = set(self.init_state(0, 1))
             if set(state) != wanted:
@@ -83,7 +83,7 @@ class FilterMixer(Mixer, ABC):
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         after: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, state, after, context)
-        return restored(y_BTD, order), None if state is None else after
+        return undo_left_align(y_BTD, order), None if state is None else after
 
 
 def _run(part: nn.Module, x: Tensor, state: Any, context: Context) -> tuple[Tensor, Any]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.state import write_back
 
 
 class KVCache(NamedTuple):
@@ -69,6 +69,6 @@ def _merged(old_BSHE: Tensor, new: Tensor, token_BS: Tensor, first_B: Tensor | N
 
 
 def _kept(old: Tensor, new: Tensor) -> Tensor:
-    kept = carried(old, new)
+    kept = write_back(old, new)
     assert kept is not None  # a cache was given
     return kept

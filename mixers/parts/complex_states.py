@@ -17,8 +17,8 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, Stateful
-from deltazoo.mixers.core.sequences import counts, positions
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.sequences import positions, token_counts
+from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.decays import DT_MAX, DT_MIN
 
 Discretisation = Literal["zoh", "bilinear"]
@@ -44,10 +44,10 @@ class TurnIn(OperandPart, Stateful):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        turn = context.note("turn") if self.turn is None else self.turn
+        turn = context.intermediate("turn") if self.turn is None else self.turn
         angle = angle_at(positions(x, state, context), turn, state_dtype(inputs.v.dtype))
-        context.leave(angle=angle)
-        after = None if state is None else carried(state, state + counts(x, context))
+        context.store(angle=angle)
+        after = None if state is None else write_back(state, state + token_counts(x, context))
         return inputs._replace(v=turned(inputs.v, -angle)), after
 
 
@@ -57,7 +57,7 @@ class TurnOut(OutputPart):
     def forward(
         self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        return turned(o, context.note("angle")), None
+        return turned(o, context.intermediate("angle")), None
 
 
 class RingDecay(OperandPart):
@@ -81,7 +81,7 @@ class RingDecay(OperandPart):
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         dtype = state_dtype(inputs.v.dtype)
-        context.leave(turn=self.theta.exp())
+        context.store(turn=self.theta.exp())
         v = (inputs.v * self.gamma.to(dtype).exp()[:, None]).to(inputs.v.dtype)
         return inputs._replace(v=v, log_decay=-self.nu.to(dtype).exp()), None
 
@@ -113,7 +113,7 @@ class StateSpaceDecay(OperandPart):
         dtype = state_dtype(inputs.v.dtype)
         real, imaginary = -self.log_real.to(dtype).exp(), self.imaginary.to(dtype)
         log_decay, turn, b_real, b_imaginary = discretised(self.discretisation, real, imaginary, self.log_dt.exp())
-        context.leave(turn=turn)
+        context.store(turn=turn)
         re, im = inputs.v.to(dtype).unbind(-1)
         v = torch.stack([re * b_real - im * b_imaginary, re * b_imaginary + im * b_real], -1)
         return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None

@@ -13,10 +13,10 @@ from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.dispatch import BoundUpdate
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.mixers.core.delta_mixer import Update, hidden
+from deltazoo.mixers.core.delta_mixer import Update, mask_padding
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, Stateful
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.decays import softplus
 
 COVARIANCE = UpdateSpec(decay="head", transition="additive", beta="head", scale=1.0)
@@ -34,7 +34,7 @@ class Solve(OperandPart, Stateful, HasFlops):
     Source: MesaNet 2506.05233; lambda, its bound and 30 steps as in its published code.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("log_lambda",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("log_lambda",)
 
     def __init__(self, shape: HeadShape, steps: int, bound: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Solve(OperandPart, Stateful, HasFlops):
     ) -> tuple[UpdateInputs, Tensor | None]:
         dtype = state_dtype(inputs.q.dtype)
         shift = self.bound + softplus(self.log_lambda.to(dtype))
-        held = hidden(inputs, context.mask) if context.mask is not None else inputs
+        held = mask_padding(inputs, context.mask) if context.mask is not None else inputs
         q, k = inputs.q.to(dtype), held.k.to(dtype)
         beta = None if inputs.beta is None else inputs.beta.to(dtype)
         system = UpdateInputs(q, k, k, log_decay=held.log_decay, beta=beta, state=state, cu_seqlens=context.cu_seqlens)
@@ -67,7 +67,7 @@ class Solve(OperandPart, Stateful, HasFlops):
             rest = q - read.o - shift * solution
             fixed = [None if y is None else y.detach() for y in system]
             exact = solution + _Refine.apply(self.update.bound, self.steps, shift.detach(), rest, *fixed)
-        after = None if state is None else carried(state, read.state)
+        after = None if state is None else write_back(state, read.state)
         return inputs._replace(q=exact.to(inputs.q.dtype)), after
 
     def extra_repr(self) -> str:

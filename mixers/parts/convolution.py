@@ -13,8 +13,8 @@ from deltazoo.backends.dispatch import bind_conv
 from deltazoo.backends.short_conv import ConvInputs, ConvPart, shifted_taps
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
-from deltazoo.mixers.core.sequences import counts
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.sequences import token_counts
+from deltazoo.mixers.core.state import write_back
 
 
 class ShortConv(nn.Module, HasBackend):
@@ -87,17 +87,17 @@ def _after(x_BTC: Tensor, state: Tensor | None, context: Context) -> Tensor | No
     before = state.to(x_BTC.dtype)
     if context.mask is None and context.cu_seqlens is None:
         recent = x_BTC[:, max(T - past, 0) :]
-        return carried(state, torch.cat([before, recent], 1)[:, recent.shape[1] :])
+        return write_back(state, torch.cat([before, recent], 1)[:, recent.shape[1] :])
     if T == 0 or past == 0:
-        return carried(state, before)
+        return write_back(state, before)
     # of each sequence, with its history from -past on: the last indices
-    index_NP = counts(x_BTC, context)[:, None] + torch.arange(-past, 0, device=x_BTC.device)
+    index_NP = token_counts(x_BTC, context)[:, None] + torch.arange(-past, 0, device=x_BTC.device)
     if context.cu_seqlens is None:
         latest = _rows(x_BTC, index_NP.clamp(min=0))
     else:
         latest = x_BTC[0, (context.cu_seqlens[:-1, None] + index_NP.clamp(min=0)).clamp(max=T - 1)]
     held = _rows(before, (index_NP + past).clamp(max=past - 1))
-    return carried(state, torch.where((index_NP >= 0)[..., None], latest, held))
+    return write_back(state, torch.where((index_NP >= 0)[..., None], latest, held))
 
 
 def _rows(x_BTC: Tensor, index_BP: Tensor) -> Tensor:

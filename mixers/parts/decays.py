@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import FusibleLinearPart, HeadShape, OperandPart, projection
+from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, projection
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 
 
-class SoftplusDecay(FusibleLinearPart):
+class SoftplusDecay(LinearPart, Fusible):
     """log_decay = -exp(A_log) dt,  dt = softplus(W x + dt_bias): Mamba-2's decay, a step dt at the rate exp(A_log).
 
     Args:
@@ -47,7 +47,7 @@ class SoftplusDecay(FusibleLinearPart):
         self.A_log = nn.Parameter(torch.empty(shape.value_heads).uniform_(*rates).log_())
         self.dt_bias = nn.Parameter(dt_bias(size))
 
-    def of(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
+    def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
         dtype = state_dtype(raw.dtype)
         wide = raw.to(dtype) + self.dt_bias.to(dtype)
         rate = -self.A_log.to(dtype).exp()
@@ -66,8 +66,8 @@ class SoftplusDecay(FusibleLinearPart):
             return None
         return step._replace(bound=self.bound, writes=self.writes and self.bound is None)
 
-    def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
-        return {"decay": raw, "A_log": self.A_log, "dt_bias": self.dt_bias}
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        return {"decay": self.proj(x), "A_log": self.A_log, "dt_bias": self.dt_bias}
 
     def extra_repr(self) -> str:
         return f"per={self.per!r}, writes={self.writes}"

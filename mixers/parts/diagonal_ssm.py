@@ -15,8 +15,8 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
-from deltazoo.mixers.core.sequences import counts, positions
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.sequences import positions, token_counts
+from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.complex_states import Discretisation, angle_at, discretised
 from deltazoo.mixers.parts.decays import DT_MAX, DT_MIN
 
@@ -36,7 +36,7 @@ class DiagonalSSM(nn.Module):
     Source: S4D 2206.11893, sections 3 and 4.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("log_real", "imaginary", "log_dt")
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("log_real", "imaginary", "log_dt")
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class DiagonalSSM(nn.Module):
         )
         if state is None or seen is None or held is None:
             return o.squeeze(-1), None
-        counted = carried(seen, seen + counts(x, context))
+        counted = write_back(seen, seen + token_counts(x, context))
         assert counted is not None
         return o.squeeze(-1), {"update": held, "seen": counted}
 

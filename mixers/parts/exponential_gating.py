@@ -11,7 +11,7 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, Stateful
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.decays import at_most_zero
 
 # The maximum before the first token, of an empty state: low, and exp(-LOWEST) is finite in float32.
@@ -50,7 +50,7 @@ class ExponentialGate(OperandPart, Stateful):
         wide = SOFT_CAP * torch.tanh(raw.to(state_dtype(raw.dtype)) / SOFT_CAP)
         write, forget = wide[..., : self.heads], F.logsigmoid(wide[..., self.heads :])
         m, before, after = running_max(forget, write, state, context)
-        context.leave(one=(-m).exp())
+        context.store(one=(-m).exp())
         v = inputs.v * at_most_zero(write - m).exp()[..., None]
         log_decay = at_most_zero(forget + before - m)
         return inputs._replace(log_decay=log_decay, v=v.to(inputs.v.dtype)), after
@@ -75,11 +75,11 @@ class ExponentialKey(OperandPart, Stateful):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        raw = context.note("key")
+        raw = context.intermediate("key")
         key = raw.to(state_dtype(raw.dtype))
         forget = (-self.w.to(key.dtype).exp()).expand_as(key)
         m, before, after = running_max(forget, key, state, context)
-        context.leave(before=before)
+        context.store(before=before)
         v = inputs.v * at_most_zero(key - m).exp()[..., None]
         log_decay = at_most_zero(forget + before - m)
         return inputs._replace(log_decay=log_decay, v=v.to(inputs.v.dtype)), after
@@ -99,8 +99,8 @@ class ExponentialBonus(OutputPart):
     def forward(
         self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        before = context.note("before")
-        own = context.note("key").to(before.dtype) + self.u.to(before.dtype)
+        before = context.intermediate("before")
+        own = context.intermediate("key").to(before.dtype) + self.u.to(before.dtype)
         top = torch.maximum(before, own.detach())
         value = F.pad(flow.projected.v, (0, 1), value=1.0)
         held = o.to(before.dtype) * (before - top).exp()[..., None]
@@ -141,7 +141,7 @@ def running_max(
         if context.cu_seqlens is not None:
             begins = (torch.arange(T, device=m.device) == start_T)[None, :, None]
             before = torch.where(begins, first_BTH.to(m.dtype), before)
-        return m, before, None if state is None else carried(state, _last(m, state, context))
+        return m, before, None if state is None else write_back(state, _last(m, state, context))
 
 
 def _last(m: Tensor, state: Tensor, context: Context) -> Tensor:

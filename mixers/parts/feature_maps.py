@@ -34,7 +34,7 @@ class FeatureMap(OperandPart, ResizesHeads):
     ) -> tuple[UpdateInputs, Tensor | None]:
         return inputs._replace(q=phi(self.feature, inputs.q), k=phi(self.feature, inputs.k)), None
 
-    def resized(self, shape: HeadShape) -> HeadShape:
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(key_width=shape.key_width * (2 * DPFP_ROLLS if self.feature == "dpfp" else 1))
 
     def extra_repr(self) -> str:
@@ -49,7 +49,7 @@ class NormaliserColumn(OperandPart, ResizesHeads):
     ) -> tuple[UpdateInputs, Tensor | None]:
         return inputs._replace(v=F.pad(inputs.v, (0, 1), value=1.0)), None
 
-    def resized(self, shape: HeadShape) -> HeadShape:
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(value_width=shape.value_width + 1)
 
 
@@ -72,7 +72,7 @@ class Normalise(OutputPart):
             return (o[..., :-1] / (o[..., -1:] + self.eps)).to(flow.projected.v.dtype), None
         wide = o.to(state_dtype(o.dtype))
         if isinstance(self.floor, str):
-            size = torch.maximum(wide[..., -1:].abs(), context.note(self.floor)[..., None])
+            size = torch.maximum(wide[..., -1:].abs(), context.intermediate(self.floor)[..., None])
         else:
             size = wide[..., -1:].abs().clamp(min=self.floor)
         return (wide[..., :-1] / (size + self.eps)).to(flow.projected.v.dtype), None
@@ -91,7 +91,7 @@ class RandomFourier(OperandPart, ResizesHeads, HasFlops):
     Source: RFA, Peng 2021, 2103.02143, sections 2.2 and 3.1.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("sigma",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("sigma",)
 
     def __init__(self, shape: HeadShape, features: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class RandomFourier(OperandPart, ResizesHeads, HasFlops):
     ) -> tuple[UpdateInputs, Tensor | None]:
         return inputs._replace(q=self._phi(inputs.q), k=self._phi(inputs.k)), None
 
-    def resized(self, shape: HeadShape) -> HeadShape:
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(key_width=2 * self.features)
 
     def _phi(self, x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     Fusible,
-    FusibleLinearPart,
     HeadShape,
+    LinearPart,
     OperandPart,
     OutputArguments,
     OutputPart,
@@ -31,7 +31,7 @@ TOP = 1 - 2**-7
 Activation = Literal["silu", "sigmoid", "gelu", "none"]
 
 
-class Beta(FusibleLinearPart):
+class Beta(LinearPart, Fusible):
     """beta = sigmoid(W x) for each value head (and micro-step), float32; at most `TOP` where the spec doubles it.
 
     Args: bias: of the map W (MesaNet).
@@ -44,7 +44,7 @@ class Beta(FusibleLinearPart):
         self.top = 1.0 if spec.negative_eigenvalues == "off" else TOP
         self.proj = projection(shape.width, self.n * shape.value_heads, bias=bias)
 
-    def of(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
+    def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
         beta = raw.to(state_dtype(raw.dtype)).sigmoid()
         if self.top < 1:
             beta = beta.clamp(max=self.top)
@@ -55,8 +55,8 @@ class Beta(FusibleLinearPart):
     def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(top=self.top) if step.spec.beta == "head" else None
 
-    def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
-        return {"beta": raw}
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        return {"beta": self.proj(x)}
 
     def extra_repr(self) -> str:
         return f"top={self.top}"
@@ -136,7 +136,7 @@ class OutputGate(StatelessOutputPart, Fusible):
         self.activation = activation
         self.proj = projection(shape.width, shape.value_heads * shape.value_width, rank, bias)
 
-    def of(self, o: Tensor, x: Tensor) -> Tensor:
+    def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return gated(o, self.proj(x).view(o.shape), self.activation)
 
     def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
@@ -174,7 +174,7 @@ class Skip(OutputPart, Fusible):
 class Silu(StatelessOutputPart):
     """o <- silu(o)."""
 
-    def of(self, o: Tensor, x: Tensor) -> Tensor:
+    def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return F.silu(o)
 
 
@@ -188,7 +188,7 @@ class NotedGate(OutputPart):
     def forward(
         self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        return gated(o, context.note("gate").view(o.shape), self.activation), None
+        return gated(o, context.intermediate("gate").view(o.shape), self.activation), None
 
     def extra_repr(self) -> str:
         return repr(self.activation)
@@ -200,7 +200,7 @@ class Bonus(OutputPart):
     Initialisation: `start`, [H, K] or a number. Source: RWKV-6 2404.05892, RWKV-7 2503.14456.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("u",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("u",)
 
     def __init__(self, shape: HeadShape, start: Tensor | float) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class HeadNorm(StatelessOutputPart, Fusible):
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
-    def of(self, o: Tensor, x: Tensor) -> Tensor:
+    def transform(self, o: Tensor, x: Tensor) -> Tensor:
         grouped = o.flatten(2).unflatten(2, (self.groups, -1))
         if self.kind == "layer":
             wide = grouped.to(state_dtype(o.dtype))

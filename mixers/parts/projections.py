@@ -12,7 +12,7 @@ from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.short_conv import ConvPart, follow
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, stock
+from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, is_unmodified
 from deltazoo.mixers.parts.convolution import ShortConv
 
 # Of which of q, k and v.
@@ -81,7 +81,7 @@ class Project(Fusible, Stateful):
     def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if self.conv is None:
             return step._replace(parts=tuple(self.rest)) if self.keys else None
-        if not self.keys or self.rest or type(self.conv) is not ShortConv or not stock(self.conv):
+        if not self.keys or self.rest or type(self.conv) is not ShortConv or not is_unmodified(self.conv):
             return None
         return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
 

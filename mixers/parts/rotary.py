@@ -9,8 +9,8 @@ from torch import Tensor
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import OperandPart, Stateful
-from deltazoo.mixers.core.sequences import counts, positions
-from deltazoo.mixers.core.state import carried
+from deltazoo.mixers.core.sequences import positions, token_counts
+from deltazoo.mixers.core.state import write_back
 
 
 class Rotary(OperandPart, Stateful):
@@ -32,7 +32,7 @@ class Rotary(OperandPart, Stateful):
     ) -> tuple[UpdateInputs, Tensor | None]:
         at_BT = positions(x, state, context)
         turn = angles(at_BT, inputs.q.shape[-1] // 2, self.theta, state_dtype(inputs.q.dtype))
-        after = None if state is None else carried(state, state + counts(x, context))
+        after = None if state is None else write_back(state, state + token_counts(x, context))
         return inputs._replace(q=rotate(inputs.q, turn), k=rotate(inputs.k, turn)), after
 
     def extra_repr(self) -> str:

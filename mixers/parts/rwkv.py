@@ -79,7 +79,7 @@ class Project4(nn.Module, Stateful):
     Source: RWKV 2305.13048.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("mix",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 
     def __init__(self, shape: HeadShape, place: Place) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Project4(nn.Module, Stateful):
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
         last, after = self.shift(x, state, context)
         x_k, x_v, x_r = (last + (x - last) * mix.to(x.dtype) for mix in self.mix)
-        context.leave(key=self.to_k(x_k), gate=self.to_r(x_r))
+        context.store(key=self.to_k(x_k), gate=self.to_r(x_r))
         v = self.to_v(x_v)[..., None]
         one = torch.ones_like(v)
         return UpdateInputs(one, one, v), after
@@ -112,7 +112,7 @@ class Project6(nn.Module, Stateful, HasFlops):
     Source: RWKV-5/6 2404.05892, section 4.2 (data-dependent token shift, decay).
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("mix",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 
     def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Project6(nn.Module, Stateful, HasFlops):
         inner = self.mix_down(x + delta * self.mix_x.to(x.dtype)).tanh().unflatten(-1, (5, -1))
         by_data = torch.einsum("btir,ird->ibtd", inner, self.mix_up.to(inner.dtype))
         x_w, x_k, x_v, x_r, x_g = (x + delta * (m.to(x.dtype) + d) for m, d in zip(self.mix, by_data, strict=True))
-        context.leave(gate=self.to_g(x_g))
+        context.store(gate=self.to_g(x_g))
         log_decay = rearrange(-self.decay(x_w).exp(), "b t (h k) -> b t h k", h=self.shape.heads)
         q, k = (rearrange(y, "b t (h k) -> b t h k", h=self.shape.heads) for y in (self.to_r(x_r), self.to_k(x_k)))
         v = rearrange(self.to_v(x_v), "b t (h v) -> b t h v", h=self.shape.value_heads)
@@ -163,7 +163,7 @@ class Project7(nn.Module, Stateful):
     Source: RWKV-7 2503.14456, section 4.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("mix",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 
     def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Project7(nn.Module, Stateful):
         last, after = self.shift(x, state, context)
         x_r, x_w, x_k, x_v, x_a, x_g = (x + (last - x) * mix.to(x.dtype) for mix in self.mix)
         r, k, v = self.to_r(x_r), self.to_k(x_k), self.to_v(x_v)
-        context.leave(gate=self.gate(x_g))
+        context.store(gate=self.gate(x_g))
         log_decay = -math.exp(-0.5) * self.decay(x_w).sigmoid()
         eta = self.rate(x_a).sigmoid()
         kappa = F.normalize(self._heads((k * self.xi).to(eta.dtype)), dim=-1)

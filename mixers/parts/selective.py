@@ -63,7 +63,7 @@ class Selective(OperandPart):
     Source: Mamba 2312.00752, section 3.2, algorithm 2 and section 3.6; Longhorn 2407.14207, algorithm 1.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("A_log",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log",)
 
     def __init__(
         self, shape: HeadShape, rank: int, kind: Literal["mamba", "longhorn"], norm_eps: float | None = None
@@ -116,7 +116,7 @@ class RealGate(OperandPart, HasFlops):
     Source: Griffin 2402.19427, section 2.4, equations 1 to 4, and appendix A.
     """
 
-    undecayed: ClassVar[tuple[str, ...]] = ("bias",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("bias",)
 
     def __init__(self, shape: HeadShape, blocks: int | None = None) -> None:
         super().__init__()

@@ -33,11 +33,11 @@ class Slots(OperandPart, ResizesHeads):
     ) -> tuple[UpdateInputs, Tensor | None]:
         raw = self.proj(x)
         log_decay = F.logsigmoid(raw.to(state_dtype(raw.dtype))) / self.temperature
-        context.leave(values=inputs.v)
+        context.store(values=inputs.v)
         v = -torch.expm1(log_decay)[..., None]
         return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None
 
-    def resized(self, shape: HeadShape) -> HeadShape:
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(value_heads=shape.heads * self.slots, value_width=1)
 
     def extra_repr(self) -> str:
@@ -67,5 +67,5 @@ class SecondPass(OutputPart, Stateful):
         assert flow.inputs.log_decay is not None  # `Slots` made it
         read = by_head(o.squeeze(-1).to(state_dtype(o.dtype))).softmax(-1).to(o.dtype)
         k = by_head(flow.inputs.v.squeeze(-1))
-        inputs = UpdateInputs(read, k, context.note("values"), log_decay=by_head(flow.inputs.log_decay))
+        inputs = UpdateInputs(read, k, context.intermediate("values"), log_decay=by_head(flow.inputs.log_decay))
         return self.update(inputs, state, context)

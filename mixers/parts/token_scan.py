@@ -14,7 +14,7 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.sequences import counts
+from deltazoo.mixers.core.sequences import token_counts
 
 STRETCH = 16
 
@@ -69,7 +69,7 @@ class Loop:
         time_T = torch.arange(T, device=which_T.device)
         slot_T = which_T * T + time_T - bounds.long()[which_T]
         rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, slot_T, x[0]).unflatten(0, (N, T)) for x in operands]
-        mask = time_T < counts(operands[0], context)[:, None]
+        mask = time_T < token_counts(operands[0], context)[:, None]
         o, after = self(state, rows, parameters, Context(mask=mask))
         return o.flatten(0, 1)[slot_T][None], after
 

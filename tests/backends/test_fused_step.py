@@ -344,7 +344,7 @@ def test_a_mixer_decodes_as_part_by_part(name):
     shares = mixer.project.conv is not None and mixer.update.shape.heads < mixer.update.shape.value_heads
     assert seen.kernels.get("push_kernel", 0) == (5 if shares else 0)
     assert "5 x triton: fused step" in str(seen)
-    left = [type(part) for part in mixer.fusion().after]
+    left = [type(part) for part in mixer.decode_fusion().remaining]
     assert left == ([HeadNorm] if name in PARTLY else [])
 
 
@@ -364,7 +364,7 @@ def test_which_mixers_fuse():
 def fuses(config: MixerConfig) -> bool:
     with torch.device("meta"):
         mixer = config.build(256, backend="reference")
-    fusion = mixer.fusion() if isinstance(mixer, DeltaMixer) else None
+    fusion = mixer.decode_fusion() if isinstance(mixer, DeltaMixer) else None
     if fusion is None:
         return False
     meta = UpdateMeta("cuda", torch.bfloat16, *fusion.step[1:5])
@@ -377,8 +377,8 @@ def spec_reasons(spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
 
 
 class OtherNorm(HeadNorm):
-    def of(self, o: Tensor, x: Tensor) -> Tensor:
-        return super().of(o, x) + 1
+    def transform(self, o: Tensor, x: Tensor) -> Tensor:
+        return super().transform(o, x) + 1
 
 
 class OtherForward(HeadNorm):
@@ -485,11 +485,13 @@ def test_a_part_that_was_put_in_later_counts():
     for m in (mixer, exact):
         norm = m.outputs["norm"]
         m.outputs["norm"] = OtherNorm(m.update.shape, 0.1).to(norm.weight)
-    assert mixer.fusion() is not None  # the gate, which shapes what comes out of another norm, stays outside, too
-    assert isinstance(mixer.fusion().after[0], OtherNorm)
+    assert (
+        mixer.decode_fusion() is not None
+    )  # the gate, which shapes what comes out of another norm, stays outside, too
+    assert isinstance(mixer.decode_fusion().remaining[0], OtherNorm)
     assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
     mixer.project.conv = torch.nn.Identity()
-    assert mixer.fusion() is None
+    assert mixer.decode_fusion() is None
 
 
 @runs
@@ -588,7 +590,7 @@ def test_a_backend_without_a_fused_step_takes_the_parts():
         mixer(torch.randn(2, 1, 32), mixer.init_state(2))
     assert "older: step" in str(seen)
     assert "fused" not in str(seen)
-    reasons = Older().fused_decode_unsupported(mixer.fusion().step, torch.float32)
+    reasons = Older().fused_decode_unsupported(mixer.decode_fusion().step, torch.float32)
     assert reasons == ["it takes no decode step in one: the mixer takes it part by part."]
 
 

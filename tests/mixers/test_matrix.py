@@ -9,7 +9,7 @@ from torch import Tensor
 from deltazoo.backends.errors import UnknownNameError
 from deltazoo.mixers import MixerConfig
 from deltazoo.mixers.core import conformance
-from deltazoo.mixers.core.mixer import FIRST, Context, Cost, Mixer, Place, State
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place, State
 
 
 @pytest.mark.parametrize("use", conformance.PROPERTIES)
@@ -23,7 +23,7 @@ class Leaky(MixerConfig):
     name = "leaky"
     source = "none"
 
-    def build(self, width: int, place: Place = FIRST, backend: object = None) -> "LeakyMixer":
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: object = None) -> "LeakyMixer":
         return LeakyMixer(width)
 
     def cost(self, width: int) -> Cost:

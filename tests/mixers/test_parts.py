@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.core.delta_mixer import DeltaMixer, hidden
+from deltazoo.mixers.core.delta_mixer import DeltaMixer, mask_padding
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, together
-from deltazoo.mixers.core.sequences import aligned, restored
+from deltazoo.mixers.core.sequences import left_align, undo_left_align
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.decays import FixedDecay, SigmoidDecay, SoftplusDecay
@@ -141,7 +141,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
 def test_dpfp_is_positive_and_widens_the_keys() -> None:
     part = FeatureMap("dpfp")
     got = part(torch.empty(0), operands(), None, Context())[0]
-    assert part.resized(SHAPE).key_width == got.k.shape[-1] == 36
+    assert part.resize_heads(SHAPE).key_width == got.k.shape[-1] == 36
     assert got.k.min() >= 0
 
 
@@ -158,7 +158,7 @@ def test_hidden_tokens_leave_any_state_as_it_was(decay: str) -> None:
             if name in random:
                 random[name] = sign * random[name].abs()
         state = torch.randn(2, 4, 6, 5, dtype=torch.float64)
-        inputs = hidden(UpdateInputs(**random), torch.zeros(2, 3, dtype=torch.bool))
+        inputs = mask_padding(UpdateInputs(**random), torch.zeros(2, 3, dtype=torch.bool))
         plain = spec.model_copy(update={"decay": "head"}) if decay == "fixed" else spec
         out = update(plain, inputs._replace(state=state), backend="reference")
         torch.testing.assert_close(out.state, state, rtol=0, atol=0)
@@ -167,10 +167,10 @@ def test_hidden_tokens_leave_any_state_as_it_was(decay: str) -> None:
 def test_aligned_puts_real_tokens_first_and_restored_puts_them_back() -> None:
     x = torch.arange(1, 13.0).view(2, 6, 1)
     mask = torch.tensor([[False, False, True, True, True, False], [True, True, False, False, False, False]])
-    moved, context, order = aligned(x, 1, Context(mask=mask))
+    moved, context, order = left_align(x, 1, Context(mask=mask))
     assert moved[..., 0].tolist() == [[3, 4, 5, 0, 0, 0], [7, 8, 0, 0, 0, 0]]
     assert context.mask.sum(1).tolist() == [3, 2]
-    assert torch.equal(restored(moved, order), torch.where(mask[..., None], x, 0.0))
+    assert torch.equal(undo_left_align(moved, order), torch.where(mask[..., None], x, 0.0))
 
 
 def test_parts_need_names_of_their_own() -> None:

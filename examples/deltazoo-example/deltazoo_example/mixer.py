@@ -20,4 +20,4 @@ class FadingDeltaNet(DeltaRuleConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {**self.beta(shape), "decay": FixedDecay(shape)}
-        return Parts(self.project(shape), operands, {"norm": HeadNorm(shape, self.norm_eps)})
+        return Parts(self.qkv_projection(shape), operands, {"norm": HeadNorm(shape, self.norm_eps)})

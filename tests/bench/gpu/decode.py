@@ -69,12 +69,12 @@ def repeated(step):
 
 def operands(mixer, x, state):
     """The fused step of a mixer, what it takes, and the update's operands, as its parts make them."""
-    fusion = mixer.fusion()
+    fusion = mixer.decode_fusion()
     inputs = fusion.inputs(x, state["project"].clone())
-    q, k, v = mixer.project(x, state["project"].clone(), deltazoo.mixers.Context(notes={}))[0][:3]
+    q, k, v = mixer.project(x, state["project"].clone(), deltazoo.mixers.Context(intermediates={}))[0][:3]
     given = deltazoo.UpdateInputs(q.contiguous(), k.contiguous(), v.contiguous())
     for part in mixer.operands.values():
-        given = part(x, given, None, deltazoo.mixers.Context(notes={}))[0]
+        given = part(x, given, None, deltazoo.mixers.Context(intermediates={}))[0]
     return fusion.step, inputs, given
 
 
