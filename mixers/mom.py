@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, model_validator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -20,7 +20,12 @@ from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerC
 from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import rollback_
 
-Inner = Annotated[MixerConfig, BeforeValidator(parse), PlainSerializer(dump)]
+
+def _parse_memory(data: Any, info: ValidationInfo) -> MixerConfig:
+    return parse(data, trust=bool((info.context or {}).get("trust")))
+
+
+Inner = Annotated[MixerConfig, BeforeValidator(_parse_memory), PlainSerializer(dump)]
 
 
 def _gated_deltanet() -> MixerConfig:

@@ -1,4 +1,4 @@
-"""Mixer configs to plain data and back, tagged with the mixer's name."""
+"""Conversion of mixer configs to plain data and back, tagged with the mixer's name."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,18 +12,21 @@ from deltazoo.mixers.core.mixer import MixerConfig
 
 
 def dump(config: MixerConfig) -> dict[str, Any]:
-    """Write a config as plain data that JSON and YAML can hold: `{"mixer": name, field: value, ...}`.
+    """Convert a config to plain data for JSON or YAML: `{"mixer": name, field: value, ...}`.
 
-    A config whose class is not installed under its name is tagged "module:Class", so that `parse` finds it.
+    The tag of a config whose class is not registered under its name is "module:Class". `parse` reads such data only
+    with trust=True.
     """
     return {"mixer": _tag(type(config)), **config.model_dump(mode="json")}
 
 
-def parse(data: Mapping[str, Any] | MixerConfig) -> MixerConfig:
-    """Read a config back from what `dump` wrote, or from YAML; fields left out have their defaults.
+def parse(data: Mapping[str, Any] | MixerConfig, trust: bool = False) -> MixerConfig:
+    """Build a config from the output of `dump`, or from equal data in a file. Missing fields get their defaults.
 
-    Args: data: `{"mixer": name, field: value, ...}`; a config passes through.
-    Raises: ConfigError, naming the nearest field where one is unknown; UnknownNameError; PluginError.
+    Args:
+        data: `{"mixer": name, field: value, ...}`; a config is returned unchanged.
+        trust: allow "module:Class" as a mixer name, here and in nested mixers. Importing the module runs its code.
+    Raises: ConfigError, which suggests the nearest field for an unknown one; UnknownNameError; PluginError.
     """
     if isinstance(data, MixerConfig):
         return data
@@ -34,46 +37,57 @@ def parse(data: Mapping[str, Any] | MixerConfig) -> MixerConfig:
     if not isinstance(name, str):
         got = "no such key" if name is None else repr(name)
         raise ConfigError(f"a mixer needs the key 'mixer' with a registered name, got {got} in {dict(data)!r}")
-    kind = config_class(name)
+    if not trust:
+        registry.refuse_untrusted("mixer", name, "key 'mixer'")
+    config_type = config_class(name)
     for field in fields:
-        if field not in kind.model_fields:
-            raise ConfigError(_unknown_field(name, field, kind))
+        if field not in config_type.model_fields:
+            raise ConfigError(_unknown_field(name, field, config_type))
     try:
-        return kind(**fields)
+        return from_fields(config_type, fields, trust)
     except ValidationError as error:
-        raise ConfigError(_sentences(name, error)) from error
+        raise ConfigError(_describe_errors(name, error)) from error
+
+
+def from_fields(config_type: type[MixerConfig], fields: Mapping[str, Any], trust: bool = False) -> MixerConfig:
+    """Validate fields and build a config. `trust` also applies to mixers nested in the fields (MoM).
+
+    Raises: pydantic.ValidationError.
+    """
+    return config_type.model_validate(dict(fields), context={"trust": trust})
 
 
 def config_class(name: str) -> type[MixerConfig]:
-    """Find the config class that a name stands for: a registered name or "module:Class".
+    """Return the config class with this name: a registered name or "module:Class".
 
-    Raises: UnknownNameError; DuplicateNameError; PluginError, where it is not a `MixerConfig`.
+    Raises: UnknownNameError; DuplicateNameError; PluginError, if it is not a subclass of `MixerConfig`.
     """
-    found = registry.load(registry.MIXERS, name)
-    if not (isinstance(found, type) and issubclass(found, MixerConfig)):
-        raise PluginError(f"mixer {name!r} must be a subclass of deltazoo.MixerConfig, got {found!r}")
-    return found
+    loaded = registry.load(registry.MIXERS, name)
+    if not (isinstance(loaded, type) and issubclass(loaded, MixerConfig)):
+        raise PluginError(f"mixer {name!r} must be a subclass of deltazoo.MixerConfig, got {loaded!r}")
+    return loaded
 
 
-def _tag(kind: type[MixerConfig]) -> str:
-    if kind.name in registry.names(registry.MIXERS) and registry.load(registry.MIXERS, kind.name) is kind:
-        return kind.name
-    return f"{kind.__module__}:{kind.__qualname__}"
+def _tag(config_type: type[MixerConfig]) -> str:
+    name = config_type.name
+    if name in registry.names(registry.MIXERS) and registry.load(registry.MIXERS, name) is config_type:
+        return name
+    return f"{config_type.__module__}:{config_type.__qualname__}"
 
 
-def _unknown_field(name: str, field: object, kind: type[MixerConfig]) -> str:
-    known = list(kind.model_fields)
+def _unknown_field(name: str, field: object, config_type: type[MixerConfig]) -> str:
+    known = list(config_type.model_fields)
     near = difflib.get_close_matches(str(field), known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"mixer {name!r} has no field {field!r}{hint} It has: {', '.join(known)}."
 
 
-def _sentences(name: str, error: ValidationError) -> str:
-    """Pydantic's complaints, one sentence each."""
+def _describe_errors(name: str, error: ValidationError) -> str:
+    """Join pydantic's errors into one message, a sentence for each field."""
     lines = []
     for problem in error.errors():
         message = problem["msg"].removeprefix("Value error, ")
-        where = ".".join(str(part) for part in problem["loc"])
-        got = f", got {problem['input']!r}" if where else ""
-        lines.append(f"{where + ': ' if where else ''}{message}{got}")
+        location = ".".join(str(part) for part in problem["loc"])
+        got = f", got {problem['input']!r}" if location else ""
+        lines.append(f"{location + ': ' if location else ''}{message}{got}")
     return f"mixer {name!r}: " + "; ".join(lines)

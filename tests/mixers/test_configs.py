@@ -70,13 +70,23 @@ def test_left_out_fields_have_their_defaults(config: MixerConfig) -> None:
     assert parse({"mixer": config.name}) == type(config)()
 
 
-def test_a_config_that_is_not_installed_is_found_by_its_path() -> None:
-    data = dump(_Plugin(window=7))
-    assert data["mixer"] == f"{__name__}:_Plugin"
+class UnregisteredWindow(SlidingWindow):
+    """Has the `name` of a registered mixer, but is another class."""
 
 
-class _Plugin(SlidingWindow):
-    """A class that goes by the name of another."""
+def test_an_unregistered_config_is_tagged_with_its_module_and_class() -> None:
+    assert dump(UnregisteredWindow(window=7))["mixer"] == f"{__name__}:UnregisteredWindow"
+
+
+UNTRUSTED = {"mixer": "deltazoo.mixers.deltanet:DeltaNet", "heads": 3}
+
+
+@pytest.mark.parametrize("data", [UNTRUSTED, {"mixer": "mom", "memory": UNTRUSTED}], ids=["alone", "inside mom"])
+def test_a_module_and_class_in_data_needs_trust(data: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="pass trust=True"):
+        parse(data)
+    config = parse(data, trust=True)
+    assert getattr(config, "memory", config) == DeltaNet(heads=3)
 
 
 def test_a_state_dict_comes_back(config: MixerConfig, x: Tensor) -> None:
@@ -201,8 +211,6 @@ def test_rebind_changes_the_backend(config: MixerConfig) -> None:
         ({"heads": 3}, ConfigError, "needs the key 'mixer'"),
         ({"mixer": 3}, ConfigError, "needs the key 'mixer'"),
         ("gated_deltanet", ConfigError, "must be a mapping"),
-        ({"mixer": "collections:OrderedDict"}, PluginError, "must be a subclass of deltazoo.MixerConfig"),
-        ({"mixer": "no_such_module:Thing"}, PluginError, "cannot be loaded"),
         (
             {"mixer": "deltanet", "reparam": "efla", "negative_eigenvalues": "both"},
             ConfigError,
@@ -215,6 +223,13 @@ def test_rebind_changes_the_backend(config: MixerConfig) -> None:
 def test_mistakes_in_data_are_told_in_words(data: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         parse(data)
+
+
+def test_a_trusted_name_must_be_a_mixer_config() -> None:
+    with pytest.raises(PluginError, match=r"must be a subclass of deltazoo.MixerConfig"):
+        parse({"mixer": "collections:OrderedDict"}, trust=True)
+    with pytest.raises(PluginError, match="cannot be loaded"):
+        parse({"mixer": "no_such_module:Thing"}, trust=True)
 
 
 def test_mistakes_in_fields_are_told_in_words() -> None:
