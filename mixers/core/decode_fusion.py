@@ -1,65 +1,105 @@
-"""Which parts of a mixer a decode kernel may take with the update.
+"""Fusion of a mixer's parts with the update into one decode step.
+
+The parts that a config builds declare whether they fuse (`Fusible`). `plan_fusion` decides once, when the mixer is
+built, which of them a decode step contains; the backend decides whether it computes that step.
 
 B batch, D width
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.mixers.core.part import Fusible, FusibleLinearPart, StatelessOutputPart, is_unmodified, together
+from deltazoo.mixers.core.part import Fusible, OutputPart, StatelessOutputPart, is_unmodified
 
 
-class Fusion(NamedTuple):
-    """A decode step with a mixer's projection, all its operand parts and the first of its output parts inside, by name.
-
-    The output parts `after` it follow one by one, and look at nothing that stays inside.
-    """
+class DecodeFusion(NamedTuple):
+    """Decode step with the parts inside it, by name, and the output parts that run after it, in order."""
 
     step: FusedDecodeStep
-    inside: dict[str, Fusible]
-    after: list[StatelessOutputPart]
+    fused_parts: dict[str, Fusible]
+    remaining: list[StatelessOutputPart]
 
     def inputs(self, x_B1D: Tensor, history: Tensor | None) -> FusedDecodeInputs:
-        """What the step takes; narrow maps by one product. Args: x: the mixer's input; history: the convolution's."""
-        given = {} if history is None else {"history": history}
-        narrow = {name: part for name, part in self.inside.items() if isinstance(part, FusibleLinearPart)}
-        raw = together(x_B1D, {name: part.proj for name, part in narrow.items()})
-        for name, part in self.inside.items():
-            given |= narrow[name].fused_of(raw[name]) if name in raw else part.fused_inputs(x_B1D)
-        return FusedDecodeInputs(**given)
+        """Compute the operands of the step. Args: x_B1D: input of the mixer; history: state of the convolution."""
+        operands = {} if history is None else {"history": history}
+        for part in self.fused_parts.values():
+            operands |= part.fused_inputs(x_B1D)
+        return FusedDecodeInputs(**operands)
 
 
-def fusion(step: FusedDecodeStep, before: Mapping[str, nn.Module], outputs: Mapping[str, nn.Module]) -> Fusion | None:
-    """Fuse parts, as they are, with a step that has none yet. Whether it is taken so a backend says.
+class FusionPlan(NamedTuple):
+    """Names of the parts in a decode step and after it.
 
-    None where one of those before the update does not fuse, or one after the step looks at what stays inside, or does
-    more than its class says.
+    classes: class of every part of the mixer, by name, at the time of the plan.
     """
-    inside: dict[str, Fusible] = {}
-    for name, part in (*before.items(), *outputs.items()):
-        more = part.fuse_into(step) if isinstance(part, Fusible) and _may(part, inside.values()) else None
-        if more is None or not isinstance(part, Fusible):
+
+    fused: tuple[str, ...]
+    remaining: tuple[str, ...]
+    classes: dict[str, type[nn.Module]]
+
+    def apply(self, step: FusedDecodeStep, parts: Mapping[str, nn.Module]) -> DecodeFusion | None:
+        """Build the decode step from the parts of the mixer.
+
+        Returns: None if a part was replaced or added since the plan, or has a forward hook: the mixer then runs its
+            parts one by one, so that every replacement and hook takes effect.
+        """
+        if tuple(parts) != tuple(self.classes):
+            return None
+        for name, part in parts.items():
+            if type(part) is not self.classes[name] or not is_unmodified(part):
+                return None
+        fused_parts: dict[str, Fusible] = {}
+        for name in self.fused:
+            part = parts[name]
+            assert isinstance(part, Fusible)
+            extended = part.fuse_into(step)
+            if extended is None:
+                return None
+            step, fused_parts[name] = extended, part
+        remaining = [parts[name] for name in self.remaining]
+        return DecodeFusion(step, fused_parts, [part for part in remaining if isinstance(part, StatelessOutputPart)])
+
+
+def plan_fusion(
+    step: FusedDecodeStep, parts: Mapping[str, nn.Module], outputs: Mapping[str, OutputPart]
+) -> FusionPlan | None:
+    """Plan a decode step that contains the projection, all operand parts and as many output parts as possible.
+
+    Args:
+        step: the step without parts.
+        parts: all parts in order, the update and `outputs` included.
+    Returns: None if a part before the update does not fuse, or an output part after the step needs the operands.
+    """
+    fused: dict[str, type[nn.Module]] = {}
+    for name, part in parts.items():
+        if name == "update":
+            continue
+        extended = _extend(step, part) if type(part) not in fused.values() else None  # one place per kind of part
+        if extended is None:
             break
-        step, inside[name] = more, part
-    left = [part for name, part in outputs.items() if name not in inside]
-    after = [part for part in left if isinstance(part, StatelessOutputPart) and part.plain and is_unmodified(part)]
-    if len(inside) < len(before) or len(after) < len(left):
+        step, fused[name] = extended, type(part)
+    remaining = [name for name in outputs if name not in fused]
+    if len(fused) + len(remaining) < len(parts) - 1 or not all(_runs_alone(outputs[name]) for name in remaining):
         return None
-    return Fusion(step, inside, after)
+    return FusionPlan(tuple(fused), tuple(remaining), {name: type(part) for name, part in parts.items()})
 
 
-def _may(part: Fusible, inside: Iterable[Fusible]) -> bool:
-    """Whether a part computes what it says, and none of its kind is there, for the step has one place for each."""
-    return part.says and is_unmodified(part) and type(part) not in [type(other) for other in inside]
+def _extend(step: FusedDecodeStep, part: nn.Module) -> FusedDecodeStep | None:
+    """Add a part to a step if its own class declares how."""
+    return part.fuse_into(step) if isinstance(part, Fusible) and "fuse_into" in vars(type(part)) else None
 
 
-def mapped_dtype(x: Tensor) -> torch.dtype:
-    """Of what a linear map makes of x: autocast leaves float64 alone, and the meta device knows none."""
-    kind = x.device.type
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+def _runs_alone(part: OutputPart) -> bool:
+    return isinstance(part, StatelessOutputPart) and type(part).forward is StatelessOutputPart.forward
+
+
+def linear_output_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of a linear map of x. Autocast leaves float64 alone and does not apply to the meta device."""
+    device = x.device.type
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(device)

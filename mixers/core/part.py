@@ -1,4 +1,4 @@
-"""The parts that a `DeltaMixer` is put together from.
+"""Interfaces of the parts that a `DeltaMixer` is built from.
 
 B batch, T time, D width, H key heads, HV value heads, K key width, V value width
 """
@@ -6,12 +6,9 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.decode_step import FusedDecodeStep
@@ -20,7 +17,7 @@ from deltazoo.mixers.core.mixer import Context
 
 
 class HeadShape(NamedTuple):
-    """The sizes that the parts of one mixer share."""
+    """Sizes that all parts of a mixer share."""
 
     width: int
     heads: int
@@ -29,8 +26,11 @@ class HeadShape(NamedTuple):
     value_width: int
     householders: int = 1
 
-    def checked(self) -> "HeadShape":
-        """Raises: ConfigError where value heads cannot share key heads evenly, or a size is below 1."""
+    def validated(self) -> "HeadShape":
+        """Return the sizes if they are at least 1 and `heads` divides `value_heads`.
+
+        Raises: ConfigError.
+        """
         for name, size in self._asdict().items():
             if size < 1:
                 raise ConfigError(f"{name} must be at least 1, got {size} (width {self.width}, heads {self.heads})")
@@ -40,9 +40,11 @@ class HeadShape(NamedTuple):
 
 
 class OutputArguments(NamedTuple):
-    """What an output part may look at.
+    """Inputs of an output part besides the output of the update.
 
-    x: [B, T, D], the mixer's input; projected: the operands as projected, inputs: as the update took them.
+    x: [B, T, D], input of the mixer.
+    projected: operands as the projection returned them.
+    inputs: operands as the update received them.
     """
 
     x: Tensor
@@ -51,21 +53,24 @@ class OutputArguments(NamedTuple):
 
 
 class OperandPart(nn.Module, ABC):
-    """Change or add operands before the update: feature maps, norms, rotations, decays, strengths."""
+    """Part that changes or adds operands before the update: a feature map, norm, rotation, decay or beta."""
 
     @abstractmethod
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        """Return the operands, and the state after these tokens (None for a part without one).
+        """Return the changed operands and the new state (None for a part without a state).
 
-        Args: x: [B, T, D]; state: as `init_state` made it, or None; context: left_align, real tokens first.
+        Args:
+            x: [B, T, D], input of the mixer.
+            inputs: operands so far.
+            state: tensor from `init_state`, or None.
+            context: left-aligned: the real tokens of each row come first.
         """
 
 
 class LinearPart(OperandPart):
-    """A part that looks at x through one linear map, `proj`, to a few numbers a token. A mixer with several of these
-    takes their maps by one product: each by itself reads all of x, and gives it a gradient of its own to be added."""
+    """Operand part that depends on x only through one linear map, `proj`."""
 
     proj: nn.Module
 
@@ -76,38 +81,24 @@ class LinearPart(OperandPart):
 
     @abstractmethod
     def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
-        """Return the operands. Args: raw: what `proj` makes of x, [B, T, ..]."""
+        """Return the changed operands. Args: raw: proj(x), [B, T, ...]."""
 
 
 class OutputPart(nn.Module, ABC):
-    """Change the output of the update: skips, norms, gates."""
+    """Part that changes the output of the update: a skip connection, norm or gate."""
 
     @abstractmethod
     def forward(
         self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, T, HV, V], and the state after these tokens (None for a part without one)."""
-
-
-class Stateful(ABC):
-    """A part that remembers. Its state is one tensor with the batch in dimension 0."""
-
-    @abstractmethod
-    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
-        """The state before the first token; None where, as built, the part needs none.
-
-        Args: like: a parameter of the mixer, which gives the device and the dtype.
-        """
+        """Return the output [B, T, HV, V] and the new state (None for a part without a state)."""
 
 
 class StatelessOutputPart(OutputPart):
-    """An output part without a state that looks at the output and at the mixer's input alone."""
+    """Output part without a state that depends only on the output and the mixer's input.
 
-    plain: ClassVar[bool] = True  # `of` is all that it does
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.plain = cls.forward is StatelessOutputPart.forward and not issubclass(cls, Stateful)
+    Such a part can run after a fused decode step, which does not return the operands.
+    """
 
     def forward(
         self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
@@ -116,106 +107,89 @@ class StatelessOutputPart(OutputPart):
 
     @abstractmethod
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
-        """Return the output [B, T, HV, V]. Args: x: [B, T, D], the mixer's input."""
+        """Return the output [B, T, HV, V]. Args: x: [B, T, D], input of the mixer."""
+
+
+class Stateful(ABC):
+    """Part with a state: one tensor with the batch in dimension 0."""
+
+    @abstractmethod
+    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
+        """Return the state before the first token, or None if this instance needs none.
+
+        Args: like: a parameter of the mixer; gives device and dtype.
+        """
 
 
 class Fusible(nn.Module, ABC):
-    """A part that a kernel may compute with the update of a decoded token (`deltazoo.backends.decode_step`).
+    """Part that a decode kernel can compute together with the update (`deltazoo.backends.decode_step`).
 
-    Of the parts that remember the projection alone. A subclass, which may compute something else, says anew whether it
-    fuses.
+    Only the projection may have a state. The declaration does not extend to subclasses: a subclass may compute
+    something else, so it must define `fuse_into` itself to be fused.
     """
 
-    says: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.says = "fused" in vars(cls)
-
     @abstractmethod
-    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
-        """The step with this part after all that it has; None where that is none."""
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+        """Return the step extended by this part, or None if the step cannot express it."""
 
     @abstractmethod
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        """The operands of the step that are this part's, by their names. Args: x: [B, 1, D], the mixer's input."""
-
-
-class FusibleLinearPart(LinearPart, Fusible):
-    """A fusible part whose map a mixer may take together with others'."""
-
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        return self.fused_of(self.proj(x))
-
-    @abstractmethod
-    def fused_of(self, raw: Tensor) -> dict[str, Tensor]:
-        """As `fused_inputs`. Args: raw: what `proj` makes of x, [B, 1, ..]."""
+        """Return this part's operands of the fused step by name. Args: x: [B, 1, D], input of the mixer."""
 
 
 class HasBackend(ABC):
-    """A module that a backend computes, in all or in part."""
+    """Module computed by a backend, fully or in part."""
 
     @abstractmethod
     def rebind(self, backend: str | Backend | None, like: Tensor) -> None:
-        """Choose the backend anew, as `deltazoo.bind` does. like: a tensor with the device and dtype to come."""
+        """Bind the module to a backend, as `deltazoo.bind` does. Args: like: gives the device and dtype of the run."""
 
 
 class HasFlops(ABC):
-    """A part that computes beside its linear maps, short convolutions and updates."""
+    """Part with arithmetic besides linear maps, short convolutions and updates, which are counted elsewhere."""
 
     @abstractmethod
     def flops(self) -> int:
-        """Floating-point operations of one token, forward, of what is beside them."""
+        """Return the floating-point operations per token of that arithmetic in the forward pass."""
 
 
 class ResizesHeads(ABC):
-    """An operand part that changes the key or value width of the update."""
+    """Operand part that changes the key width, value width or number of value heads of the update."""
 
     @abstractmethod
     def resize_heads(self, shape: HeadShape) -> HeadShape:
-        """The sizes after this part."""
+        """Return the sizes after this part."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a config puts into its mixer, in the order that it runs."""
+    """Parts of one mixer, in the order in which they run.
 
-    project: nn.Module
+    projection: x [B, T, D] to q, k and v.
+    operands, outputs: parts before and after the update, by name; the names are keys of the state dict.
+    skip: map x [B, T, D] -> y [B, T, D] that bypasses the update; None: no bypass.
+    output_std: standard deviation of the output map's initial weights; None: torch's default.
+    """
+
+    projection: nn.Module
     operands: Mapping[str, OperandPart] = field(default_factory=dict)
     outputs: Mapping[str, OutputPart] = field(default_factory=dict)
-    direct: nn.Module | None = None  # past the update, x [B, T, D] to y
-    out_std: float | None = None  # of the output map at first, normal; None: torch's linear map
+    skip: nn.Module | None = None
+    output_std: float | None = None
 
     def __post_init__(self) -> None:
         names = ["project", "update", *self.operands, *self.outputs]
         if len(set(names)) < len(names):
-            raise ConfigError(f"the parts of a mixer need names of their own, got {names}")
+            raise ConfigError(f"the parts of a mixer need distinct names, got {names}")
 
 
 def projection(width: int, out: int, rank: int | None = None, bias: bool = False) -> nn.Module:
-    """A linear map width -> out, through `rank` channels where given; the bias is the last map's."""
+    """Build a linear map width -> out, or width -> rank -> out with `rank`. Only the last map may have a bias."""
     if rank is None:
         return nn.Linear(width, out, bias=bias)
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=bias))
 
 
-def together(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What those of several maps that are narrow make of x [B, T, D], by one product; {} where that are not two.
-
-    Plain linear maps alone, without a bias: what was wrapped, quantised or hooked since it was built is left alone.
-    """
-    narrow = {name: layer for name, layer in maps.items() if type(layer) is nn.Linear and _joins(layer)}
-    if len(narrow) < 2:
-        return {}
-    y = F.linear(x, torch.cat([layer.weight for layer in narrow.values()]))
-    return dict(zip(narrow, y.split([layer.out_features for layer in narrow.values()], -1), strict=True))
-
-
 def is_unmodified(module: nn.Module) -> bool:
-    """Whether to call a module is to run what its class says, and nothing else: no hook, no other forward put on it."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return not any(hooks) and "forward" not in module.__dict__ and not _has_any_global_hook()
-
-
-def _joins(layer: nn.Linear) -> bool:
-    return layer.bias is None and is_unmodified(layer) and 8 * layer.out_features <= layer.in_features
+    """Whether calling the module runs the forward of its class and nothing else: no forward hook, no patched forward."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -44,7 +44,7 @@ class UpdateConfig(MixerConfig, ABC):
         return self
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> DeltaMixer:
-        shape = self.shape(width).checked()
+        shape = self.shape(width).validated()
         return DeltaMixer(shape, self.spec(), self.parts(shape, place), backend)
 
     def cost(self, width: int) -> Cost:
