@@ -16,10 +16,10 @@ from deltazoo.backends.errors import ConfigError, StateError
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
-from deltazoo.mixers.parts.caches import KVCache, empty_cache, written
+from deltazoo.mixers.parts.caches import KVCache, append_to_cache, empty_cache
 from deltazoo.mixers.parts.norms import RMSNorm
-from deltazoo.mixers.parts.rotary import angles, rotate
-from deltazoo.mixers.parts.softmax_attention import attend, attend_pack, attend_slots, attend_window
+from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
 
 
 class AttentionConfig(MixerConfig, ABC):
@@ -160,7 +160,7 @@ class AttentionMixer(Mixer):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.theta is not None:
             turn = angles(positions(x_BTD, seen_N, context), self.turning, self.theta, state_dtype(q.dtype))
-            q, k = rotate(q, turn), rotate(k, turn)
+            q, k = apply_rotary(q, turn), apply_rotary(k, turn)
         return q, k, v
 
     def _attend_cached(
@@ -168,13 +168,13 @@ class AttentionMixer(Mixer):
     ) -> tuple[Tensor, KVCache]:
         count_N = token_counts(q, context)
         if context.cu_seqlens is not None:
-            o = attend_pack(q, k, v, self.scale, self.window, cache, context.cu_seqlens)
-            return o, written(cache, k, v, count_N, context.cu_seqlens[:-1].long())
+            o = attend_packed(q, k, v, self.scale, self.window, cache, context.cu_seqlens)
+            return o, append_to_cache(cache, k, v, count_N, context.cu_seqlens[:-1].long())
         if self.window is not None and q.shape[1] != 1:
-            return attend_window(q, k, v, self.scale, cache), written(cache, k, v, count_N)
+            return attend_ring_buffer(q, k, v, self.scale, cache), append_to_cache(cache, k, v, count_N)
         place_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
-        cache = written(cache, k, v, count_N)
-        return attend_slots(q, cache, self.scale, place_BT), cache
+        cache = append_to_cache(cache, k, v, count_N)
+        return attend_cache(q, cache, self.scale, place_BT), cache
 
     def _check_cache(self, cache: KVCache, x_BTD: Tensor, context: Context) -> None:
         if not isinstance(cache, KVCache):

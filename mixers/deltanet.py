@@ -10,7 +10,7 @@ from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
 from deltazoo.mixers.parts.feature_maps import Feature, FeatureMap
 from deltazoo.mixers.parts.norms import HeadNorm, UnitNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class DeltaNet(DeltaRuleConfig):
@@ -33,4 +33,4 @@ class DeltaNet(DeltaRuleConfig):
         if (self.feature, self.qk_norm) == ("silu", "l2"):
             return Parts(self.qkv_projection(shape), operands, outputs)
         keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit)}
-        return Parts(Project(shape, self.conv_width, silu="v"), {**keys, **operands}, outputs)
+        return Parts(QKVProjection(shape, self.conv_width, silu="v"), {**keys, **operands}, outputs)

@@ -10,7 +10,7 @@ from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
 from deltazoo.mixers.parts.gates import Beta
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class EFLA(DeltaConfig):
@@ -31,4 +31,4 @@ class EFLA(DeltaConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"beta": Beta(shape, self.spec())}
         outputs = {"norm": HeadNorm(shape, self.norm_eps)}
-        return Parts(Project(shape, self.conv_width, silu="qkv", unit="q"), operands, outputs)
+        return Parts(QKVProjection(shape, self.conv_width, silu="qkv", unit="q"), operands, outputs)

@@ -11,7 +11,7 @@ from deltazoo.mixers.families.delta_rule import DeltaConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 from deltazoo.mixers.parts.rotary import Rotary
 
 
@@ -29,4 +29,4 @@ class GatedRetNet(DeltaConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "head", None, self.temperature, bias=False)
         outputs = {"norm": HeadNorm(shape, self.norm_eps, kind="layer"), "gate": OutputGate(shape)}
-        return Parts(Project(shape), {"rotary": Rotary(self.rotary_theta), "decay": decay}, outputs)
+        return Parts(QKVProjection(shape), {"rotary": Rotary(self.rotary_theta), "decay": decay}, outputs)

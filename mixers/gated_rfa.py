@@ -8,10 +8,10 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
-from deltazoo.mixers.parts.decays import SigmoidDecay, TiedWrite
-from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn, RandomFourier
+from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
+from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn, RandomFourierFeatures
 from deltazoo.mixers.parts.norms import UnitNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class GatedRFA(DeltaConfig):
@@ -27,6 +27,10 @@ class GatedRFA(DeltaConfig):
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        gate = {"decay": SigmoidDecay(shape, "head", None, 1.0), "tied": TiedWrite("value")}
-        features = {"unit": UnitNorm(), "feature": RandomFourier(shape, self.features), "ones": NormaliserColumn()}
-        return Parts(Project(shape), features | gate, {"norm": Normalise(0.0, self.floor)})
+        gate = {"decay": SigmoidDecay(shape, "head", None, 1.0), "tied": TiedInputGate("value")}
+        features = {
+            "unit": UnitNorm(),
+            "feature": RandomFourierFeatures(shape, self.features),
+            "ones": NormaliserColumn(),
+        }
+        return Parts(QKVProjection(shape), features | gate, {"norm": Normalise(0.0, self.floor)})

@@ -11,7 +11,7 @@ from deltazoo.mixers.families.delta_rule import DeltaConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class GLA(DeltaConfig):
@@ -31,4 +31,4 @@ class GLA(DeltaConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "channel", self.gate_rank, self.temperature)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, bias=True)}
-        return Parts(Project(shape), {"decay": decay}, outputs)
+        return Parts(QKVProjection(shape), {"decay": decay}, outputs)

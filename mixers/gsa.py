@@ -8,10 +8,10 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
-from deltazoo.mixers.parts.gates import Silu
+from deltazoo.mixers.parts.gates import OutputSilu
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
-from deltazoo.mixers.parts.slots import SecondPass, Slots
+from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.slots import SlotKeyPass, SlotValuePass
 
 
 class GSA(DeltaConfig):
@@ -30,7 +30,7 @@ class GSA(DeltaConfig):
         return self.one_key_each(self.sizes(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {"slots": Slots(shape, self.slots, self.temperature)}
+        operands = {"slots": SlotKeyPass(shape, self.slots, self.temperature)}
         norm = HeadNorm(shape, self.norm_eps, over="all")
-        outputs = {"second": SecondPass(shape, self.slots), "silu": Silu(), "norm": norm}
-        return Parts(Project(shape, silu="qkv"), operands, outputs)
+        outputs = {"second": SlotValuePass(shape, self.slots), "silu": OutputSilu(), "norm": norm}
+        return Parts(QKVProjection(shape, silu="qkv"), operands, outputs)

@@ -12,7 +12,7 @@ from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.complex_states import Discretisation
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.diagonal_ssm import SPEC, DiagonalSSM
+from deltazoo.mixers.parts.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM
 
 
 class H3(FilterConfig):
@@ -28,7 +28,7 @@ class H3(FilterConfig):
     )
 
     def spec(self) -> UpdateSpec:
-        return SPEC
+        return DIAGONAL_SSM_SPEC
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "H3Mixer":
         return H3Mixer(self, width, backend)

@@ -8,11 +8,11 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OutputPart, Parts
 from deltazoo.mixers.families.delta_rule import ChannelConfig
-from deltazoo.mixers.parts.complex_states import TurnIn, TurnOut
-from deltazoo.mixers.parts.decays import SigmoidDecay, TiedWrite
+from deltazoo.mixers.parts.complex_states import FromRotatingFrame, ToRotatingFrame
+from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.selective import ProjectChannels
+from deltazoo.mixers.parts.selective import ChannelProjection
 
 
 class HGRN(ChannelConfig):
@@ -31,10 +31,10 @@ class HGRN(ChannelConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "head", None, 1.0, floor=place.layer / place.depth)
-        operands = {"decay": decay, "tied": TiedWrite("value")}
+        operands = {"decay": decay, "tied": TiedInputGate("value")}
         gate = OutputGate(shape, "sigmoid", bias=True)
         outputs: dict[str, OutputPart] = {"gate": gate, "norm": HeadNorm(shape, self.norm_eps, "layer", "all")}
         if self.turning:
-            operands |= {"turn_in": TurnIn(shape, self.theta)}
-            outputs = {"turn_out": TurnOut(), **outputs}
-        return Parts(ProjectChannels(shape, 0, silu=True), operands, outputs)
+            operands |= {"turn_in": ToRotatingFrame(shape, self.theta)}
+            outputs = {"turn_out": FromRotatingFrame(), **outputs}
+        return Parts(ChannelProjection(shape, 0, silu=True), operands, outputs)

@@ -8,9 +8,9 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
-from deltazoo.mixers.parts.decays import SigmoidDecay, TiedWrite
+from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class HGRN2(DeltaConfig):
@@ -28,7 +28,7 @@ class HGRN2(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "channel", None, 1.0, floor=place.layer / place.depth)
-        operands = {"decay": decay, "tied": TiedWrite("key")}
+        operands = {"decay": decay, "tied": TiedInputGate("key")}
         return Parts(
-            Project(shape, silu="q", keys=False), operands, {"norm": HeadNorm(shape, self.norm_eps, over="all")}
+            QKVProjection(shape, silu="q", keys=False), operands, {"norm": HeadNorm(shape, self.norm_eps, over="all")}
         )

@@ -17,9 +17,9 @@ from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer, Remembering
-from deltazoo.mixers.parts.caches import KVCache, written
+from deltazoo.mixers.parts.caches import KVCache, append_to_cache
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.diagonal_ssm import fft_convolved
+from deltazoo.mixers.parts.diagonal_ssm import fft_convolve
 
 FASTEST, SLOWEST, TARGET = 0.3, 1.5, 1e-2
 
@@ -95,14 +95,14 @@ class LongConv(nn.Module, Remembering):
         self, x: Tensor, state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         if state is None and context.cu_seqlens is None:
-            return self._with_bias(fft_convolved(x, self.kernel(x.shape[1], x)), x), None
+            return self._with_bias(fft_convolve(x, self.kernel(x.shape[1], x)), x), None
         before = self._slots(x, context) if state is None else state
         cache, count = KVCache(before["history"][:, :, None], x.new_zeros(*before["history"].shape[:2], 1, 0),
             before["seen"]), token_counts(x, context)  # fmt: skip
         self._check_room(cache, count)
         seen = cache.position.clone()
         first = None if context.cu_seqlens is None else context.cu_seqlens[:-1].long()
-        cache = written(cache, x[:, :, None], x.new_zeros(*x.shape[:2], 1, 0), count, first)
+        cache = append_to_cache(cache, x[:, :, None], x.new_zeros(*x.shape[:2], 1, 0), count, first)
         history = cache.k[:, :, 0]
         y = self._with_bias(self._read(history, seen, x, context), x)
         return y, None if state is None else {"history": history, "seen": cache.position}
@@ -133,7 +133,7 @@ class LongConv(nn.Module, Remembering):
             distance = seen[:, None] - torch.arange(S, device=x.device)
             weight = torch.where((distance >= 0)[..., None], kernel[distance.clamp(min=0)], 0.0)
             return (weight * history.to(weight.dtype)).sum(1, keepdim=True)
-        whole = fft_convolved(history, kernel)
+        whole = fft_convolve(history, kernel)
         time = torch.arange(T, device=x.device)
         if context.cu_seqlens is None:
             index = (seen[:, None] + time).clamp(max=S - 1)[..., None].expand(-1, -1, x.shape[2])

@@ -11,7 +11,7 @@ from deltazoo.mixers.families.delta_rule import DeltaConfig
 from deltazoo.mixers.parts.decays import SlopeDecay
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class LightningAttention(DeltaConfig):
@@ -28,4 +28,4 @@ class LightningAttention(DeltaConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"decay": SlopeDecay(shape, place)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps, over="all"), "gate": OutputGate(shape, "sigmoid")}
-        return Parts(Project(shape, silu="qkv"), operands, outputs)
+        return Parts(QKVProjection(shape, silu="qkv"), operands, outputs)

@@ -10,7 +10,7 @@ from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
 from deltazoo.mixers.parts.feature_maps import POSITIVE, Feature, FeatureMap, Normalise, NormaliserColumn
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class LinearAttention(DeltaConfig):
@@ -33,4 +33,4 @@ class LinearAttention(DeltaConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         ones = {"ones": NormaliserColumn()} if self.normaliser else {}
         norm = Normalise(self.norm_eps) if self.normaliser else HeadNorm(shape, self.norm_eps)
-        return Parts(Project(shape), {"feature": FeatureMap(self.feature), **ones}, {"norm": norm})
+        return Parts(QKVProjection(shape), {"feature": FeatureMap(self.feature), **ones}, {"norm": norm})

@@ -10,7 +10,7 @@ from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
 from deltazoo.mixers.parts.gates import Beta, OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class Longhorn(DeltaConfig):
@@ -30,4 +30,4 @@ class Longhorn(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
-        return Parts(Project(shape, self.conv_width, silu="v"), {"beta": Beta(shape, self.spec())}, outputs)
+        return Parts(QKVProjection(shape, self.conv_width, silu="v"), {"beta": Beta(shape, self.spec())}, outputs)

@@ -9,7 +9,7 @@ from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import ChannelConfig
 from deltazoo.mixers.parts.gates import OutputGate, Skip
-from deltazoo.mixers.parts.selective import ProjectChannels, Selective
+from deltazoo.mixers.parts.selective import ChannelProjection, SelectiveOperands
 
 
 class LonghornDiagonal(ChannelConfig):
@@ -32,6 +32,6 @@ class LonghornDiagonal(ChannelConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         rank = self.step_rank or -(-shape.width // 16)
-        operands = {"selective": Selective(shape, rank, "longhorn")}
+        operands = {"selective": SelectiveOperands(shape, rank, "longhorn")}
         outputs = {"skip": Skip(shape), "gate": OutputGate(shape)}
-        return Parts(ProjectChannels(shape, self.conv_width, silu=True), operands, outputs)
+        return Parts(ChannelProjection(shape, self.conv_width, silu=True), operands, outputs)

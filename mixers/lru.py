@@ -8,8 +8,14 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import ChannelConfig
-from deltazoo.mixers.parts.complex_states import ComplexRead, Direct, RingDecay, TurnIn, TurnOut
-from deltazoo.mixers.parts.selective import ProjectChannels
+from deltazoo.mixers.parts.complex_states import (
+    ComplexConjugate,
+    Feedthrough,
+    FromRotatingFrame,
+    LRUDecay,
+    ToRotatingFrame,
+)
+from deltazoo.mixers.parts.selective import ChannelProjection
 
 
 class LRU(ChannelConfig):
@@ -30,7 +36,7 @@ class LRU(ChannelConfig):
         return self.by_channel(width, width, value_width=2)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {"decay": RingDecay(shape, self.ring, self.phase), "turn_in": TurnIn(shape)}
-        outputs = {"turn_out": TurnOut(), "read": ComplexRead()}
-        project = ProjectChannels(shape, 0, silu=False, std=(2 * shape.width) ** -0.5)
-        return Parts(project, operands, outputs, Direct(shape.width), shape.value_heads**-0.5)
+        operands = {"decay": LRUDecay(shape, self.ring, self.phase), "turn_in": ToRotatingFrame(shape)}
+        outputs = {"turn_out": FromRotatingFrame(), "read": ComplexConjugate()}
+        project = ChannelProjection(shape, 0, silu=False, std=(2 * shape.width) ** -0.5)
+        return Parts(project, operands, outputs, Feedthrough(shape.width), shape.value_heads**-0.5)

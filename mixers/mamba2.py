@@ -11,7 +11,7 @@ from deltazoo.mixers.families.delta_rule import DeltaConfig
 from deltazoo.mixers.parts.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates import OutputGate, Skip
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class Mamba2(DeltaConfig):
@@ -36,4 +36,4 @@ class Mamba2(DeltaConfig):
         operands = {"decay": SoftplusDecay(shape, rates=(1, 16), writes=True)}
         norm = HeadNorm(shape, self.norm_eps, over="group")
         outputs = {"skip": Skip(shape), "gate": OutputGate(shape), "norm": norm}
-        return Parts(Project(shape, self.conv_width, silu="qkv", conv_bias=True), operands, outputs)
+        return Parts(QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=True), operands, outputs)

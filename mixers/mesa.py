@@ -8,11 +8,11 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
-from deltazoo.mixers.parts.conjugate_gradient import Solve
+from deltazoo.mixers.parts.conjugate_gradient import ConjugateGradientSolve
 from deltazoo.mixers.parts.decays import SigmoidDecay
 from deltazoo.mixers.parts.gates import Beta
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class Mesa(DeltaConfig):
@@ -33,6 +33,6 @@ class Mesa(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         gates = {"beta": Beta(shape, self.spec(), bias=True), "decay": SigmoidDecay(shape, "head", None, 1.0)}
-        operands: dict[str, OperandPart] = {**gates, "solve": Solve(shape, self.steps, self.bound)}
-        project = Project(shape, self.conv_width, silu="qk", unit="qk", conv_of="qk")
+        operands: dict[str, OperandPart] = {**gates, "solve": ConjugateGradientSolve(shape, self.steps, self.bound)}
+        project = QKVProjection(shape, self.conv_width, silu="qk", unit="qk", conv_of="qk")
         return Parts(project, operands, {"norm": HeadNorm(shape, self.norm_eps)})

@@ -12,7 +12,7 @@ from deltazoo.mixers.parts.exponential_gating import ExponentialGate
 from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class MLSTM(DeltaConfig):
@@ -35,4 +35,4 @@ class MLSTM(DeltaConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each")
         outputs = {"divide": Normalise(self.norm_eps, "one"), "norm": norm, "gate": OutputGate(shape, "sigmoid")}
-        return Parts(Project(shape), {"ones": NormaliserColumn(), "gates": ExponentialGate(shape)}, outputs)
+        return Parts(QKVProjection(shape), {"ones": NormaliserColumn(), "gates": ExponentialGate(shape)}, outputs)

@@ -11,7 +11,7 @@ from deltazoo.mixers.families.delta_rule import DeltaConfig
 from deltazoo.mixers.parts.decays import FixedDecay
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 from deltazoo.mixers.parts.rotary import Rotary
 
 
@@ -31,4 +31,4 @@ class RetNet(DeltaConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"rotary": Rotary(self.rotary_theta), "decay": FixedDecay(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps, kind="layer"), "gate": OutputGate(shape)}
-        return Parts(Project(shape), operands, outputs)
+        return Parts(QKVProjection(shape), operands, outputs)

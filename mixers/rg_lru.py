@@ -9,7 +9,7 @@ from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import ChannelConfig
 from deltazoo.mixers.parts.gates import OutputGate
-from deltazoo.mixers.parts.selective import ProjectChannels, RealGate
+from deltazoo.mixers.parts.selective import ChannelProjection, RGLRUGate
 
 
 class RGLRU(ChannelConfig):
@@ -30,7 +30,7 @@ class RGLRU(ChannelConfig):
         return self.by_channel(width, width)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        gate = RealGate(shape, self.blocks)
+        gate = RGLRUGate(shape, self.blocks)
         return Parts(
-            ProjectChannels(shape, self.conv_width, False), {"real": gate}, {"gate": OutputGate(shape, "gelu")}
+            ChannelProjection(shape, self.conv_width, False), {"real": gate}, {"gate": OutputGate(shape, "gelu")}
         )

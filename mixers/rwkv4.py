@@ -6,10 +6,10 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import ChannelConfig
-from deltazoo.mixers.parts.exponential_gating import ExponentialBonus, ExponentialKey
+from deltazoo.mixers.parts.exponential_gating import WKVBonus, WKVGate
 from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn
-from deltazoo.mixers.parts.gates import NotedGate
-from deltazoo.mixers.parts.rwkv import Project4
+from deltazoo.mixers.parts.gates import PrecomputedGate
+from deltazoo.mixers.parts.rwkv import RWKV4Projection
 
 
 class RWKV4(ChannelConfig):
@@ -30,6 +30,6 @@ class RWKV4(ChannelConfig):
         return HeadShape(width, channels, channels, 1, 1)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        key = ExponentialKey(shape, place.layer / max(1, place.depth - 1))
-        outputs = {"bonus": ExponentialBonus(shape), "divide": Normalise(0.0), "gate": NotedGate("sigmoid")}
-        return Parts(Project4(shape, place), {"ones": NormaliserColumn(), "key": key}, outputs)
+        key = WKVGate(shape, place.layer / max(1, place.depth - 1))
+        outputs = {"bonus": WKVBonus(shape), "divide": Normalise(0.0), "gate": PrecomputedGate("sigmoid")}
+        return Parts(RWKV4Projection(shape, place), {"ones": NormaliserColumn(), "key": key}, outputs)

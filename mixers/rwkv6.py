@@ -8,9 +8,9 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
-from deltazoo.mixers.parts.gates import Bonus, NotedGate
+from deltazoo.mixers.parts.gates import Bonus, PrecomputedGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.rwkv import Project6, Ranks, bonus_of
+from deltazoo.mixers.parts.rwkv import Ranks, RWKV6Projection, initial_bonus
 
 
 class RWKV6(DeltaConfig):
@@ -31,5 +31,5 @@ class RWKV6(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
-        outputs = {"bonus": Bonus(shape, bonus_of(shape, place)), "norm": norm, "gate": NotedGate("silu")}
-        return Parts(Project6(shape, place, Ranks(self.decay_rank, self.mix_rank)), {}, outputs)
+        outputs = {"bonus": Bonus(shape, initial_bonus(shape, place)), "norm": norm, "gate": PrecomputedGate("silu")}
+        return Parts(RWKV6Projection(shape, place, Ranks(self.decay_rank, self.mix_rank)), {}, outputs)

@@ -8,9 +8,9 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaConfig
-from deltazoo.mixers.parts.gates import Bonus, NotedGate
+from deltazoo.mixers.parts.gates import Bonus, PrecomputedGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.rwkv import Project7, Ranks
+from deltazoo.mixers.parts.rwkv import Ranks, RWKV7Projection
 
 
 class RWKV7(DeltaConfig):
@@ -34,5 +34,5 @@ class RWKV7(DeltaConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
-        outputs = {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": NotedGate()}
-        return Parts(Project7(shape, place, self.ranks or Ranks.of(shape.width)), {}, outputs)
+        outputs = {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": PrecomputedGate()}
+        return Parts(RWKV7Projection(shape, place, self.ranks or Ranks.of(shape.width)), {}, outputs)

@@ -11,7 +11,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.complex_states import Discretisation
-from deltazoo.mixers.parts.diagonal_ssm import SPEC, DiagonalSSM, Start
+from deltazoo.mixers.parts.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM, StateInit
 
 
 class S4D(FilterConfig):
@@ -20,14 +20,14 @@ class S4D(FilterConfig):
     name: ClassVar[str] = "s4d"
     source: ClassVar[str] = "Gu 2022, arXiv 2206.11893"
     states: int = Field(default=32, ge=1, description="N, complex (or real) numbers a channel")
-    start: Start = Field(default="lin", description="S4D-Lin, S4D-Inv or S4D-Real; the last has real states")
+    start: StateInit = Field(default="lin", description="S4D-Lin, S4D-Inv or S4D-Real; the last has real states")
     discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")
     convolution: bool = Field(
         default=True, description="whole sequences without a state by FFT; False: as a recurrence"
     )
 
     def spec(self) -> UpdateSpec:
-        return SPEC
+        return DIAGONAL_SSM_SPEC
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "S4DMixer":
         return S4DMixer(self, width, backend)

@@ -8,8 +8,15 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import ChannelConfig
-from deltazoo.mixers.parts.complex_states import ComplexRead, Direct, Discretisation, StateSpaceDecay, TurnIn, TurnOut
-from deltazoo.mixers.parts.selective import ProjectChannels
+from deltazoo.mixers.parts.complex_states import (
+    ComplexConjugate,
+    Discretisation,
+    Feedthrough,
+    FromRotatingFrame,
+    S5Decay,
+    ToRotatingFrame,
+)
+from deltazoo.mixers.parts.selective import ChannelProjection
 
 
 class S5(ChannelConfig):
@@ -30,7 +37,7 @@ class S5(ChannelConfig):
         return self.by_channel(width, width, value_width=2)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {"decay": StateSpaceDecay(shape, self.blocks, self.discretisation), "turn_in": TurnIn(shape)}
-        outputs = {"turn_out": TurnOut(), "read": ComplexRead()}
-        project = ProjectChannels(shape, 0, silu=False, std=(4 * shape.value_heads) ** -0.5)
-        return Parts(project, operands, outputs, Direct(shape.width), (2 / shape.value_heads) ** 0.5)
+        operands = {"decay": S5Decay(shape, self.blocks, self.discretisation), "turn_in": ToRotatingFrame(shape)}
+        outputs = {"turn_out": FromRotatingFrame(), "read": ComplexConjugate()}
+        project = ChannelProjection(shape, 0, silu=False, std=(4 * shape.value_heads) ** -0.5)
+        return Parts(project, operands, outputs, Feedthrough(shape.width), (2 / shape.value_heads) ** 0.5)

@@ -19,7 +19,7 @@ from deltazoo.mixers.families.fast_weights import LearnedMixer, heads_of
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.norms import RMSNorm
-from deltazoo.mixers.parts.token_scan import Loop
+from deltazoo.mixers.parts.token_scan import TokenScan
 
 
 class Titans(FilterConfig):
@@ -118,4 +118,4 @@ def _gradients(M: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
     return [k[..., :, None] * d_h[..., None, :], inner[..., :, None] * error[..., None, :]]
 
 
-LOOPS = {depth: Loop(f"titans_{depth}", step) for depth in (1, 2)}
+LOOPS = {depth: TokenScan(f"titans_{depth}", step) for depth in (1, 2)}

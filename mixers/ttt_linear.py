@@ -16,8 +16,8 @@ from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import LearnedMixer, heads_of
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.rotary import angles, rotate
-from deltazoo.mixers.parts.token_scan import Loop
+from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.token_scan import TokenScan
 
 EPS = 1e-6
 
@@ -86,7 +86,7 @@ class TTTLinearMixer(LearnedMixer):
         by_place = 1 / torch.arange(1, self.batch + 1, device=x.device, dtype=q.dtype)
         by_place = (by_place + self.place_rate.to(q.dtype)).clamp(min=0)
         starts = (place == 0).to(q.dtype)
-        operands = [starts, eta, by_place[place], rotate(k, turn), v, rotate(q, turn)]
+        operands = [starts, eta, by_place[place], apply_rotary(k, turn), v, apply_rotary(q, turn)]
         o = self.looped(LOOP, x, operands, [self.gain, self.bias, by_place[-1]], state, after, context)
         y = self.norm(o.flatten(2).to(self.norm.weight.dtype)).to(x.dtype)
         return self.out(y * nn.functional.gelu(self.to_gate(x), approximate="tanh"))
@@ -122,4 +122,4 @@ def _begun(new: Tensor, model: Tensor, steps: Tensor, last: Tensor) -> tuple[Ten
     return torch.where(new, model - last * steps, model), torch.where(new, 0.0, steps)
 
 
-LOOP = Loop("ttt_linear", step)
+LOOP = TokenScan("ttt_linear", step)

@@ -17,7 +17,7 @@ from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates import Beta, ChannelBeta, OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class UpdateConfig(MixerConfig, ABC):
@@ -122,9 +122,9 @@ class DeltaRuleConfig(DeltaConfig, ABC):
         """What is made a unit vector: with a `reparam` k keeps its length, which tells something."""
         return "qk" if self.reparam == "none" else "q"
 
-    def qkv_projection(self, shape: HeadShape) -> Project:
+    def qkv_projection(self, shape: HeadShape) -> QKVProjection:
         """q, k and v after a convolution and SiLU, q and k divided by their L2 norm."""
-        return Project(shape, self.conv_width, silu="qkv", unit=self.unit)
+        return QKVProjection(shape, self.conv_width, silu="qkv", unit=self.unit)
 
     def beta(self, shape: HeadShape) -> dict[str, OperandPart]:
         """The strengths of erase and write, as the spec wants them."""

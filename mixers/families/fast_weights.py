@@ -14,11 +14,11 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import FilterMixer
-from deltazoo.mixers.parts.token_scan import Loop
+from deltazoo.mixers.parts.token_scan import TokenScan
 
 
 class LearnedMixer(FilterMixer, ABC):
-    """A mixer around a `Loop` whose state starts from learned parameters: tensors "model i" and "seen" [B] int64."""
+    """A mixer around a `TokenScan` whose state starts from learned parameters: tensors "model i" and "seen" [B] int64."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width)
@@ -43,7 +43,7 @@ class LearnedMixer(FilterMixer, ABC):
 
     def looped(
         self,
-        loop: Loop,
+        loop: TokenScan,
         x: Tensor,
         operands: list[Tensor],
         parameters: list[Tensor],

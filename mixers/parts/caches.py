@@ -28,7 +28,7 @@ def empty_cache(batch: int, slots: int, heads: int, width: int, like: Tensor) ->
     return KVCache(k, torch.zeros_like(k), like.new_zeros(batch, dtype=torch.int64))
 
 
-def written(cache: KVCache, k: Tensor, v: Tensor, count_B: Tensor, first_B: Tensor | None = None) -> KVCache:
+def append_to_cache(cache: KVCache, k: Tensor, v: Tensor, count_B: Tensor, first_B: Tensor | None = None) -> KVCache:
     """Append the first `count_B` tokens of each row; in place without gradients. The oldest tokens give way.
 
     Args: k, v: [B, T, H, E]; or a pack [1, T, H, E], row b's tokens from `first_B` on.

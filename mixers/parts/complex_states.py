@@ -24,7 +24,7 @@ from deltazoo.mixers.parts.decays import DT_MAX, DT_MIN
 Discretisation = Literal["zoh", "bilinear"]
 
 
-class TurnIn(OperandPart, Stateful):
+class ToRotatingFrame(OperandPart, Stateful):
     """v_t <- exp(-i w t) v_t for the turn w [HV] a token: the note "turn", or learned; leaves the note "angle".
 
     Angles are float64 modulo 2 pi, so that a long sequence turns as well as a short one.
@@ -51,8 +51,8 @@ class TurnIn(OperandPart, Stateful):
         return inputs._replace(v=turned(inputs.v, -angle)), after
 
 
-class TurnOut(OutputPart):
-    """o_t <- exp(i w t) o_t, with the angles that `TurnIn` left."""
+class FromRotatingFrame(OutputPart):
+    """o_t <- exp(i w t) o_t, with the angles that `ToRotatingFrame` left."""
 
     def forward(
         self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
@@ -60,7 +60,7 @@ class TurnOut(OutputPart):
         return turned(o, context.intermediate("angle")), None
 
 
-class RingDecay(OperandPart):
+class LRUDecay(OperandPart):
     """a = exp(-exp(nu) + i exp(theta)), v <- exp(gamma) v: the LRU's. Leaves the note "turn".
 
     Initialisation: |a|^2 uniform in [low^2, high^2], the angle uniform in [0, phase], exp(gamma) = sqrt(1 - |a|^2).
@@ -86,7 +86,7 @@ class RingDecay(OperandPart):
         return inputs._replace(v=v, log_decay=-self.nu.to(dtype).exp()), None
 
 
-class StateSpaceDecay(OperandPart):
+class S5Decay(OperandPart):
     """A diagonal state space of complex lambda, stepped over dt: a = exp(lambda dt), v <- b v. Leaves the note "turn".
 
     zoh: a = exp(lambda dt), b = (a - 1) / lambda; bilinear: a = (1 + lambda dt / 2) / (1 - lambda dt / 2),
@@ -122,7 +122,7 @@ class StateSpaceDecay(OperandPart):
         return repr(self.discretisation)
 
 
-class ComplexRead(OutputPart):
+class ComplexConjugate(OutputPart):
     """o <- (re, -im): the maps after it then add up the real part of C s."""
 
     def forward(
@@ -131,7 +131,7 @@ class ComplexRead(OutputPart):
         return torch.stack([o[..., 0], -o[..., 1]], -1), None
 
 
-class Direct(nn.Module):
+class Feedthrough(nn.Module):
     """x -> D x, channel by channel. Initialisation: standard normal (LRU, S5)."""
 
     def __init__(self, width: int) -> None:

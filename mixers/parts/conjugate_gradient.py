@@ -22,7 +22,7 @@ from deltazoo.mixers.parts.decays import softplus
 COVARIANCE = UpdateSpec(decay="head", transition="additive", beta="head", scale=1.0)
 
 
-class Solve(OperandPart, Stateful, HasFlops):
+class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
     """q_t <- (H_t + Diag(lambda))^-1 q_t, H_t = a_t H_(t-1) + beta_t k_t k_t^T, by a fixed number of steps.
 
     A product with H_t, for all t at once, is a read of the update whose values are the keys. The gradient is that of

@@ -154,7 +154,7 @@ class SlopeDecay(OperandPart):
         return f"factor={self.factor:g}"
 
 
-class TiedWrite(OperandPart):
+class TiedInputGate(OperandPart):
     """What is kept and what is written add up to one: k <- 1 - a per channel (HGRN-2), or v <- (1 - a) v per head.
 
     Source: HGRN 2311.04823, section 3; HGRN-2 2404.07904; the gate of RFA 2103.02143, section 3.2.

@@ -20,8 +20,8 @@ from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.complex_states import Discretisation, angle_at, discretised
 from deltazoo.mixers.parts.decays import DT_MAX, DT_MIN
 
-Start = Literal["lin", "inv", "real"]
-SPEC = UpdateSpec(decay="fixed", transition="additive", scale=1.0)
+StateInit = Literal["lin", "inv", "real"]
+DIAGONAL_SSM_SPEC = UpdateSpec(decay="fixed", transition="additive", scale=1.0)
 
 
 class DiagonalSSM(nn.Module):
@@ -42,7 +42,7 @@ class DiagonalSSM(nn.Module):
         self,
         channels: int,
         states: int,
-        start: Start = "lin",
+        start: StateInit = "lin",
         discretisation: Discretisation = "zoh",
         convolution: bool = False,
         backend: str | Backend | None = None,
@@ -60,7 +60,7 @@ class DiagonalSSM(nn.Module):
         self.log_dt = nn.Parameter(torch.empty(channels, 1).uniform_(math.log(DT_MIN), math.log(DT_MAX)))
         self.skip = nn.Parameter(torch.randn(channels))
         width = states if start == "real" else 2 * states
-        self.update = Update(SPEC, HeadShape(channels, channels, channels, width, 1), backend)
+        self.update = Update(DIAGONAL_SSM_SPEC, HeadShape(channels, channels, channels, width, 1), backend)
 
     def init_state(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """The state before the first token, on the device of `like`."""
@@ -72,7 +72,7 @@ class DiagonalSSM(nn.Module):
         """Filter x [B, T, D]; padded tokens, at the right, must be zero. Returns y in the dtype of x."""
         log_a, turn, b = self._stepped(state_dtype(x.dtype))
         if self.convolution and state is None and context.cu_seqlens is None:
-            y, after = fft_convolved(x, self._kernel(log_a, turn, b, x.shape[1])), None
+            y, after = fft_convolve(x, self._kernel(log_a, turn, b, x.shape[1])), None
         else:
             y, after = self._recurrent(x, log_a, turn, b, state, context)
         return (y + self.skip * x).to(x.dtype), after
@@ -126,7 +126,7 @@ class DiagonalSSM(nn.Module):
         return f"discretisation={self.discretisation!r}, convolution={self.convolution}"
 
 
-def fft_convolved(x: Tensor, kernel: Tensor) -> Tensor:
+def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:
     """Convolve causally: y_t = sum_(s <= t) kernel_(t - s) x_s; x [B, T, D], kernel [T or more, D]; in its dtype."""
     T = x.shape[1]
     if T == 0 or x.shape[0] == 0:  # MKL has no transform of nothing

@@ -56,7 +56,7 @@ class ExponentialGate(OperandPart, Stateful):
         return inputs._replace(log_decay=log_decay, v=v.to(inputs.v.dtype)), after
 
 
-class ExponentialKey(OperandPart, Stateful):
+class WKVGate(OperandPart, Stateful):
     """log_decay = -exp(w), v_t <- exp(k_t) v_t with the note "key" for k, [B, T, HV]: RWKV-4, stabilised as above.
 
     Leaves the note "before", m_(t-1). Initialisation: w from -5 to 3 over the channels, bent by the layer.
@@ -85,7 +85,7 @@ class ExponentialKey(OperandPart, Stateful):
         return inputs._replace(log_decay=log_decay, v=v.to(inputs.v.dtype)), after
 
 
-class ExponentialBonus(OutputPart):
+class WKVBonus(OutputPart):
     """o_t <- o_t + exp(u + k_t - m_(t-1)) [v_t, 1], for the token itself, both divided by the greater exponential.
 
     Initialisation: u = log 0.3, in thirds plus -1/2, 0, 1/2. Source: RWKV 2305.13048.

@@ -81,7 +81,7 @@ class Normalise(OutputPart):
         return f"eps={self.eps:g}, floor={self.floor!r}"
 
 
-class RandomFourier(OperandPart, ResizesHeads, HasFlops):
+class RandomFourierFeatures(OperandPart, ResizesHeads, HasFlops):
     """q, k <- phi(q), phi(k); phi(x) = [sin(W x), cos(W x)] / sqrt(R), with W = sigma * G of each key head.
 
     phi(q)^T phi(k) approximates the Gaussian kernel exp(-|sigma * (q - k)|^2 / 2).

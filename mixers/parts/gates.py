@@ -171,14 +171,14 @@ class Skip(OutputPart, Fusible):
         return {"skip": self.D}
 
 
-class Silu(StatelessOutputPart):
+class OutputSilu(StatelessOutputPart):
     """o <- silu(o)."""
 
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return F.silu(o)
 
 
-class NotedGate(OutputPart):
+class PrecomputedGate(OutputPart):
     """o <- o * activation(g), with what the projection left as the note "gate": [B, T, HV V]."""
 
     def __init__(self, activation: Activation = "none") -> None:

@@ -19,7 +19,7 @@ from deltazoo.mixers.parts.convolution import ShortConv
 Streams = Literal["", "q", "v", "qk", "qkv"]
 
 
-class Project(Fusible, Stateful):
+class QKVProjection(Fusible, Stateful):
     """One linear map for q, k and v, then a short convolution, SiLU and the L2 norm of each head, where asked for.
 
     What follows the convolution is computed with it (`deltazoo.backends.short_conv`). Other activations of q and k are
@@ -59,7 +59,7 @@ class Project(Fusible, Stateful):
         return None if self.conv is None else self.conv.init_state(batch, like)
 
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
-        """Project x [B, T, D]; k and v carry the micro-step axis n after T where there are several."""
+        """QKVProjection x [B, T, D]; k and v carry the micro-step axis n after T where there are several."""
         rest_BTC = self.to_qkv(x)
         streams: tuple[Tensor, ...] = ()
         if self.conv is not None:

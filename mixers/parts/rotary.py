@@ -33,7 +33,7 @@ class Rotary(OperandPart, Stateful):
         at_BT = positions(x, state, context)
         turn = angles(at_BT, inputs.q.shape[-1] // 2, self.theta, state_dtype(inputs.q.dtype))
         after = None if state is None else write_back(state, state + token_counts(x, context))
-        return inputs._replace(q=rotate(inputs.q, turn), k=rotate(inputs.k, turn)), after
+        return inputs._replace(q=apply_rotary(inputs.q, turn), k=apply_rotary(inputs.k, turn)), after
 
     def extra_repr(self) -> str:
         return f"theta={self.theta:g}"
@@ -45,7 +45,7 @@ def angles(position_BT: Tensor, half: int, theta: float, dtype: torch.dtype) -> 
     return position_BT[..., None] * theta ** (-pair_R / half)
 
 
-def rotate(x: Tensor, angle_BTR: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, angle_BTR: Tensor) -> Tensor:
     """Turn channel i with channel i + R, for i < R; channels from 2 R on stay.
 
     Args: x: [B, T, ..., K] with K >= 2 R; angle_BTR: from `angles`.

@@ -72,7 +72,7 @@ class LowRank(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class Project4(nn.Module, Stateful):
+class RWKV4Projection(nn.Module, Stateful):
     """RWKV-4: k, v, r = W (mu x_t + (1 - mu) x_(t-1)); q = 1. Leaves the notes "key" and "gate" (r).
 
     Initialisation: mu as (i / D)^(1 - l / L), moved by 0.3 l / (L - 1) for v and halved in the exponent for r.
@@ -103,7 +103,7 @@ class Project4(nn.Module, Stateful):
         return UpdateInputs(one, one, v), after
 
 
-class Project6(nn.Module, Stateful, HasFlops):
+class RWKV6Projection(nn.Module, Stateful, HasFlops):
     """RWKV-6: r, k, v, g, w of tokens mixed by data: x_i = x_t + (x_(t-1) - x_t) (mu_i + lowrank_i(x_t + (..) mu_x)).
 
     log_decay = -exp(w_0 + tanh(x_w A) B). Leaves the note "gate".
@@ -151,7 +151,7 @@ class Project6(nn.Module, Stateful, HasFlops):
         return UpdateInputs(q, k, v, log_decay=log_decay), after
 
 
-class Project7(nn.Module, Stateful):
+class RWKV7Projection(nn.Module, Stateful):
     """RWKV-7: r, w, k, v, eta, g of x_i = x_t + (x_(t-1) - x_t) mu_i, and from them the operands of dplr.
 
     log_decay = -exp(-1/2) sigmoid(w), eta = sigmoid(..), kappa = unit(k * xi), k <- k (1 + (eta - 1) alpha),
@@ -231,7 +231,7 @@ class Project7(nn.Module, Stateful):
         return rearrange(x, "b t (h k) -> b t h k", h=self.shape.heads)
 
 
-def bonus_of(shape: HeadShape, place: Place) -> Tensor:
+def initial_bonus(shape: HeadShape, place: Place) -> Tensor:
     """RWKV-6's u at first: l / (L - 1) (1 - i / (H K - 1)) over the channels i, in thirds plus -0.1, 0, 0.1: [H, K]."""
     channel = torch.arange(shape.heads * shape.key_width)
     share = place.layer / max(1, place.depth - 1)

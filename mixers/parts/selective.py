@@ -1,4 +1,4 @@
-"""Selective state spaces: every channel is a head with V = 1, and what it keeps depends on the convolved input.
+"""SelectiveOperands state spaces: every channel is a head with V = 1, and what it keeps depends on the convolved input.
 
 B batch, T time, D width, C channels (= HV), N state size (= K), R rank of the step
 """
@@ -22,7 +22,7 @@ RG_LRU_POWER = 8.0
 RG_LRU_RING = (0.9, 0.999)
 
 
-class ProjectChannels(nn.Module, Stateful):
+class ChannelProjection(nn.Module, Stateful):
     """v = conv(W x) for C channels [B, T, C, 1], with SiLU where asked for; q = k = 1.
 
     Args: conv_width: taps, 0 for none; silu: after the convolution; std: of W at first, normal; None: torch's linear.
@@ -52,7 +52,7 @@ class ProjectChannels(nn.Module, Stateful):
         return UpdateInputs(one, one, v.unflatten(-1, (self.shape.value_heads, -1))), state
 
 
-class Selective(OperandPart):
+class SelectiveOperands(OperandPart):
     """q, k and a step for each channel, of the projected v: [r, k, q] = W v, step = activation(W_dt r + dt_bias).
 
     kind "mamba": decay exp(step x rate), rate = -exp(A_log) [C, N], never laid out over time; v <- step v.
@@ -107,7 +107,7 @@ class Selective(OperandPart):
         return f"kind={self.kind!r}"
 
 
-class RealGate(OperandPart, HasFlops):
+class RGLRUGate(OperandPart, HasFlops):
     """log_decay = -8 softplus(L) sigmoid(W_a u + b_a), v <- sqrt(1 - a^2) sigmoid(W_x u + b_x) u, u = v as projected.
 
     W_a and W_x are block diagonal, of so many blocks; None: the most that divide the channels, up to width // 256.

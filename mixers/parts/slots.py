@@ -17,7 +17,7 @@ from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, O
 SECOND = UpdateSpec(decay="channel", transition="additive", scale=1.0)
 
 
-class Slots(OperandPart, ResizesHeads):
+class SlotKeyPass(OperandPart, ResizesHeads):
     """log_decay = log sigmoid(W x) / temperature for each slot, v <- 1 - a: a slot takes k_t in as it forgets.
 
     Every slot is a value head with V = 1; the state is the slots' keys. The values wait as the note "values".
@@ -44,7 +44,7 @@ class Slots(OperandPart, ResizesHeads):
         return f"slots={self.slots}, temperature={self.temperature:g}"
 
 
-class SecondPass(OutputPart, Stateful):
+class SlotValuePass(OutputPart, Stateful):
     """o = V~^T softmax(K~ q): the slots' values V~_t = Diag(a_t) V~_(t-1) + (1 - a_t) v_t^T, read by the first pass.
 
     State: V~, [B, H, M, V].
@@ -64,7 +64,7 @@ class SecondPass(OutputPart, Stateful):
         def by_head(x: Tensor) -> Tensor:
             return rearrange(x, "b t (h m) -> b t h m", h=self.heads)
 
-        assert flow.inputs.log_decay is not None  # `Slots` made it
+        assert flow.inputs.log_decay is not None  # `SlotKeyPass` made it
         read = by_head(o.squeeze(-1).to(state_dtype(o.dtype))).softmax(-1).to(o.dtype)
         k = by_head(flow.inputs.v.squeeze(-1))
         inputs = UpdateInputs(read, k, context.intermediate("values"), log_decay=by_head(flow.inputs.log_decay))

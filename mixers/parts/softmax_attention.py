@@ -28,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu
     return torch.cat([first, _later_blocks(q, k, v, scale, window, which_T)], 1)
 
 
-def attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
+def attend_ring_buffer(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
     """Attend to the last W tokens, the cache's before the ones that come in; S = W, T >= 1, not yet written."""
     W, T = cache.k.shape[1], q.shape[1]
     old = torch.arange(W, device=q.device)
@@ -43,14 +43,14 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache)
     return first if T <= W else torch.cat([first, _later_blocks(q, k, v, scale, W, None)], 1)
 
 
-def attend_slots(q: Tensor, cache: KVCache, scale: float, position_BT: Tensor) -> Tensor:
+def attend_cache(q: Tensor, cache: KVCache, scale: float, position_BT: Tensor) -> Tensor:
     """Attend to what lies in the slots, up to each token's own place in its row; the cache has the tokens already."""
     token_BS = token_in_slot(cache)
     seen_BTS = (token_BS >= 0)[:, None] & (token_BS[:, None] <= position_BT[..., None])
     return sdpa(q, cache.k.to(q.dtype), cache.v.to(q.dtype), scale, seen_BTS[:, None])
 
 
-def attend_pack(
+def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cache: KVCache, cu_seqlens: Tensor
 ) -> Tensor:
     """Attend within each sequence of a pack, its row of the cache before the tokens that come in; not yet written.

@@ -22,7 +22,7 @@ STRETCH = 16
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], Tensor]]
 
 
-class Loop:
+class TokenScan:
     """Run `step` over time. Register one at module level for each recurrence; the name is the operator's.
 
     `step` gets the state, the token's operands and the parameters; its last operand is like the output of a token.

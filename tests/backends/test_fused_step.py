@@ -46,7 +46,7 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.part import OutputArguments
 from deltazoo.mixers.core.state import rollback_, snapshot
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import Project
+from deltazoo.mixers.parts.projections import QKVProjection
 
 GATED = UpdateSpec(decay="head", beta="head")
 H, HV, K, V = 2, 4, 12, 20
@@ -440,7 +440,7 @@ def test_a_hook_on_all_modules_is_called_with_every_part():
         mixer(torch.randn(2, 1, 32, device=DEVICE), mixer.init_state(2))
     finally:
         handle.remove()
-    assert {Project, Update, HeadNorm} <= set(called)
+    assert {QKVProjection, Update, HeadNorm} <= set(called)
 
 
 def hook(mixer: DeltaMixer, module: torch.nn.Module) -> list[Tensor]:

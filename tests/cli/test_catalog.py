@@ -95,10 +95,12 @@ def test_show_a_mixer_says_what_of_a_decode_step_is_one(ok):
     def said(name: str, *options: str) -> str | None:
         return ok("show", name, *options, "--json").json["about"].get("decode step")
 
-    whole = "Project, Beta, SoftplusDecay, HeadNorm, OutputGate and the update in one, by backend 'triton' on 'cuda'"
+    whole = (
+        "QKVProjection, Beta, SoftplusDecay, HeadNorm, OutputGate and the update in one, by backend 'triton' on 'cuda'"
+    )
     assert said("gated_deltanet", "--device", "cuda", "--dtype", "bfloat16") == whole
     assert said("mamba2", "--device", "cuda") == (
-        "Project, SoftplusDecay, Skip, OutputGate and the update in one, by backend 'triton' on 'cuda'"
+        "QKVProjection, SoftplusDecay, Skip, OutputGate and the update in one, by backend 'triton' on 'cuda'"
     )
     assert said("gated_deltanet") == "part by part, the update by backend 'compile' on 'cpu'"
     assert said("retnet", "--device", "cuda") == "part by part, the update by backend 'triton' on 'cuda'"

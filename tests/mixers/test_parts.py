@@ -18,8 +18,8 @@ from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.decays import FixedDecay, SigmoidDecay, SoftplusDecay
 from deltazoo.mixers.parts.feature_maps import FeatureMap
 from deltazoo.mixers.parts.norms import HeadNorm, RMSNorm, UnitNorm
-from deltazoo.mixers.parts.projections import Project
-from deltazoo.mixers.parts.rotary import angles, rotate
+from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.rotary import angles, apply_rotary
 
 SHAPE = HeadShape(width=8, heads=2, value_heads=4, key_width=6, value_width=5)
 
@@ -129,11 +129,11 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
 
     def meet(t: int, s: int) -> Tensor:
         at_t, at_s = (angles(torch.tensor([[p]]), 4, 100.0, torch.float64) for p in (t, s))
-        return (rotate(q, at_t) * rotate(k, at_s)).sum()
+        return (apply_rotary(q, at_t) * apply_rotary(k, at_s)).sum()
 
     torch.testing.assert_close(meet(7, 3), meet(104, 100), rtol=1e-12, atol=0)
     assert not torch.isclose(meet(7, 3), meet(7, 4))
-    turned = rotate(q, angles(torch.tensor([[5]]), 4, 100.0, torch.float64))
+    turned = apply_rotary(q, angles(torch.tensor([[5]]), 4, 100.0, torch.float64))
     torch.testing.assert_close(turned.norm(), q.norm(), rtol=1e-12, atol=0)
     assert torch.equal(turned[..., 8:], q[..., 8:])
 
@@ -175,13 +175,13 @@ def test_aligned_puts_real_tokens_first_and_restored_puts_them_back() -> None:
 
 def test_parts_need_names_of_their_own() -> None:
     with pytest.raises(ConfigError, match="names of their own"):
-        Parts(Project(SHAPE), {"norm": UnitNorm()}, {"norm": HeadNorm(SHAPE, 1e-5)})
+        Parts(QKVProjection(SHAPE), {"norm": UnitNorm()}, {"norm": HeadNorm(SHAPE, 1e-5)})
 
 
 def test_a_mixer_may_be_put_together_by_hand() -> None:
     """Parts compose without a config: here Gated DeltaNet's update without any of its surroundings."""
     spec = UpdateSpec(decay="head")
-    parts = Parts(Project(SHAPE), {"unit": UnitNorm(), "decay": SoftplusDecay(SHAPE)})
+    parts = Parts(QKVProjection(SHAPE), {"unit": UnitNorm(), "decay": SoftplusDecay(SHAPE)})
     mixer = DeltaMixer(SHAPE, spec, parts, "reference").double()
     x = torch.randn(1, 5, 8, dtype=torch.float64)
     y, state = mixer(x, mixer.init_state(1))
