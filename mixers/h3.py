@@ -1,4 +1,4 @@
-"""H3: a shift and a diagonal state space, with products between them."""
+"""H3: a shift filter and a diagonal state space, combined by elementwise products."""
 
 from typing import ClassVar
 
@@ -16,15 +16,18 @@ from deltazoo.mixers.parts.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM
 
 
 class H3(FilterConfig):
-    """y = W (q * diagonal(shift(k) * v)), q, k, v = W x; shift: a filter over `shift` tokens; heads of width 1."""
+    """y = W (q * ssm(shift(k) * v)) with q, k, v = W x.
+
+    The shift is a causal convolution over `shift` tokens, and ssm a diagonal state space; both act per channel.
+    """
 
     name: ClassVar[str] = "h3"
     source: ClassVar[str] = "Fu 2022, arXiv 2212.14052"
-    states: int = Field(default=32, ge=1, description="N of the diagonal state space, complex numbers a channel")
-    shift: int = Field(default=64, ge=1, description="states of the shift, the tokens that it looks back on")
+    states: int = Field(default=32, ge=1, description="N, complex states per channel of the diagonal state space")
+    shift: int = Field(default=64, ge=1, description="taps of the shift filter")
     discretisation: Discretisation = Field(default="bilinear", description="bilinear; zoh: zero-order hold")
     convolution: bool = Field(
-        default=True, description="whole sequences without a state by FFT; False: as a recurrence"
+        default=True, description="compute whole sequences without a state by FFT; False: always as a recurrence"
     )
 
     def spec(self) -> UpdateSpec:
@@ -35,25 +38,31 @@ class H3(FilterConfig):
 
 
 class H3Mixer(FilterMixer):
-    """Initialisation: the shift's filter uniform in +-1 / sqrt(shift), plus N(0, 1) on the token itself, its skip.
+    """Module of `H3`.
 
-    State: the shift's last inputs, and `DiagonalSSM`'s. Source: section 3.1 and algorithm 1, with d_h = 1.
+    Initialisation: taps of the shift uniform in +-1 / sqrt(shift); N(0, 1) is added to the tap of the current token.
+    State: the last inputs of the shift, and the state of `DiagonalSSM`.
+    Source: section 3.1 and algorithm 1, with d_h = 1.
     """
 
     def __init__(self, config: H3, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
+        self.filters["shift"] = ShortConv(width, config.shift, backend=backend)
+        self.filters["diagonal"] = DiagonalSSM(
+            width, config.states, "lin", config.discretisation, config.convolution, backend
+        )
         self.to_qkv = nn.Linear(width, 3 * width)
-        shift = ShortConv(width, config.shift, backend=backend)
-        with torch.no_grad():
-            shift.weight[:, -1] += torch.randn(width)
-        self.filters["shift"] = shift
-        how = config.discretisation
-        self.filters["diagonal"] = DiagonalSSM(width, config.states, "lin", how, config.convolution, backend)
         self.out = nn.Linear(width, width)
+        self.reset_parameters()
 
-    def mix(self, x: Tensor, state: dict[str, Tensor] | None, after: dict[str, Tensor], context: Context) -> Tensor:
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        weight = self.filters["shift"].get_parameter("weight")
+        weight[:, -1] += torch.randn_like(weight[:, -1])
+
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         q, k, v = self.to_qkv(x).chunk(3, -1)
-        if context.mask is not None:  # the maps have a bias, and padding must stay zero
+        if context.mask is not None:  # the bias of the map makes padded tokens nonzero
             k, v = k * context.mask[..., None], v * context.mask[..., None]
-        written = self.filtered("shift", k, state, after, context) * v
-        return self.out(q * self.filtered("diagonal", written, state, after, context))
+        written = self.apply_filter("shift", k, state, new, context) * v
+        return self.out(q * self.apply_filter("diagonal", written, state, new, context))

@@ -1,4 +1,4 @@
-"""Mixture of memories: a router sends every token to some of several memories, each a mixer of its own.
+"""Mixture of memories: a router sends each token to some of several memories, each of which is a mixer.
 
 B batch, T time, D width, M memories, N packed sequences
 """
@@ -18,7 +18,7 @@ from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place, State
 from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
-from deltazoo.mixers.core.state import rollback_
+from deltazoo.mixers.core.state import batch, rollback_
 
 
 def _parse_memory(data: Any, info: ValidationInfo) -> MixerConfig:
@@ -33,21 +33,21 @@ def _gated_deltanet() -> MixerConfig:
 
 
 class MoM(MixerConfig):
-    """y_t = shared(x)_t + sum of p_tm memory_m(x_m)_t over the `active` memories m of token t; x_m is sent to m.
+    """y_t = shared(x)_t + sum over the active memories m of token t of p_tm memory_m(x_m)_t; x_m are the tokens sent to m.
 
-    p are the greatest `active` of softmax(W x_t), where several divided by their sum; of equals the first win. A memory
-    sees its own tokens alone, one after the other, with states, convolutions and positions of its own. The paper's
-    memories differ in k, v and gates, and share q and all that follows the mixture (norm, gate, output map); here each
-    is a whole mixer, so that any may be one.
+    p are the `active` largest entries of softmax(W x_t), divided by their sum if there are several; ties go to the
+    memory with the lower index. A memory processes only its own tokens, as one sequence, with its own state,
+    convolutions and positions. The paper's memories differ in k, v and gates and share q and everything after the
+    mixture (norm, gate, output map). Here each memory is a complete mixer, so that any mixer can be one.
     """
 
     name: ClassVar[str] = "mom"
     source: ClassVar[str] = "Du 2025, arXiv 2502.13685"
 
-    memory: Inner = Field(default_factory=_gated_deltanet, description="the mixer that each memory is")
-    memories: int = Field(default=4, ge=1, description="memories beside the shared one")
-    active: int = Field(default=2, ge=1, description="memories that a token is sent to")
-    shared: bool = Field(default=True, description="one more memory that takes every token")
+    memory: Inner = Field(default_factory=_gated_deltanet, description="config of each memory: any mixer")
+    memories: int = Field(default=4, ge=1, description="number of memories, without the shared one")
+    active: int = Field(default=2, ge=1, description="memories per token")
+    shared: bool = Field(default=True, description="add a memory that gets every token")
     balance: float = Field(default=0.01, ge=0, description="weight of the load-balance loss")
     z: float = Field(default=0.001, ge=0, description="weight of the z-loss, the mean square of logsumexp(W x)")
 
@@ -68,13 +68,13 @@ class MoM(MixerConfig):
         return f"y_t = {'shared(x)_t + ' if self.shared else ''}{chosen}; each: {self.memory.equation()}"
 
     def cost(self, width: int) -> Cost:
-        """All memories run on every token's slot; a router's product beside."""
-        one, times = self.memory.cost(width), self.memories + self.shared
-        return Cost(times * one.flops + 2 * width * self.memories, *(times * figure for figure in one[1:]))
+        """Every memory runs on T tokens, whether they are sent to it or padding; the router adds one product."""
+        one, count = self.memory.cost(width), self.memories + self.shared
+        return Cost(count * one.flops + 2 * width * self.memories, *(count * figure for figure in one[1:]))
 
 
 class Routes(NamedTuple):
-    """chosen: [B, T, M] bool; weight: [B, T, M] float32, 0 where not chosen; loss: the router's, a scalar."""
+    """Result of the router: chosen [B, T, M] bool; weight [B, T, M] float32, 0 where not chosen; loss, a scalar."""
 
     chosen: Tensor
     weight: Tensor
@@ -82,9 +82,11 @@ class Routes(NamedTuple):
 
 
 class Router(nn.Module):
-    """Send each token to `active` memories, in float32 whatever autocast says, so that prefill routes as decoding does.
+    """Choose `active` memories for each token.
 
-    loss = balance M sum_m f_m P_m + z mean(logsumexp^2), f the share of what was sent to m, P its mean probability.
+    Computed in float32 also under autocast, so that prefill and decoding route alike.
+    loss = balance M sum_m f_m P_m + z mean(logsumexp^2), where f_m is the fraction of assignments to m and P_m its mean
+    probability.
     Initialisation: N(0, 0.02^2). Source: MoM 2502.13685, section 3.2; Switch 2101.03961, section 2.2 (balance);
     ST-MoE 2202.08906 (z).
     """
@@ -92,13 +94,18 @@ class Router(nn.Module):
     def __init__(self, config: MoM, width: int) -> None:
         super().__init__()
         self.active, self.balance, self.z = config.active, config.balance, config.z
-        self.weight = nn.Parameter(torch.empty(config.memories, width).normal_(std=0.02))
+        self.weight = nn.Parameter(torch.empty(config.memories, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Routes:
-        """Route x [B, T, D]; padded tokens (mask False) go nowhere."""
+        """Route x [B, T, D]. Padded tokens (mask False) get no memory."""
         dtype = state_dtype(x.dtype)
         with without_autocast(x):
-            # a sum of each row, the same whatever B and T, where a product of matrices adds up in another order
+            # a sum per row has the same rounding for every B and T; the order of summation in a matrix product depends
+            # on the shape
             logits = torch.stack([(x.to(dtype) * row.to(dtype)).sum(-1) for row in self.weight], -1)
         p = logits.softmax(-1)
         order = p.detach().argsort(dim=-1, descending=True, stable=True)
@@ -107,13 +114,13 @@ class Router(nn.Module):
         if mask is not None:
             chosen = chosen & mask[..., None]
         weight = torch.where(chosen, p, 0.0)
-        if self.active > 1:  # one alone would always weigh 1, and teach the router nothing
+        if self.active > 1:  # a single weight divided by itself is 1 and gives the router no gradient
             weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-20)
         count = real.sum().clamp(min=1)
-        sent = chosen.to(dtype).sum((0, 1)) / (count * self.active)
-        likely = (p * real[..., None]).sum((0, 1)) / count
-        spread = (logits.logsumexp(-1).square() * real).sum() / count
-        loss = self.balance * len(self.weight) * (sent * likely).sum() + self.z * spread
+        fraction = chosen.to(dtype).sum((0, 1)) / (count * self.active)
+        probability = (p * real[..., None]).sum((0, 1)) / count
+        z = (logits.logsumexp(-1).square() * real).sum() / count
+        loss = self.balance * len(self.weight) * (fraction * probability).sum() + self.z * z
         return Routes(chosen, weight, loss)
 
     def extra_repr(self) -> str:
@@ -121,13 +128,13 @@ class Router(nn.Module):
 
 
 class MoMMixer(Mixer):
-    """A mixture of memories; causal and without leaks between sequences, in training as in decoding.
+    """Module of `MoM`: causal and isolated across sequences, in training as in decoding.
 
-    Static in shape and exact, nothing is dropped: each memory's tokens are moved to the front of its row (of its pack),
-    in their order, and the rest of the row is padding. So every memory runs on T slots. While gradients are on, the
-    router's loss is added to whatever loss the output ends in: its gradient enters where the output's comes back.
+    Shapes are static and no token is dropped: each memory's tokens are moved to the front of its row, in order, and the
+    rest of the row is padding. Every memory thus runs on T tokens. With gradients enabled, the backward pass adds the
+    gradient of the router's loss to that of the loss computed from the output.
 
-    State: {"shared": .., "memory 0": .., ..}, each as its mixer has it.
+    State: {"shared": ..., "memory 0": ..., ...}, each the state of its mixer.
     """
 
     def __init__(self, config: MoM, width: int, place: Place, backend: str | Backend | None) -> None:
@@ -139,7 +146,7 @@ class MoMMixer(Mixer):
         self.names = tuple(f"memory {m}" for m in range(config.memories))
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, State]:
-        """The states of all memories; `capacity` is a memory's."""
+        """Return the states of all memories; each gets the full `capacity`."""
         named = dict(zip(self.names, cast("Sequence[Mixer]", self.memories), strict=True))
         if self.shared is not None:
             named["shared"] = self.shared
@@ -149,53 +156,53 @@ class MoMMixer(Mixer):
         self, x: Tensor, state: dict[str, State] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, State] | None]:
         x_BTD, context, order = left_align(x, self.width, context)
-        # a memory counts its own tokens; what layers hand on is of all tokens, not of one memory's
+        # positions count the tokens of one memory; values of other layers belong to all tokens, not to one memory's
         context = context._replace(positions=None, values=None)
         if state is not None:
-            wanted = {*self.names, *(["shared"] if self.shared is not None else [])}
-            if not isinstance(state, dict) or set(state) != wanted:
-                raise StateError(f"the state must have {sorted(wanted)}, got {sorted(state)}")
-            rows = {name: _rows(tree) for name, tree in state.items()}
-            check_state(rows, x_BTD, context)
+            expected = {*self.names, *(["shared"] if self.shared is not None else [])}
+            if not isinstance(state, dict) or set(state) != expected:
+                raise StateError(f"the state must have {sorted(expected)}, got {sorted(state)}")
+            check_state({name: batch(tree) for name, tree in state.items()}, x_BTD, context)
         routes = self.router(x_BTD, context.mask)
         y_BTD = x_BTD.new_zeros(())
-        after: dict[str, State] = {}
+        new: dict[str, State] = {}
         for m, (name, memory) in enumerate(zip(self.names, self.memories, strict=True)):
-            before = None if state is None else state[name]
-            own, after[name] = _on_chosen(memory, x_BTD, routes.chosen[..., m], before, context)
-            y_BTD = y_BTD + (routes.weight[..., m, None] * own).to(own.dtype)
+            old = None if state is None else state[name]
+            o_BTD, new[name] = _run_on_chosen(memory, x_BTD, routes.chosen[..., m], old, context)
+            y_BTD = y_BTD + (routes.weight[..., m, None] * o_BTD).to(o_BTD.dtype)
         if self.shared is not None:
-            own, after["shared"] = self.shared(x_BTD, None if state is None else state["shared"], context)
-            y_BTD = y_BTD + own
+            o_BTD, new["shared"] = self.shared(x_BTD, None if state is None else state["shared"], context)
+            y_BTD = y_BTD + o_BTD
         if torch.is_grad_enabled():
-            y_BTD = _WithLoss.apply(y_BTD, routes.loss)
-        return undo_left_align(y_BTD, order), None if state is None else after
+            y_BTD = _AddLoss.apply(y_BTD, routes.loss)
+        return undo_left_align(y_BTD, order), None if state is None else new
 
 
-def _on_chosen(
+def _run_on_chosen(
     memory: nn.Module, x_BTD: Tensor, chosen_BT: Tensor, state: State, context: Context
 ) -> tuple[Tensor, Any]:
-    """Run a memory on its tokens alone; zeros where it has none, and its state after."""
+    """Run a memory on its own tokens. Return outputs, zero at other tokens, and its new state."""
     to_front_BT = chosen_BT.logical_not().to(torch.int8).argsort(dim=1, stable=True)
-    back_BT = to_front_BT.argsort(dim=1)
+    to_place_BT = to_front_BT.argsort(dim=1)
 
-    def taken(y: Tensor, index_BT: Tensor) -> Tensor:
+    def permute(y: Tensor, index_BT: Tensor) -> Tensor:
         return y.gather(1, index_BT[..., None].expand_as(y))
 
-    own_x = taken(x_BTD, to_front_BT)
+    memory_x = permute(x_BTD, to_front_BT)
     if context.cu_seqlens is None:
-        y, state = memory(own_x, state, Context(mask=chosen_BT.gather(1, to_front_BT)))
+        y, state = memory(memory_x, state, Context(mask=chosen_BT.gather(1, to_front_BT)))
     else:
-        y, state = _on_pack(memory, own_x, chosen_BT[0], state, context.cu_seqlens)
-    return torch.where(chosen_BT[..., None], taken(y, back_BT), 0.0), state
+        y, state = _run_on_packed(memory, memory_x, chosen_BT[0], state, context.cu_seqlens)
+    return torch.where(chosen_BT[..., None], permute(y, to_place_BT), 0.0), state
 
 
-def _on_pack(
+def _run_on_packed(
     memory: nn.Module, x_1TD: Tensor, chosen_T: Tensor, state: State, cu_seqlens: Tensor
 ) -> tuple[Tensor, Any]:
-    """The chosen tokens of each sequence are sequences of a shorter pack; its others, a sequence too, are thrown away.
+    """Run a memory on the chosen tokens of N packed sequences.
 
-    Theirs are N more, none longer than the sequence it comes from, so that a cache has room for it.
+    The chosen tokens of the N sequences come first in x, as N shorter sequences. The other tokens of each sequence form
+    N more sequences, whose outputs and states are discarded. None is longer than its original, so caches suffice.
     """
     T, N = x_1TD.shape[1], cu_seqlens.shape[0] - 1
     chosen_N = torch.zeros(N, dtype=torch.int64, device=x_1TD.device)
@@ -204,19 +211,14 @@ def _on_pack(
     ends = torch.cat([count_2N.new_zeros(1), count_2N.cumsum(0)]).to(torch.int32)
     if state is None:
         return memory(x_1TD, None, Context(cu_seqlens=ends))
-    longer = tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), state)
-    y, longer = memory(x_1TD, longer, Context(cu_seqlens=ends))
-    after = tree_map(lambda leaf: leaf[:N], longer)
-    return y, after if torch.is_grad_enabled() else rollback_(state, after)
+    doubled = tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), state)
+    y, doubled = memory(x_1TD, doubled, Context(cu_seqlens=ends))
+    new = tree_map(lambda leaf: leaf[:N], doubled)
+    return y, new if torch.is_grad_enabled() else rollback_(state, new)
 
 
-def _rows(tree: State) -> int:
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    return int(leaves[0].shape[0])
-
-
-class _WithLoss(torch.autograd.Function):
-    """y, with the gradient of a loss beside it: d loss = 1."""
+class _AddLoss(torch.autograd.Function):
+    """Return y; the backward pass gives the loss a gradient of 1."""
 
     @staticmethod
     def forward(y: Tensor, loss: Tensor) -> Tensor:

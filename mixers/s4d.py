@@ -1,4 +1,4 @@
-"""S4D: a linear, time-invariant diagonal state space of every channel."""
+"""S4D: a time-invariant diagonal state space for each channel."""
 
 from typing import ClassVar
 
@@ -15,15 +15,15 @@ from deltazoo.mixers.parts.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM, S
 
 
 class S4D(FilterConfig):
-    """y = glu(W gelu(ssm(x))), ssm: h_t = a h_(t-1) + b x_t, y_t = Re(C h_t) + D x_t for each channel."""
+    """y = GLU(W gelu(ssm(x))) with, per channel, h_t = a h_(t-1) + b x_t and ssm(x)_t = Re(C h_t) + D x_t."""
 
     name: ClassVar[str] = "s4d"
     source: ClassVar[str] = "Gu 2022, arXiv 2206.11893"
-    states: int = Field(default=32, ge=1, description="N, complex (or real) numbers a channel")
-    start: StateInit = Field(default="lin", description="S4D-Lin, S4D-Inv or S4D-Real; the last has real states")
+    states: int = Field(default=32, ge=1, description="N, states per channel; complex unless start is real")
+    start: StateInit = Field(default="lin", description="lin: S4D-Lin; inv: S4D-Inv; real: S4D-Real, real states")
     discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")
     convolution: bool = Field(
-        default=True, description="whole sequences without a state by FFT; False: as a recurrence"
+        default=True, description="compute whole sequences without a state by FFT; False: always as a recurrence"
     )
 
     def spec(self) -> UpdateSpec:
@@ -34,7 +34,7 @@ class S4D(FilterConfig):
 
 
 class S4DMixer(FilterMixer):
-    """State: that of `DiagonalSSM`."""
+    """Module of `S4D`. State: that of `DiagonalSSM`."""
 
     def __init__(self, config: S4D, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
@@ -43,6 +43,6 @@ class S4DMixer(FilterMixer):
         )
         self.out, self.gate = (nn.Linear(width, width) for _ in range(2))
 
-    def mix(self, x: Tensor, state: dict[str, Tensor] | None, after: dict[str, Tensor], context: Context) -> Tensor:
-        y = F.gelu(self.filtered("ssm", x, state, after, context))
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
+        y = F.gelu(self.apply_filter("ssm", x, state, new, context))
         return self.out(y) * self.gate(y).sigmoid()

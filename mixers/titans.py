@@ -1,8 +1,9 @@
-"""Titans' neural memory: a small network that learns at test time, with momentum and forgetting.
+"""Titans' neural memory: a small network trained at test time by gradient descent with momentum and weight decay.
 
 B batch, T time, D width, H heads, E head width, F inner width of the memory
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -15,26 +16,28 @@ from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.short_conv import ConvPart
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
-from deltazoo.mixers.families.fast_weights import LearnedMixer, heads_of
+from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.token_scan import TokenScan
 
+GATE_BIASES = (0.0, -2.0, -4.0)  # eta, theta, alpha: little weight decay at first
+
 
 class Titans(FilterConfig):
     """S_t = eta_t S_(t-1) - theta_t grad |M'(k_t) - v_t|^2, M_t = (1 - alpha_t) M_(t-1) + S_t, o_t = M_t(q_t).
 
-    M' is the memory at the start of the token's chunk; M a network of two layers, or a matrix with depth 1. The neural
-    memory alone (LMM), without attention beside it.
+    M is a network of two layers, or a matrix with depth 1. M' is M at the start of the token's chunk. This is the
+    paper's neural memory (LMM), without attention.
     """
 
     name: ClassVar[str] = "titans"
     source: ClassVar[str] = "Behrouz 2024, arXiv 2501.00663"
-    heads: int | None = Field(default=None, ge=1, description="None: width // 64, at least 1")
+    heads: int | None = Field(default=None, ge=1, description="number of memories; None: width // 64, at least 1")
     depth: int = Field(default=2, ge=1, le=2, description="layers of the memory; 1: a matrix")
-    inner_factor: int = Field(default=2, ge=1, description="inner width of a memory of two layers, in head widths")
-    chunk: int = Field(default=16, ge=1, description="tokens whose gradients are taken at the same memory")
+    inner_factor: int = Field(default=2, ge=1, description="inner width of a two-layer memory over the head width")
+    chunk: int = Field(default=16, ge=1, description="tokens whose gradients are computed at the same memory")
     conv_width: int = Field(default=4, ge=1, description="taps of the short convolutions")
 
     def equation(self) -> str:
@@ -43,57 +46,78 @@ class Titans(FilterConfig):
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "TitansMixer":
         return TitansMixer(self, width, backend)
 
-    def update_flops(self, width: int) -> int:
-        weights = width * width // heads_of(self.heads, width) * (1 if self.depth == 1 else 2 * self.inner_factor)
+    def recurrence_flops(self, width: int) -> int:
+        weights = width * width // resolve_heads(self.heads, width) * (1 if self.depth == 1 else 2 * self.inner_factor)
         return 12 * weights
 
 
-class TitansMixer(LearnedMixer):
-    """Initialisation: the memory's layers N(0, 1 / inputs); the gates' biases so that alpha is small at first.
+class TitansMixer(FastWeightMixer):
+    """Module of `Titans`.
 
-    State: the layers of M, of M' and of S, and the tokens seen.
-    Source: section 3.1, equations 8 to 15; chunks, section 3.2, equations 16 to 18; the layer around, section 4.4.
+    Initialisation: layers of the memory N(0, 1 / inputs); biases of the gates 0 for eta, -2 for theta, -4 for alpha.
+    State: the layers of M, M' and S, the convolution's, and the number of tokens so far.
+    Source: section 3.1, equations 8 to 15; chunks, section 3.2, equations 16 to 18; surrounding layer, section 4.4.
     """
 
     def __init__(self, config: Titans, width: int, backend: str | Backend | None) -> None:
-        super().__init__(width, heads_of(config.heads, width))
+        super().__init__(width, resolve_heads(config.heads, width))
         H, E = self.heads, self.head_width
         self.chunk = config.chunk
         inner = E * config.inner_factor
         sizes = [(E, E)] if config.depth == 1 else [(E, inner), (inner, E)]
-        self.memory = nn.ParameterList(nn.Parameter(torch.randn(H, *size) * size[0] ** -0.5) for size in sizes)
-        self.to_qkv = nn.Linear(width, 3 * width, bias=False)
         self.filters["conv"] = ShortConv(3 * width, config.conv_width, False, [ConvPart(3 * width, silu=True)], backend)
+        self.memory = InitialMemory(torch.empty(H, *size) for size in sizes)
+        self.to_qkv = nn.Linear(width, 3 * width, bias=False)
         self.to_gates = nn.Linear(width, 3 * H)
-        with torch.no_grad():
-            self.to_gates.bias.copy_(torch.tensor([0.0, -2.0, -4.0]).repeat_interleave(H))  # eta, theta, alpha
         self.norm = RMSNorm(width)
         self.to_gate = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
+        self.reset_parameters()
 
-    def first(self) -> list[Tensor]:
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for bias, value in zip(self.to_gates.bias.chunk(3), GATE_BIASES, strict=True):
+            bias.fill_(value)
+
+    def initial_model(self) -> list[Tensor]:
         memory = list(self.memory)
         return [*memory, *memory, *(torch.zeros_like(layer) for layer in memory)]
 
-    def mix(self, x: Tensor, state: dict[str, Tensor] | None, after: dict[str, Tensor], context: Context) -> Tensor:
-        streams = self.filtered("conv", self.to_qkv(x), state, after, context)
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
+        streams = self.apply_filter("conv", self.to_qkv(x), state, new, context)
         q, k, v = rearrange(streams, "b t (n h e) -> n b t h e", n=3, h=self.heads).to(state_dtype(x.dtype))
         q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-        place = positions(x, self.seen(state), context._replace(positions=None)) % self.chunk
+        place_in_chunk = positions(x, self.token_count(state), context._replace(positions=None)) % self.chunk
         gates = self.to_gates(x).to(q.dtype).sigmoid().chunk(3, -1)
-        operands = [(place == 0).to(q.dtype), *gates, k, v, q]
-        o = self.looped(LOOPS[len(self.memory)], x, operands, [], state, after, context)
+        operands = [(place_in_chunk == 0).to(q.dtype), *gates, k, v, q]
+        o = self.scan(SCANS[len(self.memory)], x, operands, [], state, new, context)
         y = self.norm(o.flatten(2).to(x.dtype))
         return self.out(y * F.silu(self.to_gate(x)))
 
 
+class InitialMemory(nn.ParameterList):
+    """Learned layers [H, inputs, outputs] of the memory before the first token."""
+
+    def __init__(self, layers: Iterable[Tensor]) -> None:
+        super().__init__(nn.Parameter(layer) for layer in layers)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in self:
+            nn.init.normal_(layer, std=layer.shape[1] ** -0.5)
+
+
 def step(state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """One token: layers of M, M', S [B, H, in, out]; start [B], eta, theta, alpha [B, H], k, v, q [B, H, E]."""
+    """Process one token.
+
+    state: layers of M, M' and S, [B, H, inputs, outputs]; operands: start of a chunk [B]; eta, theta, alpha [B, H];
+    k, v, q [B, H, E].
+    """
     depth = len(state) // 3
     M, M_start, S = state[:depth], state[depth : 2 * depth], state[2 * depth :]
     start, eta, theta, alpha, k, v, q = operands
-    new = (start > 0)[:, None, None, None]
-    M_start = [torch.where(new, now, before) for now, before in zip(M, M_start, strict=True)]
+    starts_chunk = (start > 0)[:, None, None, None]
+    M_start = [torch.where(starts_chunk, now, old) for now, old in zip(M, M_start, strict=True)]
     eta, theta, alpha = (gate[..., None, None] for gate in (eta, theta, alpha))
     gradients = _gradients(M_start, k, v)
     S = [eta * s - theta * g for s, g in zip(S, gradients, strict=True)]
@@ -107,7 +131,7 @@ def _read(M: list[Tensor], q: Tensor) -> Tensor:
 
 
 def _gradients(M: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
-    """Of |M(k) - v|^2 in every layer."""
+    """Gradients of |M(k) - v|^2 with respect to each layer."""
     h = torch.einsum("bhkv,bhk->bhv", M[0], k)
     if len(M) == 1:
         return [k[..., :, None] * (2 * (h - v))[..., None, :]]
@@ -118,4 +142,4 @@ def _gradients(M: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
     return [k[..., :, None] * d_h[..., None, :], inner[..., :, None] * error[..., None, :]]
 
 
-LOOPS = {depth: TokenScan(f"titans_{depth}", step) for depth in (1, 2)}
+SCANS = {depth: TokenScan(f"titans_{depth}", step) for depth in (1, 2)}

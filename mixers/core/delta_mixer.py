@@ -85,11 +85,15 @@ class DeltaMixer(Mixer):
         self.update = Update(spec, _update_shape(shape, parts), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
-        if parts.output_std is not None:
-            nn.init.normal_(self.out.weight, std=parts.output_std)
+        self.output_std = parts.output_std
         self.direct = parts.skip
+        self.reset_parameters()
         self.state_names = tuple(self.init_state(0))
         self._rebind(backend, torch.empty(0))  # configs build the parts without a backend
+
+    def reset_parameters(self) -> None:
+        if self.output_std is not None:
+            nn.init.normal_(self.out.weight, std=self.output_std)
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token. Its size does not depend on `capacity`."""
@@ -151,7 +155,7 @@ class DeltaMixer(Mixer):
         return None if self._fusion_plan is None else self._fusion_plan.apply(self._unfused_step(), self._parts())
 
     def rebind(self, backend: str | Backend | None) -> None:
-        """Bind the update and the parts to another backend, as `deltazoo.bind` does, and plan the decode fusion anew."""
+        """Bind the update and the parts to a backend, as `deltazoo.bind` does, and plan the decode fusion again."""
         self._rebind(backend, self.out.weight)
 
     def _rebind(self, backend: str | Backend | None, like: Tensor) -> None:

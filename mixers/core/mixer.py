@@ -1,4 +1,4 @@
-"""What a mixer is, and what a config of one is.
+"""Interfaces of a mixer and of its config.
 
 B batch, T time, D width, N packed sequences
 """
@@ -11,14 +11,18 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.patterns import Term
 
-# A state is a tree (NamedTuples, tuples, dicts) of tensors that all have the batch in dimension 0.
+# A state is a tree (NamedTuples, tuples, dicts) of tensors with the batch in dimension 0.
 State = Any
 
 
 class Place(NamedTuple):
-    """Where a mixer stands: layer `layer` of `depth`, from 0. Slopes and lower bounds depend on it."""
+    """Position of a mixer in the model: index `layer`, from 0, of `depth` layers.
+
+    Some initial values depend on it: slopes, lower bounds of decays, RWKV's mixing weights.
+    """
 
     layer: int = 0
     depth: int = 1
@@ -28,16 +32,16 @@ FIRST_PLACE = Place()
 
 
 class Context(NamedTuple):
-    """What a whole forward pass shares.
+    """Inputs that all modules share in one forward pass.
 
-    cu_seqlens: [N + 1] int32, packed sequences with B = 1; states then have N rows.
-    positions: [B, T] int64, absolute positions for rotary embeddings; None counts from the state, or from 0 in
-        each sequence.
-    mask: [B, T] bool, True at real tokens; padding stands left or right of them, never between. Outputs at real
-        tokens and the final state are those of the unpadded rows.
-    values: what layers hand to later layers in one forward pass, by name (RWKV-7's first values); a fresh dict
-        for each pass.
-    notes: what the parts of one mixer hand to its later parts, by name; the mixer lays a fresh dict out.
+    cu_seqlens: [N + 1] int32, bounds of packed sequences; then B = 1 and states have N rows.
+    positions: [B, T] int64, absolute positions for rotary embeddings. None: positions continue from the state, or
+        start at 0 in each sequence.
+    mask: [B, T] bool, True at real tokens. Padding may be left or right of the real tokens of a row, not between
+        them. Outputs at real tokens and the final state equal those of the unpadded rows.
+    values: tensors that a layer passes to later layers in the same forward pass, by name (RWKV-7's first values). The
+        caller provides a new dict for each pass.
+    intermediates: tensors that a part passes to later parts of the same mixer, by name. The mixer provides the dict.
     """
 
     cu_seqlens: Tensor | None = None
@@ -47,38 +51,46 @@ class Context(NamedTuple):
     intermediates: dict[str, Tensor] | None = None
 
     def intermediate(self, name: str) -> Tensor:
-        """Read what an earlier part left."""
-        assert self.intermediates is not None and name in self.intermediates  # a config puts both parts in
+        """Return a tensor that an earlier part stored."""
+        assert self.intermediates is not None and name in self.intermediates  # the config includes both parts
         return self.intermediates[name]
 
     def store(self, **tensors: Tensor) -> None:
-        """Leave something for later parts."""
-        assert self.intermediates is not None  # a mixer lays the dict out
+        """Store tensors for later parts."""
+        assert self.intermediates is not None  # the mixer provides the dict
         self.intermediates.update(tensors)
 
 
 class Mixer(nn.Module, ABC):
-    """Mix along time: `(x [B, T, D], state, context) -> (y [B, T, D], state)`; no state in, none out.
+    """Token mixer: `(x [B, T, D], state, context) -> (y [B, T, D], new state)`; without a state, it returns none.
 
-    A state that is passed in is used up: without gradients its tensors may be updated in place. Go on with the
-    one returned, and take a `snapshot` first if the old one is needed again.
+    Passing a state consumes it: without gradients the mixer may update its tensors in place. Continue with the returned
+    state, and take a `snapshot` first if the old one is still needed.
 
-    A module inside that has parameters of two dimensions and more which weight decay must leave alone (decay rates,
-    biases by head) names them in a class attribute, `no_weight_decay = ("A_log",)`.
+    Submodules name parameters of two or more dimensions that weight decay must skip (decay rates, per-head biases) in
+    a class attribute, `no_weight_decay = ("A_log",)`. Submodules with parameters or buffers initialise them in
+    `reset_parameters()`, which their constructor calls last; see `init_weights`.
     """
 
     @abstractmethod
     def forward(
         self, x: Tensor, state: State | None = None, context: Context | None = None
     ) -> tuple[Tensor, State | None]:
-        """Mix. Prefill in pieces, at once, and token by token give the same numbers."""
+        """Mix the tokens. One call, several calls with pieces, and one call per token give equal outputs."""
 
     @abstractmethod
     def init_state(self, batch: int, capacity: int | None = None) -> State:
-        """The state before the first token, on the module's device; its tensors have the batch in dimension 0.
+        """Return the state before the first token, on the module's device.
 
-        Args: capacity: the most tokens a sequence may reach; only mixers that remember every token need it.
+        Args: capacity: maximum number of tokens per sequence; needed only by mixers that keep every token.
         """
+
+    def init_weights(self) -> None:
+        """Initialise all parameters and buffers, for example after `torch.device("meta")` and `to_empty`.
+
+        With the same seed the weights equal those of an ordinary build.
+        """
+        init_weights(self)
 
     def __call__(
         self, x: Tensor, state: State | None = None, context: Context | None = None
@@ -87,9 +99,13 @@ class Mixer(nn.Module, ABC):
 
 
 class Cost(NamedTuple):
-    """What a mixer costs. flops: a token, forward, a multiply-add counted as two, projections included;
-    flops_context: more flops a token for each token of context that it looks back on;
-    state_bytes: a sequence, constant in its length; cache_bytes: more for every token kept."""
+    """Cost of a mixer.
+
+    flops: floating-point operations per token in the forward pass, projections included; a multiply-add counts as two.
+    flops_context: additional operations per token for each earlier token it attends to.
+    state_bytes: bytes per sequence, independent of its length.
+    cache_bytes: additional bytes per cached token.
+    """
 
     flops: int
     flops_context: int
@@ -98,9 +114,9 @@ class Cost(NamedTuple):
 
 
 class MixerConfig(BaseModel, Term, ABC):
-    """A mixer as a value that builds itself. Subclass, give every field a default, register in `deltazoo.mixers`.
+    """Config that builds a mixer. Subclass it, give every field a default, and register it in `deltazoo.mixers`.
 
-    Configs compose with `+`, `*` and `|` to a pattern of layers; see `deltazoo.mixers.core.patterns`.
+    The operators `+`, `*` and `|` compose configs into a pattern of layers; see `deltazoo.mixers.core.patterns`.
 
     Class attributes: `name`, the registered name and serialised tag (`mixer: name`); `source`, the paper.
     """
@@ -112,21 +128,21 @@ class MixerConfig(BaseModel, Term, ABC):
 
     @abstractmethod
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> Mixer:
-        """Make the module.
+        """Build the module.
 
-        Args: width: D; place: the layer it will be; backend: as for `deltazoo.bind`.
-        Raises: ConfigError where the fields do not fit the width.
+        Args: width: D; place: its position in the model; backend: as for `deltazoo.bind`.
+        Raises: ConfigError, if the fields do not fit the width.
         """
 
     @abstractmethod
     def cost(self, width: int) -> Cost:
-        """State bytes and floating-point operations; see `Cost`."""
+        """Return the operations and state bytes of the mixer; see `Cost`."""
 
     def spec(self) -> UpdateSpec | None:
-        """The update inside, or None where the mixer has none (attention)."""
+        """Return the spec of the update, or None for a mixer without one (attention)."""
         return None
 
     def equation(self) -> str:
-        """The recurrence in a line of plain text; "" where the mixer has no update and says nothing else."""
+        """Return the recurrence as one line of text. A mixer without an update overrides this."""
         spec = self.spec()
         return "" if spec is None else str(spec)

@@ -191,5 +191,5 @@ def projection(width: int, out: int, rank: int | None = None, bias: bool = False
 
 
 def is_unmodified(module: nn.Module) -> bool:
-    """Whether calling the module runs the forward of its class and nothing else: no forward hook, no patched forward."""
+    """Whether a call of the module runs only the forward of its class: no forward hook, no patched forward."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

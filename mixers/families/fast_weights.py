@@ -1,4 +1,4 @@
-"""What mixers share whose state is a model that learns: where it starts, and how it is write_back.
+"""Base class of mixers whose state is a model trained on the sequence: TTT-Linear, Titans.
 
 B batch, T time, D width, H heads, E head width
 """
@@ -17,8 +17,11 @@ from deltazoo.mixers.families.filter import FilterMixer
 from deltazoo.mixers.parts.token_scan import TokenScan
 
 
-class LearnedMixer(FilterMixer, ABC):
-    """A mixer around a `TokenScan` whose state starts from learned parameters: tensors "model i" and "seen" [B] int64."""
+class FastWeightMixer(FilterMixer, ABC):
+    """Mixer around a `TokenScan` whose initial state is learned.
+
+    State, besides the filters': the tensors of the model, "model i", and the number of tokens so far, "seen" [B] int64.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width)
@@ -27,53 +30,58 @@ class LearnedMixer(FilterMixer, ABC):
         self.heads, self.head_width = heads, width // heads
 
     @abstractmethod
-    def first(self) -> list[Tensor]:
-        """The model before the first token, without a batch."""
+    def initial_model(self) -> list[Tensor]:
+        """Return the model before the first token, without a batch dimension."""
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         state = super().init_state(batch, capacity)
         like = next(self.parameters())
-        first = [part.detach().to(state_dtype(part.dtype)).repeat(batch, *[1] * part.dim()) for part in self.first()]
-        state |= {f"model {i}": part for i, part in enumerate(first)}
+        for i, tensor in enumerate(self.initial_model()):
+            repeated = tensor.detach().to(state_dtype(tensor.dtype)).repeat(batch, *[1] * tensor.dim())
+            state[f"model {i}"] = repeated
         return state | {"seen": like.new_zeros(batch, dtype=torch.int64)}
 
-    def seen(self, state: dict[str, Tensor] | None) -> Tensor | None:
-        """How many tokens each sequence has had."""
+    def token_count(self, state: dict[str, Tensor] | None) -> Tensor | None:
+        """Return how many tokens each sequence has had."""
         return None if state is None else state["seen"]
 
-    def looped(
+    def scan(
         self,
-        loop: TokenScan,
+        token_scan: TokenScan,
         x: Tensor,
         operands: list[Tensor],
         parameters: list[Tensor],
         state: dict[str, Tensor] | None,
-        after: dict[str, Tensor],
+        new: dict[str, Tensor],
         context: Context,
     ) -> Tensor:
-        """Run the loop from the state, or from the start; a sequence that has had no token starts from the parameters,
-        so that they have a gradient."""
-        first = self.first()
+        """Run the scan from the state, or from the initial model.
+
+        A sequence without tokens so far starts from the parameters rather than from their copy in the state, so that
+        the parameters get a gradient.
+        """
+        dtype = operands[-1].dtype
+        initial = self.initial_model()
         rows = x.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
-        fresh = [part.to(operands[-1].dtype).expand(rows, *part.shape) for part in first]
-        wide = [part.to(operands[-1].dtype) for part in parameters]
+        fresh = [tensor.to(dtype).expand(rows, *tensor.shape) for tensor in initial]
+        parameters = [parameter.to(dtype) for parameter in parameters]
         if state is None:
-            return loop([part.contiguous() for part in fresh], operands, wide, context)[0]
+            return token_scan([tensor.contiguous() for tensor in fresh], operands, parameters, context)[0]
         seen = state["seen"]
-        held = [state[f"model {i}"] for i in range(len(first))]
+        old = [state[f"model {i}"] for i in range(len(initial))]
         start = [
-            torch.where((seen == 0).view(-1, *[1] * (h.dim() - 1)), f, h.to(f.dtype))
-            for f, h in zip(fresh, held, strict=True)
+            torch.where((seen == 0).view(-1, *[1] * (held.dim() - 1)), first, held.to(first.dtype))
+            for first, held in zip(fresh, old, strict=True)
         ]
-        o, new = loop(start, operands, wide, context)
-        pairs = [*((f"model {i}", h, n) for i, (h, n) in enumerate(zip(held, new, strict=True)))]
-        for name, old, value in [*pairs, ("seen", seen, seen + token_counts(x, context))]:
-            kept = write_back(old, value)
-            assert kept is not None
-            after[name] = kept
+        o, model = token_scan(start, operands, parameters, context)
+        updates = [*((f"model {i}", *pair) for i, pair in enumerate(zip(old, model, strict=True)))]
+        for name, old_tensor, new_tensor in [*updates, ("seen", seen, seen + token_counts(x, context))]:
+            written = write_back(old_tensor, new_tensor)
+            assert written is not None
+            new[name] = written
         return o
 
 
-def heads_of(heads: int | None, width: int) -> int:
-    """The number of heads; None: width // 64, at least 1."""
+def resolve_heads(heads: int | None, width: int) -> int:
+    """Return the number of heads; None: width // 64, at least 1."""
     return heads or max(1, width // 64)

@@ -1,4 +1,4 @@
-"""What mixers made of filters along time share: their cost, their states by name.
+"""Base classes of mixers that apply filters along time: H3, Hyena, S4D, TTT-Linear, Titans.
 
 B batch, T time, D width
 """
@@ -20,28 +20,40 @@ from deltazoo.mixers.parts.diagonal_ssm import DiagonalSSM
 
 
 class FilterConfig(MixerConfig, ABC):
-    """A mixer made of filters: linear maps, convolutions and updates."""
+    """Config of a mixer made of linear maps, convolutions, updates and other recurrences."""
 
     def cost(self, width: int) -> Cost:
         with torch.device("meta"):
             mixer = self.build(width, backend="reference")
-            one, two = (nbytes(mixer.init_state(1, capacity)) for capacity in (1, 2))
+            bytes_1, bytes_2 = (nbytes(mixer.init_state(1, capacity)) for capacity in (1, 2))
         maps = sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear | ShortConv))
         updates = sum(update_flops(m.spec, m.shape) for m in mixer.modules() if isinstance(m, Update))
-        flops = maps + updates + self.update_flops(width)
-        return Cost(flops, self.flops_context(width), one - (two - one), two - one)
+        cache_bytes = bytes_2 - bytes_1
+        flops = maps + updates + self.recurrence_flops(width)
+        return Cost(flops, self.flops_context(width), bytes_1 - cache_bytes, cache_bytes)
 
-    def update_flops(self, width: int) -> int:
-        """FLOPs of one token of a recurrence that is no `Update`."""
+    def recurrence_flops(self, width: int) -> int:
+        """Return the operations per token of a recurrence that is not an `Update`."""
         return 0
 
     def flops_context(self, width: int) -> int:
-        """More FLOPs a token for each token that it looks back on."""
+        """Return the additional operations per token for each earlier token it reads."""
         return 0
 
 
+class CachingFilter(ABC):
+    """Filter that keeps every token, so that its state needs a capacity."""
+
+    @abstractmethod
+    def init_state(self, batch: int, like: Tensor, capacity: int | None) -> dict[str, Tensor]:
+        """Return the state before the first token. Raises: StateError without a capacity."""
+
+
 class FilterMixer(Mixer, ABC):
-    """Mix by filters, each with a state of its own: {name of tensor: tensor}, the names of all filters together."""
+    """Mixer made of filters. Its state holds the tensors of all filters: {"filter.tensor": tensor}.
+
+    A subclass creates its filters first, because they are registered before its other submodules.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,27 +61,28 @@ class FilterMixer(Mixer, ABC):
         self.filters = nn.ModuleDict()
 
     @abstractmethod
-    def mix(self, x: Tensor, state: dict[str, Tensor] | None, after: dict[str, Tensor], context: Context) -> Tensor:
-        """Mix x [B, T, D], real tokens first, padded ones zero; `filtered` reads `state` and fills `after`."""
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
+        """Mix x [B, T, D], left-aligned, with zeros at padded tokens. Read `state` and write the new state to `new`."""
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
-        """The state before the first token."""
+        """Return the state before the first token."""
         like = next(self.parameters())
         state: dict[str, Tensor] = {}
-        for name, part in self.filters.items():
-            state |= {f"{name}.{key}": tensor for key, tensor in _named(_started(part, batch, like, capacity)).items()}
+        for name, module in self.filters.items():
+            filter_state = _named(_init_filter_state(module, batch, like, capacity))
+            state |= {f"{name}.{key}": tensor for key, tensor in filter_state.items()}
         return state
 
-    def filtered(
-        self, name: str, x: Tensor, state: dict[str, Tensor] | None, after: dict[str, Tensor], context: Context
+    def apply_filter(
+        self, name: str, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> Tensor:
-        """Run one filter, with its part of the state."""
-        part = self.filters[name]
+        """Apply one filter with its tensors of `state`, and write its new tensors to `new`."""
+        module = self.filters[name]
         if state is None:
-            return _run(part, x, None, context)[0]
+            return _run(module, x, None, context)[0]
         own = {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
-        y, held = _run(part, x, own.get("", own) if isinstance(part, ShortConv) else own, context)
-        after.update({f"{name}.{key}": tensor for key, tensor in _named(held).items()})
+        y, own_new = _run(module, x, own.get("", own) if isinstance(module, ShortConv) else own, context)
+        new.update({f"{name}.{key}": tensor for key, tensor in _named(own_new).items()})
         return y
 
     def forward(
@@ -77,37 +90,29 @@ class FilterMixer(Mixer, ABC):
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         x_BTD, context, order = left_align(x, self.width, context)
         if state is not None:
-            wanted = set(self.init_state(0, 1))
-            if set(state) != wanted:
-                raise StateError(f"the state must have the tensors {sorted(wanted)}, got {sorted(state)}")
+            expected = set(self.init_state(0, 1))
+            if set(state) != expected:
+                raise StateError(f"the state must have the tensors {sorted(expected)}, got {sorted(state)}")
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
-        after: dict[str, Tensor] = {}
-        y_BTD = self.mix(x_BTD, state, after, context)
-        return undo_left_align(y_BTD, order), None if state is None else after
+        new: dict[str, Tensor] = {}
+        y_BTD = self.mix(x_BTD, state, new, context)
+        return undo_left_align(y_BTD, order), None if state is None else new
 
 
-def _run(part: nn.Module, x: Tensor, state: Any, context: Context) -> tuple[Tensor, Any]:
-    if not isinstance(part, ShortConv):
-        return part(x, state, context)
-    (y,), after = part(x, state, context)  # the filters' convolutions are in one part
-    return y, after
+def _run(module: nn.Module, x: Tensor, state: Any, context: Context) -> tuple[Tensor, Any]:
+    if not isinstance(module, ShortConv):
+        return module(x, state, context)
+    (y,), new = module(x, state, context)  # a filter's convolution returns all channels as one tensor
+    return y, new
 
 
-def _started(part: nn.Module, batch: int, like: Tensor, capacity: int | None) -> Any:
-    if isinstance(part, Remembering):
-        return part.init_state(batch, like, capacity)
-    assert isinstance(part, ShortConv | DiagonalSSM)  # the filters without a capacity
-    return part.init_state(batch, like)
+def _init_filter_state(module: nn.Module, batch: int, like: Tensor, capacity: int | None) -> Any:
+    if isinstance(module, CachingFilter):
+        return module.init_state(batch, like, capacity)
+    assert isinstance(module, ShortConv | DiagonalSSM)
+    return module.init_state(batch, like)
 
 
 def _named(state: Any) -> dict[str, Tensor]:
-    """A filter's state by name; a single tensor has the empty one."""
+    """Return a filter's state by name; a single tensor gets the empty name."""
     return state if isinstance(state, dict) else {"": state}
-
-
-class Remembering(ABC):
-    """A filter that remembers every token, and so needs a capacity."""
-
-    @abstractmethod
-    def init_state(self, batch: int, like: Tensor, capacity: int | None) -> dict[str, Tensor]:
-        """The state before the first token. Raises: StateError without a capacity."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltazoo.backends import registry
 from deltazoo.mixers import (
     H3,
     HGRN,
@@ -141,3 +142,29 @@ def test_h3s_shift_has_a_skip() -> None:
     weight = parameter(built(H3(states=1, shift=16)), "filters.shift.weight")
     uniform(weight[:, :-1], -0.25, 0.25)
     assert 0.9 < float(weight[:, -1].std()) < 1.1
+
+
+@pytest.mark.parametrize("name", registry.names(registry.MIXERS))
+def test_init_weights_after_the_meta_device_gives_the_weights_of_an_ordinary_build(name: str) -> None:
+    config = registry.load(registry.MIXERS, name)()
+    torch.manual_seed(0)
+    built = config.build(64, PLACE, backend="reference")
+    with torch.device("meta"):
+        mixer = config.build(64, PLACE, backend="reference")
+    mixer = mixer.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in mixer.state_dict().values():
+            tensor.fill_(3)
+    torch.manual_seed(0)
+    mixer.init_weights()
+    expected, initialised = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (built, mixer))
+    assert initialised.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(initialised[key], tensor), key
+
+
+def test_init_weights_refuses_a_module_that_cannot_initialise_its_parameters() -> None:
+    mixer = GatedDeltaNet().build(16, backend="reference")
+    mixer.extra = torch.nn.ParameterList([torch.zeros(1)])
+    with pytest.raises(TypeError, match=r"ParameterList .* needs a method reset_parameters"):
+        mixer.init_weights()
