@@ -24,11 +24,11 @@ class Comba(DeltaRuleConfig):
     correction: float = Field(default=1.0, description="d at first; the paper's small models: 0.02")
 
     def spec(self) -> UpdateSpec:
-        fields = {**self.delta_rule("head").model_dump(), "erase_key": "own", "erase_from": "previous"}
+        fields = {**self.delta_rule_spec("head").model_dump(), "erase_key": "own", "erase_from": "previous"}
         return UpdateSpec(**fields)
 
     def shape(self, width: int) -> HeadShape:
-        return self.sizes(width, key_share=0.75, value_share=1.5)
+        return self.head_shape(width, key_share=0.75, value_share=1.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {**self.beta(shape), "feedback": Feedback(shape, self.correction)}

@@ -1,36 +1,65 @@
-"""DeltaNet: linear attention that erases what a key held before it writes."""
+"""DeltaNet, which erases the value stored under a key before it writes, and its variants EFLA and DeltaProduct."""
 
+from abc import ABC
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.spec import NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
+from deltazoo.mixers.families.delta_rule import DELTA_STEPS, NEGATIVE_EIGENVALUES, REPARAM, DeltaRuleConfig
 from deltazoo.mixers.parts.feature_maps import Feature, FeatureMap
 from deltazoo.mixers.parts.norms import HeadNorm, UnitNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class DeltaNet(DeltaRuleConfig):
-    """S_t = (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T, with |k_t| = 1 and an RMS norm in each head.
+class DeltaNetConfig(DeltaRuleConfig, ABC):
+    """Delta rule without a decay, with an RMS norm per head."""
 
-    With negative_eigenvalues="both" the eigenvalues lie in [-1, 1]; with householders=n it is DeltaProduct.
+    feature: Feature = Field(default="silu", description="feature map of q and k, before they are normalised")
+    qk_norm: Literal["l2", "l1"] = Field(default="l2", description="norm that makes q and k unit vectors")
+
+    def spec(self) -> UpdateSpec:
+        return self.delta_rule_spec("none")
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        if (self.feature, self.qk_norm) == ("silu", "l2"):
+            return Parts(self.qkv_projection(shape), self.beta(shape), {"norm": HeadNorm(shape, self.norm_eps)})
+        projection = QKVProjection(shape, self.conv_width, silu="v")
+        keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit)}
+        return Parts(projection, {**keys, **self.beta(shape)}, {"norm": HeadNorm(shape, self.norm_eps)})
+
+
+class DeltaNet(DeltaNetConfig):
+    """S_t = (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T, with |k_t| = 1.
+
+    With negative_eigenvalues="both" the eigenvalues of the transition lie in [-1, 1].
     """
 
     name: ClassVar[str] = "deltanet"
     source: ClassVar[str] = "Schlag 2021, arXiv 2102.11174; Yang 2024, arXiv 2406.06484"
 
-    feature: Feature = Field(default="silu", description="the map of q and k before their norm")
-    qk_norm: Literal["l2", "l1"] = Field(default="l2", description="the norm that makes q and k unit vectors")
 
-    def spec(self) -> UpdateSpec:
-        return self.delta_rule("none")
+class EFLA(DeltaNetConfig):
+    """S_t = (I - f_t k_t k_t^T) S_(t-1) + f_t k_t v_t^T, f_t = (1 - exp(-beta_t |k_t|^2)) / |k_t|^2.
 
-    def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands, outputs = self.beta(shape), {"norm": HeadNorm(shape, self.norm_eps)}
-        if (self.feature, self.qk_norm) == ("silu", "l2"):
-            return Parts(self.qkv_projection(shape), operands, outputs)
-        keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit)}
-        return Parts(QKVProjection(shape, self.conv_width, silu="v"), {**keys, **operands}, outputs)
+    The exact solution of the continuous delta rule over one step. It is stable for keys of any length, so k is not
+    normalised. `GatedEFLA` and `KDA(reparam="efla")` add a decay.
+    """
+
+    name: ClassVar[str] = "efla"
+    source: ClassVar[str] = "Lei, Zhang, Poria 2025, arXiv 2512.12602"
+    reparam: Reparam = Field(default="efla", description=REPARAM)
+
+
+class DeltaProduct(DeltaNetConfig):
+    """S_t = S_(t-1) after n steps S <- (I - 2 beta k k^T) S + 2 beta k v^T per token, with eigenvalues in [-1, 1].
+
+    The product of several Householder-like steps can rotate and permute the state.
+    """
+
+    name: ClassVar[str] = "deltaproduct"
+    source: ClassVar[str] = "Siems 2025, arXiv 2502.10297"
+    householders: int = Field(default=2, ge=1, description=DELTA_STEPS)
+    negative_eigenvalues: NegativeEigenvalues = Field(default="both", description=NEGATIVE_EIGENVALUES)

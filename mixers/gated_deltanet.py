@@ -1,15 +1,67 @@
-"""Gated DeltaNet: the delta rule with a forgetting factor for each head."""
+"""Gated DeltaNet, the delta rule with a decay per head, and its variants with other steps."""
 
+from abc import ABC
 from typing import ClassVar
 
-from deltazoo.mixers.families.delta_rule import GatedDeltaRuleConfig
+from pydantic import Field
+
+from deltazoo.backends.spec import NegativeEigenvalues, Reparam, UpdateSpec
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.delta_rule import DELTA_STEPS, NEGATIVE_EIGENVALUES, REPARAM, DeltaRuleConfig
+from deltazoo.mixers.parts.decays import SoftplusDecay
+from deltazoo.mixers.parts.gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm
 
 
-class GatedDeltaNet(GatedDeltaRuleConfig):
-    """S_t = a_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T, with Mamba-2's decay a_t and a gated RMS norm.
+class GatedDeltaNetConfig(DeltaRuleConfig, ABC):
+    """Delta rule with Mamba-2's decay per head and a gated RMS norm."""
 
-    With `reparam` this is gated EFLA or gated Longhorn. Published models have K = 3/4 width / heads and V = 2 K.
+    def spec(self) -> UpdateSpec:
+        return self.delta_rule_spec("head")
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = self.qkv_projection(shape)
+        operands = {**self.beta(shape), "decay": SoftplusDecay(shape)}
+        return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)})
+
+
+class GatedDeltaNet(GatedDeltaNetConfig):
+    """S_t = a_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T.
+
+    The published models have K = 3/4 width / heads and V = 2 K.
     """
 
     name: ClassVar[str] = "gated_deltanet"
     source: ClassVar[str] = "Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464"
+
+
+class GatedEFLA(GatedDeltaNetConfig):
+    """S_t = (I - f_t k_t k_t^T) a_t S_(t-1) + f_t k_t v_t^T, f_t = (1 - exp(-beta_t |k_t|^2)) / |k_t|^2.
+
+    k is not normalised: its length affects the step.
+    """
+
+    name: ClassVar[str] = "gated_efla"
+    source: ClassVar[str] = "EFLA, arXiv 2512.12602, with the decay of arXiv 2412.06464; new here"
+    reparam: Reparam = Field(default="efla", description=REPARAM)
+
+
+class GatedLonghorn(GatedDeltaNetConfig):
+    """S_t = (I - f_t k_t k_t^T) a_t S_(t-1) + f_t k_t v_t^T, f_t = beta_t / (1 + beta_t |k_t|^2).
+
+    k is not normalised: its length affects the step.
+    """
+
+    name: ClassVar[str] = "gated_longhorn"
+    source: ClassVar[str] = "Longhorn, arXiv 2407.14207, with the decay of arXiv 2412.06464; new here"
+    reparam: Reparam = Field(default="longhorn", description=REPARAM)
+
+
+class GatedDeltaProduct(GatedDeltaNetConfig):
+    """S_t = a_t S_(t-1) after n steps S <- (I - 2 beta k k^T) S + 2 beta k v^T per token."""
+
+    name: ClassVar[str] = "gated_deltaproduct"
+    source: ClassVar[str] = "Siems 2025, arXiv 2502.10297"
+    householders: int = Field(default=2, ge=1, description=DELTA_STEPS)
+    negative_eigenvalues: NegativeEigenvalues = Field(default="both", description=NEGATIVE_EIGENVALUES)

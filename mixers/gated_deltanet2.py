@@ -21,7 +21,7 @@ class GatedDeltaNet2(DeltaRuleConfig):
     source: ClassVar[str] = "Hatamizadeh, Choi, Kautz 2026, arXiv 2605.22791"
 
     def spec(self) -> UpdateSpec:
-        return self.delta_rule("channel", "channel")
+        return self.delta_rule_spec("channel", "channel")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SoftplusDecay(shape, "channel", shape.value_width, rates=(1, 16))

@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
@@ -15,7 +15,7 @@ from deltazoo.mixers.parts.projections import QKVProjection
 from deltazoo.mixers.parts.rotary import Rotary
 
 
-class GatedRetNet(DeltaConfig):
+class GatedRetNet(HeadConfig):
     """S_t = a_t S_(t-1) + k_t v_t^T, a_t = sigmoid(w x_t)^(1 / temperature), q and k turning, group norm, gate."""
 
     name: ClassVar[str] = "gated_retnet"

@@ -7,14 +7,14 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn, RandomFourierFeatures
 from deltazoo.mixers.parts.norms import UnitNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class GatedRFA(DeltaConfig):
+class GatedRFA(HeadConfig):
     """S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T, g_t = sigmoid(w x_t + b); o_t is divided by phi(q_t)^T z_t."""
 
     name: ClassVar[str] = "gated_rfa"

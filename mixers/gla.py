@@ -7,14 +7,14 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class GLA(DeltaConfig):
+class GLA(HeadConfig):
     """S_t = Diag(a_t) S_(t-1) + k_t v_t^T, a_t = sigmoid(W_2 W_1 x_t + b)^(1 / temperature), with a gated RMS norm."""
 
     name: ClassVar[str] = "gla"
@@ -26,7 +26,7 @@ class GLA(DeltaConfig):
         return UpdateSpec(decay="channel", transition="additive", scale=self.scale)
 
     def shape(self, width: int) -> HeadShape:
-        return self.sizes(width, key_share=0.5)
+        return self.head_shape(width, key_share=0.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "channel", self.gate_rank, self.temperature)

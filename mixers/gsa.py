@@ -7,14 +7,14 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.gates import OutputSilu
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 from deltazoo.mixers.parts.slots import SlotKeyPass, SlotValuePass
 
 
-class GSA(DeltaConfig):
+class GSA(HeadConfig):
     """o_t = V_t^T softmax(K_t q_t); K_t = Diag(a_t) K_(t-1) + (1 - a_t) k_t^T over M slots, V_t alike."""
 
     name: ClassVar[str] = "gsa"
@@ -27,7 +27,7 @@ class GSA(DeltaConfig):
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
     def shape(self, width: int) -> HeadShape:
-        return self.one_key_each(self.sizes(width))
+        return self.with_ungrouped_keys(self.head_shape(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"slots": SlotKeyPass(shape, self.slots, self.temperature)}

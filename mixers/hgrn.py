@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OutputPart, Parts
-from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.families.update import ChannelConfig
 from deltazoo.mixers.parts.complex_states import FromRotatingFrame, ToRotatingFrame
 from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.gates import OutputGate
@@ -27,7 +27,7 @@ class HGRN(ChannelConfig):
         return UpdateSpec(decay="head", transition="additive", scale=1.0)
 
     def shape(self, width: int) -> HeadShape:
-        return self.by_channel(width, width, value_width=2 if self.turning else 1)
+        return self.channel_shape(width, width, value_width=2 if self.turning else 1)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "head", None, 1.0, floor=place.layer / place.depth)

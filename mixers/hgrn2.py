@@ -7,13 +7,13 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class HGRN2(DeltaConfig):
+class HGRN2(HeadConfig):
     """S_t = Diag(a_t) S_(t-1) + (1 - a_t) v_t^T, a_t at least a bound that rises with the layers; RMS norm over all."""
 
     name: ClassVar[str] = "hgrn2"
@@ -24,7 +24,7 @@ class HGRN2(DeltaConfig):
         return UpdateSpec(decay="channel", transition="additive", scale=self.scale)
 
     def shape(self, width: int) -> HeadShape:
-        return self.one_key_each(self.sizes(width))
+        return self.with_ungrouped_keys(self.head_shape(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         decay = SigmoidDecay(shape, "channel", None, 1.0, floor=place.layer / place.depth)

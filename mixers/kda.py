@@ -26,7 +26,7 @@ class KDA(DeltaRuleConfig):
     decay_bound: float | None = Field(default=None, lt=0, description="least log decay, as -5 (Ling 2.5); None: none")
 
     def spec(self) -> UpdateSpec:
-        return self.delta_rule("channel")
+        return self.delta_rule_spec("channel")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         rank = self.gate_rank or shape.key_width

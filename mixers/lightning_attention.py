@@ -7,14 +7,14 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SlopeDecay
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class LightningAttention(DeltaConfig):
+class LightningAttention(HeadConfig):
     """S_t = a_hl S_(t-1) + k_t v_t^T, with SiLU on q, k and v, an RMS norm over all heads and a sigmoid gate."""
 
     name: ClassVar[str] = "lightning_attention"

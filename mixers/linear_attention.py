@@ -7,13 +7,13 @@ from pydantic import Field, model_validator
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.feature_maps import POSITIVE, Feature, FeatureMap, Normalise, NormaliserColumn
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class LinearAttention(DeltaConfig):
+class LinearAttention(HeadConfig):
     """S_t = S_(t-1) + phi(k_t) v_t^T; o_t is divided by phi(q_t)^T sum_s phi(k_s), or RMS-normed in each head."""
 
     name: ClassVar[str] = "linear_attention"

@@ -7,13 +7,13 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.gates import Beta, OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class Longhorn(DeltaConfig):
+class Longhorn(HeadConfig):
     """S_t = (I - f_t k_t k_t^T) S_(t-1) + f_t k_t v_t^T, f_t = beta_t / (1 + beta_t |k_t|^2); q and k as projected.
 
     The exact form, not the diagonal one that the paper trains. With a decay: `GatedDeltaNet(reparam="longhorn")`.

@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.families.update import ChannelConfig
 from deltazoo.mixers.parts.gates import OutputGate, Skip
 from deltazoo.mixers.parts.selective import ChannelProjection, SelectiveOperands
 
@@ -29,7 +29,7 @@ class Mamba(ChannelConfig):
         return UpdateSpec(decay="rate", transition="additive", scale=1.0)
 
     def shape(self, width: int) -> HeadShape:
-        return self.by_channel(2 * width, width, self.state_size)
+        return self.channel_shape(2 * width, width, self.state_size)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         rank = self.step_rank or -(-shape.width // 16)

@@ -7,14 +7,14 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates import OutputGate, Skip
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class Mamba2(DeltaConfig):
+class Mamba2(HeadConfig):
     """S_t = a_t S_(t-1) + dt_t k_t v_t^T, a_t = exp(-dt_t exp(A_log)); q, k, v are the paper's C, B, x."""
 
     name: ClassVar[str] = "mamba2"
@@ -30,7 +30,7 @@ class Mamba2(DeltaConfig):
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
     def shape(self, width: int) -> HeadShape:
-        return self.sizes(width, value_heads=2 * width // (self.value_width or 64))
+        return self.head_shape(width, value_heads=2 * width // (self.value_width or 64))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"decay": SoftplusDecay(shape, rates=(1, 16), writes=True)}

@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.conjugate_gradient import ConjugateGradientSolve
 from deltazoo.mixers.parts.decays import SigmoidDecay
 from deltazoo.mixers.parts.gates import Beta
@@ -15,7 +15,7 @@ from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class Mesa(DeltaConfig):
+class Mesa(HeadConfig):
     """o_t = G_t^T (H_t + Diag(lambda))^-1 q_t, [G, H]_t = a_t [G, H]_(t-1) + beta_t k_t [v_t, k_t]^T."""
 
     name: ClassVar[str] = "mesa"
@@ -29,7 +29,7 @@ class Mesa(DeltaConfig):
         return UpdateSpec(decay="head", transition="additive", beta="head", scale=self.scale)
 
     def shape(self, width: int) -> HeadShape:
-        return self.one_key_each(self.sizes(width))
+        return self.with_ungrouped_keys(self.head_shape(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         gates = {"beta": Beta(shape, self.spec(), bias=True), "decay": SigmoidDecay(shape, "head", None, 1.0)}

@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.exponential_gating import ExponentialGate
 from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn
 from deltazoo.mixers.parts.gates import OutputGate
@@ -15,7 +15,7 @@ from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class MLSTM(DeltaConfig):
+class MLSTM(HeadConfig):
     """S_t = f_t S_(t-1) + i_t k_t v_t^T, i = exp(.), f = sigmoid(.); o_t is divided by max(|q_t^T n_t|, 1).
 
     n is the state of one more value column of ones. As in xLSTM 7B: no convolution, layer norm of each head, sigmoid
@@ -30,7 +30,7 @@ class MLSTM(DeltaConfig):
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
     def shape(self, width: int) -> HeadShape:
-        return self.sizes(width, key_share=0.5)
+        return self.head_shape(width, key_share=0.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each")

@@ -33,9 +33,9 @@ def _gated_deltanet() -> MixerConfig:
 
 
 class MoM(MixerConfig):
-    """y_t = shared(x)_t + sum over the active memories m of token t of p_tm memory_m(x_m)_t; x_m are the tokens sent to m.
+    """y_t = shared(x)_t + sum over the active memories m of token t of p_tm memory_m(x_m)_t.
 
-    p are the `active` largest entries of softmax(W x_t), divided by their sum if there are several; ties go to the
+    x_m are the tokens sent to memory m. p are the `active` largest entries of softmax(W x_t), divided by their sum if there are several; ties go to the
     memory with the lower index. A memory processes only its own tokens, as one sequence, with its own state,
     convolutions and positions. The paper's memories differ in k, v and gates and share q and everything after the
     mixture (norm, gate, output map). Here each memory is a complete mixer, so that any mixer can be one.
@@ -68,7 +68,7 @@ class MoM(MixerConfig):
         return f"y_t = {'shared(x)_t + ' if self.shared else ''}{chosen}; each: {self.memory.equation()}"
 
     def cost(self, width: int) -> Cost:
-        """Every memory runs on T tokens, whether they are sent to it or padding; the router adds one product."""
+        """Return the cost of all memories, each of which runs on T tokens, and of the router."""
         one, count = self.memory.cost(width), self.memories + self.shared
         return Cost(count * one.flops + 2 * width * self.memories, *(count * figure for figure in one[1:]))
 

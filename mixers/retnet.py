@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import FixedDecay
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
@@ -15,7 +15,7 @@ from deltazoo.mixers.parts.projections import QKVProjection
 from deltazoo.mixers.parts.rotary import Rotary
 
 
-class RetNet(DeltaConfig):
+class RetNet(HeadConfig):
     """S_t = g_h S_(t-1) + k_t v_t^T, g_h = 1 - 2^(-5-h), with q and k turning (xPos), group norm and swish gate."""
 
     name: ClassVar[str] = "retnet"
@@ -26,7 +26,7 @@ class RetNet(DeltaConfig):
         return UpdateSpec(decay="fixed", transition="additive", scale=self.scale)
 
     def shape(self, width: int) -> HeadShape:
-        return self.sizes(width, value_share=2.0)
+        return self.head_shape(width, value_share=2.0)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"rotary": Rotary(self.rotary_theta), "decay": FixedDecay(shape)}

@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.families.update import ChannelConfig
 from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.selective import ChannelProjection, RGLRUGate
 
@@ -27,7 +27,7 @@ class RGLRU(ChannelConfig):
         return UpdateSpec(decay="head", transition="additive", scale=1.0)
 
     def shape(self, width: int) -> HeadShape:
-        return self.by_channel(width, width)
+        return self.channel_shape(width, width)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         gate = RGLRUGate(shape, self.blocks)

@@ -5,7 +5,7 @@ from typing import ClassVar
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.families.update import ChannelConfig
 from deltazoo.mixers.parts.exponential_gating import WKVBonus, WKVGate
 from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn
 from deltazoo.mixers.parts.gates import PrecomputedGate

@@ -7,13 +7,13 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaConfig
+from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.gates import Bonus, PrecomputedGate
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.rwkv import Ranks, RWKV6Projection, initial_bonus
 
 
-class RWKV6(DeltaConfig):
+class RWKV6(HeadConfig):
     """o_t = (S_(t-1) + Diag(u) k_t v_t^T)^T r_t, S_t = Diag(a_t) S_(t-1) + k_t v_t^T; group norm, SiLU gate."""
 
     name: ClassVar[str] = "rwkv6"
@@ -27,7 +27,7 @@ class RWKV6(DeltaConfig):
         return UpdateSpec(decay="channel", transition="additive", read="before", scale=1.0)
 
     def shape(self, width: int) -> HeadShape:
-        return self.one_key_each(self.sizes(width, default_heads=max(1, width // 64)))
+        return self.with_ungrouped_keys(self.head_shape(width, default_heads=max(1, width // 64)))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)

@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import ChannelConfig
+from deltazoo.mixers.families.update import ChannelConfig
 from deltazoo.mixers.parts.complex_states import (
     ComplexConjugate,
     Discretisation,
@@ -34,7 +34,7 @@ class S5(ChannelConfig):
         return UpdateSpec(decay="fixed", transition="additive", scale=1.0)
 
     def shape(self, width: int) -> HeadShape:
-        return self.by_channel(width, width, value_width=2)
+        return self.channel_shape(width, width, value_width=2)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {"decay": S5Decay(shape, self.blocks, self.discretisation), "turn_in": ToRotatingFrame(shape)}

@@ -14,7 +14,7 @@ from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig
 from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
-from deltazoo.mixers.families.delta_rule import update_flops
+from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.diagonal_ssm import DiagonalSSM
 

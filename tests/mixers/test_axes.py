@@ -18,7 +18,8 @@ from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.spec import NegativeEigenvalues, Reparam
 from deltazoo.mixers import EFLA, Longhorn
 from deltazoo.mixers.core.config import config_class
-from deltazoo.mixers.families.delta_rule import DeltaConfig, DeltaRuleConfig
+from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
+from deltazoo.mixers.families.update import HeadConfig
 
 NAMES = [
     name
@@ -41,7 +42,7 @@ def refusal(name: str, reparam: str, negative: str) -> str | None:
     return None
 
 
-def by_hand(x: dict[str, Tensor | None], config: DeltaConfig) -> Tensor:
+def by_hand(x: dict[str, Tensor | None], config: HeadConfig) -> Tensor:
     """Step by step from the operands that the update is given."""
     spec = config.spec()
     n = spec.householders
@@ -101,11 +102,11 @@ def test_every_combination_is_its_recurrence_or_is_refused(name: str, reparam: s
 
 @pytest.mark.parametrize("kind", [EFLA, Longhorn])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_stepped_rules_take_householders(kind: type[DeltaConfig], n: int) -> None:
+def test_the_stepped_rules_take_householders(kind: type[HeadConfig], n: int) -> None:
     is_its_recurrence(kind(**SIZES, householders=n))
 
 
-def is_its_recurrence(config: DeltaConfig) -> None:
+def is_its_recurrence(config: HeadConfig) -> None:
     """Output, gradients of all operands, and decoding."""
     torch.manual_seed(0)
     mixer = config.build(WIDTH, backend=CompileBackend(chunk=16, compiled=False)).double()

@@ -40,7 +40,7 @@ from deltazoo.mixers.core import state as states
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.mixer import Mixer
-from deltazoo.mixers.families.delta_rule import UpdateConfig, update_flops
+from deltazoo.mixers.families.update import UpdateConfig, update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
 
 

@@ -130,7 +130,7 @@ class GatedDeltaCase(Case):
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
         from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-        self.config = Qwen3_5TextConfig(**self.sizes(), rms_norm_eps=1e-5)
+        self.config = Qwen3_5TextConfig(**self.head_shape(), rms_norm_eps=1e-5)
         self.theirs = Qwen3_5GatedDeltaNet(self.config, 0)
 
     @staticmethod
@@ -173,7 +173,7 @@ class OlmoHybridCase(GatedDeltaCase):
         from transformers import OlmoHybridConfig
         from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 
-        sizes = self.sizes() | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        sizes = self.head_shape() | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
         self.config = OlmoHybridConfig(**sizes, linear_allow_neg_eigval=True, num_attention_heads=2)
         self.theirs = OlmoHybridGatedDeltaNet(self.config, 0)
 
