@@ -174,7 +174,7 @@ def test_aligned_puts_real_tokens_first_and_restored_puts_them_back() -> None:
 
 
 def test_parts_need_names_of_their_own() -> None:
-    with pytest.raises(ConfigError, match="names of their own"):
+    with pytest.raises(ConfigError, match="distinct names"):
         Parts(QKVProjection(SHAPE), {"norm": UnitNorm()}, {"norm": HeadNorm(SHAPE, 1e-5)})
 
 

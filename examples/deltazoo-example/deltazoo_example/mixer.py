@@ -16,7 +16,7 @@ class FadingDeltaNet(DeltaRuleConfig):
     source: ClassVar[str] = "an example: DeltaNet 2406.06484 with the decay of RetNet 2307.08621"
 
     def spec(self) -> UpdateSpec:
-        return self.delta_rule("fixed")
+        return self.delta_rule_spec("fixed")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands = {**self.beta(shape), "decay": FixedDecay(shape)}
