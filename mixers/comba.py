@@ -1,4 +1,4 @@
-"""Comba: the delta rule as a closed loop, with a weaker key to erase and a corrected query."""
+"""Comba: a delta rule with feedback, which erases with a scaled key and corrects the query."""
 
 from typing import ClassVar
 
@@ -14,14 +14,14 @@ from deltazoo.mixers.parts.norms import HeadNorm
 
 
 class Comba(DeltaRuleConfig):
-    """S_t = (a_t - beta_t k_t e_t^T) S_(t-1) + beta_t k_t v_t^T, e = sigmoid(b) k; o_t = S_t^T (q_t - d k_t).
+    """S_t = (a_t - beta_t k_t e_t^T) S_(t-1) + beta_t k_t v_t^T with e = sigmoid(b) k, and o_t = S_t^T (q_t - d k_t).
 
-    The erase reads the state before the decay.
+    The erase reads the state before the decay. b and d are learned per head.
     """
 
     name: ClassVar[str] = "comba"
     source: ClassVar[str] = "Hu 2025, arXiv 2506.02475"
-    correction: float = Field(default=1.0, description="d at first; the paper's small models: 0.02")
+    correction: float = Field(default=1.0, description="initial d; 0.02 in the paper's small models")
 
     def spec(self) -> UpdateSpec:
         fields = {**self.delta_rule_spec("head").model_dump(), "erase_key": "own", "erase_from": "previous"}
@@ -31,7 +31,7 @@ class Comba(DeltaRuleConfig):
         return self.head_shape(width, key_share=0.75, value_share=1.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {**self.beta(shape), "feedback": Feedback(shape, self.correction)}
-        operands["decay"] = SoftplusDecay(shape)
+        projection = self.qkv_projection(shape)
+        operands = {**self.beta(shape), "feedback": Feedback(shape, self.correction), "decay": SoftplusDecay(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, "sigmoid")}
-        return Parts(self.qkv_projection(shape), operands, outputs)
+        return Parts(projection, operands, outputs)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet-2: erase and write have strengths of their own, channel by channel."""
+"""Gated DeltaNet-2: a delta rule with separate strengths of erase and write per channel."""
 
 from typing import ClassVar
 
@@ -12,9 +12,10 @@ from deltazoo.mixers.parts.norms import HeadNorm
 
 
 class GatedDeltaNet2(DeltaRuleConfig):
-    """S_t = (I - k_t (b_t * k_t)^T) Diag(a_t) S_(t-1) + k_t (w_t * v_t)^T, with b, w = sigmoid(W x) by channel.
+    """S_t = (I - k_t (b_t * k_t)^T) Diag(a_t) S_(t-1) + k_t (w_t * v_t)^T with b, w = sigmoid(W x) per channel.
 
-    Around it Kimi Delta Attention's low-rank decay, and its sigmoid gate with a bias. b = w = beta is KDA.
+    The low-rank decay and the sigmoid gate are those of Kimi Delta Attention; the gate has a bias here. With b = w =
+    beta per head it is KDA.
     """
 
     name: ClassVar[str] = "gated_deltanet2"
@@ -24,7 +25,9 @@ class GatedDeltaNet2(DeltaRuleConfig):
         return self.delta_rule_spec("channel", "channel")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = self.qkv_projection(shape)
         decay = SoftplusDecay(shape, "channel", shape.value_width, rates=(1, 16))
+        operands = {**self.beta(shape), "decay": decay}
+        norm = HeadNorm(shape, self.norm_eps)
         gate = OutputGate(shape, "sigmoid", shape.value_width, bias=True)
-        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
-        return Parts(self.qkv_projection(shape), {**self.beta(shape), "decay": decay}, outputs)
+        return Parts(projection, operands, {"norm": norm, "gate": gate})

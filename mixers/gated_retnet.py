@@ -1,4 +1,4 @@
-"""Gated RetNet: retention that forgets as its input says."""
+"""Gated RetNet: RetNet with a decay that depends on the token."""
 
 from typing import ClassVar
 
@@ -16,17 +16,21 @@ from deltazoo.mixers.parts.rotary import Rotary
 
 
 class GatedRetNet(HeadConfig):
-    """S_t = a_t S_(t-1) + k_t v_t^T, a_t = sigmoid(w x_t)^(1 / temperature), q and k turning, group norm, gate."""
+    """S_t = a_t S_(t-1) + k_t v_t^T with a_t = sigmoid(w x_t)^(1 / temperature).
+
+    q and k get rotary position embeddings; the output gets a layer norm per head and a swish gate.
+    """
 
     name: ClassVar[str] = "gated_retnet"
     source: ClassVar[str] = "Sun 2024 (YOCO), arXiv 2405.05254"
-    temperature: float = Field(default=16.0, gt=0, description="higher forgets more slowly")
+    temperature: float = Field(default=16.0, gt=0, description="a higher one forgets more slowly")
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape)
         decay = SigmoidDecay(shape, "head", None, self.temperature, bias=False)
         outputs = {"norm": HeadNorm(shape, self.norm_eps, kind="layer"), "gate": OutputGate(shape)}
-        return Parts(QKVProjection(shape), {"rotary": Rotary(self.rotary_theta), "decay": decay}, outputs)
+        return Parts(projection, {"rotary": Rotary(self.rotary_theta), "decay": decay}, outputs)

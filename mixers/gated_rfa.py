@@ -1,4 +1,4 @@
-"""Gated random feature attention: a running mean of values, weighted by an approximate Gaussian kernel."""
+"""Gated RFA: linear attention with random Fourier features, which approximate a Gaussian kernel, and a gate."""
 
 from typing import ClassVar
 
@@ -15,22 +15,26 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class GatedRFA(HeadConfig):
-    """S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T, g_t = sigmoid(w x_t + b); o_t is divided by phi(q_t)^T z_t."""
+    """S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t^T and z_t likewise without v, with g_t = sigmoid(w x_t + b).
+
+    o_t = S_t^T phi(q_t) / phi(q_t)^T z_t, a weighted mean of values.
+    """
 
     name: ClassVar[str] = "gated_rfa"
     source: ClassVar[str] = "Peng 2021, arXiv 2103.02143"
-    features: int = Field(default=64, ge=1, description="random directions a head; the keys get twice as wide")
-    floor: float = Field(default=0.05, gt=0, description="least divisor: random features may cancel")
+    features: int = Field(default=64, ge=1, description="random directions per head; keys get twice that width")
+    floor: float = Field(default=0.05, gt=0, description="minimum of the divisor, which random features can make small")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        gate = {"decay": SigmoidDecay(shape, "head", None, 1.0), "tied": TiedInputGate("value")}
+        projection = QKVProjection(shape)
         features = {
             "unit": UnitNorm(),
             "feature": RandomFourierFeatures(shape, self.features),
             "ones": NormaliserColumn(),
         }
-        return Parts(QKVProjection(shape), features | gate, {"norm": Normalise(0.0, self.floor)})
+        gate = {"decay": SigmoidDecay(shape, "head", None, 1.0), "tied": TiedInputGate("value")}
+        return Parts(projection, {**features, **gate}, {"norm": Normalise(0.0, self.floor)})

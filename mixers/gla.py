@@ -1,4 +1,4 @@
-"""Gated linear attention: a decay for each key channel, and no erase."""
+"""Gated linear attention: linear attention with a decay per key channel."""
 
 from typing import ClassVar
 
@@ -15,12 +15,15 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class GLA(HeadConfig):
-    """S_t = Diag(a_t) S_(t-1) + k_t v_t^T, a_t = sigmoid(W_2 W_1 x_t + b)^(1 / temperature), with a gated RMS norm."""
+    """S_t = Diag(a_t) S_(t-1) + k_t v_t^T with a_t = sigmoid(W_2 W_1 x_t + b)^(1 / temperature).
+
+    The output gets an RMS norm per head and a swish gate.
+    """
 
     name: ClassVar[str] = "gla"
     source: ClassVar[str] = "Yang 2024, arXiv 2312.06635"
-    gate_rank: int = Field(default=16, ge=1, description="channels that the decay's map goes through")
-    temperature: float = Field(default=16.0, gt=0, description="higher forgets more slowly")
+    gate_rank: int = Field(default=16, ge=1, description="rank of the decay's map W_2 W_1")
+    temperature: float = Field(default=16.0, gt=0, description="a higher one forgets more slowly")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="channel", transition="additive", scale=self.scale)
@@ -29,6 +32,7 @@ class GLA(HeadConfig):
         return self.head_shape(width, key_share=0.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape)
         decay = SigmoidDecay(shape, "channel", self.gate_rank, self.temperature)
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, bias=True)}
-        return Parts(QKVProjection(shape), {"decay": decay}, outputs)
+        return Parts(projection, {"decay": decay}, outputs)

@@ -1,4 +1,4 @@
-"""GSA: gated slot attention, a softmax over a fixed number of slots that forget."""
+"""GSA: gated slot attention, a softmax over a fixed number of slots with decay."""
 
 from typing import ClassVar
 
@@ -15,12 +15,15 @@ from deltazoo.mixers.parts.slots import SlotKeyPass, SlotValuePass
 
 
 class GSA(HeadConfig):
-    """o_t = V_t^T softmax(K_t q_t); K_t = Diag(a_t) K_(t-1) + (1 - a_t) k_t^T over M slots, V_t alike."""
+    """o_t = V_t^T softmax(K_t q_t) with K_t = Diag(a_t) K_(t-1) + (1 - a_t) k_t^T over M slots, and V_t likewise.
+
+    a_t = sigmoid(W x_t)^(1 / temperature) per slot.
+    """
 
     name: ClassVar[str] = "gsa"
     source: ClassVar[str] = "Zhang 2024, arXiv 2409.07146"
-    slots: int = Field(default=64, ge=1, description="M")
-    temperature: float = Field(default=8.0, gt=0, description="higher forgets more slowly")
+    slots: int = Field(default=64, ge=1, description="M, slots per head")
+    temperature: float = Field(default=8.0, gt=0, description="a higher one forgets more slowly")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on K q; None: K ** -0.5")
 
     def spec(self) -> UpdateSpec:
@@ -30,7 +33,8 @@ class GSA(HeadConfig):
         return self.with_ungrouped_keys(self.head_shape(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape, silu="qkv")
         operands = {"slots": SlotKeyPass(shape, self.slots, self.temperature)}
         norm = HeadNorm(shape, self.norm_eps, over="all")
         outputs = {"second": SlotValuePass(shape, self.slots), "silu": OutputSilu(), "norm": norm}
-        return Parts(QKVProjection(shape, silu="qkv"), operands, outputs)
+        return Parts(projection, operands, outputs)

@@ -1,4 +1,4 @@
-"""HGRN: a gated vector, complex or real, whose forgetting is bounded from below by the layer."""
+"""HGRN: a gated recurrence per channel, complex or real, whose forget gate has a lower bound per layer."""
 
 from typing import ClassVar
 
@@ -16,12 +16,15 @@ from deltazoo.mixers.parts.selective import ChannelProjection
 
 
 class HGRN(ChannelConfig):
-    """h_t = f_t exp(i w) h_(t-1) + (1 - f_t) c_t, c = silu(W x), f = g + (1 - g) sigmoid(W x + b); gate, layer norm."""
+    """h_t = f_t exp(i w) h_(t-1) + (1 - f_t) c_t with c = silu(W x), f = g + (1 - g) sigmoid(W x + b).
+
+    g is a learned lower bound, whose initial value rises with the layer. The output gets a sigmoid gate and a layer norm.
+    """
 
     name: ClassVar[str] = "hgrn"
     source: ClassVar[str] = "Qin 2023, arXiv 2311.04823"
-    turning: bool = Field(default=True, description="complex states, that turn by a learned w; False: real ones")
-    theta: float = Field(default=10000.0, gt=1, description="base of the turns w at first")
+    turning: bool = Field(default=True, description="complex states that rotate by a learned angle w; False: real")
+    theta: float = Field(default=10000.0, gt=1, description="base of the initial angles w")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=1.0)
@@ -30,6 +33,7 @@ class HGRN(ChannelConfig):
         return self.channel_shape(width, width, value_width=2 if self.turning else 1)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = ChannelProjection(shape, 0, silu=True)
         decay = SigmoidDecay(shape, "head", None, 1.0, floor=place.layer / place.depth)
         operands = {"decay": decay, "tied": TiedInputGate("value")}
         gate = OutputGate(shape, "sigmoid", bias=True)
@@ -37,4 +41,4 @@ class HGRN(ChannelConfig):
         if self.turning:
             operands |= {"turn_in": ToRotatingFrame(shape, self.theta)}
             outputs = {"turn_out": FromRotatingFrame(), **outputs}
-        return Parts(ChannelProjection(shape, 0, silu=True), operands, outputs)
+        return Parts(projection, operands, outputs)

@@ -1,4 +1,4 @@
-"""HGRN-2: gated linear attention whose key is what the decay forgets."""
+"""HGRN2: gated linear attention with k = 1 - a, so that the decay also sets the strength of the write."""
 
 from typing import ClassVar
 
@@ -14,7 +14,10 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class HGRN2(HeadConfig):
-    """S_t = Diag(a_t) S_(t-1) + (1 - a_t) v_t^T, a_t at least a bound that rises with the layers; RMS norm over all."""
+    """S_t = Diag(a_t) S_(t-1) + (1 - a_t) v_t^T, with an RMS norm over all heads.
+
+    a_t has a learned lower bound per channel, whose initial value rises with the layer.
+    """
 
     name: ClassVar[str] = "hgrn2"
     source: ClassVar[str] = "Qin 2024, arXiv 2404.07904"
@@ -27,8 +30,7 @@ class HGRN2(HeadConfig):
         return self.with_ungrouped_keys(self.head_shape(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape, silu="q", keys=False)
         decay = SigmoidDecay(shape, "channel", None, 1.0, floor=place.layer / place.depth)
         operands = {"decay": decay, "tied": TiedInputGate("key")}
-        return Parts(
-            QKVProjection(shape, silu="q", keys=False), operands, {"norm": HeadNorm(shape, self.norm_eps, over="all")}
-        )
+        return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps, over="all")})

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the delta rule with a decay for each key channel."""
+"""Kimi Delta Attention: the delta rule with a decay per key channel."""
 
 from typing import ClassVar
 
@@ -14,23 +14,26 @@ from deltazoo.mixers.parts.norms import HeadNorm
 
 
 class KDA(DeltaRuleConfig):
-    """S_t = (I - beta_t k_t k_t^T) Diag(a_t) S_(t-1) + beta_t k_t v_t^T, with low-rank decay and sigmoid gate.
+    """S_t = (I - beta_t k_t k_t^T) Diag(a_t) S_(t-1) + beta_t k_t v_t^T, with a low-rank decay and a sigmoid gate.
 
-    With `reparam` this is EFLA or Longhorn with a decay for each channel.
+    A `reparam` gives EFLA or Longhorn with a decay per channel.
     """
 
     name: ClassVar[str] = "kda"
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
-    gate_rank: int | None = Field(default=None, ge=1, description="rank of the decay and the gate; None: K, and V")
-
-    decay_bound: float | None = Field(default=None, lt=0, description="least log decay, as -5 (Ling 2.5); None: none")
+    gate_rank: int | None = Field(default=None, ge=1, description="rank of the maps of decay and gate; None: K and V")
+    decay_bound: float | None = Field(
+        default=None, lt=0, description="lower bound of log_decay, -5 in Ling 2.5; None: none"
+    )
 
     def spec(self) -> UpdateSpec:
         return self.delta_rule_spec("channel")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = self.qkv_projection(shape)
         rank = self.gate_rank or shape.key_width
         decay = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
+        operands = {**self.beta(shape), "decay": decay}
+        norm = HeadNorm(shape, self.norm_eps)
         gate = OutputGate(shape, "sigmoid", self.gate_rank or shape.value_width)
-        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": gate}
-        return Parts(self.qkv_projection(shape), {**self.beta(shape), "decay": decay}, outputs)
+        return Parts(projection, operands, {"norm": norm, "gate": gate})

@@ -1,4 +1,4 @@
-"""Lightning attention: linear attention whose heads forget at fixed paces, slower in later layers."""
+"""Lightning Attention: linear attention with a constant decay per head and layer."""
 
 from typing import ClassVar
 
@@ -15,17 +15,20 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class LightningAttention(HeadConfig):
-    """S_t = a_hl S_(t-1) + k_t v_t^T, with SiLU on q, k and v, an RMS norm over all heads and a sigmoid gate."""
+    """S_t = a_hl S_(t-1) + k_t v_t^T for head h in layer l, with SiLU on q, k and v.
+
+    The output gets an RMS norm over all heads and a sigmoid gate.
+    """
 
     name: ClassVar[str] = "lightning_attention"
     source: ClassVar[str] = "Qin 2024, arXiv 2401.04658; MiniMax-01, arXiv 2501.08313"
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
-    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output's norm")
+    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output norm")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="fixed", transition="additive", scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        operands = {"decay": SlopeDecay(shape, place)}
+        projection = QKVProjection(shape, silu="qkv")
         outputs = {"norm": HeadNorm(shape, self.norm_eps, over="all"), "gate": OutputGate(shape, "sigmoid")}
-        return Parts(QKVProjection(shape, silu="qkv"), operands, outputs)
+        return Parts(projection, {"decay": SlopeDecay(shape, place)}, outputs)

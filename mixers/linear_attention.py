@@ -1,4 +1,4 @@
-"""Linear attention: keys and values added up, read through a feature map."""
+"""Linear attention: attention with a kernel phi(q)^T phi(k), computed as a recurrence."""
 
 from typing import ClassVar, Self
 
@@ -14,15 +14,18 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class LinearAttention(HeadConfig):
-    """S_t = S_(t-1) + phi(k_t) v_t^T; o_t is divided by phi(q_t)^T sum_s phi(k_s), or RMS-normed in each head."""
+    """S_t = S_(t-1) + phi(k_t) v_t^T and o_t = S_t^T phi(q_t) / phi(q_t)^T sum_(s <= t) phi(k_s).
+
+    Without the normaliser, o_t = S_t^T phi(q_t) followed by an RMS norm per head.
+    """
 
     name: ClassVar[str] = "linear_attention"
     source: ClassVar[str] = "Katharopoulos 2020, arXiv 2006.16236; dpfp: Schlag 2021, arXiv 2102.11174"
-    feature: Feature = Field(default="elu+1", description="the map phi of q and k")
-    normaliser: bool = Field(default=True, description="divide by the sum of weights; False: RMS norm in each head")
+    feature: Feature = Field(default="elu+1", description="feature map phi of q and k")
+    normaliser: bool = Field(default=True, description="divide by the sum of the weights; False: RMS norm per head")
 
     @model_validator(mode="after")
-    def _normaliser_stays_positive(self) -> Self:
+    def _normaliser_is_positive(self) -> Self:
         if self.normaliser and self.feature not in POSITIVE:
             raise ValueError(f"normaliser=True needs a positive feature ({', '.join(POSITIVE)}), got {self.feature!r}")
         return self

@@ -1,4 +1,4 @@
-"""Longhorn: the delta rule stepped implicitly, the closed form of an online regression."""
+"""Longhorn: the delta rule with an implicit Euler step, the closed-form solution of an online regression."""
 
 from typing import ClassVar
 
@@ -14,20 +14,21 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class Longhorn(HeadConfig):
-    """S_t = (I - f_t k_t k_t^T) S_(t-1) + f_t k_t v_t^T, f_t = beta_t / (1 + beta_t |k_t|^2); q and k as projected.
+    """S_t = (I - f_t k_t k_t^T) S_(t-1) + f_t k_t v_t^T with f_t = beta_t / (1 + beta_t |k_t|^2).
 
-    The exact form, not the diagonal one that the paper trains. With a decay: `GatedDeltaNet(reparam="longhorn")`.
+    q and k are not normalised. This is the exact step; the paper trains the diagonal approximation, `LonghornDiagonal`.
+    `GatedLonghorn` adds a decay.
     """
 
     name: ClassVar[str] = "longhorn"
     source: ClassVar[str] = "Liu 2024, arXiv 2407.14207"
-
-    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k, v; 0: none")
-    householders: int = Field(default=1, ge=1, description="delta steps a token")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
+    householders: int = Field(default=1, ge=1, description="delta steps per token")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(beta="head", reparam="longhorn", householders=self.householders, scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape, self.conv_width, silu="v")
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
-        return Parts(QKVProjection(shape, self.conv_width, silu="v"), {"beta": Beta(shape, self.spec())}, outputs)
+        return Parts(projection, {"beta": Beta(shape, self.spec())}, outputs)

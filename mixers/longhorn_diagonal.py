@@ -1,4 +1,4 @@
-"""Longhorn as its paper trains it: the implicit step of an online regression, with a diagonal erase."""
+"""Longhorn as trained in its paper: the implicit Euler step with a diagonal erase, per channel."""
 
 from typing import ClassVar
 
@@ -13,14 +13,14 @@ from deltazoo.mixers.parts.selective import ChannelProjection, SelectiveOperands
 
 
 class LonghornDiagonal(ChannelConfig):
-    """S_t = (1 - d_t k_t^2) * S_(t-1) + d_t k_t x_t for each channel, d = b / (1 + b |k|^2), b = sigmoid(.).
+    """S_t = (1 - d_t k_t^2) * S_(t-1) + d_t k_t x_t per channel, with d = b / (1 + b |k|^2) and b = sigmoid(W x).
 
-    The projections, convolution, skip and gate are Mamba's.
+    The projections, convolution, skip connection and gate are those of Mamba.
     """
 
     name: ClassVar[str] = "longhorn_diagonal"
     source: ClassVar[str] = "Liu 2024, arXiv 2407.14207"
-    state_size: int = Field(default=16, ge=1, description="N, numbers a channel")
+    state_size: int = Field(default=16, ge=1, description="N, size of the state per channel")
     step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
 
@@ -31,7 +31,7 @@ class LonghornDiagonal(ChannelConfig):
         return self.channel_shape(2 * width, width, self.state_size)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = ChannelProjection(shape, self.conv_width, silu=True)
         rank = self.step_rank or -(-shape.width // 16)
         operands = {"selective": SelectiveOperands(shape, rank, "longhorn")}
-        outputs = {"skip": Skip(shape), "gate": OutputGate(shape)}
-        return Parts(ChannelProjection(shape, self.conv_width, silu=True), operands, outputs)
+        return Parts(projection, operands, {"skip": Skip(shape), "gate": OutputGate(shape)})

@@ -1,4 +1,4 @@
-"""LRU: the linear recurrent unit, a complex diagonal recurrence on a ring."""
+"""LRU: the linear recurrent unit, a complex diagonal recurrence initialised on a ring."""
 
 from typing import ClassVar
 
@@ -19,15 +19,17 @@ from deltazoo.mixers.parts.selective import ChannelProjection
 
 
 class LRU(ChannelConfig):
-    """s_t = a * s_(t-1) + gamma * (B x_t), y_t = Re(C s_t) + D * x_t, a = exp(-exp(nu) + i exp(theta)).
+    """s_t = a * s_(t-1) + gamma * (B x_t), y_t = Re(C s_t) + D * x_t with a = exp(-exp(nu) + i exp(theta)).
 
-    Initialisation: the parts of B N(0, 1 / 2 width), those of C N(0, 1 / channels).
+    Initialisation: real and imaginary parts of B N(0, 1 / (2 width)), those of C N(0, 1 / channels).
     """
 
     name: ClassVar[str] = "lru"
     source: ClassVar[str] = "Orvieto 2023, arXiv 2303.06349"
-    ring: tuple[float, float] = Field(default=(0.0, 1.0), description="least and greatest |a| at first")
-    phase: float = Field(default=6.28, gt=0, allow_inf_nan=False, description="greatest angle of a at first")
+    ring: tuple[float, float] = Field(default=(0.0, 1.0), description="minimum and maximum of the initial |a|")
+    phase: float = Field(
+        default=6.28, gt=0, allow_inf_nan=False, description="maximum of the initial angle of a, in radians"
+    )
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="fixed", transition="additive", scale=1.0)
@@ -36,7 +38,7 @@ class LRU(ChannelConfig):
         return self.channel_shape(width, width, value_width=2)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = ChannelProjection(shape, 0, silu=False, std=(2 * shape.width) ** -0.5)
         operands = {"decay": LRUDecay(shape, self.ring, self.phase), "turn_in": ToRotatingFrame(shape)}
         outputs = {"turn_out": FromRotatingFrame(), "read": ComplexConjugate()}
-        project = ChannelProjection(shape, 0, silu=False, std=(2 * shape.width) ** -0.5)
-        return Parts(project, operands, outputs, Feedthrough(shape.width), shape.value_heads**-0.5)
+        return Parts(projection, operands, outputs, Feedthrough(shape.width), shape.value_heads**-0.5)

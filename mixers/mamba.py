@@ -1,4 +1,4 @@
-"""Mamba (S6): a state space for each channel, whose step, input and output depend on the token."""
+"""Mamba (S6): a state space per channel whose step, input and output depend on the token."""
 
 from typing import ClassVar
 
@@ -13,17 +13,19 @@ from deltazoo.mixers.parts.selective import ChannelProjection, SelectiveOperands
 
 
 class Mamba(ChannelConfig):
-    """h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t, y_t = C_t^T h_t + D x_t for each channel, gated by SiLU.
+    """h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t^T h_t + D x_t per channel, with a SiLU gate.
 
-    As an update k = B, q = C, v = dt x, with the decay step x rate. A whole block: it wants no MLP beside it.
+    As an update: k = B, q = C, v = dt x, and log_decay = step x rate. It is a whole block: layers of it have no MLP.
     """
 
     name: ClassVar[str] = "mamba"
     source: ClassVar[str] = "Gu & Dao 2023, arXiv 2312.00752"
-    state_size: int = Field(default=16, ge=1, description="N, numbers a channel")
+    state_size: int = Field(default=16, ge=1, description="N, size of the state per channel")
     step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
-    inner_norm: bool = Field(default=False, description="RMS norms of B, C and the step's input (Falcon Mamba)")
+    inner_norm: bool = Field(
+        default=False, description="RMS norms of B, C and the input of the step's map (Falcon Mamba)"
+    )
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="rate", transition="additive", scale=1.0)
@@ -32,7 +34,7 @@ class Mamba(ChannelConfig):
         return self.channel_shape(2 * width, width, self.state_size)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = ChannelProjection(shape, self.conv_width, silu=True)
         rank = self.step_rank or -(-shape.width // 16)
         operands = {"selective": SelectiveOperands(shape, rank, "mamba", self.norm_eps if self.inner_norm else None)}
-        outputs = {"skip": Skip(shape), "gate": OutputGate(shape)}
-        return Parts(ChannelProjection(shape, self.conv_width, silu=True), operands, outputs)
+        return Parts(projection, operands, {"skip": Skip(shape), "gate": OutputGate(shape)})

@@ -1,4 +1,4 @@
-"""Mamba-2: a scalar decay and a step size for each head, keys and queries shared by groups of heads."""
+"""Mamba-2: a scalar decay and step size per head, with keys and queries shared by groups of heads."""
 
 from typing import ClassVar
 
@@ -15,16 +15,21 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class Mamba2(HeadConfig):
-    """S_t = a_t S_(t-1) + dt_t k_t v_t^T, a_t = exp(-dt_t exp(A_log)); q, k, v are the paper's C, B, x."""
+    """S_t = a_t S_(t-1) + dt_t k_t v_t^T with a_t = exp(-dt_t exp(A_log)); q, k and v are C, B and x in the paper.
+
+    The output gets a skip connection D v, a SiLU gate and an RMS norm per group.
+    """
 
     name: ClassVar[str] = "mamba2"
     source: ClassVar[str] = "Dao & Gu 2024, arXiv 2405.21060"
-    heads: int | None = Field(default=1, ge=1, description="groups that share q and k; None: width // 128")
-    value_heads: int | None = Field(default=None, ge=1, description="None: 2 width / value_width")
-    key_width: int | None = Field(default=128, ge=1, description="K, the state size N of the paper")
-    value_width: int | None = Field(default=64, ge=1, description="V of a head; None: a share of width / heads")
+    heads: int | None = Field(
+        default=1, ge=1, description="groups of value heads that share q and k; None: width // 128"
+    )
+    value_heads: int | None = Field(default=None, ge=1, description="heads of the paper; None: 2 width / value_width")
+    key_width: int | None = Field(default=128, ge=1, description="K, the state size N in the paper")
+    value_width: int | None = Field(default=64, ge=1, description="V per head; None: width / heads")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
-    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k, v; 0: none")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
@@ -33,7 +38,7 @@ class Mamba2(HeadConfig):
         return self.head_shape(width, value_heads=2 * width // (self.value_width or 64))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=True)
         operands = {"decay": SoftplusDecay(shape, rates=(1, 16), writes=True)}
         norm = HeadNorm(shape, self.norm_eps, over="group")
-        outputs = {"skip": Skip(shape), "gate": OutputGate(shape), "norm": norm}
-        return Parts(QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=True), operands, outputs)
+        return Parts(projection, operands, {"skip": Skip(shape), "gate": OutputGate(shape), "norm": norm})

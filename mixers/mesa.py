@@ -1,4 +1,4 @@
-"""MesaNet: a memory that solves its regression anew for every token."""
+"""MesaNet: a memory that solves a regularised least-squares problem for every token."""
 
 from typing import ClassVar
 
@@ -16,12 +16,15 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class Mesa(HeadConfig):
-    """o_t = G_t^T (H_t + Diag(lambda))^-1 q_t, [G, H]_t = a_t [G, H]_(t-1) + beta_t k_t [v_t, k_t]^T."""
+    """o_t = G_t^T (H_t + Diag(lambda))^-1 q_t with [G, H]_t = a_t [G, H]_(t-1) + beta_t k_t [v_t, k_t]^T.
+
+    The inverse is applied by conjugate gradients.
+    """
 
     name: ClassVar[str] = "mesa"
     source: ClassVar[str] = "von Oswald 2025, arXiv 2506.05233"
-    steps: int = Field(default=30, ge=1, description="of conjugate gradients; K are exact")
-    bound: float = Field(default=0.25, gt=0, lt=1, description="least lambda")
+    steps: int = Field(default=30, ge=1, description="steps of conjugate gradients; K steps are exact")
+    bound: float = Field(default=0.25, gt=0, lt=1, description="lower bound of lambda")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q and k; 0: none")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
 
@@ -32,7 +35,10 @@ class Mesa(HeadConfig):
         return self.with_ungrouped_keys(self.head_shape(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        gates = {"beta": Beta(shape, self.spec(), bias=True), "decay": SigmoidDecay(shape, "head", None, 1.0)}
-        operands: dict[str, OperandPart] = {**gates, "solve": ConjugateGradientSolve(shape, self.steps, self.bound)}
-        project = QKVProjection(shape, self.conv_width, silu="qk", unit="qk", conv_of="qk")
-        return Parts(project, operands, {"norm": HeadNorm(shape, self.norm_eps)})
+        projection = QKVProjection(shape, self.conv_width, silu="qk", unit="qk", conv_of="qk")
+        operands: dict[str, OperandPart] = {
+            "beta": Beta(shape, self.spec(), bias=True),
+            "decay": SigmoidDecay(shape, "head", None, 1.0),
+            "solve": ConjugateGradientSolve(shape, self.steps, self.bound),
+        }
+        return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps)})

@@ -1,4 +1,4 @@
-"""mLSTM, the matrix memory of xLSTM: an exponential input gate and a normaliser."""
+"""mLSTM, the matrix memory of xLSTM: linear attention with an exponential input gate and a normaliser."""
 
 from typing import ClassVar
 
@@ -16,15 +16,15 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class MLSTM(HeadConfig):
-    """S_t = f_t S_(t-1) + i_t k_t v_t^T, i = exp(.), f = sigmoid(.); o_t is divided by max(|q_t^T n_t|, 1).
+    """S_t = f_t S_(t-1) + i_t k_t v_t^T with i = exp(W x), f = sigmoid(W x); o_t = S_t^T q_t / max(|q_t^T n_t|, 1).
 
-    n is the state of one more value column of ones. As in xLSTM 7B: no convolution, layer norm of each head, sigmoid
-    gate.
+    n is the state of an extra value column of ones. As in xLSTM 7B: no convolution, a layer norm per head and a
+    sigmoid gate.
     """
 
     name: ClassVar[str] = "mlstm"
     source: ClassVar[str] = "Beck 2024, arXiv 2405.04517; xLSTM 7B, arXiv 2503.13427"
-    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output's norm, and of the division")
+    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output norm and of the division")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
@@ -33,6 +33,8 @@ class MLSTM(HeadConfig):
         return self.head_shape(width, key_share=0.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape)
+        operands = {"ones": NormaliserColumn(), "gates": ExponentialGate(shape)}
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each")
         outputs = {"divide": Normalise(self.norm_eps, "one"), "norm": norm, "gate": OutputGate(shape, "sigmoid")}
-        return Parts(QKVProjection(shape), {"ones": NormaliserColumn(), "gates": ExponentialGate(shape)}, outputs)
+        return Parts(projection, operands, outputs)

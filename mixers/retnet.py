@@ -1,4 +1,4 @@
-"""RetNet: linear attention that forgets at a fixed pace in each head."""
+"""RetNet: linear attention with a constant decay per head."""
 
 from typing import ClassVar
 
@@ -16,7 +16,11 @@ from deltazoo.mixers.parts.rotary import Rotary
 
 
 class RetNet(HeadConfig):
-    """S_t = g_h S_(t-1) + k_t v_t^T, g_h = 1 - 2^(-5-h), with q and k turning (xPos), group norm and swish gate."""
+    """S_t = g_h S_(t-1) + k_t v_t^T with g_h = 1 - 2^(-5-h) for head h.
+
+    q and k get rotary position embeddings, which with the decay are xPos. The output gets a layer norm per head and a
+    swish gate.
+    """
 
     name: ClassVar[str] = "retnet"
     source: ClassVar[str] = "Sun 2023, arXiv 2307.08621"
@@ -29,6 +33,7 @@ class RetNet(HeadConfig):
         return self.head_shape(width, value_share=2.0)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape)
         operands = {"rotary": Rotary(self.rotary_theta), "decay": FixedDecay(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps, kind="layer"), "gate": OutputGate(shape)}
-        return Parts(QKVProjection(shape), operands, outputs)
+        return Parts(projection, operands, outputs)

@@ -1,4 +1,4 @@
-"""RG-LRU, the recurrence of Griffin: a gated vector that keeps its length."""
+"""RG-LRU, the recurrence of Griffin: a gated real recurrence per channel with normalised input."""
 
 from typing import ClassVar
 
@@ -13,14 +13,18 @@ from deltazoo.mixers.parts.selective import ChannelProjection, RGLRUGate
 
 
 class RGLRU(ChannelConfig):
-    """h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t), a_t = exp(-8 softplus(L) r_t), r and i = sigmoid(W x + b).
+    """h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t) with a_t = exp(-8 softplus(L) r_t) and r, i = sigmoid(W x + b).
 
-    Griffin's recurrent block: a convolution before, and a GELU gate after.
+    As in Griffin's recurrent block, x passes a short convolution, and the output a GELU gate.
     """
 
     name: ClassVar[str] = "rg_lru"
     source: ClassVar[str] = "De 2024 (Griffin), arXiv 2402.19427"
-    blocks: int | None = Field(default=None, ge=1, description="of the gates' maps; None: width // 256, or next below")
+    blocks: int | None = Field(
+        default=None,
+        ge=1,
+        description="blocks of the gates' block-diagonal maps, a divisor of the channels; None: the largest up to width // 256",
+    )
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
 
     def spec(self) -> UpdateSpec:
@@ -30,7 +34,5 @@ class RGLRU(ChannelConfig):
         return self.channel_shape(width, width)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        gate = RGLRUGate(shape, self.blocks)
-        return Parts(
-            ChannelProjection(shape, self.conv_width, False), {"real": gate}, {"gate": OutputGate(shape, "gelu")}
-        )
+        projection = ChannelProjection(shape, self.conv_width, silu=False)
+        return Parts(projection, {"real": RGLRUGate(shape, self.blocks)}, {"gate": OutputGate(shape, "gelu")})

@@ -1,4 +1,4 @@
-"""RWKV-4: a weighted mean of values for each channel, with a bonus for the token itself."""
+"""RWKV-4: a weighted mean of values per channel, with a bonus for the current token."""
 
 from typing import ClassVar
 
@@ -13,10 +13,10 @@ from deltazoo.mixers.parts.rwkv import RWKV4Projection
 
 
 class RWKV4(ChannelConfig):
-    """[s, z]_t = e^(-w) [s, z]_(t-1) + e^(k_t) [v_t, 1], read with a bonus for the token itself:
+    """[s, z]_t = e^(-w) [s, z]_(t-1) + e^(k_t) [v_t, 1] per channel, and
     o_t = sigmoid(r_t) (s_(t-1) + e^(u + k_t) v_t) / (z_(t-1) + e^(u + k_t)).
 
-    Each channel is a head with K = 1 and V = 2 (value, normaliser), read before its update.
+    As an update, each channel is a head with K = 1 and V = 2 (value and normaliser), read before its write.
     """
 
     name: ClassVar[str] = "rwkv4"
@@ -30,6 +30,7 @@ class RWKV4(ChannelConfig):
         return HeadShape(width, channels, channels, 1, 1)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        key = WKVGate(shape, place.layer / max(1, place.depth - 1))
+        projection = RWKV4Projection(shape, place)
+        operands = {"ones": NormaliserColumn(), "key": WKVGate(shape, place.layer / max(1, place.depth - 1))}
         outputs = {"bonus": WKVBonus(shape), "divide": Normalise(0.0), "gate": PrecomputedGate("sigmoid")}
-        return Parts(RWKV4Projection(shape, place), {"ones": NormaliserColumn(), "key": key}, outputs)
+        return Parts(projection, operands, outputs)

@@ -1,4 +1,4 @@
-"""RWKV-6: a decay for each key channel, tokens mixed by data with the one before, a bonus for the token itself."""
+"""RWKV-6: a decay per key channel, data-dependent token shift, and a bonus for the current token."""
 
 from typing import ClassVar
 
@@ -14,14 +14,17 @@ from deltazoo.mixers.parts.rwkv import Ranks, RWKV6Projection, initial_bonus
 
 
 class RWKV6(HeadConfig):
-    """o_t = (S_(t-1) + Diag(u) k_t v_t^T)^T r_t, S_t = Diag(a_t) S_(t-1) + k_t v_t^T; group norm, SiLU gate."""
+    """o_t = (S_(t-1) + Diag(u) k_t v_t^T)^T r_t and S_t = Diag(a_t) S_(t-1) + k_t v_t^T.
+
+    The output gets a layer norm per head and a SiLU gate.
+    """
 
     name: ClassVar[str] = "rwkv6"
     source: ClassVar[str] = "Peng 2024, arXiv 2404.05892"
-    heads: int | None = Field(default=None, ge=1, description="None: width // 64, at least 1")
-    mix_rank: int = Field(default=32, ge=1, description="rank of the maps that mix tokens")
+    heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
+    mix_rank: int = Field(default=32, ge=1, description="rank of the maps of the token shift")
     decay_rank: int = Field(default=64, ge=1, description="rank of the decay's map")
-    norm_eps: float = Field(default=64e-5, gt=0, description="epsilon of the output's norm")
+    norm_eps: float = Field(default=64e-5, gt=0, description="epsilon of the output norm")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="channel", transition="additive", read="before", scale=1.0)
@@ -30,6 +33,7 @@ class RWKV6(HeadConfig):
         return self.with_ungrouped_keys(self.head_shape(width, default_heads=max(1, width // 64)))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = RWKV6Projection(shape, place, Ranks(self.decay_rank, self.mix_rank))
+        bonus = Bonus(shape, initial_bonus(shape, place))
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
-        outputs = {"bonus": Bonus(shape, initial_bonus(shape, place)), "norm": norm, "gate": PrecomputedGate("silu")}
-        return Parts(RWKV6Projection(shape, place, Ranks(self.decay_rank, self.mix_rank)), {}, outputs)
+        return Parts(projection, {}, {"bonus": bonus, "norm": norm, "gate": PrecomputedGate("silu")})

@@ -1,4 +1,4 @@
-"""RWKV-7: a generalised delta rule, with a vector-valued decay and rate, and a removal key of its own."""
+"""RWKV-7: a generalised delta rule with a vector-valued decay and learning rate, and a separate removal key."""
 
 from typing import ClassVar
 
@@ -14,17 +14,20 @@ from deltazoo.mixers.parts.rwkv import Ranks, RWKV7Projection
 
 
 class RWKV7(HeadConfig):
-    """S_t = (Diag(w_t) - (kappa_t * eta_t) kappa_t^T) S_(t-1) + k_t v_t^T; group norm, bonus, gate.
+    """S_t = (Diag(w_t) - (kappa_t * eta_t) kappa_t^T) S_(t-1) + k_t v_t^T.
 
-    The stack's first layer should be the first RWKV-7 one, with whose values the others mix theirs: one that stands
-    further on, the first of its kind, has parameters of that mix which nothing uses.
+    The output gets a layer norm per head, a bonus for the current token and a gate. The values of each layer are mixed
+    with those of the first RWKV-7 layer, which should be the first layer of the model: only layer 0 is built without
+    the parameters of that mix, and in any other first RWKV-7 layer they stay unused.
     """
 
     name: ClassVar[str] = "rwkv7"
     source: ClassVar[str] = "Peng 2025, arXiv 2503.14456"
-    heads: int | None = Field(default=None, ge=1, description="None: width // 64, at least 1")
-    ranks: Ranks | None = Field(default=None, description="decay, mix (none), rate, value, gate; None: by the width")
-    norm_eps: float = Field(default=64e-5, gt=0, description="epsilon of the output's norm")
+    heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
+    ranks: Ranks | None = Field(
+        default=None, description="ranks of the maps of decay, mix (unused), rate, value and gate; None: by width"
+    )
+    norm_eps: float = Field(default=64e-5, gt=0, description="epsilon of the output norm")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="channel", transition="dplr", scale=1.0)
@@ -33,6 +36,6 @@ class RWKV7(HeadConfig):
         return self.with_ungrouped_keys(self.head_shape(width, default_heads=max(1, width // 64)))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = RWKV7Projection(shape, place, self.ranks or Ranks.of(shape.width))
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
-        outputs = {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": PrecomputedGate()}
-        return Parts(RWKV7Projection(shape, place, self.ranks or Ranks.of(shape.width)), {}, outputs)
+        return Parts(projection, {}, {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": PrecomputedGate()})

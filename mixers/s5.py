@@ -1,4 +1,4 @@
-"""S5: one state space of many inputs and outputs, diagonal and complex."""
+"""S5: one state space with vector input and output, diagonal and complex."""
 
 from typing import ClassVar
 
@@ -20,14 +20,15 @@ from deltazoo.mixers.parts.selective import ChannelProjection
 
 
 class S5(ChannelConfig):
-    """s_t = a * s_(t-1) + b * (B x_t), y_t = Re(C s_t) + D * x_t, a and b from lambda and dt.
+    """s_t = a * s_(t-1) + b * (B x_t) and y_t = Re(C s_t) + D * x_t, with a and b from lambda and dt.
 
-    Initialisation: the parts of B N(0, 1 / 4 channels), those of C N(0, 2 / channels), the 2 of conjugate pairs in C.
+    Initialisation: real and imaginary parts of B N(0, 1 / (4 channels)), those of C N(0, 2 / channels), where the 2
+    accounts for the conjugate pairs.
     """
 
     name: ClassVar[str] = "s5"
     source: ClassVar[str] = "Smith 2022, arXiv 2208.04933"
-    blocks: int = Field(default=1, ge=1, description="HiPPO matrices that the eigenvalues start from")
+    blocks: int = Field(default=1, ge=1, description="HiPPO matrices whose eigenvalues initialise lambda")
     discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")
 
     def spec(self) -> UpdateSpec:
@@ -37,7 +38,7 @@ class S5(ChannelConfig):
         return self.channel_shape(width, width, value_width=2)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = ChannelProjection(shape, 0, silu=False, std=(4 * shape.value_heads) ** -0.5)
         operands = {"decay": S5Decay(shape, self.blocks, self.discretisation), "turn_in": ToRotatingFrame(shape)}
         outputs = {"turn_out": FromRotatingFrame(), "read": ComplexConjugate()}
-        project = ChannelProjection(shape, 0, silu=False, std=(4 * shape.value_heads) ** -0.5)
-        return Parts(project, operands, outputs, Feedthrough(shape.width), (2 / shape.value_heads) ** 0.5)
+        return Parts(projection, operands, outputs, Feedthrough(shape.width), (2 / shape.value_heads) ** 0.5)

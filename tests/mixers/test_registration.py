@@ -21,9 +21,8 @@ def stub() -> str:
         if not attribute:
             module, _, attribute = module.rpartition(".")
         lines.append(f"from {module} import {attribute} as {name}")
-    return (
-        f'"""Generated from the entry points in pyproject.toml by `{COMMAND}`."""\n\n' + "\n".join(sorted(lines)) + "\n"
-    )
+    docstring = f'"""Generated from the entry points in pyproject.toml by `{COMMAND}`."""'
+    return "\n".join([docstring, "", *sorted(lines), ""])
 
 
 def test_the_stub_lists_every_registered_mixer() -> None:
