@@ -1,4 +1,5 @@
 """Generated from the entry points in pyproject.toml by `python tests/mixers/test_registration.py`."""
+# ruff: noqa: I001
 
 from deltazoo.mixers.attention import Attention as Attention
 from deltazoo.mixers.attention import SlidingWindow as SlidingWindow
@@ -11,9 +12,9 @@ from deltazoo.mixers.core.mixer import Cost as Cost
 from deltazoo.mixers.core.mixer import Mixer as Mixer
 from deltazoo.mixers.core.mixer import MixerConfig as MixerConfig
 from deltazoo.mixers.core.mixer import Place as Place
-from deltazoo.mixers.deltanet import EFLA as EFLA
 from deltazoo.mixers.deltanet import DeltaNet as DeltaNet
 from deltazoo.mixers.deltanet import DeltaProduct as DeltaProduct
+from deltazoo.mixers.deltanet import EFLA as EFLA
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet as GatedDeltaNet
 from deltazoo.mixers.gated_deltanet import GatedDeltaProduct as GatedDeltaProduct
 from deltazoo.mixers.gated_deltanet import GatedEFLA as GatedEFLA

@@ -26,8 +26,8 @@ class GatedDeltaNet2(DeltaRuleConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = self.qkv_projection(shape)
-        decay = SoftplusDecay(shape, "channel", shape.value_width, rates=(1, 16))
-        operands = {**self.beta(shape), "decay": decay}
+        operands = self.beta(shape)
+        operands["decay"] = SoftplusDecay(shape, "channel", shape.value_width, rates=(1, 16))
         norm = HeadNorm(shape, self.norm_eps)
         gate = OutputGate(shape, "sigmoid", shape.value_width, bias=True)
         return Parts(projection, operands, {"norm": norm, "gate": gate})

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
-from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn, RandomFourierFeatures
@@ -31,10 +31,11 @@ class GatedRFA(HeadConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = QKVProjection(shape)
-        features = {
+        operands: dict[str, OperandPart] = {
             "unit": UnitNorm(),
             "feature": RandomFourierFeatures(shape, self.features),
             "ones": NormaliserColumn(),
+            "decay": SigmoidDecay(shape, "head", None, 1.0),
+            "tied": TiedInputGate("value"),
         }
-        gate = {"decay": SigmoidDecay(shape, "head", None, 1.0), "tied": TiedInputGate("value")}
-        return Parts(projection, {**features, **gate}, {"norm": Normalise(0.0, self.floor)})
+        return Parts(projection, operands, {"norm": Normalise(0.0, self.floor)})

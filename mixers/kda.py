@@ -23,7 +23,7 @@ class KDA(DeltaRuleConfig):
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
     gate_rank: int | None = Field(default=None, ge=1, description="rank of the maps of decay and gate; None: K and V")
     decay_bound: float | None = Field(
-        default=None, lt=0, description="lower bound of log_decay, -5 in Ling 2.5; None: none"
+        default=None, lt=0, description="minimum of log_decay, -5 in Ling 2.5; None: none"
     )
 
     def spec(self) -> UpdateSpec:
@@ -31,9 +31,9 @@ class KDA(DeltaRuleConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = self.qkv_projection(shape)
+        operands = self.beta(shape)
         rank = self.gate_rank or shape.key_width
-        decay = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
-        operands = {**self.beta(shape), "decay": decay}
+        operands["decay"] = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
         norm = HeadNorm(shape, self.norm_eps)
         gate = OutputGate(shape, "sigmoid", self.gate_rank or shape.value_width)
         return Parts(projection, operands, {"norm": norm, "gate": gate})

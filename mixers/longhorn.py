@@ -30,5 +30,6 @@ class Longhorn(HeadConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = QKVProjection(shape, self.conv_width, silu="v")
+        operands = {"beta": Beta(shape, self.spec())}
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
-        return Parts(projection, {"beta": Beta(shape, self.spec())}, outputs)
+        return Parts(projection, operands, outputs)

@@ -23,9 +23,7 @@ class Mamba(ChannelConfig):
     state_size: int = Field(default=16, ge=1, description="N, size of the state per channel")
     step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
-    inner_norm: bool = Field(
-        default=False, description="RMS norms of B, C and the input of the step's map (Falcon Mamba)"
-    )
+    inner_norm: bool = Field(default=False, description="RMS norms of B, C and the step's input (Falcon Mamba)")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="rate", transition="additive", scale=1.0)

@@ -22,9 +22,7 @@ class Mamba2(HeadConfig):
 
     name: ClassVar[str] = "mamba2"
     source: ClassVar[str] = "Dao & Gu 2024, arXiv 2405.21060"
-    heads: int | None = Field(
-        default=1, ge=1, description="groups of value heads that share q and k; None: width // 128"
-    )
+    heads: int | None = Field(default=1, ge=1, description="groups with shared q and k; None: width // 128")
     value_heads: int | None = Field(default=None, ge=1, description="heads of the paper; None: 2 width / value_width")
     key_width: int | None = Field(default=128, ge=1, description="K, the state size N in the paper")
     value_width: int | None = Field(default=64, ge=1, description="V per head; None: width / heads")

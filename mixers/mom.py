@@ -35,10 +35,11 @@ def _gated_deltanet() -> MixerConfig:
 class MoM(MixerConfig):
     """y_t = shared(x)_t + sum over the active memories m of token t of p_tm memory_m(x_m)_t.
 
-    x_m are the tokens sent to memory m. p are the `active` largest entries of softmax(W x_t), divided by their sum if there are several; ties go to the
-    memory with the lower index. A memory processes only its own tokens, as one sequence, with its own state,
-    convolutions and positions. The paper's memories differ in k, v and gates and share q and everything after the
-    mixture (norm, gate, output map). Here each memory is a complete mixer, so that any mixer can be one.
+    x_m are the tokens sent to memory m. p are the `active` largest entries of softmax(W x_t), divided by their sum if
+    there are several; ties go to the memory with the lower index. A memory processes only its own tokens, as one
+    sequence, with its own state, convolutions and positions. The paper's memories differ in k, v and gates and share q
+    and everything after the mixture (norm, gate, output map). Here each memory is a complete mixer, so that any mixer
+    can be one.
     """
 
     name: ClassVar[str] = "mom"

@@ -20,11 +20,7 @@ class RGLRU(ChannelConfig):
 
     name: ClassVar[str] = "rg_lru"
     source: ClassVar[str] = "De 2024 (Griffin), arXiv 2402.19427"
-    blocks: int | None = Field(
-        default=None,
-        ge=1,
-        description="blocks of the gates' block-diagonal maps, a divisor of the channels; None: the largest up to width // 256",
-    )
+    blocks: int | None = Field(default=None, ge=1, description="blocks of the gates' maps; None: at most width // 256")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
 
     def spec(self) -> UpdateSpec:

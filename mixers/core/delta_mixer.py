@@ -84,9 +84,9 @@ class DeltaMixer(Mixer):
         self.operands = nn.ModuleDict(parts.operands)
         self.update = Update(spec, _update_shape(shape, parts), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
+        self.direct = parts.skip
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
         self.output_std = parts.output_std
-        self.direct = parts.skip
         self.reset_parameters()
         self.state_names = tuple(self.init_state(0))
         self._rebind(backend, torch.empty(0))  # configs build the parts without a backend
