@@ -9,8 +9,9 @@ from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
 from deltazoo.mixers.parts.decays import SoftplusDecay
-from deltazoo.mixers.parts.gates import Feedback, OutputGate
+from deltazoo.mixers.parts.feedback import Feedback
 from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.output_gates import OutputGate
 
 
 class Comba(DeltaRuleConfig):

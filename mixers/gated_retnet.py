@@ -9,8 +9,8 @@ from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay
-from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import QKVProjection
 from deltazoo.mixers.parts.rotary import Rotary
 

@@ -9,7 +9,8 @@ from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
-from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn, RandomFourierFeatures
+from deltazoo.mixers.parts.feature_maps import RandomFourierFeatures
+from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
 from deltazoo.mixers.parts.norms import UnitNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 

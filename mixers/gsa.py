@@ -8,10 +8,10 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.gates import OutputSilu
 from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.output_gates import OutputSilu
 from deltazoo.mixers.parts.projections import QKVProjection
-from deltazoo.mixers.parts.slots import SlotKeyPass, SlotValuePass
+from deltazoo.mixers.parts.slot_attention import SlotKeyPass, SlotValuePass
 
 
 class GSA(HeadConfig):

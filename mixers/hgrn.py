@@ -10,9 +10,9 @@ from deltazoo.mixers.core.part import HeadShape, OutputPart, Parts
 from deltazoo.mixers.families.update import ChannelConfig
 from deltazoo.mixers.parts.complex_states import FromRotatingFrame, ToRotatingFrame
 from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
-from deltazoo.mixers.parts.gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.selective import ChannelProjection
+from deltazoo.mixers.parts.output_gates import OutputGate
+from deltazoo.mixers.parts.projections import ChannelProjection
 
 
 class HGRN(ChannelConfig):

@@ -8,7 +8,8 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.feature_maps import POSITIVE, Feature, FeatureMap, Normalise, NormaliserColumn
+from deltazoo.mixers.parts.feature_maps import POSITIVE, Feature, FeatureMap
+from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 

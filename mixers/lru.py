@@ -8,14 +8,10 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
-from deltazoo.mixers.parts.complex_states import (
-    ComplexConjugate,
-    Feedthrough,
-    FromRotatingFrame,
-    LRUDecay,
-    ToRotatingFrame,
-)
-from deltazoo.mixers.parts.selective import ChannelProjection
+from deltazoo.mixers.parts.complex_decays import LRUDecay
+from deltazoo.mixers.parts.complex_states import ComplexConjugate, FromRotatingFrame, ToRotatingFrame
+from deltazoo.mixers.parts.projections import ChannelProjection
+from deltazoo.mixers.parts.skips import Feedthrough
 
 
 class LRU(ChannelConfig):

@@ -8,8 +8,10 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
-from deltazoo.mixers.parts.gates import OutputGate, Skip
-from deltazoo.mixers.parts.selective import ChannelProjection, SelectiveOperands
+from deltazoo.mixers.parts.output_gates import OutputGate
+from deltazoo.mixers.parts.projections import ChannelProjection
+from deltazoo.mixers.parts.selective import SelectiveOperands
+from deltazoo.mixers.parts.skips import Skip
 
 
 class Mamba(ChannelConfig):

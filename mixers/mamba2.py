@@ -9,9 +9,10 @@ from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SoftplusDecay
-from deltazoo.mixers.parts.gates import OutputGate, Skip
 from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.skips import Skip
 
 
 class Mamba2(HeadConfig):

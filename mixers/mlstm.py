@@ -9,9 +9,9 @@ from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.exponential_gating import ExponentialGate
-from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn
-from deltazoo.mixers.parts.gates import OutputGate
+from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
 from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import QKVProjection
 
 

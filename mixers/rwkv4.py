@@ -6,10 +6,9 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
-from deltazoo.mixers.parts.exponential_gating import WKVBonus, WKVGate
-from deltazoo.mixers.parts.feature_maps import Normalise, NormaliserColumn
-from deltazoo.mixers.parts.gates import PrecomputedGate
-from deltazoo.mixers.parts.rwkv import RWKV4Projection
+from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
+from deltazoo.mixers.parts.output_gates import PrecomputedGate
+from deltazoo.mixers.parts.rwkv4 import RWKV4Projection, WKVBonus, WKVGate
 
 
 class RWKV4(ChannelConfig):

@@ -8,9 +8,11 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.gates import Bonus, PrecomputedGate
+from deltazoo.mixers.parts.low_rank import Ranks
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.rwkv import Ranks, RWKV7Projection
+from deltazoo.mixers.parts.output_gates import PrecomputedGate
+from deltazoo.mixers.parts.rwkv7 import RWKV7Projection
+from deltazoo.mixers.parts.skips import Bonus
 
 
 class RWKV7(HeadConfig):

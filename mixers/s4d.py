@@ -10,8 +10,8 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
-from deltazoo.mixers.parts.complex_states import Discretisation
 from deltazoo.mixers.parts.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM, StateInit
+from deltazoo.mixers.parts.discretisation import Discretisation
 
 
 class S4D(FilterConfig):

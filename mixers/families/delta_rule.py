@@ -8,7 +8,7 @@ from pydantic import Field
 from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.part import HeadShape, OperandPart
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.gates import Beta, ChannelBeta
+from deltazoo.mixers.parts.beta import Beta, ChannelBeta
 from deltazoo.mixers.parts.projections import QKVProjection
 
 NEGATIVE_EIGENVALUES = "off; both: double the erase and the write; erase: double only the erase"

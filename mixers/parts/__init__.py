@@ -1,1 +1,1 @@
-"""Modules that mixers are assembled from: gates, decays, norms, projections, convolutions, caches."""
+"""Modules that mixers are assembled from: projections, decays, gates, norms, convolutions, caches."""

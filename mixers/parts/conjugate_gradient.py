@@ -1,4 +1,4 @@
-"""The query of a least-squares memory: conjugate gradients on the covariance of the keys, for all tokens at once.
+"""The query of MesaNet: a least-squares solve for every token, by conjugate gradients on the covariance of the keys.
 
 B batch, T time, D width, H heads, K key width
 """
@@ -23,15 +23,17 @@ COVARIANCE = UpdateSpec(decay="head", transition="additive", beta="head", scale=
 
 
 class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
-    """q_t <- (H_t + Diag(lambda))^-1 q_t, H_t = a_t H_(t-1) + beta_t k_t k_t^T, by a fixed number of steps.
+    """q_t <- (H_t + Diag(lambda))^-1 q_t with H_t = a_t H_(t-1) + beta_t k_t k_t^T, by a fixed number of iterations.
 
-    A product with H_t, for all t at once, is a read of the update whose values are the keys. The gradient is that of
-    the solution: a second solve, of the same system, and one product.
+    The product of H_t with a vector, for all t at once, is the output of an update whose values are the keys. The
+    gradient is that of the exact solution (implicit differentiation): a second solve of the same system and one product.
 
-    Args: steps: of conjugate gradients; K of them are exact. bound: least lambda.
-    Initialisation: lambda = bound + softplus(.) = 1 in every channel.
+    Args:
+        steps: conjugate gradient iterations; K of them give the exact solution.
+        bound: lower bound of lambda.
+    Initialisation: lambda = bound + softplus(log_lambda) = 1 in every channel.
     State: H, [B, H, K, K].
-    Source: MesaNet 2506.05233; lambda, its bound and 30 steps as in its published code.
+    Source: MesaNet 2506.05233; lambda, its bound and 30 iterations as in its published code.
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ("log_lambda",)
@@ -39,15 +41,18 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
     def __init__(self, shape: HeadShape, steps: int, bound: float) -> None:
         super().__init__()
         self.steps, self.bound = steps, bound
-        start = math.log(math.expm1(1.0 - bound))
-        self.log_lambda = nn.Parameter(torch.full((shape.heads, shape.key_width), start))
+        self.log_lambda = nn.Parameter(torch.empty(shape.heads, shape.key_width))
         self.update = Update(COVARIANCE, shape._replace(value_width=shape.key_width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.log_lambda, math.log(math.expm1(1.0 - self.bound)))
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.update.init_state(batch, like)
 
     def flops(self) -> int:
-        """Of the steps: a product with H each."""
+        """Count one product with H per iteration."""
         return self.steps * 2 * self.log_lambda.shape[0] * self.log_lambda.shape[1] ** 2
 
     def forward(
@@ -55,31 +60,33 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
     ) -> tuple[UpdateInputs, Tensor | None]:
         dtype = state_dtype(inputs.q.dtype)
         shift = self.bound + softplus(self.log_lambda.to(dtype))
-        held = mask_padding(inputs, context.mask) if context.mask is not None else inputs
-        q, k = inputs.q.to(dtype), held.k.to(dtype)
+        masked = mask_padding(inputs, context.mask) if context.mask is not None else inputs
+        q, k = inputs.q.to(dtype), masked.k.to(dtype)
         beta = None if inputs.beta is None else inputs.beta.to(dtype)
-        system = UpdateInputs(q, k, k, log_decay=held.log_decay, beta=beta, state=state, cu_seqlens=context.cu_seqlens)
+        system = UpdateInputs(
+            q, k, k, log_decay=masked.log_decay, beta=beta, state=state, cu_seqlens=context.cu_seqlens
+        )
         with without_autocast(x):
             with torch.no_grad():
-                solution = _solved(self.update.bound, system, shift, q, self.steps)
-            # zero but for rounding: its gradients, through a solve, are those of the solution
-            read = self.update.bound(system._replace(q=solution))
-            rest = q - read.o - shift * solution
-            fixed = [None if y is None else y.detach() for y in system]
-            exact = solution + _Refine.apply(self.update.bound, self.steps, shift.detach(), rest, *fixed)
-        after = None if state is None else write_back(state, read.state)
-        return inputs._replace(q=exact.to(inputs.q.dtype)), after
+                solution = _conjugate_gradients(self.update.bound, system, shift, q, self.steps)
+            # The residual is zero up to rounding. Solving with its gradient gives the gradient of the exact solution.
+            product = self.update.bound(system._replace(q=solution))
+            residual = q - product.o - shift * solution
+            constants = [None if operand is None else operand.detach() for operand in system]
+            correction = _SolveBackward.apply(self.update.bound, self.steps, shift.detach(), residual, *constants)
+        new_state = None if state is None else write_back(state, product.state)
+        return inputs._replace(q=(solution + correction).to(inputs.q.dtype)), new_state
 
     def extra_repr(self) -> str:
         return f"steps={self.steps}, bound={self.bound:g}"
 
 
-class _Refine(torch.autograd.Function):
-    """0, with the gradient of A^-1 rest: a solve with the symmetric A."""
+class _SolveBackward(torch.autograd.Function):
+    """Return 0, with the gradient of A^-1 residual: a solve with the symmetric matrix A."""
 
     @staticmethod
-    def forward(bound: BoundUpdate, steps: int, shift: Tensor, rest: Tensor, *system: Tensor | None) -> Tensor:
-        return torch.zeros_like(rest)
+    def forward(bound: BoundUpdate, steps: int, shift: Tensor, residual: Tensor, *system: Tensor | None) -> Tensor:
+        return torch.zeros_like(residual)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -92,21 +99,22 @@ class _Refine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         shift, *system = ctx.saved_tensors
         with without_autocast(grad):
-            solved = _solved(ctx.bound, UpdateInputs(*system), shift, grad, ctx.steps)
-        return None, None, None, solved, *[None] * len(system)
+            solution = _conjugate_gradients(ctx.bound, UpdateInputs(*system), shift, grad, ctx.steps)
+        return None, None, None, solution, *[None] * len(system)
 
 
-def _solved(bound: BoundUpdate, system: UpdateInputs, shift: Tensor, right: Tensor, steps: int) -> Tensor:
-    """x of (H_t + Diag(shift)) x_t = right_t for every t, by conjugate gradients from 0; all [B, T, H, K]."""
-    x, residual = torch.zeros_like(right), right
-    direction, size = residual, residual.square().sum(-1, keepdim=True)
+def _conjugate_gradients(bound: BoundUpdate, system: UpdateInputs, shift: Tensor, b: Tensor, steps: int) -> Tensor:
+    """ConjugateGradientSolve (H_t + Diag(shift)) x_t = b_t for every t, starting from x = 0; b and x are [B, T, H, K]."""
+    x, residual = torch.zeros_like(b), b
+    direction, norm = residual, residual.square().sum(-1, keepdim=True)
     for _ in range(steps):
-        image = bound(system._replace(q=direction)).o + shift * direction
-        length = (direction * image).sum(-1, keepdim=True)
-        alpha = torch.where(length > 0, size / length.clamp(min=torch.finfo(length.dtype).tiny), 0.0)
+        product = bound(system._replace(q=direction)).o + shift * direction
+        curvature = (direction * product).sum(-1, keepdim=True)
+        # After exact convergence numerator and denominator are both 0: the step is then 0, not NaN.
+        alpha = torch.where(curvature > 0, norm / curvature.clamp(min=torch.finfo(curvature.dtype).tiny), 0.0)
         x = x + alpha * direction
-        residual = residual - alpha * image
-        new = residual.square().sum(-1, keepdim=True)
-        ratio = torch.where(size > 0, new / size.clamp(min=torch.finfo(size.dtype).tiny), 0.0)
-        direction, size = residual + ratio * direction, new
+        residual = residual - alpha * product
+        new_norm = residual.square().sum(-1, keepdim=True)
+        ratio = torch.where(norm > 0, new_norm / norm.clamp(min=torch.finfo(norm.dtype).tiny), 0.0)
+        direction, norm = residual + ratio * direction, new_norm
     return x

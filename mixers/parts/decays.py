@@ -1,4 +1,4 @@
-"""Decay gates: how much of the state a token keeps. Computed in float32 (float64 in float64), whatever x's dtype.
+"""Decay gates, computed in float32 (float64 for float64 inputs) whatever the dtype of x.
 
 B batch, T time, D width, HV value heads, K key width, V value width
 """
@@ -20,14 +20,15 @@ DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 
 
 class SoftplusDecay(LinearPart, Fusible):
-    """log_decay = -exp(A_log) dt,  dt = softplus(W x + dt_bias): Mamba-2's decay, a step dt at the rate exp(A_log).
+    """log_decay = -exp(A_log) dt with dt = softplus(W x + dt_bias), Mamba-2's decay.
 
     Args:
-        per: "head", log_decay [B, T, HV]; "channel", [B, T, HV, K], the map through `rank` channels (KDA).
-        rates: exp(A_log) is drawn uniformly from this interval, one for each value head.
-        writes: v <- dt v too, the zero-order hold of Mamba-2; needs per="head".
-        bound: log_decay = bound sigmoid(exp(A_log) (W x + dt_bias)) instead, never below `bound` (Ling 2.5's KDA).
-    Initialisation: dt_bias so that dt is log-uniform in [1e-3, 1e-1], and at least 1e-4.
+        per: "head", log_decay is [B, T, HV]; "channel", [B, T, HV, K], with W of rank `rank` (KDA).
+        rates: interval that exp(A_log) is drawn from uniformly, once per value head.
+        writes: also scale v <- dt v, Mamba-2's discretisation of the input; needs per="head".
+        bound: if given, log_decay = bound * sigmoid(exp(A_log) (W x + dt_bias)), which is never below `bound`
+            (Ling 2.5's KDA).
+    Initialisation: dt_bias such that dt is log-uniform in [1e-3, 1e-1], clamped at 1e-4 from below.
     Source: Mamba-2 2405.21060; Gated DeltaNet 2412.06464, section 3; Kimi Linear 2510.26692.
     """
 
@@ -41,21 +42,27 @@ class SoftplusDecay(LinearPart, Fusible):
         bound: float | None = None,
     ) -> None:
         super().__init__()
-        self.per, self.writes, self.bound = per, writes, bound
+        self.per, self.rates, self.writes, self.bound = per, rates, writes, bound
         size = shape.value_heads * (shape.key_width if per == "channel" else 1)
         self.proj = projection(shape.width, size, rank)
-        self.A_log = nn.Parameter(torch.empty(shape.value_heads).uniform_(*rates).log_())
-        self.dt_bias = nn.Parameter(dt_bias(size))
+        self.A_log = nn.Parameter(torch.empty(shape.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.A_log.uniform_(*self.rates).log_()
+        init_dt_bias(self.dt_bias)
 
     def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
         dtype = state_dtype(raw.dtype)
-        wide = raw.to(dtype) + self.dt_bias.to(dtype)
+        biased = raw.to(dtype) + self.dt_bias.to(dtype)
         rate = -self.A_log.to(dtype).exp()
         if self.per == "channel":
-            wide, rate = rearrange(wide, "b t (h k) -> b t h k", h=rate.shape[0]), rate[:, None]
+            biased, rate = rearrange(biased, "b t (h k) -> b t h k", h=rate.shape[0]), rate[:, None]
         if self.bound is not None:
-            return inputs._replace(log_decay=self.bound * (-rate * wide).sigmoid())
-        dt = softplus(wide)
+            return inputs._replace(log_decay=self.bound * (-rate * biased).sigmoid())
+        dt = softplus(biased)
         if self.per == "channel":
             return inputs._replace(log_decay=dt * rate)
         v = (inputs.v * dt[..., None]).to(inputs.v.dtype) if self.writes else inputs.v
@@ -74,12 +81,16 @@ class SoftplusDecay(LinearPart, Fusible):
 
 
 class SigmoidDecay(OperandPart):
-    """log_decay = log f / temperature, f = sigmoid(W x + b): the decay of GLA, slow to forget at a high temperature.
+    """log_decay = log(f) / temperature with f = sigmoid(W x + b), the decay of GLA.
 
-    Args: per: as for `SoftplusDecay`; rank: of the map W, None for full; bias: b, none in gated RetNet.
-        floor: f = g + (1 - g) sigmoid(W x + b) with a lower bound g for each channel, learned, `floor` at first
-            (HGRN: it rises from layer to layer); 0: no bound. The papers tie the bounds of all layers by a
-            cumulative softmax; here each layer has its own, at the values that their softmax starts from.
+    Args:
+        per: as for `SoftplusDecay`.
+        rank: rank of W; None: full rank.
+        temperature: a higher one forgets more slowly.
+        floor: initial value of a learned lower bound g per channel, f = g + (1 - g) sigmoid(W x + b) (HGRN, where it
+            rises from layer to layer); 0: no bound. The papers tie the bounds of all layers by a cumulative softmax.
+            Here each layer learns its own, starting from the value of that softmax at initialisation.
+        bias: whether the map has a bias b; gated RetNet has none.
     Initialisation: torch's for a linear map.
     Source: GLA 2312.06635 (channel, rank 16, temperature 16); HGRN 2311.04823, HGRN-2 2404.07904 (floor).
     """
@@ -94,10 +105,15 @@ class SigmoidDecay(OperandPart):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.heads, self.per, self.temperature = shape.value_heads, per, temperature
+        self.heads, self.per, self.temperature, self.initial_floor = shape.value_heads, per, temperature, floor
         size = shape.value_heads * (shape.key_width if per == "channel" else 1)
         self.proj = projection(shape.width, size, rank, bias)
-        self.floor = nn.Parameter(torch.full((size,), math.log(floor / (1 - floor)))) if floor else None
+        self.floor = nn.Parameter(torch.empty(size)) if floor else None  # the logit of g
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.floor is not None:
+            nn.init.constant_(self.floor, math.log(self.initial_floor / (1 - self.initial_floor)))
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
@@ -106,7 +122,7 @@ class SigmoidDecay(OperandPart):
         log_decay = F.logsigmoid(raw.to(state_dtype(raw.dtype)))
         if self.floor is not None:
             floor = self.floor.to(log_decay.dtype)
-            log_decay = at_most_zero(torch.logaddexp(F.logsigmoid(floor), F.logsigmoid(-floor) + log_decay))
+            log_decay = clamp_nonpositive(torch.logaddexp(F.logsigmoid(floor), F.logsigmoid(-floor) + log_decay))
         log_decay = log_decay / self.temperature
         if self.per == "channel":
             log_decay = rearrange(log_decay, "b t (h k) -> b t h k", h=self.heads)
@@ -136,7 +152,7 @@ class FixedDecay(OperandPart):
 class SlopeDecay(OperandPart):
     """log_decay_h = -2^(-8 (h + 1) / HV) (1 - l / (L - 1) + 1e-5) for value head h in layer l of L.
 
-    Source: Lightning Attention-2 2401.04658 (slopes of ALiBi); the layer's factor, MiniMax-01 2501.08313.
+    Source: Lightning Attention-2 2401.04658 (the slopes of ALiBi); the layer's factor, MiniMax-01 2501.08313.
     """
 
     def __init__(self, shape: HeadShape, place: Place) -> None:
@@ -155,7 +171,9 @@ class SlopeDecay(OperandPart):
 
 
 class TiedInputGate(OperandPart):
-    """What is kept and what is written add up to one: k <- 1 - a per channel (HGRN-2), or v <- (1 - a) v per head.
+    """An input gate of 1 - a, for the decay a: k <- 1 - a per channel (HGRN-2), or v <- (1 - a) v per head.
+
+    The parts before this one must set the decay.
 
     Source: HGRN 2311.04823, section 3; HGRN-2 2404.07904; the gate of RFA 2103.02143, section 3.2.
     """
@@ -167,28 +185,28 @@ class TiedInputGate(OperandPart):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        assert inputs.log_decay is not None  # a decay stands before
-        write = -torch.expm1(inputs.log_decay)
+        assert inputs.log_decay is not None
+        input_gate = -torch.expm1(inputs.log_decay)
         if self.into == "key":
-            return inputs._replace(k=write.to(inputs.q.dtype)), None
-        return inputs._replace(v=(write[..., None] * inputs.v).to(inputs.v.dtype)), None
+            return inputs._replace(k=input_gate.to(inputs.q.dtype)), None
+        return inputs._replace(v=(input_gate[..., None] * inputs.v).to(inputs.v.dtype)), None
 
     def extra_repr(self) -> str:
         return repr(self.into)
 
 
-def dt_bias(size: int) -> Tensor:
-    """The inverse softplus of a dt that is log-uniform in [1e-3, 1e-1], and at least 1e-4: Mamba's initialisation."""
-    low, high = math.log(DT_MIN), math.log(DT_MAX)
-    dt = torch.empty(size).uniform_(low, high).exp().clamp(min=DT_FLOOR)
-    return dt + torch.log(-torch.expm1(-dt))
+@torch.no_grad()
+def init_dt_bias(bias: Tensor) -> None:
+    """Fill `bias` with softplus^-1(dt), dt log-uniform in [1e-3, 1e-1] and clamped at 1e-4 from below (Mamba)."""
+    dt = torch.empty_like(bias).uniform_(math.log(DT_MIN), math.log(DT_MAX)).exp().clamp(min=DT_FLOOR)
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
-def at_most_zero(x: Tensor) -> Tensor:
-    """Take off what rounding put above 0; the gradient is whole, where a clamp's would be cut."""
+def clamp_nonpositive(x: Tensor) -> Tensor:
+    """Clamp x at 0 from above with a gradient of 1 everywhere, for an x that exceeds 0 by rounding only."""
     return x - x.detach().clamp(min=0)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)); torch's own is told the wrong strides of its gradient when it is traced."""
+    """log(1 + exp(x)). Tracing gives the gradient of torch's own softplus the wrong strides."""
     return torch.logaddexp(x, x.new_zeros(()))

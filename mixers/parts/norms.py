@@ -1,4 +1,4 @@
-"""Norms: of a vector, of a head's output, of keys. Plain torch in float32, which Inductor fuses.
+"""Norms of a vector, of each head's output, and of q and k. Plain PyTorch in float32, which Inductor fuses.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
@@ -15,12 +15,20 @@ from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, Stateless
 
 
 class RMSNorm(nn.Module):
-    """x <- weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32 (float64 in float64)."""
+    """x <- weight * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 (float64 for float64 inputs).
+
+    Args: weighted: whether there is a weight. Initialisation: weight 1.
+    """
 
     def __init__(self, size: int, eps: float = 1e-6, weighted: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size)) if weighted else None
+        self.weight = nn.Parameter(torch.empty(size)) if weighted else None
         self.size, self.eps = size, eps
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -30,14 +38,15 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(StatelessOutputPart, Fusible):
-    """Normalise the output of each head, or of the value heads that share a key head.
+    """Normalise the output of each head, or of a group of heads.
 
     Args:
-        kind: "rms"; or "layer", the mean taken off first: the group norm of RetNet.
-        over: "head", over V, one weight [V] for all heads (Gated DeltaNet); "each", over V, a weight for each head
-            (mLSTM, RWKV); "group", over the HV / H heads of a key head (Mamba-2); "all", over all heads
-            (MiniMax); the last three have weights [HV * V].
-        bias: added after the weight.
+        kind: "rms", or "layer", which subtracts the mean first (RetNet's group norm).
+        over: what is normalised together. "head": each head, with one weight [V] for all heads (Gated DeltaNet).
+            "each": each head, with a weight per head (mLSTM, RWKV). "group": the HV / H value heads of a key head
+            (Mamba-2). "all": all heads (MiniMax). The last three have weights [HV * V].
+        bias: whether a bias is added after the weight.
+    Initialisation: weight 1, bias 0.
     """
 
     def __init__(
@@ -52,8 +61,14 @@ class HeadNorm(StatelessOutputPart, Fusible):
         self.eps, self.kind = eps, kind
         self.groups = {"group": shape.heads, "all": 1}.get(over, shape.value_heads)
         size = shape.value_width if over == "head" else shape.value_heads * shape.value_width
-        self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         grouped = o.flatten(2).unflatten(2, (self.groups, -1))
@@ -70,18 +85,19 @@ class HeadNorm(StatelessOutputPart, Fusible):
         return step._replace(norm=self.kind, eps=self.eps) if not step.norm and self.groups == step.HV else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        given: dict[str, Tensor] = {"norm_weight": self.weight}
-        return given if self.bias is None else {**given, "norm_bias": self.bias}
+        inputs: dict[str, Tensor] = {"norm_weight": self.weight}
+        return inputs if self.bias is None else {**inputs, "norm_bias": self.bias}
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kind={self.kind!r}, groups={self.groups}, eps={self.eps:g}"
 
 
 class UnitNorm(OperandPart):
-    """q, k <- q / |q|, k / |k|: with |k| <= 1 the delta rule's eigenvalues stay in their interval.
+    """q, k <- q / |q|, k / |k|. With |k| <= 1 the eigenvalues of the delta rule stay in their interval.
 
-    Args: norm: "l2", x / sqrt(sum x^2 + 1e-6); "l1", x / (sum |x| + 1e-6).
-        which: "qk", or "q" where the length of k carries information (EFLA).
+    Args:
+        norm: "l2", x / sqrt(sum x^2 + 1e-6); "l1", x / (sum |x| + 1e-6).
+        which: "qk", or "q" for updates that use the length of k (EFLA).
     Source: Yang 2024, 2406.06484.
     """
 
@@ -106,7 +122,7 @@ class UnitNorm(OperandPart):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in the dtype of x."""
+    """Return weight * x / sqrt(mean(x^2) + eps) over the last dimension, in the dtype of x."""
     wide = x.to(state_dtype(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight.to(wide.dtype)).to(x.dtype)

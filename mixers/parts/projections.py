@@ -1,6 +1,6 @@
-"""From the mixer's input to q, k and v.
+"""Projections of a mixer's input to q, k and v, or to one value per channel.
 
-B batch, T time, D width, H key heads, HV value heads, K key width, V value width, n householders
+B batch, T time, D width, H key heads, HV value heads, K key width, V value width, n householders, C channels
 """
 
 from typing import Literal
@@ -15,20 +15,24 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, is_unmodified
 from deltazoo.mixers.parts.convolution import ShortConv
 
-# Of which of q, k and v.
+# A subset of q, k and v
 Streams = Literal["", "q", "v", "qk", "qkv"]
 
 
 class QKVProjection(Fusible, Stateful):
-    """One linear map for q, k and v, then a short convolution, SiLU and the L2 norm of each head, where asked for.
+    """q, k, v = W x by one linear map, then optionally a short convolution, SiLU and an L2 norm of each head.
 
-    What follows the convolution is computed with it (`deltazoo.backends.short_conv`). Other activations of q and k are
-    the feature map's (`features.FeatureMap`), other norms `norms.UnitNorm`'s.
+    Activation and norm are computed together with the convolution (`deltazoo.backends.short_conv`). Other activations
+    of q and k are in `feature_maps.FeatureMap`, other norms in `norms.UnitNorm`.
 
-    Args: conv_width: taps of the convolution, 0 for none; silu: of these; unit: after it, these heads are divided by
-        their L2 norm; conv_bias: a bias in the convolution; keys: False leaves k to a later part (HGRN-2), which finds
-        q in its place; conv_of: "qk" spares v (MesaNet).
-    State: the convolution's, [B, conv_width - 1, channels]; none without one.
+    Args:
+        conv_width: taps of the convolution; 0: none.
+        silu: the streams with a SiLU.
+        unit: the streams whose heads are divided by their L2 norm, after the SiLU.
+        conv_bias: whether the convolution has a bias.
+        keys: False leaves k to a later part (HGRN-2); until then q takes its place.
+        conv_of: the streams that are convolved; "qk" leaves out v (MesaNet).
+    State: the convolution's, [B, conv_width - 1, channels]; none without a convolution.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class QKVProjection(Fusible, Stateful):
         return None if self.conv is None else self.conv.init_state(batch, like)
 
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
-        """QKVProjection x [B, T, D]; k and v carry the micro-step axis n after T where there are several."""
+        """QKVProjection x [B, T, D]; k and v get an axis n after T if there are several Householder steps."""
         rest_BTC = self.to_qkv(x)
         streams: tuple[Tensor, ...] = ()
         if self.conv is not None:
@@ -86,9 +90,46 @@ class QKVProjection(Fusible, Stateful):
         return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        given = {"qkv": self.to_qkv(x)}
+        inputs = {"qkv": self.to_qkv(x)}
         if self.conv is not None:
-            given["weight"] = self.conv.weight
+            inputs["weight"] = self.conv.weight
             if self.conv.bias is not None:
-                given["bias"] = self.conv.bias
-        return given
+                inputs["bias"] = self.conv.bias
+        return inputs
+
+
+class ChannelProjection(nn.Module, Stateful):
+    """v = conv(W x) for C channels, [B, T, C, 1], with an optional SiLU; q = k = 1.
+
+    Args:
+        conv_width: taps of the convolution; 0: none.
+        silu: whether a SiLU follows.
+        std: standard deviation of the initial W; None: torch's initialisation of a linear map.
+    State: the convolution's, [B, conv_width - 1, C]; none without a convolution.
+    """
+
+    def __init__(self, shape: HeadShape, conv_width: int, silu: bool, std: float | None = None) -> None:
+        super().__init__()
+        self.shape, self.std = shape, std
+        channels = shape.value_heads * shape.value_width
+        self.parts = [ConvPart(channels, silu)]
+        self.to_v = nn.Linear(shape.width, channels, bias=False)
+        self.reset_parameters()  # before the convolution draws random numbers, so that a seed keeps its weights
+        self.conv = ShortConv(channels, conv_width, True, self.parts) if conv_width else None
+
+    def reset_parameters(self) -> None:
+        """Override torch's initialisation of the linear map if there is a `std`."""
+        if self.std is not None:
+            nn.init.normal_(self.to_v.weight, std=self.std)
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
+        return None if self.conv is None else self.conv.init_state(batch, like)
+
+    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
+        v = self.to_v(x)
+        if self.conv is not None:
+            (v,), state = self.conv(v, state, context)
+        else:
+            (v,) = follow(v, self.parts)
+        one = v.new_ones(*v.shape[:2], self.shape.heads, self.shape.key_width)
+        return UpdateInputs(one, one, v.unflatten(-1, (self.shape.value_heads, -1))), state

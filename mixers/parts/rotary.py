@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of channels of q and k turn by an angle that grows with the position.
+"""Rotary position embedding: rotates pairs of channels of q and k by angles proportional to the position.
 
 B batch, T time, H heads, K key width, R half the rotated channels
 """
@@ -14,9 +14,11 @@ from deltazoo.mixers.core.state import write_back
 
 
 class Rotary(OperandPart, Stateful):
-    """q_t, k_t <- R_t q_t, R_t k_t, so that k_s meets q_t turned by t - s; together with a decay this is xPos.
+    """q_t, k_t <- R_t q_t, R_t k_t, so that q_t^T k_s depends on the positions through t - s only.
 
-    State: how many tokens each sequence has seen, [B] int64.
+    Together with a decay this is xPos.
+
+    State: the number of tokens that each sequence has had, [B] int64.
     Source: RoPE 2104.09864; as the xPos of RetNet, 2307.08621, section 2.1.
     """
 
@@ -30,23 +32,23 @@ class Rotary(OperandPart, Stateful):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        at_BT = positions(x, state, context)
-        turn = angles(at_BT, inputs.q.shape[-1] // 2, self.theta, state_dtype(inputs.q.dtype))
-        after = None if state is None else write_back(state, state + token_counts(x, context))
-        return inputs._replace(q=apply_rotary(inputs.q, turn), k=apply_rotary(inputs.k, turn)), after
+        position_BT = positions(x, state, context)
+        angle = angles(position_BT, inputs.q.shape[-1] // 2, self.theta, state_dtype(inputs.q.dtype))
+        new_state = None if state is None else write_back(state, state + token_counts(x, context))
+        return inputs._replace(q=apply_rotary(inputs.q, angle), k=apply_rotary(inputs.k, angle)), new_state
 
     def extra_repr(self) -> str:
         return f"theta={self.theta:g}"
 
 
 def angles(position_BT: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """position * theta^(-i / half) for channel pair i: [B, T, R]."""
+    """Return position * theta^(-i / half) for channel pair i, [B, T, R]."""
     pair_R = torch.arange(half, device=position_BT.device, dtype=dtype)
     return position_BT[..., None] * theta ** (-pair_R / half)
 
 
 def apply_rotary(x: Tensor, angle_BTR: Tensor) -> Tensor:
-    """Turn channel i with channel i + R, for i < R; channels from 2 R on stay.
+    """Rotate the pair of channels i and i + R for i < R; channels from 2 R on are unchanged.
 
     Args: x: [B, T, ..., K] with K >= 2 R; angle_BTR: from `angles`.
     """

@@ -1,4 +1,4 @@
-"""Gated slot attention: two gated linear attentions over M slots, and a softmax between them.
+"""Gated slot attention: two gated linear attentions over M memory slots, with a softmax between them.
 
 B batch, T time, D width, H heads, M slots, K key width, V value width
 """
@@ -14,13 +14,14 @@ from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads, Stateful
 
-SECOND = UpdateSpec(decay="channel", transition="additive", scale=1.0)
+VALUE_SPEC = UpdateSpec(decay="channel", transition="additive", scale=1.0)
 
 
 class SlotKeyPass(OperandPart, ResizesHeads):
-    """log_decay = log sigmoid(W x) / temperature for each slot, v <- 1 - a: a slot takes k_t in as it forgets.
+    """The operands of the first pass, K_t = Diag(a_t) K_(t-1) + (1 - a_t) k_t^T with a = sigmoid(W x)^(1 / temperature).
 
-    Every slot is a value head with V = 1; the state is the slots' keys. The values wait as the note "values".
+    Each slot is a value head with V = 1 whose value is 1 - a, so that the state of the update is K transposed.
+    Writes the note "values": the projected values, for the second pass.
     """
 
     def __init__(self, shape: HeadShape, slots: int, temperature: float) -> None:
@@ -45,15 +46,16 @@ class SlotKeyPass(OperandPart, ResizesHeads):
 
 
 class SlotValuePass(OutputPart, Stateful):
-    """o = V~^T softmax(K~ q): the slots' values V~_t = Diag(a_t) V~_(t-1) + (1 - a_t) v_t^T, read by the first pass.
+    """The second pass, o_t = U_t^T softmax(K_t q_t) with U_t = Diag(a_t) U_(t-1) + (1 - a_t) v_t^T.
 
-    State: V~, [B, H, M, V].
+    Its query is the softmax over the slots of the first pass's output.
+    State: U, [B, H, M, V].
     """
 
     def __init__(self, shape: HeadShape, slots: int) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.update = Update(SECOND, shape._replace(key_width=slots, value_heads=shape.heads))
+        self.update = Update(VALUE_SPEC, shape._replace(key_width=slots, value_heads=shape.heads))
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.update.init_state(batch, like)
@@ -64,8 +66,8 @@ class SlotValuePass(OutputPart, Stateful):
         def by_head(x: Tensor) -> Tensor:
             return rearrange(x, "b t (h m) -> b t h m", h=self.heads)
 
-        assert flow.inputs.log_decay is not None  # `SlotKeyPass` made it
-        read = by_head(o.squeeze(-1).to(state_dtype(o.dtype))).softmax(-1).to(o.dtype)
+        assert flow.inputs.log_decay is not None  # set by `SlotKeyPass`
+        q = by_head(o.squeeze(-1).to(state_dtype(o.dtype))).softmax(-1).to(o.dtype)
         k = by_head(flow.inputs.v.squeeze(-1))
-        inputs = UpdateInputs(read, k, context.intermediate("values"), log_decay=by_head(flow.inputs.log_decay))
+        inputs = UpdateInputs(q, k, context.intermediate("values"), log_decay=by_head(flow.inputs.log_decay))
         return self.update(inputs, state, context)

@@ -1,0 +1,81 @@
+"""Gates and activations on the output of the update.
+
+B batch, T time, D width, HV value heads, V value width
+"""
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltazoo.backends.base import state_dtype
+from deltazoo.backends.decode_step import FusedDecodeStep
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import Fusible, HeadShape, OutputArguments, OutputPart, StatelessOutputPart, projection
+
+Activation = Literal["silu", "sigmoid", "gelu", "none"]
+
+
+class OutputGate(StatelessOutputPart, Fusible):
+    """o <- o * activation(W x), a gate for each channel of each value head.
+
+    Args: activation: "silu", "sigmoid", or "gelu" (tanh approximation); rank: rank of W, None: full rank.
+    """
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        activation: Activation = "silu",
+        rank: int | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.proj = projection(shape.width, shape.value_heads * shape.value_width, rank, bias)
+
+    def transform(self, o: Tensor, x: Tensor) -> Tensor:
+        return _apply_gate(o, self.proj(x), self.activation)
+
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+        return step._replace(gate=self.activation, gate_first=not step.norm) if not step.gate else None
+
+    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+        return {"gate": self.proj(x)}
+
+    def extra_repr(self) -> str:
+        return repr(self.activation)
+
+
+class PrecomputedGate(OutputPart):
+    """o <- o * activation(g), for the note "gate" of the projection, g [B, T, HV V]."""
+
+    def __init__(self, activation: Activation = "none") -> None:
+        super().__init__()
+        self.activation: Activation = activation
+
+    def forward(
+        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        return _apply_gate(o, context.intermediate("gate"), self.activation), None
+
+    def extra_repr(self) -> str:
+        return repr(self.activation)
+
+
+class OutputSilu(StatelessOutputPart):
+    """o <- silu(o)."""
+
+    def transform(self, o: Tensor, x: Tensor) -> Tensor:
+        return F.silu(o)
+
+
+def _apply_gate(o: Tensor, raw: Tensor, activation: Activation) -> Tensor:
+    """Return o * activation(raw), with the activation in float32 (float64 for float64 inputs)."""
+    gate = raw.view(o.shape).to(state_dtype(raw.dtype))
+    if activation == "silu":
+        gate = F.silu(gate)
+    elif activation == "sigmoid":
+        gate = gate.sigmoid()
+    elif activation == "gelu":
+        gate = F.gelu(gate, approximate="tanh")
+    return (o * gate).to(o.dtype)
