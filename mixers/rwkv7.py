@@ -38,6 +38,6 @@ class RWKV7(HeadConfig):
         return self.with_ungrouped_keys(self.head_shape(width, default_heads=max(1, width // 64)))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = RWKV7Projection(shape, place, self.ranks or Ranks.of(shape.width))
+        projection = RWKV7Projection(shape, place, self.ranks or Ranks.for_width(shape.width))
         norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
         return Parts(projection, {}, {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": PrecomputedGate()})
