@@ -12,8 +12,8 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, projection
 
-# Doubled for negative eigenvalues this is 2 - 2^-6. With 2 the transition is a reflection, and rounding in bf16 moves its
-# eigenvalue below -1.
+# Doubled for negative eigenvalues this is 2 - 2^-6. With 2 the transition is a reflection, and rounding in bf16 moves
+# its eigenvalue below -1.
 MAX_DOUBLED_BETA = 1 - 2**-7
 
 

@@ -26,7 +26,8 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
     """q_t <- (H_t + Diag(lambda))^-1 q_t with H_t = a_t H_(t-1) + beta_t k_t k_t^T, by a fixed number of iterations.
 
     The product of H_t with a vector, for all t at once, is the output of an update whose values are the keys. The
-    gradient is that of the exact solution (implicit differentiation): a second solve of the same system and one product.
+    gradient is that of the exact solution (implicit differentiation): a second solve of the same system, and one
+    product.
 
     Args:
         steps: conjugate gradient iterations; K of them give the exact solution.

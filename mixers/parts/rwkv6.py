@@ -24,8 +24,8 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
     log_decay = -exp(w_0 + tanh(x_w A) B). Writes the note "gate", g.
 
     State: the token shift's, [B, 1, D].
-    Initialisation, as in the published code: mu_i and w_0 by channel and layer; the first matrix of each low-rank map is
-        0, the second uniform in +-0.01.
+    Initialisation, as in the published code: mu_i and w_0 by channel and layer; the first matrix of each low-rank map
+        is 0, the second uniform in +-0.01.
     Source: RWKV-5/6 2404.05892, section 4.2 (data-dependent token shift, decay).
     """
 

@@ -1,6 +1,7 @@
-"""Causal softmax attention by torch's SDPA: all tokens, a window in blocks, packs, caches.
+"""Causal softmax attention by torch's SDPA: full, sliding window in blocks, packed sequences, key-value caches.
 
-B batch, T time, H heads, G key-value heads, E head width, S slots, W window, N packed sequences, L block length
+B batch, T time, H heads, G key-value heads, E head width, S slots, W window, N packed sequences,
+J keys, L queries of the first block, M blocks
 """
 
 import torch
@@ -12,97 +13,105 @@ from deltazoo.mixers.parts.caches import KVCache, token_in_slot
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Attend to the same tokens that come in: [B, T, H, E].
+    """Attend among the tokens of the call, without a cache.
 
-    A window costs memory and time linear in T: each block of W tokens sees itself and the block before. A pack without
-    a window makes a mask of T x T.
+    A window takes memory and time linear in T: each block of W tokens attends to itself and to the previous block.
+    Packed sequences without a window need a mask of T x T.
 
-    Args: q: [B, T, H, E]; k, v: [B, T, G, E].
+    Args: q: [B, T, H, E]; k, v: [B, T, G, E]; window: W, None: full attention.
+    Returns: [B, T, H, E].
     """
     T = q.shape[1]
-    which_T = None if cu_seqlens is None else sequence_index(cu_seqlens, T)
+    sequence_T = None if cu_seqlens is None else sequence_index(cu_seqlens, T)
     if window is None or window >= T:
-        return sdpa(q, k, v, scale, None if which_T is None else _causal(T, which_T))
-    mask = None if which_T is None else _causal(window, which_T[:window])
+        return sdpa(q, k, v, scale, None if sequence_T is None else _causal(T, sequence_T))
+    mask = None if sequence_T is None else _causal(window, sequence_T[:window])
     first = sdpa(q[:, :window], k[:, :window], v[:, :window], scale, mask)
-    return torch.cat([first, _later_blocks(q, k, v, scale, window, which_T)], 1)
+    return torch.cat([first, _later_blocks(q, k, v, scale, window, sequence_T)], 1)
 
 
 def attend_ring_buffer(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
-    """Attend to the last W tokens, the cache's before the ones that come in; S = W, T >= 1, not yet written."""
+    """Attend to the last W tokens, among the cached ones and the new ones.
+
+    Args: q, k, v: of the new tokens, T >= 1; cache: a ring buffer of S = W slots, without the new tokens.
+    """
     W, T = cache.k.shape[1], q.shape[1]
-    old = torch.arange(W, device=q.device)
-    order_BW = (cache.position[:, None] + old) % W  # oldest first
-    index = order_BW[..., None, None].expand(-1, -1, *k.shape[2:])
+    slot_BW = (cache.position[:, None] + torch.arange(W, device=q.device)) % W  # oldest first
+    index = slot_BW[..., None, None].expand(-1, -1, *k.shape[2:])
     L = min(T, W)
-    keys = [torch.cat([x.gather(1, index).to(new.dtype), new[:, :L]], 1) for x, new in ((cache.k, k), (cache.v, v))]
+    keys, values = (
+        torch.cat([old.gather(1, index).to(new.dtype), new[:, :L]], 1) for old, new in ((cache.k, k), (cache.v, v))
+    )
     key_J, query_L1 = torch.arange(W + L, device=q.device), torch.arange(L, device=q.device)[:, None]
     in_window = (key_J > query_L1) & (key_J <= query_L1 + W)
     filled_B1J = (key_J >= W - cache.position[:, None])[:, None]
-    first = sdpa(q[:, :L], keys[0], keys[1], scale, (in_window & filled_B1J)[:, None])
+    first = sdpa(q[:, :L], keys, values, scale, (in_window & filled_B1J)[:, None])
     return first if T <= W else torch.cat([first, _later_blocks(q, k, v, scale, W, None)], 1)
 
 
 def attend_cache(q: Tensor, cache: KVCache, scale: float, position_BT: Tensor) -> Tensor:
-    """Attend to what lies in the slots, up to each token's own place in its row; the cache has the tokens already."""
-    token_BS = token_in_slot(cache)
-    seen_BTS = (token_BS >= 0)[:, None] & (token_BS[:, None] <= position_BT[..., None])
-    return sdpa(q, cache.k.to(q.dtype), cache.v.to(q.dtype), scale, seen_BTS[:, None])
+    """Attend to the cached tokens up to each query's position; the cache already includes the new tokens."""
+    position_BS = token_in_slot(cache)
+    visible_BTS = (position_BS >= 0)[:, None] & (position_BS[:, None] <= position_BT[..., None])
+    return sdpa(q, cache.k.to(q.dtype), cache.v.to(q.dtype), scale, visible_BTS[:, None])
 
 
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cache: KVCache, cu_seqlens: Tensor
 ) -> Tensor:
-    """Attend within each sequence of a pack, its row of the cache before the tokens that come in; not yet written.
+    """Attend within each packed sequence, to its cached tokens and its new ones.
 
-    The mask is T x (N S + T).
+    The mask has T x (N S + T) elements.
+
+    Args: cache: row n holds sequence n, without the new tokens.
     """
     T, (N, S) = q.shape[1], cache.k.shape[:2]
-    which_T = sequence_index(cu_seqlens, T)
+    sequence_T = sequence_index(cu_seqlens, T)
     time_T = torch.arange(T, device=q.device)
-    place_T = time_T - cu_seqlens.long()[which_T] + cache.position[which_T]
-    owner_J = torch.cat([torch.arange(N, device=q.device).repeat_interleave(S), which_T])
-    token_J = torch.cat([token_in_slot(cache).flatten(), place_T])
-    age_TJ = place_T[:, None] - token_J
-    seen_TJ = (owner_J == which_T[:, None]) & (token_J >= 0) & (age_TJ >= 0)
+    position_T = time_T - cu_seqlens.long()[sequence_T] + cache.position[sequence_T]
+    sequence_J = torch.cat([torch.arange(N, device=q.device).repeat_interleave(S), sequence_T])
+    position_J = torch.cat([token_in_slot(cache).flatten(), position_T])
+    age_TJ = position_T[:, None] - position_J
+    visible_TJ = (sequence_J == sequence_T[:, None]) & (position_J >= 0) & (age_TJ >= 0)
     if window is not None:
-        seen_TJ = seen_TJ & (age_TJ < window)
+        visible_TJ = visible_TJ & (age_TJ < window)
     keys, values = (
         torch.cat([old.flatten(0, 1)[None].to(new.dtype), new], 1) for old, new in ((cache.k, k), (cache.v, v))
     )
-    return sdpa(q, keys, values, scale, seen_TJ)
+    return sdpa(q, keys, values, scale, visible_TJ)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """One call of torch's scaled_dot_product_attention on [B, T, H, E]; causal where no mask says otherwise."""
+    """Call torch's scaled_dot_product_attention on [B, T, H, E]; causal if there is no mask."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)
 
 
-def _causal(T: int, which_T: Tensor) -> Tensor:
-    time_T = torch.arange(T, device=which_T.device)
-    return (time_T <= time_T[:, None]) & (which_T == which_T[:, None])
+def _causal(T: int, sequence_T: Tensor) -> Tensor:
+    time_T = torch.arange(T, device=sequence_T.device)
+    return (time_T <= time_T[:, None]) & (sequence_T == sequence_T[:, None])
 
 
-def _later_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, which_T: Tensor | None) -> Tensor:
-    """Tokens W and later: those of each block of W see their own block and the one before; [B, T - W, H, E]."""
+def _later_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, sequence_T: Tensor | None) -> Tensor:
+    """Return the output of tokens W and later, [B, T - W, H, E]: each block attends to itself and the previous one."""
     B, T = q.shape[:2]
     q_BMWE, k_BMWE, v_BMWE = (_blocks(x, W) for x in (q, k, v))
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], 2) for x in (k_BMWE, v_BMWE))
     key_J = torch.arange(2 * W, device=q.device)
     query_W1 = key_J[:W, None]
-    seen = (key_J > query_W1) & (key_J <= query_W1 + W)
-    if which_T is not None:  # B = 1: a mask for each block
-        which_MW = _blocks(which_T[None], W)[0]
-        before_and_own = torch.cat([which_MW[:-1], which_MW[1:]], 1)
-        seen = (seen & (before_and_own[:, None] == which_MW[1:, :, None]))[:, None]
-    o = sdpa(q_BMWE[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, seen)
+    visible = (key_J > query_W1) & (key_J <= query_W1 + W)
+    if sequence_T is not None:  # packed, so B = 1: one mask per block
+        sequence_MW = _blocks(sequence_T[None], W)[0]
+        sequence_M2W = torch.cat([sequence_MW[:-1], sequence_MW[1:]], 1)
+        visible = (visible & (sequence_M2W[:, None] == sequence_MW[1:, :, None]))[:, None]
+    o = sdpa(q_BMWE[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, visible)
     o = o.unflatten(0, (B, q_BMWE.shape[1] - 1)).flatten(1, 2)
-    return F.pad(o, (0, 0, 0, 0, 0, T - W - o.shape[1]))  # cuts; a slice would make the compiler guard its strides
+    # Negative padding crops the last block. A slice would make the compiler guard on its strides.
+    return F.pad(o, (0, 0, 0, 0, 0, T - W - o.shape[1]))
 
 
 def _blocks(x: Tensor, W: int) -> Tensor:
-    """Cut time into blocks of W, the last filled up with zeros: [B, T, ...] -> [B, M, W, ...]."""
+    """Split time into blocks of W, padding the last one with zeros: [B, T, ...] -> [B, M, W, ...]."""
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % W)).unflatten(1, (-1, W))

@@ -1,7 +1,10 @@
-"""A recurrence that no spec can say, token by token, as one operator: its backward runs a stretch of tokens again.
+"""A recurrence that no update spec can express, run token by token as one custom operator with gradients.
 
-For states that follow the gradient of a loss (TTT, Titans). To the compiler it is one node whatever T; the backward
-keeps the states at the start of every `STRETCH` tokens. B rows, T time
+For states that follow the gradient of a loss (TTT, Titans). The compiler sees one node whatever the number of tokens.
+The forward pass saves the state at the start of each segment of `SEGMENT` tokens, and the backward pass recomputes
+each segment from its saved state.
+
+B rows, T time, M segments
 """
 
 from collections.abc import Callable
@@ -16,16 +19,19 @@ from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
 
-STRETCH = 16
+SEGMENT = 16
 
-# state [B, ..] each, the token's operands [B, ..] each, parameters -> the state after, and what the token reads [B, ..]
+# (state [B, ..] each, the token's operands [B, ..] each, parameters) -> (new state, the token's output [B, ..])
 Step = Callable[[list[Tensor], list[Tensor], list[Tensor]], tuple[list[Tensor], Tensor]]
 
 
 class TokenScan:
-    """Run `step` over time. Register one at module level for each recurrence; the name is the operator's.
+    """Scan `step` over time. Create one at module level per recurrence, because it registers an operator.
 
-    `step` gets the state, the token's operands and the parameters; its last operand is like the output of a token.
+    Args:
+        name: the operator's name.
+        step: gets the state, the operands of one token and the parameters. The output of a token must have the shape
+            and dtype of its last operand.
     """
 
     def __init__(self, name: str, step: Step) -> None:
@@ -35,7 +41,7 @@ class TokenScan:
             f"{name}({schema}, bool keep) -> Tensor[]", _without_autocast(self._forward), _forward_fake
         )
         backward_op = operator(
-            f"{name}_backward(Tensor[] grads, Tensor[] firsts, {schema}) -> Tensor[]",
+            f"{name}_backward(Tensor[] grads, Tensor[] starts, {schema}) -> Tensor[]",
             _without_autocast(self._backward),
             _backward_fake,
         )
@@ -44,12 +50,14 @@ class TokenScan:
     def __call__(
         self, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], context: Context
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run over operands [B, T, ..]; padded tokens leave the state as it is. A pack takes N x T slots.
+        """Scan over operands [B, T, ..]; padded tokens leave the state unchanged.
 
-        Returns: what was read [B, T, ..], and the states after, in order.
+        Packed sequences are unpacked to N rows of T tokens, which takes N times the memory.
+
+        Returns: the outputs [B, T, ..]; the new state.
         """
         if context.cu_seqlens is not None:
-            return self._on_pack(state, operands, parameters, context)
+            return self._packed(state, operands, parameters, context)
         B, T = operands[0].shape[:2]
         real = operands[0].new_ones(B, T, dtype=torch.bool) if context.mask is None else context.mask
         if not torch.is_grad_enabled():
@@ -58,76 +66,79 @@ class TokenScan:
             out = self._function.apply(len(state), len(operands), real, *state, *operands, *parameters)
         return out[0], list(out[1 : 1 + len(state)])
 
-    def _on_pack(
+    def _packed(
         self, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], context: Context
     ) -> tuple[Tensor, list[Tensor]]:
-        """Each sequence of a pack as a row of its own."""
+        """Scan with each packed sequence in a row of its own."""
         bounds = context.cu_seqlens
         assert bounds is not None
         T, N = operands[0].shape[1], bounds.shape[0] - 1
-        which_T = sequence_index(bounds, T)
-        time_T = torch.arange(T, device=which_T.device)
-        slot_T = which_T * T + time_T - bounds.long()[which_T]
-        rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, slot_T, x[0]).unflatten(0, (N, T)) for x in operands]
+        sequence_T = sequence_index(bounds, T)
+        time_T = torch.arange(T, device=sequence_T.device)
+        index_T = sequence_T * T + time_T - bounds.long()[sequence_T]
+        rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, index_T, x[0]).unflatten(0, (N, T)) for x in operands]
         mask = time_T < token_counts(operands[0], context)[:, None]
-        o, after = self(state, rows, parameters, Context(mask=mask))
-        return o.flatten(0, 1)[slot_T][None], after
+        o, new_state = self(state, rows, parameters, Context(mask=mask))
+        return o.flatten(0, 1)[index_T][None], new_state
 
     def _forward(
         self, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], real: Tensor, keep: bool
     ) -> list[Tensor]:
-        """Returns what was read, the states after, and the states at the start of each stretch [L, B, ..]."""
+        """Return the outputs, the new state, and (if `keep`) the states at the start of each segment, [M, B, ..]."""
         T = real.shape[1]
-        firsts: list[list[Tensor]] = []
+        starts: list[list[Tensor]] = []
         outputs = []
         for t in range(T):
-            if keep and t % STRETCH == 0:
-                firsts.append(state)
+            if keep and t % SEGMENT == 0:
+                starts.append(state)
             state, o = self._token(state, [x[:, t] for x in operands], parameters, real[:, t])
             outputs.append(o)
         o = torch.stack(outputs, 1) if outputs else operands[-1].clone()
-        kept = [torch.stack(column) for column in zip(*firsts, strict=True)] if firsts else []
-        if not firsts:
-            kept = [s.new_empty(0, *s.shape) for s in state]
-        return [o, *(s.clone() for s in state), *kept]
+        stacked = [torch.stack(column) for column in zip(*starts, strict=True)] if starts else []
+        if not starts:
+            stacked = [s.new_empty(0, *s.shape) for s in state]
+        return [o, *(s.clone() for s in state), *stacked]
 
     def _backward(
-        self, grads: list[Tensor], firsts: list[Tensor], state: list[Tensor], operands: list[Tensor],
+        self, grads: list[Tensor], starts: list[Tensor], state: list[Tensor], operands: list[Tensor],
         parameters: list[Tensor], real: Tensor,
     ) -> list[Tensor]:  # fmt: skip
-        """Walk back stretch by stretch; each is run again with gradients on."""
+        """Process the segments from last to first; recompute each with gradients enabled and differentiate it."""
         T = real.shape[1]
         d_o, d_state = grads[0], list(grads[1:])
         d_operands = [torch.zeros_like(x) for x in operands]
         d_parameters = [torch.zeros_like(x) for x in parameters]
-        for n in reversed(range((T + STRETCH - 1) // STRETCH)):
-            span = slice(n * STRETCH, min(T, (n + 1) * STRETCH))
+        for m in reversed(range((T + SEGMENT - 1) // SEGMENT)):
+            span = slice(m * SEGMENT, min(T, (m + 1) * SEGMENT))
             with torch.enable_grad():
-                start = [s[n].detach().requires_grad_() for s in firsts]
+                start = [s[m].detach().requires_grad_() for s in starts]
                 xs = [x[:, span].detach().requires_grad_() for x in operands]
                 ps = [p.detach().requires_grad_() for p in parameters]
-                held, reads = start, []
+                current, outputs = start, []
                 for t in range(xs[0].shape[1]):
-                    held, o = self._token(held, [x[:, t] for x in xs], ps, real[:, span][:, t])
-                    reads.append(o)
-                ends = [torch.stack(reads, 1), *held]
-                leaves = [*start, *xs, *ps]
-                wanted = [(e, d) for e, d in zip(ends, [d_o[:, span], *d_state], strict=True) if e.requires_grad]
-            partial = torch.autograd.grad([e for e, _ in wanted], leaves, [d for _, d in wanted], allow_unused=True)
-            found = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(partial, leaves, strict=True)]
-            d_state = list(found[: len(start)])
-            for whole, part in zip(d_operands, found[len(start) : len(start) + len(xs)], strict=True):
+                    current, o = self._token(current, [x[:, t] for x in xs], ps, real[:, span][:, t])
+                    outputs.append(o)
+                results = [torch.stack(outputs, 1), *current]
+            leaves = [*start, *xs, *ps]
+            pairs = [(y, d) for y, d in zip(results, [d_o[:, span], *d_state], strict=True) if y.requires_grad]
+            partial = torch.autograd.grad([y for y, _ in pairs], leaves, [d for _, d in pairs], allow_unused=True)
+            d_leaves = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(partial, leaves, strict=True)]
+            d_state, d_xs, d_ps = _split(d_leaves, len(start), len(xs))
+            for whole, part in zip(d_operands, d_xs, strict=True):
                 whole[:, span] = part
-            for total, part in zip(d_parameters, found[len(start) + len(xs) :], strict=True):
+            for total, part in zip(d_parameters, d_ps, strict=True):
                 total += part
         return [*(d.clone() for d in d_state), *d_operands, *d_parameters]
 
     def _token(
         self, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], real_B: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        after, o = self.step(state, operands, parameters)
-        keep = [torch.where(real_B.view(-1, *[1] * (s.dim() - 1)), new, s) for new, s in zip(after, state, strict=True)]
-        return keep, o
+        stepped, o = self.step(state, operands, parameters)
+        new_state = [
+            torch.where(real_B.view(-1, *[1] * (old.dim() - 1)), new, old)
+            for new, old in zip(stepped, state, strict=True)
+        ]
+        return new_state, o
 
 
 def _without_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -141,13 +152,13 @@ def _without_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., li
 def _forward_fake(
     state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], real: Tensor, keep: bool
 ) -> list[Tensor]:
-    stretches = (real.shape[1] + STRETCH - 1) // STRETCH if keep else 0
-    kept = [s.new_empty(stretches, *s.shape) for s in state]
-    return [operands[-1].new_empty(operands[-1].shape), *(s.new_empty(s.shape) for s in state), *kept]
+    segments = (real.shape[1] + SEGMENT - 1) // SEGMENT if keep else 0
+    starts = [s.new_empty(segments, *s.shape) for s in state]
+    return [operands[-1].new_empty(operands[-1].shape), *(s.new_empty(s.shape) for s in state), *starts]
 
 
 def _backward_fake(
-    grads: list[Tensor], firsts: list[Tensor], state: list[Tensor], operands: list[Tensor], parameters: list[Tensor],
+    grads: list[Tensor], starts: list[Tensor], state: list[Tensor], operands: list[Tensor], parameters: list[Tensor],
     real: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape) for x in (*state, *operands, *parameters)]
@@ -157,7 +168,7 @@ def _function(
     forward_op: Callable[..., list[Tensor]], backward_op: Callable[..., list[Tensor]]
 ) -> type[torch.autograd.Function]:
     @cache_forward_signature
-    class Looped(torch.autograd.Function):
+    class TokenScanFunction(torch.autograd.Function):
         @staticmethod
         def forward(states: int, operands: int, real: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
             state, xs, ps = _split(tensors, states, operands)
@@ -167,21 +178,22 @@ def _function(
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
             states, operands, real, *tensors = inputs
             ctx.states, ctx.operands = states, operands
-            firsts = output[1 + states :]
-            ctx.mark_non_differentiable(*firsts)
-            ctx.save_for_backward(real, *firsts, *tensors)
+            starts = output[1 + states :]
+            ctx.mark_non_differentiable(*starts)
+            ctx.save_for_backward(real, *starts, *tensors)
 
         @staticmethod
         @differentiable_once
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             real, *rest = ctx.saved_tensors
-            firsts, tensors = rest[: ctx.states], rest[ctx.states :]
+            starts, tensors = rest[: ctx.states], rest[ctx.states :]
             state, xs, ps = _split(tensors, ctx.states, ctx.operands)
-            wanted = [grad.contiguous() for grad in grads[: 1 + ctx.states]]
-            return None, None, None, *backward_op(wanted, firsts, state, xs, ps, real)
+            d_outputs = [grad.contiguous() for grad in grads[: 1 + ctx.states]]
+            return None, None, None, *backward_op(d_outputs, starts, state, xs, ps, real)
 
-    return Looped
+    return TokenScanFunction
 
 
 def _split(tensors: Any, states: int, operands: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Split into the tensors of the state, of the operands and of the parameters."""
     return list(tensors[:states]), list(tensors[states : states + operands]), list(tensors[states + operands :])

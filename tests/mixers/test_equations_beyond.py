@@ -13,7 +13,7 @@ from scipy.signal import cont2discrete, dlsim
 from torch import Tensor
 
 from deltazoo.mixers import H3, S4D, Hyena, Mesa, MixerConfig, Titans, TTTLinear
-from deltazoo.mixers.parts.complex_states import discretised
+from deltazoo.mixers.parts.discretisation import discretise
 
 D, T, H = 12, 13, 3
 E = D // H
@@ -213,7 +213,7 @@ def test_a_discretised_step_is_scipys(ours: str, theirs: str) -> None:
     torch.manual_seed(0)
     one = np.ones((1, 1))
     real, imaginary = -torch.rand(5, dtype=torch.float64) - 0.1, 5 * torch.randn(5, dtype=torch.float64)
-    log_a, turn, b_re, b_im = discretised(ours, real, imaginary, torch.tensor(0.3, dtype=torch.float64))
+    log_a, turn, b_re, b_im = discretise(ours, real, imaginary, torch.tensor(0.3, dtype=torch.float64))
     for i in range(5):
         lam = torch.complex(real[i], imaginary[i]).item()
         a, b, *_ = cont2discrete((np.array([[lam]]), one, one, 0 * one), 0.3, method=theirs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.mixers import MLSTM, RWKV4, Context
-from deltazoo.mixers.parts.exponential_gating import LOWEST, running_max
+from deltazoo.mixers.parts.exponential_gating import INITIAL_MAX, running_max
 
 T, HV = 11, 3
 
@@ -28,7 +28,7 @@ def draw(rows: int) -> tuple[Tensor, Tensor]:
 
 def test_rows_equal_a_loop() -> None:
     forget, write = draw(2)
-    first = torch.tensor([[1.0, -50.0, 30.0], [0.0, 2.0, LOWEST]], dtype=torch.float64)
+    first = torch.tensor([[1.0, -50.0, 30.0], [0.0, 2.0, INITIAL_MAX]], dtype=torch.float64)
     m, before, after = running_max(forget, write, first.clone(), Context())
     for n in range(2):
         want = by_loop(forget[n], write[n], first[n])
