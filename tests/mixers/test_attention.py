@@ -1,4 +1,4 @@
-"""Attention against softmax written out in float64, and what is promised of its caches.
+"""Attention against a softmax over explicit token lists in float64, and the limits of its caches.
 
 B batch, T time, H heads, G key-value heads, E head width
 """
@@ -7,7 +7,10 @@ import itertools
 
 import pytest
 import torch
+from equations import assert_same_with_gradients
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers import Attention, Context, SlidingWindow
@@ -18,26 +21,26 @@ WIDTH, H, G, E = 24, 4, 2, 6
 HEADS = {"heads": H, "key_value_heads": G, "head_width": E}
 
 
-def written_out(mixer: AttentionMixer, config: AttentionConfig, x: Tensor, window: int) -> Tensor:
-    """Token by token, head by head; rotary pairs as complex numbers."""
+def looped_attention(mixer: AttentionMixer, config: AttentionConfig, x: Tensor, window: int) -> Tensor:
+    """Compute attention token by token and head by head, with rotary pairs as complex numbers."""
     T = x.shape[1]
     q, k, v = (x @ mixer.to_qkv.weight.mT).split([H * E, G * E, G * E], dim=-1)
     heads = []
     for h in range(H):
-        at = slice(h * E, (h + 1) * E)
+        own = slice(h * E, (h + 1) * E)
         shared = slice(h * G // H * E, (h * G // H + 1) * E)
-        q_h, k_h, v_h = q[..., at], k[..., shared], v[..., shared]
+        q_h, k_h, v_h = q[..., own], k[..., shared], v[..., shared]
         if config.qk_norm:
             q_h, k_h = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() for y in (q_h, k_h))
         if config.rotary_theta is not None:
             R = int(config.rotary_fraction * E) // 2
             angle = torch.arange(T)[:, None] * config.rotary_theta ** (-torch.arange(R).double() / R)
-            q_h, k_h = (turned(y, torch.polar(torch.ones_like(angle), angle)) for y in (q_h, k_h))
+            q_h, k_h = (rotate(y, torch.polar(torch.ones_like(angle), angle)) for y in (q_h, k_h))
         rows = []
         for t in range(T):
-            seen = slice(max(0, t - window + 1), t + 1)
-            weight = torch.softmax((k_h[:, seen] @ q_h[:, t, :, None]).squeeze(-1) * E**-0.5, dim=-1)
-            rows.append((weight[..., None] * v_h[:, seen]).sum(1))
+            visible = slice(max(0, t - window + 1), t + 1)
+            weight = torch.softmax((k_h[:, visible] @ q_h[:, t, :, None]).squeeze(-1) * E**-0.5, dim=-1)
+            rows.append((weight[..., None] * v_h[:, visible]).sum(1))
         heads.append(torch.stack(rows, 1))
     o = torch.cat(heads, -1)
     if mixer.to_gate is not None:
@@ -45,47 +48,40 @@ def written_out(mixer: AttentionMixer, config: AttentionConfig, x: Tensor, windo
     return o @ mixer.out.weight.mT
 
 
-def turned(y: Tensor, turn: Tensor) -> Tensor:
-    R = turn.shape[-1]
-    z = torch.complex(y[..., :R], y[..., R : 2 * R]) * turn
+def rotate(y: Tensor, rotation: Tensor) -> Tensor:
+    R = rotation.shape[-1]
+    z = torch.complex(y[..., :R], y[..., R : 2 * R]) * rotation
     return torch.cat([z.real, z.imag, y[..., 2 * R :]], -1)
 
 
 CASES = {
     "full": Attention(**HEADS),
-    "without position": Attention(**HEADS, rotary_theta=None),
+    "no rotary": Attention(**HEADS, rotary_theta=None),
     "partial rotary, theta": Attention(**HEADS, rotary_fraction=0.7, rotary_theta=500.0),
     "qk-norm and gate": Attention(**HEADS, qk_norm=True, gate=True),
     "window 1": SlidingWindow(**HEADS, window=1),
     "window 3": SlidingWindow(**HEADS, window=3),
-    "window 8, as long": SlidingWindow(**HEADS, window=8),
+    "window 8": SlidingWindow(**HEADS, window=8),
     "window 100": SlidingWindow(**HEADS, window=100),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("T", [1, 4, 8, 13])
-def test_attention_equals_softmax_written_out(name: str, T: int) -> None:
+def test_attention_equals_softmax_over_visible_tokens(name: str, T: int) -> None:
     config = CASES[name]
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(2, T, WIDTH, dtype=torch.float64)
-    got, want = mixer(x)[0], written_out(mixer, config, x, getattr(config, "window", T))
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+    want = looped_attention(mixer, config, x, getattr(config, "window", T))
     leaves = [x, *(p for name, p in mixer.named_parameters() if "norm" not in name)]
-    for ours, theirs in zip(
-        torch.autograd.grad((got * weight).sum(), leaves),
-        torch.autograd.grad((want * weight).sum(), leaves),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+    assert_same_with_gradients(mixer(x)[0], want, leaves, 1e-9)
 
 
 def in_pieces(
     mixer: AttentionMixer, x: Tensor, lengths: list[int], capacity: int | None = None
 ) -> tuple[Tensor, KVCache]:
-    """The output of x in pieces, and the state after."""
+    """Return the outputs of a prefill in pieces, and the final state."""
     with torch.no_grad():
         state, outputs = mixer.init_state(1, capacity), []
         for piece in x.split(lengths, dim=1):
@@ -94,29 +90,29 @@ def in_pieces(
     return torch.cat(outputs, 1), state
 
 
-def test_a_ring_keeps_the_window_for_ever() -> None:
+def test_ring_buffer_holds_the_last_window_of_tokens() -> None:
     config = SlidingWindow(**HEADS, window=4)
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
     x = torch.randn(1, 50, WIDTH, dtype=torch.float64)
     y, state = in_pieces(mixer, x, [3, 1, 1, 9, 1, 2, 2, 4, 5, 1, 1, 20])
     assert state.k.shape == (1, 4, G, E)
-    torch.testing.assert_close(y, written_out(mixer, config, x, 4), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(y, looped_attention(mixer, config, x, 4), rtol=1e-9, atol=1e-11)
 
 
-def test_a_window_longer_than_the_capacity_keeps_no_more_slots() -> None:
+def test_window_longer_than_the_capacity_allocates_the_capacity() -> None:
     config = SlidingWindow(**HEADS, window=100)
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
     x = torch.randn(1, 9, WIDTH, dtype=torch.float64)
     y, state = in_pieces(mixer, x, [3, 1, 1, 4], capacity=9)
     assert state.k.shape == (1, 9, G, E)
-    torch.testing.assert_close(y, written_out(mixer, config, x, 100), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(y, looped_attention(mixer, config, x, 100), rtol=1e-9, atol=1e-11)
     with torch.no_grad(), pytest.raises(StateError, match="it has 9 slots"):
         mixer(x[:, :1], state)
 
 
-def test_a_packed_window_longer_than_its_blocks_stays_in_its_sequence() -> None:
+def test_packed_window_stays_within_each_sequence() -> None:
     config = SlidingWindow(**HEADS, window=3)
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
@@ -124,11 +120,11 @@ def test_a_packed_window_longer_than_its_blocks_stays_in_its_sequence() -> None:
     bounds = [0, 2, 9, 10, 21, 23]
     got, _ = mixer(x, None, Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32)))
     for start, stop in itertools.pairwise(bounds):
-        want = written_out(mixer, config, x[:, start:stop], 3)
+        want = looped_attention(mixer, config, x[:, start:stop], 3)
         torch.testing.assert_close(got[:, start:stop], want, rtol=1e-9, atol=1e-11)
 
 
-def test_a_cache_may_be_filled_to_the_last_slot() -> None:
+def test_cache_can_be_filled_to_the_last_slot() -> None:
     mixer = Attention(**HEADS).build(WIDTH).double()
     x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
     with torch.no_grad():
@@ -138,8 +134,8 @@ def test_a_cache_may_be_filled_to_the_last_slot() -> None:
     assert state.position.tolist() == [6, 6]
 
 
-def test_padding_takes_no_slot() -> None:
-    """A capacity counts real tokens: six slots hold rows of six real tokens within nine."""
+def test_padding_takes_no_cache_slot() -> None:
+    """The capacity counts real tokens: six slots are enough for rows of nine tokens of which six are real."""
     mixer = Attention(**HEADS).build(WIDTH).double()
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
     mask = torch.stack([torch.arange(9) >= 3, torch.arange(9) < 6])
@@ -148,8 +144,8 @@ def test_padding_takes_no_slot() -> None:
     torch.testing.assert_close(y[:1, 3:], mixer(x[:1, 3:])[0], rtol=1e-9, atol=1e-11)
 
 
-def test_far_positions_keep_relative_angles() -> None:
-    """Rotary angles in float32 lose little at position 2^17."""
+def test_rotary_angles_are_accurate_at_position_131072() -> None:
+    """Outputs depend on relative positions only, up to the rounding of float32 angles at position 2^17."""
     torch.manual_seed(0)
     mixer = Attention(**HEADS).build(WIDTH)
     x = torch.randn(1, 8, WIDTH)
@@ -157,23 +153,27 @@ def test_far_positions_keep_relative_angles() -> None:
     assert float(((far - mixer(x)[0]).norm() / far.norm()).detach()) < 1e-2
 
 
-def test_a_window_takes_memory_linear_in_time() -> None:
-    """No tensor of T x T: the largest one that a forward pass makes doubles with T."""
-    config = SlidingWindow(**HEADS, window=16)
-    mixer = config.build(WIDTH)
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(result) if torch.is_tensor(x))])
+        return result
+
+
+def test_packed_window_takes_memory_linear_in_time() -> None:
+    """The largest tensor of a forward pass doubles with T, so none is T x T."""
+    mixer = SlidingWindow(**HEADS, window=16).build(WIDTH)
 
     def largest(T: int) -> int:
-        sizes = []
-
-        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-                result = func(*args, **(kwargs or {}))
-                sizes.extend(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(leaf))
-                return result
-
-        pack = torch.tensor([0, T // 3, T], dtype=torch.int32)
-        with Watch(), torch.no_grad():
-            mixer(torch.randn(1, T, WIDTH), None, Context(cu_seqlens=pack))
-        return max(sizes)
+        context = Context(cu_seqlens=torch.tensor([0, T // 3, T], dtype=torch.int32))
+        with LargestTensor() as tensors, torch.no_grad():
+            mixer(torch.randn(1, T, WIDTH), None, context)
+        return tensors.elements
 
     assert largest(2048) <= 2.1 * largest(1024)

@@ -1,4 +1,4 @@
-"""The running maximum against a loop, in rows, packs and padding; large exponential gates stay finite and right."""
+"""The running maximum stabiliser against a loop over tokens, and exponential gates with large exponents."""
 
 import itertools
 
@@ -12,58 +12,58 @@ from deltazoo.mixers.parts.exponential_gating import INITIAL_MAX, running_max
 T, HV = 11, 3
 
 
-def by_loop(forget: Tensor, write: Tensor, first: Tensor) -> Tensor:
-    """m_t = max(m_(t-1) + forget_t, write_t) for one sequence [T, HV]."""
+def looped_max(log_decay: Tensor, log_input: Tensor, first: Tensor) -> Tensor:
+    """m_t = max(m_(t-1) + log_decay_t, log_input_t) for one sequence [T, HV]."""
     outputs, m = [], first
-    for t in range(forget.shape[0]):
-        m = torch.maximum(m + forget[t], write[t])
+    for t in range(log_decay.shape[0]):
+        m = torch.maximum(m + log_decay[t], log_input[t])
         outputs.append(m)
-    return torch.stack(outputs) if outputs else forget
+    return torch.stack(outputs) if outputs else log_decay
 
 
-def draw(rows: int) -> tuple[Tensor, Tensor]:
+def random_gates(rows: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     return -torch.rand(rows, T, HV, dtype=torch.float64) * 3, 20 * torch.randn(rows, T, HV, dtype=torch.float64)
 
 
-def test_rows_equal_a_loop() -> None:
-    forget, write = draw(2)
+def test_running_max_of_rows_equals_a_loop() -> None:
+    log_decay, log_input = random_gates(2)
     first = torch.tensor([[1.0, -50.0, 30.0], [0.0, 2.0, INITIAL_MAX]], dtype=torch.float64)
-    m, before, after = running_max(forget, write, first.clone(), Context())
+    m, previous_m, state = running_max(log_decay, log_input, first.clone(), Context())
     for n in range(2):
-        want = by_loop(forget[n], write[n], first[n])
+        want = looped_max(log_decay[n], log_input[n], first[n])
         torch.testing.assert_close(m[n], want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(before[n], torch.cat([first[n : n + 1], want[:-1]]), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(after[n], want[-1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(previous_m[n], torch.cat([first[n : n + 1], want[:-1]]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state[n], want[-1], rtol=1e-12, atol=1e-12)
 
 
-def test_sequences_of_a_pack_do_not_see_one_another() -> None:
-    """The first one's maximum is 1000 above the others'."""
-    forget, write = draw(1)
+def test_running_max_stays_within_each_packed_sequence() -> None:
+    """Gates of the first sequence are 1000 above the others', and one sequence is empty."""
+    log_decay, log_input = random_gates(1)
     bounds = [0, 4, 4, T]
-    write[:, :4] += 1000
+    log_input[:, :4] += 1000
     first = torch.tensor([[0.0] * HV, [7.0] * HV, [-3.0] * HV], dtype=torch.float64)
     context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    m, before, after = running_max(forget, write, first.clone(), context)
+    m, previous_m, state = running_max(log_decay, log_input, first.clone(), context)
     for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        want = by_loop(forget[0, start:stop], write[0, start:stop], first[n])
+        want = looped_max(log_decay[0, start:stop], log_input[0, start:stop], first[n])
         torch.testing.assert_close(m[0, start:stop], want, rtol=1e-12, atol=1e-11)
-        torch.testing.assert_close(after[n], want[-1] if stop > start else first[n], rtol=1e-12, atol=1e-11)
+        torch.testing.assert_close(state[n], want[-1] if stop > start else first[n], rtol=1e-12, atol=1e-11)
         if stop > start:
-            torch.testing.assert_close(before[0, start], first[n], rtol=0, atol=0)
+            torch.testing.assert_close(previous_m[0, start], first[n], rtol=0, atol=0)
 
 
-def test_padding_leaves_the_maximum() -> None:
-    forget, write = draw(1)
+def test_padding_does_not_change_the_running_max() -> None:
+    log_decay, log_input = random_gates(1)
     mask = torch.arange(T)[None] < 6
-    _, _, after = running_max(forget, write, torch.zeros(1, HV, dtype=torch.float64), Context(mask=mask))
-    want = by_loop(forget[0, :6], write[0, :6], torch.zeros(HV, dtype=torch.float64))
-    torch.testing.assert_close(after[0], want[-1], rtol=1e-12, atol=1e-12)
+    zero = torch.zeros(1, HV, dtype=torch.float64)
+    state = running_max(log_decay, log_input, zero.clone(), Context(mask=mask))[2]
+    torch.testing.assert_close(state[0], looped_max(log_decay[0, :6], log_input[0, :6], zero[0])[-1])
 
 
 @pytest.mark.parametrize("config", [MLSTM(heads=2, key_width=4), RWKV4(channels=8)], ids=lambda config: config.name)
-def test_large_exponents_are_right_in_float32_with_their_gradients(config: MLSTM | RWKV4) -> None:
-    """Exponents in the hundreds (RWKV-4; mLSTM's stop at its cap): float32 against float64, nothing cut by rounding."""
+def test_large_exponents_are_accurate_in_float32(config: MLSTM | RWKV4) -> None:
+    """Outputs and gradients in float32 against float64, with exponents in the hundreds (mLSTM: at its cap of 15)."""
     torch.manual_seed(0)
     mixer = config.build(16, backend="reference")
     with torch.no_grad():
@@ -74,10 +74,10 @@ def test_large_exponents_are_right_in_float32_with_their_gradients(config: MLSTM
     exact.load_state_dict({name: value.double() for name, value in mixer.state_dict().items()})
     x = torch.randn(2, 40, 16)
     weight = torch.randn(2, 40, 16)
-    ours, want = mixer(x)[0], exact(x.double())[0]
-    assert ours.isfinite().all()
-    assert float((ours - want).norm() / want.norm()) < 1e-4
-    (ours * weight).sum().backward()
+    got, want = mixer(x)[0], exact(x.double())[0]
+    assert got.isfinite().all()
+    assert ((got - want).norm() / want.norm()).item() < 1e-4
+    (got * weight).sum().backward()
     (want * weight).sum().backward()
     for (name, left), right in zip(mixer.named_parameters(), exact.parameters(), strict=True):
-        assert float((left.grad - right.grad).norm()) < 2e-3 * float(right.grad.norm()) + 1e-6, name
+        assert (left.grad - right.grad).norm().item() < 2e-3 * right.grad.norm().item() + 1e-6, name

@@ -1,25 +1,42 @@
-"""The parts on their own, against torch or the equation."""
+"""Each part in isolation, against torch or its equation."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from equations import assert_same_with_gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.dispatch import update
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, mask_padding
-from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, together
 from deltazoo.mixers.core.sequences import left_align, undo_left_align
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
+from deltazoo.mixers.parts.complex_decays import LRUDecay, S5Decay
+from deltazoo.mixers.parts.complex_states import ToRotatingFrame
+from deltazoo.mixers.parts.conjugate_gradient import ConjugateGradientSolve
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.decays import FixedDecay, SigmoidDecay, SoftplusDecay
-from deltazoo.mixers.parts.feature_maps import FeatureMap
+from deltazoo.mixers.parts.diagonal_ssm import DiagonalSSM
+from deltazoo.mixers.parts.exponential_gating import ExponentialGate
+from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures
+from deltazoo.mixers.parts.feedback import Feedback
+from deltazoo.mixers.parts.low_rank import Ranks
 from deltazoo.mixers.parts.norms import HeadNorm, RMSNorm, UnitNorm
-from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.projections import ChannelProjection, QKVProjection
+from deltazoo.mixers.parts.rg_lru import RGLRUGate
 from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.rwkv4 import RWKV4Projection, WKVBonus, WKVGate
+from deltazoo.mixers.parts.rwkv6 import RWKV6Projection, initial_bonus
+from deltazoo.mixers.parts.rwkv7 import RWKV7Projection
+from deltazoo.mixers.parts.selective import SelectiveOperands
+from deltazoo.mixers.parts.skips import Bonus, Feedthrough, Skip
 
 SHAPE = HeadShape(width=8, heads=2, value_heads=4, key_width=6, value_width=5)
 
@@ -45,17 +62,10 @@ def test_short_conv_equals_conv1d(taps: int, bias: bool) -> None:
     want = F.conv1d(x.mT, conv.weight[:, None], conv.bias, padding=taps - 1, groups=6).mT[:, :9]
     (got,), state = conv(x, None, Context())
     assert state is None
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-    weight = torch.randn_like(want)
-    for ours, theirs in zip(
-        torch.autograd.grad((got * weight).sum(), [x, *conv.parameters()]),
-        torch.autograd.grad((want * weight).sum(), [x, *conv.parameters()]),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_same_with_gradients(got, want, [x, *conv.parameters()], 1e-12)
 
 
-def test_an_empty_pack_is_nothing() -> None:
+def test_short_conv_of_no_packed_sequences_is_empty() -> None:
     conv = ShortConv(6, 4)
     (y,), state = conv(
         torch.randn(1, 0, 6), torch.zeros(0, 3, 6), Context(cu_seqlens=torch.zeros(1, dtype=torch.int32))
@@ -73,9 +83,9 @@ def test_rms_norm_equals_torch() -> None:
 
 
 @pytest.mark.parametrize("over", ["head", "group"])
-def test_head_norms_equal_torch_head_by_head(over: str) -> None:
+def test_head_norm_equals_torch(over: str) -> None:
     o = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    flow = OutputArguments(o, operands(), operands())
+    arguments = OutputArguments(o, operands(), operands())
     grouped = o if over == "head" else o.view(2, 3, 2, 10)
     for kind in ("rms", "layer"):
         norm = HeadNorm(SHAPE, 1e-3, kind, over).double()
@@ -86,10 +96,12 @@ def test_head_norms_equal_torch_head_by_head(over: str) -> None:
         else:
             plain = F.layer_norm(grouped, grouped.shape[-1:], None, None, 1e-3)
         weight = norm.weight if over == "head" else norm.weight.view(2, 10)
-        torch.testing.assert_close(norm(o, flow, None, Context())[0], (plain * weight).view_as(o), rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            norm(o, arguments, None, Context())[0], (plain * weight).view_as(o), rtol=1e-12, atol=0
+        )
 
 
-def test_unit_norm_makes_unit_vectors_and_leaves_zero() -> None:
+def test_unit_norm_divides_by_the_length_and_maps_zero_to_zero() -> None:
     inputs = operands()
     inputs.k[0, 0, 0] = 0
     for norm, order in (("l2", 2), ("l1", 1)):
@@ -102,7 +114,7 @@ def test_unit_norm_makes_unit_vectors_and_leaves_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_decays_forget_and_never_grow(dtype: torch.dtype) -> None:
+def test_decays_are_finite_and_at_most_one(dtype: torch.dtype) -> None:
     x = (torch.randn(2, 50, 8) * 30).to(dtype)
     inputs = UpdateInputs(*(stream.to(dtype) for stream in operands(2, 50)[:3]))
     for part in (
@@ -118,27 +130,28 @@ def test_decays_forget_and_never_grow(dtype: torch.dtype) -> None:
         assert log_decay.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_fixed_decay_is_retnets() -> None:
+def test_fixed_decay_equals_retnets() -> None:
     log_decay = FixedDecay(SHAPE)(torch.empty(1, 1, 8), operands(), None, Context())[0].log_decay
     want = [1 - 2.0**-5, 1 - 2.0**-6, 1 - 2.0**-7, 1 - 2.0**-8]
     torch.testing.assert_close(log_decay.exp(), torch.tensor(want, dtype=torch.float64), rtol=1e-14, atol=0)
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
+def test_rotary_keeps_lengths_and_depends_on_the_distance_only() -> None:
     q, k = torch.randn(2, 1, 1, 1, 10, dtype=torch.float64)
 
-    def meet(t: int, s: int) -> Tensor:
-        at_t, at_s = (angles(torch.tensor([[p]]), 4, 100.0, torch.float64) for p in (t, s))
-        return (apply_rotary(q, at_t) * apply_rotary(k, at_s)).sum()
+    def rotated(y: Tensor, position: int) -> Tensor:
+        return apply_rotary(y, angles(torch.tensor([[position]]), 4, 100.0, torch.float64))
 
-    torch.testing.assert_close(meet(7, 3), meet(104, 100), rtol=1e-12, atol=0)
-    assert not torch.isclose(meet(7, 3), meet(7, 4))
-    turned = apply_rotary(q, angles(torch.tensor([[5]]), 4, 100.0, torch.float64))
-    torch.testing.assert_close(turned.norm(), q.norm(), rtol=1e-12, atol=0)
-    assert torch.equal(turned[..., 8:], q[..., 8:])
+    def score(t: int, s: int) -> Tensor:
+        return (rotated(q, t) * rotated(k, s)).sum()
+
+    torch.testing.assert_close(score(7, 3), score(104, 100), rtol=1e-12, atol=0)
+    assert not torch.isclose(score(7, 3), score(7, 4))
+    torch.testing.assert_close(rotated(q, 5).norm(), q.norm(), rtol=1e-12, atol=0)
+    assert torch.equal(rotated(q, 5)[..., 8:], q[..., 8:])
 
 
-def test_dpfp_is_positive_and_widens_the_keys() -> None:
+def test_dpfp_is_nonnegative_and_six_times_as_wide() -> None:
     part = FeatureMap("dpfp")
     got = part(torch.empty(0), operands(), None, Context())[0]
     assert part.resize_heads(SHAPE).key_width == got.k.shape[-1] == 36
@@ -146,10 +159,8 @@ def test_dpfp_is_positive_and_widens_the_keys() -> None:
 
 
 @pytest.mark.parametrize("decay", ["head", "channel", "rate", "fixed"])
-def test_hidden_tokens_leave_any_state_as_it_was(decay: str) -> None:
-    """Of every spec: dplr and step x rate too, which no mixer here has."""
-    from deltazoo.backends.dispatch import update
-
+def test_hidden_tokens_leave_the_state_unchanged(decay: str) -> None:
+    """Every transition and decay, also combinations that no mixer uses."""
     for transition in ("additive", "delta", "dplr"):
         spec = UpdateSpec(decay=decay, transition=transition)
         shapes = spec.operands(2, 3, 2, 4, 6, 5)
@@ -159,12 +170,12 @@ def test_hidden_tokens_leave_any_state_as_it_was(decay: str) -> None:
                 random[name] = sign * random[name].abs()
         state = torch.randn(2, 4, 6, 5, dtype=torch.float64)
         inputs = mask_padding(UpdateInputs(**random), torch.zeros(2, 3, dtype=torch.bool))
-        plain = spec.model_copy(update={"decay": "head"}) if decay == "fixed" else spec
-        out = update(plain, inputs._replace(state=state), backend="reference")
+        masked_spec = spec.model_copy(update={"decay": "head"}) if decay == "fixed" else spec
+        out = update(masked_spec, inputs._replace(state=state), backend="reference")
         torch.testing.assert_close(out.state, state, rtol=0, atol=0)
 
 
-def test_aligned_puts_real_tokens_first_and_restored_puts_them_back() -> None:
+def test_aligned_moves_real_tokens_first_and_restored_inverts_it() -> None:
     x = torch.arange(1, 13.0).view(2, 6, 1)
     mask = torch.tensor([[False, False, True, True, True, False], [True, True, False, False, False, False]])
     moved, context, order = left_align(x, 1, Context(mask=mask))
@@ -173,13 +184,12 @@ def test_aligned_puts_real_tokens_first_and_restored_puts_them_back() -> None:
     assert torch.equal(undo_left_align(moved, order), torch.where(mask[..., None], x, 0.0))
 
 
-def test_parts_need_names_of_their_own() -> None:
-    with pytest.raises(ConfigError, match="distinct names"):
+def test_parts_with_equal_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"got \[.*'norm', 'norm'\]"):
         Parts(QKVProjection(SHAPE), {"norm": UnitNorm()}, {"norm": HeadNorm(SHAPE, 1e-5)})
 
 
-def test_a_mixer_may_be_put_together_by_hand() -> None:
-    """Parts compose without a config: here Gated DeltaNet's update without any of its surroundings."""
+def test_parts_compose_without_a_config() -> None:
     spec = UpdateSpec(decay="head")
     parts = Parts(QKVProjection(SHAPE), {"unit": UnitNorm(), "decay": SoftplusDecay(SHAPE)})
     mixer = DeltaMixer(SHAPE, spec, parts, "reference").double()
@@ -189,8 +199,8 @@ def test_a_mixer_may_be_put_together_by_hand() -> None:
     torch.testing.assert_close(mixer(x[:, :3])[0], y[:, :3], rtol=1e-12, atol=0)
 
 
-class Products(TorchDispatchMode):
-    """Counts the matrix products inside."""
+class MatrixProducts(TorchDispatchMode):
+    """Counts matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,34 +211,95 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_narrow_maps_are_one_product_with_the_numbers_and_gradients_of_two() -> None:
+def test_narrow_maps_share_one_product_with_equal_outputs_and_gradients() -> None:
     mixer = GatedDeltaNet(heads=2, conv_width=0).build(64, backend="reference").double()
     x = torch.randn(1, 5, 64, dtype=torch.float64, requires_grad=True)
-    wanted = [x, *mixer.parameters()]
 
-    def run():
-        with Products() as products:
+    def run() -> tuple[int, Tensor]:
+        with MatrixProducts() as products:
             y = mixer(x)[0]
-        return products.count, y, torch.autograd.grad(y.square().sum(), wanted)
+        return products.count, y
 
-    one, y, grads = run()
-    # a hook wants its module to be called
+    shared_count, shared = run()
+    # Modules with a hook are called, so their maps do not share a product.
     called = []
     for name in ("beta", "decay"):
         mixer.operands[name].proj.register_forward_hook(lambda *_, name=name: called.append(name))
-    two, want, want_grads = run()
-    assert called == ["beta", "decay"] and two == one + 1
-    torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        torch.testing.assert_close(grad, want_grad, rtol=1e-12, atol=1e-12)
+    separate_count, separate = run()
+    assert called == ["beta", "decay"]
+    assert separate_count == shared_count + 1
+    assert_same_with_gradients(shared, separate, [x, *mixer.parameters()], 1e-12)
 
 
-def test_only_plain_narrow_maps_are_put_together() -> None:
+def test_only_plain_narrow_maps_share_a_product() -> None:
     x = torch.randn(2, 3, 64)
     narrow, other = (nn.Linear(64, size, bias=False) for size in (2, 8))
-    found = together(x, {"a": narrow, "b": other})
+    outputs = together(x, {"a": narrow, "b": other})
     for name, layer in ("a", narrow), ("b", other):
-        torch.testing.assert_close(found[name], layer(x))
-    wide, biased, several = nn.Linear(64, 9, bias=False), nn.Linear(64, 2), nn.Sequential(nn.Linear(64, 2, bias=False))
-    for left_alone in (wide, biased, several):
-        assert together(x, {"a": narrow, "b": left_alone}) == {}
+        torch.testing.assert_close(outputs[name], layer(x))
+    wide, biased, nested = nn.Linear(64, 9, bias=False), nn.Linear(64, 2), nn.Sequential(nn.Linear(64, 2, bias=False))
+    for excluded in (wide, biased, nested):
+        assert together(x, {"a": narrow, "b": excluded}) == {}
+
+
+def reset(module: nn.Module) -> None:
+    """Reset a module's children before the module, because some parts override the initialisation of a child."""
+    for child in module.children():
+        reset(child)
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+PLACE = Place(2, 4)
+SSM_SHAPE = HeadShape(width=8, heads=1, value_heads=6, key_width=3, value_width=2)
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: ShortConv(6, 4, bias=True),
+    "softplus decay": lambda: SoftplusDecay(SHAPE, "channel", rank=2),
+    "sigmoid decay": lambda: SigmoidDecay(SHAPE, floor=0.3),
+    "norm": lambda: HeadNorm(SHAPE, 1e-5, bias=True),
+    "random features": lambda: RandomFourierFeatures(SHAPE, 7),
+    "feedback": lambda: Feedback(SHAPE, 0.1),
+    "exponential gate": lambda: ExponentialGate(SHAPE),
+    "conjugate gradient": lambda: ConjugateGradientSolve(SHAPE, 3, 0.25),
+    "skip": lambda: Skip(SHAPE),
+    "bonus": lambda: Bonus(SHAPE, initial_bonus(SHAPE, PLACE)),
+    "feedthrough": lambda: Feedthrough(8),
+    "rotating frame": lambda: ToRotatingFrame(SSM_SHAPE, 100.0),
+    "lru": lambda: LRUDecay(SSM_SHAPE, (0.5, 0.9), 6.28),
+    "s5": lambda: S5Decay(SSM_SHAPE, 2, "zoh"),
+    "s4d": lambda: DiagonalSSM(6, 3),
+    "s4d, real": lambda: DiagonalSSM(6, 3, "real"),
+    "mamba": lambda: SelectiveOperands(SSM_SHAPE, 2, "mamba", 1e-6),
+    "longhorn": lambda: SelectiveOperands(SSM_SHAPE, 2, "longhorn"),
+    "rg-lru": lambda: RGLRUGate(SSM_SHAPE, 2),
+    "channel projection": lambda: ChannelProjection(SSM_SHAPE, 0, False, 0.1),
+    "wkv gate": lambda: WKVGate(SHAPE, 0.5),
+    "wkv bonus": lambda: WKVBonus(SHAPE),
+    "rwkv4": lambda: RWKV4Projection(SHAPE, PLACE),
+    "rwkv6": lambda: RWKV6Projection(SHAPE, PLACE, Ranks(3, 2)),
+    "rwkv7": lambda: RWKV7Projection(SHAPE, PLACE, Ranks(3, 0, 3, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_reset_parameters_initialises_a_part_built_on_the_meta_device(name: str) -> None:
+    built, other = PARTS[name](), PARTS[name]()
+    with torch.device("meta"):
+        part = PARTS[name]()
+    part.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in part.state_dict().values():
+            tensor.fill_(torch.nan)
+    reset(part)
+    for key, tensor in part.state_dict().items():
+        assert tensor.isfinite().all(), key
+        if torch.equal(built.state_dict()[key], other.state_dict()[key]):  # not random
+            torch.testing.assert_close(tensor, built.state_dict()[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_reset_parameters_sets_tensors_in_place(name: str) -> None:
+    part = PARTS[name]()
+    tensors = part.state_dict(keep_vars=True)
+    reset(part)
+    assert all(tensor is tensors[key] for key, tensor in part.state_dict(keep_vars=True).items())
