@@ -1,1 +1,1 @@
-"""A plug-in for deltazoo: the backend "prefix" and the mixer "fading_deltanet"."""
+"""A plug-in for deltazoo: the backend "prefix" and the mixer "decayed_deltanet"."""

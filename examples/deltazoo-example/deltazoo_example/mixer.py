@@ -1,4 +1,4 @@
-"""A mixer: DeltaNet whose heads also fade at a fixed pace each, as RetNet's do."""
+"""The mixer "decayed_deltanet": DeltaNet with RetNet's fixed decay of each head."""
 
 from typing import ClassVar
 
@@ -9,15 +9,20 @@ from deltazoo.mixers.parts.decays import FixedDecay
 from deltazoo.mixers.parts.norms import HeadNorm
 
 
-class FadingDeltaNet(DeltaRuleConfig):
-    """S_t = g_h (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T, g_h = 1 - 2^(-5-h)."""
+class DecayedDeltaNet(DeltaRuleConfig):
+    """S_t = g_h (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T with g_h = 1 - 2^(-5-h) for head h.
 
-    name: ClassVar[str] = "fading_deltanet"
+    The base class has the fields (heads, widths, convolution, ...) and builds the module.
+    """
+
+    name: ClassVar[str] = "decayed_deltanet"
     source: ClassVar[str] = "an example: DeltaNet 2406.06484 with the decay of RetNet 2307.08621"
 
     def spec(self) -> UpdateSpec:
+        """Return the recurrence."""
         return self.delta_rule_spec("fixed")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
+        """Return the modules around the update: projection, then operands, then outputs, in this order."""
         operands = {**self.beta(shape), "decay": FixedDecay(shape)}
         return Parts(self.qkv_projection(shape), operands, {"norm": HeadNorm(shape, self.norm_eps)})
