@@ -167,7 +167,7 @@ def test_values_of_the_first_rwkv7_layer_are_its_own_when_it_is_computed_anew(pa
 
 def test_rwkv7_layers_whose_values_cannot_be_mixed_are_refused_in_words():
     model = StackSpec(width=32, depth=2, vocab=40, pattern="rwkv7 + rwkv7(value_width=12)").build("reference")
-    with pytest.raises(ConfigError, match="must be the first one's, 32, for their values are mixed, got 12 in layer 1"):
+    with pytest.raises(ConfigError, match="the first one has 32, got 12 in layer 1"):
         model(torch.randint(40, (1, 3)))
 
 
