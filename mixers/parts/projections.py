@@ -48,29 +48,28 @@ class QKVProjection(Fusible, Stateful):
         super().__init__()
         self.shape, self.keys = shape, keys
         n, size = shape.householders, shape.heads * shape.key_width
-        sizes = {"q": size, "k": n * size if keys else 0, "v": n * shape.value_heads * shape.value_width}
-        heads = {"q": shape.key_width, "k": shape.key_width, "v": shape.value_width}
-        parts = [ConvPart(sizes[x], x in silu, heads[x] if x in unit else 0) for x in "qkv"]
-        self.to_qkv = nn.Linear(shape.width, sum(sizes.values()), bias=False)
-        convolved, self.rest = parts[: len(conv_of)], parts[len(conv_of) :]
+        channels = {"q": size, "k": n * size if keys else 0, "v": n * shape.value_heads * shape.value_width}
+        widths = {"q": shape.key_width, "k": shape.key_width, "v": shape.value_width}
+        parts = [ConvPart(channels[x], x in silu, widths[x] if x in unit else 0) for x in "qkv"]
+        self.to_qkv = nn.Linear(shape.width, sum(channels.values()), bias=False)
+        count = len(conv_of) if conv_width else 0
+        convolved, self.unconvolved = parts[:count], parts[count:]
         self.conv = None
         if conv_width:
             self.conv = ShortConv(sum(part.channels for part in convolved), conv_width, conv_bias, convolved)
-        else:
-            self.rest = parts
 
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         return None if self.conv is None else self.conv.init_state(batch, like)
 
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
         """QKVProjection x [B, T, D]; k and v get an axis n after T if there are several Householder steps."""
-        rest_BTC = self.to_qkv(x)
-        streams: tuple[Tensor, ...] = ()
+        qkv_BTC = self.to_qkv(x)
+        convolved: tuple[Tensor, ...] = ()
         if self.conv is not None:
-            convolved = self.conv.weight.shape[0]
-            streams, state = self.conv(rest_BTC[..., :convolved], state, context)
-            rest_BTC = rest_BTC[..., convolved:]
-        q, k, v = (*streams, *follow(rest_BTC, self.rest))
+            channels = self.conv.weight.shape[0]
+            convolved, state = self.conv(qkv_BTC[..., :channels], state, context)
+            qkv_BTC = qkv_BTC[..., channels:]
+        q, k, v = (*convolved, *follow(qkv_BTC, self.unconvolved))
         k = k if self.keys else q
         H, HV = self.shape.heads, self.shape.value_heads
         q_BTHK = rearrange(q, "b t (h k) -> b t h k", h=H)
@@ -84,8 +83,8 @@ class QKVProjection(Fusible, Stateful):
 
     def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if self.conv is None:
-            return step._replace(parts=tuple(self.rest)) if self.keys else None
-        if not self.keys or self.rest or type(self.conv) is not ShortConv or not is_unmodified(self.conv):
+            return step._replace(parts=tuple(self.unconvolved)) if self.keys else None
+        if not self.keys or self.unconvolved or type(self.conv) is not ShortConv or not is_unmodified(self.conv):
             return None
         return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
 
