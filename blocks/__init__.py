@@ -1,1 +1,24 @@
-"""Floor 2: residual blocks, patterns, stacks, language models, states and generation."""
+"""Residual layers, layer patterns, language models, training, generation and inspection."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltazoo.blocks.compilation import compile_layers
+    from deltazoo.blocks.spec import preset
+
+_HOME = {"compile_layers": "compilation", "preset": "spec"}
+
+__all__ = ["compile_layers", "preset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'deltazoo.blocks' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"deltazoo.blocks.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

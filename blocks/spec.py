@@ -300,3 +300,11 @@ def _side_by_side(parts: list[MixerConfig | LayerSpec], text: str) -> LayerSpec:
 
 def _title(layer: LayerSpec) -> str:
     return " | ".join(config.name for config in layer.mixers)
+
+
+def preset(name: str) -> StackSpec:
+    """Return the stack of a preset; `deltazoo list presets` prints the names.
+
+    Raises: UnknownNameError: names the nearest preset.
+    """
+    return StackSpec(**presets.read(name))

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltazoo.blocks import presets
+from deltazoo.backends.errors import UnknownNameError
+from deltazoo.blocks import preset, presets
 from deltazoo.blocks.spec import StackSpec
 
 SMALL = ["gated-deltanet-h1-small", "gated-deltanet-small", "transformer-pp-small"]
@@ -79,3 +80,10 @@ def test_a_preset_says_where_it_comes_from(name):
     first = presets.text(name).splitlines()[0]
     assert first.startswith("# ")
     assert "arXiv" in presets.text(name) or name in SMALL
+
+
+def test_preset_returns_the_stack_that_load_reads():
+    for name in presets.names():
+        assert preset(name) == StackSpec.load(name)
+    with pytest.raises(UnknownNameError, match="did you mean 'samba'"):
+        preset("sambo")

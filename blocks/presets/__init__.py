@@ -1,4 +1,7 @@
-"""The models that come with deltazoo: YAML files in presets/, found by name."""
+"""The presets: models shipped as YAML files in this folder, looked up by file name.
+
+`deltazoo.blocks.preset(name)` returns the StackSpec of a preset.
+"""
 
 from importlib.resources import files
 from typing import Any
@@ -6,18 +9,18 @@ from typing import Any
 from deltazoo.backends.errors import UnknownNameError
 from deltazoo.blocks import document
 
-_FOLDER = files("deltazoo.blocks") / "presets"
+_FOLDER = files("deltazoo.blocks.presets")
 
 
 def names() -> list[str]:
-    """List the presets, sorted."""
+    """List the names of the presets, sorted."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _FOLDER.iterdir() if entry.name.endswith(".yaml"))
 
 
 def text(name: str) -> str:
-    """The YAML of a preset, comments included.
+    """Return the YAML text of a preset, comments included.
 
-    Raises: UnknownNameError, with the nearest name.
+    Raises: UnknownNameError: names the nearest preset.
     """
     if name not in names():
         raise UnknownNameError("preset", name, names())
@@ -25,8 +28,8 @@ def text(name: str) -> str:
 
 
 def read(name: str) -> dict[str, Any]:
-    """The fields of a preset's StackSpec; `StackSpec.load(name)` makes the spec.
+    """Return the fields of a preset's StackSpec as plain data.
 
-    Raises: UnknownNameError, with the nearest name.
+    Raises: UnknownNameError: names the nearest preset.
     """
     return document.parse(text(name), ".yaml", f"preset {name!r}")
