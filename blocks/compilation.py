@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from deltazoo.blocks.layer import Layer
-from deltazoo.blocks.spec import LayerSpec
+from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.stack import LanguageModel
 
 _number = itertools.count()

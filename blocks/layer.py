@@ -4,15 +4,80 @@ B batch, T time, D width
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, Literal, cast
 
+from pydantic import Field, field_serializer
 from torch import Tensor, nn
 
-from deltazoo.blocks.mlp import Mlp
-from deltazoo.mixers.core.mixer import Context, Mixer, State
+from deltazoo.backends.base import Backend
+from deltazoo.backends.errors import ConfigError
+from deltazoo.blocks import parsing
+from deltazoo.blocks.mlp import Mlp, SwiGLU
+from deltazoo.blocks.parsing import PlainDataModel
+from deltazoo.mixers.core import config as configs
+from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place, State
+from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.parts.norms import RMSNorm
 
 LayerState = tuple[State, ...]
+
+
+class LayerSpec(PlainDataModel, Term):
+    """Say what one layer is: x + mixer(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        mixer: a mixer config, or several that stand side by side, whose outputs are summed.
+        mlp: a `SwiGLU`, or "none" for a layer without one.
+        norm_eps: added to the mean square inside the root of the RMS norms.
+        backend: the name of the backend of the mixers' updates.
+        The last three are the stack's where they are None.
+    Raises: ConfigError.
+    """
+
+    mixer: MixerConfig | tuple[MixerConfig, ...]
+    mlp: SwiGLU | Literal["none"] | None = None
+    norm_eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    backend: str | None = None
+
+    @property
+    def mixers(self) -> tuple[MixerConfig, ...]:
+        """The mixer configs, side by side."""
+        return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,)
+
+    def build(self, width: int, place: Place, backend: str | Backend | None = None) -> "Layer":
+        """Make the module; what a stack would say has the default that StackSpec gives it.
+
+        Args: backend: goes before the layer's own.
+        Raises: ConfigError: a mixer does not fit the width.
+        """
+        chosen = self.backend if backend is None else backend
+        mlp = SwiGLU() if self.mlp is None else self.mlp
+        return Layer(
+            width,
+            [config.build(width, place, chosen) for config in self.mixers],
+            None if mlp == "none" else mlp.build(width),
+            1e-6 if self.norm_eps is None else self.norm_eps,
+        )
+
+    def _check(self) -> None:
+        """No rule relates the fields of a layer."""
+
+    @field_serializer("mixer")
+    def _dump_mixer(self, mixer: Any) -> Any:
+        return [configs.dump(config) for config in mixer] if isinstance(mixer, tuple) else configs.dump(mixer)
+
+    @staticmethod
+    def _parse_fields(data: dict[str, Any]) -> dict[str, Any]:
+        mixers = data.get("mixer")
+        if isinstance(mixers, list | tuple):
+            if not mixers:
+                raise ConfigError("mixer: a layer needs at least one mixer, got an empty list")
+            data["mixer"] = tuple(parsing.mixer(("mixer", str(i)), mixer) for i, mixer in enumerate(mixers))
+        elif mixers is not None:
+            data["mixer"] = parsing.mixer(("mixer",), mixers)
+        if data.get("mlp") is not None:
+            data["mlp"] = parsing.mlp(("mlp",), data["mlp"])
+        return data
 
 
 class Layer(nn.Module):

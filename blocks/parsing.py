@@ -1,10 +1,11 @@
 """Plain data, as YAML has it, to values; each mistake is a ConfigError that begins with the path of the key."""
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltazoo.backends.errors import ConfigError, DeltazooError
 from deltazoo.blocks.mlp import SwiGLU
@@ -12,6 +13,31 @@ from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.mixer import MixerConfig
 
 Path = tuple[str, ...]
+
+
+class PlainDataModel(BaseModel, ABC):
+    """A frozen model built from plain data; every mistake is a ConfigError that begins with the path of the key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    if not TYPE_CHECKING:  # type checkers still see the fields as parameters
+
+        def __init__(self, **data: Any) -> None:
+            check_keys((), data, type(self).model_fields)
+            try:
+                super().__init__(**self._parse_fields(data))
+            except ValidationError as error:
+                raise ConfigError(sentences((), error)) from None
+            self._check()
+
+    @staticmethod
+    @abstractmethod
+    def _parse_fields(data: dict[str, Any]) -> dict[str, Any]:
+        """Parse the fields that pydantic cannot parse from plain data."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Check the parsed fields together. Not a pydantic validator, which would hide the class of the error."""
 
 
 def check_keys(path: Path, data: Mapping[str, Any], known: Iterable[str]) -> None:

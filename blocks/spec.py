@@ -2,23 +2,22 @@
 
 import itertools
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_serializer
+from pydantic import Field, ValidationError, WithJsonSchema, field_serializer
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError, PatternError, unknown_name
-from deltazoo.blocks import document, presets
-from deltazoo.blocks import parsing as reading
+from deltazoo.blocks import document, parsing, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
-from deltazoo.blocks.layer import Layer
+from deltazoo.blocks.layer import LayerSpec
 from deltazoo.blocks.mlp import SwiGLU
+from deltazoo.blocks.parsing import PlainDataModel
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.core import config as configs
@@ -26,91 +25,7 @@ from deltazoo.mixers.core.mixer import MixerConfig, Place
 from deltazoo.mixers.core.patterns import Name, Term
 
 
-class _Spec(BaseModel, ABC):
-    """A value whose mistakes are ConfigErrors that begin with the path of the wrong key."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-    if not TYPE_CHECKING:  # type checkers go on seeing the fields as parameters
-
-        def __init__(self, **data: Any) -> None:
-            reading.check_keys((), data, type(self).model_fields)
-            try:
-                super().__init__(**self._read(data))
-            except ValidationError as error:
-                raise ConfigError(reading.sentences((), error)) from None
-            self.expand()
-
-    @staticmethod
-    @abstractmethod
-    def _read(data: dict[str, Any]) -> dict[str, Any]:
-        """Turn plain data, as YAML has it, into values."""
-
-    @abstractmethod
-    def expand(self) -> "list[LayerSpec]":
-        """The layers, one by one; an error where they cannot be told."""
-
-
-class LayerSpec(_Spec, Term):
-    """Say what one layer is: x + mixer(norm(x)), then x + mlp(norm(x)).
-
-    Args:
-        mixer: a mixer config, or several that stand side by side, whose outputs are summed.
-        mlp: a `SwiGLU`, or "none" for a layer without one.
-        norm_eps: added to the mean square inside the root of the RMS norms.
-        backend: the name of the backend of the mixers' updates.
-        The last three are the stack's where they are None.
-    Raises: ConfigError.
-    """
-
-    mixer: MixerConfig | tuple[MixerConfig, ...]
-    mlp: SwiGLU | Literal["none"] | None = None
-    norm_eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    backend: str | None = None
-
-    @property
-    def mixers(self) -> tuple[MixerConfig, ...]:
-        """The mixer configs, side by side."""
-        return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,)
-
-    def build(self, width: int, place: Place, backend: str | Backend | None = None) -> Layer:
-        """Make the module; what a stack would say has the default that StackSpec gives it.
-
-        Args: backend: goes before the layer's own.
-        Raises: ConfigError: a mixer does not fit the width.
-        """
-        chosen = self.backend if backend is None else backend
-        mlp = SwiGLU() if self.mlp is None else self.mlp
-        return Layer(
-            width,
-            [config.build(width, place, chosen) for config in self.mixers],
-            None if mlp == "none" else mlp.build(width),
-            1e-6 if self.norm_eps is None else self.norm_eps,
-        )
-
-    def expand(self) -> "list[LayerSpec]":
-        """The layer itself."""
-        return [self]
-
-    @field_serializer("mixer")
-    def _dump_mixer(self, mixer: Any) -> Any:
-        return [configs.dump(config) for config in mixer] if isinstance(mixer, tuple) else configs.dump(mixer)
-
-    @staticmethod
-    def _read(data: dict[str, Any]) -> dict[str, Any]:
-        mixers = data.get("mixer")
-        if isinstance(mixers, list | tuple):
-            if not mixers:
-                raise ConfigError("mixer: a layer needs at least one mixer, got an empty list")
-            data["mixer"] = tuple(reading.mixer(("mixer", str(i)), mixer) for i, mixer in enumerate(mixers))
-        elif mixers is not None:
-            data["mixer"] = reading.mixer(("mixer",), mixers)
-        if data.get("mlp") is not None:
-            data["mlp"] = reading.mlp(("mlp",), data["mlp"])
-        return data
-
-
-class StackSpec(_Spec):
+class StackSpec(PlainDataModel):
     """Say what a language model is: embedding, layers in the order of a pattern, norm, head.
 
         StackSpec(width=768, depth=12, vocab=256, pattern="3*gdn + swa",
@@ -134,7 +49,7 @@ class StackSpec(_Spec):
     depth: int = Field(ge=1)
     vocab: int = Field(ge=1)
     pattern: Annotated[str | Term, WithJsonSchema({"type": "string"})]
-    layers: dict[str, MixerConfig | LayerSpec] = {}
+    layers: dict[str, MixerConfig | LayerSpec] = Field(default_factory=dict)
     mlp: SwiGLU | Literal["none"] = SwiGLU()
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     tied: bool = True
@@ -153,6 +68,9 @@ class StackSpec(_Spec):
             missing = {field: value for field, value in own.items() if getattr(layer, field) is None}
             found.append(layer.model_copy(update=missing))
         return found
+
+    def _check(self) -> None:
+        self.expand()
 
     def build(self, backend: str | Backend | None = None) -> LanguageModel:
         """Make the model, with weights drawn from torch's default generator.
@@ -215,13 +133,13 @@ class StackSpec(_Spec):
         return {name: _plain(layer) for name, layer in layers.items()}
 
     @staticmethod
-    def _read(data: dict[str, Any]) -> dict[str, Any]:
+    def _parse_fields(data: dict[str, Any]) -> dict[str, Any]:
         layers = data.get("layers", {})
         if not isinstance(layers, Mapping):
             raise ConfigError(f"layers: must map names to mixers or layers, got {layers!r}")
         data["layers"] = read = {name: _layer(name, layer) for name, layer in layers.items()}
         if "mlp" in data:
-            data["mlp"] = reading.mlp(("mlp",), data["mlp"])
+            data["mlp"] = parsing.mlp(("mlp",), data["mlp"])
         pattern = data.get("pattern", "")
         if isinstance(pattern, Term):
             data["pattern"] = _named(pattern, read)
@@ -237,8 +155,8 @@ def _layer(name: str, data: object) -> MixerConfig | LayerSpec:
     if isinstance(data, LayerSpec):
         return data
     if not isinstance(data, Mapping) or isinstance(data.get("mixer"), str) or "mixer" not in data:
-        return reading.mixer(("layers", name), data)
-    reading.check_keys(("layers", name), data, LayerSpec.model_fields)
+        return parsing.mixer(("layers", name), data)
+    parsing.check_keys(("layers", name), data, LayerSpec.model_fields)
     try:
         return LayerSpec(**data)
     except ConfigError as error:
@@ -281,10 +199,10 @@ def _resolved(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: s
     if not term.fields:
         return found
     try:
-        reading.check_keys((term.name,), dict(term.fields), type(found).model_fields)
+        parsing.check_keys((term.name,), dict(term.fields), type(found).model_fields)
         return type(found)(**{**dict(found), **dict(term.fields)})
     except ValidationError as error:
-        raise pattern_error(f"pattern: {reading.sentences((term.name,), error)}", text, term.position) from None
+        raise pattern_error(f"pattern: {parsing.sentences((term.name,), error)}", text, term.position) from None
     except ConfigError as error:
         raise pattern_error(f"pattern: {error}", text, term.position) from None
 

@@ -4,7 +4,7 @@ B batch, T time, D width, L vocabulary, N packed sequences
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self, cast
+from typing import NamedTuple, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,24 @@ from deltazoo.backends.check import check_integer
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.head import IGNORE, cross_entropy
-from deltazoo.blocks.layer import Layer, LayerState
+from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.parts.norms import RMSNorm
 
-if TYPE_CHECKING:
-    from deltazoo.blocks.spec import StackSpec
+
+class ModelSpec(Protocol):
+    """What a language model reads of the `StackSpec` that builds it; spec.py imports this file, not the reverse."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def tied(self) -> bool: ...
+    def expand(self) -> Sequence[LayerSpec]: ...
 
 
 class StackState(NamedTuple):
@@ -78,7 +89,7 @@ class LanguageModel(nn.Module):
     Source: GPT-2, Radford 2019, section 2.3.
     """
 
-    def __init__(self, spec: "StackSpec", layers: Sequence[Layer]) -> None:
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer]) -> None:
         super().__init__()
         self.spec = spec
         self.embedding = nn.Embedding(spec.vocab, spec.width)
