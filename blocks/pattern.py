@@ -75,6 +75,21 @@ def with_names(pattern: Term, name: Callable[[Term], Name]) -> Term:
     return name(pattern)
 
 
+def names(pattern: Term) -> Iterator[Name]:
+    """Yield every name in a pattern."""
+    match pattern:
+        case Name():
+            yield pattern
+        case Chain(parts) | Parallel(parts):
+            for part in parts:
+                yield from names(part)
+        case Repeat(_, part):
+            yield from names(part)
+        case At(part, _, over) | Spread(part, _, over):
+            yield from names(part)
+            yield from names(over)
+
+
 def pattern_error(sentence: str, text: str, position: int) -> PatternError:
     """Say what is wrong in a pattern, with a caret under the place."""
     return PatternError(f"{sentence}\n    {_flat(text)}\n    {' ' * position}^")

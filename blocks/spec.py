@@ -20,6 +20,7 @@ from deltazoo.blocks.mlp import SwiGLU
 from deltazoo.blocks.parsing import PlainDataModel
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
 from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.trust import refuse_untrusted
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.mixer import MixerConfig, Place
 from deltazoo.mixers.core.patterns import Name, Term
@@ -96,15 +97,18 @@ class StackSpec(PlainDataModel):
         document.write(Path(path), self.model_dump(mode="json"))
 
     @classmethod
-    def load(cls, source: str | Path) -> Self:
+    def load(cls, source: str | Path, trust: bool = False) -> Self:
         """Read a spec from a .yaml, .yml or .json file, or a preset by its name.
 
+        Args: trust: allow mixers and backends that the file names as "module:Class", which runs the module's code.
         Raises: ConfigError; PatternError; UnknownNameError, with the nearest preset's name.
         """
         if isinstance(source, Path) or Path(source).suffix in document.SUFFIXES:
             data = document.read(Path(source))
         else:
             data = presets.read(source)
+        if not trust:
+            refuse_untrusted(data, source)
         try:
             return cls(**data)
         except (ConfigError, PatternError) as error:

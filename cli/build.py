@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendName, OptionalStack
+from deltazoo.cli.options import AsJson, BackendName, OptionalStack, Trust
 from deltazoo.cli.output import print_json, print_layers, say
 
 
@@ -18,13 +18,14 @@ def command(
     tied: Annotated[bool | None, typer.Option("--tied/--untied", help="Head and embedding.")] = None,
     backend: BackendName = None,
     save: Annotated[Path | None, typer.Option(help="Write the stack to this .yaml or .json file.")] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Assemble a stack from a file, a preset or a pattern, and describe it layer by layer."""
     from deltazoo.blocks.assemble import assemble
 
     changes = {"pattern": pattern, "width": width, "depth": depth, "vocab": vocab, "tied": tied, "backend": backend}
-    spec = assemble(stack, changes)
+    spec = assemble(stack, changes, trust)
     found = spec.describe(backend)
     if save is not None:
         spec.save(save)

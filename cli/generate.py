@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendName, Device, Seed
+from deltazoo.cli.options import AsJson, BackendName, Device, Seed, Trust
 from deltazoo.cli.output import print_json, say, write
 
 
@@ -20,6 +20,7 @@ def command(
     seed: Seed = 0,
     device: Device = "cpu",
     backend: BackendName = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a trained model, by cached decoding, as the bytes come."""
@@ -27,7 +28,7 @@ def command(
     from deltazoo.blocks.generation.completion import write as continue_text
 
     sampling = Sampling(max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed)
-    model = load_writer(checkpoint, device, backend)
+    model = load_writer(checkpoint, device, backend, trust)
     if as_json:
         print_json(continue_text(model, prompt, sampling))
         return

@@ -46,6 +46,11 @@ TextFile = Annotated[
 ]
 
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help='Allow "module:Class" names in files; importing them runs their code.')
+]
+
+
 def split(listed: str | None) -> list[str] | None:
     """What stands between commas."""
     return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype
+from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
 from deltazoo.cli.output import print_json, print_layers, print_table, say
 
 
@@ -13,12 +13,13 @@ def command(
     width: Annotated[int, typer.Option(min=1, help="Of the layer that a mixer's figures are for.")] = 1024,
     device: Device = "cpu",
     dtype: OperandDtype = Dtype.float32,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a mixer, backend or preset is, what it costs, and which backends compute it."""
     from deltazoo.blocks.inspect.show import sheet
 
-    found = sheet(name, width, device, dtype.torch)
+    found = sheet(name, width, device, dtype.torch, trust)
     if as_json:
         print_json(found)
         return

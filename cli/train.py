@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendName, OptionalStack, TextFile
+from deltazoo.cli.options import AsJson, BackendName, OptionalStack, TextFile, Trust
 from deltazoo.cli.output import print_json, print_table, progress, say
 from deltazoo.cli.threads import wait_patiently
 
@@ -38,6 +38,7 @@ def command(
     dtype: Annotated[WeightDtype | None, typer.Option(show_default="float32", help="bfloat16 is autocast.")] = None,
     backend: BackendName = None,
     compile: Annotated[bool | None, typer.Option("--compile/--no-compile", show_default="compile")] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a stack on bytes of text: validation, bits per byte, and a checkpoint that goes on bit for bit."""
@@ -52,9 +53,9 @@ def command(
         raise typer.BadParameter(f"--resume takes stack and settings from the checkpoint, got {stack or out or given}")
     with progress() as told:
         if resume is not None:
-            found = go_on(resume, load_text(text) if text else None, until, told)
+            found = go_on(resume, load_text(text) if text else None, until, told, trust)
         elif stack is not None:
-            spec, out = StackSpec.load(stack), out or Path("runs") / Path(stack).stem
+            spec, out = StackSpec.load(stack, trust), out or Path("runs") / Path(stack).stem
             found = train(spec, load_text(text), TrainConfig(**given), out, until, told)
         else:
             raise typer.BadParameter("give a FILE or a PRESET, or --resume FOLDER")

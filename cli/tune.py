@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, OptionalStack, split
+from deltazoo.cli.options import AsJson, OptionalStack, Trust, split
 from deltazoo.cli.output import print_json, print_table, progress, say
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="The table; the user's, found by itself, if none.")] = None,
     again: Annotated[bool, typer.Option(help="Measure what the table has already, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be measured.")] = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the launches of the triton backend's kernels on this GPU; run it again to go on where it stopped."""
@@ -36,7 +37,7 @@ def command(
     from deltazoo.blocks.inspect.tuning import plan_on, targets_of, tune_on
 
     config = TuneConfig(directions=split(directions), effort=effort, budget=budget, again=again)
-    targets = targets_of(stack, shape or [], split(mixer) or [], split(dtype) or [], (batch, length))
+    targets = targets_of(stack, shape or [], split(mixer) or [], split(dtype) or [], (batch, length), trust)
     if dry_run:
         planned = plan_on(device, targets, config, out)
         if as_json:

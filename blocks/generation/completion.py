@@ -49,14 +49,18 @@ class Written(BaseModel):
     sampling: Sampling
 
 
-def load_writer(folder: str | Path, device: str = "cpu", backend: str | None = None) -> LanguageModel:
+def load_writer(
+    folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False
+) -> LanguageModel:
     """Load the model of a checkpoint to write with.
 
-    Args: backend: None is the device's default, but on the CPU `compile` runs uncompiled: one prompt is read sooner
+    Args:
+        backend: None is the device's default, but on the CPU `compile` runs uncompiled: one prompt is read sooner
         than compiled for.
+        trust: as for `StackSpec.load`.
     Raises: ConfigError; UnknownNameError.
     """
-    model = load_model(folder, device, backend)
+    model = load_model(folder, device, backend, trust)
     return model.rebind(CompileBackend(compiled=False)) if backend is None and device == "cpu" else model
 
 

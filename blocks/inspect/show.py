@@ -67,12 +67,15 @@ class Sheet(BaseModel):
     description: Description | None = None
 
 
-def sheet(name: str, width: int = _WIDTH, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Sheet:
+def sheet(
+    name: str, width: int = _WIDTH, device: str = "cpu", dtype: torch.dtype = torch.float32, trust: bool = False
+) -> Sheet:
     """Look a mixer, backend, preset or file of a stack up.
 
     Args:
         width: of the layer that a mixer's figures are for.
         device, dtype: that the backends are asked about; torch need not see the device here.
+        trust: as for `StackSpec.load`.
     Raises: UnknownNameError, with the nearest name; ConfigError; PluginError.
     """
     mixers, backends = registry.names(registry.MIXERS), registry.names(registry.BACKENDS)
@@ -81,7 +84,7 @@ def sheet(name: str, width: int = _WIDTH, device: str = "cpu", dtype: torch.dtyp
     if name in backends:
         return _backend(name, device, dtype)
     if name in presets.names() or name.endswith(document.SUFFIXES):
-        return _stack(name)
+        return _stack(name, trust)
     if ":" in name:
         return _plug_in(name, width, device, dtype)
     raise UnknownNameError("mixer, backend or preset", name, [*mixers, *backends, *presets.names()])
@@ -139,8 +142,8 @@ def _backend(name: str, device: str, dtype: torch.dtype) -> Sheet:
     return Sheet(kind="backend", name=name, owner=_owner(registry.BACKENDS, name), about=words, takes=takes)
 
 
-def _stack(name: str) -> Sheet:
-    spec = StackSpec.load(name)
+def _stack(name: str, trust: bool) -> Sheet:
+    spec = StackSpec.load(name, trust)
     words = {field: str(value) for field, value in spec.model_dump(mode="json").items()}
     words["layers"] = "; ".join(f"{layer} = {value!r}" for layer, value in spec.layers.items())
     owner = "deltazoo" if name in presets.names() else name

@@ -22,17 +22,23 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def targets_of(
-    stack: str | None, shapes: Sequence[str], mixers: Sequence[str], dtypes: Sequence[str], tokens: tuple[int, int]
+    stack: str | None,
+    shapes: Sequence[str],
+    mixers: Sequence[str],
+    dtypes: Sequence[str],
+    tokens: tuple[int, int],
+    trust: bool = False,
 ) -> list[Target]:
     """What to tune for: the updates inside a stack, on `tokens`, and the mixers' with their default fields, on shapes.
 
-    Args: stack: a file or a preset; shapes: as for `shape_of`; tokens: B and T of the stack's batches.
+    Args: stack: a file or a preset; shapes: as for `shape_of`; tokens: B and T of the stack's batches; trust: as for
+        `StackSpec.load`.
     Raises: ConfigError; PatternError; UnknownNameError.
     """
     wrong = [dtype for dtype in dtypes if dtype not in DTYPES]
     if wrong or not dtypes:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {', '.join(wrong) or 'none'}")
-    pairs = [] if stack is None else _inside(stack, *tokens)
+    pairs = [] if stack is None else _inside(StackSpec.load(stack, trust), stack, *tokens)
     for mixer, shape in product(mixers, shapes):
         spec = config_class(mixer)().spec()
         if spec is None:
@@ -65,9 +71,9 @@ def _taken(targets: Sequence[Target], runner: CudaRunner) -> list[Target]:
     return taken
 
 
-def _inside(stack: str, batch: int, length: int) -> list[tuple[UpdateSpec, Shape]]:
+def _inside(spec: StackSpec, stack: str, batch: int, length: int) -> list[tuple[UpdateSpec, Shape]]:
     with torch.device("meta"):
-        model = StackSpec.load(stack).build()
+        model = spec.build()
     found: dict[tuple[UpdateSpec, Shape], None] = {}
     for update in model.modules():
         if isinstance(update, Update):

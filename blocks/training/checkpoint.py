@@ -10,6 +10,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.blocks import document
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.trust import refuse_untrusted
 
 STACK, SETTINGS, CHECKPOINT = "stack.yaml", "train.yaml", "checkpoint.pt"
 
@@ -30,12 +31,20 @@ def save(folder: Path, saved: dict[str, Any]) -> None:
     part.replace(folder / CHECKPOINT)
 
 
-def load(folder: Path) -> tuple[StackSpec, dict[str, Any], dict[str, Any]]:
-    """The stack, the settings and what was saved, on the CPU. Raises: ConfigError."""
+def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], dict[str, Any]]:
+    """The stack, the settings and what was saved, on the CPU.
+
+    Loading runs no code: the checkpoint is read with weights_only, and a "module:Class" in the stack or the settings
+    is refused unless `trust` allows it.
+
+    Raises: ConfigError.
+    """
     missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
     if missing:
         raise ConfigError(f"{folder} is no checkpoint folder: it has no {' and no '.join(missing)}")
-    spec, settings = StackSpec.load(folder / STACK), document.read(folder / SETTINGS)
+    spec, settings = StackSpec.load(folder / STACK, trust), document.read(folder / SETTINGS)
+    if not trust:
+        refuse_untrusted(settings, folder / SETTINGS)
     try:
         saved = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch raises depends on where the damage is
@@ -62,9 +71,15 @@ def load_weights(model: LanguageModel, saved: dict[str, Any]) -> None:
         raise ConfigError(f"the weights must be those of {STACK}, got others: {first}") from error
 
 
-def load_model(folder: str | Path, device: str = "cpu", backend: str | None = None) -> LanguageModel:
-    """Build the model of a checkpoint with its weights. Raises: ConfigError; UnknownNameError."""
-    spec, _, saved = load(Path(folder))
+def load_model(
+    folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False
+) -> LanguageModel:
+    """Build the model of a checkpoint with its weights.
+
+    Args: trust: as for `StackSpec.load`.
+    Raises: ConfigError; UnknownNameError.
+    """
+    spec, _, saved = load(Path(folder), trust)
     model = spec.build(backend=backend)
     load_weights(model, saved)
     return model.to(usable_device(device)).eval()

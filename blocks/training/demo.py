@@ -83,7 +83,7 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
         (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
         told = _under(f"train {name}", progress)
         trainings[name] = train(spec, text, config.train, folder / name, progress=told)
-    writer = load_writer(folder / next(iter(specs)), config.train.device)
+    writer = load_writer(folder / next(iter(specs)), config.train.device, trust=True)  # written above
     progress("write", 0, 1)
     written = write(writer, config.prompt, config.sampling)
     progress("write", 1, 1)

@@ -130,14 +130,18 @@ def train(
 
 
 def resume(
-    folder: str | Path, text: Text | None = None, until: int | None = None, progress: Progress = silent
+    folder: str | Path,
+    text: Text | None = None,
+    until: int | None = None,
+    progress: Progress = silent,
+    trust: bool = False,
 ) -> Training:
     """Go on from a checkpoint, bit for bit as if there had been no stop, on the same machine and versions.
 
-    Args: text: that of before; None reads it where it was read.
+    Args: text: that of before; None reads it where it was read; trust: as for `StackSpec.load`.
     Raises: ConfigError, also where the text is another; OSError, where it cannot be read.
     """
-    spec, settings, saved = checkpoint.load(Path(folder))
+    spec, settings, saved = checkpoint.load(Path(folder), trust)
     about = settings["text"]
     text = load_text(about["path"]) if text is None else text
     if about["digest"] != text.digest:
