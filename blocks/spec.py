@@ -15,7 +15,7 @@ from deltazoo.backends.errors import ConfigError, PatternError, unknown_name
 from deltazoo.blocks import document, parsing, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
-from deltazoo.blocks.layer import LayerSpec
+from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.mlp import SwiGLU
 from deltazoo.blocks.parsing import PlainDataModel
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
@@ -79,13 +79,17 @@ class StackSpec(PlainDataModel):
         Args: backend: for all layers, before their own; None is theirs, then the stack's, then as for `deltazoo.bind`.
         Raises: ConfigError: a mixer does not fit the width; UnknownNameError: no such backend.
         """
+        return LanguageModel(self, backend)
+
+    def build_layers(self, backend: str | Backend | None = None) -> list[Layer]:
+        """Make the layers alone; arguments and errors as for `build`."""
         layers = []
         for i, layer in enumerate(self.expand()):
             try:
                 layers.append(layer.build(self.width, Place(i, self.depth), backend))
             except ConfigError as error:
                 raise ConfigError(f"layer {i} ({_title(layer)}): {error}") from error
-        return LanguageModel(self, layers)
+        return layers
 
     def describe(self, backend: str | Backend | None = None) -> Description:
         """Count parameters, bytes and operations, layer by layer, without making the weights; see `Description`."""

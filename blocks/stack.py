@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.head import IGNORE, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.mixers.core.mixer import Context
@@ -34,6 +34,7 @@ class ModelSpec(Protocol):
     @property
     def tied(self) -> bool: ...
     def expand(self) -> Sequence[LayerSpec]: ...
+    def build_layers(self, backend: str | Backend | None) -> Sequence[Layer]: ...
 
 
 class StackState(NamedTuple):
@@ -89,13 +90,14 @@ class LanguageModel(nn.Module):
     Source: GPT-2, Radford 2019, section 2.3.
     """
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer]) -> None:
+    def __init__(self, spec: ModelSpec, backend: str | Backend | None = None) -> None:
         super().__init__()
         self.spec = spec
+        # `init_weights` draws in the order of definition, so construction has to draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)
-        self.stack = Stack(spec.width, layers, spec.norm_eps)
+        self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps)
         self.head = None if spec.tied else nn.Linear(spec.width, spec.vocab, bias=False)
-        self._initialise()
+        self.reset_parameters()
 
     def forward(
         self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
@@ -165,7 +167,20 @@ class LanguageModel(nn.Module):
         self.stack.checkpointed = on
         return self
 
-    def _initialise(self) -> None:
+    def init_weights(self) -> Self:
+        """Initialise every parameter and buffer in place, from torch's default generator.
+
+        A model that was built on the meta device and moved by `to_empty` gets, with the same seed, bitwise the weights
+        of a model built on that device.
+
+        Raises: ConfigError: a module has parameters or buffers and no `reset_parameters`.
+        """
+        with torch.no_grad():
+            _reset_children_first(self, "model", set())
+        return self
+
+    def reset_parameters(self) -> None:
+        """Draw the weights whose scale this class sets; all others keep the initialisation of their module."""
         residual = 0.02 / (2 * len(self.stack.layers)) ** 0.5
         nn.init.normal_(self.embedding.weight, std=0.02)
         if self.head is not None:
@@ -177,6 +192,23 @@ class LanguageModel(nn.Module):
                 out = getattr(part, "out", None)
                 if isinstance(out, nn.Linear):
                     nn.init.normal_(out.weight, std=residual)
+
+
+def _reset_children_first(module: nn.Module, path: str, done: set[nn.Module]) -> None:
+    """Call `reset_parameters` of every module once, children before their parent, in the order of definition."""
+    if module in done:
+        return
+    done.add(module)
+    for name, child in module.named_children():
+        _reset_children_first(child, f"{path}.{name}", done)
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
+    elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        raise ConfigError(
+            f"{path}: init_weights needs a method reset_parameters() that initialises the parameters and buffers of "
+            f"{type(module).__name__}"
+        )
 
 
 def _check_tokens(name: str, tokens: Tensor, embedding: nn.Embedding) -> None:

@@ -1,0 +1,68 @@
+"""init_weights: a model built on the meta device gets the weights of a model built on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from deltazoo.backends import registry
+from deltazoo.backends.errors import ConfigError
+from deltazoo.blocks.spec import StackSpec
+
+ALL_MIXERS = registry.names(registry.MIXERS)
+SMALL = ["gated-deltanet-h1-small", "gated-deltanet-small", "transformer-pp-small"]
+
+
+def all_mixers() -> StackSpec:
+    """One layer of each mixer, RWKV-7 first because later layers of it read its values."""
+    return StackSpec(width=64, depth=len(ALL_MIXERS), vocab=50, pattern=" + ".join(ALL_MIXERS), mlp={"width": 64})
+
+
+SPECS = {
+    **{name: lambda name=name: StackSpec.load(name) for name in SMALL},
+    "untied": lambda: StackSpec.load("gated-deltanet-h1-small").model_copy(update={"tied": False}),
+    "all mixers": all_mixers,
+}
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("make", SPECS.values(), ids=SPECS)
+def test_a_model_from_the_meta_device_gets_bitwise_the_same_weights(make):
+    spec = make()
+    torch.manual_seed(3)
+    expected = tensors(spec.build("reference"))
+    with torch.device("meta"):
+        model = spec.build("reference")
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in tensors(model).values():
+            tensor.fill_(77)  # a value that no initialisation draws
+    torch.manual_seed(3)
+    initialised = tensors(model.init_weights())
+    assert initialised.keys() == expected.keys()
+    for name, tensor in initialised.items():
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.requires_grad == expected[name].requires_grad, name
+
+
+def test_init_weights_restarts_a_trained_model():
+    spec = StackSpec.load("gated-deltanet-h1-small")
+    torch.manual_seed(3)
+    model = spec.build("reference")
+    expected = {name: tensor.clone() for name, tensor in tensors(model).items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    torch.manual_seed(3)
+    model.init_weights()
+    for name, tensor in tensors(model).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_module_without_reset_parameters_is_refused_by_its_path():
+    model = StackSpec.load("transformer-pp-small").build("reference")
+    model.stack.layers[1].mixers[0].extra = nn.ParameterList([torch.zeros(3)])
+    with pytest.raises(ConfigError, match=r"model\.stack\.layers\.1\.mixers\.0\.extra: .* of ParameterList"):
+        model.init_weights()
