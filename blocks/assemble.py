@@ -1,4 +1,4 @@
-"""A stack from a file or preset and changes to it, or from the changes alone."""
+"""Assembly of a stack from a file or preset and changed fields, or from fields only."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,19 +8,19 @@ from deltazoo.blocks.spec import StackSpec
 
 
 def assemble(source: str | None = None, changes: Mapping[str, Any] | None = None, trust: bool = False) -> StackSpec:
-    """Load a stack and change fields of it; without a source the fields must say it all.
+    """Load a stack and change some of its fields. Without a source, `changes` must set every required field.
 
     Args:
-        source: a file or a preset.
-        changes: fields of `StackSpec` to replace; those that are None stay as they are.
-        trust: as for `StackSpec.load`.
+        source: a file or the name of a preset.
+        changes: fields of `StackSpec` to replace; fields that are None stay as they are.
+        trust: as for `StackSpec.load`; `changes` need no trust.
     Raises: ConfigError; PatternError; UnknownNameError.
     """
-    given = {field: value for field, value in (changes or {}).items() if value is not None}
+    fields = {field: value for field, value in (changes or {}).items() if value is not None}
     if source is not None:
         spec = StackSpec.load(source, trust)
-        return StackSpec(**spec.model_dump(mode="json") | given) if given else spec
-    missing = [field for field, info in StackSpec.model_fields.items() if info.is_required() and field not in given]
+        return StackSpec(**spec.model_dump(mode="json") | fields) if fields else spec
+    missing = [field for field, info in StackSpec.model_fields.items() if info.is_required() and field not in fields]
     if missing:
-        raise ConfigError(f"a stack without a file or preset needs {', '.join(missing)} too, got {given}")
-    return StackSpec(**given)
+        raise ConfigError(f"a stack without a file or preset needs {', '.join(missing)} too, got {fields}")
+    return StackSpec(**fields)

@@ -1,4 +1,4 @@
-"""Compile a model layer by layer: equal layers share one compiled graph, so compile time does not grow with depth."""
+"""Layer-by-layer compilation: equal layers share one compiled graph, so compile time does not grow with depth."""
 
 import itertools
 from collections.abc import Callable
@@ -10,28 +10,30 @@ import torch
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.stack import LanguageModel
 
-_number = itertools.count()
+_counter = itertools.count()
 
 
 def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "inductor") -> LanguageModel:
-    """Run every layer under torch.compile(fullgraph=True), once compiled for each kind of layer; return the model.
+    """Compile every layer with fullgraph=True, once for each distinct LayerSpec, and return the model.
 
-    Embedding, last norm and head stay as they are: little is left to fuse there. Parameters and state dict do
-    not change.
+    The embedding, the last norm and the head stay eager, because little is left to fuse there. Parameters and state
+    dict do not change.
 
-    Args: compiler: what torch.compile calls its backend.
+    Args: compiler: the `backend` argument of torch.compile.
     """
     compiled: dict[LayerSpec, Callable[..., object]] = {}
     for spec, layer in zip(model.spec.expand(), model.stack.layers, strict=True):
         if spec not in compiled:
-            compiled[spec] = torch.compile(_own(Layer.forward), fullgraph=True, backend=compiler)
+            compiled[spec] = torch.compile(_renamed_copy(Layer.forward), fullgraph=True, backend=compiler)
         vars(layer)["forward"] = MethodType(compiled[spec], layer)
     return model
 
 
-def _own(method: Callable[..., object]) -> FunctionType:
-    # torch.compile counts recompilations by code object, and remembers by name which numbers changed between calls:
-    # a renamed copy keeps each kind of layer, of each model, to itself.
+def _renamed_copy(method: Callable[..., object]) -> FunctionType:
+    """Copy a method under a new name, so that layer specs and models do not share Dynamo's caches.
+
+    Dynamo limits recompilations per code object and records by function name which sizes changed between calls.
+    """
     assert isinstance(method, FunctionType)
-    name = f"layer_{next(_number)}"
+    name = f"layer_{next(_counter)}"
     return FunctionType(method.__code__.replace(co_name=name), method.__globals__, name, method.__defaults__)

@@ -1,6 +1,6 @@
-"""Cross entropy of a language model's head, some tokens at a time, so that the logits of all never exist at once.
+"""Chunked cross entropy of the head: the logits of only one chunk of tokens are in memory at a time.
 
-N tokens, C tokens in a chunk, D width, L vocabulary
+N tokens, C tokens per chunk, D width, L vocabulary
 """
 
 from collections.abc import Iterator
@@ -14,37 +14,39 @@ from deltazoo.backends.base import state_dtype
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 
-# 1,024 tokens of 32,000 words are 125 MiB of float32 logits, and the matrix product is as fast as it gets.
+# 1,024 tokens and a vocabulary of 32,000 take 125 MiB of float32 logits; larger chunks do not speed up the product.
 CHUNK = 1024
-IGNORE = -100
+IGNORE_INDEX = -100
 
 
 def cross_entropy(x_ND: Tensor, weight_LD: Tensor, targets_N: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Average the negative log-likelihood of the targets under softmax(x W^T).
+    """Compute the mean negative log-likelihood of the targets under softmax(x W^T).
 
         loss = mean over n with target_n != -100 of log sum_l exp(x_n . w_l) - x_n . w_{target_n}
 
-    Forward and backward hold the logits of `chunk` tokens, and the backward computes them again. The softmax is
-    taken in float32.
+    The forward and the backward hold the logits of `chunk` tokens; the backward recomputes them. The softmax is
+    computed in float32.
 
     Args:
-        x_ND: [N, D]; weight_LD: [L, D], of one dtype; under autocast both are cast to its dtype.
-        targets_N: [N] int64 in [0, L); those that are -100 are left out.
-    Returns: a scalar, float32 (float64 for float64 inputs); 0 where every target is left out.
+        x_ND: [N, D], features.
+        weight_LD: [L, D], weights of the head, with the dtype of x_ND; autocast casts both.
+        targets_N: [N] int64 in [0, L); -100 is ignored.
+        chunk: tokens per chunk.
+    Returns: a scalar, float32 (float64 for float64 inputs); 0 if every target is ignored.
     """
     device = x_ND.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x_ND, weight_LD = x_ND.to(dtype), weight_LD.to(dtype)
     total = _CrossEntropy.apply(x_ND, weight_LD, targets_N, chunk)
-    return total / (targets_N != IGNORE).sum().clamp(min=1)
+    return total / (targets_N != IGNORE_INDEX).sum().clamp(min=1)
 
 
 def _loss(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     total = x.new_zeros((), dtype=state_dtype(x.dtype))
     with torch.autocast(x.device.type, enabled=False):
         for _, targets_C, logits_CL in _chunks(x, weight, targets, chunk):
-            total += F.cross_entropy(logits_CL, targets_C, ignore_index=IGNORE, reduction="sum")
+            total += F.cross_entropy(logits_CL, targets_C, ignore_index=IGNORE_INDEX, reduction="sum")
     return total
 
 
@@ -53,10 +55,10 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, chunk: 
     start = 0
     with torch.autocast(x.device.type, enabled=False):
         for x_CD, targets_C, logits_CL in _chunks(x, weight, targets, chunk):
-            taken_C1 = targets_C[:, None] != IGNORE
+            valid_C1 = targets_C[:, None] != IGNORE_INDEX
             error_CL = logits_CL.softmax(1)
-            error_CL.scatter_add_(1, targets_C[:, None] * taken_C1, torch.full_like(error_CL[:, :1], -1.0))
-            error_CL = (error_CL * (taken_C1 * grad)).to(x.dtype)
+            error_CL.scatter_add_(1, targets_C[:, None] * valid_C1, torch.full_like(error_CL[:, :1], -1.0))
+            error_CL = (error_CL * (valid_C1 * grad)).to(x.dtype)
             grad_x_ND[start : start + x_CD.shape[0]] = error_CL @ weight
             grad_weight_LD += error_CL.T @ x_CD
             start += x_CD.shape[0]
@@ -76,7 +78,7 @@ def _gradient_shapes(grad: Tensor, x: Tensor, weight: Tensor, targets: Tensor, c
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-# Operators, because a loop over N / chunk chunks in a graph would bind the graph to one N.
+# Custom operators: a traced loop over N / chunk chunks would specialise the graph to one N.
 _OPERANDS = "Tensor x, Tensor weight, Tensor targets, int chunk"
 _loss_op = operator(f"cross_entropy({_OPERANDS}) -> Tensor", _loss, _loss_shape)
 _gradients_op = operator(
@@ -86,7 +88,7 @@ _gradients_op = operator(
 
 @cache_forward_signature
 class _CrossEntropy(torch.autograd.Function):
-    """The boundary between autograd and the two operators."""
+    """Autograd function of the two operators."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:

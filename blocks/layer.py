@@ -1,4 +1,4 @@
-"""One residual layer: mix along time, then along the width, each after a norm.
+"""One residual layer, as a config and as a module: token mixers, then an MLP, each after an RMS norm.
 
 B batch, T time, D width
 """
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks import parsing
 from deltazoo.blocks.mlp import Mlp, SwiGLU
-from deltazoo.blocks.parsing import PlainDataModel
+from deltazoo.blocks.parsing import PlainDataModel, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place, State
 from deltazoo.mixers.core.patterns import Term
@@ -23,14 +22,15 @@ LayerState = tuple[State, ...]
 
 
 class LayerSpec(PlainDataModel, Term):
-    """Say what one layer is: x + mixer(norm(x)), then x + mlp(norm(x)).
+    """The config of one layer: x + mixer(norm(x)), then x + mlp(norm(x)).
+
+    `mlp`, `norm_eps` and `backend` default to those of the stack.
 
     Args:
-        mixer: a mixer config, or several that stand side by side, whose outputs are summed.
-        mlp: a `SwiGLU`, or "none" for a layer without one.
-        norm_eps: added to the mean square inside the root of the RMS norms.
-        backend: the name of the backend of the mixers' updates.
-        The last three are the stack's where they are None.
+        mixer: a mixer config, or several for parallel mixers, whose outputs are summed.
+        mlp: a `SwiGLU`, or "none" for a layer without an MLP.
+        norm_eps: epsilon of the RMS norms, added to the mean square under the root.
+        backend: name of the backend that computes the mixers' updates.
     Raises: ConfigError.
     """
 
@@ -41,26 +41,23 @@ class LayerSpec(PlainDataModel, Term):
 
     @property
     def mixers(self) -> tuple[MixerConfig, ...]:
-        """The mixer configs, side by side."""
+        """The mixer configs as a tuple, also for a single mixer."""
         return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,)
 
     def build(self, width: int, place: Place, backend: str | Backend | None = None) -> "Layer":
-        """Make the module; what a stack would say has the default that StackSpec gives it.
+        """Build the module. Fields that are None have the defaults of `StackSpec`.
 
-        Args: backend: goes before the layer's own.
+        Args: backend: overrides the backend of the layer.
         Raises: ConfigError: a mixer does not fit the width.
         """
-        chosen = self.backend if backend is None else backend
+        mixer_backend = self.backend if backend is None else backend
         mlp = SwiGLU() if self.mlp is None else self.mlp
         return Layer(
             width,
-            [config.build(width, place, chosen) for config in self.mixers],
+            [config.build(width, place, mixer_backend) for config in self.mixers],
             None if mlp == "none" else mlp.build(width),
             1e-6 if self.norm_eps is None else self.norm_eps,
         )
-
-    def _check(self) -> None:
-        """No rule relates the fields of a layer."""
 
     @field_serializer("mixer")
     def _dump_mixer(self, mixer: Any) -> Any:
@@ -72,21 +69,24 @@ class LayerSpec(PlainDataModel, Term):
         if isinstance(mixers, list | tuple):
             if not mixers:
                 raise ConfigError("mixer: a layer needs at least one mixer, got an empty list")
-            data["mixer"] = tuple(parsing.mixer(("mixer", str(i)), mixer) for i, mixer in enumerate(mixers))
+            data["mixer"] = tuple(parse_mixer(("mixer", str(i)), mixer) for i, mixer in enumerate(mixers))
         elif mixers is not None:
-            data["mixer"] = parsing.mixer(("mixer",), mixers)
+            data["mixer"] = parse_mixer(("mixer",), mixers)
         if data.get("mlp") is not None:
-            data["mlp"] = parsing.mlp(("mlp",), data["mlp"])
+            data["mlp"] = parse_mlp(("mlp",), data["mlp"])
         return data
+
+    def _check(self) -> None:
+        """No rule relates the fields of a layer."""
 
 
 class Layer(nn.Module):
     """x + sum_i mixer_i(norm(x)), then x + mlp(norm(x)).
 
     Args:
-        mixers: one, or several side by side, which read the same normalised input and whose outputs are summed.
-        mlp: the second half, or None for a layer without one (Mamba).
-        norm_eps: added to the mean square inside the root of the RMS norms.
+        mixers: one, or several parallel mixers, which read the same normalised input.
+        mlp: None for a layer without an MLP, as in Mamba.
+        norm_eps: epsilon of the RMS norms, added to the mean square under the root.
     """
 
     def __init__(self, width: int, mixers: Sequence[Mixer], mlp: Mlp | None, norm_eps: float) -> None:
@@ -99,7 +99,7 @@ class Layer(nn.Module):
     def forward(
         self, x_BTD: Tensor, state: LayerState | None = None, context: Context | None = None
     ) -> tuple[Tensor, LayerState | None]:
-        """Run the layer. `state` has one entry a mixer; none in, none out."""
+        """Run the layer. `state` has one entry per mixer; the returned state is None if `state` is None."""
         normed_BTD = self.norm(x_BTD)
         states = []
         for i, mixer in enumerate(self.mixers):
@@ -111,5 +111,5 @@ class Layer(nn.Module):
         return x_BTD, None if state is None else tuple(states)
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
-        """The state before the first token, one entry a mixer."""
+        """Return the initial state, one entry per mixer."""
         return tuple(mixer.init_state(batch, capacity) for mixer in self.mixers)

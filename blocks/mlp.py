@@ -1,4 +1,4 @@
-"""SwiGLU, the feed-forward half of a layer, as a config that builds itself.
+"""SwiGLU: the config and the module of a layer's feed-forward half.
 
 B batch, T time, D width, F hidden width
 """
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 class SwiGLU(BaseModel):
     """y = W_out (silu(W_gate x) * W_up x), without biases.
 
+    With neither field set the ratio is 8/3, which gives as many parameters as a two-matrix MLP of ratio 4.
+
     Args:
-        width: the hidden width; or
-        ratio: the hidden width over the layer's, rounded up to a multiple of 64. 8/3 where neither is given, which
-            makes as many parameters as a plain MLP of ratio 4.
+        width: hidden width F.
+        ratio: F over the width of the layer, instead of `width`; F is rounded up to a multiple of 64.
     Source: Shazeer 2020, arXiv 2002.05202.
     """
 
@@ -27,24 +28,24 @@ class SwiGLU(BaseModel):
     ratio: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
+    def _check_only_one_is_set(self) -> Self:
         if self.width is not None and self.ratio is not None:
             raise ValueError(f"give width or ratio, not both: got width={self.width} and ratio={self.ratio}")
         return self
 
     def hidden(self, width: int) -> int:
-        """The hidden width F in a layer of this width."""
+        """Return the hidden width F for a layer of this width."""
         if self.width is not None:
             return self.width
         return 64 * math.ceil((self.ratio or 8 / 3) * width / 64)
 
     def build(self, width: int) -> "Mlp":
-        """Make the module for a layer of this width."""
+        """Build the module for a layer of this width."""
         return Mlp(width, self.hidden(width))
 
 
 class Mlp(nn.Module):
-    """Compute SwiGLU: x [B, T, D] to [B, T, D]."""
+    """Compute SwiGLU on x [B, T, D]; the result is [B, T, D]."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Mlp(nn.Module):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations a token, forward; a multiply-add counts as two."""
+        """Floating-point operations per token in the forward pass; a multiply-add counts as two."""
         return 2 * (self.to_hidden.weight.numel() + self.out.weight.numel())
 
     def forward(self, x_BTD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plain data, as YAML has it, to values; each mistake is a ConfigError that begins with the path of the key."""
+"""Parsing of plain data, as YAML and JSON hold it, into configs. Errors begin with the path of the wrong key."""
 
 import difflib
 from abc import ABC, abstractmethod
@@ -12,11 +12,11 @@ from deltazoo.blocks.mlp import SwiGLU
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.mixer import MixerConfig
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
 class PlainDataModel(BaseModel, ABC):
-    """A frozen model built from plain data; every mistake is a ConfigError that begins with the path of the key."""
+    """A frozen pydantic model that is built from plain data and raises ConfigError with the path of the wrong key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -27,74 +27,79 @@ class PlainDataModel(BaseModel, ABC):
             try:
                 super().__init__(**self._parse_fields(data))
             except ValidationError as error:
-                raise ConfigError(sentences((), error)) from None
+                raise ConfigError(describe_errors((), error)) from None
             self._check()
 
     @staticmethod
     @abstractmethod
     def _parse_fields(data: dict[str, Any]) -> dict[str, Any]:
-        """Parse the fields that pydantic cannot parse from plain data."""
+        """Parse the fields whose plain data pydantic cannot parse."""
 
     @abstractmethod
     def _check(self) -> None:
-        """Check the parsed fields together. Not a pydantic validator, which would hide the class of the error."""
+        """Check the parsed fields together. A pydantic validator would replace the class of the error."""
 
 
-def check_keys(path: Path, data: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise unless every key is known: `layers.gdn.haeds: unknown key; did you mean 'heads'? ...`."""
+def check_keys(path: KeyPath, data: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise ConfigError for an unknown key: `layers.gdn.haeds: unknown key; did you mean 'heads'? ...`."""
     names = list(known)
     for key in data:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
             hint = f" did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{dotted(path, key)}: unknown key;{hint} Known: {', '.join(names)}.")
+            raise ConfigError(f"{join_path(path, key)}: unknown key;{hint} Known: {', '.join(names)}.")
 
 
-def sentences(path: Path, error: ValidationError) -> str:
-    """Pydantic's complaints, one sentence each, with the path of each key."""
-    lines = []
+def describe_errors(path: KeyPath, error: ValidationError) -> str:
+    """Join pydantic's errors into one message, a sentence for each key."""
+    sentences = []
     for problem in error.errors():
-        got = "" if problem["type"] == "missing" else f", got {problem['input']!r}"
-        where = dotted(path, *problem["loc"])
+        location = join_path(path, *problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{where}: {message}{got if problem['loc'] else ''}" if where else message)
-    return "; ".join(lines)
+        value = "" if problem["type"] == "missing" or not problem["loc"] else f", got {problem['input']!r}"
+        sentences.append(f"{location}: {message}{value}" if location else message)
+    return "; ".join(sentences)
 
 
-def mixer(path: Path, data: object) -> MixerConfig:
-    """Read a mixer config: a config, or a mapping with the key `mixer`."""
+def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
+    """Return a mixer config: `data` itself, or the config of a mapping with the key `mixer`.
+
+    "module:Class" names are loaded; `deltazoo.blocks.trust` checks data from files before it is parsed.
+    """
     if isinstance(data, MixerConfig):
         return data
     if not isinstance(data, Mapping) or not isinstance(data.get("mixer"), str):
-        got = "no such key" if isinstance(data, Mapping) and "mixer" not in data else repr(data)
-        raise ConfigError(f"{dotted(path)}: must be a mapping with a mixer's name under the key 'mixer', got {got}")
+        value = "no such key" if isinstance(data, Mapping) and "mixer" not in data else repr(data)
+        raise ConfigError(
+            f"{join_path(path)}: must be a mapping with a mixer's name under the key 'mixer', got {value}"
+        )
     fields = {key: value for key, value in data.items() if key != "mixer"}
     try:
-        kind = configs.config_class(data["mixer"])
+        config_type = configs.config_class(data["mixer"])
     except DeltazooError as error:
-        raise ConfigError(f"{dotted(path, 'mixer')}: {error}") from error
-    check_keys(path, fields, kind.model_fields)
+        raise ConfigError(f"{join_path(path, 'mixer')}: {error}") from error
+    check_keys(path, fields, config_type.model_fields)
     try:
-        return kind(**fields)
+        return configs.from_fields(config_type, fields, trust=True)
     except ValidationError as error:
-        raise ConfigError(sentences(path, error)) from None
+        raise ConfigError(describe_errors(path, error)) from None
 
 
-def mlp(path: Path, data: object) -> SwiGLU | Literal["none"]:
-    """Read an MLP: a `SwiGLU`, a mapping of its fields, or "none"."""
+def parse_mlp(path: KeyPath, data: object) -> SwiGLU | Literal["none"]:
+    """Return an MLP config: `data` itself, the config of a mapping of its fields, or "none"."""
     if isinstance(data, SwiGLU):
         return data
     if data == "none":
         return "none"
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{dotted(path)}: must be {{width: ...}}, {{ratio: ...}} or none, got {data!r}")
+        raise ConfigError(f"{join_path(path)}: must be {{width: ...}}, {{ratio: ...}} or none, got {data!r}")
     check_keys(path, data, SwiGLU.model_fields)
     try:
         return SwiGLU(**data)
     except ValidationError as error:
-        raise ConfigError(sentences(path, error)) from None
+        raise ConfigError(describe_errors(path, error)) from None
 
 
-def dotted(path: Path, *more: object) -> str:
-    """Write a path as `layers.gdn.heads`."""
-    return ".".join(map(str, (*path, *more)))
+def join_path(path: KeyPath, *keys: object) -> str:
+    """Format a path as `layers.gdn.heads`."""
+    return ".".join(map(str, (*path, *keys)))

@@ -1,16 +1,16 @@
-"""The pattern language: text to the values of `deltazoo.mixers.core.patterns`, and those laid out over a depth.
+"""Parser of the layer patterns: text to the terms of `deltazoo.mixers.core.patterns`, and terms to a list of layers.
 
-    pattern = layer "@" "[" int {"," int} "]" "else" pattern            these layers, from 0; -1 is the last
-            | "spread" "(" layer "," (int | number "%") ")" "else" pattern          so many, evenly spread
+    pattern = layer "@" "[" int {"," int} "]" "else" pattern                 at these layers, from 0; -1 is the last
+            | "spread" "(" layer "," (int | number "%") ")" "else" pattern   this many layers, evenly spread
             | layer
-    layer   = chain {"|" chain}                 side by side in one layer, outputs summed
-    chain   = product {"+" product}             one after the other
-    product = factor {"*" factor}               one of two is a count: 3*gdn, (gdn + swa)*2
+    layer   = chain {"|" chain}                 parallel mixers in one layer, outputs summed
+    chain   = product {"+" product}             in sequence
+    product = factor {"*" factor}               one of two factors is a count: 3*gdn, (gdn + swa)*2
     factor  = int | name [ "(" field "=" value {"," field "=" value} ")" ] | "(" layer ")"
     value   = number | true | false | null | word | "string" | "[" value {"," value} "]"
 
-The operators bind as Python's do: `*`, then `+`, then `|`. A pattern is repeated to the depth, and the last period
-may be cut. What stands before `else` replaces layers of what stands behind it, which keep their places.
+The operators have Python's precedence: `*`, then `+`, then `|`. A pattern is repeated up to the depth; the last
+repetition may be cut. The layers before `else` replace layers of the pattern after it; the others keep their index.
 """
 
 import itertools
@@ -35,32 +35,32 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse(text: str) -> Term:
-    """Read a pattern: `parse("3*gdn + swa") == 3 * Name("gdn") + Name("swa")`.
+    """Parse a pattern: `parse("3*gdn + swa") == 3 * Name("gdn") + Name("swa")`.
 
-    Raises: PatternError: shows the place with a caret and says what was expected.
+    Raises: PatternError: marks the position with a caret and says what was expected.
     """
-    reader = _Reader(text)
-    found = reader.pattern()
-    reader.expect("end", "'+', '*', '|' or the end")
-    return found
+    parser = _Parser(text)
+    term = parser.pattern()
+    parser.expect("end", "'+', '*', '|' or the end")
+    return term
 
 
 def expand(pattern: Term, depth: int) -> list[tuple[Term, ...]]:
-    """Lay a pattern out: for each of `depth` layers the terms that stand side by side in it.
+    """Expand a pattern to `depth` layers: for each layer, the terms that are parallel in it.
 
-    Raises: PatternError: a layer that `@` names, or a count of `spread`, lies outside the depth.
+    Raises: PatternError: a layer of `@` or the count of `spread` exceeds the depth.
     """
     if not isinstance(pattern, At | Spread):
-        forever = itertools.chain.from_iterable(_period(pattern) for _ in itertools.repeat(None))
-        return list(itertools.islice(forever, depth))
+        repeated = itertools.chain.from_iterable(_layers(pattern) for _ in itertools.repeat(None))
+        return list(itertools.islice(repeated, depth))
     layers = expand(pattern.over, depth)
-    for place in _places(pattern, depth):
-        layers[place] = _sides(pattern.part)
+    for index in _indices(pattern, depth):
+        layers[index] = _parallel(pattern.part)
     return layers
 
 
 def with_names(pattern: Term, name: Callable[[Term], Name]) -> Term:
-    """Replace the layers of a pattern made in Python by names."""
+    """Replace each layer of a pattern built in Python by the name that `name` returns."""
     match pattern:
         case Name():
             return pattern
@@ -91,15 +91,15 @@ def names(pattern: Term) -> Iterator[Name]:
 
 
 def pattern_error(sentence: str, text: str, position: int) -> PatternError:
-    """Say what is wrong in a pattern, with a caret under the place."""
+    """Make an error that shows the pattern with a caret under the position."""
     return PatternError(f"{sentence}\n    {_flat(text)}\n    {' ' * position}^")
 
 
-def _places(pattern: At | Spread, depth: int) -> list[int]:
+def _indices(pattern: At | Spread, depth: int) -> list[int]:
     if isinstance(pattern, At):
-        for place in pattern.layers:
-            if not -depth <= place < depth:
-                raise PatternError(f"'{pattern}': layer {place} lies outside a depth of {depth} (0 to {depth - 1})")
+        for index in pattern.layers:
+            if not -depth <= index < depth:
+                raise PatternError(f"'{pattern}': layer {index} is outside a depth of {depth} (0 to {depth - 1})")
         return list(pattern.layers)
     count = max(1, round(pattern.amount * depth)) if isinstance(pattern.amount, float) else pattern.amount
     if count > depth:
@@ -107,18 +107,18 @@ def _places(pattern: At | Spread, depth: int) -> list[int]:
     return [(2 * i + 1) * depth // (2 * count) for i in range(count)]
 
 
-def _period(term: Term) -> Iterator[tuple[Term, ...]]:
+def _layers(term: Term) -> Iterator[tuple[Term, ...]]:
     if isinstance(term, Chain):
         for part in term.parts:
-            yield from _period(part)
+            yield from _layers(part)
     elif isinstance(term, Repeat):
         for _ in range(term.count):
-            yield from _period(term.part)
+            yield from _layers(term.part)
     else:
-        yield _sides(term)
+        yield _parallel(term)
 
 
-def _sides(term: Term) -> tuple[Term, ...]:
+def _parallel(term: Term) -> tuple[Term, ...]:
     return term.parts if isinstance(term, Parallel) else (term,)
 
 
@@ -127,13 +127,13 @@ def _flat(text: str) -> str:
 
 
 class _Token(NamedTuple):
-    kind: str  # number, name, string, end, or the sign itself
+    kind: str  # number, name, string, end, or the operator or bracket itself
     text: str
     position: int
 
 
-class _Reader:
-    """Read a pattern from left to right, one method a rule of the grammar."""
+class _Parser:
+    """Recursive-descent parser with one method per rule of the grammar."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -148,7 +148,7 @@ class _Reader:
             self.expect(",", "',' and how many")
             amount = self.amount()
             self.expect(")", "')'")
-            return self.built(start, Spread, part, amount, self.otherwise())
+            return self.compose(start, Spread, part, amount, self.else_pattern())
         part = self.layer()
         at = self.token
         if at.kind != "@":
@@ -159,54 +159,54 @@ class _Reader:
         while self.accept(","):
             layers.append(self.integer("a layer, as attn@[2, 7]"))
         self.expect("]", "',' or ']'")
-        return self.built(at, At, part, layers, self.otherwise())
+        return self.compose(at, At, part, layers, self.else_pattern())
 
-    def otherwise(self) -> Term:
+    def else_pattern(self) -> Term:
         if self.token.text != "else":
-            raise self.wrong("'else' and the pattern of the other layers")
+            raise self.unexpected("'else' and the pattern of the other layers")
         self.next += 1
         return self.pattern()
 
     def layer(self) -> Term:
-        found = self.chain()
-        while (sign := self.token).kind == "|":
+        term = self.chain()
+        while (operator := self.token).kind == "|":
             self.next += 1
-            found = self.built(sign, Term.__or__, found, self.chain())
-        return found
+            term = self.compose(operator, Term.__or__, term, self.chain())
+        return term
 
     def chain(self) -> Term:
-        found = self.product()
-        while (sign := self.token).kind == "+":
+        term = self.product()
+        while (operator := self.token).kind == "+":
             self.next += 1
-            found = self.built(sign, Term.__add__, found, self.product())
-        return found
+            term = self.compose(operator, Term.__add__, term, self.product())
+        return term
 
     def product(self) -> Term:
-        found = self.factor()
-        while (sign := self.token).kind == "*":
+        left = self.factor()
+        while (operator := self.token).kind == "*":
             self.next += 1
-            other = self.factor()
-            if isinstance(found, Term) and isinstance(other, Term):
-                raise pattern_error("'*' takes a count and a layer, got two layers", self.text, sign.position)
-            if isinstance(found, int) and isinstance(other, int):
-                found *= other
+            right = self.factor()
+            if isinstance(left, Term) and isinstance(right, Term):
+                raise pattern_error("'*' takes a count and a layer, got two layers", self.text, operator.position)
+            if isinstance(left, int) and isinstance(right, int):
+                left *= right
             else:
-                count, part = (found, other) if isinstance(found, int) else (other, found)
-                found = self.built(sign, Repeat, count, part)
-        if isinstance(found, int):
-            raise self.wrong(f"'*' and a layer after the count {found}")
-        return found
+                count, part = (left, right) if isinstance(left, int) else (right, left)
+                left = self.compose(operator, Repeat, count, part)
+        if isinstance(left, int):
+            raise self.unexpected(f"'*' and a layer after the count {left}")
+        return left
 
     def factor(self) -> Term | int:
         token = self.token
         if token.kind == "number":
             return self.integer("a count without a fraction")
         if self.accept("("):
-            found = self.layer()
+            term = self.layer()
             self.expect(")", "')', '+', '*' or '|'")
-            return found
+            return term
         if token.kind != "name" or token.text == "else":
-            raise self.wrong("a layer's name, a count or '('")
+            raise self.unexpected("a layer's name, a count or '('")
         self.next += 1
         fields: list[tuple[str, Any]] = []
         if self.accept("("):
@@ -216,7 +216,7 @@ class _Reader:
                 name = self.expect("name", "a field, as gdn(heads=6)").text
                 if name in dict(fields):
                     self.next -= 1
-                    raise self.wrong(f"a field that {token.text} does not have yet")
+                    raise self.unexpected(f"a field that {token.text} does not have yet")
                 self.expect("=", "'=' and a value")
                 fields.append((name, self.value()))
         return Name(token.text, tuple(fields), token.position)
@@ -231,7 +231,7 @@ class _Reader:
                 return json.loads(token.text)
             except ValueError:
                 self.next -= 1
-                raise self.wrong("a string as in JSON") from None
+                raise self.unexpected("a string as in JSON") from None
         if token.kind == "name":
             return _WORDS.get(token.text, token.text)
         if token.kind == "[":
@@ -242,7 +242,7 @@ class _Reader:
                 items.append(self.value())
             return tuple(items)
         self.next -= 1
-        raise self.wrong("a number, true, false, null, a word, a \"string\" or '['")
+        raise self.unexpected("a number, true, false, null, a word, a \"string\" or '['")
 
     def amount(self) -> int | float:
         percent = self.tokens[self.next + 1].kind == "%"
@@ -251,36 +251,37 @@ class _Reader:
         self.next += 2
         return float(self.tokens[self.next - 2].text) / 100
 
-    def integer(self, what: str) -> int:
+    def integer(self, expected: str) -> int:
         token = self.token
         if not re.fullmatch(r"-?\d+", token.text):
-            raise self.wrong(what)
+            raise self.unexpected(expected)
         self.next += 1
         return int(token.text)
 
     def accept(self, kind: str) -> bool:
-        found = self.token.kind == kind
-        self.next += found
-        return found
+        """Consume a token of this kind if it is next."""
+        matches = self.token.kind == kind
+        self.next += matches
+        return matches
 
-    def expect(self, kind: str, what: str) -> _Token:
+    def expect(self, kind: str, expected: str) -> _Token:
         token = self.token
         if token.kind != kind:
-            raise self.wrong(what)
+            raise self.unexpected(expected)
         self.next += kind != "end"
         return token
 
-    def built(self, token: _Token, make: Any, *parts: Any) -> Term:
-        """Compose, and give the algebra's own error the place in the text."""
+    def compose(self, token: _Token, make: Any, *parts: Any) -> Term:
+        """Make a term, and add the position in the text to its PatternError."""
         try:
             return make(*parts)
         except PatternError as error:
             raise pattern_error(str(error), self.text, token.position) from None
 
-    def wrong(self, expected: str) -> PatternError:
+    def unexpected(self, expected: str) -> PatternError:
         token = self.token
-        got = "the end" if token.kind == "end" else repr(token.text)
-        return pattern_error(f"pattern: expected {expected}, got {got}", self.text, token.position)
+        actual = "the end" if token.kind == "end" else repr(token.text)
+        return pattern_error(f"pattern: expected {expected}, got {actual}", self.text, token.position)
 
     @property
     def token(self) -> _Token:

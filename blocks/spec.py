@@ -1,4 +1,4 @@
-"""StackSpec and LayerSpec: a whole model, and one layer of it, as frozen values that build themselves."""
+"""StackSpec: the config of a language model, equal in Python, YAML and JSON, which builds the model."""
 
 import itertools
 import re
@@ -12,12 +12,12 @@ from pydantic import Field, ValidationError, WithJsonSchema, field_serializer
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError, PatternError, unknown_name
-from deltazoo.blocks import document, parsing, presets
+from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.mlp import SwiGLU
-from deltazoo.blocks.parsing import PlainDataModel
+from deltazoo.blocks.parsing import PlainDataModel, check_keys, describe_errors, parse_mixer, parse_mlp
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
@@ -27,23 +27,28 @@ from deltazoo.mixers.core.patterns import Name, Term
 
 
 class StackSpec(PlainDataModel):
-    """Say what a language model is: embedding, layers in the order of a pattern, norm, head.
+    """The config of a language model: embedding, layers in the order of a pattern, norm, head.
 
         StackSpec(width=768, depth=12, vocab=256, pattern="3*gdn + swa",
                   layers={"gdn": GatedDeltaNet(heads=6), "swa": SlidingWindow(window=2048)})
         StackSpec(width=768, depth=12, vocab=256, pattern=3 * GatedDeltaNet(heads=6) + SlidingWindow(window=2048))
 
-    The two are equal: specs are equal when they describe the same model, whatever its layers are called.
+    The two are equal: specs that describe the same model are equal, whatever the names of their layers.
 
     Args:
-        pattern: the order of the layers, as text (`deltazoo.blocks.pattern`) or from Python's operators
-            (`deltazoo.mixers.core.patterns`); repeated to `depth`.
-        layers: what the names of the pattern stand for; a name that is not there is an installed mixer's.
-        mlp: a `SwiGLU`, or "none", for every layer that does not say otherwise.
-        norm_eps: added to the mean square inside the root of the RMS norms.
-        tied: whether the head uses the embedding's weights.
-        backend: the name of the backend of the mixers' updates; None leaves it to `deltazoo.bind`.
-    Raises: ConfigError, with the path of the key and the nearest one known; PatternError, with a caret.
+        width: D, the width of the residual stream.
+        depth: number of layers.
+        vocab: number of tokens in the vocabulary.
+        pattern: the order of the layers, as text (`deltazoo.blocks.pattern`) or built with Python's operators
+            (`deltazoo.mixers.core.patterns`); it is repeated up to `depth` layers.
+        layers: the mixer or layer of each name in the pattern. A name that is missing here is a registered mixer or
+            "module:Class".
+        mlp: a `SwiGLU`, or "none"; the default of every layer.
+        norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default of every layer.
+        tied: whether the head shares the embedding's weights.
+        backend: name of the backend of the mixers' updates, the default of every layer; None lets `deltazoo.bind`
+            choose.
+    Raises: ConfigError: gives the path of the key and the nearest known key; PatternError: marks the position.
     """
 
     width: int = Field(ge=1)
@@ -57,55 +62,53 @@ class StackSpec(PlainDataModel):
     backend: str | None = None
 
     def expand(self) -> list[LayerSpec]:
-        """Lay the pattern out over the depth: a complete LayerSpec for each layer.
+        """Return a complete LayerSpec for each of the `depth` layers.
 
-        Raises: PatternError: a name that is neither in `layers` nor an installed mixer's, or a field it has not.
+        Raises: PatternError: a name is neither in `layers` nor a registered mixer, or a field does not exist.
         """
         text = str(self.pattern)
-        own = {"mlp": self.mlp, "norm_eps": self.norm_eps, "backend": self.backend}
-        found = []
+        defaults = {"mlp": self.mlp, "norm_eps": self.norm_eps, "backend": self.backend}
+        layers = []
         for terms in expand(parse(text), self.depth):
-            layer = _side_by_side([_resolved(term, self.layers, text) for term in terms], text)
-            missing = {field: value for field, value in own.items() if getattr(layer, field) is None}
-            found.append(layer.model_copy(update=missing))
-        return found
-
-    def _check(self) -> None:
-        self.expand()
+            layer = _as_layer([_resolve(term, self.layers, text) for term in terms], text)
+            missing = {field: value for field, value in defaults.items() if getattr(layer, field) is None}
+            layers.append(layer.model_copy(update=missing))
+        return layers
 
     def build(self, backend: str | Backend | None = None) -> LanguageModel:
-        """Make the model, with weights drawn from torch's default generator.
+        """Build the model, with weights drawn from torch's default generator.
 
-        Args: backend: for all layers, before their own; None is theirs, then the stack's, then as for `deltazoo.bind`.
-        Raises: ConfigError: a mixer does not fit the width; UnknownNameError: no such backend.
+        Args: backend: overrides the backends of the layers and of the stack.
+        Raises: ConfigError: a mixer does not fit the width; UnknownNameError: unknown backend.
         """
         return LanguageModel(self, backend)
 
     def build_layers(self, backend: str | Backend | None = None) -> list[Layer]:
-        """Make the layers alone; arguments and errors as for `build`."""
+        """Build the layers only; arguments and errors as for `build`."""
         layers = []
         for i, layer in enumerate(self.expand()):
             try:
                 layers.append(layer.build(self.width, Place(i, self.depth), backend))
             except ConfigError as error:
-                raise ConfigError(f"layer {i} ({_title(layer)}): {error}") from error
+                mixers = " | ".join(config.name for config in layer.mixers)
+                raise ConfigError(f"layer {i} ({mixers}): {error}") from error
         return layers
 
     def describe(self, backend: str | Backend | None = None) -> Description:
-        """Count parameters, bytes and operations, layer by layer, without making the weights; see `Description`."""
+        """Count parameters, bytes and operations of each layer, without allocating weights; see `Description`."""
         with torch.device("meta"):
             return describe(self.build(backend))
 
     def save(self, path: str | Path) -> None:
-        """Write the spec to a .yaml, .yml or .json file; `load` reads it back."""
+        """Write the spec to a .yaml, .yml or .json file that `load` reads."""
         document.write(Path(path), self.model_dump(mode="json"))
 
     @classmethod
     def load(cls, source: str | Path, trust: bool = False) -> Self:
         """Read a spec from a .yaml, .yml or .json file, or a preset by its name.
 
-        Args: trust: allow mixers and backends that the file names as "module:Class", which runs the module's code.
-        Raises: ConfigError; PatternError; UnknownNameError, with the nearest preset's name.
+        Args: trust: allow the file to name mixers and backends as "module:Class". Importing the module runs its code.
+        Raises: ConfigError; PatternError; UnknownNameError: names the nearest preset.
         """
         if isinstance(source, Path) or Path(source).suffix in document.SUFFIXES:
             data = document.read(Path(source))
@@ -120,17 +123,21 @@ class StackSpec(PlainDataModel):
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
-        """The JSON Schema of the files that `load` reads, with every installed mixer, for editors."""
+        """Return the JSON Schema of the files that `load` reads, with every installed mixer, for editors."""
         return schema.with_mixers(StackSpec)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StackSpec) and self._meaning() == other._meaning()
+        return isinstance(other, StackSpec) and self._model() == other._model()
 
     def __hash__(self) -> int:
-        return hash(self._meaning())
+        return hash(self._model())
 
-    def _meaning(self) -> tuple[object, ...]:
+    def _model(self) -> tuple[object, ...]:
+        """Everything that determines the model; the names of the layers do not."""
         return self.width, self.vocab, self.tied, self.norm_eps, tuple(self.expand())
+
+    def _check(self) -> None:
+        self.expand()
 
     @field_serializer("pattern")
     def _dump_pattern(self, pattern: Any) -> str:
@@ -138,94 +145,22 @@ class StackSpec(PlainDataModel):
 
     @field_serializer("layers")
     def _dump_layers(self, layers: dict[str, Any]) -> dict[str, Any]:
-        return {name: _plain(layer) for name, layer in layers.items()}
+        return {name: _dump_layer(layer) for name, layer in layers.items()}
 
     @staticmethod
     def _parse_fields(data: dict[str, Any]) -> dict[str, Any]:
         layers = data.get("layers", {})
         if not isinstance(layers, Mapping):
             raise ConfigError(f"layers: must map names to mixers or layers, got {layers!r}")
-        data["layers"] = read = {name: _layer(name, layer) for name, layer in layers.items()}
+        data["layers"] = parsed = {name: _parse_layer(name, layer) for name, layer in layers.items()}
         if "mlp" in data:
-            data["mlp"] = parsing.mlp(("mlp",), data["mlp"])
+            data["mlp"] = parse_mlp(("mlp",), data["mlp"])
         pattern = data.get("pattern", "")
         if isinstance(pattern, Term):
-            data["pattern"] = _named(pattern, read)
+            data["pattern"] = _pattern_text(pattern, parsed)
         elif not isinstance(pattern, str):
             raise ConfigError(f"pattern: must be text, or mixers joined by +, * and |, got {pattern!r}")
         return data
-
-
-def _layer(name: str, data: object) -> MixerConfig | LayerSpec:
-    """Read an entry of `layers`: a value; or a mapping, whose `mixer` is a name (a mixer) or more (a layer)."""
-    if not isinstance(name, str) or not re.fullmatch(NAME, name) or name in RESERVED:
-        raise ConfigError(f"layers: a layer's name must be a word other than {' and '.join(RESERVED)}, got {name!r}")
-    if isinstance(data, LayerSpec):
-        return data
-    if not isinstance(data, Mapping) or isinstance(data.get("mixer"), str) or "mixer" not in data:
-        return parsing.mixer(("layers", name), data)
-    parsing.check_keys(("layers", name), data, LayerSpec.model_fields)
-    try:
-        return LayerSpec(**data)
-    except ConfigError as error:
-        raise ConfigError(f"layers.{name}.{error}") from None
-
-
-def _plain(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
-    if isinstance(layer, MixerConfig):
-        return configs.dump(layer)
-    return {field: value for field, value in layer.model_dump(mode="json").items() if value is not None}
-
-
-def _named(pattern: Term, layers: dict[str, MixerConfig | LayerSpec]) -> str:
-    """Write a pattern of values as text; each value enters `layers` under its mixer's name, numbered if taken."""
-
-    def name(value: Term) -> Name:
-        if not isinstance(value, MixerConfig | LayerSpec):
-            raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {value!r}")
-        for known, layer in layers.items():
-            if layer == value:
-                return Name(known)
-        stem = (value if isinstance(value, MixerConfig) else value.mixers[0]).name
-        free = next(word for i in itertools.count(1) if (word := stem if i == 1 else f"{stem}_{i}") not in layers)
-        layers[free] = value
-        return Name(free)
-
-    return str(with_names(pattern, name))
-
-
-def _resolved(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: str) -> MixerConfig | LayerSpec:
-    """Find what a name stands for, with the fields that the pattern changes."""
-    assert isinstance(term, Name)  # text has nothing else
-    found = layers.get(term.name)
-    if found is None:
-        mixers = registry.names(registry.MIXERS)
-        if term.name not in mixers and ":" not in term.name:
-            sentence = unknown_name("layer", term.name, [*layers, *mixers])
-            raise pattern_error(f"pattern: {sentence}", text, term.position)
-        found = configs.config_class(term.name)()
-    if not term.fields:
-        return found
-    try:
-        parsing.check_keys((term.name,), dict(term.fields), type(found).model_fields)
-        return type(found)(**{**dict(found), **dict(term.fields)})
-    except ValidationError as error:
-        raise pattern_error(f"pattern: {parsing.sentences((term.name,), error)}", text, term.position) from None
-    except ConfigError as error:
-        raise pattern_error(f"pattern: {error}", text, term.position) from None
-
-
-def _side_by_side(parts: list[MixerConfig | LayerSpec], text: str) -> LayerSpec:
-    if len(parts) == 1:
-        return parts[0] if isinstance(parts[0], LayerSpec) else LayerSpec(mixer=parts[0])
-    for part in parts:
-        if isinstance(part, LayerSpec):
-            raise PatternError(f"pattern: '|' in '{text}' takes mixers, got the layer {part!r}")
-    return LayerSpec(mixer=tuple(part for part in parts if isinstance(part, MixerConfig)))
-
-
-def _title(layer: LayerSpec) -> str:
-    return " | ".join(config.name for config in layer.mixers)
 
 
 def preset(name: str) -> StackSpec:
@@ -234,3 +169,73 @@ def preset(name: str) -> StackSpec:
     Raises: UnknownNameError: names the nearest preset.
     """
     return StackSpec(**presets.read(name))
+
+
+def _parse_layer(name: str, data: object) -> MixerConfig | LayerSpec:
+    """Parse an entry of `layers`. A mapping whose `mixer` is a name is a mixer config, any other one is a layer."""
+    if not isinstance(name, str) or not re.fullmatch(NAME, name) or name in RESERVED:
+        raise ConfigError(f"layers: a layer's name must be a word other than {' and '.join(RESERVED)}, got {name!r}")
+    if isinstance(data, LayerSpec):
+        return data
+    if not isinstance(data, Mapping) or isinstance(data.get("mixer"), str) or "mixer" not in data:
+        return parse_mixer(("layers", name), data)
+    check_keys(("layers", name), data, LayerSpec.model_fields)
+    try:
+        return LayerSpec(**data)
+    except ConfigError as error:
+        raise ConfigError(f"layers.{name}.{error}") from None
+
+
+def _dump_layer(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
+    if isinstance(layer, MixerConfig):
+        return configs.dump(layer)
+    return {field: value for field, value in layer.model_dump(mode="json").items() if value is not None}
+
+
+def _pattern_text(pattern: Term, layers: dict[str, MixerConfig | LayerSpec]) -> str:
+    """Format a pattern of configs as text. Adds each config to `layers` under its mixer's name, numbered if taken."""
+
+    def name_of(config: Term) -> Name:
+        if not isinstance(config, MixerConfig | LayerSpec):
+            raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {config!r}")
+        for name, layer in layers.items():
+            if layer == config:
+                return Name(name)
+        stem = (config if isinstance(config, MixerConfig) else config.mixers[0]).name
+        candidates = (stem if i == 1 else f"{stem}_{i}" for i in itertools.count(1))
+        unused = next(name for name in candidates if name not in layers)
+        layers[unused] = config
+        return Name(unused)
+
+    return str(with_names(pattern, name_of))
+
+
+def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: str) -> MixerConfig | LayerSpec:
+    """Return the config of a name, with the fields that the pattern changes."""
+    assert isinstance(term, Name)  # parsed text has no other single terms
+    config = layers.get(term.name)
+    if config is None:
+        mixers = registry.names(registry.MIXERS)
+        if term.name not in mixers and ":" not in term.name:
+            sentence = unknown_name("layer", term.name, [*layers, *mixers])
+            raise pattern_error(f"pattern: {sentence}", text, term.position)
+        config = configs.config_class(term.name)()
+    if not term.fields:
+        return config
+    try:
+        check_keys((term.name,), dict(term.fields), type(config).model_fields)
+        return type(config)(**{**dict(config), **dict(term.fields)})
+    except ValidationError as error:
+        raise pattern_error(f"pattern: {describe_errors((term.name,), error)}", text, term.position) from None
+    except ConfigError as error:
+        raise pattern_error(f"pattern: {error}", text, term.position) from None
+
+
+def _as_layer(parallel: list[MixerConfig | LayerSpec], text: str) -> LayerSpec:
+    """Make one layer of a single config, or of several parallel mixers."""
+    if len(parallel) == 1:
+        return parallel[0] if isinstance(parallel[0], LayerSpec) else LayerSpec(mixer=parallel[0])
+    for config in parallel:
+        if isinstance(config, LayerSpec):
+            raise PatternError(f"pattern: '|' in '{text}' takes mixers, got the layer {config!r}")
+    return LayerSpec(mixer=tuple(config for config in parallel if isinstance(config, MixerConfig)))

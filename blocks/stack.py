@@ -1,4 +1,4 @@
-"""The stack of layers, and the language model around it.
+"""The stack of residual layers and the language model around it.
 
 B batch, T time, D width, L vocabulary, N packed sequences
 """
@@ -15,7 +15,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
-from deltazoo.blocks.head import IGNORE, cross_entropy
+from deltazoo.blocks.head import IGNORE_INDEX, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
@@ -23,7 +23,7 @@ from deltazoo.mixers.parts.norms import RMSNorm
 
 
 class ModelSpec(Protocol):
-    """What a language model reads of the `StackSpec` that builds it; spec.py imports this file, not the reverse."""
+    """The part of `StackSpec` that `LanguageModel` reads. spec.py imports this file, so this file cannot import it."""
 
     @property
     def width(self) -> int: ...
@@ -38,13 +38,13 @@ class ModelSpec(Protocol):
 
 
 class StackState(NamedTuple):
-    """The states of all layers; everything in `deltazoo.mixers.core.state` works on it."""
+    """The states of all layers. The functions of `deltazoo.mixers.core.state` work on it."""
 
     layers: tuple[LayerState, ...]
 
 
 class Stack(nn.Module):
-    """Layers one after the other, then an RMS norm: x [B, T, D] to [B, T, D]."""
+    """Apply the layers in order, then an RMS norm: x [B, T, D] to [B, T, D]."""
 
     def __init__(self, width: int, layers: Sequence[Layer], norm_eps: float) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Stack(nn.Module):
     def forward(
         self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None
     ) -> tuple[Tensor, StackState | None]:
-        """Run all layers; no state in, none out."""
+        """Run all layers. The returned state is None if `state` is None."""
         context = Context(values={}) if context is None else context._replace(values={})
         if state is None:
             for layer in self.layers:
@@ -70,12 +70,12 @@ class Stack(nn.Module):
             )
         states = []
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            x_BTD, after = layer(x_BTD, layer_state, context)
-            states.append(after)
+            x_BTD, new_state = layer(x_BTD, layer_state, context)
+            states.append(new_state)
         return self.norm(x_BTD), StackState(tuple(states))
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:
-        """The state before the first token. Raises: ValueRangeError; StateError where attention has no capacity."""
+        """Return the initial state. Raises: ValueRangeError; StateError: attention needs a capacity."""
         check_integer("batch", batch, 0)
         if capacity is not None:
             check_integer("capacity", capacity)
@@ -83,17 +83,18 @@ class Stack(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens to the logits of the next token: embedding, stack, head. Built by `StackSpec.build`.
+    """Compute next-token logits: embedding, stack, head. `StackSpec.build` builds it.
 
-    Initialisation: embedding, head and the maps into the MLPs are drawn from N(0, 0.02^2), the maps that write to
-    the residual (`out` of mixers and MLPs) from N(0, 0.02^2 / (2 depth)); all else of a mixer is its own.
+    Initialisation: the embedding, the head and the MLPs' input projections are drawn from N(0, 0.02^2). The
+    projections that write to the residual stream (`out` of mixers and MLPs) are drawn from N(0, 0.02^2 / (2 depth)).
+    Each mixer initialises its other weights.
     Source: GPT-2, Radford 2019, section 2.3.
     """
 
     def __init__(self, spec: ModelSpec, backend: str | Backend | None = None) -> None:
         super().__init__()
         self.spec = spec
-        # `init_weights` draws in the order of definition, so construction has to draw in the same order.
+        # init_weights draws in the order of definition, so construction has to draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)
         self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps)
         self.head = None if spec.tied else nn.Linear(spec.width, spec.vocab, bias=False)
@@ -102,14 +103,15 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
     ) -> tuple[Tensor, StackState | None]:
-        """Compute the logits of the token after each token.
+        """Compute the logits of the token that follows each token.
 
         Args:
             tokens_BT: [B, T] int64 in [0, vocab).
-            state: from `init_state`, or from the call before; it is used up (see `Mixer`). None starts anew.
-            context: packs, positions, padding.
-        Returns: logits [B, T, L], and the state after the tokens (None where none came in).
-        Raises: InputError or a subclass; StateError, where the state is another model's or full.
+            state: from `init_state` or the previous call; it may be overwritten in place (see `Mixer`). None starts
+                at the beginning of the sequences and returns no state.
+            context: packed sequences, positions, padding mask.
+        Returns: logits [B, T, L], and the state after the tokens, or None.
+        Raises: InputError or a subclass; StateError: the state belongs to another model or is full.
         """
         x_BTD, state = self.features(tokens_BT, state, context)
         return self.logits(x_BTD), state
@@ -117,42 +119,43 @@ class LanguageModel(nn.Module):
     def features(
         self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
     ) -> tuple[Tensor, StackState | None]:
-        """Compute what the head reads, [B, T, D]; arguments as for `forward`."""
+        """Compute the input of the head, [B, T, D]; arguments as for `forward`."""
         _check_tokens("tokens", tokens_BT, self.embedding)
         return self.stack(self.embedding(tokens_BT), state, context)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """Apply the head to features [..., D]: logits [..., L]."""
+        """Apply the head to features [..., D]; the result is [..., L]."""
         return F.linear(x_BTD, self.head_weight)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
-        """Average the cross entropy of the targets, without ever holding the logits of all tokens.
+        """Compute the mean cross entropy of the targets without storing the logits of all tokens.
 
-        Args: targets_BT: [B, T] int64, the token that follows each token; -100 is left out.
-        Returns: a float32 scalar, in nats a token; 0 where every target is left out.
+        Args: targets_BT: [B, T] int64, the token that follows each token; -100 is ignored.
+        Returns: a float32 scalar, in nats per token; 0 if every target is ignored.
         """
         _check_tokens("targets", targets_BT, self.embedding)
         if targets_BT.shape != tokens_BT.shape:
-            want, got = list(tokens_BT.shape), list(targets_BT.shape)
-            raise ShapeError(f"targets must have the shape of tokens, {want}, got {got}")
+            expected, actual = list(tokens_BT.shape), list(targets_BT.shape)
+            raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
         x_BTD, _ = self.features(tokens_BT, None, context)
         return cross_entropy(x_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten())
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:
-        """The state before the first token, on the model's device.
+        """Return the initial state on the model's device.
 
-        Args: batch: rows, or the sequences of a pack; capacity: the most tokens a sequence may reach, which
-            attention needs and recurrent mixers ignore.
+        Args:
+            batch: number of rows, or of sequences in a pack.
+            capacity: maximum number of tokens in a sequence. Attention needs it; recurrent mixers ignore it.
         """
         return self.stack.init_state(batch, capacity)
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's weights [L, D]: the embedding's where tied."""
+        """The weights of the head [L, D]; those of the embedding if they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def rebind(self, backend: str | Backend | None) -> Self:
-        """Let another backend compute every mixer's update; arguments and errors as for `deltazoo.bind`."""
+        """Change the backend of every mixer's update; arguments and errors as for `deltazoo.bind`."""
         for module in self.modules():
             if isinstance(module, HasBackend):
                 module.rebind(backend, self.embedding.weight)
@@ -163,35 +166,35 @@ class LanguageModel(nn.Module):
         return self
 
     def checkpoint_layers(self, on: bool = True) -> Self:
-        """Keep only each layer's input for the backward, and compute the layer again there: less memory, more time."""
+        """Turn activation checkpointing on: save only each layer's input and recompute the layer in the backward."""
         self.stack.checkpointed = on
         return self
 
     def init_weights(self) -> Self:
         """Initialise every parameter and buffer in place, from torch's default generator.
 
-        A model that was built on the meta device and moved by `to_empty` gets, with the same seed, bitwise the weights
-        of a model built on that device.
+        After `torch.device("meta")` and `to_empty`, the same seed gives bitwise the weights of a model that was built
+        on the device.
 
-        Raises: ConfigError: a module has parameters or buffers and no `reset_parameters`.
+        Raises: ConfigError: a module has parameters or buffers but no `reset_parameters`.
         """
         with torch.no_grad():
             _reset_children_first(self, "model", set())
         return self
 
     def reset_parameters(self) -> None:
-        """Draw the weights whose scale this class sets; all others keep the initialisation of their module."""
-        residual = 0.02 / (2 * len(self.stack.layers)) ** 0.5
+        """Draw the weights whose scale this class sets. The others keep the initialisation of their module."""
+        residual_std = 0.02 / (2 * len(self.stack.layers)) ** 0.5
         nn.init.normal_(self.embedding.weight, std=0.02)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=0.02)
         for layer in self.stack.layers:
             if layer.mlp is not None:
                 nn.init.normal_(layer.mlp.to_hidden.weight, std=0.02)
-            for part in (*layer.mixers, layer.mlp):
-                out = getattr(part, "out", None)
+            for module in (*layer.mixers, layer.mlp):
+                out = getattr(module, "out", None)
                 if isinstance(out, nn.Linear):
-                    nn.init.normal_(out.weight, std=residual)
+                    nn.init.normal_(out.weight, std=residual_std)
 
 
 def _reset_children_first(module: nn.Module, path: str, done: set[nn.Module]) -> None:
@@ -219,9 +222,9 @@ def _check_tokens(name: str, tokens: Tensor, embedding: nn.Embedding) -> None:
     if tokens.device != embedding.weight.device:
         raise DeviceError(f"{name} must be on {embedding.weight.device}, where the model is, got {tokens.device}")
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = (tokens < 0) | (tokens >= embedding.num_embeddings)
+        invalid = (tokens < 0) | (tokens >= embedding.num_embeddings)
         if name == "targets":
-            wrong &= tokens != IGNORE
-        if bool(wrong.any()):
-            bounds = f"[0, {embedding.num_embeddings})" + (f" or {IGNORE}" if name == "targets" else "")
-            raise ValueRangeError(f"{name} must be in {bounds}, got {int(tokens[wrong][0])}")
+            invalid &= tokens != IGNORE_INDEX
+        if bool(invalid.any()):
+            bounds = f"[0, {embedding.num_embeddings})" + (f" or {IGNORE_INDEX}" if name == "targets" else "")
+            raise ValueRangeError(f"{name} must be in {bounds}, got {int(tokens[invalid][0])}")

@@ -50,11 +50,11 @@ def test_other_yaml_readers_read_the_same(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("x.yaml", "a: 1\nb: 2\na: 3\n", "the key 'a' stands twice, again in line 3"),
-        ("x.yaml", "a: 1\na: 3\n", "x.yaml: the key 'a' stands twice, again in line 2"),
+        ("x.yaml", "a: 1\nb: 2\na: 3\n", "the key 'a' is repeated in line 3"),
+        ("x.yaml", "a: 1\na: 3\n", "x.yaml: the key 'a' is repeated in line 2"),
         ("x.yaml", "a: 1\n? [b, c]\n: 2\n", "a key must be a name, got a list or a mapping in line 2"),
         ("x.json", '{"a": ' * 9000, "cannot be read"),
-        ("x.json", '{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ("x.json", '{"a": 1, "a": 2}', "the key 'a' is repeated"),
         ("x.yaml", "- 1\n", "must hold a mapping"),
         ("x.yaml", "a: [1\n", "cannot be read"),
         ("x.json", "{", "cannot be read"),

@@ -104,7 +104,7 @@ def test_a_mistake_is_shown_with_a_caret_and_what_was_expected(text, column, sen
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("a@[7] else b", "layer 7 lies outside a depth of 7 (0 to 6)"), ("spread(a, 8) else b", "8 layers do not fit")],
+    [("a@[7] else b", "layer 7 is outside a depth of 7 (0 to 6)"), ("spread(a, 8) else b", "8 layers do not fit")],
 )
 def test_places_outside_the_depth_are_refused(text, sentence):
     with pytest.raises(PatternError, match="depth of 7") as caught:
