@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.head import IGNORE_INDEX, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
+from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.parts.norms import RMSNorm
@@ -176,10 +177,9 @@ class LanguageModel(nn.Module):
         After `torch.device("meta")` and `to_empty`, the same seed gives bitwise the weights of a model that was built
         on the device.
 
-        Raises: ConfigError: a module has parameters or buffers but no `reset_parameters`.
+        Raises: TypeError: a module has parameters or buffers but no `reset_parameters`.
         """
-        with torch.no_grad():
-            _reset_children_first(self, "model", set())
+        init_weights(self)
         return self
 
     def reset_parameters(self) -> None:
@@ -195,23 +195,6 @@ class LanguageModel(nn.Module):
                 out = getattr(module, "out", None)
                 if isinstance(out, nn.Linear):
                     nn.init.normal_(out.weight, std=residual_std)
-
-
-def _reset_children_first(module: nn.Module, path: str, done: set[nn.Module]) -> None:
-    """Call `reset_parameters` of every module once, children before their parent, in the order of definition."""
-    if module in done:
-        return
-    done.add(module)
-    for name, child in module.named_children():
-        _reset_children_first(child, f"{path}.{name}", done)
-    reset = getattr(module, "reset_parameters", None)
-    if reset is not None:
-        reset()
-    elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        raise ConfigError(
-            f"{path}: init_weights needs a method reset_parameters() that initialises the parameters and buffers of "
-            f"{type(module).__name__}"
-        )
 
 
 def _check_tokens(name: str, tokens: Tensor, embedding: nn.Embedding) -> None:

@@ -1,4 +1,4 @@
-"""Floor 3: the command line. Every command parses, calls one library function and prints."""
+"""The command line. Every command parses its options, calls one library function and prints the result."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from deltazoo.cli import bench, build, check, demo, doctor, generate, schema, show, train, tune, zoo
 from deltazoo.cli import list as list_
-from deltazoo.cli.errors import Debug, guarded
+from deltazoo.cli.errors import Debug, report_user_errors
 
 app = typer.Typer(
     name="deltazoo",
@@ -33,11 +33,11 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "zoo": zoo.command,
 }
 for _name, _command in _COMMANDS.items():
-    app.command(_name)(guarded(_command))
+    app.command(_name)(report_user_errors(_command))
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         import deltazoo
 
         typer.echo(f"deltazoo {deltazoo.__version__}")
@@ -47,11 +47,11 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake, too.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of user errors as well.")] = False,
 ) -> None:
-    """Take the options that stand before the command."""
+    """Parse the options that precede the command."""
     Debug.on = debug
 
 

@@ -6,16 +6,20 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.options import AsJson, BackendName, OptionalStack, Trust
-from deltazoo.cli.output import print_json, print_layers, say
+from deltazoo.cli.output import print_json, print_layers, print_line
 
 
 def command(
     stack: OptionalStack = None,
-    pattern: Annotated[str | None, typer.Option(help='As "3*gated_deltanet(heads=6) + sliding_window".')] = None,
-    width: Annotated[int | None, typer.Option(min=1)] = None,
-    depth: Annotated[int | None, typer.Option(min=1, help="Layers.")] = None,
-    vocab: Annotated[int | None, typer.Option(min=1, help="Tokens; 256 for bytes.")] = None,
-    tied: Annotated[bool | None, typer.Option("--tied/--untied", help="Head and embedding.")] = None,
+    pattern: Annotated[
+        str | None, typer.Option(help='Layer pattern, for example "3*gated_deltanet(heads=6) + sliding_window".')
+    ] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width of the residual stream.")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Vocabulary size in tokens; 256 for bytes.")] = None,
+    tied: Annotated[
+        bool | None, typer.Option("--tied/--untied", help="Share the weights of embedding and head.")
+    ] = None,
     backend: BackendName = None,
     save: Annotated[Path | None, typer.Option(help="Write the stack to this .yaml or .json file.")] = None,
     trust: Trust = False,
@@ -26,12 +30,12 @@ def command(
 
     changes = {"pattern": pattern, "width": width, "depth": depth, "vocab": vocab, "tied": tied, "backend": backend}
     spec = assemble(stack, changes, trust)
-    found = spec.describe(backend)
+    description = spec.describe(backend)
     if save is not None:
         spec.save(save)
     if as_json:
-        print_json({"stack": spec, "description": found})
+        print_json({"stack": spec, "description": description})
         return
-    print_layers(found)
+    print_layers(description)
     if save is not None:
-        say(f"saved to {save}")
+        print_line(f"saved to {save}")

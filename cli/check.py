@@ -6,18 +6,18 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.options import AsJson, BackendNames, Device, split
-from deltazoo.cli.output import print_json, print_table, progress, say
+from deltazoo.cli.output import print_json, print_line, print_table, progress
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="YAML or JSON, as below.")],
+    file: Annotated[Path, typer.Argument(help="YAML or JSON file with the format below.")],
     backends: BackendNames = None,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Compare backends with float64 on your own recurrence, shapes and dtypes.
+    """Compare backends with the float64 reference on the recurrence, shapes and dtypes of a file.
 
-    Exit code 1: one is wrong, or refuses all.
+    Exit code 1: a backend exceeds a tolerance or refuses every case.
 
     \b
     spec: {decay: head, beta: head, negative_eigenvalues: both}
@@ -26,17 +26,17 @@ def command(
     """
     from deltazoo.backends.conformance.check_file import check_file
 
-    with progress() as told:
-        found = check_file(file, split(backends), device, told)
+    with progress() as report_progress:
+        report = check_file(file, split(backends), device, report_progress)
     if as_json:
-        print_json(found)
+        print_json(report)
     else:
-        print_table(["case", "backend", "tensor", ">error", ">limit", ""], [row.cells() for row in found.rows])
-        for sentence in found.failures:
-            say(sentence)
-        refusals = sum(bool(row.refused) for row in found.rows)
+        print_table(["case", "backend", "tensor", ">error", ">limit", ""], [row.cells() for row in report.rows])
+        for sentence in report.failures:
+            print_line(sentence)
+        refusals = sum(bool(row.refused) for row in report.rows)
         refused = f", {refusals} refused" if refusals else ""
-        say(f"{len(found.failures)} failures on {found.cases} cases of {', '.join(found.backends)}{refused}")
-        for name in found.without:
-            say(f"{name} takes none of them, so nothing is known of it")
-    raise typer.Exit(1 if found.failures or found.without else 0)
+        print_line(f"{len(report.failures)} failures on {report.cases} cases of {', '.join(report.backends)}{refused}")
+        for name in report.without:
+            print_line(f"{name} refused every case, so it was not checked")
+    raise typer.Exit(1 if report.failures or report.without else 0)

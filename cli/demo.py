@@ -6,32 +6,32 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.options import AsJson, BackendName, Device, Seed, TextFile
-from deltazoo.cli.output import print_json, print_table, progress, say
-from deltazoo.cli.threads import wait_patiently
+from deltazoo.cli.output import print_json, print_line, print_table, progress
+from deltazoo.cli.threads import let_idle_threads_sleep
 
 
 def command(
     text: TextFile = None,
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("reports/demo"),
-    steps: Annotated[int, typer.Option(help="Of each training.")] = 300,
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("reports/demo"),
+    steps: Annotated[int, typer.Option(help="Training steps per model.")] = 300,
     device: Device = "cpu",
     backend: BackendName = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small hybrid and its two pure relatives, sample, time the backends, and write a report."""
-    wait_patiently()
+    """Train a small hybrid and its two unmixed counterparts, sample from it, time the backends, and write a report."""
+    let_idle_threads_sleep()
     from deltazoo.blocks.training.demo import DemoConfig, demo
     from deltazoo.blocks.training.text import load_text
 
-    config = DemoConfig().changed(steps=steps, device=device, backend=backend, seed=seed)
-    with progress() as told:
-        found = demo(load_text(text), out, config, told)
+    config = DemoConfig().with_options(steps=steps, device=device, backend=backend, seed=seed)
+    with progress() as report_progress:
+        result = demo(load_text(text), out, config, report_progress)
     if as_json:
-        print_json(found)
+        print_json(result)
         return
-    say(found.environment.line())
-    print_table(["model", "end"], [(name, training.line()) for name, training in found.trainings.items()])
-    print_table(found.benchmark.columns, [row.cells() for row in found.benchmark.rows])
-    say(f"{found.written.prompt}{found.written.text}\n")
-    say(f"{found.seconds:.0f} s; the report is {out / 'report.md'}")
+    print_line(result.environment.line())
+    print_table(["model", "result"], [(name, training.line()) for name, training in result.trainings.items()])
+    print_table(result.benchmark.columns, [row.cells() for row in result.benchmark.rows])
+    print_line(f"{result.completion.prompt}{result.completion.text}\n")
+    print_line(f"{result.seconds:.0f} s; the report is {out / 'report.md'}")

@@ -3,20 +3,23 @@
 import typer
 
 from deltazoo.cli.options import AsJson
-from deltazoo.cli.output import print_json, print_table, say
+from deltazoo.cli.output import print_json, print_line, print_table
 
 
 def command(as_json: AsJson = False) -> None:
-    """Check this installation: versions, devices, compiler, backends, plug-ins. Exit code 1: there is a problem."""
-    from deltazoo.blocks.inspect.doctor import checkup
+    """Check the versions, devices, C++ compiler, backends and plug-ins of this installation.
 
-    found = checkup()
+    Exit code 1: a problem was found.
+    """
+    from deltazoo.blocks.inspect.doctor import diagnose
+
+    diagnosis = diagnose()
     if as_json:
-        print_json(found)
+        print_json(diagnosis)
     else:
-        print_table(["environment", ""], found.environment.model_dump().items())
+        print_table(["environment", ""], diagnosis.environment.model_dump().items())
         columns = ["device", "dtype", "backend", "gated delta rule, training"]
-        print_table(columns, [row.model_dump().values() for row in found.backends])
-        for problem in found.problems or ["No problems found."]:
-            say(problem)
-    raise typer.Exit(1 if found.problems else 0)
+        print_table(columns, [row.model_dump().values() for row in diagnosis.backends])
+        for problem in diagnosis.problems or ["No problems found."]:
+            print_line(problem)
+    raise typer.Exit(1 if diagnosis.problems else 0)

@@ -1,4 +1,4 @@
-"""The user's mistakes as one sentence on stderr and exit code 2; a traceback only where --debug asks for it."""
+"""User errors: one sentence on stderr and exit code 2. --debug prints the traceback as well."""
 
 import functools
 import reprlib
@@ -14,34 +14,34 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-MISTAKE = 2
+USER_ERROR = 2  # exit code
 
 
 class Debug:
-    """Whether `--debug` was given, for the command that runs."""
+    """Whether `--debug` was passed to the running command."""
 
     on = False
 
 
-def guarded(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a command: what the user did wrong is said in a sentence; what is wrong with us keeps its traceback."""
+def report_user_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap a command so that user errors become a sentence. Other errors keep their traceback, as they are bugs."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return command(*args, **kwargs)
         except Exception as error:
-            sentence = mistake(error)
-            if sentence is None or Debug.on:
+            message = user_error_message(error)
+            if message is None or Debug.on:
                 raise
-            sys.stderr.write(f"deltazoo: {sentence}\n")
-            raise typer.Exit(MISTAKE) from error
+            sys.stderr.write(f"deltazoo: {message}\n")
+            raise typer.Exit(USER_ERROR) from error
 
     return run
 
 
-def mistake(error: Exception) -> str | None:
-    """The sentence for an error of the user's; None for any other."""
+def user_error_message(error: Exception) -> str | None:
+    """Return the message of a user error, or None for any other error."""
     from deltazoo.backends.errors import DeltazooError
 
     if isinstance(error, DeltazooError):
@@ -53,11 +53,11 @@ def mistake(error: Exception) -> str | None:
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        return "; ".join(_sentence(error.title, problem) for problem in error.errors())
+        return "; ".join(_describe(error.title, problem) for problem in error.errors())
     return None
 
 
-def _sentence(title: str, problem: "ErrorDetails") -> str:
-    where = ".".join(str(part) for part in problem["loc"]) or title
+def _describe(title: str, problem: "ErrorDetails") -> str:
+    location = ".".join(str(key) for key in problem["loc"]) or title
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}, got {reprlib.repr(problem['input'])}"
+    return f"{location}: {message}, got {reprlib.repr(problem['input'])}"

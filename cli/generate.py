@@ -6,16 +6,18 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.options import AsJson, BackendName, Device, Seed, Trust
-from deltazoo.cli.output import print_json, say, write
+from deltazoo.cli.output import print_json, print_line, print_piece
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="The folder that `deltazoo train` wrote.")],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
-    max_bytes: Annotated[int, typer.Option(help="The most to write.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 takes the likeliest byte.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest bytes.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the fewest bytes whose mass reaches p.")] = None,
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder written by `deltazoo train`.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    max_bytes: Annotated[int, typer.Option(help="Maximum number of bytes to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely byte.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely bytes.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the smallest set of bytes with total probability p.")
+    ] = None,
     stop: Annotated[str | None, typer.Option(help="Stop after this text.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -23,16 +25,15 @@ def command(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt with a trained model, by cached decoding, as the bytes come."""
-    from deltazoo.blocks.generation.completion import Sampling, encoded, load_writer
-    from deltazoo.blocks.generation.completion import write as continue_text
+    """Continue a prompt with a trained model by cached decoding, and print the text as it is generated."""
+    from deltazoo.blocks.generation.completion import Sampling, complete, encode, load_for_completion
 
     sampling = Sampling(max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed)
-    model = load_writer(checkpoint, device, backend, trust)
+    model = load_for_completion(checkpoint, device, backend, trust)
     if as_json:
-        print_json(continue_text(model, prompt, sampling))
+        print_json(complete(model, prompt, sampling))
         return
-    encoded("prompt", prompt)  # refused before it is shown
-    write(prompt)
-    continue_text(model, prompt, sampling, write)
-    say()
+    encode("prompt", prompt)  # report an invalid prompt before it is printed
+    print_piece(prompt)
+    complete(model, prompt, sampling, print_piece)
+    print_line()

@@ -9,8 +9,8 @@ from deltazoo.cli.options import AsJson
 from deltazoo.cli.output import print_json, print_table
 
 
-class What(StrEnum):
-    """What can be listed."""
+class Kind(StrEnum):
+    """The kinds of entries in the catalog."""
 
     mixers = "mixers"
     backends = "backends"
@@ -18,18 +18,20 @@ class What(StrEnum):
 
 
 def command(
-    what: Annotated[What | None, typer.Argument(help="All three if none.", show_default=False)] = None,
+    kind: Annotated[
+        Kind | None, typer.Argument(help="List only this kind. Default: all three.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the mixers, backends and presets that are installed, plug-ins among them."""
+    """List the installed mixers, backends and presets, plug-ins included."""
     from deltazoo.blocks.inspect.catalog import catalog
 
-    found = catalog().model_dump(include={what.value} if what else None)
+    listed = catalog().model_dump(include={kind.value} if kind else None)
     if as_json:
-        print_json(found)
+        print_json(listed)
         return
-    for kind, entries in found.items():
+    for title, entries in listed.items():
         for entry in entries:
             problem = entry.pop("problem", None)
             entry.update({"owner": f"{entry.get('owner', '')} PROBLEM: {problem}"} if problem else {})
-        print_table(list(entries[0]), [entry.values() for entry in entries], title=kind)
+        print_table(list(entries[0]), [entry.values() for entry in entries], title=title)

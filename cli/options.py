@@ -1,4 +1,4 @@
-"""Options that several commands take, each declared once."""
+"""Options that several commands share."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -20,37 +20,40 @@ class Dtype(StrEnum):
 
     @property
     def torch(self) -> "torch.dtype":
-        """The dtype itself."""
+        """The torch dtype of this name."""
         import torch
 
-        found = getattr(torch, self.value)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = getattr(torch, self.value)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")]
-OperandDtype = Annotated[Dtype, typer.Option(help="Of the operands.")]
+DEVICE_HELP = "Device: cpu, cuda, cuda:1 or mps."
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+Device = Annotated[str, typer.Option(help=DEVICE_HELP)]
+OperandDtype = Annotated[Dtype, typer.Option(help="Dtype of the operands.")]
 BackendName = Annotated[
-    str | None, typer.Option("--backend", help="A backend's name or module:Class; the device's default if none.")
+    str | None,
+    typer.Option("--backend", help="Backend of the updates, a name or module:Class. Default: chosen for the device."),
 ]
 BackendNames = Annotated[
-    str | None, typer.Option("--backends", help="Names or module:Class, with commas between; all installed if none.")
+    str | None,
+    typer.Option("--backends", help="Comma-separated backends, names or module:Class. Default: all installed."),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of all that is drawn.")]
+Directions = Annotated[str, typer.Option(help="Comma-separated list of forward, backward (with forward) and decode.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 OptionalStack = Annotated[
-    str | None, typer.Argument(metavar="FILE|PRESET", help="A YAML or JSON file of a stack, or a preset's name.")
+    str | None, typer.Argument(metavar="FILE|PRESET", help="YAML or JSON file of a stack, or the name of a preset.")
 ]
 TextFile = Annotated[
-    Path | None, typer.Option("--text", help="A text file; the standard library's own sources if none.")
+    Path | None, typer.Option("--text", help="Text file. Default: the sources of Python's standard library.")
 ]
-
-
 Trust = Annotated[
-    bool, typer.Option("--trust", help='Allow "module:Class" names in files; importing them runs their code.')
+    bool, typer.Option("--trust", help="Allow files to name code as module:Class. Importing it runs the code.")
 ]
 
 
-def split(listed: str | None) -> list[str] | None:
-    """What stands between commas."""
-    return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
+def split(names: str | None) -> list[str] | None:
+    """Split a comma-separated list; None stays None."""
+    return None if names is None else [name.strip() for name in names.split(",") if name.strip()]

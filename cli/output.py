@@ -1,4 +1,4 @@
-"""How every command speaks: tables and JSON on stdout, progress and complaints on stderr."""
+"""Output of the commands: tables and JSON on stdout, progress and errors on stderr."""
 
 import json
 import sys
@@ -13,35 +13,38 @@ if TYPE_CHECKING:
     from deltazoo.backends.progress import Progress
     from deltazoo.blocks.inspect.describe import Description, LayerRow
 
-_WIDTH_OF_A_PIPE, _WIDEST = 160, 1000
-_QUIET_SECONDS = 10.0  # between two lines of progress where there is no terminal
+_PIPE_WIDTH, _MAX_WIDTH = 160, 1000  # columns
+_LOG_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 
-def say(text: str = "") -> None:
+def print_line(text: str = "") -> None:
     """Print a line on stdout."""
     sys.stdout.write(f"{text}\n")
 
 
-def write(piece: str) -> None:
-    """Print a piece of text on stdout at once."""
-    sys.stdout.write(piece)
+def print_piece(text: str) -> None:
+    """Print text without a line break on stdout, and flush."""
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def print_json(data: "BaseModel | Any") -> None:
-    """Print one JSON document on stdout."""
+    """Print one JSON document on stdout; NaN and infinities become null."""
     from pydantic import BaseModel
     from pydantic_core import to_jsonable_python
 
-    plain = data.model_dump_json() if isinstance(data, BaseModel) else None
-    found = json.loads(plain) if plain else to_jsonable_python(data, inf_nan_mode="null")
-    say(json.dumps(found, indent=2, allow_nan=False))
+    if isinstance(data, BaseModel):
+        plain = json.loads(data.model_dump_json())
+    else:
+        plain = to_jsonable_python(data, inf_nan_mode="null")
+    print_line(json.dumps(plain, indent=2, allow_nan=False))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None) -> None:
-    """Print a table, unless it has no rows; columns whose head starts with ">" stand right.
+    """Print a table, unless it has no rows. A column whose title starts with ">" is right-aligned and never wrapped.
 
-    On a narrow terminal words are folded; a table whose figures have no room is wider than the terminal.
+    On a narrow terminal the other columns wrap. If the right-aligned columns still do not fit, the table is wider than
+    the terminal.
     """
     from rich import box
     from rich.console import Console
@@ -65,48 +68,48 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], title:
         table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
         table.add_row(*(Text("none" if cell is None else str(cell)) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
-    least = Measurement.get(console, console.options.update(width=_WIDEST), table).minimum
-    console.width = max(console.width, least)
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    min_width = Measurement.get(console, console.options.update(width=_MAX_WIDTH), table).minimum
+    console.width = max(console.width, min_width)
     console.print(table)
 
 
-def print_layers(found: "Description") -> None:
-    """Print what every layer is and costs, and the sums."""
+def print_layers(description: "Description") -> None:
+    """Print the mixers and costs of every layer, and the totals."""
     columns = ["", "mixer", ">parameters", ">FLOPs/token", ">/context", ">state B", ">cache B", "backend"]
     rows = [
         [
             row.layer,
             row.mixer,
-            *_figures(row),
-            _by_device({device: name or "none" for device, name in row.backends.items()}),
+            *_costs(row),
+            _join_devices({device: name or "none" for device, name in row.backends.items()}),
         ]
-        for row in found.layers
+        for row in description.layers
     ]
-    print_table(columns, [*rows, ["", "all", *_figures(found), ""]])
-    say(
-        f"{found.dtype}. All: with embedding and head. /context: more FLOPs a token for each token looked back on. "
-        "state B: bytes a sequence. cache B: more for every token kept."
+    print_table(columns, [*rows, ["", "all", *_costs(description), ""]])
+    print_line(
+        f"{description.dtype}. all: with embedding and head. /context: additional FLOPs per token for each token of "
+        "context. state B: bytes per sequence. cache B: bytes per token."
     )
 
 
-def _by_device(names: Mapping[str, str]) -> str:
-    """One name, or each with its device."""
-    if len(set(names.values())) == 1:
-        return next(iter(names.values()))
-    return ", ".join(f"{name} ({device})" for device, name in names.items())
+def _join_devices(backends: Mapping[str, str]) -> str:
+    """Return the name of the backend if it is the same on all devices, else each name with its device."""
+    if len(set(backends.values())) == 1:
+        return next(iter(backends.values()))
+    return ", ".join(f"{name} ({device})" for device, name in backends.items())
 
 
-def _figures(row: "LayerRow | Description") -> list[str]:
+def _costs(row: "LayerRow | Description") -> list[str]:
     counts = (row.parameters, row.flops, row.flops_context, row.state_bytes, row.cache_bytes)
     return [f"{count:,}" for count in counts]
 
 
 @contextmanager
 def progress() -> Iterator["Progress"]:
-    """Give a function that draws a bar for each task on a terminal, and elsewhere a line now and then."""
+    """Yield a progress callback: it draws a bar per task on a terminal, and prints occasional lines elsewhere."""
     if not sys.stderr.isatty():
-        yield _Lines()
+        yield _ProgressLog()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -130,15 +133,15 @@ def progress() -> Iterator["Progress"]:
         yield draw
 
 
-class _Lines:
-    """A line on stderr for every ten seconds of work, and none for what is done sooner."""
+class _ProgressLog:
+    """Print progress on stderr at most every ten seconds, so that short tasks print nothing."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()
 
     def __call__(self, task: str, done: int, total: int, note: str = "") -> None:
         now = time.monotonic()
-        if now - self.last >= _QUIET_SECONDS:
+        if now - self.last >= _LOG_INTERVAL:
             self.last = now
             sys.stderr.write(f"{task}: {done}/{total} {note}\n")
             sys.stderr.flush()

@@ -5,7 +5,7 @@ from deltazoo.cli.output import print_json
 
 
 def command(as_json: AsJson = True) -> None:
-    """Print the JSON Schema of the files that describe a stack, with every installed mixer, for editors."""
+    """Print the JSON Schema of stack files, with every installed mixer, for editors."""
     from deltazoo.blocks.spec import StackSpec
 
     print_json(StackSpec.json_schema())

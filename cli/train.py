@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendName, OptionalStack, TextFile, Trust
-from deltazoo.cli.output import print_json, print_table, progress, say
-from deltazoo.cli.threads import wait_patiently
+from deltazoo.cli.options import DEVICE_HELP, AsJson, BackendName, OptionalStack, TextFile, Trust
+from deltazoo.cli.output import print_json, print_line, print_table, progress
+from deltazoo.cli.threads import let_idle_threads_sleep
 
 
-class WeightDtype(StrEnum):
-    """What training computes in."""
+class ComputeDtype(StrEnum):
+    """The dtypes of the forward and backward pass."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -22,47 +22,59 @@ def command(
     context: typer.Context,
     stack: OptionalStack = None,
     text: TextFile = None,
-    out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="Folder of the checkpoint.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on from this folder, with its stack and settings.")] = None,
-    until: Annotated[int | None, typer.Option(min=1, help="Stop after this step; --resume goes on.")] = None,
-    steps: Annotated[int | None, typer.Option(show_default="300", help="Of the whole schedule.")] = None,
-    batch: Annotated[int | None, typer.Option(show_default="8", help="Rows a step.")] = None,
-    length: Annotated[int | None, typer.Option(show_default="256", help="Bytes a row.")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--lr", show_default="0.002", help="The highest.")] = None,
-    warmup: Annotated[int | None, typer.Option(show_default="20", help="Steps up to it.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(show_default="0.1", help="On matrices.")] = None,
-    clip: Annotated[float | None, typer.Option(show_default="1.0", help="The gradients' largest norm.")] = None,
-    seed: Annotated[int | None, typer.Option(show_default="0", help="Of weights and crops.")] = None,
-    every: Annotated[int | None, typer.Option(show_default="25", help="Steps between checkpoints.")] = None,
-    device: Annotated[str | None, typer.Option(show_default="cpu", help="cpu, cuda, cuda:1, mps.")] = None,
-    dtype: Annotated[WeightDtype | None, typer.Option(show_default="float32", help="bfloat16 is autocast.")] = None,
+    out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="Folder for the checkpoint.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the run in this folder, with its stack and settings.")
+    ] = None,
+    until: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this step; --resume continues the schedule.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(show_default="300", help="Steps of the whole schedule.")] = None,
+    batch: Annotated[int | None, typer.Option(show_default="8", help="Batch size in sequences.")] = None,
+    length: Annotated[int | None, typer.Option(show_default="256", help="Sequence length in bytes.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--lr", show_default="0.002", help="Peak learning rate.")
+    ] = None,
+    warmup: Annotated[int | None, typer.Option(show_default="20", help="Warm-up steps of the learning rate.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(show_default="0.1", help="Weight decay of matrices.")] = None,
+    clip: Annotated[float | None, typer.Option(show_default="1.0", help="Maximum norm of the gradient.")] = None,
+    seed: Annotated[int | None, typer.Option(show_default="0", help="Random seed of the weights and crops.")] = None,
+    every: Annotated[
+        int | None, typer.Option(show_default="25", help="Steps between validations, each with a checkpoint.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(show_default="cpu", help=DEVICE_HELP)] = None,
+    dtype: Annotated[
+        ComputeDtype | None, typer.Option(show_default="float32", help="Compute dtype; bfloat16 uses autocast.")
+    ] = None,
     backend: BackendName = None,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", show_default="compile")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", show_default="compile", help="Use torch.compile.")
+    ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a stack on bytes of text: validation, bits per byte, and a checkpoint that goes on bit for bit."""
-    wait_patiently()
+    """Train a stack on the bytes of a text. Losses are in bits per byte; checkpoints resume bit for bit."""
+    let_idle_threads_sleep()
     from deltazoo.blocks.spec import StackSpec
     from deltazoo.blocks.training.text import load_text
     from deltazoo.blocks.training.train import TrainConfig, train
-    from deltazoo.blocks.training.train import resume as go_on
+    from deltazoo.blocks.training.train import resume as resume_training
 
-    given = {name: context.params[name] for name in TrainConfig.model_fields if context.params.get(name) is not None}
-    if resume is not None and (stack or out or given):
-        raise typer.BadParameter(f"--resume takes stack and settings from the checkpoint, got {stack or out or given}")
-    with progress() as told:
+    settings = {name: context.params[name] for name in TrainConfig.model_fields if context.params.get(name) is not None}
+    if resume is not None and (stack or out or settings):
+        conflict = stack or out or settings
+        raise typer.BadParameter(f"--resume takes stack and settings from the checkpoint, got {conflict}")
+    with progress() as report_progress:
         if resume is not None:
-            found = go_on(resume, load_text(text) if text else None, until, told, trust)
+            training = resume_training(resume, load_text(text) if text else None, until, report_progress, trust)
         elif stack is not None:
             spec, out = StackSpec.load(stack, trust), out or Path("runs") / Path(stack).stem
-            found = train(spec, load_text(text), TrainConfig(**given), out, until, told)
+            training = train(spec, load_text(text), TrainConfig(**settings), out, until, report_progress)
         else:
             raise typer.BadParameter("give a FILE or a PRESET, or --resume FOLDER")
     if as_json:
-        print_json(found)
+        print_json(training)
         return
-    print_table(
-        [">step", ">train", ">validation, bits per byte", ">tokens/s"], [point.cells() for point in found.points]
-    )
-    say(found.line() + f"; checkpoint in {resume or out}")
+    columns = [">step", ">train", ">validation, bits per byte", ">tokens/s"]
+    print_table(columns, [point.cells() for point in training.points])
+    print_line(training.line() + f"; checkpoint in {resume or out}")

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, OptionalStack, Trust, split
-from deltazoo.cli.output import print_json, print_table, progress, say
+from deltazoo.cli.options import AsJson, Directions, OptionalStack, Trust, split
+from deltazoo.cli.output import print_json, print_line, print_table, progress
 
 if TYPE_CHECKING:
     from deltazoo.backends.tuning.tune import Tuned
@@ -16,23 +16,32 @@ def command(
     stack: OptionalStack = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help='A named shape, or sizes as "B=4 T=1000 H=8 K=64"; may stand several times.'),
+        typer.Option(help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable.'),
     ] = None,
-    mixer: Annotated[str, typer.Option(help="Whose update on --shape; names with commas between.")] = "gated_deltanet",
-    dtype: Annotated[str, typer.Option(help="Of the operands; names with commas between.")] = "bfloat16",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch of the stack.")] = 8,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence of the stack.")] = 4096,
-    directions: Annotated[str, typer.Option(help="With commas between.")] = "forward,backward,decode",
-    device: Annotated[str, typer.Option(help="cuda, cuda:1.")] = "cuda",
-    effort: Annotated[str, typer.Option(help="quick: what was good somewhere; full: every combination.")] = "quick",
-    budget: Annotated[float | None, typer.Option(help="Seconds, after which no other kernel is begun.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The table; the user's, found by itself, if none.")] = None,
-    again: Annotated[bool, typer.Option(help="Measure what the table has already, too.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be measured.")] = False,
+    mixer: Annotated[
+        str, typer.Option(help="Comma-separated mixers whose updates are tuned on --shape.")
+    ] = "gated_deltanet",
+    dtype: Annotated[str, typer.Option(help="Comma-separated dtypes of the operands.")] = "bfloat16",
+    batch: Annotated[int, typer.Option(min=1, help="Batch size of the stack, in sequences.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Sequence length of the stack, in tokens.")] = 4096,
+    directions: Directions = "forward,backward,decode",
+    device: Annotated[str, typer.Option(help="Device: cuda or cuda:1.")] = "cuda",
+    effort: Annotated[
+        str, typer.Option(help="quick: candidates that were near the best on some problem; full: every candidate.")
+    ] = "quick",
+    budget: Annotated[
+        float | None, typer.Option(help="Time budget in seconds, after which no further kernel is started.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Launch table to write. Default: the user's table, which is loaded automatically."),
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Measure kernels that the table already holds again.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the measurements without running them.")] = False,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the launches of the triton backend's kernels on this GPU; run it again to go on where it stopped."""
+    """Measure launch configs of the triton backend's kernels on this GPU. A second run continues an unfinished one."""
     from deltazoo.backends.tuning.tune import TuneConfig
     from deltazoo.blocks.inspect.tuning import plan_on, targets_of, tune_on
 
@@ -45,33 +54,33 @@ def command(
         else:
             print_table(["kernel", "shape", "class", ">candidates", ""], [step.cells() for step in planned])
         return
-    with progress() as told:
-        found = tune_on(device, targets, config, out, told)
-    print_json(found) if as_json else _print(found)
+    with progress() as report_progress:
+        tuned = tune_on(device, targets, config, out, report_progress)
+    print_json(tuned) if as_json else _print(tuned)
 
 
 def merge(
-    tables: Annotated[list[Path], typer.Argument(help="Of one device; the later over the earlier.")],
-    out: Annotated[Path, typer.Option(help="Where the result goes.")],
+    tables: Annotated[list[Path], typer.Argument(help="Tables of one device; later ones take precedence.")],
+    out: Annotated[Path, typer.Option(help="Launch table to write.")],
     as_json: AsJson = False,
 ) -> None:
-    """Merge launch tables of one device into one."""
+    """Merge launch tables of one device."""
     from deltazoo.backends.triton.table import merge_tables
 
     merged = merge_tables(tables, out)
     if as_json:
         print_json(merged)
     else:
-        say(f"{len(merged.records)} records of {merged.device} in {out}")
+        print_line(f"{len(merged.records)} records of {merged.device} in {out}")
 
 
-def _print(found: "Tuned") -> None:
+def _print(tuned: "Tuned") -> None:
     from deltazoo.backends.triton.table import COLUMNS
 
-    say(found.environment.line())
-    print_table(COLUMNS, [record.cells() for record in found.records])
-    for sentence in (*found.failures, *found.rejected):
-        say(sentence)
-    counts = f"{len(found.records)} measured in {found.seconds:.0f} s, {found.kept} kept, {found.left} left"
-    say(f"{counts}; gain: the heuristic's time over the chosen launch's, the others' equal")
-    say(found.last_line)
+    print_line(tuned.environment.line())
+    print_table(COLUMNS, [record.cells() for record in tuned.records])
+    for sentence in (*tuned.failures, *tuned.rejected):
+        print_line(sentence)
+    counts = f"{len(tuned.records)} measured in {tuned.seconds:.0f} s, {tuned.kept} kept, {tuned.left} left"
+    print_line(f"{counts}; gain: time with the heuristic's launch over time with the chosen one, other launches equal")
+    print_line(tuned.last_line)

@@ -7,10 +7,10 @@ from deltazoo.cli.output import print_json
 
 
 def command(as_json: AsJson = False) -> None:
-    """Print the page of the zoo, docs/zoo.md: every mixer with equation, spec, cost, backends, source and oracle."""
-    from deltazoo.blocks.inspect import zoo
+    """Print docs/zoo.md: the equation, spec, cost, backends, source and oracle of every mixer."""
+    from deltazoo.blocks.inspect.zoo import zoo_entries, zoo_page
 
     if as_json:
-        print_json([animal.model_dump() for animal in zoo.zoo()])
+        print_json([entry.model_dump() for entry in zoo_entries()])
     else:
-        typer.echo(zoo.page(), nl=False)
+        typer.echo(zoo_page(), nl=False)

@@ -1,4 +1,4 @@
-"""Generate tokens: one pass over the prompt, then one step a token on a state that keeps its place in memory.
+"""Generation of tokens: one prefill of the prompt, then one step per token on a state that is updated in place.
 
 B batch, T prompt length, L vocabulary
 """
@@ -20,7 +20,7 @@ from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import rollback_, snapshot
 
-# Stands where a row has stopped and others go on; never a token.
+# Fills the columns of a row that has stopped while other rows continue; not a token.
 STOPPED = -1
 
 Prompt = Tensor | Sequence[Tensor]
@@ -40,15 +40,16 @@ def generate(
     """Continue prompts.
 
     Args:
-        model: a model; or a `Decoder` of one, whose compiled or captured step is then used again.
-        prompt: [B, T] int64 with T >= 1; or B prompts [T_b] of different lengths, as if each ran alone.
-        max_tokens: the most new tokens, at least 1.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens; top_p: of those, from the fewest whose mass reaches p.
-        stop: tokens, or sequences of new tokens, after which a row stops; they are part of the result.
-        generator: the source of randomness on the model's device, or a seed; None is torch's own.
-    Returns: the new tokens, [B, n] int64 with n <= max_tokens, -1 behind the place where a row stopped.
-    Raises: InputError or a subclass; StateError, where a given decoder has no room.
+        model: a model, or a `Decoder`, whose compiled or captured step is reused.
+        prompt: [B, T] int64 with T >= 1; or B prompts [T_b] of different lengths, which do not affect each other.
+        max_tokens: maximum number of new tokens, at least 1.
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: sample from the k most likely tokens.
+        top_p: sample from the smallest set of tokens with total probability p, after `top_k`.
+        stop: tokens or sequences of tokens after which a row stops; the result includes them.
+        generator: a generator on the model's device, or a seed; None uses torch's default generator.
+    Returns: the new tokens, [B, n] int64 with n <= max_tokens; -1 after the end of a row that stopped.
+    Raises: InputError or a subclass; StateError: the capacity of the decoder is too small.
     """
     return torch.stack(list(stream(model, prompt, max_tokens, temperature, top_k, top_p, stop, generator)), 1)
 
@@ -63,51 +64,51 @@ def stream(
     stop: Stop = (),
     generator: torch.Generator | int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the columns [B] of what `generate` returns, each as soon as it is drawn; arguments as there.
+    """Yield the columns [B] of the result of `generate` as they are sampled; arguments as for `generate`.
 
-    Nothing waits for the device, unless `stop` asks each token whether it was the last.
+    The host does not synchronise with the device, except to test the stop condition if `stop` is not empty.
     """
     check_sampling(temperature, top_k, top_p)
     check_integer("max_tokens", max_tokens)
     if not isinstance(generator, torch.Generator | int | None):
         raise ValueRangeError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
-    tokens_BT, mask_BT = _padded(prompt)
+    tokens_BT, mask_BT = _pad_left(prompt)
     B, T = tokens_BT.shape
     decoder = model if isinstance(model, Decoder) else Decoder(model, B, T + max_tokens)
-    if T + max_tokens - 1 > decoder.capacity:
-        raise StateError(f"a decoder of capacity {decoder.capacity} has no room for {T} + {max_tokens} tokens")
+    if T + max_tokens - 1 > decoder.capacity:  # the last token is not read
+        raise StateError(f"a decoder of capacity {decoder.capacity} is too small for {T} + {max_tokens} tokens")
     if isinstance(generator, int):
         generator = torch.Generator(decoder.tokens.device).manual_seed(generator)
-    stops = _stop_sequences(stop, decoder.model.spec.vocab)
+    stop_sequences = _stop_sequences(stop, decoder.model.spec.vocab)
 
-    def tokens() -> Iterator[Tensor]:
+    def columns() -> Iterator[Tensor]:
         decoder.prefill(tokens_BT, mask_BT)
-        done_B = torch.zeros(B, dtype=torch.bool, device=decoder.tokens.device)
-        drawn: list[Tensor] = []
+        stopped_B = torch.zeros(B, dtype=torch.bool, device=decoder.tokens.device)
+        sampled: list[Tensor] = []
         for i in range(max_tokens):
             if i:
                 decoder.step()
             token_B = sample(decoder.logits, temperature, top_k, top_p, generator)
             decoder.tokens.copy_(token_B[:, None])
-            drawn.append(token_B)
-            yield token_B.masked_fill(done_B, STOPPED) if stops else token_B
-            for sequence in stops:
-                done_B = done_B | _ends_with(drawn, sequence)
-            if stops and bool(done_B.all()):
+            sampled.append(token_B)
+            yield token_B.masked_fill(stopped_B, STOPPED) if stop_sequences else token_B
+            for sequence in stop_sequences:
+                stopped_B = stopped_B | _ends_with(sampled, sequence)
+            if stop_sequences and bool(stopped_B.all()):
                 return
 
-    return tokens()
+    return columns()
 
 
 class Decoder:
-    """Run a model a token at a time; every tensor keeps its address, so a step can be captured in a CUDA graph.
+    """Decode one token at a time. Every tensor keeps its address, so a step can be captured in a CUDA graph.
 
     Args:
-        batch: B; capacity: the most tokens a row may reach, prompt included.
-        compile: run the step under torch.compile, as one graph.
+        batch: number of rows B.
+        capacity: maximum number of tokens per row, including the prompt.
+        compile: compile the step with torch.compile, as one graph.
 
-    `tokens` [B, 1] int64 is what the next step reads; `logits` [B, L] float32 is what the last one wrote; `state` is
-    updated in place.
+    A step reads `tokens` [B, 1] int64, updates `state` in place and writes `logits` [B, L] float32.
     """
 
     def __init__(self, model: LanguageModel, batch: int, capacity: int, compile: bool = False) -> None:
@@ -122,9 +123,9 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> None:
-        """Forget all, and read prompts [B, T]; `logits` are those behind their last tokens.
+        """Reset the state and read prompts [B, T]; `logits` are those of their last tokens.
 
-        Args: mask_BT: bool, True at real tokens; padding stands left of them.
+        Args: mask_BT: bool, True at tokens and False at padding, which is on the left.
         """
         if tokens_BT.dim() != 2 or tokens_BT.shape[0] != self.batch or not tokens_BT.shape[1]:
             raise ShapeError(
@@ -135,13 +136,13 @@ class Decoder:
                 f"a prompt of {tokens_BT.shape[1]} tokens exceeds the decoder's capacity of {self.capacity}"
             )
         rollback_(self.state, self.model.init_state(self.batch, self.capacity))
-        x_BTD, after = self.model.features(tokens_BT, self.state, Context(mask=mask_BT))
-        _keep(self.state, after)
+        x_BTD, new_state = self.model.features(tokens_BT, self.state, Context(mask=mask_BT))
+        _copy_new_tensors(self.state, new_state)
         self.logits.copy_(self.model.logits(x_BTD[:, -1]))
 
     @torch.no_grad()
     def step(self) -> None:
-        """Read `tokens`, update `state`, write `logits`. The device is not waited for."""
+        """Read `tokens`, update `state` and write `logits`, without synchronisation."""
         if self._replay is not None:
             self._replay()
         else:
@@ -149,40 +150,40 @@ class Decoder:
 
     @torch.no_grad()
     def capture(self) -> Self:
-        """Record the step in a CUDA graph, which later steps replay. The state is as before.
+        """Capture the step in a CUDA graph, which `step` replays from now on. The state does not change.
 
         Raises: UnsupportedError: the model is not on a CUDA device.
         """
         if self.tokens.device.type != "cuda":
             raise UnsupportedError(f"a CUDA graph needs the model on a CUDA device, got {self.tokens.device}")
-        kept = snapshot(self.state)
+        state_before = snapshot(self.state)
         step = functools.partial(self._run, self.model, self.tokens, self.state, self.logits)
         self._replay = captured(step, self.tokens.device, warm_ups=3)
-        rollback_(self.state, kept)
+        rollback_(self.state, state_before)
         return self
 
 
 def _step(model: LanguageModel, tokens_B1: Tensor, state: StackState, logits_BL: Tensor) -> None:
-    logits_B1L, after = model(tokens_B1, state)
-    _keep(state, after)
+    logits_B1L, new_state = model(tokens_B1, state)
+    _copy_new_tensors(state, new_state)
     logits_BL.copy_(logits_B1L[:, 0])
 
 
 def _compiled_step() -> Callable[[LanguageModel, Tensor, StackState, Tensor], None]:
-    """The step under torch.compile, with a code object of its own: Dynamo compiles one code object eight times only."""
-    own = FunctionType(_step.__code__.replace(), _step.__globals__, "step")
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    """Compile a copy of the step: Dynamo limits the compilations of one code object to eight."""
+    copy = FunctionType(_step.__code__.replace(), _step.__globals__, "step")
+    return torch.compile(copy, fullgraph=True, dynamic=False)
 
 
-def _keep(state: StackState, after: StackState | None) -> None:
-    """Write what a mixer returned as new tensors into the old ones; most write there themselves."""
-    for old, new in zip(tree_leaves(state), tree_leaves(after), strict=True):
+def _copy_new_tensors(state: StackState, new_state: StackState | None) -> None:
+    """Copy the state tensors that a mixer returned as new ones into the old ones; most mixers update in place."""
+    for old, new in zip(tree_leaves(state), tree_leaves(new_state), strict=True):
         if new is not old:
             old.copy_(new)
 
 
-def _padded(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
-    """Prompts as [B, T] with padding on the left, and the mask of real tokens."""
+def _pad_left(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
+    """Return prompts as [B, T] with padding on the left, and the mask of tokens."""
     if isinstance(prompt, Tensor):
         if prompt.dim() != 2:
             raise ShapeError(f"prompt must have shape [B, T], or be a list of tensors [T], got {list(prompt.shape)}")
@@ -199,17 +200,18 @@ def _padded(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
 
 
 def _stop_sequences(stop: Stop, vocab: int) -> list[tuple[int, ...]]:
-    known = range(vocab)
+    tokens = range(vocab)
     entries = [stop] if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
     sequences = [tuple(entry) if isinstance(entry, Sequence) else (entry,) for entry in entries]
-    if entries is not stop or not all(sequence and all(token in known for token in sequence) for sequence in sequences):
+    valid = all(sequence and all(token in tokens for token in sequence) for sequence in sequences)
+    if entries is not stop or not valid:
         raise ValueRangeError(f"stop must hold tokens in [0, {vocab}) or non-empty sequences of them, got {stop!r}")
     return sequences
 
 
-def _ends_with(drawn: list[Tensor], sequence: tuple[int, ...]) -> Tensor:
-    """Which rows end with the sequence: [B] bool."""
-    if len(drawn) < len(sequence):
-        return torch.zeros_like(drawn[0], dtype=torch.bool)
-    tail = drawn[-len(sequence) :]
-    return torch.stack([token_B == want for token_B, want in zip(tail, sequence, strict=True)]).all(0)
+def _ends_with(sampled: list[Tensor], sequence: tuple[int, ...]) -> Tensor:
+    """Return which rows end with the sequence: [B] bool."""
+    if len(sampled) < len(sequence):
+        return torch.zeros_like(sampled[0], dtype=torch.bool)
+    tail = sampled[-len(sequence) :]
+    return torch.stack([token_B == expected for token_B, expected in zip(tail, sequence, strict=True)]).all(0)

@@ -1,1 +1,1 @@
-"""Values that describe what is installed, what a model costs and which backend computes it."""
+"""Inspection: catalog, details of one entry, costs of a model, benchmarks, tuning, diagnosis and JSON Schema."""

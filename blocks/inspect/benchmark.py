@@ -1,4 +1,4 @@
-"""Benchmark the update of a mixer by names: of the mixer, of shapes, of backends."""
+"""Benchmark of a mixer's update, with the mixer, the shapes and the backends given by name."""
 
 import re
 from collections.abc import Sequence
@@ -24,20 +24,24 @@ def measure(
     config: BenchConfig | None = None,
     progress: Progress = silent,
 ) -> Benchmark:
-    """Time backends on the update of a mixer with its default fields.
+    """Time backends on the update of a mixer with default fields.
 
-    Args: shapes: as for `shape_of`; backends: names, None is all that are installed.
+    Args:
+        shapes: names or sizes, as for `parse_shape`.
+        backends: names; None selects all that are installed.
     Raises: ConfigError; UnknownNameError, DuplicateNameError, PluginError.
     """
     spec = config_class(mixer)().spec()
     if spec is None:
         raise ConfigError(f"mixer {mixer!r} has no update that backends compute; there is nothing to measure")
     names = registry.names(registry.BACKENDS) if backends is None else backends
-    return bench(spec, [shape_of(shape) for shape in shapes], names, config, progress)
+    return bench(spec, [parse_shape(shape) for shape in shapes], names, config, progress)
 
 
-def shape_of(text: str) -> Shape:
-    """Find a named shape, or read sizes: "B=4 T=1000 H=8 K=64", with HV = H, V = K and B = 1 unless given.
+def parse_shape(text: str) -> Shape:
+    """Return a named shape, or the shape of sizes such as "B=4 T=1000 H=8 K=64".
+
+    HV defaults to H, V to K and B to 1.
 
     Raises: UnknownNameError; ConfigError.
     """
@@ -46,12 +50,12 @@ def shape_of(text: str) -> Shape:
             raise UnknownNameError("shape", text, SHAPES)
         return SHAPES[text]
     sizes: dict[str, Any] = {}
-    for part in re.split(r"[\s,]+", text.strip()):
-        name, _, size = part.partition("=")
+    for item in re.split(r"[\s,]+", text.strip()):
+        name, _, size = item.partition("=")
         sizes[name] = size
     try:
         return ShapeFields(**sizes).shape()
     except ValidationError as error:
-        wrong = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-        lines = "; ".join(f"{name}: {message}" if name else message for name, message in wrong)
-        raise ConfigError(f"shape {text!r}: {lines}") from error
+        problems = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+        sentences = "; ".join(f"{name}: {message}" if name else message for name, message in problems)
+        raise ConfigError(f"shape {text!r}: {sentences}") from error

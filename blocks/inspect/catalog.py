@@ -1,4 +1,4 @@
-"""What is installed, and what one of it is: mixers, backends and presets, plug-ins among them."""
+"""The catalog: every installed mixer, backend and preset, plug-ins included."""
 
 import inspect
 import itertools
@@ -10,12 +10,15 @@ from deltazoo.backends.errors import DeltazooError
 from deltazoo.backends.registry import resolve
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.blocks import presets
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec import preset
 from deltazoo.mixers.core.config import config_class
 
 
 class MixerEntry(BaseModel):
-    """A mixer with its defaults. spec: the axes that differ from UpdateSpec's; problem: why it cannot be loaded."""
+    """A mixer with default fields.
+
+    Args: spec: the fields that differ from UpdateSpec's defaults; problem: why the mixer cannot be loaded.
+    """
 
     name: str
     equation: str = ""
@@ -26,7 +29,10 @@ class MixerEntry(BaseModel):
 
 
 class BackendEntry(BaseModel):
-    """A backend. about: the first line of its docstring; problem: why it cannot be loaded."""
+    """A backend.
+
+    Args: about: the first line of its docstring; problem: why the backend cannot be loaded.
+    """
 
     name: str
     about: str = ""
@@ -35,7 +41,10 @@ class BackendEntry(BaseModel):
 
 
 class PresetEntry(BaseModel):
-    """A preset. about: the first sentence of its file."""
+    """A preset.
+
+    Args: about: the first sentence of the comment in its file.
+    """
 
     name: str
     pattern: str = ""
@@ -45,7 +54,7 @@ class PresetEntry(BaseModel):
 
 
 class Catalog(BaseModel):
-    """All that is installed."""
+    """Everything that is installed."""
 
     mixers: list[MixerEntry]
     backends: list[BackendEntry]
@@ -53,7 +62,7 @@ class Catalog(BaseModel):
 
 
 def catalog() -> Catalog:
-    """List all that is installed; what cannot be loaded is listed with its problem."""
+    """List everything that is installed. A mixer or backend that cannot be loaded is listed with its problem."""
     return Catalog(
         mixers=[_mixer_entry(name) for name in registry.names(registry.MIXERS)],
         backends=[_backend_entry(name) for name in registry.names(registry.BACKENDS)],
@@ -61,44 +70,44 @@ def catalog() -> Catalog:
     )
 
 
-def about(found: object) -> str:
-    """The first line of what an object's class says of itself."""
-    return (inspect.getdoc(type(found)) or "").partition("\n")[0]
+def first_doc_line(instance: object) -> str:
+    """Return the first line of the docstring of an object's class."""
+    return (inspect.getdoc(type(instance)) or "").partition("\n")[0]
 
 
 def _mixer_entry(name: str) -> MixerEntry:
     owner = registry.owner(registry.MIXERS, name)
     try:
-        kind = config_class(name)
-        config = kind()
-        spec = config.spec()
-        return MixerEntry(name=name, equation=config.equation(), spec=_axes(spec), source=kind.source, owner=owner)
-    except Exception as error:  # a broken plug-in is listed as broken
-        return MixerEntry(name=name, owner=owner, problem=_sentence(error))
+        config_type = config_class(name)
+        config = config_type()
+        fields = _changed_fields(config.spec())
+        return MixerEntry(name=name, equation=config.equation(), spec=fields, source=config_type.source, owner=owner)
+    except Exception as error:  # plug-ins may raise anything
+        return MixerEntry(name=name, owner=owner, problem=_message(error))
 
 
 def _backend_entry(name: str) -> BackendEntry:
     owner = registry.owner(registry.BACKENDS, name)
     try:
-        return BackendEntry(name=name, about=about(resolve(name)), owner=owner)
-    except Exception as error:
-        return BackendEntry(name=name, owner=owner, problem=_sentence(error))
+        return BackendEntry(name=name, about=first_doc_line(resolve(name)), owner=owner)
+    except Exception as error:  # plug-ins may raise anything
+        return BackendEntry(name=name, owner=owner, problem=_message(error))
 
 
 def _preset_entry(name: str) -> PresetEntry:
-    spec = StackSpec.load(name)
+    spec = preset(name)
     comment = itertools.takewhile(lambda line: line.startswith("#"), presets.text(name).splitlines())
     sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".") + "."
     return PresetEntry(name=name, pattern=str(spec.pattern), width=spec.width, depth=spec.depth, about=sentence)
 
 
-def _axes(spec: UpdateSpec | None) -> str:
-    """The axes that are not UpdateSpec's defaults."""
+def _changed_fields(spec: UpdateSpec | None) -> str:
+    """Format the fields that differ from UpdateSpec's defaults."""
     if spec is None:
         return ""
-    other = {name: value for name, value in spec if value != UpdateSpec.model_fields[name].default}
-    return " ".join(f"{name}={value}" for name, value in other.items()) or "the delta rule"
+    changed = {name: value for name, value in spec if value != UpdateSpec.model_fields[name].default}
+    return " ".join(f"{name}={value}" for name, value in changed.items()) or "the delta rule"
 
 
-def _sentence(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) if isinstance(error, DeltazooError) else f"{type(error).__name__}: {error}"

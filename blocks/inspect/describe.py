@@ -1,4 +1,4 @@
-"""What a model costs and who computes it, layer by layer, as a value; printing is the CLI's."""
+"""Costs of a model layer by layer: parameters, state and cache bytes, FLOPs, and the backend of each update."""
 
 from collections.abc import Iterable
 
@@ -17,17 +17,19 @@ DEVICES = ("cpu", "cuda")
 
 
 class LayerRow(BaseModel):
-    """One layer.
+    """The costs of one layer.
 
     Args:
-        layer: its place, from 0; mixer: its mixers' names; equation: their recurrences, a line each.
-        parameters: of mixers, MLP and norms.
-        flops: floating-point operations a token, forward, the MLP's included; a multiply-add counts as two.
-        flops_context: more of them for each token of context that is looked back on.
-        state_bytes: the recurrent state of a sequence, and the whole cache of a sliding window.
-        cache_bytes: the key-value cache, more for every token kept.
-        backends: device -> the backend that computes the update there in training; None: no installed one can.
-            Empty for a mixer without an update.
+        layer: index, from 0.
+        mixer: the names of its mixers.
+        equation: the recurrences of its mixers, one per line.
+        parameters: number of parameters, with the MLP and the norms.
+        flops: FLOPs per token in the forward pass, with the MLP; a multiply-add counts as two.
+        flops_context: additional FLOPs per token for each token of context that is read.
+        state_bytes: recurrent state per sequence, including the whole cache of a sliding window.
+        cache_bytes: key-value cache per token.
+        backends: for each device, the backend that computes the update in training; None if no installed backend
+            can. Empty for a mixer without an update.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,12 +46,13 @@ class LayerRow(BaseModel):
 
 
 class Description(BaseModel):
-    """A model: its layers, and sums over them.
+    """The costs of a model: a row per layer, and totals.
 
     Args:
-        layers: a row each; the other figures are those of `LayerRow` over all layers, with the embedding, the last
-            norm and the head in `parameters` and the head in `flops`.
-        embedding_parameters: the embedding's, and the head's where it has its own.
+        layers: the rows. The other figures are totals of the fields of `LayerRow`.
+        parameters: includes the embedding, the last norm and the head.
+        embedding_parameters: those of the embedding, and of the head if it is not tied.
+        flops: includes the head.
         dtype: of the parameters and of key-value caches.
     """
 
@@ -66,13 +69,13 @@ class Description(BaseModel):
 
 
 def describe(model: LanguageModel) -> Description:
-    """Count what a model has; nothing is run, and a model on the meta device will do."""
+    """Count the costs of a model. Nothing is computed, so the model may be on the meta device."""
     pairs = zip(model.spec.expand(), model.stack.layers, strict=True)
     rows = [_row(i, spec.mixers, layer, model.spec.width) for i, (spec, layer) in enumerate(pairs)]
     return Description(
         layers=rows,
-        parameters=_count(model),
-        embedding_parameters=_count(model.embedding) + (0 if model.head is None else _count(model.head)),
+        parameters=_parameter_count(model),
+        embedding_parameters=sum(_parameter_count(x) for x in (model.embedding, model.head) if x is not None),
         flops=sum(row.flops for row in rows) + 2 * model.spec.width * model.spec.vocab,
         flops_context=sum(row.flops_context for row in rows),
         state_bytes=sum(row.state_bytes for row in rows),
@@ -81,25 +84,28 @@ def describe(model: LanguageModel) -> Description:
     )
 
 
-def _row(i: int, configs: Iterable[MixerConfig], layer: Layer, width: int) -> LayerRow:
+def _row(index: int, configs: Iterable[MixerConfig], layer: Layer, width: int) -> LayerRow:
     costs = [config.cost(width) for config in configs]
-    # beyond any window: below it a ring has as many slots as tokens may come
-    beyond = max([1, *(m.window or 1 for m in layer.modules() if isinstance(m, AttentionMixer))])
-    less, more = (nbytes(layer.init_state(1, capacity)) for capacity in (beyond, beyond + 1))
+    # A sliding window allocates min(window, capacity) slots, which is constant from a capacity of `full_window` on. The
+    # difference of two larger capacities is then the cache per token of full attention.
+    full_window = max([1, *(m.window or 1 for m in layer.modules() if isinstance(m, AttentionMixer))])
+    smaller, larger = (nbytes(layer.init_state(1, capacity)) for capacity in (full_window, full_window + 1))
+    cache_bytes = larger - smaller
     return LayerRow(
-        layer=i,
+        layer=index,
         mixer=" | ".join(config.name for config in configs),
         equation="\n".join(config.equation() for config in configs),
-        parameters=_count(layer),
+        parameters=_parameter_count(layer),
         flops=sum(cost.flops for cost in costs) + (0 if layer.mlp is None else layer.mlp.flops),
         flops_context=sum(cost.flops_context for cost in costs),
-        state_bytes=less - beyond * (more - less),
-        cache_bytes=more - less,
+        state_bytes=smaller - full_window * cache_bytes,
+        cache_bytes=cache_bytes,
         backends=_backends(layer),
     )
 
 
 def _backends(layer: Layer) -> dict[str, str | None]:
+    """Return the backend of the layer's updates for each device; several different ones are joined."""
     chosen: dict[str, str | None] = {}
     for update in layer.modules():
         if not isinstance(update, Update):
@@ -107,10 +113,10 @@ def _backends(layer: Layer) -> dict[str, str | None]:
         dtype = next(layer.parameters()).dtype
         for device in DEVICES:
             name = explain(update.spec, update.meta(device, dtype, grad=True), update.bound.requested).chosen
-            both = device in chosen and chosen[device] != name
-            chosen[device] = f"{chosen[device]}, {name}" if both else name
+            differs = device in chosen and chosen[device] != name
+            chosen[device] = f"{chosen[device]}, {name}" if differs else name
     return chosen
 
 
-def _count(module: nn.Module) -> int:
+def _parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

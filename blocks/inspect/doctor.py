@@ -1,4 +1,4 @@
-"""What `deltazoo doctor` finds: the environment, who computes what on which device, and what is broken."""
+"""The diagnosis that `deltazoo doctor` prints: environment, backends of each device, and problems."""
 
 from typing import Any
 
@@ -13,12 +13,15 @@ from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.blocks.inspect.catalog import catalog
 
-_GATED = UpdateSpec(decay="head", beta="head")
-_WIDTH = 128
+_GATED_DELTA_RULE = UpdateSpec(decay="head", beta="head")
+_HEADS, _HEAD_WIDTH = 8, 128
 
 
-class Found(BaseModel):
-    """One backend on one device: "chosen", or the reasons why not, for the gated delta rule in training."""
+class BackendStatus(BaseModel):
+    """One backend on one device, for training with the gated delta rule.
+
+    Args: verdict: "chosen", or the reasons why the backend is not.
+    """
 
     device: str
     dtype: str
@@ -26,33 +29,38 @@ class Found(BaseModel):
     verdict: str
 
 
-class Checkup(BaseModel):
-    """problems: sentences, each with what to do; [] where all is well."""
+class Diagnosis(BaseModel):
+    """The state of this installation.
+
+    Args: problems: a sentence each, with the remedy; [] if there are none.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     environment: Environment
     devices: list[str]
-    backends: list[Found]
+    backends: list[BackendStatus]
     problems: list[str]
 
 
-def checkup() -> Checkup:
-    """Look at versions, compiler, devices, backends and plug-ins."""
-    seen = devices()
-    return Checkup(environment=environment(seen[-1]), devices=seen, backends=_verdicts(seen), problems=_problems())
+def diagnose() -> Diagnosis:
+    """Inspect versions, the C++ compiler, devices, backends and plug-ins."""
+    names = devices()
+    return Diagnosis(
+        environment=environment(names[-1]), devices=names, backends=_backend_statuses(names), problems=_problems()
+    )
 
 
-def _verdicts(seen: list[str]) -> list[Found]:
-    found = []
-    for kind in dict.fromkeys(device.partition(":")[0] for device in seen):
+def _backend_statuses(device_names: list[str]) -> list[BackendStatus]:
+    statuses = []
+    for device in dict.fromkeys(name.partition(":")[0] for name in device_names):
         for dtype in (torch.float32, torch.bfloat16):
-            meta = UpdateMeta(kind, dtype, 8, 8, _WIDTH, _WIDTH, grad=True)
-            for verdict in explain(_GATED, meta).verdicts:
-                said = "chosen" if verdict.chosen else " ".join(verdict.reasons)
-                name = str(dtype).removeprefix("torch.")
-                found.append(Found(device=kind, dtype=name, backend=verdict.backend, verdict=said))
-    return found
+            meta = UpdateMeta(device, dtype, _HEADS, _HEADS, _HEAD_WIDTH, _HEAD_WIDTH, grad=True)
+            dtype_name = str(dtype).removeprefix("torch.")
+            for row in explain(_GATED_DELTA_RULE, meta).verdicts:
+                verdict = "chosen" if row.chosen else " ".join(row.reasons)
+                statuses.append(BackendStatus(device=device, dtype=dtype_name, backend=row.backend, verdict=verdict))
+    return statuses
 
 
 def _problems() -> list[str]:

@@ -1,4 +1,4 @@
-"""The JSON Schema of model files, with every mixer that is installed, for editors that complete and check."""
+"""JSON Schema of stack files with every installed mixer, for completion and validation in editors."""
 
 from typing import Any
 
@@ -8,18 +8,22 @@ from deltazoo.backends import registry
 from deltazoo.backends.errors import DuplicateNameError, PluginError
 from deltazoo.mixers.core import config as configs
 
-# A mixer that is not installed is named by "module:Class"; its fields are its own.
-_BY_PATH = {"type": "object", "properties": {"mixer": {"type": "string", "pattern": ":"}}, "required": ["mixer"]}
+# A mixer that is not registered is named "module:Class"; the schema cannot list its fields.
+_UNREGISTERED_MIXER = {
+    "type": "object",
+    "properties": {"mixer": {"type": "string", "pattern": ":"}},
+    "required": ["mixer"],
+}
 
 
 def with_mixers(stack: type[BaseModel]) -> dict[str, Any]:
-    """Put the installed mixers where the schema of StackSpec says "a mixer config".
+    """Return the schema of a stack config with the installed mixers in place of the abstract MixerConfig.
 
-    Returns: a schema of draft 2020-12. A mixer that cannot be loaded is left out.
+    Returns: a schema of draft 2020-12. A mixer that cannot be loaded is omitted.
     """
     schema = stack.model_json_schema()
     definitions = schema["$defs"]
-    mixers = []
+    references = []
     for name in registry.names(registry.MIXERS):
         try:
             mixer = configs.config_class(name).model_json_schema()
@@ -29,6 +33,6 @@ def with_mixers(stack: type[BaseModel]) -> dict[str, Any]:
         mixer["properties"] = {"mixer": {"const": name}, **mixer["properties"]}
         mixer["required"] = ["mixer", *mixer.get("required", [])]
         definitions[name] = mixer
-        mixers.append({"$ref": f"#/$defs/{name}"})
-    definitions["MixerConfig"] = {"anyOf": [*mixers, _BY_PATH]}
+        references.append({"$ref": f"#/$defs/{name}"})
+    definitions["MixerConfig"] = {"anyOf": [*references, _UNREGISTERED_MIXER]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

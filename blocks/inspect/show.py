@@ -1,4 +1,4 @@
-"""One mixer, backend or preset in detail: what it is, what it costs, and which backends compute it."""
+"""Details of one mixer, backend or stack: equation, fields, costs, and which backends compute it."""
 
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from deltazoo.backends.explain import explain
 from deltazoo.backends.papers import papers
 from deltazoo.backends.registry import resolve
 from deltazoo.blocks import document, presets
-from deltazoo.blocks.inspect.catalog import about
+from deltazoo.blocks.inspect.catalog import first_doc_line
 from deltazoo.blocks.inspect.describe import Description
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.core.config import config_class
@@ -35,23 +35,23 @@ class FieldRow(BaseModel):
 
 
 class BackendRow(BaseModel):
-    """One backend: whether it computes a mixer's update, and why not."""
+    """One backend: whether it is chosen for a mixer's update, and the reasons if it is not."""
 
     backend: str
     chosen: bool
     reasons: list[str]
 
 
-class Sheet(BaseModel):
-    """All there is to say of a name.
+class Details(BaseModel):
+    """Everything that is known about a mixer, a backend or a stack.
 
     Args:
-        about: equation, source and the like, by title, in words.
-        fields: of a config.
-        cost: figures by title, with their unit.
-        backends: of a mixer: which one computes it on the device asked for, and why the others do not.
-        takes: of a backend: why not, for every mixer's update at width 1024; [] where it can.
-        description: of a stack.
+        about: equation, source and other text, by title.
+        fields: the fields of a mixer's config.
+        cost: the costs of a mixer; the titles give the units.
+        backends: for a mixer, which backend computes its update on the device, and why the others do not.
+        takes: for a backend, the reasons why it cannot compute each mixer's update at width 1024; [] if it can.
+        description: the layers of a stack.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,16 +67,18 @@ class Sheet(BaseModel):
     description: Description | None = None
 
 
-def sheet(
+def details(
     name: str, width: int = _WIDTH, device: str = "cpu", dtype: torch.dtype = torch.float32, trust: bool = False
-) -> Sheet:
-    """Look a mixer, backend, preset or file of a stack up.
+) -> Details:
+    """Return the details of a mixer, a backend, a preset or a stack file.
 
     Args:
-        width: of the layer that a mixer's figures are for.
-        device, dtype: that the backends are asked about; torch need not see the device here.
+        name: a registered name, "module:Class", the name of a preset, or a file.
+        width: width of the layer that the costs of a mixer are for.
+        device: device for which the backends are examined; it need not exist on this machine.
+        dtype: dtype of the operands.
         trust: as for `StackSpec.load`.
-    Raises: UnknownNameError, with the nearest name; ConfigError; PluginError.
+    Raises: UnknownNameError: gives the nearest name; ConfigError; PluginError.
     """
     mixers, backends = registry.names(registry.MIXERS), registry.names(registry.BACKENDS)
     if name in mixers:
@@ -90,113 +92,112 @@ def sheet(
     raise UnknownNameError("mixer, backend or preset", name, [*mixers, *backends, *presets.names()])
 
 
-def _plug_in(name: str, width: int, device: str, dtype: torch.dtype) -> Sheet:
-    found = registry.load(registry.MIXERS, name)
-    is_mixer = isinstance(found, type) and issubclass(found, MixerConfig)
+def _plug_in(name: str, width: int, device: str, dtype: torch.dtype) -> Details:
+    loaded = registry.load(registry.MIXERS, name)
+    is_mixer = isinstance(loaded, type) and issubclass(loaded, MixerConfig)
     return _mixer(name, width, device, dtype) if is_mixer else _backend(name, device, dtype)
 
 
-def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Sheet:
-    kind = config_class(name)
-    config = kind()
+def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Details:
+    config_type = config_class(name)
+    config = config_type()
     spec = config.spec()
-    words = {"equation": config.equation(), "source": kind.source}
+    about = {"equation": config.equation(), "source": config_type.source}
     if spec is not None:
-        words |= {"update of": "; ".join(papers(spec)) or "no paper that deltazoo knows"}
-        words |= {"eigenvalue of the erased direction": str(spec.spectrum()), "spec": repr(spec)}
-    mixer = _on_no_device(config, width)
-    words |= _convolution(mixer, device, dtype)
+        about |= {"update of": "; ".join(papers(spec)) or "no paper that deltazoo knows"}
+        about |= {"eigenvalue of the erased direction": str(spec.spectrum()), "spec": repr(spec)}
+    mixer = _build_on_meta(config, width)
+    about |= _convolution(mixer, device, dtype)
     cost = config.cost(width)
-    verdicts = [] if spec is None else explain(spec, _meta(mixer, device, dtype)).verdicts
-    words |= _decode_step(mixer, device, dtype, next((v.backend for v in verdicts if v.chosen), None))
-    return Sheet(
+    verdicts = [] if spec is None else explain(spec, _update_meta(mixer, device, dtype)).verdicts
+    about |= _decode_step(mixer, device, dtype, next((v.backend for v in verdicts if v.chosen), None))
+    return Details(
         kind="mixer",
         name=name,
         owner=_owner(registry.MIXERS, name),
-        about=words,
-        fields=[_field(field, info) for field, info in kind.model_fields.items()],
+        about=about,
+        fields=[_field_row(field, info) for field, info in config_type.model_fields.items()],
         cost={
             "width": width,
             "parameters": sum(x.numel() for x in mixer.parameters()),
-            "state, bytes a sequence": cost.state_bytes,
-            "cache, bytes a token kept": cost.cache_bytes,
-            "FLOPs a token, forward": cost.flops,
-            "more FLOPs a token for each token looked back on": cost.flops_context,
+            "state, bytes per sequence": cost.state_bytes,
+            "cache, bytes per token": cost.cache_bytes,
+            "FLOPs per token, forward": cost.flops,
+            "additional FLOPs per token for each token of context": cost.flops_context,
         },
         backends=[BackendRow(**verdict._asdict()) for verdict in verdicts],
     )
 
 
-def _backend(name: str, device: str, dtype: torch.dtype) -> Sheet:
-    found = resolve(name)
+def _backend(name: str, device: str, dtype: torch.dtype) -> Details:
+    backend = resolve(name)
     takes: dict[str, list[str]] = {}
     for mixer in registry.names(registry.MIXERS):
         try:
             config = config_class(mixer)()
             spec = config.spec()
             if spec is not None:
-                takes[mixer] = found.unsupported(spec, _meta(_on_no_device(config, _WIDTH), device, dtype))
-        except PluginError:  # the mixer's own sheet says what is wrong with it
+                takes[mixer] = backend.unsupported(spec, _update_meta(_build_on_meta(config, _WIDTH), device, dtype))
+        except PluginError:  # `details` of that mixer reports the error
             continue
-    words = {"about": about(found)}
-    return Sheet(kind="backend", name=name, owner=_owner(registry.BACKENDS, name), about=words, takes=takes)
+    about = {"about": first_doc_line(backend)}
+    return Details(kind="backend", name=name, owner=_owner(registry.BACKENDS, name), about=about, takes=takes)
 
 
-def _stack(name: str, trust: bool) -> Sheet:
+def _stack(name: str, trust: bool) -> Details:
     spec = StackSpec.load(name, trust)
-    words = {field: str(value) for field, value in spec.model_dump(mode="json").items()}
-    words["layers"] = "; ".join(f"{layer} = {value!r}" for layer, value in spec.layers.items())
+    about = {field: str(value) for field, value in spec.model_dump(mode="json").items()}
+    about["layers"] = "; ".join(f"{layer} = {value!r}" for layer, value in spec.layers.items())
     owner = "deltazoo" if name in presets.names() else name
-    return Sheet(kind="stack", name=name, owner=owner, about=words, description=spec.describe())
+    return Details(kind="stack", name=name, owner=owner, about=about, description=spec.describe())
 
 
 def _owner(group: str, name: str) -> str:
     return name.partition(":")[0] if ":" in name else registry.owner(group, name)
 
 
-def _meta(mixer: Mixer, device: str, dtype: torch.dtype) -> UpdateMeta:
-    """The tensors that a mixer gives its update in training."""
+def _update_meta(mixer: Mixer, device: str, dtype: torch.dtype) -> UpdateMeta:
+    """Return the meta of a mixer's update in training, or of small operands for a mixer without an update."""
     update = next((module for module in mixer.modules() if isinstance(module, Update)), None)
     if update is None:
-        return UpdateMeta(_kind(device), dtype, H=1, HV=1, K=64, V=64, grad=True)
-    return update.meta(_kind(device), dtype, grad=True)
+        return UpdateMeta(_device_type(device), dtype, H=1, HV=1, K=64, V=64, grad=True)
+    return update.meta(_device_type(device), dtype, grad=True)
 
 
 def _convolution(mixer: Mixer, device: str, dtype: torch.dtype) -> dict[str, str]:
-    """Who computes the short convolution, of a mixer that has one."""
+    """Describe the short convolution of a mixer: its width and what computes it."""
     for module in mixer.modules():
         if isinstance(module, ShortConv):
             taps = module.weight.shape[1]
-            backend = bind_conv(module.parts).backend_for(_kind(device), dtype, taps)
-            by = "plain torch" if backend is None else f"backend {backend.name!r}"
-            return {"short convolution": f"{taps} taps, by {by} on {device!r}"}
+            backend = bind_conv(module.parts).backend_for(_device_type(device), dtype, taps)
+            implementation = "plain torch" if backend is None else f"backend {backend.name!r}"
+            return {"short convolution": f"{taps} taps, by {implementation} on {device!r}"}
     return {}
 
 
 def _decode_step(mixer: Mixer, device: str, dtype: torch.dtype, backend: str | None) -> dict[str, str]:
-    """What of a decode step is one operation of the backend, of a mixer whose update it computes."""
+    """Describe which parts of a mixer's decode step the backend fuses with the update."""
     if backend is None or not isinstance(mixer, DeltaMixer):
         return {}
     fusion = mixer.decode_fusion()
     if fusion is None or resolve(backend).fused_decode_unsupported(fusion.step, dtype):
-        return {"decode step": f"part by part, the update by backend {backend!r} on {device!r}"}
+        return {"decode step": f"not fused, the update by backend {backend!r} on {device!r}"}
     parts = ", ".join(type(part).__name__ for part in fusion.fused_parts.values())
-    return {"decode step": f"{parts} and the update in one, by backend {backend!r} on {device!r}"}
+    return {"decode step": f"{parts} and the update fused, by backend {backend!r} on {device!r}"}
 
 
-def _kind(device: str) -> str:
+def _device_type(device: str) -> str:
     try:
         return torch.device(device).type
     except RuntimeError as error:
         raise ConfigError(f"device must be cpu, cuda, mps or another that torch knows, got {device!r}") from error
 
 
-def _on_no_device(config: MixerConfig, width: int) -> Mixer:
+def _build_on_meta(config: MixerConfig, width: int) -> Mixer:
     with torch.device("meta"):
         return config.build(width, backend="reference")
 
 
-def _field(name: str, info: FieldInfo) -> FieldRow:
-    return FieldRow(
-        name=name, default=to_jsonable_python(info.get_default(call_default_factory=True)), about=info.description or ""
-    )
+def _field_row(name: str, info: FieldInfo) -> FieldRow:
+    default = to_jsonable_python(info.get_default(call_default_factory=True))
+    return FieldRow(name=name, default=default, about=info.description or "")

@@ -1,4 +1,4 @@
-"""Tune the triton backend by names: for the updates of a stack, or of a mixer on named shapes."""
+"""Tuning of the triton backend, with stacks, mixers, shapes and dtypes given by name."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -13,7 +13,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import CudaRunner
 from deltazoo.backends.tuning.tune import Planned, TuneConfig, Tuned, plan, tune
-from deltazoo.blocks.inspect.benchmark import shape_of
+from deltazoo.blocks.inspect.benchmark import parse_shape
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import Update
@@ -29,56 +29,59 @@ def targets_of(
     tokens: tuple[int, int],
     trust: bool = False,
 ) -> list[Target]:
-    """What to tune for: the updates inside a stack, on `tokens`, and the mixers' with their default fields, on shapes.
+    """List the tuning targets: the updates of a stack, and those of mixers with default fields on named shapes.
 
-    Args: stack: a file or a preset; shapes: as for `shape_of`; tokens: B and T of the stack's batches; trust: as for
-        `StackSpec.load`.
+    Args:
+        stack: a file or the name of a preset.
+        shapes: names or sizes for the mixers, as for `parse_shape`.
+        tokens: batch size B and length T for the stack.
+        trust: as for `StackSpec.load`.
     Raises: ConfigError; PatternError; UnknownNameError.
     """
-    wrong = [dtype for dtype in dtypes if dtype not in DTYPES]
-    if wrong or not dtypes:
-        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {', '.join(wrong) or 'none'}")
-    pairs = [] if stack is None else _inside(StackSpec.load(stack, trust), stack, *tokens)
+    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    if unknown or not dtypes:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {', '.join(unknown) or 'none'}")
+    pairs = [] if stack is None else _updates_of(StackSpec.load(stack, trust), stack, *tokens)
     for mixer, shape in product(mixers, shapes):
         spec = config_class(mixer)().spec()
         if spec is None:
             raise ConfigError(f"mixer {mixer!r} has no update; there is nothing to tune")
-        pairs.append((spec, shape_of(shape)))
+        pairs.append((spec, parse_shape(shape)))
     return list(dict.fromkeys(Target(spec, shape, DTYPES[dtype]) for (spec, shape), dtype in product(pairs, dtypes)))
 
 
 def tune_on(
     device: str, targets: Sequence[Target], config: TuneConfig, out: Path | None, progress: Progress = silent
 ) -> Tuned:
-    """Tune on a CUDA device; see `tune`. Raises: ConfigError, where there is none."""
+    """Tune on a CUDA device; see `tune`. Raises: ConfigError: there is no CUDA device."""
     runner = CudaRunner(device)
-    return tune(_taken(targets, runner), runner, config, out, progress)
+    return tune(_supported(targets, runner), runner, config, out, progress)
 
 
 def plan_on(device: str, targets: Sequence[Target], config: TuneConfig, out: Path | None) -> list[Planned]:
-    """List what `tune_on` would measure. Raises: ConfigError, where there is no CUDA device."""
+    """List the measurements that `tune_on` would make. Raises: ConfigError: there is no CUDA device."""
     runner = CudaRunner(device)
-    return plan(_taken(targets, runner), runner, config, out)
+    return plan(_supported(targets, runner), runner, config, out)
 
 
-def _taken(targets: Sequence[Target], runner: CudaRunner) -> list[Target]:
-    """The targets that the kernels take. Raises: ConfigError with the reasons, where there is none."""
+def _supported(targets: Sequence[Target], runner: CudaRunner) -> list[Target]:
+    """Return the targets that the kernels support. Raises: ConfigError with the reasons if there are none."""
     reasons = {target: runner.refusals(target) for target in targets}
-    taken = [target for target in targets if not reasons[target]]
-    if not taken:
-        said = "; ".join(sorted({sentence for refused in reasons.values() for sentence in refused}))
-        raise ConfigError(f"the triton backend takes none of the shapes: {said or 'no shape was given'}")
-    return taken
+    supported = [target for target in targets if not reasons[target]]
+    if not supported:
+        sentences = "; ".join(sorted({sentence for refusals in reasons.values() for sentence in refusals}))
+        raise ConfigError(f"the triton backend takes none of the shapes: {sentences or 'no shape was given'}")
+    return supported
 
 
-def _inside(spec: StackSpec, stack: str, batch: int, length: int) -> list[tuple[UpdateSpec, Shape]]:
+def _updates_of(spec: StackSpec, name: str, batch: int, length: int) -> list[tuple[UpdateSpec, Shape]]:
     with torch.device("meta"):
         model = spec.build()
-    found: dict[tuple[UpdateSpec, Shape], None] = {}
+    updates: dict[tuple[UpdateSpec, Shape], None] = {}
     for update in model.modules():
         if isinstance(update, Update):
             _, H, HV, K, V, _ = update.shape
-            found[update.spec, Shape(f"{stack} {batch}x{length}", batch, length, H, HV, K, V)] = None
-    if not found:
-        raise ConfigError(f"{stack} has no layer with an update; there is nothing to tune")
-    return list(found)
+            updates[update.spec, Shape(f"{name} {batch}x{length}", batch, length, H, HV, K, V)] = None
+    if not updates:
+        raise ConfigError(f"{name} has no layer with an update; there is nothing to tune")
+    return list(updates)

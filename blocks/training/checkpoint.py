@@ -1,4 +1,4 @@
-"""A training on disk: a folder with the stack, the settings, and a checkpoint that is whole or not there."""
+"""Checkpoint folders: the stack and the settings as YAML, and the tensors, which are written atomically."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from deltazoo.blocks.trust import refuse_untrusted
 STACK, SETTINGS, CHECKPOINT = "stack.yaml", "train.yaml", "checkpoint.pt"
 
 
-def begin(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
-    """Make the folder, with the stack and the settings. Raises: ConfigError, where it holds a checkpoint already."""
+def create(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
+    """Create the folder with the stack and the settings. Raises: ConfigError: it holds a checkpoint already."""
     if (folder / CHECKPOINT).exists():
         raise ConfigError(f"{folder} holds a checkpoint already: resume it, or choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -24,19 +24,20 @@ def begin(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
     document.write(folder / SETTINGS, settings)
 
 
-def save(folder: Path, saved: dict[str, Any]) -> None:
-    """Write the checkpoint beside its place and move it there, so that half of one is never found."""
-    part = folder / f"{CHECKPOINT}.part"
-    torch.save(saved, part)
-    part.replace(folder / CHECKPOINT)
+def save(folder: Path, checkpoint: dict[str, Any]) -> None:
+    """Write the checkpoint to a temporary file and rename it, so that an interrupted write leaves the old one."""
+    temporary = folder / f"{CHECKPOINT}.part"
+    torch.save(checkpoint, temporary)
+    temporary.replace(folder / CHECKPOINT)
 
 
 def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], dict[str, Any]]:
-    """The stack, the settings and what was saved, on the CPU.
+    """Return the stack, the settings and the checkpoint, with its tensors on the CPU.
 
-    Loading runs no code: the checkpoint is read with weights_only, and a "module:Class" in the stack or the settings
-    is refused unless `trust` allows it.
+    Loading runs no code: torch.load reads with weights_only=True, and a "module:Class" in the stack or the settings is
+    refused.
 
+    Args: trust: allow "module:Class" names, as for `StackSpec.load`.
     Raises: ConfigError.
     """
     missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
@@ -46,26 +47,19 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     if not trust:
         refuse_untrusted(settings, folder / SETTINGS)
     try:
-        saved = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
-    except Exception as error:  # what torch raises depends on where the damage is
+        checkpoint = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
+    except Exception as error:  # the type of torch's error depends on the damage
         raise ConfigError(f"{folder / CHECKPOINT} cannot be read: it is damaged or no checkpoint") from error
-    _check_has(folder / CHECKPOINT, saved, ("model", "optimizer", "step", "points", "rng"))
+    _check_has(folder / CHECKPOINT, checkpoint, ("model", "optimizer", "step", "points", "rng"))
     _check_has(folder / SETTINGS, settings, ("text", "train"))
     _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))
-    return spec, settings, saved
+    return spec, settings, checkpoint
 
 
-def _check_has(path: Path, found: Any, names: tuple[str, ...]) -> None:
-    """Raises: ConfigError, where what was read is not what `save` and `begin` write."""
-    absent = [name for name in names if not isinstance(found, dict) or name not in found]
-    if absent:
-        raise ConfigError(f"{path} is not of a training: it has no {' and no '.join(absent)}")
-
-
-def load_weights(model: LanguageModel, saved: dict[str, Any]) -> None:
-    """Give a model the weights of a checkpoint. Raises: ConfigError, where they are of another stack."""
+def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
+    """Load the weights of a checkpoint into a model. Raises: ConfigError: they belong to another stack."""
     try:
-        model.load_state_dict(saved["model"])
+        model.load_state_dict(checkpoint["model"])
     except RuntimeError as error:
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
         raise ConfigError(f"the weights must be those of {STACK}, got others: {first}") from error
@@ -74,12 +68,19 @@ def load_weights(model: LanguageModel, saved: dict[str, Any]) -> None:
 def load_model(
     folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False
 ) -> LanguageModel:
-    """Build the model of a checkpoint with its weights.
+    """Build the model of a checkpoint with its weights, in evaluation mode.
 
     Args: trust: as for `StackSpec.load`.
     Raises: ConfigError; UnknownNameError.
     """
-    spec, _, saved = load(Path(folder), trust)
+    spec, _, checkpoint = load(Path(folder), trust)
     model = spec.build(backend=backend)
-    load_weights(model, saved)
+    load_weights(model, checkpoint)
     return model.to(usable_device(device)).eval()
+
+
+def _check_has(path: Path, data: Any, keys: tuple[str, ...]) -> None:
+    """Raise ConfigError if keys that `save` and `create` write are missing."""
+    missing = [key for key in keys if not isinstance(data, dict) or key not in data]
+    if missing:
+        raise ConfigError(f"{path} is not from a training run: it has no {' and no '.join(missing)}")

@@ -1,4 +1,4 @@
-"""The demo: train a hybrid and its two pure relatives on real text, sample from it, time the backends, report."""
+"""The demo: train a hybrid and its two unmixed counterparts, sample from the hybrid, time the backends, and report."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
-from deltazoo.blocks.generation.completion import Sampling, Written, load_writer, write
+from deltazoo.blocks.generation.completion import Completion, Sampling, complete, load_for_completion
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import checkpoint, report
@@ -21,28 +21,31 @@ from deltazoo.blocks.training.train import TrainConfig, Training, train
 from deltazoo.mixers.core.delta_mixer import Update
 
 HYBRID = "gated-deltanet-h1-small"
-PURE = ("transformer-pp-small", "gated-deltanet-small")
+UNMIXED = ("transformer-pp-small", "gated-deltanet-small")
 BACKENDS = ("reference", "compile")
 
 
 class DemoConfig(BaseModel):
-    """What the demo runs.
+    """The settings of the demo.
 
     Args:
-        stacks: the hybrid first, then what it is compared with; files or presets.
-        train: of each of them; sampling, prompt: of the hybrid; bench: on the shape that training gives the update.
+        stacks: files or presets; the hybrid first, then the stacks that it is compared with.
+        train: settings of each training run.
+        sampling: sampling parameters for the hybrid.
+        prompt: text that the hybrid continues.
+        bench: settings of the benchmark, which times the hybrid's update on the shape of a training step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    stacks: tuple[str, ...] = Field(default=(HYBRID, *PURE), min_length=1)
+    stacks: tuple[str, ...] = Field(default=(HYBRID, *UNMIXED), min_length=1)
     train: TrainConfig = TrainConfig(learning_rate=4e-3)
     sampling: Sampling = Sampling(max_bytes=500)
     prompt: str = "def "
     bench: BenchConfig = BenchConfig(rounds=5, seconds=10.0)
 
-    def changed(self, steps: int, seed: int, device: str, backend: str | None) -> Self:
-        """The same with these in all parts that have them."""
+    def with_options(self, steps: int, seed: int, device: str, backend: str | None) -> Self:
+        """Return a copy with these options in every part that has them."""
         train = {"steps": steps, "seed": seed, "device": device, "backend": backend}
         return type(self)(
             stacks=self.stacks,
@@ -54,14 +57,17 @@ class DemoConfig(BaseModel):
 
 
 class Demo(BaseModel):
-    """What the demo found. seconds: of all of it."""
+    """The results of the demo.
+
+    Args: trainings: by the name of the stack; seconds: duration of the whole demo.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     environment: Environment
     config: DemoConfig
     trainings: dict[str, Training]
-    written: Written
+    completion: Completion
     benchmark: Benchmark
     folder: str
     seconds: float
@@ -70,8 +76,8 @@ class Demo(BaseModel):
 def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progress: Progress = silent) -> Demo:
     """Run the demo and write its report.
 
-    The folder then holds report.md, curves.png, benchmark.png, report.json with every figure, sample.txt, and
-    for each stack its configuration and checkpoint. Those of an earlier demo are overwritten.
+    The folder receives report.md, curves.png, benchmark.png, report.json with every figure, sample.txt, and for each
+    stack a folder with its config and checkpoint. Files of an earlier demo are overwritten.
 
     Raises: ConfigError.
     """
@@ -81,32 +87,33 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
     trainings = {}
     for name, spec in specs.items():
         (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
-        told = _under(f"train {name}", progress)
-        trainings[name] = train(spec, text, config.train, folder / name, progress=told)
-    writer = load_writer(folder / next(iter(specs)), config.train.device, trust=True)  # written above
-    progress("write", 0, 1)
-    written = write(writer, config.prompt, config.sampling)
-    progress("write", 1, 1)
-    found = Demo(
+        renamed = _with_task_name(f"train {name}", progress)
+        trainings[name] = train(spec, text, config.train, folder / name, progress=renamed)
+    # The folder was written above, so it names no code that the caller did not pass.
+    model = load_for_completion(folder / next(iter(specs)), config.train.device, trust=True)
+    progress("generate", 0, 1)
+    completion = complete(model, config.prompt, config.sampling)
+    progress("generate", 1, 1)
+    result = Demo(
         environment=environment(config.train.device),
         config=config,
         trainings=trainings,
-        written=written,
-        benchmark=_benchmark(writer, config, progress),
+        completion=completion,
+        benchmark=_benchmark(model, config, progress),
         folder=str(folder),
         seconds=time.perf_counter() - start,
     )
-    _report(found, specs, folder)
-    return found
+    _write_report(result, specs, folder)
+    return result
 
 
-def _under(name: str, progress: Progress) -> Progress:
-    """Tell progress under another name."""
+def _with_task_name(name: str, progress: Progress) -> Progress:
+    """Report progress under another task name."""
 
-    def told(task: str, done: int, total: int, note: str = "") -> None:
+    def renamed(task: str, done: int, total: int, note: str = "") -> None:
         progress(name, done, total, note)
 
-    return told
+    return renamed
 
 
 def _benchmark(model: LanguageModel, config: DemoConfig, progress: Progress) -> Benchmark:
@@ -118,30 +125,30 @@ def _benchmark(model: LanguageModel, config: DemoConfig, progress: Progress) -> 
     return bench(update.spec, [shape], BACKENDS, config.bench, progress)
 
 
-def _report(found: Demo, specs: Mapping[str, StackSpec], folder: Path) -> None:
-    report.plot_curves(found.trainings, folder / "curves.png")
-    report.plot_benchmark(found.benchmark, folder / "benchmark.png")
-    (folder / "sample.txt").write_text(found.written.prompt + found.written.text, encoding="utf-8")
-    (folder / "report.json").write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(_markdown(found, specs), encoding="utf-8")
+def _write_report(result: Demo, specs: Mapping[str, StackSpec], folder: Path) -> None:
+    report.plot_curves(result.trainings, folder / "curves.png")
+    report.plot_benchmark(result.benchmark, folder / "benchmark.png")
+    (folder / "sample.txt").write_text(result.completion.prompt + result.completion.text, encoding="utf-8")
+    (folder / "report.json").write_text(result.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(_markdown(result, specs), encoding="utf-8")
 
 
-def _markdown(found: Demo, specs: Mapping[str, StackSpec]) -> str:
-    hybrid, written, sampling = next(iter(specs)), found.written, found.written.sampling
-    first = next(iter(found.trainings.values()))
-    config = found.config.train
-    speed = "" if written.bytes_per_second is None else f", {written.bytes_per_second:,.0f} bytes/s"
+def _markdown(result: Demo, specs: Mapping[str, StackSpec]) -> str:
+    hybrid, completion, sampling = next(iter(specs)), result.completion, result.completion.sampling
+    source = next(iter(result.trainings.values())).source
+    config = result.config.train
+    speed = "" if completion.bytes_per_second is None else f", {completion.bytes_per_second:,.0f} bytes/s"
     return f"""# deltazoo demo: {hybrid}
 
-{found.environment.line()}; {found.seconds:,.0f} s in all.
+{result.environment.line()}; {result.seconds:,.0f} s in total.
 
 ## Training
 
-{config.steps} steps of {config.batch} x {config.length} bytes of {first.source}, seed {config.seed}, the same
-crops for every model; AdamW, learning rate {config.learning_rate:g}, {config.dtype}. In bits per byte lower is better,
-and 8 knows nothing.
+{config.steps} steps of {config.batch} x {config.length} bytes of {source}, seed {config.seed}, with the same crops for
+every model; AdamW, learning rate {config.learning_rate:g}, {config.dtype}. Losses are in bits per byte; lower is
+better, and a uniform prediction has 8.
 
-{report.curves_table(found.trainings)}
+{report.training_table(result.trainings)}
 ![bits per byte over steps](curves.png)
 
 ## {hybrid}, layer by layer
@@ -149,21 +156,21 @@ and 8 knows nothing.
 {report.layers_table(specs[hybrid].describe())}
 ## Backends
 
-The update of {hybrid} in the shape that training gives it.
+The update of {hybrid}, on the shape of a training step.
 
-{found.benchmark.markdown()}
+{result.benchmark.markdown()}
 ![medians of the backends](benchmark.png)
 
 ## Sample
 
-{written.bytes} bytes by cached decoding, temperature {sampling.temperature:g}, seed {sampling.seed}{speed}.
+{completion.bytes} bytes by cached decoding, temperature {sampling.temperature:g}, seed {sampling.seed}{speed}.
 
 ~~~~~~~~text
-{written.prompt}{written.text}
+{completion.prompt}{completion.text}
 ~~~~~~~~
 
-## Again
+## Commands
 
-    deltazoo generate {found.folder}/{hybrid} --prompt "{written.prompt}"
-    deltazoo show {found.folder}/{hybrid}/{checkpoint.STACK}
+    deltazoo generate {result.folder}/{hybrid} --prompt "{completion.prompt}"
+    deltazoo show {result.folder}/{hybrid}/{checkpoint.STACK}
 """

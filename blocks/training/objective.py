@@ -1,4 +1,4 @@
-"""The loss of a language model as a module, for what wraps a module's forward: DDP, FSDP2, pipelines.
+"""The loss of a language model as a module, for wrappers that act on a module's forward: DDP, FSDP2, pipelines.
 
 B batch, T time
 """
@@ -12,8 +12,8 @@ from deltazoo.mixers.core.mixer import Context
 class Objective(nn.Module):
     """`model.loss` as a forward: DistributedDataParallel(Objective(model))(tokens, targets).backward().
 
-    DDP and FSDP2 act when a module is called, and `loss` is a method that they would not see. With FSDP2 shard the
-    layers, `model.stack.layers`, and then the objective.
+    DDP and FSDP2 act on calls of a module; a call of the method `loss` would bypass them. With FSDP2, shard the layers
+    `model.stack.layers` first and then the objective.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -21,5 +21,5 @@ class Objective(nn.Module):
         self.model = model
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
-        """Average the cross entropy; arguments, result and errors as for `LanguageModel.loss`."""
+        """Compute the mean cross entropy; arguments, result and errors as for `LanguageModel.loss`."""
         return self.model.loss(tokens_BT, targets_BT, context)

@@ -1,4 +1,4 @@
-"""Figures of training and benchmarks as pictures and Markdown."""
+"""Reports: plots and Markdown tables of training runs and benchmarks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +17,9 @@ _DPI = 150
 
 
 def plot_curves(trainings: Mapping[str, Training], path: str | Path) -> None:
-    """Draw bits per byte over steps, validation as lines and training as dots, one colour a model.
+    """Plot bits per byte over steps, validation as lines and training as dots, with one colour per model.
 
-    Raises: ConfigError, where matplotlib is not installed.
+    Raises: ConfigError: matplotlib is not installed.
     """
     figure = _figure(8, 5)
     axes = figure.subplots()
@@ -35,9 +35,9 @@ def plot_curves(trainings: Mapping[str, Training], path: str | Path) -> None:
 
 
 def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
-    """Draw the medians as bars on a logarithmic axis, with the 20th and 80th percentiles, one colour a backend.
+    """Plot the medians as bars with the 20th and 80th percentiles, on a logarithmic axis, one colour per backend.
 
-    Raises: ConfigError, where matplotlib is not installed, and where there is no figure to draw.
+    Raises: ConfigError: matplotlib is not installed, or every backend refused every shape.
     """
     rows = [row for row in benchmark.rows if row.median_ms is not None]
     if not rows:
@@ -46,14 +46,14 @@ def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
     backends = list(dict.fromkeys(row.backend for row in rows))
     figure = _figure(max(6.0, 1.6 * len(groups)), 4.5)
     axes = figure.subplots()
-    wide = 0.8 / len(backends)
+    bar_width = 0.8 / len(backends)
     for n, backend in enumerate(backends):
-        found = {(row.shape, row.direction): row for row in rows if row.backend == backend}
-        at = [groups.index(group) + (n - (len(backends) - 1) / 2) * wide for group in found]
-        middle = [row.median_ms or 0.0 for row in found.values()]
-        below = [(row.median_ms or 0.0) - (row.low_ms or 0.0) for row in found.values()]
-        above = [(row.high_ms or 0.0) - (row.median_ms or 0.0) for row in found.values()]
-        axes.bar(at, middle, wide, yerr=[below, above], label=backend, color=f"C{n}", capsize=2)
+        bars = {(row.shape, row.direction): row for row in rows if row.backend == backend}
+        positions = [groups.index(group) + (n - (len(backends) - 1) / 2) * bar_width for group in bars]
+        medians = [row.median_ms or 0.0 for row in bars.values()]
+        below = [(row.median_ms or 0.0) - (row.low_ms or 0.0) for row in bars.values()]
+        above = [(row.high_ms or 0.0) - (row.median_ms or 0.0) for row in bars.values()]
+        axes.bar(positions, medians, bar_width, yerr=[below, above], label=backend, color=f"C{n}", capsize=2)
     axes.set_xticks(range(len(groups)), [f"{shape}\n{direction}" for shape, direction in groups], fontsize="small")
     axes.set(yscale="log", ylabel="median, ms")
     axes.grid(axis="y", alpha=0.3)
@@ -63,26 +63,26 @@ def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def save_benchmark(benchmark: Benchmark, table: Path | None = None, picture: Path | None = None) -> None:
-    """Write the table to a Markdown file, and draw the picture, where asked for.
+def save_benchmark(benchmark: Benchmark, table: Path | None = None, plot: Path | None = None) -> None:
+    """Write the table to a Markdown file and the plot to a PNG file, if their paths are given.
 
-    A file that exists must hold the two marks `BEGIN` and `END`; what stands between them is replaced.
+    An existing Markdown file must hold the markers `BEGIN` and `END`; the text between them is replaced.
 
     Raises: ConfigError; OSError.
     """
     if table is not None:
         _insert(benchmark.markdown(), table)
-    if picture is not None:
-        plot_benchmark(benchmark, picture)
+    if plot is not None:
+        plot_benchmark(benchmark, plot)
 
 
-def curves_table(trainings: Mapping[str, Training]) -> str:
-    """Write the end of every training as a Markdown table."""
+def training_table(trainings: Mapping[str, Training]) -> str:
+    """Format the last point of every training run as a Markdown table."""
     head = ["model", "parameters", "steps", "validation, bits per byte", "training", "tokens/s", "first call s"]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for name, training in trainings.items():
         last = training.points[-1]
-        lines.append(
+        rows.append(
             [
                 name,
                 f"{training.parameters:,}",
@@ -93,28 +93,28 @@ def curves_table(trainings: Mapping[str, Training]) -> str:
                 f"{training.first_call_s:.1f}",
             ]
         )
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def layers_table(description: Description) -> str:
-    """Write a row a layer, and the sums, as a Markdown table."""
+    """Format the costs of every layer, and the totals, as a Markdown table."""
     figures = ["parameters", "flops", "flops_context", "state_bytes", "cache_bytes"]
-    lines = [["layer", "mixer", *figures], ["---:", "---"] + ["---:"] * len(figures)]
-    for row in description.layers:
-        lines.append([str(row.layer), row.mixer, *(f"{getattr(row, name):,}" for name in figures)])
-    lines.append(["all", "with embedding and head", *(f"{getattr(description, name):,}" for name in figures)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rows = [["layer", "mixer", *figures], ["---:", "---"] + ["---:"] * len(figures)]
+    for layer in description.layers:
+        rows.append([str(layer.layer), layer.mixer, *(f"{getattr(layer, name):,}" for name in figures)])
+    rows.append(["all", "with embedding and head", *(f"{getattr(description, name):,}" for name in figures)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _insert(text: str, path: Path) -> None:
+def _insert(table: str, path: Path) -> None:
     if not path.exists():
-        path.write_text(f"{BEGIN}\n{text}{END}\n", encoding="utf-8")
+        path.write_text(f"{BEGIN}\n{table}{END}\n", encoding="utf-8")
         return
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ConfigError(f"{path} exists and must hold the marks {BEGIN} and {END}, between which the table goes")
-    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+        raise ConfigError(f"{path} exists and must hold the markers {BEGIN} and {END}, between which the table goes")
+    path.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
 
 
 def _figure(width: float, height: float) -> "Figure":

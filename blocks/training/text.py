@@ -1,4 +1,4 @@
-"""Text as bytes: a training part and a validation part that share nothing, and crops of them.
+"""Text as bytes: disjoint training and validation parts, and batches of windows of them.
 
 B batch, T time
 """
@@ -16,16 +16,19 @@ from torch import Tensor
 
 from deltazoo.backends.errors import ConfigError
 
-BYTES = 256  # the least vocabulary of a model that reads them
-_BLOCKS = 20  # a single file is cut into so many blocks
-_EVERY = 10  # and every tenth of them, or of the files, is validation
+BYTES = 256  # smallest vocabulary of a model of bytes
+_BLOCKS = 20  # a single file is cut into this many blocks
+_VALIDATION_PERIOD = 10  # every tenth block, or file of the standard library, is validation text
 _NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class Text(NamedTuple):
-    """train, validation: uint8 [n], bytes that share no position; digest: of both.
+    """A text that is split into a training and a validation part.
 
-    source: where from, in words; path: absolute, or None for the standard library's sources.
+    train, validation: uint8 [n], disjoint parts of the text.
+    digest: SHA-256 of both parts.
+    source: description of the origin.
+    path: absolute path of the file, or None for the sources of the standard library.
     """
 
     train: Tensor
@@ -36,19 +39,19 @@ class Text(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """inputs and targets: int64 [B, T]; targets are the inputs one byte later."""
+    """inputs and targets: int64 [B, T]; the targets are the inputs shifted by one byte."""
 
     inputs: Tensor
     targets: Tensor
 
 
 def load_text(path: str | Path | None = None) -> Text:
-    """Read a text file, or the standard library's own sources where there is no path.
+    """Read a text file, or the sources of Python's standard library if there is no path.
 
-    The sources are split by file, every tenth to validation; a single file is cut into twenty blocks, of which
-    the tenth and the twentieth are validation. The split depends on nothing but the text.
+    Of the sources, every tenth file is validation text. A single file is cut into twenty blocks, of which the tenth and
+    the twentieth are validation text. The split depends only on the text.
 
-    Raises: ConfigError, for a binary file and one too short to be split; OSError, where it cannot be read.
+    Raises: ConfigError: the file is binary or too short to split; OSError: it cannot be read.
     """
     if path is None:
         return _standard_library()
@@ -58,59 +61,61 @@ def load_text(path: str | Path | None = None) -> Text:
     if len(data) < _BLOCKS:
         raise ConfigError(f"text file {path} must hold at least {_BLOCKS} bytes, got {len(data)}")
     bounds = np.linspace(0, len(data), _BLOCKS + 1).astype(int)
-    return _split(
-        [data[start:stop] for start, stop in itertools.pairwise(bounds)], str(path), str(Path(path).absolute())
-    )
+    blocks = [data[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return _split(blocks, str(path), str(Path(path).absolute()))
 
 
-def crops(tokens: Tensor, batch: int, length: int, seed: int, step: int) -> Batch:
-    """Take `batch` random windows; the same (seed, step) gives the same windows, whatever came before.
+def random_crops(tokens: Tensor, batch: int, length: int, seed: int, step: int) -> Batch:
+    """Cut `batch` random windows. The same (seed, step) gives the same windows, whatever was drawn before.
 
     Args: tokens: uint8 [n] with n > length.
-    Raises: ConfigError where the text is too short.
+    Raises: ConfigError: the text is too short.
     """
-    _long_enough(tokens, length)
+    _check_length(tokens, length)
     starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - length, size=batch)
     return _windows(tokens, starts, length)
 
 
-def sweep(tokens: Tensor, batch: int, length: int, batches: int) -> list[Batch]:
-    """Take windows spread evenly over the whole text, always the same ones: for validation."""
-    _long_enough(tokens, length)
+def even_crops(tokens: Tensor, batch: int, length: int, batches: int) -> list[Batch]:
+    """Cut windows that are evenly spaced over the whole text, for validation.
+
+    Raises: ConfigError: the text is too short.
+    """
+    _check_length(tokens, length)
     starts = np.linspace(0, len(tokens) - length - 1, batch * batches).astype(np.int64)
-    return [_windows(tokens, part, length) for part in starts.reshape(batches, batch)]
+    return [_windows(tokens, row, length) for row in starts.reshape(batches, batch)]
 
 
 def _standard_library() -> Text:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in _NOT_SOURCES]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_SOURCES]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort(key=lambda path: path.relative_to(root).as_posix())
-    if len(files) < _EVERY:
-        raise ConfigError(f"this Python carries no sources of its standard library in {root}; give a text file")
+    if len(files) < _VALIDATION_PERIOD:
+        raise ConfigError(f"this Python has no sources of its standard library in {root}; give a text file")
     source = f"sources of the standard library of Python {sysconfig.get_python_version()}"
     return _split([path.read_bytes() for path in files], source, None)
 
 
-def _split(pieces: list[bytes], source: str, path: str | None) -> Text:
-    held_out = b"".join(piece for n, piece in enumerate(pieces, 1) if n % _EVERY == 0)
-    train = b"".join(piece for n, piece in enumerate(pieces, 1) if n % _EVERY)
-    digest = hashlib.sha256(held_out + b"\0" + train).hexdigest()
-    return Text(_tensor(train), _tensor(held_out), digest, source, path)
+def _split(blocks: list[bytes], source: str, path: str | None) -> Text:
+    validation = b"".join(block for n, block in enumerate(blocks, 1) if n % _VALIDATION_PERIOD == 0)
+    train = b"".join(block for n, block in enumerate(blocks, 1) if n % _VALIDATION_PERIOD)
+    digest = hashlib.sha256(validation + b"\0" + train).hexdigest()
+    return Text(_tensor(train), _tensor(validation), digest, source, path)
 
 
 def _tensor(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
-def _long_enough(tokens: Tensor, length: int) -> None:
+def _check_length(tokens: Tensor, length: int) -> None:
     if len(tokens) <= length:
         raise ConfigError(f"length {length} must be shorter than each part of the text, got a part of {len(tokens)}")
 
 
 def _windows(tokens: Tensor, starts: np.ndarray[tuple[int, ...], np.dtype[np.int64]], length: int) -> Batch:
-    at = torch.from_numpy(starts)[:, None] + torch.arange(length + 1)
-    window = tokens[at].long()
+    index = torch.from_numpy(starts)[:, None] + torch.arange(length + 1)
+    window = tokens[index].long()
     return Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())

@@ -1,4 +1,4 @@
-"""Train a stack on bytes: AdamW, cosine with warm-up, and a checkpoint that goes on bit for bit."""
+"""Training of a stack on bytes: AdamW, warm-up and cosine decay, and checkpoints that resume bit for bit."""
 
 import math
 import time
@@ -17,21 +17,26 @@ from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import checkpoint
-from deltazoo.blocks.training.text import BYTES, Batch, Text, crops, load_text, sweep
+from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_text, random_crops
 from deltazoo.mixers.core.delta_mixer import Update
 
 
 class TrainConfig(BaseModel):
-    """How to train.
+    """The settings of a training run.
 
     Args:
-        steps: of the whole schedule; batch: rows a step; length: bytes a row.
-        learning_rate: the highest; it rises over `warmup` steps and falls as a cosine to a tenth.
-        weight_decay: on matrices; clip: the largest norm of all gradients together.
-        seed: of the weights and of the crops.
-        every: steps between two validations, each followed by a checkpoint; validation_batches: in each.
-        dtype: "bfloat16" is autocast, and the weights stay float32.
-        backend: as for `deltazoo.bind`; compile: see `deltazoo.blocks.compilation`.
+        steps: number of steps of the schedule.
+        batch: sequences per step.
+        length: bytes per sequence.
+        learning_rate: peak; it rises linearly over `warmup` steps and then falls as a cosine to a tenth of the peak.
+        weight_decay: applied to matrices only.
+        clip: maximum norm of the gradient of all parameters.
+        seed: random seed of the weights and of the crops.
+        every: steps between two validations; a checkpoint follows each.
+        validation_batches: batches per validation.
+        dtype: compute dtype; "bfloat16" uses autocast and keeps the weights in float32.
+        backend: as for `deltazoo.bind`.
+        compile: compile the model layer by layer, see `deltazoo.blocks.compilation`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,10 +58,14 @@ class TrainConfig(BaseModel):
 
 
 class Point(BaseModel):
-    """One point of the curves, after `step` steps; None where no step was taken yet.
+    """One point of the training curves, after `step` steps. Fields of a first point before any step are None.
 
-    train_bits: mean since the last point; validation_bits: at this one; both in bits per byte.
-    gradient_norm: before clipping.
+    Args:
+        train_bits: mean training loss since the previous point, in bits per byte.
+        validation_bits: validation loss at this point, in bits per byte.
+        learning_rate: that of the last step.
+        gradient_norm: that of the last step, before clipping.
+        tokens_per_second: median since the previous point.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,20 +78,22 @@ class Point(BaseModel):
     tokens_per_second: float | None = None
 
     def cells(self) -> list[str]:
-        """Step, bits in training and validation, and speed, as words."""
+        """Format step, training bits, validation bits and tokens per second."""
         train_bits = "" if self.train_bits is None else f"{self.train_bits:.3f}"
         speed = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}"
         return [f"{self.step}", train_bits, f"{self.validation_bits:.3f}", speed]
 
 
 class Training(BaseModel):
-    """What a training did.
+    """The result of a training run.
 
     Args:
-        parameters: their number; source: of the text.
-        points: the first one before any step.
-        first_call_s: seconds of this process's first forward and backward, compilation included; in no other figure.
-        tokens_per_second: the median of this process's steps, validation left out; None where there were none.
+        parameters: number of parameters.
+        source: description of the text.
+        points: the training curves; the first point is before any step.
+        first_call_s: time of the first forward and backward pass of this process in seconds, compilation included.
+            No other figure includes it.
+        tokens_per_second: median over the steps of this process, without validation; None if there were no steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,14 +107,14 @@ class Training(BaseModel):
 
     @property
     def validation_bits(self) -> float:
-        """Bits per byte on the validation part, at the end."""
+        """Validation loss of the last point, in bits per byte."""
         return self.points[-1].validation_bits
 
     def line(self) -> str:
-        """The end in one line."""
+        """Format the last point as one line."""
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s"
-        end = self.points[-1]
-        return f"{end.validation_bits:.3f} bits per byte on validation after {end.step} steps{speed}"
+        last = self.points[-1]
+        return f"{last.validation_bits:.3f} bits per byte on validation after {last.step} steps{speed}"
 
 
 def train(
@@ -114,18 +125,18 @@ def train(
     until: int | None = None,
     progress: Progress = silent,
 ) -> Training:
-    """Train from the beginning.
+    """Train a model from its initial weights.
 
     Args:
-        folder: where the checkpoint goes; None keeps none.
-        until: stop after so many steps; `resume` goes on with the same schedule.
-    Raises: ConfigError, also where the folder holds a checkpoint already, and where the loss is no number.
+        folder: folder for the checkpoint; None saves none.
+        until: stop after this step; `resume` continues the same schedule.
+    Raises: ConfigError: a setting is invalid, the folder holds a checkpoint already, or the loss is not finite.
     """
     config = config or TrainConfig()
     run = _Run(spec, text, config)
     if folder is not None:
-        about = {"source": text.source, "path": text.path, "digest": text.digest}
-        checkpoint.begin(Path(folder), spec, {"train": config.model_dump(), "text": about})
+        origin = {"source": text.source, "path": text.path, "digest": text.digest}
+        checkpoint.create(Path(folder), spec, {"train": config.model_dump(), "text": origin})
     return run.go(until, folder, progress)
 
 
@@ -136,31 +147,33 @@ def resume(
     progress: Progress = silent,
     trust: bool = False,
 ) -> Training:
-    """Go on from a checkpoint, bit for bit as if there had been no stop, on the same machine and versions.
+    """Continue from a checkpoint. On the same machine and versions the result equals an uninterrupted run bit for bit.
 
-    Args: text: that of before; None reads it where it was read; trust: as for `StackSpec.load`.
-    Raises: ConfigError, also where the text is another; OSError, where it cannot be read.
+    Args:
+        text: the text of the run; None reads it again from its path.
+        trust: as for `StackSpec.load`.
+    Raises: ConfigError: the checkpoint is invalid or of another text; OSError: the text cannot be read.
     """
     spec, settings, saved = checkpoint.load(Path(folder), trust)
-    about = settings["text"]
-    text = load_text(about["path"]) if text is None else text
-    if about["digest"] != text.digest:
-        raise ConfigError(f"{folder} was trained on another text ({about['source']}), got {text.source}")
+    origin = settings["text"]
+    text = load_text(origin["path"]) if text is None else text
+    if origin["digest"] != text.digest:
+        raise ConfigError(f"{folder} was trained on another text ({origin['source']}), got {text.source}")
     run = _Run(spec, text, TrainConfig(**settings["train"]))
     run.restore(saved)
     return run.go(until, folder, progress)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of step `step`, from 0."""
+    """Return the learning rate of a step; steps count from 0."""
     if step < config.warmup:
         return config.learning_rate * (step + 1) / config.warmup
-    done = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    fraction = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fraction)))
 
 
 class _Step(NamedTuple):
-    """bits: per byte, of the step's crops before it."""
+    """The figures of one step. bits: training loss in bits per byte, before the update."""
 
     bits: float
     learning_rate: float
@@ -168,7 +181,7 @@ class _Step(NamedTuple):
 
 
 class _Run:
-    """A training under way, after `step` steps."""
+    """The state of a training run after `step` steps."""
 
     def __init__(self, spec: StackSpec, text: Text, config: TrainConfig) -> None:
         self.config, self.text, self.step = config, text, 0
@@ -183,22 +196,24 @@ class _Run:
         torch.manual_seed(config.seed)
         self.model = spec.build(backend=config.backend).to(self.device)
         for update in self.model.modules():
-            if isinstance(update, Update):  # what no backend takes is a sentence here, and a page in a graph
+            if isinstance(
+                update, Update
+            ):  # an unsupported update raises one sentence here, and a long trace in a graph
                 update.bound.backend_for(update.meta(self.device.type, getattr(torch, config.dtype), grad=True))
         if config.compile:
             compile_layers(self.model)
         self.optimizer = _adamw(self.model, config)
-        held_out = sweep(text.validation, config.batch, config.length, config.validation_batches)
-        self.held_out = [self._here(batch) for batch in held_out]
+        batches = even_crops(text.validation, config.batch, config.length, config.validation_batches)
+        self.validation_batches = [self._to_device(batch) for batch in batches]
         self.points: list[Point] = []
 
     def go(self, until: int | None, folder: str | Path | None, progress: Progress) -> Training:
-        """Take steps to `until` or the end of the schedule, with a point and a checkpoint after every `every`."""
+        """Train up to step `until` or the end of the schedule, with a point and a checkpoint after every `every`."""
         last = self.config.steps if until is None else min(until, self.config.steps)
         progress("training", self.step, last, "compiling" if self.config.compile else "")
         first_call_s = self._warm_up()
         if not self.points:
-            self._point([], [])
+            self._add_point([], [])
         seconds: list[float] = []
         steps: list[_Step] = []
         while self.step < last:
@@ -206,10 +221,10 @@ class _Run:
             steps.append(self._take_step())
             seconds.append(time.perf_counter() - start)
             if self.step % self.config.every == 0 or self.step == last:
-                self._point(steps, seconds[-len(steps) :])
+                self._add_point(steps, seconds[-len(steps) :])
                 steps = []
                 if folder is not None:
-                    checkpoint.save(Path(folder), self.saved())
+                    checkpoint.save(Path(folder), self.state())
             progress("training", self.step, last, self._note(seconds))
         return Training(
             config=self.config,
@@ -217,11 +232,11 @@ class _Run:
             source=self.text.source,
             points=self.points,
             first_call_s=first_call_s,
-            tokens_per_second=self._speed(seconds),
+            tokens_per_second=self._tokens_per_second(seconds),
         )
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Be where the checkpoint was written."""
+        """Load everything that `state` saved."""
         checkpoint.load_weights(self.model, saved)
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
@@ -230,8 +245,8 @@ class _Run:
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
 
-    def saved(self) -> dict[str, Any]:
-        """All that `restore` needs."""
+    def state(self) -> dict[str, Any]:
+        """Return everything that `restore` needs."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -246,7 +261,7 @@ class _Run:
         rate = learning_rate(config, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._loss(self._crops())
+        loss = self._loss(self._training_batch())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
@@ -259,49 +274,53 @@ class _Run:
             )
         return _Step(bits, rate, float(norm))
 
-    def _point(self, steps: list[_Step], seconds: list[float]) -> None:
-        held_out = fmean(float(self._loss(batch).detach()) for batch in self.held_out) / math.log(2)
-        measured = {}
+    def _add_point(self, steps: list[_Step], seconds: list[float]) -> None:
+        """Validate, and average the steps since the previous point."""
+        losses = [float(self._loss(batch).detach()) for batch in self.validation_batches]
+        figures = {}
         if steps:
-            measured = {
+            figures = {
                 "train_bits": fmean(step.bits for step in steps),
                 "learning_rate": steps[-1].learning_rate,
                 "gradient_norm": steps[-1].gradient_norm,
-                "tokens_per_second": self._speed(seconds),
+                "tokens_per_second": self._tokens_per_second(seconds),
             }
-        self.points.append(Point(step=self.step, validation_bits=held_out, **measured))
+        self.points.append(Point(step=self.step, validation_bits=fmean(losses) / math.log(2), **figures))
 
     def _warm_up(self) -> float:
-        """Seconds of a step that changes nothing: it compiles the graphs that training and validation share."""
+        """Run a forward and backward pass, which compiles the graphs of training and validation; return its seconds."""
         start = time.perf_counter()
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            self._loss(self._crops()).backward()
+            self._loss(self._training_batch()).backward()
         self.optimizer.zero_grad()
         return time.perf_counter() - start
 
     def _loss(self, batch: Batch) -> Tensor:
-        """The mean loss in nats."""
+        """Compute the mean loss in nats."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
             return self.model.loss(batch.inputs, batch.targets)
 
-    def _crops(self) -> Batch:
+    def _training_batch(self) -> Batch:
         config = self.config
-        return self._here(crops(self.text.train, config.batch, config.length, config.seed, self.step))
+        return self._to_device(random_crops(self.text.train, config.batch, config.length, config.seed, self.step))
 
-    def _here(self, batch: Batch) -> Batch:
+    def _to_device(self, batch: Batch) -> Batch:
         return Batch(batch.inputs.to(self.device), batch.targets.to(self.device))
 
-    def _speed(self, seconds: list[float]) -> float | None:
+    def _tokens_per_second(self, seconds: list[float]) -> float | None:
         return self.config.batch * self.config.length / median(seconds) if seconds else None
 
     def _note(self, seconds: list[float]) -> str:
-        return f"{self.points[-1].validation_bits:.2f} bits per byte, {self._speed(seconds[-20:]):,.0f} tokens/s"
+        speed = self._tokens_per_second(seconds[-20:])
+        return f"{self.points[-1].validation_bits:.2f} bits per byte, {speed:,.0f} tokens/s"
 
 
 def _adamw(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices alone: norms, biases, and what a module calls `no_weight_decay` are left as they are."""
-    left = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "no_weight_decay", ())}
-    matrices = [x for x in model.parameters() if x.dim() >= 2 and id(x) not in left]
-    others = [x for x in model.parameters() if x.dim() < 2 or id(x) in left]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    """Make AdamW with weight decay on matrices only, without those that a module lists in `no_weight_decay`."""
+    excluded = {
+        id(getattr(module, name)) for module in model.modules() for name in getattr(module, "no_weight_decay", ())
+    }
+    decayed = [x for x in model.parameters() if x.dim() >= 2 and id(x) not in excluded]
+    others = [x for x in model.parameters() if x.dim() < 2 or id(x) in excluded]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)

@@ -1,4 +1,4 @@
-"""A small hybrid with every kind of state: recurrent, a window's ring, a growing cache, and two side by side."""
+"""A small hybrid model with every kind of state: recurrent, ring buffer of a window, growing cache, parallel mixers."""
 
 from collections.abc import Callable
 
@@ -15,16 +15,16 @@ VOCAB = 29
 
 @pytest.fixture
 def spec() -> StackSpec:
-    side = LayerSpec(mixer=(Attention(heads=2), GatedDeltaNet(heads=1)), mlp="none")
-    pattern = GatedDeltaNet(heads=2) + SlidingWindow(heads=2, window=4) + side
+    parallel = LayerSpec(mixer=(Attention(heads=2), GatedDeltaNet(heads=1)), mlp="none")
+    pattern = GatedDeltaNet(heads=2) + SlidingWindow(heads=2, window=4) + parallel
     return StackSpec(width=16, depth=3, vocab=VOCAB, pattern=pattern, mlp={"width": 24})
 
 
 @pytest.fixture
 def build() -> Callable[[StackSpec], LanguageModel]:
-    """Build in float64, with weights so large that every part of the model shows in its logits."""
+    """Build in float64, with weights large enough that every module affects the logits."""
 
-    def built(spec: StackSpec, backend: str = "reference") -> LanguageModel:
+    def build(spec: StackSpec, backend: str = "reference") -> LanguageModel:
         torch.manual_seed(0)
         model = spec.build(backend=backend).double()
         with torch.no_grad():
@@ -33,7 +33,7 @@ def build() -> Callable[[StackSpec], LanguageModel]:
                     parameter.normal_(std=1.0 if "embedding" in name else 0.3)
         return model
 
-    return built
+    return build
 
 
 @pytest.fixture
@@ -43,7 +43,9 @@ def model(spec: StackSpec, build: Callable[[StackSpec], LanguageModel]) -> Langu
 
 @pytest.fixture
 def tokens() -> Callable[..., Tensor]:
-    def drawn(*shape: int) -> Tensor:
+    """Draw tokens of a shape."""
+
+    def draw(*shape: int) -> Tensor:
         return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(1))
 
-    return drawn
+    return draw

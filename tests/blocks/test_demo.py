@@ -1,4 +1,4 @@
-"""The demo: every figure of the report is that of the run, and the checkpoint writes the sample again."""
+"""The demo: the report holds the figures of the run, and the checkpoint reproduces the sample."""
 
 import json
 
@@ -7,10 +7,10 @@ import pytest
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.benchmark import BenchConfig
-from deltazoo.blocks.generation.completion import Sampling, load_writer, write
+from deltazoo.blocks.generation.completion import Sampling, complete, load_for_completion
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import demo as demo_module
-from deltazoo.blocks.training.demo import HYBRID, PURE, Demo, DemoConfig, demo
+from deltazoo.blocks.training.demo import HYBRID, UNMIXED, Demo, DemoConfig, demo
 from deltazoo.blocks.training.text import load_text
 from deltazoo.blocks.training.train import TrainConfig
 
@@ -18,7 +18,7 @@ TINY = "{{width: 16, depth: 2, vocab: 256, pattern: '{}', mlp: {{width: 16}}}}"
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     (folder / "text.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(300)))
     hybrid = "gated_deltanet(heads=1) + sliding_window(heads=1, window=4)"
@@ -32,74 +32,82 @@ def ran(tmp_path_factory):
         sampling=Sampling(max_bytes=20),
         bench=BenchConfig(rounds=3, seconds=0.1),
     )
-    heard = []
+    progress = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "BACKENDS", ("reference",))
-        found = demo(load_text(folder / "text.txt"), folder / "out", config, lambda *said: heard.append(said))
-    return found, folder / "out", heard
+        result = demo(load_text(folder / "text.txt"), folder / "out", config, lambda *call: progress.append(call))
+    return result, folder / "out", progress
 
 
-def test_the_report_holds_the_run(ran):
-    found, folder, _ = ran
+def test_the_report_holds_the_figures_of_the_run(finished):
+    result, folder, _ = finished
     report = (folder / "report.md").read_text()
-    for training in found.trainings.values():
+    for training in result.trainings.values():
         assert f"{training.validation_bits:.3f}" in report
         assert f"{training.parameters:,}" in report
-    for row in found.benchmark.rows:
+    for row in result.benchmark.rows:
         assert f"| {' | '.join(row.cells())} |" in report
         assert f"{row.median_ms:.3g}" in row.cells()
-    assert found.written.prompt + found.written.text in report
-    assert found.environment.line() in report
+    assert result.completion.prompt + result.completion.text in report
+    assert result.environment.line() in report
     assert "seed 0" in report
-    assert (folder / "sample.txt").read_text() == found.written.prompt + found.written.text
+    assert (folder / "sample.txt").read_text() == result.completion.prompt + result.completion.text
 
 
-def test_the_json_is_the_run_and_the_pictures_decode(ran):
-    found, folder, _ = ran
-    assert Demo.model_validate(json.loads((folder / "report.json").read_text())) == found
+def test_the_json_holds_the_run_and_the_plots_are_valid_images(finished):
+    result, folder, _ = finished
+    assert Demo.model_validate(json.loads((folder / "report.json").read_text())) == result
     for name in ("curves.png", "benchmark.png"):
         assert matplotlib.image.imread(folder / name).std() > 0.01
 
 
-def test_the_checkpoint_of_the_hybrid_writes_the_sample_again(ran):
-    found, folder, _ = ran
-    again = write(load_writer(folder / "hybrid", backend="reference"), found.written.prompt, found.written.sampling)
-    assert again.text == found.written.text
-    assert StackSpec.load(folder / "hybrid" / "stack.yaml") == StackSpec.load(found.config.stacks[0])
+def test_the_checkpoint_of_the_hybrid_reproduces_the_sample(finished):
+    result, folder, _ = finished
+    model = load_for_completion(folder / "hybrid", backend="reference")
+    again = complete(model, result.completion.prompt, result.completion.sampling)
+    assert again.text == result.completion.text
+    assert StackSpec.load(folder / "hybrid" / "stack.yaml") == StackSpec.load(result.config.stacks[0])
 
 
-def test_every_task_is_told_to_its_end(ran):
-    _, _, heard = ran
-    ends = {task for task, done, total, *_ in heard if done == total}
-    assert ends >= {"train hybrid", "train pure", "write", "training forward", "training backward", "training decode"}
+def test_progress_reports_the_end_of_every_task(finished):
+    _, _, progress = finished
+    ends = {task for task, done, total, *_ in progress if done == total}
+    assert ends >= {
+        "train hybrid",
+        "train pure",
+        "generate",
+        "training forward",
+        "training backward",
+        "training decode",
+    }
 
 
-def test_it_runs_again_over_its_own_report(ran, monkeypatch):
-    found, folder, _ = ran
+def test_a_second_run_overwrites_the_report_with_equal_figures(finished, monkeypatch):
+    result, folder, _ = finished
     monkeypatch.setattr(demo_module, "BACKENDS", ("reference",))
-    again = demo(load_text(folder.parent / "text.txt"), folder, found.config)
-    for name, training in found.trainings.items():
+    again = demo(load_text(folder.parent / "text.txt"), folder, result.config)
+    for name, training in result.trainings.items():
         assert [p.validation_bits for p in again.trainings[name].points] == [p.validation_bits for p in training.points]
 
 
-def test_a_hybrid_without_an_update_is_refused_in_words(ran):
-    found, folder, _ = ran
-    config = found.config.model_copy(update={"stacks": (found.config.stacks[1],)})
+def test_a_hybrid_without_an_update_is_refused(finished):
+    result, folder, _ = finished
+    config = result.config.model_copy(update={"stacks": (result.config.stacks[1],)})
     with pytest.raises(ConfigError, match=r"the first stack must hold a mixer with an update to time, got .*pure"):
         demo(load_text(folder.parent / "text.txt"), folder / "other", config)
 
 
-def test_the_models_of_the_demo_are_a_hybrid_and_its_relatives_of_one_size():
-    hybrid, *pure = (StackSpec.load(name) for name in (HYBRID, *PURE))
-    mixers = [{type(config).name for layer in spec.expand() for config in layer.mixers} for spec in (hybrid, *pure)]
+def test_the_demo_compares_models_of_equal_size():
+    specs = [StackSpec.load(name) for name in (HYBRID, *UNMIXED)]
+    mixers = [{type(config).name for layer in spec.expand() for config in layer.mixers} for spec in specs]
     assert mixers == [{"gated_deltanet", "sliding_window"}, {"attention"}, {"gated_deltanet"}]
-    sizes = [spec.describe().parameters for spec in (hybrid, *pure)]
+    sizes = [spec.describe().parameters for spec in specs]
     assert max(sizes) < 1.01 * min(sizes)
-    assert {spec.vocab for spec in (hybrid, *pure)} == {256}
+    assert {spec.vocab for spec in specs} == {256}
 
 
-def test_one_seed_and_device_reach_every_part():
-    config = DemoConfig().changed(steps=7, seed=5, device="mps", backend="compile")
+def test_options_reach_every_part_of_the_config():
+    config = DemoConfig().with_options(steps=7, seed=5, device="mps", backend="compile")
     assert (config.train.steps, config.train.seed, config.sampling.seed, config.bench.seed) == (7, 5, 5, 5)
     assert (config.train.device, config.bench.device, config.train.backend) == ("mps", "mps", "compile")
     assert config.train.learning_rate == DemoConfig().train.learning_rate

@@ -1,4 +1,4 @@
-"""What `describe` counts is what a built model has."""
+"""`describe` counts what a built model has."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from deltazoo.mixers import Attention, GatedDeltaNet
 from deltazoo.mixers.core.state import nbytes
 
 
-def test_parameters_are_those_of_the_built_model(spec):
+def test_parameter_counts_equal_those_of_the_built_model(spec):
     for stack in (spec, StackSpec(**dict(spec) | {"tied": False})):
         model, description = stack.build(), stack.describe()
         assert description.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -22,9 +22,9 @@ def test_parameters_are_those_of_the_built_model(spec):
         assert description == describe(model)
 
 
-@pytest.mark.parametrize("capacity", [2048, 2053])  # the window's and more
+@pytest.mark.parametrize("capacity", [2048, 2053])  # the window, and more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_those_of_a_state(spec, capacity, dtype):
+def test_byte_counts_equal_those_of_a_state(spec, capacity, dtype):
     model = spec.build().to(dtype)
     description = describe(model)
     assert description.dtype == str(dtype).split(".")[1]
@@ -32,16 +32,16 @@ def test_bytes_are_those_of_a_state(spec, capacity, dtype):
     assert [row.cache_bytes > 0 for row in description.layers] == [False, False, True]
 
 
-def test_flops_are_those_that_torch_counts():
+def test_flops_equal_those_that_torch_counts():
     stack = StackSpec(width=32, depth=2, vocab=50, pattern=Attention(heads=2))
-    with FlopCounterMode(display=False) as counter:  # on the CPU it counts the maps and leaves attention itself out
+    with FlopCounterMode(display=False) as counter:  # on the CPU it counts the projections, not the attention scores
         stack.build()(torch.zeros(1, 40, dtype=torch.int64))
     description = stack.describe()
     assert counter.get_total_flops() == 40 * description.flops
     assert description.flops_context == 2 * 4 * 32
 
 
-def test_a_row_says_what_runs_where(spec):
+def test_a_row_lists_mixers_equations_and_backends(spec):
     rows = spec.describe().layers
     assert [row.mixer for row in rows] == ["gated_deltanet", "sliding_window", "attention | gated_deltanet"]
     assert rows[2].equation.split("\n") == [Attention().equation(), GatedDeltaNet().equation()]

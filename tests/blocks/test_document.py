@@ -1,4 +1,4 @@
-"""YAML and JSON files are read as they look, and mistakes in them are sentences."""
+"""YAML 1.2 and JSON files: scalar types, round trips, and error messages."""
 
 from pathlib import Path
 
@@ -30,19 +30,19 @@ VALUES = {
 }  # fmt: skip
 
 
-def test_yaml_scalars_are_those_of_version_1_2():
-    read = document.parse(TEXT, ".yaml", "here")
+def test_yaml_scalars_follow_version_1_2():
+    read = document.parse(TEXT, ".yaml", "text")
     assert read == VALUES
     assert [type(value) for value in read.values()] == [type(value) for value in VALUES.values()]
 
 
 @pytest.mark.parametrize("name", ["x.yaml", "x.yml", "x.json"])
-def test_what_is_written_is_read_back(tmp_path: Path, name: str):
+def test_write_and_read_round_trip(tmp_path: Path, name: str):
     document.write(tmp_path / name, VALUES)
     assert document.read(tmp_path / name) == VALUES
 
 
-def test_other_yaml_readers_read_the_same(tmp_path: Path):
+def test_pyyaml_reads_the_same_values(tmp_path: Path):
     document.write(tmp_path / "x.yaml", VALUES)
     assert yaml.safe_load((tmp_path / "x.yaml").read_text()) == VALUES
 
@@ -63,7 +63,7 @@ def test_other_yaml_readers_read_the_same(tmp_path: Path):
         ("missing/x.yaml", None, "cannot read"),
     ],
 )
-def test_mistakes_are_sentences(tmp_path: Path, name: str, text: str | None, sentence: str):
+def test_errors_name_the_file_and_the_problem(tmp_path: Path, name: str, text: str | None, sentence: str):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=sentence.replace("(", "\\(")):

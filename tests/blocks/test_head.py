@@ -1,4 +1,4 @@
-"""Chunked cross entropy is torch's, in value and gradient, without its memory."""
+"""Chunked cross entropy equals torch's in value and gradient, with less memory."""
 
 import subprocess
 import sys
@@ -20,42 +20,42 @@ def inputs(n: int = 23, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def with_gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(3 * loss, of)]
+def with_gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(3 * loss, tensors)]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 23, 100])
-def test_it_equals_torch_in_value_and_gradient(chunk):
+def test_cross_entropy_equals_torch_in_value_and_gradient(chunk):
     x, weight, targets = inputs()
     ours = with_gradients(cross_entropy(x, weight, targets, chunk), x, weight)
     theirs = with_gradients(F.cross_entropy(x @ weight.T, targets), x, weight)
-    for got, want in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-def test_low_precision_stays_near_float64(dtype, tolerance):
+def test_low_precision_is_close_to_float64(dtype, tolerance):
     x, weight, targets = inputs(200, dtype)
-    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    x64, weight64 = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
     ours = with_gradients(cross_entropy(x, weight, targets, 64), x, weight)
-    theirs = with_gradients(F.cross_entropy(wide[0] @ wide[1].T, targets), *wide)
-    for got, want in zip(ours, theirs, strict=True):
-        assert (got.double() - want).norm() <= tolerance * want.norm()
+    theirs = with_gradients(F.cross_entropy(x64 @ weight64.T, targets), x64, weight64)
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert (actual.double() - expected).norm() <= tolerance * expected.norm()
     assert ours[0].dtype == torch.float32
     assert ours[1].dtype == ours[2].dtype == dtype
 
 
-def test_under_autocast_it_computes_as_a_linear_map_would():
+def test_autocast_applies_as_for_a_linear_layer():
     x, weight, targets = inputs(200, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = with_gradients(cross_entropy(x, weight, targets, 64), x, weight)
         theirs = with_gradients(F.cross_entropy(F.linear(x, weight).float(), targets), x, weight)
-    for got, want in zip(ours, theirs, strict=True):
-        assert (got - want).norm() <= 1e-2 * want.norm()
-        assert got.dtype == torch.float32
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert (actual - expected).norm() <= 1e-2 * expected.norm()
+        assert actual.dtype == torch.float32
 
 
-def test_without_a_target_the_loss_and_its_gradients_are_zero():
+def test_without_targets_the_loss_and_its_gradients_are_zero():
     x, weight, targets = inputs()
     loss, *gradients = with_gradients(cross_entropy(x, weight, torch.full_like(targets, -100)), x, weight)
     assert loss == 0
@@ -63,19 +63,19 @@ def test_without_a_target_the_loss_and_its_gradients_are_zero():
     assert cross_entropy(x[:0], weight, targets[:0]) == 0
 
 
-def test_it_is_one_graph_for_every_length():
+def test_one_dynamic_graph_serves_every_length():
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda *args: cross_entropy(*args, 8), fullgraph=True, dynamic=True, backend=counter)
     for n in (23, 50, 7):
         x, weight, targets = inputs(n)
         ours = with_gradients(compiled(x, weight, targets), x, weight)
         theirs = with_gradients(F.cross_entropy(x @ weight.T, targets), x, weight)
-        for got, want in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+        for actual, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
     assert counter.frame_count == 1
 
 
-def test_the_operators_keep_torchs_contract():
+def test_the_operators_pass_opcheck():
     x, weight, targets = (tensor.detach() for tensor in inputs())
     grad = torch.ones((), dtype=torch.float64)
     torch.library.opcheck(torch.ops.deltazoo.cross_entropy.default, (x, weight, targets, 8))
@@ -97,6 +97,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - one) / (N * L
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the peak of resident memory is read from `resource`")
-def test_eight_chunks_take_the_memory_of_one():
+def test_eight_chunks_take_the_memory_of_one_chunk():
     run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
-    assert float(run.stdout) < 0.1  # of the logits of all tokens in float32
+    assert float(run.stdout) < 0.1  # fraction of the float32 logits of all tokens

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from deltazoo.backends import registry
-from deltazoo.backends.errors import ConfigError
 from deltazoo.blocks.spec import StackSpec
 
 ALL_MIXERS = registry.names(registry.MIXERS)
@@ -61,8 +60,8 @@ def test_init_weights_restarts_a_trained_model():
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_module_without_reset_parameters_is_refused_by_its_path():
+def test_a_module_without_reset_parameters_is_refused():
     model = StackSpec.load("transformer-pp-small").build("reference")
     model.stack.layers[1].mixers[0].extra = nn.ParameterList([torch.zeros(3)])
-    with pytest.raises(ConfigError, match=r"model\.stack\.layers\.1\.mixers\.0\.extra: .* of ParameterList"):
+    with pytest.raises(TypeError, match=r"ParameterList has parameters or buffers, so it needs a method"):
         model.init_weights()

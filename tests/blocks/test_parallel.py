@@ -1,4 +1,4 @@
-"""Data-parallel training, replicated and sharded, takes the gradients of one process with the whole batch."""
+"""DDP and FSDP2 give the gradients of one process with the whole batch."""
 
 import os
 from datetime import timedelta
@@ -29,12 +29,12 @@ def batch() -> Tensor:
     return torch.randint(29, (2 * RANKS, 8), generator=torch.Generator().manual_seed(1))
 
 
-def work(rank: int, how: str, folder: str) -> None:
+def run_rank(rank: int, strategy: str, folder: str) -> None:
     torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     objective: torch.nn.Module = Objective(model())
-    if how == "ddp":
+    if strategy == "ddp":
         objective = DistributedDataParallel(objective)
     else:
         mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
@@ -50,17 +50,17 @@ def work(rank: int, how: str, folder: str) -> None:
     if rank == 0:
         torch.save(grads, f"{folder}/grads.pt")
     dist.barrier()
-    os._exit(0)  # gloo's threads have kept a process that ends in the usual way from ending
+    os._exit(0)  # a normal exit has hung on threads of gloo
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_two_processes_take_the_gradients_of_one(how: str, tmp_path) -> None:
-    mp.spawn(work, (how, str(tmp_path)), nprocs=RANKS)
-    alone, tokens = Objective(model()), batch()
-    alone(tokens[:, :-1], tokens[:, 1:]).backward()
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_give_the_gradients_of_one(strategy: str, tmp_path) -> None:
+    mp.spawn(run_rank, (strategy, str(tmp_path)), nprocs=RANKS)
+    objective, tokens = Objective(model()), batch()
+    objective(tokens[:, :-1], tokens[:, 1:]).backward()
     grads = torch.load(tmp_path / "grads.pt")
-    assert grads.keys() == dict(alone.named_parameters()).keys()
-    for name, parameter in alone.named_parameters():
+    assert grads.keys() == dict(objective.named_parameters()).keys()
+    for name, parameter in objective.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -1,4 +1,4 @@
-"""The pattern language: text and Python's operators give one value; mistakes show their place."""
+"""Layer patterns: text and Python's operators give equal terms; errors mark the position."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from deltazoo.mixers.core.patterns import At, Name, Spread
 
 a, b, c = Name("a"), Name("b"), Name("c")
 
-MEANINGS = [
+PATTERNS = [
     ("a", a, "a a a a a a a"),
     ("3*a + b", 3 * a + b, "a a a b a a a"),
     ("a*3 + b", a * 3 + b, "a a a b a a a"),
@@ -49,20 +49,20 @@ MEANINGS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "value", "layers"), MEANINGS)
-def test_text_means_what_the_same_python_means(text, value, layers):
+@pytest.mark.parametrize(("text", "value", "layers"), PATTERNS)
+def test_text_and_python_give_the_same_pattern(text, value, layers):
     assert parse(text) == value
     assert parse(str(value)) == value
     if layers:
-        laid_out = ["|".join(str(part) for part in layer) for layer in expand(value, 7)]
-        assert laid_out == layers.split()
+        expanded = ["|".join(str(part) for part in layer) for layer in expand(value, 7)]
+        assert expanded == layers.split()
 
 
-def test_white_space_and_line_breaks_mean_nothing():
+def test_white_space_is_ignored():
     assert parse("  3 *a\n +\tb ") == parse("3*a+b")
 
 
-MISTAKES = [
+ERRORS = [
     ("", 0, "expected a layer's name, a count or '('"),
     ("3*", 2, "expected a layer's name, a count or '(', got the end"),
     ("a +", 3, "got the end"),
@@ -92,8 +92,8 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "column", "sentence"), MISTAKES)
-def test_a_mistake_is_shown_with_a_caret_and_what_was_expected(text, column, sentence):
+@pytest.mark.parametrize(("text", "column", "sentence"), ERRORS)
+def test_an_error_marks_the_position_and_says_what_was_expected(text, column, sentence):
     with pytest.raises(PatternError) as caught:
         parse(text)
     message, shown, caret = str(caught.value).split("\n")
@@ -106,34 +106,34 @@ def test_a_mistake_is_shown_with_a_caret_and_what_was_expected(text, column, sen
     ("text", "sentence"),
     [("a@[7] else b", "layer 7 is outside a depth of 7 (0 to 6)"), ("spread(a, 8) else b", "8 layers do not fit")],
 )
-def test_places_outside_the_depth_are_refused(text, sentence):
+def test_layers_outside_the_depth_are_refused(text, sentence):
     with pytest.raises(PatternError, match="depth of 7") as caught:
         expand(parse(text), 7)
     assert sentence in str(caught.value)
 
 
-def test_placement_is_of_the_whole_stack_in_python_too():
+def test_at_and_spread_cannot_be_nested_in_other_operators():
     for wrong in (lambda: 2 * At(a, [1], over=b), lambda: a + Spread(a, 1, over=b)):
         with pytest.raises(PatternError, match="place layers of the whole stack"):
             wrong()
 
 
-def test_spread_leaves_gaps_that_differ_by_one_at_most():
+def test_spread_gaps_differ_by_at_most_one():
     for depth in range(1, 40):
         for count in range(1, depth + 1):
             layers = expand(Spread(a, count, over=b), depth)
-            places = [i for i, layer in enumerate(layers) if layer == (a,)]
-            gaps = {later - earlier for earlier, later in itertools.pairwise(places)}
-            assert len(places) == count
+            indices = [i for i, layer in enumerate(layers) if layer == (a,)]
+            gaps = {later - earlier for earlier, later in itertools.pairwise(indices)}
+            assert len(indices) == count
             assert not gaps or max(gaps) - min(gaps) <= 1
-            assert abs(places[0] - (depth - 1 - places[-1])) <= 1
+            assert abs(indices[0] - (depth - 1 - indices[-1])) <= 1
 
 
-def test_a_huge_count_costs_nothing():
+def test_a_huge_count_is_expanded_lazily():
     assert expand(10**12 * a + b, 3) == [(a,)] * 3
 
 
-def test_configs_compose_without_names():
+def test_configs_compose_to_patterns():
     gdn = GatedDeltaNet(heads=6)
     assert expand(2 * gdn + (gdn | GatedDeltaNet()), 4) == [(gdn,), (gdn,), (gdn, GatedDeltaNet()), (gdn,)]
     assert 3 * gdn == gdn * 3 != 2 * gdn

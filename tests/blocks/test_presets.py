@@ -1,4 +1,4 @@
-"""Every preset builds, with the parameters that its published sizes make."""
+"""Every preset builds and has the number of parameters of its published sizes."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", [name for name in presets.names() if name not in SMALL])
-def test_a_preset_has_the_parameters_of_its_published_sizes(name):
+def test_a_preset_has_the_published_number_of_parameters(name):
     exact, billions = COUNTS[name]
     with torch.device("meta"):
         model = StackSpec.load(name).build()
@@ -55,7 +55,7 @@ def test_a_preset_has_the_parameters_of_its_published_sizes(name):
     assert abs(count / 1e9 - billions) < 0.05 * billions
 
 
-def test_the_small_presets_are_equal_in_size_and_learn():
+def test_the_small_presets_have_equal_size_and_learn():
     counts = []
     for name in SMALL:
         torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_the_small_presets_are_equal_in_size_and_learn():
 
 
 @pytest.mark.parametrize("name", presets.names())
-def test_a_preset_says_where_it_comes_from(name):
+def test_a_preset_cites_its_source(name):
     first = presets.text(name).splitlines()[0]
     assert first.startswith("# ")
     assert "arXiv" in presets.text(name) or name in SMALL

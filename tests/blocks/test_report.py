@@ -1,4 +1,4 @@
-"""Reports: pictures that decode, tables that hold the numbers of the run."""
+"""Reports: valid images, and tables with the figures of the run."""
 
 import matplotlib.image
 import pytest
@@ -30,7 +30,7 @@ def benchmark_result():
     return bench(UpdateSpec(decay="head", beta="head"), [TINY[0]], ["reference"], config)
 
 
-def test_the_curves_are_drawn_and_more_models_draw_more(tmp_path):
+def test_each_model_has_a_curve_of_its_colour(tmp_path):
     one = {"a": _training(8, 4, 3)}
     report.plot_curves(one, tmp_path / "one.png")
     report.plot_curves(one | {"b": _training(7, 5, 2)}, tmp_path / "two.png")
@@ -47,32 +47,32 @@ def _has(image, colour):
     return bool((abs(image[..., :3] - colour).max(-1) < 0.02).any())
 
 
-def test_the_benchmark_is_drawn(benchmark_result, tmp_path):
+def test_the_benchmark_plot_shows_bars(benchmark_result, tmp_path):
     report.plot_benchmark(benchmark_result, tmp_path / "bench.png")
     assert _has(matplotlib.image.imread(tmp_path / "bench.png"), (0.12, 0.47, 0.71))
 
 
-def test_a_benchmark_without_figures_cannot_be_drawn(benchmark_result, tmp_path):
+def test_a_benchmark_without_figures_cannot_be_plotted(benchmark_result, tmp_path):
     nothing = [row.model_copy(update={"median_ms": None, "refused": ["no"]}) for row in benchmark_result.rows]
     with pytest.raises(ConfigError, match="nothing to plot: every backend refused every shape"):
         report.plot_benchmark(benchmark_result.model_copy(update={"rows": nothing}), tmp_path / "none.png")
 
 
-def test_the_table_of_trainings_holds_their_ends():
-    lines = report.curves_table({"a": _training(8, 4, 3.25)}).splitlines()
+def test_the_training_table_holds_the_last_points():
+    lines = report.training_table({"a": _training(8, 4, 3.25)}).splitlines()
     assert lines[2] == "| a | 54,321 | 20 | 3.250 | 3.350 | 999 | 7.2 |"
 
 
-def test_the_table_of_layers_holds_the_description():
+def test_the_layers_table_holds_the_description():
     spec = StackSpec(width=16, depth=2, vocab=256, pattern="gated_deltanet(heads=1) + attention(heads=1)")
-    found = spec.describe()
-    lines = report.layers_table(found).splitlines()
-    row = found.layers[1]
+    description = spec.describe()
+    lines = report.layers_table(description).splitlines()
+    row = description.layers[1]
     assert lines[3].startswith(f"| 1 | attention | {row.parameters:,} | {row.flops:,} |")
-    assert lines[4].startswith(f"| all | with embedding and head | {found.parameters:,} |")
+    assert lines[4].startswith(f"| all | with embedding and head | {description.parameters:,} |")
 
 
-def test_a_table_goes_between_the_marks_of_a_file_and_nowhere_else(benchmark_result, tmp_path):
+def test_a_table_replaces_only_the_text_between_the_markers(benchmark_result, tmp_path):
     path = tmp_path / "README.md"
     path.write_text(f"# Title\n{report.BEGIN}\nold\n{report.END}\nend\n")
     report.save_benchmark(benchmark_result, table=path)
@@ -84,12 +84,12 @@ def test_a_table_goes_between_the_marks_of_a_file_and_nowhere_else(benchmark_res
     report.save_benchmark(benchmark_result, table=new)
     assert benchmark_result.markdown() in new.read_text()
     path.write_text("no marks")
-    with pytest.raises(ConfigError, match="exists and must hold the marks"):
+    with pytest.raises(ConfigError, match="exists and must hold the markers"):
         report.save_benchmark(benchmark_result, table=path)
     assert path.read_text() == "no marks"
 
 
-def test_without_matplotlib_a_sentence_says_what_to_install(benchmark_result, tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package(benchmark_result, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"plots need matplotlib: pip install 'deltazoo\[bench\]'"):
         report.plot_benchmark(benchmark_result, tmp_path / "bench.png")

@@ -1,15 +1,15 @@
-"""The text: a split that shares nothing, crops that depend on the seed and the step alone."""
+"""Texts: disjoint parts, and random_crops that depend only on the seed and the step."""
 
 import pytest
 import torch
 
 from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks.training.text import crops, load_text, sweep
+from deltazoo.blocks.training.text import even_crops, load_text, random_crops
 
 
 @pytest.fixture
 def numbered(tmp_path):
-    """A file of 3,000 distinct three-byte words, so that a window tells where it was cut."""
+    """A file of 3,000 distinct three-byte words, so that the content of a window gives its position."""
     path = tmp_path / "numbered.txt"
     path.write_bytes(b"".join(bytes([1 + n // 200, 1 + n % 200, 255]) for n in range(3000)))
     return path
@@ -19,7 +19,7 @@ def _words(tokens):
     return {tuple(tokens[i : i + 2].tolist()) for i in range(len(tokens) - 2) if tokens[i + 2] == 255}
 
 
-def test_the_two_parts_share_no_word_and_together_are_the_file(numbered):
+def test_the_parts_are_disjoint_and_cover_the_file(numbered):
     text = load_text(numbered)
     assert not _words(text.train) & _words(text.validation)
     assert len(text.train) + len(text.validation) == 9000
@@ -28,7 +28,7 @@ def test_the_two_parts_share_no_word_and_together_are_the_file(numbered):
     assert whole == sorted(numbered.read_bytes())
 
 
-def test_the_split_and_the_digest_follow_the_text_alone(numbered, tmp_path):
+def test_split_and_digest_depend_only_on_the_text(numbered, tmp_path):
     copy = tmp_path / "elsewhere.txt"
     copy.write_bytes(numbered.read_bytes())
     one, two = load_text(numbered), load_text(copy)
@@ -39,7 +39,7 @@ def test_the_split_and_the_digest_follow_the_text_alone(numbered, tmp_path):
     assert load_text(copy).digest != one.digest
 
 
-def test_the_standard_library_s_sources_hold_python_and_no_tests():
+def test_the_default_text_is_python_source_without_tests():
     text = load_text()
     train, held_out = bytes(text.train.numpy()), bytes(text.validation.numpy())
     assert len(train) > 3_000_000
@@ -48,51 +48,51 @@ def test_the_standard_library_s_sources_hold_python_and_no_tests():
     assert b"class BaseHTTPRequestHandler" in train + held_out
 
 
-def test_targets_are_the_inputs_one_byte_later(numbered):
+def test_targets_are_the_inputs_shifted_by_one_byte(numbered):
     text = load_text(numbered)
-    batch = crops(text.train, 4, 50, seed=3, step=7)
+    batch = random_crops(text.train, 4, 50, seed=3, step=7)
     assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
     data = bytes(text.train.numpy())
     for row, target in zip(batch.inputs, batch.targets, strict=True):
         assert bytes([*row.tolist(), int(target[-1])]) in data
 
 
-def test_crops_depend_on_seed_and_step_and_on_nothing_before(numbered):
+def test_crops_depend_only_on_seed_and_step(numbered):
     tokens = load_text(numbered).train
-    first = crops(tokens, 8, 32, seed=1, step=5).inputs
-    crops(tokens, 8, 32, seed=1, step=6)
+    first = random_crops(tokens, 8, 32, seed=1, step=5).inputs
+    random_crops(tokens, 8, 32, seed=1, step=6)
     torch.rand(3)
-    assert torch.equal(first, crops(tokens, 8, 32, seed=1, step=5).inputs)
-    assert not torch.equal(first, crops(tokens, 8, 32, seed=1, step=6).inputs)
-    assert not torch.equal(first, crops(tokens, 8, 32, seed=2, step=5).inputs)
+    assert torch.equal(first, random_crops(tokens, 8, 32, seed=1, step=5).inputs)
+    assert not torch.equal(first, random_crops(tokens, 8, 32, seed=1, step=6).inputs)
+    assert not torch.equal(first, random_crops(tokens, 8, 32, seed=2, step=5).inputs)
 
 
-def test_a_sweep_reaches_from_the_first_byte_to_the_last(numbered):
+def test_even_crops_reach_from_the_first_byte_to_the_last(numbered):
     tokens = load_text(numbered).validation
-    batches = sweep(tokens, batch=3, length=40, batches=4)
+    batches = even_crops(tokens, batch=3, length=40, batches=4)
     assert len(batches) == 4
     assert batches[0].inputs[0].tolist() == tokens[:40].tolist()
     assert batches[-1].targets[-1].tolist() == tokens[-40:].tolist()
 
 
 @pytest.mark.parametrize("data", [b"", b"too short"])
-def test_a_text_too_short_to_split_is_refused_in_words(tmp_path, data):
+def test_a_text_too_short_to_split_is_refused(tmp_path, data):
     path = tmp_path / "short.txt"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=rf"short\.txt must hold at least 20 bytes, got {len(data)}"):
         load_text(path)
 
 
-def test_a_binary_file_is_refused_in_words(tmp_path):
+def test_a_binary_file_is_refused(tmp_path):
     path = tmp_path / "image.png"
     path.write_bytes(b"\x89PNG\r\n" + bytes(100))
     with pytest.raises(ConfigError, match="must hold text, got a binary file: byte 6 is 0"):
         load_text(path)
 
 
-def test_a_part_shorter_than_a_window_is_refused_in_words(numbered):
+def test_a_part_shorter_than_a_window_is_refused(numbered):
     text = load_text(numbered)
     with pytest.raises(ConfigError, match="length 900 must be shorter than each part of the text, got a part of 900"):
-        sweep(text.validation, 1, 900, 1)
+        even_crops(text.validation, 1, 900, 1)
     with pytest.raises(ConfigError, match="got a part of 8100"):
-        crops(text.train, 1, 9000, 0, 0)
+        random_crops(text.train, 1, 9000, 0, 0)

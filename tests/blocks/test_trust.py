@@ -9,8 +9,8 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.blocks import document
 from deltazoo.blocks.assemble import assemble
-from deltazoo.blocks.generation.completion import load_writer
-from deltazoo.blocks.inspect.show import sheet
+from deltazoo.blocks.generation.completion import load_for_completion
+from deltazoo.blocks.inspect.show import details
 from deltazoo.blocks.inspect.tuning import targets_of
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.training.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
@@ -90,7 +90,7 @@ def test_every_reader_of_stack_files_refuses_code(tmp_path, module):
     path = str(write(tmp_path / "stack.yaml", {"pattern": "MODULE:Mixer"}, module))
     readers = [
         lambda trust: assemble(path, {"depth": 2}, trust),
-        lambda trust: sheet(path, trust=trust),
+        lambda trust: details(path, trust=trust),
         lambda trust: targets_of(path, [], [], ["bfloat16"], (1, 8), trust),
     ]
     for read in readers:
@@ -126,10 +126,10 @@ def test_a_checkpoint_whose_stack_names_code_is_refused(tmp_path, module, text):
     spec = StackSpec(**STACK_FIELDS | {"pattern": f"{module}:Mixer(heads=1)"})
     folder = tmp_path / "run"
     train(spec, text, CONFIG, folder, until=1)
-    for read in (load_model, load_writer, resume):
+    for read in (load_model, load_for_completion, resume):
         with pytest.raises(ConfigError, match=rf"{STACK}: pattern: mixer '{module}:Mixer' would import"):
             read(folder)
-    assert load_model(folder, trust=True).spec == load_writer(folder, trust=True).spec == spec
+    assert load_model(folder, trust=True).spec == load_for_completion(folder, trust=True).spec == spec
     assert resume(folder, text, trust=True).points[-1].step == 2
 
 

@@ -1,4 +1,4 @@
-"""Run the command in this process, and read what it printed."""
+"""Fixtures that run a command in this process and capture its output."""
 
 import json
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from deltazoo.cli import app
 
 
-class Said:
-    """What a command printed, and how it ended."""
+class Result:
+    """The output and the exit code of a command."""
 
     def __init__(self, arguments: tuple[object, ...]) -> None:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
@@ -20,7 +20,7 @@ class Said:
 
     @property
     def json(self) -> Any:
-        """The document on stdout, which holds nothing else."""
+        """The JSON document on stdout, which must hold nothing else."""
         return json.loads(self.out, parse_constant=_refuse)
 
 
@@ -29,21 +29,23 @@ def _refuse(constant: str) -> None:
 
 
 @pytest.fixture
-def run() -> Callable[..., Said]:
-    def run(*arguments: object) -> Said:
-        return Said(arguments)
+def run() -> Callable[..., Result]:
+    """Run a command."""
+
+    def run(*arguments: object) -> Result:
+        return Result(arguments)
 
     return run
 
 
 @pytest.fixture
-def ok(run: Callable[..., Said]) -> Callable[..., Said]:
+def ok(run: Callable[..., Result]) -> Callable[..., Result]:
     """Run a command that must succeed."""
 
-    def ok(*arguments: object) -> Said:
-        said = run(*arguments)
-        assert said.code == 0, said.err
-        return said
+    def ok(*arguments: object) -> Result:
+        result = run(*arguments)
+        assert result.code == 0, result.err
+        return result
 
     return ok
 

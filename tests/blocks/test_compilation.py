@@ -1,4 +1,4 @@
-"""Compiling layer by layer: the same numbers, one graph for each kind of layer."""
+"""Layer-by-layer compilation: equal results, and one graph for each distinct layer."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ MIX = "gated_deltanet(heads=2) + sliding_window(heads=2, window=3)"
 def _gradients(model, tokens):
     loss = model.loss(tokens, tokens.roll(1, 1))
     loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    return loss.detach(), found
+    return loss.detach(), gradients
 
 
-@pytest.mark.parametrize(("pattern", "kinds"), [(MIX, 2), ("retnet(heads=2)", 1)])
-def test_each_kind_of_layer_is_compiled_once_and_computes_the_same(pattern, kinds):
+@pytest.mark.parametrize(("pattern", "distinct"), [(MIX, 2), ("retnet(heads=2)", 1)])
+def test_equal_layers_share_a_graph_with_equal_results(pattern, distinct):
     torch.manual_seed(0)
     tokens = torch.randint(0, 50, (2, 4))
     model = StackSpec(width=16, depth=4, vocab=50, pattern=pattern, mlp={"width": 16}).build(backend="reference")
@@ -27,13 +27,13 @@ def test_each_kind_of_layer_is_compiled_once_and_computes_the_same(pattern, kind
     names = list(model.state_dict())
     counter = CompileCounterWithBackend("aot_eager")
     compiled_loss, compiled_gradients = _gradients(compile_layers(model, counter), tokens)
-    assert counter.frame_count == kinds
+    assert counter.frame_count == distinct
     torch.testing.assert_close(compiled_loss, loss)
     torch.testing.assert_close(compiled_gradients, gradients)
     assert list(model.state_dict()) == names
 
 
-def test_other_models_before_leave_the_graphs_specialised():
+def test_graphs_stay_static_after_other_models_were_compiled():
     tokens = torch.randint(0, 50, (2, 4))
     for heads, width in ((1, 8), (2, 16), (2, 32)):
         pattern = f"sliding_window(heads={heads}, window=3)"
