@@ -85,8 +85,8 @@ def zoo_entries() -> list[ZooEntry]:
     return [_zoo_entry(entry) for entry in catalog().mixers if entry.owner.startswith("deltazoo ")]
 
 
-def zoo_page() -> str:
-    """Return the page as Markdown."""
+def zoo_page(entries: list[ZooEntry]) -> str:
+    """Format the page as Markdown."""
     head = [
         "# The zoo",
         "",
@@ -96,7 +96,7 @@ def zoo_page() -> str:
         "parts that it shares with other mixers. The indented equation is that of the update, generated from the spec.",
         "",
     ]
-    return "\n".join([*head, *(line for entry in zoo_entries() for line in _section(entry))]).rstrip() + "\n"
+    return "\n".join([*head, *(line for entry in entries for line in _section(entry))]).rstrip() + "\n"
 
 
 def _zoo_entry(entry: MixerEntry) -> ZooEntry:

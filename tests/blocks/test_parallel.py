@@ -2,12 +2,13 @@
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -20,47 +21,61 @@ SPEC = {"width": 16, "depth": 2, "vocab": 29, "pattern": "gated_deltanet(heads=1
 RANKS = 2
 
 
-def model() -> LanguageModel:
+def build_model() -> LanguageModel:
     torch.manual_seed(0)
     return StackSpec.model_validate(SPEC).build(backend="reference")
 
 
-def batch() -> Tensor:
+def make_batch() -> Tensor:
     return torch.randint(29, (2 * RANKS, 8), generator=torch.Generator().manual_seed(1))
 
 
-def run_rank(rank: int, strategy: str, folder: str) -> None:
+def wrap(strategy: str) -> nn.Module:
+    objective = Objective(build_model())
+    if strategy == "ddp":
+        return DistributedDataParallel(objective)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    for layer in objective.model.stack.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(objective, mesh=mesh)
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """Save the gradients of each strategy. One process runs both, because importing torch takes most of the time."""
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    objective: torch.nn.Module = Objective(model())
-    if strategy == "ddp":
-        objective = DistributedDataParallel(objective)
-    else:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-        for layer in objective.model.stack.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(objective, mesh=mesh)
-    rows = batch()[2 * rank : 2 * rank + 2]
-    objective(rows[:, :-1], rows[:, 1:]).backward()
-    grads = {}
-    for name, parameter in objective.named_parameters():
-        grad = parameter.grad
-        grads[name.removeprefix("module.")] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    if rank == 0:
-        torch.save(grads, f"{folder}/grads.pt")
+    rows = make_batch()[2 * rank : 2 * rank + 2]
+    for strategy in ("ddp", "fsdp2"):
+        objective = wrap(strategy)
+        objective(rows[:, :-1], rows[:, 1:]).backward()
+        gradients = {}
+        for name, parameter in objective.named_parameters():
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            gradients[name.removeprefix("module.")] = whole
+        if rank == 0:
+            torch.save(gradients, f"{folder}/{strategy}.pt")
     dist.barrier()
     os._exit(0)  # a normal exit has hung on threads of gloo
 
 
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the gradients that two processes computed."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    folder = tmp_path_factory.mktemp("parallel")
+    mp.spawn(run_rank, (str(folder),), nprocs=RANKS)
+    return folder
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_give_the_gradients_of_one(strategy: str, tmp_path) -> None:
-    mp.spawn(run_rank, (strategy, str(tmp_path)), nprocs=RANKS)
-    objective, tokens = Objective(model()), batch()
+def test_two_processes_give_the_gradients_of_one(strategy: str, folder: Path) -> None:
+    objective, tokens = Objective(build_model()), make_batch()
     objective(tokens[:, :-1], tokens[:, 1:]).backward()
-    grads = torch.load(tmp_path / "grads.pt")
-    assert grads.keys() == dict(objective.named_parameters()).keys()
+    gradients = torch.load(folder / f"{strategy}.pt")
+    assert gradients.keys() == dict(objective.named_parameters()).keys()
     for name, parameter in objective.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)

@@ -62,7 +62,7 @@ def test_the_small_presets_have_equal_size_and_learn():
         model = StackSpec.load(name).build(backend="reference")
         counts.append(sum(parameter.numel() for parameter in model.parameters()))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        tokens = torch.tensor([list(b"the quick brown fox jumps over the lazy dog.")])
+        tokens = torch.tensor([list(b"the quick brown fox jumps")])
         losses = []
         for _ in range(20):
             loss = model.loss(tokens[:, :-1], tokens[:, 1:])

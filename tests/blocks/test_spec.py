@@ -1,4 +1,4 @@
-"""One stack from Python, YAML and JSON; mistakes name the path and the nearest key."""
+"""StackSpec: equal from Python, YAML and JSON; errors name the path and the nearest key."""
 
 import json
 import pickle
@@ -31,7 +31,7 @@ NAMED = StackSpec(
 SMALL = {"width": 16, "depth": 3, "vocab": 29, "pattern": "gdn", "layers": {"gdn": GatedDeltaNet(heads=2)}}
 
 
-def test_python_yaml_and_json_give_the_same_value(tmp_path: Path):
+def test_python_yaml_and_json_give_equal_specs(tmp_path: Path):
     (tmp_path / "stack.yaml").write_text(YAML)
     (tmp_path / "stack.json").write_text(json.dumps(document.parse(YAML, ".yaml", "")))
     unnamed = StackSpec(width=768, depth=12, vocab=256, pattern=3 * GatedDeltaNet(heads=6) + SlidingWindow(window=2048))
@@ -46,31 +46,30 @@ def test_python_yaml_and_json_give_the_same_value(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["stack.yaml", "stack.json"])
-def test_a_saved_spec_is_read_back_whole(tmp_path: Path, spec: StackSpec, name: str):
+def test_save_and_load_round_trip(tmp_path: Path, spec: StackSpec, name: str):
     for original in (spec, NAMED, *map(StackSpec.load, presets.names())):
         original.save(tmp_path / name)
-        back = StackSpec.load(tmp_path / name)
-        assert back == original
-        assert back.model_dump() == original.model_dump()
+        loaded = StackSpec.load(tmp_path / name)
+        assert loaded == original
+        assert loaded.model_dump() == original.model_dump()
         assert StackSpec.model_validate_json(original.model_dump_json()) == original
         assert pickle.loads(pickle.dumps(original)) == original
 
 
-def test_equal_specs_describe_the_same_model():
-    one = StackSpec(**SMALL)
-    assert (
-        one == StackSpec(**SMALL | {"pattern": "2*gdn"}) == StackSpec(**SMALL | {"pattern": "gated_deltanet(heads=2)"})
-    )
-    assert one == StackSpec(**SMALL | {"layers": {"gdn": LayerSpec(mixer=GatedDeltaNet(heads=2))}})
+def test_specs_are_equal_if_they_describe_the_same_model():
+    stack = StackSpec(**SMALL)
+    assert stack == StackSpec(**SMALL | {"pattern": "2*gdn"})
+    assert stack == StackSpec(**SMALL | {"pattern": "gated_deltanet(heads=2)"})
+    assert stack == StackSpec(**SMALL | {"layers": {"gdn": LayerSpec(mixer=GatedDeltaNet(heads=2))}})
     changes = [
         {"width": 32}, {"depth": 4}, {"vocab": 30}, {"tied": False}, {"norm_eps": 1e-5}, {"mlp": "none"},
         {"backend": "reference"}, {"layers": {"gdn": GatedDeltaNet(heads=4)}}, {"pattern": "gdn@[0] else attention"},
     ]  # fmt: skip
     for change in changes:
-        assert one != StackSpec(**SMALL | change), change
+        assert stack != StackSpec(**SMALL | change), change
 
 
-def test_python_patterns_name_their_layers_apart():
+def test_python_patterns_give_each_config_its_own_name():
     pattern = At(Attention(), [0], over=GatedDeltaNet(heads=1) + GatedDeltaNet(heads=2) + GatedDeltaNet(heads=1))
     spec = StackSpec(width=16, depth=4, vocab=9, pattern=pattern, layers={"gated_deltanet": Attention(heads=3)})
     assert spec.pattern == "attention@[0] else gated_deltanet_2 + gated_deltanet_3 + gated_deltanet_2"
@@ -78,7 +77,7 @@ def test_python_patterns_name_their_layers_apart():
     assert heads == [None, 2, 1, 1]
 
 
-def test_a_layer_goes_before_the_stack():
+def test_the_fields_of_a_layer_override_those_of_the_stack():
     layers = {
         "plain": GatedDeltaNet(),
         "own": {
@@ -107,7 +106,7 @@ def layers(**fields: object) -> dict[str, object]:
     return {"layers": {"gdn": fields}}
 
 
-MISTAKES = [
+ERRORS = [
     ({"widht": 3}, "widht: unknown key; did you mean 'width'?"),
     (layers(mixer="gated_deltanet", haeds=6), "layers.gdn.haeds: unknown key; did you mean 'heads'?"),
     (layers(mixer="gated_deltanet", heads=0), "layers.gdn.heads: Input should be greater than"),
@@ -130,14 +129,14 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "sentence"), MISTAKES)
-def test_a_mistake_names_its_path_and_the_nearest_key(tmp_path: Path, change, sentence):
+@pytest.mark.parametrize(("change", "sentence"), ERRORS)
+def test_an_error_names_the_path_and_the_nearest_key(tmp_path: Path, change, sentence):
     with pytest.raises(ConfigError) as caught:
         StackSpec(**SMALL | change)
     assert str(caught.value).startswith(sentence)
 
 
-PATTERN_MISTAKES = [
+PATTERN_ERRORS = [
     ("2*gdnn", "unknown layer 'gdnn'; did you mean 'gdn'?", 2),
     ("gdn + gdn(haeds=3)", "gdn.haeds: unknown key; did you mean 'heads'?", 6),
     ("gdn(heads=0)", "gdn.heads: Input should be greater than or equal to 1, got 0", 0),
@@ -145,8 +144,8 @@ PATTERN_MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "sentence", "column"), PATTERN_MISTAKES)
-def test_a_wrong_pattern_is_a_pattern_error_with_a_caret(tmp_path: Path, pattern, sentence, column):
+@pytest.mark.parametrize(("pattern", "sentence", "column"), PATTERN_ERRORS)
+def test_an_invalid_pattern_raises_an_error_with_a_caret(tmp_path: Path, pattern, sentence, column):
     fields = SMALL | {"pattern": pattern, "layers": {"gdn": {"mixer": "gated_deltanet", "heads": 2}}}
     document.write(tmp_path / "stack.yaml", fields)
     for make in (lambda: StackSpec(**fields), lambda: StackSpec.load(tmp_path / "stack.yaml")):
@@ -156,23 +155,23 @@ def test_a_wrong_pattern_is_a_pattern_error_with_a_caret(tmp_path: Path, pattern
         assert str(caught.value).split("\n")[-1] == " " * (4 + column) + "^"
 
 
-def test_side_by_side_takes_mixers_not_layers():
+def test_parallel_branches_must_be_mixers():
     layers = {"whole": LayerSpec(mixer=GatedDeltaNet(), mlp="none"), "gdn": GatedDeltaNet()}
     with pytest.raises(PatternError, match="takes mixers, got the layer"):
         StackSpec(**SMALL | {"pattern": "gdn | whole", "layers": layers})
 
 
-def test_a_mixer_that_does_not_fit_is_named_with_its_layer():
+def test_a_mixer_that_does_not_fit_the_width_is_named_with_its_layer():
     with pytest.raises(ConfigError, match=r"layer 2 \(attention\): .*heads"):
         StackSpec(**SMALL | {"pattern": "2*gdn + attention(heads=99)"}).build()
 
 
-def test_an_unknown_preset_names_the_nearest():
+def test_an_unknown_preset_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'gated-deltanet"):
         StackSpec.load("gated-deltanet-h")
 
 
-def test_the_schema_takes_what_load_takes_and_refuses_the_rest():
+def test_the_schema_accepts_what_load_accepts():
     schema = StackSpec.json_schema()
     validator = jsonschema.validators.validator_for(schema)
     validator.check_schema(schema)
@@ -180,32 +179,32 @@ def test_the_schema_takes_what_load_takes_and_refuses_the_rest():
     for name in presets.names():
         assert check.is_valid(presets.read(name))
         assert check.is_valid(StackSpec.load(name).model_dump(mode="json"))
-    good = document.parse(YAML, ".yaml", "")
-    assert check.is_valid(good)
+    valid = document.parse(YAML, ".yaml", "")
+    assert check.is_valid(valid)
     for change in (
         {"widht": 3},
         {"layers": {"gdn": {"mixer": "gated_deltanet", "haeds": 6}}},
         {"mlp": 4},
         {"width": 0},
     ):
-        assert not check.is_valid(good | change), change
+        assert not check.is_valid(valid | change), change
 
 
 def backends_of(model: torch.nn.Module) -> set[str]:
     return {str(module.bound.requested) for module in model.modules() if isinstance(module, Update)}
 
 
-def test_the_backend_is_the_arguments_then_the_layers_then_the_stacks_then_the_surroundings():
+def test_backends_take_precedence_from_argument_to_layer_to_stack_to_context():
     spec = StackSpec(**SMALL)
-    asks = StackSpec(**SMALL | {"backend": "compile"})
+    with_backend = StackSpec(**SMALL | {"backend": "compile"})
     layer = LayerSpec(mixer=GatedDeltaNet(heads=2), backend="reference")
     assert backends_of(spec.build()) == {"None"}
     with deltazoo.use_backend("reference"):
         built = spec.build()
-        assert backends_of(asks.build()) == {"compile"}
+        assert backends_of(with_backend.build()) == {"compile"}
     assert backends_of(built) == {"reference"}
-    assert backends_of(asks.build("reference")) == {"reference"}
-    assert backends_of(StackSpec(**dict(asks) | {"layers": {"gdn": layer}}).build()) == {"reference"}
+    assert backends_of(with_backend.build("reference")) == {"reference"}
+    assert backends_of(StackSpec(**dict(with_backend) | {"layers": {"gdn": layer}}).build()) == {"reference"}
     assert backends_of(built.rebind("compile")) == {"compile"}
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
         built.rebind("referense")

@@ -1,7 +1,8 @@
-"""Training: it learns, it goes on bit for bit, and says what is wrong in words."""
+"""Training: the loss falls, a resumed run equals an uninterrupted one bit for bit, and errors are clear."""
 
 import math
 from functools import partial
+from statistics import fmean
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from deltazoo.backends.errors import ConfigError, UnsupportedError
 from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
-from deltazoo.blocks.training.text import crops, load_text, sweep
+from deltazoo.blocks.training.text import even_crops, load_text, random_crops
 from deltazoo.blocks.training.train import TrainConfig, _adamw, learning_rate, resume, train
 
 SPEC = StackSpec(
@@ -41,8 +42,8 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def straight(text, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("straight")
+def uninterrupted(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
     return folder, train(SPEC, text, CONFIG, folder)
 
 
@@ -50,25 +51,32 @@ def _checkpoint(folder):
     return torch.load(folder / CHECKPOINT, weights_only=True)
 
 
-def test_stopping_and_resuming_is_bit_for_bit_going_straight(text, straight, tmp_path):
-    whole, all_points = _checkpoint(straight[0]), straight[1].points
+def validation_bits(model, text):
+    """The validation loss of a model in bits per byte, on the batches of CONFIG."""
+    batches = even_crops(text.validation, 2, 12, 2)
+    with torch.no_grad():
+        return fmean(float(model.loss(*batch)) for batch in batches) / math.log(2)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, uninterrupted, tmp_path):
+    expected, expected_points = _checkpoint(uninterrupted[0]), uninterrupted[1].points
     half = train(SPEC, text, CONFIG, tmp_path / "run", until=4)
     assert half.points[-1].step == 4
-    torch.rand(3)  # resuming does not depend on what was drawn meanwhile
-    done = resume(tmp_path / "run", text)
-    again = _checkpoint(tmp_path / "run")
-    assert done.points[-1].step == again["step"] == whole["step"] == 8
-    assert whole["model"].keys() == again["model"].keys()
-    for name, tensor in whole["model"].items():
-        assert torch.equal(tensor, again["model"][name]), name
-    for index, moments in whole["optimizer"]["state"].items():
+    torch.rand(3)  # resuming does not depend on random numbers drawn in between
+    resumed = resume(tmp_path / "run", text)
+    actual = _checkpoint(tmp_path / "run")
+    assert resumed.points[-1].step == actual["step"] == expected["step"] == 8
+    assert expected["model"].keys() == actual["model"].keys()
+    for name, tensor in expected["model"].items():
+        assert torch.equal(tensor, actual["model"][name]), name
+    for index, moments in expected["optimizer"]["state"].items():
         for name, tensor in moments.items():
-            assert torch.equal(tensor, again["optimizer"]["state"][index][name]), (index, name)
-    validation = {point.step: point.validation_bits for point in all_points}
-    assert {point.step: point.validation_bits for point in done.points if point.step != 4} == validation
+            assert torch.equal(tensor, actual["optimizer"]["state"][index][name]), (index, name)
+    validation = {point.step: point.validation_bits for point in expected_points}
+    assert {point.step: point.validation_bits for point in resumed.points if point.step != 4} == validation
 
 
-def test_resuming_reads_the_text_where_it_was_and_refuses_another(text, tmp_path):
+def test_resume_reads_the_text_from_its_path_and_refuses_another(text, tmp_path):
     train(SPEC, text, CONFIG, tmp_path / "run", until=1)
     assert resume(tmp_path / "run", until=2).points[-1].step == 2
     other = tmp_path / "other.txt"
@@ -77,28 +85,27 @@ def test_resuming_reads_the_text_where_it_was_and_refuses_another(text, tmp_path
         resume(tmp_path / "run", load_text(other))
 
 
-def test_weight_decay_takes_matrices_and_leaves_what_is_called_undecayed():
+def test_weight_decay_applies_to_matrices_unless_excluded():
     pattern = "mamba + rg_lru + s4d + rwkv6"
     model = StackSpec(width=32, depth=4, vocab=256, pattern=pattern, mlp={"width": 16}).build("reference")
     groups = _adamw(model, CONFIG).param_groups
     assert [group["weight_decay"] for group in groups] == [CONFIG.weight_decay, 0]
-    decayed, left = ({id(x) for x in group["params"]} for group in groups)
-    names = {name: id(x) in decayed for name, x in model.named_parameters()}
-    assert len(decayed) + len(left) == len(names)
-    for end in ("A_log", "real.bias", "log_real", "imaginary", "log_dt", "bonus.u", ".mix", "norm.weight"):
-        assert {found for name, found in names.items() if name.endswith(end)} == {False}, end
-    for end in ("to_qkv.weight", "real.weight", "mix_up", "embedding.weight", "conv.weight"):
-        assert {found for name, found in names.items() if name.endswith(end)} <= {True}, end
-    assert sum(names.values()) > len(names) / 3
+    decayed, others = ({id(x) for x in group["params"]} for group in groups)
+    is_decayed = {name: id(x) in decayed for name, x in model.named_parameters()}
+    assert len(decayed) + len(others) == len(is_decayed)
+    for suffix in ("A_log", "real.bias", "log_real", "imaginary", "log_dt", "bonus.u", ".mix", "norm.weight"):
+        assert {value for name, value in is_decayed.items() if name.endswith(suffix)} == {False}, suffix
+    for suffix in ("to_qkv.weight", "real.weight", "mix_up", "embedding.weight", "conv.weight"):
+        assert {value for name, value in is_decayed.items() if name.endswith(suffix)} <= {True}, suffix
+    assert sum(is_decayed.values()) > len(is_decayed) / 3
 
 
-def test_the_first_step_is_adamw_on_the_first_crops(text):
+def test_the_first_step_equals_adamw_on_the_first_crops(text):
     config = CONFIG.model_copy(update={"steps": 1, "clip": 1e9, "warmup": 0})
     torch.manual_seed(config.seed)
     model = SPEC.build(backend="reference")
-    held_out = sweep(text.validation, 2, 12, 2)
-    before = sum(float(model.loss(*batch).detach()) for batch in held_out) / len(held_out) / math.log(2)
-    batch = crops(text.train, 2, 12, config.seed, 0)
+    before = validation_bits(model, text)
+    batch = random_crops(text.train, 2, 12, config.seed, 0)
     loss = model.loss(*batch)
     loss.backward()
     with torch.no_grad():  # the first step of AdamW moves every weight by the rate against the gradient's sign
@@ -106,77 +113,75 @@ def test_the_first_step_is_adamw_on_the_first_crops(text):
             step = weight.grad / (weight.grad.abs() + 1e-8)
             weight.mul_(1 - (config.learning_rate * config.weight_decay if weight.dim() >= 2 else 0))
             weight.sub_(config.learning_rate * step)
-    after = sum(float(model.loss(*batch).detach()) for batch in held_out) / len(held_out) / math.log(2)
+    after = validation_bits(model, text)
     start, end = train(SPEC, text, config).points
     assert start.validation_bits == pytest.approx(before, rel=1e-6)
     assert end.train_bits == pytest.approx(float(loss.detach()) / math.log(2), rel=1e-6)
     assert end.validation_bits == pytest.approx(after, rel=1e-4)
 
 
-def test_it_learns(text):
+def test_the_validation_loss_falls(text):
     config = CONFIG.model_copy(update={"steps": 40, "every": 40})
     start, end = train(SPEC, text, config).points
     assert 7 < start.validation_bits < 9
     assert end.validation_bits < start.validation_bits - 2
 
 
-def test_compiled_training_takes_the_same_steps(text, monkeypatch):
+def test_compiled_training_equals_eager_training(text, monkeypatch):
     monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", partial(compile_layers, compiler="aot_eager"))
     spec = StackSpec(width=16, depth=2, vocab=256, pattern="sliding_window(heads=1, window=4)", mlp={"width": 16})
     config = CONFIG.model_copy(update={"steps": 2})
     eager = train(spec, text, config).points
     compiled = train(spec, text, config.model_copy(update={"compile": True})).points
-    for one, other in zip(eager, compiled, strict=True):
-        assert other.validation_bits == pytest.approx(one.validation_bits, rel=1e-5)
+    for actual, expected in zip(compiled, eager, strict=True):
+        assert actual.validation_bits == pytest.approx(expected.validation_bits, rel=1e-5)
 
 
-def test_bfloat16_keeps_weights_in_float32_and_comes_near(text, straight, tmp_path):
+def test_bfloat16_keeps_float32_weights_and_a_close_loss(text, uninterrupted, tmp_path):
     config = CONFIG.model_copy(update={"dtype": "bfloat16"})
     points = train(SPEC, text, config, tmp_path / "bf16").points
-    exact = straight[1].points
+    float32_points = uninterrupted[1].points
     assert all(tensor.dtype == torch.float32 for tensor in _checkpoint(tmp_path / "bf16")["model"].values())
-    assert points[-1].validation_bits != exact[-1].validation_bits
-    assert points[-1].validation_bits == pytest.approx(exact[-1].validation_bits, rel=0.02)
+    assert points[-1].validation_bits != float32_points[-1].validation_bits
+    assert points[-1].validation_bits == pytest.approx(float32_points[-1].validation_bits, rel=0.02)
 
 
-def test_the_rate_rises_then_falls_as_a_cosine_to_a_tenth():
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
     config = TrainConfig(steps=110, warmup=10, learning_rate=1.0)
     assert [learning_rate(config, step) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
     assert learning_rate(config, 60) == pytest.approx(0.55)
     assert learning_rate(config, 110) == pytest.approx(0.1)
 
 
-def test_points_carry_what_was_measured(straight):
-    points = straight[1].points
+def test_points_hold_the_figures_of_their_steps(uninterrupted):
+    points = uninterrupted[1].points
     assert [point.step for point in points] == [0, 3, 6, 8]
     assert points[0].train_bits is None
     for point in points[1:]:
         assert point.learning_rate == pytest.approx(learning_rate(CONFIG, point.step - 1))
         assert point.gradient_norm > 0
         assert point.tokens_per_second > 0
-    assert straight[1].parameters == sum(tensor.numel() for tensor in _checkpoint(straight[0])["model"].values())
+    weights = _checkpoint(uninterrupted[0])["model"].values()
+    assert uninterrupted[1].parameters == sum(weight.numel() for weight in weights)
 
 
-def test_a_checkpoint_s_model_scores_what_training_scored(text, straight):
-    folder, training = straight
+def test_a_loaded_model_has_the_validation_loss_of_the_run(text, uninterrupted):
+    folder, training = uninterrupted
     model = load_model(folder, backend="reference")
-    held_out = sweep(text.validation, 2, 12, 2)
-    with torch.no_grad():
-        bits = sum(float(model.loss(*batch)) for batch in held_out) / len(held_out) / math.log(2)
-    assert bits == pytest.approx(training.validation_bits, rel=1e-6)
+    assert validation_bits(model, text) == pytest.approx(training.validation_bits, rel=1e-6)
 
 
-def test_a_folder_with_a_checkpoint_is_not_overwritten(text, straight):
+def test_an_existing_checkpoint_is_not_overwritten(text, uninterrupted):
     with pytest.raises(ConfigError, match="holds a checkpoint already: resume it, or choose another folder"):
-        train(SPEC, text, CONFIG, straight[0])
+        train(SPEC, text, CONFIG, uninterrupted[0])
 
 
-def test_a_folder_without_a_checkpoint_or_with_a_damaged_one_is_named(text, straight, tmp_path):
+def test_a_missing_or_damaged_checkpoint_is_reported(text, uninterrupted, tmp_path):
     with pytest.raises(ConfigError, match=rf"{tmp_path} is no checkpoint folder: it has no {STACK} and no {SETTINGS}"):
         load_model(tmp_path)
     for name in (STACK, SETTINGS):
-        (tmp_path / name).write_bytes((straight[0] / name).read_bytes())
-    (tmp_path / CHECKPOINT).write_bytes((straight[0] / CHECKPOINT).read_bytes()[:1000])
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    (tmp_path / CHECKPOINT).write_bytes((uninterrupted[0] / CHECKPOINT).read_bytes()[:1000])
     with pytest.raises(ConfigError, match=rf"{CHECKPOINT} cannot be read: it is damaged or no checkpoint"):
         load_model(tmp_path)
     (tmp_path / CHECKPOINT).write_text("hello")
@@ -184,40 +189,40 @@ def test_a_folder_without_a_checkpoint_or_with_a_damaged_one_is_named(text, stra
         resume(tmp_path, text)
 
 
-def test_a_folder_whose_files_are_not_of_one_training_is_named(text, straight, tmp_path):
+def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
     for name in (STACK, SETTINGS, CHECKPOINT):
-        (tmp_path / name).write_bytes((straight[0] / name).read_bytes())
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
     (tmp_path / STACK).write_text((tmp_path / STACK).read_text().replace(f"width: {SPEC.width}", "width: 64"))
     for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
         with pytest.raises(ConfigError, match=r"the weights must be those of stack\.yaml, got others: size mismatch"):
             read()
     (tmp_path / SETTINGS).write_text("train: {}\ntext: 4\n")
-    with pytest.raises(ConfigError, match=r"train\.yaml is not of a training: it has no path and no digest"):
+    with pytest.raises(ConfigError, match=r"train\.yaml is not from a training run: it has no path and no digest"):
         load_model(tmp_path)
     torch.save({"model": {}}, tmp_path / CHECKPOINT)
-    with pytest.raises(ConfigError, match=r"checkpoint\.pt is not of a training: it has no optimizer and no step"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt is not from a training run: .* no optimizer and no step"):
         load_model(tmp_path)
 
 
-def test_a_loss_that_is_no_number_ends_it_in_words(text):
+def test_a_loss_that_is_not_finite_stops_training(text):
     with pytest.raises(ConfigError, match=r"the loss is (nan|inf) at step \d: lower learning_rate, got 1e\+30"):
         train(SPEC, text, CONFIG.model_copy(update={"learning_rate": 1e30, "warmup": 0}))
 
 
-def test_a_stack_that_cannot_read_bytes_is_refused(text):
+def test_a_vocabulary_below_256_is_refused(text):
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)")
     with pytest.raises(ConfigError, match="vocab must be at least 256 to train on bytes, got 100"):
         train(small, text, CONFIG)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_backend_that_cannot_is_refused_before_anything_is_compiled(text, compiled):
+def test_an_unsupported_backend_is_refused_before_compilation(text, compiled):
     config = CONFIG.model_copy(update={"backend": "fla", "compile": compiled})
     with pytest.raises(UnsupportedError, match=r"no backend takes .* on UpdateMeta\(device='cpu'(.|\n)*fla: "):
         train(SPEC, text, config)
 
 
-def test_without_a_compiler_a_sentence_says_so(text, monkeypatch):
+def test_a_missing_cxx_compiler_is_reported(text, monkeypatch):
     monkeypatch.setattr("deltazoo.blocks.training.train.cxx_compiler", lambda: None)
     with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler on the CPU and found none"):
         train(SPEC, text, CONFIG.model_copy(update={"compile": True}))

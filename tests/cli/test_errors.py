@@ -1,32 +1,35 @@
-"""The user's mistakes: exit code 2 and a sentence on stderr that names the thing; no traceback, nothing on stdout."""
+"""User errors: exit code 2, one sentence on stderr, no traceback and nothing on stdout."""
 
 import subprocess
 import sys
 
 import pytest
 
-from deltazoo.cli.errors import mistake
+from deltazoo.cli.errors import user_error_message
 
 CASES = {
     "unknown mixer": (("show", "gated_deltanett"), "'gated_deltanett'; did you mean 'gated_deltanet'?"),
     "unknown preset": (("build", "gated-deltanet-h3"), "unknown preset 'gated-deltanet-h3'; did you mean"),
     "no such file": (("build", "nowhere.yaml"), "nowhere.yaml"),
-    "nothing to build": (("build",), "needs width, depth, vocab, pattern too"),
+    "no fields to build": (("build",), "needs width, depth, vocab, pattern too"),
     "unknown layer": (("build", "--pattern", "gdnx", "--width", "8", "--depth", "1", "--vocab", "9"), "'gdnx'"),
     "bad width": (("build", "gated-deltanet", "--width", "wide"), "'--width'"),
-    "unreadable save": (("build", "gated-deltanet-small", "--save", "x.txt"), "'x.txt'"),
-    "nowhere to save": (("build", "gated-deltanet-small", "--save", "/no/folder/x.yaml"), "/no/folder/x.yaml"),
+    "invalid save suffix": (("build", "gated-deltanet-small", "--save", "x.txt"), "'x.txt'"),
+    "missing save folder": (("build", "gated-deltanet-small", "--save", "/no/folder/x.yaml"), "/no/folder/x.yaml"),
     "unknown kind": (("list", "mixer"), "'mixer'"),
     "unknown device": (("show", "kda", "--device", "tpu9"), "'tpu9'"),
-    "nothing to train": (("train",), "give a FILE or a PRESET, or --resume FOLDER"),
+    "no stack to train": (("train",), "give a FILE or a PRESET, or --resume FOLDER"),
     "no steps": (("train", "gated-deltanet-small", "--steps", "0"), "steps: Input should be greater than or equal"),
-    "unseen device": (("train", "gated-deltanet-small", "--device", "cuda:99"), "got 'cuda:99'"),
+    "missing device": (("train", "gated-deltanet-small", "--device", "cuda:99"), "got 'cuda:99'"),
     "no text": (("train", "gated-deltanet-small", "--text", "/no/text"), "/no/text: No such file or directory"),
     "a folder as text": (("train", "gated-deltanet-small", "--text", "/"), "/: Is a directory"),
     "no checkpoint": (("train", "--resume", "/no/run"), "/no/run is no checkpoint folder"),
-    "resume and more": (("train", "--resume", "/no/run", "--steps", "9"), "{'steps': 9}"),
-    "nothing to write with": (("generate", "/no/run"), "/no/run is no checkpoint folder"),
-    "cold": (("generate", "/no/run", "--temperature", "-1"), "temperature: Input should be greater than or equal to 0"),
+    "resume with settings": (("train", "--resume", "/no/run", "--steps", "9"), "{'steps': 9}"),
+    "no model to generate with": (("generate", "/no/run"), "/no/run is no checkpoint folder"),
+    "negative temperature": (
+        ("generate", "/no/run", "--temperature", "-1"),
+        "temperature: Input should be greater than or equal to 0",
+    ),
     "unknown shape": (("bench", "--shape", "cpux"), "unknown shape 'cpux'; did you mean 'cpu'?"),
     "bad sizes": (("bench", "--shape", "H=2 K=x"), "K: Input should be a valid integer"),
     "unknown size": (("bench", "--shape", "H=2 K=4 T=3 Z=1"), "Z: Extra inputs"),
@@ -40,35 +43,35 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "names"), CASES.values(), ids=CASES)
-def test_a_mistake_is_named_on_stderr_with_exit_code_2(run, arguments, names):
-    said = run(*arguments)
-    assert said.code == 2
-    assert names in " ".join(said.err.replace("│", " ").split())
-    assert said.out == ""
-    assert "Traceback" not in said.err
+@pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=CASES)
+def test_a_user_error_is_one_sentence_with_exit_code_2(run, arguments, message):
+    result = run(*arguments)
+    assert result.code == 2
+    assert message in " ".join(result.err.replace("│", " ").split())
+    assert result.out == ""
+    assert "Traceback" not in result.err
 
 
-def test_a_wrong_key_in_a_file_is_named_with_the_nearest(run, tmp_path):
+def test_an_unknown_key_in_a_file_suggests_the_nearest(run, tmp_path):
     path = tmp_path / "stack.yaml"
     path.write_text("{width: 16, depth: 1, vocab: 256, pattern: gated_deltanet, dpeth: 3}")
-    said = run("build", path)
-    assert said.code == 2
-    assert "dpeth" in said.err
-    assert "did you mean 'depth'?" in said.err
+    result = run("build", path)
+    assert result.code == 2
+    assert "dpeth" in result.err
+    assert "did you mean 'depth'?" in result.err
 
 
-def test_binary_and_short_texts_are_named(run, stack_file, tmp_path):
-    for data, names in ((b"\x7fELF\0\0" * 9, "must hold text, got a binary file"), (b"few", "at least 20 bytes")):
+def test_binary_and_short_texts_are_refused(run, stack_file, tmp_path):
+    for data, message in ((b"\x7fELF\0\0" * 9, "must hold text, got a binary file"), (b"few", "at least 20 bytes")):
         path = tmp_path / "text"
         path.write_bytes(data)
-        said = run("train", stack_file, "--text", path)
-        assert said.code == 2
-        assert str(path) in said.err
-        assert names in said.err
+        result = run("train", stack_file, "--text", path)
+        assert result.code == 2
+        assert str(path) in result.err
+        assert message in result.err
 
 
-def test_debug_shows_the_traceback(run):
+def test_debug_raises_the_error(run):
     from deltazoo import DeltazooError
 
     with pytest.raises(DeltazooError, match="unknown preset"):
@@ -76,24 +79,24 @@ def test_debug_shows_the_traceback(run):
     assert run("build", "nothing").code == 2
 
 
-def test_what_is_not_the_user_s_mistake_is_not_hidden():
-    assert mistake(RuntimeError("a bug")) is None
-    assert mistake(BrokenPipeError(32, "Broken pipe")) is None
+def test_other_errors_keep_their_traceback():
+    assert user_error_message(RuntimeError("a bug")) is None
+    assert user_error_message(BrokenPipeError(32, "Broken pipe")) is None
 
 
-def test_help_and_version_come_without_torch():
+def test_the_cli_imports_neither_torch_nor_pydantic():
     code = "import sys, deltazoo.cli; print([name for name in ('torch', 'triton', 'pydantic') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
 
 
-def test_version_is_the_package_s(ok):
+def test_version_prints_the_package_version(ok):
     import deltazoo
 
     assert ok("--version").out == f"deltazoo {deltazoo.__version__}\n"
 
 
-def test_every_command_takes_json(ok):
+def test_every_command_has_a_json_option(ok):
     commands = "list show build train generate bench check tune merge-tables doctor demo schema"
     for command in commands.split():
         assert "--json" in ok(command, "--help").out

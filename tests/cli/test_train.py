@@ -1,4 +1,4 @@
-"""train and generate: figures of real runs, and a checkpoint that the one writes and the other reads."""
+"""train and generate print the results of the library, and share checkpoints."""
 
 import re
 
@@ -18,47 +18,47 @@ def folder(ok, stack_file, text_file, tmp_path):
     return tmp_path / "run"
 
 
-def test_train_is_the_library_s_training(ok, stack_file, text_file, tmp_path):
-    said = ok(
+def test_train_equals_the_library_function(ok, stack_file, text_file, tmp_path):
+    result = ok(
         "train", stack_file, "--text", text_file, "--out", tmp_path / "a", "--steps", 6, "--seed", 3, *QUICK, "--json"
     )
     config = TrainConfig(steps=6, length=8, batch=2, every=3, seed=3, backend="reference", compile=False)
-    want = train(StackSpec.load(stack_file), load_text(text_file), config)
-    for got, point in zip(said.json["points"], want.points, strict=True):
-        got["tokens_per_second"] = point.tokens_per_second
-        assert got == point.model_dump()
-    assert said.json["config"] == config.model_dump()
-    assert said.json["source"] == str(text_file)
+    expected = train(StackSpec.load(stack_file), load_text(text_file), config)
+    for actual, point in zip(result.json["points"], expected.points, strict=True):
+        actual["tokens_per_second"] = point.tokens_per_second
+        assert actual == point.model_dump()
+    assert result.json["config"] == config.model_dump()
+    assert result.json["source"] == str(text_file)
 
 
-def test_train_until_and_resume_end_where_a_straight_run_does(ok, stack_file, text_file, folder, tmp_path):
+def test_until_and_resume_equal_an_uninterrupted_run(ok, stack_file, text_file, folder, tmp_path):
     half = tmp_path / "half"
     ok("train", stack_file, "--text", text_file, "--out", half, "--steps", 6, "--until", 4, *QUICK)
-    said = ok("train", "--resume", half)
-    assert "after 6 steps" in said.out
-    one, other = (torch.load(path / "checkpoint.pt", weights_only=True)["model"] for path in (folder, half))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    result = ok("train", "--resume", half)
+    assert "after 6 steps" in result.out
+    expected, actual = (torch.load(path / "checkpoint.pt", weights_only=True)["model"] for path in (folder, half))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
-def test_the_printed_line_holds_the_last_validation(ok, folder):
-    found = ok("train", "--resume", folder, "--json").json
+def test_the_last_line_holds_the_last_validation_loss(ok, folder):
+    result = ok("train", "--resume", folder, "--json").json
     printed = ok("train", "--resume", folder).out
-    assert f"{found['points'][-1]['validation_bits']:.3f} bits per byte on validation after 6 steps" in printed
+    assert f"{result['points'][-1]['validation_bits']:.3f} bits per byte on validation after 6 steps" in printed
 
 
-def test_the_folder_is_named_after_the_stack_if_none_is_given(ok, stack_file, text_file, tmp_path, monkeypatch):
+def test_the_default_folder_is_named_after_the_stack(ok, stack_file, text_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ok("train", stack_file, "--text", text_file, "--steps", 1, *QUICK)
     assert (tmp_path / "runs" / "tiny" / "checkpoint.pt").exists()
 
 
-def test_the_defaults_that_the_help_shows_are_those_of_the_library(ok, monkeypatch):
+def test_the_help_shows_the_defaults_of_the_library(ok, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    shown = dict(re.findall(r"--([a-z-]+)\s.*\[default: \(?([^\])]+)\)?\]", ok("train", "--help").out))
+    help_defaults = dict(re.findall(r"--([a-z-]+)\s.*\[default: \(?([^\])]+)\)?\]", ok("train", "--help").out))
     fields = {"lr": "learning_rate"}
     defaults = TrainConfig()
     checked = 0
-    for option, text in shown.items():
+    for option, text in help_defaults.items():
         field = fields.get(option, option.replace("-", "_"))
         if field in TrainConfig.model_fields and field != "compile":
             value = getattr(defaults, field)
@@ -67,21 +67,21 @@ def test_the_defaults_that_the_help_shows_are_those_of_the_library(ok, monkeypat
     assert checked == 11
 
 
-def test_generate_prints_the_prompt_and_what_it_writes(ok, folder):
+def test_generate_prints_the_prompt_and_its_completion(ok, folder):
     options = ("--prompt", "9 green", "--max-bytes", 30, "--seed", 2)
-    found = ok("generate", folder, *options, "--json").json
-    assert found["prompt"] == "9 green"
-    assert found["bytes"] == 30
-    assert ok("generate", folder, *options).out == f"9 green{found['text']}\n"
-    assert ok("generate", folder, *options[:-1], 3, "--json").json["text"] != found["text"]
+    result = ok("generate", folder, *options, "--json").json
+    assert result["prompt"] == "9 green"
+    assert result["bytes"] == 30
+    assert ok("generate", folder, *options).out == f"9 green{result['text']}\n"
+    assert ok("generate", folder, *options[:-1], 3, "--json").json["text"] != result["text"]
 
 
-def test_generate_at_temperature_zero_takes_the_likeliest_byte(ok, folder):
+def test_generate_at_temperature_zero_is_greedy(ok, folder):
     from deltazoo.blocks.training.checkpoint import load_model
 
-    found = ok("generate", folder, "--prompt", "1 g", "--max-bytes", 3, "--temperature", 0, "--json").json
+    result = ok("generate", folder, "--prompt", "1 g", "--max-bytes", 3, "--temperature", 0, "--json").json
     model, tokens = load_model(folder, backend="reference"), list(b"1 g")
     for _ in range(3):
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens]))[0][0, -1].argmax()))
-    assert found["text"] == bytes(tokens[3:]).decode("utf-8", "replace")
+    assert result["text"] == bytes(tokens[3:]).decode("utf-8", "replace")

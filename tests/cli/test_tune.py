@@ -1,4 +1,4 @@
-"""tune and merge-tables: what they say without a GPU, and what they print of a run on a made-up one."""
+"""tune and merge-tables: errors without a GPU, and output of a run on a simulated GPU."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,7 @@ _PATH = Path(__file__).parents[1] / "backends" / "test_tune.py"
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """A GPU that makes its times up."""
+    """A simulated GPU with invented times."""
     spec = importlib.util.spec_from_file_location("fake_gpu", _PATH)
     fake = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fake)
@@ -33,15 +33,15 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(tables.Path, "home", lambda: tmp_path)
 
 
-def test_without_a_gpu_tune_says_so_in_a_sentence(run, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # also where there is one
+def test_tune_without_a_gpu_is_refused(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a machine with a GPU as well
     for more in ((), ("--dry-run",)):
-        said = run("tune", "--shape", "dense_8x4096", *more)
-        assert (said.code, said.out) == (2, "")
-        assert said.err == "deltazoo: tuning needs an NVIDIA GPU, and torch sees none on this machine\n"
+        result = run("tune", "--shape", "dense_8x4096", *more)
+        assert (result.code, result.out) == (2, "")
+        assert result.err == "deltazoo: tuning needs an NVIDIA GPU, and torch sees none on this machine\n"
 
 
-def test_tune_prints_gains_rejections_and_a_line_to_paste(ok, gpu, tmp_path):
+def test_tune_prints_gains_rejections_and_how_to_load_the_table(ok, gpu, tmp_path):
     out = tmp_path / "t.json"
     printed = ok("tune", "--shape", "pack_8x4096", "--directions", "forward", "--out", out).out
     assert "tile 32, 4 w, 2 st" in printed
@@ -52,14 +52,14 @@ def test_tune_prints_gains_rejections_and_a_line_to_paste(ok, gpu, tmp_path):
     assert len(read_table(out).records) == 2
 
 
-def test_the_user_s_table_needs_no_pasting(ok, gpu, tmp_path):
-    found = ok("tune", "--shape", "decode_64", "--json").json
-    assert found["records"][0]["kernel"] == "decode"
+def test_the_default_table_is_loaded_automatically(ok, gpu, tmp_path):
+    result = ok("tune", "--shape", "decode_64", "--json").json
+    assert result["records"][0]["kernel"] == "decode"
     assert ok("tune", "--shape", "decode_64", "--json").json["kept"] == 2
     assert ok("tune", "--shape", "decode_64").out.splitlines()[-1].startswith("# used from now on")
 
 
-def test_tune_takes_a_stack_and_dtypes(ok, gpu, tmp_path):
+def test_tune_lists_the_kernels_of_a_stack(ok, gpu, tmp_path):
     options = ("--batch", 2, "--length", 512, "--dtype", "bfloat16,float16", "--dry-run", "--out", tmp_path / "t.json")
     listed = ok("tune", "gated-deltanet-h1", *options, "--json").json
     assert {step["shape"] for step in listed} == {"gated-deltanet-h1 2x512"}
@@ -69,20 +69,20 @@ def test_tune_takes_a_stack_and_dtypes(ok, gpu, tmp_path):
     assert not (tmp_path / "t.json").exists()
 
 
-def test_merge_tables_writes_one(ok, run, gpu, tmp_path):
+def test_merge_tables_writes_one_table(ok, run, gpu, tmp_path):
     a, b, out = (tmp_path / f"{name}.json" for name in ("a", "b", "out"))
     ok("tune", "--shape", "pack_8x4096", "--directions", "forward", "--out", a)
     ok("tune", "--shape", "decode_64", "--out", b)
     assert ok("merge-tables", a, b, "--out", out).out == f"4 records of NVIDIA T900 in {out}\n"
     assert len(ok("merge-tables", a, b, "--out", out, "--json").json["records"]) == 4
     b.write_text('{"device": "NVIDIA B200"}')
-    said = run("merge-tables", a, b, "--out", out)
-    assert said.code == 2
-    assert "tables of two devices do not merge: 'NVIDIA T900' and 'NVIDIA B200'" in said.err
+    result = run("merge-tables", a, b, "--out", out)
+    assert result.code == 2
+    assert "tables of two devices do not merge: 'NVIDIA T900' and 'NVIDIA B200'" in result.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
+    ("arguments", "message"),
     [
         ((), "takes none of the shapes: no shape was given"),
         (("--shape", "pack_8x4097"), "did you mean 'pack_8x4096'?"),
@@ -94,7 +94,7 @@ def test_merge_tables_writes_one(ok, run, gpu, tmp_path):
         (("transformer-pp",), "has no layer with an update"),
     ],
 )
-def test_mistakes_are_named(run, gpu, arguments, names):
-    said = run("tune", *arguments)
-    assert (said.code, said.out) == (2, "")
-    assert names in said.err
+def test_invalid_arguments_are_refused(run, gpu, arguments, message):
+    result = run("tune", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
