@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from deltazoo.backends.explain import explain
     from deltazoo.backends.spec import UpdateSpec
     from deltazoo.backends.watch import watch
-    from deltazoo.blocks.spec import LayerSpec, StackSpec
+    from deltazoo.blocks.layer import LayerSpec
+    from deltazoo.blocks.spec import StackSpec
     from deltazoo.mixers.core.mixer import Context, MixerConfig, Place
 
 _MODULE_OF = {
@@ -23,7 +24,7 @@ _MODULE_OF = {
     "BoundUpdate": "backends.dispatch",
     "Context": "mixers.core.mixer",
     "DeltazooError": "backends.errors",
-    "LayerSpec": "blocks.spec",
+    "LayerSpec": "blocks.layer",
     "MixerConfig": "mixers.core.mixer",
     "Place": "mixers.core.mixer",
     "StackSpec": "blocks.spec",

@@ -61,7 +61,7 @@ def decoding_equals_the_full_sequence(backend: str | Backend, case: Case, device
 
 
 def fused_step_matches_reference(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
-    """`fused_decode_step_`, where supported, equals the equations of `FusedDecodeStep` and writes only to the slots of its rows."""
+    """`fused_decode_step_` equals the equations of `FusedDecodeStep` and writes only to the slots of its rows."""
     return compare_step(backend, case, device)
 
 

@@ -36,7 +36,7 @@ class Beta(LinearPart, Fusible):
             beta = rearrange(beta, "b t (n h) -> b t n h", n=self.householders)
         return inputs._replace(beta=beta)
 
-    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(top=self.max_beta) if step.spec.beta == "head" else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:

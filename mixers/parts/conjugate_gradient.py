@@ -105,7 +105,7 @@ class _SolveBackward(torch.autograd.Function):
 
 
 def _conjugate_gradients(bound: BoundUpdate, system: UpdateInputs, shift: Tensor, b: Tensor, steps: int) -> Tensor:
-    """ConjugateGradientSolve (H_t + Diag(shift)) x_t = b_t for every t, starting from x = 0; b and x are [B, T, H, K]."""
+    """Solve (H_t + Diag(shift)) x_t = b_t for every t, starting from x = 0; b and x are [B, T, H, K]."""
     x, residual = torch.zeros_like(b), b
     direction, norm = residual, residual.square().sum(-1, keepdim=True)
     for _ in range(steps):

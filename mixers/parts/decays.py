@@ -68,7 +68,7 @@ class SoftplusDecay(LinearPart, Fusible):
         v = (inputs.v * dt[..., None]).to(inputs.v.dtype) if self.writes else inputs.v
         return inputs._replace(log_decay=dt * rate, v=v)
 
-    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if step.spec.decay != "head" or self.per != "head":
             return None
         return step._replace(bound=self.bound, writes=self.writes and self.bound is None)

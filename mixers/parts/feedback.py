@@ -39,7 +39,7 @@ class Feedback(OperandPart, Fusible):
         q = (q - self.d[:, None] * last_k).to(q.dtype)
         return inputs._replace(q=q, erase_key=(self.b.sigmoid()[:, None] * k).to(k.dtype)), None
 
-    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step if step.spec.erase_key == "own" else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ class HeadNorm(StatelessOutputPart, Fusible):
             normed = normed + self.bias.to(normed.dtype).view(-1, o.shape[-1])
         return normed.to(o.dtype)
 
-    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(norm=self.kind, eps=self.eps) if not step.norm and self.groups == step.HV else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ class OutputGate(StatelessOutputPart, Fusible):
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return _apply_gate(o, self.proj(x), self.activation)
 
-    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(gate=self.activation, gate_first=not step.norm) if not step.gate else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:

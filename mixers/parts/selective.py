@@ -1,4 +1,4 @@
-"""SelectiveOperands state spaces: operands and step size of each channel computed from the convolved input (Mamba, Longhorn).
+"""Selective state spaces: operands and step size of each channel computed from the convolved input (Mamba, Longhorn).
 
 B batch, T time, C channels (= HV, each a head with V = 1), N state size (= K), R rank of the step size
 """

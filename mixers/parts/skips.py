@@ -35,7 +35,7 @@ class Skip(OutputPart, Fusible):
     ) -> tuple[Tensor, Tensor | None]:
         return (o + self.D[:, None] * flow.projected.v).to(o.dtype), None
 
-    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step if not step.norm and not step.gate and step.spec.householders == 1 else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
