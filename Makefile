@@ -75,6 +75,7 @@ $(READY): pyproject.toml constraints.txt
 ifdef TORCH_INDEX
 	$(BIN)/python -m pip install -c constraints.txt --index-url $(TORCH_INDEX) torch
 endif
+	rm -rf deltazoo.egg-info  # a stale copy would hide changed entry points
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
 	touch $@
 
