@@ -20,11 +20,11 @@ class FlashQlaBackend(Backend):
     name = "flash_qla"
 
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+        negative = spec.negative_eigenvalues
         rules = {
             f"decay must be 'fixed' or 'head', got '{spec.decay}'.": spec.decay == "none",
             f"transition must be 'delta', got '{spec.transition}'.": spec.transition == "additive",
-            f"negative_eigenvalues must be 'off', got '{spec.negative_eigenvalues}'.": spec.negative_eigenvalues
-            == "both",
+            f"negative_eigenvalues must be 'off', got '{negative}'.": negative == "both",
             f"reparam must be 'none', got '{spec.reparam}'.": spec.reparam != "none",
             f"K and V must be 128, got K={meta.K}, V={meta.V}.": (meta.K, meta.V) != (128, 128),
             f"scale must be above 0, got {spec.scale}.": spec.scale is not None and spec.scale <= 0,

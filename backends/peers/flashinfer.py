@@ -25,11 +25,11 @@ class FlashInferBackend(Backend):
     name = "flashinfer"
 
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+        negative = spec.negative_eigenvalues
         rules = {
             "it has no backward, and a gradient is required.": meta.grad,
             f"transition must be 'delta', got '{spec.transition}'.": spec.transition == "additive",
-            f"negative_eigenvalues must be 'off', got '{spec.negative_eigenvalues}'.": spec.negative_eigenvalues
-            == "both",
+            f"negative_eigenvalues must be 'off', got '{negative}'.": negative == "both",
             f"reparam must be 'none', got '{spec.reparam}'.": spec.reparam != "none",
             f"K and V must be 128, got K={meta.K}, V={meta.V}.": (meta.K, meta.V) != (128, 128),
             "scale must not be 0, which the package replaces by K ** -0.5.": spec.scale == 0,
