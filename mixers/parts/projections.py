@@ -62,7 +62,7 @@ class QKVProjection(Fusible, Stateful):
         return None if self.conv is None else self.conv.init_state(batch, like)
 
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
-        """Project x [B, T, D]; k and v get an axis n after T if there are several Householder steps."""
+        """QKVProjection x [B, T, D]; k and v get an axis n after T if there are several Householder steps."""
         qkv_BTC = self.to_qkv(x)
         convolved: tuple[Tensor, ...] = ()
         if self.conv is not None:
@@ -81,7 +81,7 @@ class QKVProjection(Fusible, Stateful):
             v = rearrange(v, "b t (n h v) -> b t n h v", n=n, h=HV)
         return UpdateInputs(q_BTHK, k, v), state
 
-    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if self.conv is None:
             return step._replace(parts=tuple(self.unconvolved)) if self.keys else None
         if not self.keys or self.unconvolved or type(self.conv) is not ShortConv or not is_unmodified(self.conv):
@@ -113,8 +113,8 @@ class ChannelProjection(nn.Module, Stateful):
         channels = shape.value_heads * shape.value_width
         self.parts = [ConvPart(channels, silu)]
         self.to_v = nn.Linear(shape.width, channels, bias=False)
-        self.reset_parameters()  # before the convolution draws random numbers, so that a seed keeps its weights
         self.conv = ShortConv(channels, conv_width, True, self.parts) if conv_width else None
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Override torch's initialisation of the linear map if there is a `std`."""

@@ -40,10 +40,10 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
         self.mix = nn.Parameter(torch.empty(5, D))  # w, k, v, r, g
         self.mix_down = nn.Linear(D, 5 * ranks.mix, bias=False)
         self.mix_up = nn.Parameter(torch.empty(5, ranks.mix, D))
-        self.reset_parameters()  # before the maps below draw random numbers, so that a seed keeps its weights
         self.decay = LowRank(D, ranks.decay, keys, "tanh", partial(_initial_decay, keys, place), 1e-2)
         self.to_r, self.to_k = (nn.Linear(D, keys, bias=False) for _ in range(2))
         self.to_v, self.to_g = (nn.Linear(D, values, bias=False) for _ in range(2))
+        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
