@@ -1,4 +1,4 @@
-"""The checks that any mixer must pass, ours and theirs; in a plug-in's tests one line runs them:
+"""Checks that every mixer must pass. One line runs them in the tests of a plug-in:
 
 test_my_mixer = conformance.suite(MyMixer(heads=2))
 """
@@ -17,117 +17,117 @@ from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig
 from deltazoo.mixers.core.state import rollback_, snapshot
 
 T, CAPACITY = 19, 32
+COMPILED_T = 3  # a short sequence: graphs of the plain-PyTorch backends grow with the number of chunks
 EXACT, ROUNDED = 1e-9, 0.03
 
 
-class Made(NamedTuple):
-    """What a property looks at: a mixer in float64 or another dtype, with the same weights, and x [2, T, width]."""
+class Subject(NamedTuple):
+    """Config under test, with the width and backend to build it."""
 
     config: MixerConfig
     width: int
     backend: str | Backend
 
     def mixer(self, dtype: torch.dtype = torch.float64) -> Mixer:
+        """Build the mixer; every call gives the same weights."""
         torch.manual_seed(0)
         return self.config.build(self.width, backend=self.backend).to(dtype)
 
     def x(self) -> Tensor:
+        """Draw the input [2, T, width], the same in every call."""
         torch.manual_seed(1)
         return torch.randn(2, T, self.width, dtype=torch.float64)
 
 
-def trains(made: Made) -> float:
-    """Gradients of all parameters through the state, in two pieces, are those at once."""
-    mixer, x = made.mixer(), made.x()
-    pieces, at_once = (
-        torch.autograd.grad((y * x).sum(), list(mixer.parameters()), allow_unused=True)
-        for y in (in_pieces(mixer, x, [7, 12]), mixer(x)[0])
-    )
-    flat = [torch.cat([g.flatten() for g in grads if g is not None]) for grads in (pieces, at_once)]
-    return relative(*flat)
+def trains(subject: Subject) -> float:
+    """Gradients of all parameters through the state of two pieces equal those of one call."""
+    mixer, x = subject.mixer(), subject.x()
+    gradients = [_gradients(mixer, y, x) for y in (_run_pieces(mixer, x, [7, 12]), mixer(x)[0])]
+    return relative_error(*gradients)
 
 
 @torch.no_grad()
-def prefills_in_pieces(made: Made) -> float:
-    """Pieces, an empty one among them, give the numbers of the whole."""
-    mixer, x = made.mixer(), made.x()
-    return relative(in_pieces(mixer, x, [1, 6, 0, 12]), mixer(x)[0])
+def prefills_in_pieces(subject: Subject) -> float:
+    """Outputs of several pieces, one of them empty, equal those of one call."""
+    mixer, x = subject.mixer(), subject.x()
+    return relative_error(_run_pieces(mixer, x, [1, 6, 0, 12]), mixer(x)[0])
 
 
 @torch.no_grad()
-def decodes(made: Made) -> float:
-    """Token by token gives the numbers of the whole."""
-    mixer, x = made.mixer(), made.x()
-    return relative(in_pieces(mixer, x, [1] * T), mixer(x)[0])
+def decodes(subject: Subject) -> float:
+    """Outputs of one call per token equal those of one call."""
+    mixer, x = subject.mixer(), subject.x()
+    return relative_error(_run_pieces(mixer, x, [1] * T), mixer(x)[0])
 
 
 @torch.no_grad()
-def packs(made: Made) -> float:
-    """A pack gives the numbers of its sequences alone."""
-    mixer, x = made.mixer(), made.x()[:1]
-    want = torch.cat([mixer(x[:, :5])[0], mixer(x[:, 5:])[0]], 1)
-    return relative(mixer(x, None, Context(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32)))[0], want)
+def packs(subject: Subject) -> float:
+    """Outputs of packed sequences equal those of each sequence alone."""
+    mixer, x = subject.mixer(), subject.x()[:1]
+    expected = torch.cat([mixer(x[:, :5])[0], mixer(x[:, 5:])[0]], 1)
+    return relative_error(mixer(x, None, Context(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32)))[0], expected)
 
 
 @torch.no_grad()
-def pads(made: Made) -> float:
-    """Padding on the left of one row and on the right of the other gives the numbers of the rows alone."""
-    mixer, x = made.mixer(), made.x()
+def pads(subject: Subject) -> float:
+    """Outputs of a left-padded and a right-padded row equal those of the unpadded rows."""
+    mixer, x = subject.mixer(), subject.x()
     time = torch.arange(T)
     y = mixer(x, None, Context(mask=torch.stack([time >= 4, time < 11])))[0]
     left, right = mixer(x[:1, 4:])[0], mixer(x[1:, :11])[0]
-    return max(relative(y[:1, 4:], left), relative(y[1:, :11], right))
+    return max(relative_error(y[:1, 4:], left), relative_error(y[1:, :11], right))
 
 
 @torch.no_grad()
-def is_causal_and_isolated(made: Made) -> float:
-    """No token and no other row changes what came before it."""
-    mixer, x = made.mixer(), made.x()
+def is_causal_and_isolated(subject: Subject) -> float:
+    """Outputs do not depend on later tokens or on other rows."""
+    mixer, x = subject.mixer(), subject.x()
     changed = x.clone()
     changed[0, 8:] = 7 * torch.randn_like(changed[0, 8:])
     changed[1] = torch.nan
-    return relative(mixer(changed)[0][0, :8], mixer(x)[0][0, :8])
+    return relative_error(mixer(changed)[0][0, :8], mixer(x)[0][0, :8])
 
 
 @torch.no_grad()
-def runs_in_bfloat16(made: Made) -> float:
-    """Under autocast to bfloat16 the numbers are those of float64, rounded."""
-    mixer, exact, x = made.mixer(torch.float32), made.mixer(), made.x()
+def runs_in_bfloat16(subject: Subject) -> float:
+    """Outputs under bfloat16 autocast equal those in float64 up to rounding."""
+    mixer, exact, x = subject.mixer(torch.float32), subject.mixer(), subject.x()
     exact.load_state_dict({name: value.double() for name, value in mixer.state_dict().items()})
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return relative(mixer(x.float())[0], exact(x)[0])
+        return relative_error(mixer(x.float())[0], exact(x)[0])
 
 
-@torch.no_grad()
-def is_one_graph(made: Made) -> float:
-    """torch.compile(fullgraph=True) gives the same numbers."""
+def is_one_graph(subject: Subject) -> float:
+    """Outputs and gradients under torch.compile(fullgraph=True) equal those of eager mode."""
     torch._dynamo.reset()
-    mixer, x = made.mixer(), made.x()
-    return relative(torch.compile(mixer, fullgraph=True, backend="eager")(x)[0], mixer(x)[0])
+    mixer, x = subject.mixer(), subject.x()[:, :COMPILED_T]
+    compiled_y, y = torch.compile(mixer, fullgraph=True, backend="aot_eager")(x)[0], mixer(x)[0]
+    gradients = [_gradients(mixer, output, x) for output in (compiled_y, y)]
+    return max(relative_error(compiled_y, y), relative_error(*gradients))
 
 
 @torch.no_grad()
-def exports(made: Made) -> float:
-    """torch.export gives the same numbers."""
-    mixer, x = made.mixer(), made.x()
+def exports(subject: Subject) -> float:
+    """Outputs of the program from torch.export equal those of eager mode."""
+    mixer, x = subject.mixer(), subject.x()[:, :COMPILED_T]
     program = torch.export.export(mixer, (x,), strict=False)
-    return relative(program.module()(x)[0], mixer(x)[0])
+    return relative_error(program.module()(x)[0], mixer(x)[0])
 
 
 @torch.no_grad()
-def rolls_back(made: Made) -> float:
-    """After a rollback to a snapshot it goes on as if nothing had come between."""
-    mixer, x = made.mixer(), made.x()
+def rolls_back(subject: Subject) -> float:
+    """After a rollback to a snapshot, outputs do not depend on the tokens between snapshot and rollback."""
+    mixer, x = subject.mixer(), subject.x()
     _, state = mixer(x[:, :9], mixer.init_state(2, CAPACITY))
-    kept = snapshot(state)
+    saved = snapshot(state)
     _, state = mixer(x[:, :3], state)
-    if all(torch.equal(a, b) for a, b in zip(tree_leaves(state), tree_leaves(kept), strict=True)):
-        return float("inf")  # a state that nothing changes holds nothing
-    return relative(mixer(x[:, 9:], rollback_(state, kept))[0], mixer(x)[0][:, 9:])
+    if all(torch.equal(a, b) for a, b in zip(tree_leaves(state), tree_leaves(saved), strict=True)):
+        return float("inf")  # the state does not depend on the tokens
+    return relative_error(mixer(x[:, 9:], rollback_(state, saved))[0], mixer(x)[0][:, 9:])
 
 
-# What is checked: the property, and the relative error that it may have.
-PROPERTIES: dict[str, tuple[Callable[[Made], float], float]] = {
+# Name of each property: the function that returns its relative error, and the bound of that error.
+PROPERTIES: dict[str, tuple[Callable[[Subject], float], float]] = {
     "train": (trains, EXACT),
     "prefill in pieces": (prefills_in_pieces, EXACT),
     "decode": (decodes, EXACT),
@@ -142,22 +142,23 @@ PROPERTIES: dict[str, tuple[Callable[[Made], float], float]] = {
 
 
 def error(config: MixerConfig, name: str, width: int = 16, backend: str | Backend | None = None) -> float:
-    """The relative error of one property. backend: None is the chunked code, uncompiled, which is quick to start.
+    """Return the relative error of one property.
 
+    Args: backend: None: the uncompiled chunk-parallel backend in plain PyTorch, which needs no compilation.
     Raises: UnknownNameError.
     """
     if name not in PROPERTIES:
         raise UnknownNameError("property", name, PROPERTIES)
     chosen = CompileBackend(chunk=16, compiled=False) if backend is None else backend
-    return PROPERTIES[name][0](Made(config, width, chosen))
+    return PROPERTIES[name][0](Subject(config, width, chosen))
 
 
 def suite(
     config: MixerConfig, width: int = 16, backend: str | Backend | None = None, without: Sequence[str] = ()
 ) -> Callable[..., None]:
-    """Make a pytest test of a mixer, parametrised by property.
+    """Create a pytest test of a mixer, parametrised by property.
 
-    Args: width: at which the mixer is built; without: the names of properties to leave out.
+    Args: width: D of the mixer; backend: as for `error`; without: names of properties to skip.
     Raises: UnknownNameError.
     """
     import pytest
@@ -168,19 +169,25 @@ def suite(
 
     @pytest.mark.parametrize("name", [name for name in PROPERTIES if name not in without])
     def test_conformance(name: str) -> None:
-        got, bound = error(config, name, width, backend), PROPERTIES[name][1]
-        assert got <= bound, f"{name}: the relative error is {got:.1e}, more than {bound:.0e}"
+        measured, bound = error(config, name, width, backend), PROPERTIES[name][1]
+        assert measured <= bound, f"{name}: the relative error is {measured:.1e}, more than {bound:.0e}"
 
     return test_conformance
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """|ours - theirs| / |theirs|."""
-    return float(((ours.double() - theirs.double()).norm() / theirs.double().norm()).detach())
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """Return |value - expected| / |expected|."""
+    return float(((value.double() - expected.double()).norm() / expected.double().norm()).detach())
 
 
-def in_pieces(mixer: Mixer, x: Tensor, pieces: list[int]) -> Tensor:
-    """Run x piece by piece, from a fresh state."""
+def _gradients(mixer: Mixer, y: Tensor, x: Tensor) -> Tensor:
+    """Return the gradients of all parameters as one vector."""
+    gradients = torch.autograd.grad((y * x).sum(), list(mixer.parameters()), allow_unused=True)
+    return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+
+
+def _run_pieces(mixer: Mixer, x: Tensor, pieces: list[int]) -> Tensor:
+    """Process x piece by piece, from an empty state."""
     state: Any = mixer.init_state(x.shape[0], CAPACITY)
     outputs = []
     for piece in x.split(pieces, 1):

@@ -22,7 +22,7 @@ def stub() -> str:
             module, _, attribute = module.rpartition(".")
         lines.append(f"from {module} import {attribute} as {name}")
     docstring = f'"""Generated from the entry points in pyproject.toml by `{COMMAND}`."""'
-    return "\n".join([docstring, "", *sorted(lines), ""])
+    return "\n".join([docstring, "# ruff: noqa: I001", "", *sorted(lines), ""])
 
 
 def test_the_stub_lists_every_registered_mixer() -> None:
