@@ -1,4 +1,4 @@
-"""Softmax attention on torch's SDPA: full, or over a sliding window.
+"""Softmax attention with torch's SDPA: over all previous tokens, or over a sliding window.
 
 B batch, T time, D width, H heads, G key-value heads, E head width, W window, N packed sequences
 """
@@ -23,23 +23,32 @@ from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend
 
 
 class AttentionConfig(MixerConfig, ABC):
-    """o_t = sum_s softmax_s(scale q_t^T k_s) v_s over the tokens s that t may see, itself the last."""
+    """o_t = sum_s softmax_s(scale q_t^T k_s) v_s over the tokens s <= t, or the last `window` of them."""
 
     heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 128, at least 1")
-    key_value_heads: int | None = Field(default=None, ge=1, description="divides heads (GQA); None: heads")
-    head_width: int | None = Field(default=None, ge=1, description="of q, k and v; None: width // heads")
-    rotary_theta: float | None = Field(
-        default=10000.0, gt=1, allow_inf_nan=False, description="base of the rotary angles; None: no rotary"
+    key_value_heads: int | None = Field(
+        default=None, ge=1, description="key-value heads, a divisor of heads (GQA); None: heads"
     )
-    rotary_fraction: float = Field(default=1.0, gt=0, le=1, description="share of a head's channels that turn")
-    qk_norm: bool = Field(default=False, description="RMS norm of q and k in each head, before they turn")
-    gate: bool = Field(default=False, description="o <- o * sigmoid(W x)")
-    scale: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="None: head_width ** -0.5")
+    head_width: int | None = Field(default=None, ge=1, description="width of q, k and v per head; None: width // heads")
+    rotary_theta: float | None = Field(
+        default=10000.0,
+        gt=1,
+        allow_inf_nan=False,
+        description="base of the rotary angles; None: no position embeddings",
+    )
+    rotary_fraction: float = Field(
+        default=1.0, gt=0, le=1, description="fraction of each head's channels with rotary embeddings"
+    )
+    qk_norm: bool = Field(default=False, description="RMS norm of q and k per head, before the rotary embeddings")
+    gate: bool = Field(default=False, description="output gate: o <- o * sigmoid(W x)")
+    scale: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="factor on the scores; None: head_width ** -0.5"
+    )
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the norm of q and k")
 
     @abstractmethod
     def window_or_none(self) -> int | None:
-        """How many tokens one may see, itself included; None for all before it."""
+        """Return the number of tokens to attend to, the current one included; None: all."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -54,18 +63,19 @@ class AttentionConfig(MixerConfig, ABC):
         with torch.device("meta"):
             mixer = self.build(width)
             if mixer.window is None:
-                one, two = (nbytes(mixer.init_state(1, capacity)) for capacity in (1, 2))
+                bytes_1, bytes_2 = (nbytes(mixer.init_state(1, capacity)) for capacity in (1, 2))
             else:
-                one = two = nbytes(mixer.init_state(1))
+                bytes_1 = bytes_2 = nbytes(mixer.init_state(1))
         maps = sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, nn.Linear))
-        each = 4 * mixer.heads * mixer.head_width  # q^T k and p v, for each token that is seen
+        flops_per_key = 4 * mixer.heads * mixer.head_width  # q^T k and p v
         if mixer.window is not None:
-            return Cost(maps + mixer.window * each, 0, one, 0)
-        return Cost(maps, each, one - (two - one), two - one)
+            return Cost(maps + mixer.window * flops_per_key, 0, bytes_1, 0)
+        cache_bytes = bytes_2 - bytes_1
+        return Cost(maps, flops_per_key, bytes_1 - cache_bytes, cache_bytes)
 
 
 class Attention(AttentionConfig):
-    """Attention to every token so far. Its cache grows with the context: `init_state` needs a capacity."""
+    """Attention to all previous tokens. The cache holds every token: `init_state` needs a capacity."""
 
     name: ClassVar[str] = "attention"
     source: ClassVar[str] = "Vaswani 2017, arXiv 1706.03762; GQA 2305.13245; RoPE 2104.09864"
@@ -78,15 +88,15 @@ class Attention(AttentionConfig):
 
 
 class SlidingWindow(AttentionConfig):
-    """Attention to the last `window` tokens, linear in time; its cache is a ring of `window` slots.
+    """Attention to the last `window` tokens, with compute linear in the sequence length.
 
-    With a capacity below the window it has no more slots than that.
+    The cache is a ring buffer of `window` slots, or of `capacity` slots if that is smaller.
     """
 
     name: ClassVar[str] = "sliding_window"
     source: ClassVar[str] = "Beltagy 2020, arXiv 2004.05150; in hybrids: Samba 2406.07522, Gated DeltaNet 2412.06464"
 
-    window: int = Field(default=2048, ge=1, description="how many tokens one may see, itself included")
+    window: int = Field(default=2048, ge=1, description="tokens to attend to, the current one included")
 
     def window_or_none(self) -> int:
         return self.window
@@ -96,9 +106,9 @@ class SlidingWindow(AttentionConfig):
 
 
 class AttentionMixer(Mixer):
-    """Causal softmax attention with grouped heads, rotary positions, norms of q and k and an output gate, as asked.
+    """Module of `Attention` and `SlidingWindow`.
 
-    Rotary angles: float32. Padding and packs: see `Context`. State: `KVCache`.
+    Rotary angles are computed in float32 (float64 in float64). State: `KVCache`.
     """
 
     def __init__(self, config: AttentionConfig, width: int) -> None:
@@ -113,7 +123,7 @@ class AttentionMixer(Mixer):
             raise ConfigError(f"heads must be at most width = {width} without a head_width, got {self.heads}")
         self.scale = self.head_width**-0.5 if config.scale is None else config.scale
         self.theta = config.rotary_theta
-        self.turning = int(config.rotary_fraction * self.head_width) // 2  # pairs of channels
+        self.rotary_pairs = int(config.rotary_fraction * self.head_width) // 2
         sizes = [self.heads * self.head_width, *[self.key_value_heads * self.head_width] * 2]
         self.to_qkv = nn.Linear(width, sum(sizes), bias=False)
         self.sizes = sizes
@@ -123,15 +133,15 @@ class AttentionMixer(Mixer):
         self.out = nn.Linear(sizes[0], width, bias=False)
 
     def init_state(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty cache of `capacity` slots; with a window, of at most `window` slots.
+        """Return an empty cache of `capacity` slots; with a window, of at most `window` slots.
 
-        Raises: StateError: full attention without a capacity.
+        Raises: StateError, for full attention without a capacity.
         """
         slots = capacity if self.window is None else min(self.window, self.window if capacity is None else capacity)
         if slots is None or slots < 1:
             raise StateError(
-                "attention remembers every token: init_state(batch, capacity=n) needs the most tokens a sequence may "
-                f"reach, at least 1, got capacity={capacity}"
+                "attention keeps every token: init_state(batch, capacity=n) needs the maximum length of a sequence, at "
+                f"least 1, got capacity={capacity}"
             )
         return empty_cache(batch, slots, self.key_value_heads, self.head_width, self.out.weight)
 
@@ -159,8 +169,9 @@ class AttentionMixer(Mixer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.theta is not None:
-            turn = angles(positions(x_BTD, seen_N, context), self.turning, self.theta, state_dtype(q.dtype))
-            q, k = apply_rotary(q, turn), apply_rotary(k, turn)
+            position_BT = positions(x_BTD, seen_N, context)
+            angle = angles(position_BT, self.rotary_pairs, self.theta, state_dtype(q.dtype))
+            q, k = apply_rotary(q, angle), apply_rotary(k, angle)
         return q, k, v
 
     def _attend_cached(
@@ -172,23 +183,23 @@ class AttentionMixer(Mixer):
             return o, append_to_cache(cache, k, v, count_N, context.cu_seqlens[:-1].long())
         if self.window is not None and q.shape[1] != 1:
             return attend_ring_buffer(q, k, v, self.scale, cache), append_to_cache(cache, k, v, count_N)
-        place_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
+        position_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
         cache = append_to_cache(cache, k, v, count_N)
-        return attend_cache(q, cache, self.scale, place_BT), cache
+        return attend_cache(q, cache, self.scale, position_BT), cache
 
     def _check_cache(self, cache: KVCache, x_BTD: Tensor, context: Context) -> None:
         if not isinstance(cache, KVCache):
             raise StateError(f"the state of attention must be a KVCache, got {type(cache).__name__}")
         check_state({name: tensor.shape[0] for name, tensor in cache._asdict().items()}, x_BTD, context)
-        want = (self.key_value_heads, self.head_width)
-        if cache.k.shape[2:] != want or cache.v.shape != cache.k.shape:
-            raise StateError(f"the cache must have key-value heads and head width {want}, got {list(cache.k.shape)}")
+        expected = (self.key_value_heads, self.head_width)
+        if cache.k.shape[2:] != expected or cache.v.shape != cache.k.shape:
+            raise StateError(
+                f"the cache must have key-value heads and head width {expected}, got {list(cache.k.shape)}"
+            )
         slots = cache.k.shape[1]
         if self.window is not None and slots > self.window:
             raise StateError(f"the cache must have at most window = {self.window} slots, got {slots}")
         if slots != self.window and cache.position.device.type == "cpu" and not torch.compiler.is_compiling():
             longest = int((cache.position + token_counts(x_BTD, context)).amax()) if len(cache.position) else 0
             if longest > slots:
-                raise StateError(
-                    f"the cache is full: it has {slots} slots (capacity), and a sequence reaches {longest}"
-                )
+                raise StateError(f"the cache is full: its capacity is {slots} tokens, but a sequence has {longest}")

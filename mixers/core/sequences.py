@@ -1,6 +1,6 @@
-"""Where tokens stand: packs, padding, positions and counts.
+"""Padding, packed sequences and positions of tokens.
 
-B batch, T time, D width, N sequences: the B rows, or the sequences of a pack
+B batch, T time, D width, N sequences: the B rows, or the packed sequences
 """
 
 import torch
@@ -11,21 +11,23 @@ from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import packing_problems, sequence_index
 from deltazoo.mixers.core.mixer import Context
 
-_NOTHING = Context()
+_EMPTY = Context()
 
 
 def left_align(x_BTD: Tensor, width: int, context: Context | None) -> tuple[Tensor, Context, Tensor | None]:
-    """Check the call, zero the padded tokens, and bring left padding to the right of the real tokens.
+    """Check x and the context, set padded tokens to zero, and move the real tokens of each row to its start.
 
-    After this a mixer knows one kind of padding: row b has its real tokens first, and token t of it is its t-th.
+    Mixers then have to handle padding on the right only.
 
-    Returns: x; the context, its mask and positions moved alike; and the order that `undo_left_align` undoes, or None.
+    Returns:
+        x [B, T, D] in the new order; the context with mask and positions in the same order; the inverse permutation
+        [B, T] for `undo_left_align`, or None if nothing was moved.
     Raises: ShapeError, DtypeError, DeviceError, OperandError, ValueRangeError.
     """
     if x_BTD.dim() != 3 or x_BTD.shape[2] != width:
         raise ShapeError(f"x must have shape [B, T, {width}], got {list(x_BTD.shape)}")
     if context is None:
-        return x_BTD, _NOTHING, None
+        return x_BTD, _EMPTY, None
     _check(x_BTD, context)
     if context.mask is None:
         return x_BTD, context, None
@@ -34,27 +36,30 @@ def left_align(x_BTD: Tensor, width: int, context: Context | None) -> tuple[Tens
     time_T = torch.arange(T, device=x_BTD.device)
     order_BT = (time_T + first_B) % T
     mask_BT = context.mask.gather(1, order_BT)
-    x_BTD = torch.where(mask_BT[..., None], _taken(x_BTD, order_BT), 0.0)
+    x_BTD = torch.where(mask_BT[..., None], _permute(x_BTD, order_BT), 0.0)
     positions = None if context.positions is None else context.positions.gather(1, order_BT)
     return x_BTD, context._replace(mask=mask_BT, positions=positions), (time_T - first_B) % T
 
 
 def undo_left_align(y_BTD: Tensor, order_BT: Tensor | None) -> Tensor:
-    """Put tokens back where they stood before `left_align`."""
-    return y_BTD if order_BT is None else _taken(y_BTD, order_BT)
+    """Restore the order of tokens before `left_align`."""
+    return y_BTD if order_BT is None else _permute(y_BTD, order_BT)
 
 
 def check_state(rows: dict[str, int], x_BTD: Tensor, context: Context) -> None:
-    """Raise StateError unless every tensor of a state has a row for each sequence. rows: tensor name -> its rows."""
+    """Check that every tensor of a state has one row per sequence. Args: rows: number of rows by tensor name.
+
+    Raises: StateError.
+    """
     N = x_BTD.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
-    for name, got in rows.items():
-        if got != N:
-            what = "row of x" if context.cu_seqlens is None else "sequence of the pack"
-            raise StateError(f"state {name!r} must have one row for each {what}, {N} in all, got {got}")
+    for name, count in rows.items():
+        if count != N:
+            unit = "row of x" if context.cu_seqlens is None else "packed sequence"
+            raise StateError(f"state {name!r} must have one row for each {unit}, {N} in all, got {count}")
 
 
 def token_counts(x_BTD: Tensor, context: Context) -> Tensor:
-    """How many real tokens each sequence brings: [N] int64. `context` is left_align."""
+    """Return the number of real tokens of each sequence: [N] int64."""
     if context.cu_seqlens is not None:
         return context.cu_seqlens.diff().long()
     if context.mask is not None:
@@ -63,19 +68,22 @@ def token_counts(x_BTD: Tensor, context: Context) -> Tensor:
 
 
 def positions(x_BTD: Tensor, seen_N: Tensor | None, context: Context) -> Tensor:
-    """The absolute position of each token: the context's, or counted on from `seen_N` tokens; [B, T] int64."""
+    """Return the absolute position of each token, [B, T] int64.
+
+    Args: seen_N: number of tokens before x in each sequence; None: 0. Ignored if the context has positions.
+    """
     if context.positions is not None:
         return context.positions
     B, T = x_BTD.shape[:2]
     time_T = torch.arange(T, device=x_BTD.device)
     if context.cu_seqlens is not None:
-        which_T = sequence_index(context.cu_seqlens, T)
-        within_T = time_T - context.cu_seqlens.long()[which_T]
-        return (within_T if seen_N is None else within_T + seen_N[which_T])[None]
+        sequence_T = sequence_index(context.cu_seqlens, T)
+        position_T = time_T - context.cu_seqlens.long()[sequence_T]
+        return (position_T if seen_N is None else position_T + seen_N[sequence_T])[None]
     return time_T.expand(B, T) if seen_N is None else time_T + seen_N[:, None]
 
 
-def _taken(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
+def _permute(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
     return x_BTD.gather(1, order_BT[..., None].expand_as(x_BTD))
 
 
@@ -92,19 +100,19 @@ def _check(x_BTD: Tensor, context: Context) -> None:
         if tensor.device != x_BTD.device:
             raise DeviceError(f"context.{name} must be on {x_BTD.device}, where x is, got {tensor.device}")
     if context.cu_seqlens is not None:
-        _check_pack(x_BTD, context.cu_seqlens)
+        _check_packed(x_BTD, context.cu_seqlens)
         if context.mask is not None:
-            raise OperandError("context.mask must be None with cu_seqlens: a pack has no padding")
+            raise OperandError("context.mask must be None with cu_seqlens: packed sequences have no padding")
     elif context.mask is not None and values_are_readable(context.mask):
         starts_BT = context.mask[:, 1:] & ~context.mask[:, :-1]
         if int((starts_BT.sum(1) + context.mask[:, :1].sum(1)).amax() if B else 0) > 1:
             raise ValueRangeError(
-                "context.mask must be True at one stretch of tokens a row: padding stands left or right of the real "
-                "tokens, never between them"
+                "context.mask must be True at consecutive tokens of each row: padding must be left or right of the "
+                "real tokens, not between them"
             )
 
 
-def _check_pack(x_BTD: Tensor, cu_seqlens: Tensor) -> None:
+def _check_packed(x_BTD: Tensor, cu_seqlens: Tensor) -> None:
     if x_BTD.shape[0] != 1:
         raise ShapeError(f"packed sequences (context.cu_seqlens) need B = 1, got B = {x_BTD.shape[0]}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:

@@ -1,4 +1,4 @@
-"""What can be done with any state: a tree of tensors that all have the batch in dimension 0."""
+"""Operations on any state: a tree of tensors with the batch in dimension 0."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,63 +12,69 @@ from deltazoo.mixers.core.mixer import State
 
 
 def reorder(state: State, index: Tensor) -> State:
-    """Take rows in a new order, for beam search; a row may be taken twice. index: [B'] int64."""
+    """Return rows in another order, for beam search. Args: index: [B'] int64; may repeat rows."""
     return _map(lambda x: x.index_select(0, index), state)
 
 
 def select(state: State, rows: slice | Tensor) -> State:
-    """Keep some rows: a slice, or indices [B'] int64, or a mask [B] bool."""
+    """Return a copy of some rows. Args: rows: a slice, indices [B'] int64, or a mask [B] bool."""
     return _map(lambda x: x[rows].clone(), state)
 
 
 def detach(state: State) -> State:
-    """Cut the state from the graph, for truncated backpropagation through time."""
+    """Detach the state from the autograd graph, for truncated backpropagation through time."""
     return _map(Tensor.detach, state)
 
 
 def snapshot(state: State) -> State:
-    """Copy a state, to come back to it after speculative tokens are refused."""
+    """Return a copy of the state, for `rollback_` after rejected speculative tokens."""
     return _map(Tensor.clone, state)
 
 
-def rollback_(state: State, kept: State) -> State:
-    """Overwrite a state in place with a snapshot of it; addresses stay, so CUDA graphs stay valid."""
-    theirs, ours = tree_leaves(kept), tree_leaves(state)
-    if len(theirs) != len(ours) or any(a.shape != b.shape for a, b in zip(theirs, ours, strict=True)):
-        raise StateError("a state is overwritten by one with the same tensors, got another structure or other sizes")
+def rollback_(state: State, saved: State) -> State:
+    """Copy a snapshot into a state in place. The addresses stay the same, so CUDA graphs stay valid.
+
+    Raises: StateError, if the structures or shapes differ.
+    """
+    targets, sources = tree_leaves(state), tree_leaves(saved)
+    if len(sources) != len(targets) or any(a.shape != b.shape for a, b in zip(sources, targets, strict=True)):
+        raise StateError("a state can be overwritten only by one with the same tensors, got other tensors or shapes")
     with torch.no_grad():
-        for to, kept_tensor in zip(ours, theirs, strict=True):
-            to.copy_(kept_tensor)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
     return state
 
 
 def save(state: State, path: str | Path) -> None:
-    """Write a state's tensors to a file, to go on from it in another process."""
+    """Write the tensors of a state to a file."""
     torch.save([x.detach() for x in tree_leaves(state)], path)
 
 
 def load_(state: State, path: str | Path) -> State:
-    """Overwrite a state in place with a saved one; `state` comes from `init_state` of the same module.
+    """Copy a saved state into `state`, which `init_state` of the same module returned.
 
-    Raises: StateError: the file holds a state of another structure.
+    Raises: StateError, if the file holds a state with other tensors or shapes.
     """
     return rollback_(state, torch.load(path, map_location="cpu", weights_only=True))
 
 
 def write_back(old: Tensor | None, new: Tensor) -> Tensor | None:
-    """Hand a state on: no state in, none out; without gradients the old tensor is overwritten and keeps its address."""
+    """Return the new value of a tensor of a state, or None without an old one.
+
+    Without gradients the old tensor is overwritten, so that it keeps its address.
+    """
     if old is None:
         return None
     return new.to(old.dtype) if torch.is_grad_enabled() else old.copy_(new)
 
 
 def nbytes(state: State) -> int:
-    """The bytes that a state's tensors take."""
+    """Return the size of a state in bytes."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(state) if isinstance(x, Tensor))
 
 
 def batch(state: State) -> int:
-    """The number of rows."""
+    """Return the number of rows of a state."""
     return int(next(x for x in tree_leaves(state) if isinstance(x, Tensor)).shape[0])
 
 

@@ -254,11 +254,11 @@ def test_mistakes_in_calls_are_told_in_words(mixer: Mixer, x: Tensor) -> None:
         (x, Context(cu_seqlens=pack), ShapeError, "need B = 1, got B = 3"),
         (x[:1], Context(cu_seqlens=pack.long()), DtypeError, "must be int32"),
         (x[:1], Context(cu_seqlens=pack - 1), ValueRangeError, "must rise from 0 to T = 9, got"),
-        (x[:1], Context(cu_seqlens=pack, mask=mask[:1]), OperandError, "a pack has no padding"),
+        (x[:1], Context(cu_seqlens=pack, mask=mask[:1]), OperandError, "packed sequences have no padding"),
         (x, Context(mask=mask[:, 1:]), ShapeError, "context.mask must have shape"),
         (x, Context(mask=mask.int()), DtypeError, "context.mask must be torch.bool"),
         (x, Context(positions=mask.int()), DtypeError, "context.positions must be torch.int64"),
-        (x, Context(mask=mask & (torch.arange(9) != 4)), ValueRangeError, "padding stands left"),
+        (x, Context(mask=mask & (torch.arange(9) != 4)), ValueRangeError, "padding must be left or right"),
     ]
     for tokens, context, error, says in cases:
         with pytest.raises(error, match=says):
@@ -271,10 +271,10 @@ def test_a_state_of_another_mixer_is_refused() -> None:
         GatedDeltaNet().build(32, backend="reference")(
             x, LinearAttention().build(32, backend="reference").init_state(1)
         )
-    with pytest.raises(StateError, match="needs the most tokens"):
+    with pytest.raises(StateError, match="needs the maximum length of a sequence"):
         Attention().build(32).init_state(1)
     mixer = Attention().build(32)
-    with pytest.raises(StateError, match="the cache is full: it has 3 slots"):
+    with pytest.raises(StateError, match="the cache is full: its capacity is 3 tokens"):
         mixer(torch.randn(1, 4, 32), mixer.init_state(1, 3))
     with pytest.raises(StateError, match="must have at most window = 5 slots, got 6"):
         SlidingWindow(window=5).build(32)(x, SlidingWindow(window=6).build(32).init_state(1))
