@@ -1,4 +1,4 @@
-"""Parameters start where the published code has them: formulas written out again, and moments of what is drawn."""
+"""Initial values: formulas and distributions of the papers and their code, and init_weights."""
 
 import math
 
@@ -28,7 +28,7 @@ from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place
 WIDTH, PLACE = 2048, Place(2, 5)
 
 
-def built(config: MixerConfig, width: int = WIDTH) -> Mixer:
+def build(config: MixerConfig, width: int = WIDTH) -> Mixer:
     torch.manual_seed(0)
     return config.build(width, PLACE, backend="reference")
 
@@ -37,8 +37,8 @@ def parameter(mixer: Mixer, name: str) -> Tensor:
     return dict(mixer.named_parameters())[name].detach()
 
 
-def uniform(x: Tensor, low: float, high: float) -> None:
-    """Within bounds, near both, with the mean and the deviation of a uniform draw."""
+def assert_uniform(x: Tensor, low: float, high: float) -> None:
+    """Check the bounds, the mean and the standard deviation."""
     span = high - low
     assert low <= x.min() < low + 0.05 * span
     assert high - 0.05 * span < x.max() <= high
@@ -55,21 +55,21 @@ def uniform(x: Tensor, low: float, high: float) -> None:
         (Mamba2(value_heads=512, value_width=4), 1, 16),
     ],
 )
-def test_rates_and_steps_are_mamba2s(config: MixerConfig, low: float, high: float) -> None:
-    mixer = built(config)
-    uniform(parameter(mixer, "operands.decay.A_log").exp(), low, high)
+def test_decay_rates_and_steps_are_those_of_mamba2(config: MixerConfig, low: float, high: float) -> None:
+    mixer = build(config)
+    assert_uniform(parameter(mixer, "operands.decay.A_log").exp(), low, high)
     dt = torch.nn.functional.softplus(parameter(mixer, "operands.decay.dt_bias"))
-    uniform(dt.log(), math.log(1e-3), math.log(1e-1))
+    assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
 
 
-def test_mambas_rates_are_s4d_reals_and_its_rank_is_rounded_up() -> None:
-    mixer = built(Mamba(), 40)
+def test_rates_of_mamba_are_those_of_s4d_real_and_its_rank_is_rounded_up() -> None:
+    mixer = build(Mamba(), 40)
     torch.testing.assert_close(parameter(mixer, "operands.selective.A_log").exp(), torch.arange(1.0, 17).expand(80, 16))
     assert parameter(mixer, "operands.selective.to_step.weight").shape == (80, 3)
 
 
-def test_rwkv6_starts_as_published() -> None:
-    mixer = built(RWKV6(), 128)
+def test_initial_values_of_rwkv6_are_the_published_ones() -> None:
+    mixer = build(RWKV6(), 128)
     u = parameter(mixer, "outputs.bonus.u").flatten()
     want = [2 / 4 * (1 - n / 127) + 0.1 * ((n + 1) % 3 - 1) for n in range(128)]
     torch.testing.assert_close(u, torch.tensor(want))
@@ -77,12 +77,12 @@ def test_rwkv6_starts_as_published() -> None:
     torch.testing.assert_close(w, torch.tensor([-6 + 5 * (n / 127) ** (0.7 + 1.3 * 2 / 4) for n in range(128)]))
     assert not parameter(mixer, "project.mix_down.weight").any()
     assert not parameter(mixer, "project.decay.down.weight").any()
-    uniform(parameter(mixer, "project.mix_up"), -0.01, 0.01)
-    uniform(parameter(mixer, "project.decay.up.weight"), -0.01, 0.01)
+    assert_uniform(parameter(mixer, "project.mix_up"), -0.01, 0.01)
+    assert_uniform(parameter(mixer, "project.decay.up.weight"), -0.01, 0.01)
 
 
-def test_rwkv7_starts_as_published() -> None:
-    mixer = built(RWKV7(), 128)
+def test_initial_values_of_rwkv7_are_the_published_ones() -> None:
+    mixer = build(RWKV7(), 128)
     zigzag = [((n % 64) - 31.5) / 31.5 for n in range(128)]
     zigzag = [z * abs(z) for z in zigzag]
     w = [-6 + 6 * (n / 127) ** (1 + (2 / 4) ** 0.3) + 0.5 + 2.5 * z for n, z in enumerate(zigzag)]
@@ -92,25 +92,25 @@ def test_rwkv7_starts_as_published() -> None:
     v = [0.73 - 0.4 * (n / 127 - 0.5) for n in range(128)]
     torch.testing.assert_close(parameter(mixer, "project.value.bias"), torch.tensor(v))
     for name, spread in (("to_r", 0.5), ("to_k", 0.05), ("to_v", 0.5)):
-        uniform(parameter(mixer, f"project.{name}.weight"), -spread * 128**-0.5, spread * 128**-0.5)
+        assert_uniform(parameter(mixer, f"project.{name}.weight"), -spread * 128**-0.5, spread * 128**-0.5)
 
 
-def test_hgrn_turns_as_published() -> None:
-    turn = parameter(built(HGRN(channels=8), 8), "operands.turn_in.turn")
+def test_initial_angles_of_hgrn_are_the_published_ones() -> None:
+    turn = parameter(build(HGRN(channels=8), 8), "operands.turn_in.turn")
     torch.testing.assert_close(turn, torch.tensor([10000 ** (-2 * i / 8) for i in range(8)]))
 
 
-def test_griffins_gates_are_normal_and_its_decay_lies_on_a_ring() -> None:
-    mixer = built(RGLRU(blocks=8))
+def test_gate_weights_of_griffin_are_normal_and_its_decays_uniform() -> None:
+    mixer = build(RGLRU(blocks=8))
     weight = parameter(mixer, "operands.real.weight")
     assert abs(float(weight.std()) - (2048 / 8) ** -0.5) < 0.01 * float(weight.std())
-    uniform((-8 * torch.nn.functional.softplus(parameter(mixer, "operands.real.L"))).exp(), 0.9, 0.999)
+    assert_uniform((-8 * torch.nn.functional.softplus(parameter(mixer, "operands.real.L"))).exp(), 0.9, 0.999)
 
 
-def test_an_lru_starts_on_a_ring() -> None:
-    mixer = built(LRU(ring=(0.5, 0.9)))
+def test_initial_eigenvalues_of_lru_lie_on_a_ring() -> None:
+    mixer = build(LRU(ring=(0.5, 0.9)))
     square = (-2 * parameter(mixer, "operands.decay.nu").exp()).exp()
-    uniform(square, 0.25, 0.81)
+    assert_uniform(square, 0.25, 0.81)
     torch.testing.assert_close(parameter(mixer, "operands.decay.gamma").exp(), (1 - square).sqrt(), rtol=1e-4, atol=0)
 
 
@@ -118,29 +118,29 @@ def test_an_lru_starts_on_a_ring() -> None:
     ("config", "into", "out"),
     [(LRU(channels=128), (2 * 256) ** -0.5, 128**-0.5), (S5(channels=128), (4 * 128) ** -0.5, (2 / 128) ** 0.5)],
 )
-def test_complex_states_are_driven_and_read_as_published(config: MixerConfig, into: float, out: float) -> None:
-    mixer = built(config, 256)
+def test_maps_of_complex_states_have_the_published_scale(config: MixerConfig, into: float, out: float) -> None:
+    mixer = build(config, 256)
     assert abs(float(parameter(mixer, "project.to_v.weight").std()) / into - 1) < 0.02
     assert abs(float(parameter(mixer, "out.weight").std()) / out - 1) < 0.02
 
 
-def test_mlstms_gates_start_shut_and_remembering() -> None:
-    mixer = built(MLSTM(heads=4), 16)
+def test_input_gate_of_mlstm_is_closed_and_its_forget_gate_open() -> None:
+    mixer = build(MLSTM(heads=4), 16)
     assert not parameter(mixer, "operands.gates.proj.weight").any()
     assert parameter(mixer, "operands.gates.proj.bias").tolist() == [-10, -10, -10, -10, 3, 4, 5, 6]
 
 
-def test_mesas_lambda_is_one_and_its_gates_have_a_bias() -> None:
-    mixer = built(Mesa(heads=4), 16)
+def test_lambda_of_mesa_is_one_and_its_gates_have_a_bias() -> None:
+    mixer = build(Mesa(heads=4), 16)
     log_lambda = parameter(mixer, "operands.solve.log_lambda")
     torch.testing.assert_close(0.25 + torch.nn.functional.softplus(log_lambda), torch.ones(4, 4))
     assert parameter(mixer, "operands.beta.proj.bias").shape == (4,)
     assert parameter(mixer, "operands.decay.proj.bias").shape == (4,)
 
 
-def test_h3s_shift_has_a_skip() -> None:
-    weight = parameter(built(H3(states=1, shift=16)), "filters.shift.weight")
-    uniform(weight[:, :-1], -0.25, 0.25)
+def test_current_tap_of_the_h3_shift_is_normal() -> None:
+    weight = parameter(build(H3(states=1, shift=16)), "filters.shift.weight")
+    assert_uniform(weight[:, :-1], -0.25, 0.25)
     assert 0.9 < float(weight[:, -1].std()) < 1.1
 
 
@@ -148,7 +148,7 @@ def test_h3s_shift_has_a_skip() -> None:
 def test_init_weights_after_the_meta_device_gives_the_weights_of_an_ordinary_build(name: str) -> None:
     config = registry.load(registry.MIXERS, name)()
     torch.manual_seed(0)
-    built = config.build(64, PLACE, backend="reference")
+    ordinary = config.build(64, PLACE, backend="reference")
     with torch.device("meta"):
         mixer = config.build(64, PLACE, backend="reference")
     mixer = mixer.to_empty(device="cpu")
@@ -157,7 +157,7 @@ def test_init_weights_after_the_meta_device_gives_the_weights_of_an_ordinary_bui
             tensor.fill_(3)
     torch.manual_seed(0)
     mixer.init_weights()
-    expected, initialised = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (built, mixer))
+    expected, initialised = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (ordinary, mixer))
     assert initialised.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(initialised[key], tensor), key

@@ -1,4 +1,4 @@
-"""Mixture of memories: a loop over tokens and memories, isolation, causality, losses, graphs, any mixer inside."""
+"""Mixture of memories: equality with a loop over tokens, causality, isolation, router losses, graphs."""
 
 import itertools
 
@@ -9,13 +9,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.mixers import Context, GatedDeltaNet, MixerConfig, MoM
+from deltazoo.mixers import Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM
 from deltazoo.mixers.mom import MoMMixer, Router
 
 WIDTH, T = 24, 9
 
 
-def made(memory: MixerConfig, **fields: object) -> MoMMixer:
+def build(memory: MixerConfig, **fields: object) -> MoMMixer:
     torch.manual_seed(0)
     config = MoM(memory=memory, **{"memories": 4, "active": 2, "balance": 0.0, "z": 0.0, **fields})
     mixer = config.build(WIDTH, backend="reference").double()
@@ -24,12 +24,12 @@ def made(memory: MixerConfig, **fields: object) -> MoMMixer:
     return mixer
 
 
-def same(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+def assert_same(value: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11)
 
 
-def by_loop(mixer: MoMMixer, x: Tensor) -> Tensor:
-    """Token by token: each memory decodes the tokens that choose it, and no others."""
+def loop_over_tokens(mixer: MoMMixer, x: Tensor) -> Tensor:
+    """Each memory decodes, token by token, only the tokens sent to it."""
     rows = []
     for b in range(x.shape[0]):
         states = [memory.init_state(1, T) for memory in mixer.memories]
@@ -40,16 +40,16 @@ def by_loop(mixer: MoMMixer, x: Tensor) -> Tensor:
             p = torch.softmax(mixer.router.weight @ token[0, 0], 0)
             chosen = sorted(range(len(p)), key=lambda m: (-float(p[m].detach()), m))[: mixer.router.active]
             for m in chosen:
-                own, states[m] = mixer.memories[m](token, states[m])
-                y = y + p[m] / sum(p[i] for i in chosen) * own
+                o, states[m] = mixer.memories[m](token, states[m])
+                y = y + p[m] / sum(p[i] for i in chosen) * o
             rows.append(y)
     return torch.cat(rows, 1).view_as(x)
 
 
-def test_any_mixer_is_a_memory(config: MixerConfig) -> None:
-    mixer = made(config)
+def test_mixture_of_any_mixer_equals_a_loop_over_tokens(one_of_each: MixerConfig) -> None:
+    mixer = build(one_of_each)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
-    y, want = mixer(x)[0], by_loop(mixer, x)
+    y, want = mixer(x)[0], loop_over_tokens(mixer, x)
     torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-11)
     weight = torch.randn_like(want)
     leaves = [x, *mixer.parameters()]
@@ -60,9 +60,8 @@ def test_any_mixer_is_a_memory(config: MixerConfig) -> None:
             torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_memories_of_any_kind_are_causal_and_isolated(one_of_each: MixerConfig, training: bool) -> None:
-    mixer = made(one_of_each).train(training)
+def test_mixture_of_any_mixer_is_causal_and_isolated(one_of_each: MixerConfig) -> None:
+    mixer = build(one_of_each)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64)
     pack = Context(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32))
     with torch.no_grad():
@@ -70,36 +69,36 @@ def test_memories_of_any_kind_are_causal_and_isolated(one_of_each: MixerConfig, 
         for t in (0, 3, T - 2):
             later = x.clone()
             later[:, t + 1 :] = 7 * torch.randn_like(later[:, t + 1 :])
-            same(mixer(later)[0][:, : t + 1], rows[:, : t + 1])
+            assert_same(mixer(later)[0][:, : t + 1], rows[:, : t + 1])
         neighbour = x.clone()
         neighbour[1] = torch.nan
-        same(mixer(neighbour)[0][0], rows[0])
+        assert_same(mixer(neighbour)[0][0], rows[0])
         earlier = x[:1].clone()
         earlier[:, :5] = 7 * torch.randn_like(earlier[:, :5])
-        same(mixer(earlier, None, pack)[0][:, 5:], packed[:, 5:])
+        assert_same(mixer(earlier, None, pack)[0][:, 5:], packed[:, 5:])
 
 
 def test_memories_of_any_kind_go_on_from_a_pack(one_of_each: MixerConfig) -> None:
     """With a capacity that the longest sequence fills, and an empty sequence; then token by token."""
-    mixer = made(one_of_each)
+    mixer = build(one_of_each)
     x = torch.randn(1, T, WIDTH, dtype=torch.float64)
     bounds = [0, 5, 5, T]
     with torch.no_grad():
         want = torch.cat([mixer(x[:, :5])[0], mixer(x[:, 5:])[0]], 1)
         context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-        same(mixer(x, mixer.init_state(3, 5), context)[0], want)
+        assert_same(mixer(x, mixer.init_state(3, 5), context)[0], want)
         halves = Context(cu_seqlens=torch.tensor([0, 3, 3, 5], dtype=torch.int32))
         state = mixer(torch.cat([x[:, :3], x[:, 5:7]], 1), mixer.init_state(3, 5), halves)[1]
         for i in range(2):
             tokens = torch.cat([x[:, 3 + i], x[:, i], x[:, 7 + i]])[:, None]
             y, state = mixer(tokens, state)
-            same(y[0, 0], want[0, 3 + i])
-            same(y[2, 0], want[0, 7 + i])
+            assert_same(y[0, 0], want[0, 3 + i])
+            assert_same(y[2, 0], want[0, 7 + i])
 
 
 @pytest.mark.parametrize("width", [24, 100, 1024])
-def test_routes_are_the_same_to_the_bit_in_pieces_and_alone(width: int) -> None:
-    """Close scores must not go one way in a prefill and another in decoding."""
+def test_routes_are_bitwise_equal_in_pieces_and_for_single_rows(width: int) -> None:
+    """Prefill and decoding must route alike even if two scores are close."""
     torch.manual_seed(0)
     router = Router(MoM(), width)
     x = torch.randn(2, 70, width)
@@ -114,8 +113,8 @@ def test_routes_are_the_same_to_the_bit_in_pieces_and_alone(width: int) -> None:
         assert torch.equal(router(half, None).weight, router(half.float(), None).weight)
 
 
-def test_a_recomputed_layer_has_the_routers_loss_once() -> None:
-    mixer = made(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
+def test_checkpointed_layer_counts_the_router_loss_once() -> None:
+    mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
     want = torch.autograd.grad(mixer(x)[0].sum(), [x, mixer.router.weight])
     y = checkpoint(lambda z: mixer(z)[0], x, use_reentrant=False)
@@ -123,8 +122,8 @@ def test_a_recomputed_layer_has_the_routers_loss_once() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
-def test_padding_counts_for_nothing_in_the_routers_loss() -> None:
-    mixer = made(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
+def test_router_loss_ignores_padding() -> None:
+    mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
     x = torch.randn(1, T, WIDTH, dtype=torch.float64)
     padded = torch.cat([torch.full_like(x[:, :4], 1e3), x], 1)
     mask = torch.arange(T + 4)[None] >= 4
@@ -133,8 +132,8 @@ def test_padding_counts_for_nothing_in_the_routers_loss() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_no_token_sees_the_future_or_another_sequence(training: bool) -> None:
-    mixer = made(GatedDeltaNet(heads=2, key_width=4)).train(training)
+def test_gradient_of_a_token_reaches_only_earlier_tokens_of_its_sequence(training: bool) -> None:
+    mixer = build(GatedDeltaNet(heads=2, key_width=4)).train(training)
     x = torch.randn(1, T, WIDTH, dtype=torch.float64, requires_grad=True)
     context = Context(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32))
     y = mixer(x, None, context)[0]
@@ -146,16 +145,16 @@ def test_no_token_sees_the_future_or_another_sequence(training: bool) -> None:
         assert seen[t]
 
 
-def test_training_and_evaluation_give_the_same_numbers() -> None:
-    mixer = made(GatedDeltaNet(heads=2, key_width=4), balance=0.1, z=0.1)
+def test_training_and_evaluation_give_equal_outputs() -> None:
+    mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.1, z=0.1)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         want = mixer.eval()(x)[0]
     assert torch.equal(mixer.train()(x)[0], want)
 
 
-def test_equal_scores_go_to_the_first_memories() -> None:
-    mixer = made(GatedDeltaNet(heads=2, key_width=4))
+def test_ties_go_to_the_memories_with_the_lowest_index() -> None:
+    mixer = build(GatedDeltaNet(heads=2, key_width=4))
     with torch.no_grad():
         mixer.router.weight.zero_()
     routes = mixer.router(torch.randn(2, 3, WIDTH), None)
@@ -163,9 +162,9 @@ def test_equal_scores_go_to_the_first_memories() -> None:
     assert routes.weight[routes.chosen].tolist() == [0.5] * 12
 
 
-def test_the_routers_losses_reach_its_gradient() -> None:
-    """balance M sum f P + z mean logsumexp^2, beside the loss that the output ends in."""
-    mixer = made(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
+def test_backward_adds_the_gradient_of_the_router_loss() -> None:
+    """The loss is balance M sum_m f_m P_m + z mean(logsumexp^2)."""
+    mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64)
     (0 * mixer(x)[0]).sum().backward()
     weight = mixer.router.weight.detach().clone().requires_grad_()
@@ -181,42 +180,42 @@ def test_the_routers_losses_reach_its_gradient() -> None:
     torch.testing.assert_close(mixer.router.weight.grad, want, rtol=1e-9, atol=1e-12)
 
 
-def test_training_spreads_tokens_over_the_memories() -> None:
-    """From a router that sends nearly all to one memory, the loss alone evens out what is sent."""
-    mixer = made(GatedDeltaNet(heads=1, key_width=4), balance=1.0, active=1)
+def test_balance_loss_spreads_tokens_over_the_memories() -> None:
+    """The router sends nearly all tokens to one memory at first."""
+    mixer = build(GatedDeltaNet(heads=1, key_width=4), balance=1.0, active=1)
     x = torch.randn(4, 64, WIDTH, dtype=torch.float64) + 1
     with torch.no_grad():
         mixer.router.weight.mul_(0.1)
         mixer.router.weight[0] += 0.1
     optimiser = torch.optim.Adam(mixer.router.parameters(), 0.02)
 
-    def most() -> float:
+    def largest_fraction() -> float:
         return float(mixer.router(x, None).chosen.double().mean((0, 1)).max())
 
-    before = most()
+    initial = largest_fraction()
     for _ in range(60):
         optimiser.zero_grad()
         mixer.router(x, None).loss.backward()
         optimiser.step()
-    assert before > 0.9
-    assert most() < 0.5
+    assert initial > 0.9
+    assert largest_fraction() < 0.5
 
 
-def test_lengths_and_routings_share_graphs() -> None:
+def test_lengths_and_routes_share_graphs() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    config = MoM(memory=GatedDeltaNet(heads=2, key_width=4), memories=2, active=1, shared=False)
+    config = MoM(memory=LinearAttention(heads=2), memories=2, active=1, shared=False)
     mixer = config.build(WIDTH, backend=CompileBackend(chunk=16, compiled=False)).double()
     counter = CompileCounterWithBackend("aot_eager")
     module = torch.compile(mixer, fullgraph=True, backend=counter)
     for length in (40, 64, 33, 50):
         x = torch.randn(2, length, WIDTH, dtype=torch.float64)
         torch.testing.assert_close(module(x)[0], mixer(x)[0], rtol=1e-10, atol=1e-12)
-    assert counter.frame_count <= 3  # the first length's, one of whole chunks, one of others
+    assert counter.frame_count <= 3  # for the first length, for multiples of the chunk, and for other lengths
 
 
-def test_pieces_of_a_pack_equal_the_whole() -> None:
-    mixer = made(GatedDeltaNet(heads=2, key_width=4))
+def test_packed_sequences_equal_separate_sequences() -> None:
+    mixer = build(GatedDeltaNet(heads=2, key_width=4))
     x = torch.randn(1, T, WIDTH, dtype=torch.float64)
     bounds = [0, 4, 4, T]
     context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))

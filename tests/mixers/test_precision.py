@@ -1,4 +1,4 @@
-"""Every mixer in every float type: float32 gates and states, autocast and bf16 close to float64, gradients for all."""
+"""Mixers in low precision: gates and states stay in float32, outputs and gradients stay close to float64."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    return float(((ours.double() - theirs.double()).norm() / theirs.double().norm()).detach())
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return float(((value.double() - expected.double()).norm() / expected.double().norm()).detach())
 
 
-def stirred(mixer: Mixer) -> Mixer:
-    """Maps that start at zero, as the papers have them, let no gradient through to what stands behind them."""
+def without_zero_parameters(mixer: Mixer) -> Mixer:
+    """Draw parameters that are zero at first, because they block the gradient of the parameters before them."""
     with torch.no_grad():
         for parameter in mixer.parameters():
             if not parameter.any():
@@ -24,7 +24,7 @@ def stirred(mixer: Mixer) -> Mixer:
 
 
 def test_every_parameter_gets_a_gradient(mixer: Mixer, x: Tensor) -> None:
-    y, _ = stirred(mixer)(x)
+    y, _ = without_zero_parameters(mixer)(x)
     (y * torch.randn_like(y)).sum().backward()
     for name, parameter in mixer.named_parameters():
         assert parameter.grad is not None, name
@@ -33,18 +33,18 @@ def test_every_parameter_gets_a_gradient(mixer: Mixer, x: Tensor) -> None:
 
 
 def in_float64(config: MixerConfig, like: Mixer, width: int) -> Mixer:
-    """The same parameters, exactly."""
+    """Build the mixer in float64 with the parameters of another."""
     mixer = config.build(width, backend="reference").double()
     mixer.load_state_dict({name: value.double() for name, value in like.state_dict().items()})
     return mixer
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_autocast_is_close_and_keeps_states_in_float32(
+def test_autocast_is_close_to_float64_and_keeps_states_in_float32(
     config: MixerConfig, backend: str | Backend, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    mixer = stirred(config.build(64, backend=backend))
+    mixer = without_zero_parameters(config.build(64, backend=backend))
     x = torch.randn(2, 12, 64)
     weight = torch.randn(2, 12, 64)
     with torch.autocast("cpu", dtype=dtype):
@@ -54,13 +54,13 @@ def test_autocast_is_close_and_keeps_states_in_float32(
     want, _ = exact(x.double())
     (want * weight).sum().backward()
     assert y.dtype == dtype
-    assert relative(y, want) < 0.03
+    assert relative_error(y, want) < 0.03
     assert {leaf.dtype for leaf in tree_leaves(state)} <= {torch.float32, torch.int64}
     for (name, ours), theirs in zip(mixer.named_parameters(), exact.parameters(), strict=True):
-        assert relative(ours.grad, theirs.grad) < 0.1, name
+        assert relative_error(ours.grad, theirs.grad) < 0.1, name
 
 
-def test_autocast_decodes_what_it_prefills(config: MixerConfig, backend: str | Backend) -> None:
+def test_decoding_under_autocast_is_close_to_prefill(config: MixerConfig, backend: str | Backend) -> None:
     torch.manual_seed(0)
     mixer = config.build(64, backend=backend)
     x = torch.randn(2, 12, 64)
@@ -70,17 +70,17 @@ def test_autocast_decodes_what_it_prefills(config: MixerConfig, backend: str | B
         for piece in x.split([7, 1, 1, 1, 1, 1], dim=1):
             y, state = mixer(piece, state)
             outputs.append(y)
-    assert relative(torch.cat(outputs, 1), whole) < 0.02
+    assert relative_error(torch.cat(outputs, 1), whole) < 0.02
 
 
-def test_a_bf16_module_is_close(config: MixerConfig, backend: str | Backend) -> None:
+def test_bf16_module_is_close_to_float64(config: MixerConfig, backend: str | Backend) -> None:
     torch.manual_seed(0)
     mixer = config.build(64, backend=backend).bfloat16()
     x = torch.randn(2, 12, 64, dtype=torch.bfloat16)
     y, state = mixer(x, mixer.init_state(2, 12))
     want, _ = in_float64(config, mixer, 64)(x.double())
     assert y.dtype == torch.bfloat16
-    assert relative(y, want) < 0.03
+    assert relative_error(y, want) < 0.03
     if isinstance(mixer, DeltaMixer):
         assert state["update"].dtype == torch.float32
 
@@ -88,13 +88,15 @@ def test_a_bf16_module_is_close(config: MixerConfig, backend: str | Backend) -> 
 @pytest.mark.parametrize(
     ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
 )
-def test_gates_and_decays_are_wide(config: MixerConfig, dtype: torch.dtype, wide: torch.dtype) -> None:
+def test_gates_and_decays_are_computed_in_float32_or_wider(
+    config: MixerConfig, dtype: torch.dtype, wide: torch.dtype
+) -> None:
     mixer = config.build(32, backend="reference").to(dtype)
     if not isinstance(mixer, DeltaMixer):
-        pytest.skip("attention has neither")
-    seen = []
-    mixer.update.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        pytest.skip("is not a DeltaMixer")
+    inputs = []
+    mixer.update.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     mixer(torch.randn(1, 3, 32, dtype=dtype))
     for name in ("log_decay", "beta"):
-        operand = getattr(seen[0], name)
+        operand = getattr(inputs[0], name)
         assert operand is None or operand.dtype == wide, name
