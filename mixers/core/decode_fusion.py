@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.mixers.core.part import Fusible, OutputPart, StatelessOutputPart, is_unmodified
+from deltazoo.mixers.core.part import Fusible, StatelessOutputPart, is_unmodified
 
 
 class DecodeFusion(NamedTuple):
@@ -65,7 +65,7 @@ class FusionPlan(NamedTuple):
 
 
 def plan_fusion(
-    step: FusedDecodeStep, parts: Mapping[str, nn.Module], outputs: Mapping[str, OutputPart]
+    step: FusedDecodeStep, parts: Mapping[str, nn.Module], outputs: Mapping[str, nn.Module]
 ) -> FusionPlan | None:
     """Plan a decode step that contains the projection, all operand parts and as many output parts as possible.
 
@@ -93,7 +93,7 @@ def _extend(step: FusedDecodeStep, part: nn.Module) -> FusedDecodeStep | None:
     return part.fuse_into(step) if isinstance(part, Fusible) and "fuse_into" in vars(type(part)) else None
 
 
-def _runs_alone(part: OutputPart) -> bool:
+def _runs_alone(part: nn.Module) -> bool:
     return isinstance(part, StatelessOutputPart) and type(part).forward is StatelessOutputPart.forward
 
 

@@ -72,9 +72,9 @@ def recurrence(x: dict[str, Tensor | None], config: HeadConfig) -> Tensor:
                 b, w = (y * (1 - torch.exp(-size)) / size for y in (b, w))
             if spec.reparam == "longhorn":
                 b, w = (y / (1 + size) for y in (b, w))
-            kept = S * a[..., None] if m == 0 else S
-            erased = S if spec.erase_from == "previous" else kept
-            S = kept + k[..., None] * (w * v - (erased * (b * e)[..., None]).sum(-2))[..., None, :]
+            decayed = S * a[..., None] if m == 0 else S
+            erased = S if spec.erase_from == "previous" else decayed
+            S = decayed + k[..., None] * (w * v - (erased * (b * e)[..., None]).sum(-2))[..., None, :]
         outputs.append(K**-0.5 * (S * by_value_head(q[:, t])[..., None]).sum(-2))
     return torch.stack(outputs, 1)
 

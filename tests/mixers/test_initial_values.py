@@ -71,8 +71,8 @@ def test_rates_of_mamba_are_those_of_s4d_real_and_its_rank_is_rounded_up() -> No
 def test_initial_values_of_rwkv6_are_the_published_ones() -> None:
     mixer = build(RWKV6(), 128)
     u = parameter(mixer, "outputs.bonus.u").flatten()
-    want = [2 / 4 * (1 - n / 127) + 0.1 * ((n + 1) % 3 - 1) for n in range(128)]
-    torch.testing.assert_close(u, torch.tensor(want))
+    expected = [2 / 4 * (1 - n / 127) + 0.1 * ((n + 1) % 3 - 1) for n in range(128)]
+    torch.testing.assert_close(u, torch.tensor(expected))
     w = parameter(mixer, "project.decay.bias")
     torch.testing.assert_close(w, torch.tensor([-6 + 5 * (n / 127) ** (0.7 + 1.3 * 2 / 4) for n in range(128)]))
     assert not parameter(mixer, "project.mix_down.weight").any()

@@ -49,11 +49,11 @@ def loop_over_tokens(mixer: MoMMixer, x: Tensor) -> Tensor:
 def test_mixture_of_any_mixer_equals_a_loop_over_tokens(one_of_each: MixerConfig) -> None:
     mixer = build(one_of_each)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
-    y, want = mixer(x)[0], loop_over_tokens(mixer, x)
-    torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-11)
-    weight = torch.randn_like(want)
+    y, expected = mixer(x)[0], loop_over_tokens(mixer, x)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
+    weight = torch.randn_like(expected)
     leaves = [x, *mixer.parameters()]
-    ours, theirs = (torch.autograd.grad((z * weight).sum(), leaves, allow_unused=True) for z in (y, want))
+    ours, theirs = (torch.autograd.grad((z * weight).sum(), leaves, allow_unused=True) for z in (y, expected))
     for left, right in zip(ours, theirs, strict=True):
         if left is not None or right is not None:
             left, right = (torch.zeros_like(other) if z is None else z for z, other in ((left, right), (right, left)))
@@ -84,16 +84,16 @@ def test_memories_of_any_kind_go_on_from_a_pack(one_of_each: MixerConfig) -> Non
     x = torch.randn(1, T, WIDTH, dtype=torch.float64)
     bounds = [0, 5, 5, T]
     with torch.no_grad():
-        want = torch.cat([mixer(x[:, :5])[0], mixer(x[:, 5:])[0]], 1)
+        expected = torch.cat([mixer(x[:, :5])[0], mixer(x[:, 5:])[0]], 1)
         context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-        assert_same(mixer(x, mixer.init_state(3, 5), context)[0], want)
+        assert_same(mixer(x, mixer.init_state(3, 5), context)[0], expected)
         halves = Context(cu_seqlens=torch.tensor([0, 3, 3, 5], dtype=torch.int32))
         state = mixer(torch.cat([x[:, :3], x[:, 5:7]], 1), mixer.init_state(3, 5), halves)[1]
         for i in range(2):
             tokens = torch.cat([x[:, 3 + i], x[:, i], x[:, 7 + i]])[:, None]
             y, state = mixer(tokens, state)
-            assert_same(y[0, 0], want[0, 3 + i])
-            assert_same(y[2, 0], want[0, 7 + i])
+            assert_same(y[0, 0], expected[0, 3 + i])
+            assert_same(y[2, 0], expected[0, 7 + i])
 
 
 @pytest.mark.parametrize("width", [24, 100, 1024])
@@ -116,10 +116,10 @@ def test_routes_are_bitwise_equal_in_pieces_and_for_single_rows(width: int) -> N
 def test_checkpointed_layer_counts_the_router_loss_once() -> None:
     mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
-    want = torch.autograd.grad(mixer(x)[0].sum(), [x, mixer.router.weight])
+    expected = torch.autograd.grad(mixer(x)[0].sum(), [x, mixer.router.weight])
     y = checkpoint(lambda z: mixer(z)[0], x, use_reentrant=False)
-    for ours, theirs in zip(torch.autograd.grad(y.sum(), [x, mixer.router.weight]), want, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    for left, right in zip(torch.autograd.grad(y.sum(), [x, mixer.router.weight]), expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
 
 
 def test_router_loss_ignores_padding() -> None:
@@ -149,8 +149,8 @@ def test_training_and_evaluation_give_equal_outputs() -> None:
     mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.1, z=0.1)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64)
     with torch.no_grad():
-        want = mixer.eval()(x)[0]
-    assert torch.equal(mixer.train()(x)[0], want)
+        expected = mixer.eval()(x)[0]
+    assert torch.equal(mixer.train()(x)[0], expected)
 
 
 def test_ties_go_to_the_memories_with_the_lowest_index() -> None:
@@ -176,8 +176,8 @@ def test_backward_adds_the_gradient_of_the_router_loss() -> None:
             sent[m] += 1 / (2 * T * 2)
     loss = 0.3 * 4 * (sent * p.mean((0, 1))).sum() + 0.2 * logits.logsumexp(-1).square().mean()
     torch.testing.assert_close(mixer.router(x, None).loss, loss, rtol=1e-12, atol=0)
-    (want,) = torch.autograd.grad(loss, weight)
-    torch.testing.assert_close(mixer.router.weight.grad, want, rtol=1e-9, atol=1e-12)
+    (expected,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(mixer.router.weight.grad, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_balance_loss_spreads_tokens_over_the_memories() -> None:
@@ -201,6 +201,7 @@ def test_balance_loss_spreads_tokens_over_the_memories() -> None:
     assert largest_fraction() < 0.5
 
 
+@pytest.mark.slow
 def test_lengths_and_routes_share_graphs() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -220,9 +221,9 @@ def test_packed_sequences_equal_separate_sequences() -> None:
     bounds = [0, 4, 4, T]
     context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     with torch.no_grad():
-        want = torch.cat([mixer(x[:, a:b])[0] for a, b in itertools.pairwise(bounds)], 1)
+        expected = torch.cat([mixer(x[:, a:b])[0] for a, b in itertools.pairwise(bounds)], 1)
         y, state = mixer(x, mixer.init_state(3), context)
         more, _ = mixer(x[:, :1].expand(3, -1, -1), state)
         whole = mixer(torch.cat([x[:, 4:], x[:, :1]], 1))[0]
-    torch.testing.assert_close(y, want, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(more[2:], whole[:, -1:], rtol=1e-9, atol=1e-11)

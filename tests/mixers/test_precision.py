@@ -51,10 +51,10 @@ def test_autocast_is_close_to_float64_and_keeps_states_in_float32(
         y, state = mixer(x, mixer.init_state(2, 12))
         (y * weight).sum().backward()
     exact = in_float64(config, mixer, 64)
-    want, _ = exact(x.double())
-    (want * weight).sum().backward()
+    expected, _ = exact(x.double())
+    (expected * weight).sum().backward()
     assert y.dtype == dtype
-    assert relative_error(y, want) < 0.03
+    assert relative_error(y, expected) < 0.03
     assert {leaf.dtype for leaf in tree_leaves(state)} <= {torch.float32, torch.int64}
     for (name, ours), theirs in zip(mixer.named_parameters(), exact.parameters(), strict=True):
         assert relative_error(ours.grad, theirs.grad) < 0.1, name
@@ -78,9 +78,9 @@ def test_bf16_module_is_close_to_float64(config: MixerConfig, backend: str | Bac
     mixer = config.build(64, backend=backend).bfloat16()
     x = torch.randn(2, 12, 64, dtype=torch.bfloat16)
     y, state = mixer(x, mixer.init_state(2, 12))
-    want, _ = in_float64(config, mixer, 64)(x.double())
+    expected, _ = in_float64(config, mixer, 64)(x.double())
     assert y.dtype == torch.bfloat16
-    assert relative_error(y, want) < 0.03
+    assert relative_error(y, expected) < 0.03
     if isinstance(mixer, DeltaMixer):
         assert state["update"].dtype == torch.float32
 
