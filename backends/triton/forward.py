@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltazoo.backends.devices import tf32_allowed
 from deltazoo.backends.triton import config as configs
 from deltazoo.backends.triton.config import LaunchConfig, Problem, cdiv, key_tiles, power_of_two
-from deltazoo.backends.triton.kernels.combine import join_kernel
+from deltazoo.backends.triton.kernels.combine import combine_kernel
 from deltazoo.backends.triton.kernels.decode.step import decode_kernel
 from deltazoo.backends.triton.kernels.prepare import gates_kernel, prepare_kernel
 from deltazoo.backends.triton.kernels.scan import scan_kernel
@@ -168,7 +168,7 @@ def join(
     """What chains the parts: from what each hands on, with what is given before the first, where each begins."""
     BV = value_tile(64, s.V)
     go = launcher(
-        join_kernel,
+        combine_kernel,
         (prepared.fades, given, begins, ends, cu),
         (
             s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, given is not None, s.packed, cut.split, cut.unit, reverse,

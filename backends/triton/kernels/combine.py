@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.layout import chunks_forgotten, load_across, load_rows, store_rows, stretch_of
+from deltazoo.backends.triton.kernels.layout import (
+    chunk_range,
+    load_column_major,
+    load_rows,
+    negligible_prefix,
+    store_rows,
+)
 
 
 @triton.jit
@@ -14,7 +20,7 @@ def load_map(base, rows, columns, in_rows, in_columns, K: tl.constexpr, TRANSPOS
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
-def join_kernel(
+def combine_kernel(
     fades, given, begins, ends, cu, T, segment, segments, parts,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr,
@@ -30,7 +36,7 @@ def join_kernel(
     pid = tl.program_id(0)
     n = pid // TILES // HV
     hv = pid // TILES % HV
-    start, length, slot, first, first_place, _, last = stretch_of(n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED)
+    start, length, slot, first, first_place, _, last = chunk_range(n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED)
     slot += first
     inside = last - first
     used = tl.cdiv(inside, SPLIT)
@@ -45,9 +51,9 @@ def join_kernel(
         Sb = tl.zeros([BV, K1], tl.float32)
     at = (tl.cast(n, tl.int64) * HV + hv) * K * V
     if GIVEN:
-        Sa += load_across(given + at, vs, ka, in_v, in_ka, V)
+        Sa += load_column_major(given + at, vs, ka, in_v, in_ka, V)
         if K1 > 0:
-            Sb += load_across(given + at, vs, kb, in_v, in_kb, V)
+            Sb += load_column_major(given + at, vs, kb, in_v, in_kb, V)
     # an empty sequence going forward still begins with what is given
     for step in range(used if REVERSE else tl.maximum(used, 1)):
         part = used - 1 - step if REVERSE else step
@@ -61,7 +67,7 @@ def join_kernel(
             if K1 > 0:
                 Nb = load_rows(end, vs, kb, in_v, in_kb, K)
             count = tl.minimum(SPLIT, inside - part * SPLIT)
-            forgotten = chunks_forgotten(fades, slot + part * SPLIT, count, hv, HV, SPLIT)
+            forgotten = negligible_prefix(fades, slot + part * SPLIT, count, hv, HV, SPLIT)
             # going forward the first part has no map: its end knows what it began with
             if (forgotten == 0) & ((step > 0) | REVERSE):
                 M = end + V * K

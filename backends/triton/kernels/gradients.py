@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import (
-    chunk_of_place,
-    chunk_of_slot,
+    clamp_away_from_zero,
     cumulative_decays,
-    held_off,
-    load_by_warps,
+    load_mma_rows,
     load_rows,
-    store_by_warps,
+    locate_chunk,
+    locate_scratch_chunk,
+    mma_rows,
+    store_mma_rows,
     store_rows,
-    warp_rows,
 )
 
 
@@ -45,7 +45,7 @@ def stacked_token_of(r, DELTA: tl.constexpr):
 
 
 @triton.jit
-def for_both(x, C: tl.constexpr, DELTA: tl.constexpr):
+def repeat_for_stacked_rows(x, C: tl.constexpr, DELTA: tl.constexpr):
     """Of a number [C] for each token one for each stacked row [2 C]; so few are loaded where they are wanted."""
     if DELTA:
         return tl.reshape(tl.broadcast_to(tl.reshape(x, [C // 8, 1, 8]), [C // 8, 2, 8]), [2 * C])
@@ -59,7 +59,7 @@ def add_each(a, b, c, d):
 
 
 @triton.jit
-def both_rows(stacked, C: tl.constexpr):
+def sum_stacked_rows(stacked, C: tl.constexpr):
     """Of a number [2 C] for each stacked row the sum of each token's [C], in the order of the rows of a tile."""
     pair = tl.sum(tl.reshape(stacked, [2, C // 16, 2, 8]), 2)
     return tl.reshape(tl.permute(pair, [1, 0, 2]), [C])
@@ -98,7 +98,7 @@ def gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     local = pid // NK // HV
-    start, length, slot, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
+    start, length, slot, c, held_here = locate_scratch_chunk(local, cu, N, T, segment, segments, C, UNIT, PACKED)
     if held_here:
         r = tl.arange(0, R)
         i = tl.arange(0, C)
@@ -150,14 +150,14 @@ def gradients_kernel(
 
         at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * ROWS * C
         LANES: tl.constexpr = min(16, 4096 // (BK * k.dtype.element_ty.primitive_bitwidth))
-        row_i = warp_rows(C, LANES)
+        row_i = mma_rows(C, LANES)
         if DELTA:
             row_i = token_of(row_i, C)
         in_row_i = row_i < length - c * C
-        row_t, row_erases = stacked_token_of(warp_rows(R, LANES), DELTA)
-        k_tile = load_by_warps(k + key, row_i, ks, in_row_i, in_k, H * K).to(dtype)
+        row_t, row_erases = stacked_token_of(mma_rows(R, LANES), DELTA)
+        k_tile = load_mma_rows(k + key, row_i, ks, in_row_i, in_k, H * K).to(dtype)
         qe_base = tl.where(row_erases, (e if OWN else k) + key, q + key) if DELTA else q + key
-        qe = load_by_warps(qe_base, row_t, ks, row_t < length - c * C, in_k, H * K).to(dtype)
+        qe = load_mma_rows(qe_base, row_t, ks, row_t < length - c * C, in_k, H * K).to(dtype)
         if WRITE and not DELTA:
             write = tl.load(gates + (place * 3 + 2) * C + i)
             intra *= write[None, :]
@@ -169,13 +169,13 @@ def gradients_kernel(
         strength = tl.where(erases, tl.where(segments > 0, -1.0, 0.0), scale)
         if DELTA and ERASE and not (SHARED and WRITE):
             erase = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
-            strength = tl.where(erases, -held_off(erase, LEAST), scale)
+            strength = tl.where(erases, -clamp_away_from_zero(erase, LEAST), scale)
         if DECAY != "none":
             G, _, G_end = cumulative_decays(gates, place, i, C, LOOP=False)
             of_token = gates + place * 3 * C + tl.arange(0, C)
-            G_row = for_both(tl.load(of_token), C, DELTA)
+            G_row = repeat_for_stacked_rows(tl.load(of_token), C, DELTA)
             if EARLY:
-                G_early = for_both(tl.load(of_token - 1, mask=tl.arange(0, C) > 0, other=0.0), C, DELTA)
+                G_early = repeat_for_stacked_rows(tl.load(of_token - 1, mask=tl.arange(0, C) > 0, other=0.0), C, DELTA)
                 G_row = tl.where(early > 0, G_early, G_row)
             intra *= tl.exp2(tl.where(seen, G_row[:, None] - G[None, :], 0.0)) * strength[:, None]
             inter *= (tl.exp2(G_row) * strength)[:, None]
@@ -196,10 +196,10 @@ def gradients_kernel(
                 turn = tl.where(early > 0, 0.0, turned)
                 ahead = turned - turn
                 if DELTA:
-                    ahead = both_rows(ahead, C)
+                    ahead = sum_stacked_rows(ahead, C)
                 tl.store(at_gate + 3 * C + i, ahead)
             if DELTA:
-                turn = both_rows(turn, C)
+                turn = sum_stacked_rows(turn, C)
             wide_k = k_tile.to(tl.float32)
             turn_k, stored = tl.reduce((wide_k * dk_tile, wide_k * dk_stored), 1, add_each)
             tl.store(at_gate + i, turn - (turn_k + stored))
@@ -217,13 +217,13 @@ def gradients_kernel(
             pair = tl.permute(tl.reshape(dqe, [2, C // 16, 2, 8, BK]), [1, 0, 3, 4, 2])
             dq_tile, de_tile = tl.split(tl.reshape(pair, [C, BK, 2]))
             if OWN:
-                store_by_warps(de_at, de_tile, row_i, ks, in_row_i, in_k, STRIDE)
+                store_mma_rows(de_at, de_tile, row_i, ks, in_row_i, in_k, STRIDE)
             else:
                 dk_tile += de_tile
         else:
             dq_tile = dqe
-        store_by_warps(dq_at, dq_tile, row_i, ks, in_row_i, in_k, STRIDE)
-        store_by_warps(dk_at, dk_tile, row_i, ks, in_row_i, in_k, STRIDE)
+        store_mma_rows(dq_at, dq_tile, row_i, ks, in_row_i, in_k, STRIDE)
+        store_mma_rows(dk_at, dk_tile, row_i, ks, in_row_i, in_k, STRIDE)
         if WRITE and not SHARED:
             # each K tile takes a share of the values
             BW: tl.constexpr = BK if BK * NK >= V else BV
@@ -247,7 +247,7 @@ def sum_groups_kernel(
     pid = tl.program_id(0)
     h = pid % H
     local = pid // H
-    start, length, _, c, held_here = chunk_of_place(local, cu, N, T, segment, segments, C, UNIT, PACKED)
+    start, length, _, c, held_here = locate_scratch_chunk(local, cu, N, T, segment, segments, C, UNIT, PACKED)
     if held_here:
         i = tl.arange(0, C)
         in_time = i < length - c * C
@@ -283,7 +283,7 @@ def gate_gradients_kernel(
     place = tl.program_id(0)
     slot = place // HV
     hv = place % HV
-    start, length, t0 = chunk_of_slot(slot, cu, N, T, C, PACKED)
+    start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
     if t0 < length:
         i = tl.arange(0, C)
         at = (start + t0 + i) * HV + hv
@@ -314,7 +314,7 @@ def gate_gradients_kernel(
             tl.store(dlog_decay + at, total, mask=in_time)
         if ERASE:
             strength = tl.load(b + at, mask=in_time, other=1.0).to(tl.float32)
-            held = held_off(strength, LEAST)
+            held = clamp_away_from_zero(strength, LEAST)
             if TIED and SHARED:
                 read_and_write = write / held
                 if tl.min(tl.abs(strength), 0) < LEAST:

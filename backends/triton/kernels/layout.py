@@ -9,7 +9,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # log2 of a decay that leaves nothing that counts; a stronger one, summed, would cost its neighbours their digits
-NOTHING = tl.constexpr(-96.0)
+MIN_LOG2_DECAY = tl.constexpr(-96.0)
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def sequence_bounds(n, cu, T, PACKED: tl.constexpr):
 
 
 @triton.jit
-def first_slot(n, cu, T, C: tl.constexpr, PACKED: tl.constexpr):
+def first_chunk_slot(n, cu, T, C: tl.constexpr, PACKED: tl.constexpr):
     """Slot of the first chunk of sequence n.
 
     In a pack, floor(cu[n] / C) + n: never overlaps the slots before it, and needs no prefix sum.
@@ -37,16 +37,16 @@ def first_slot(n, cu, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def chunk_of_slot(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
+def locate_chunk(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
     """First token and length of the sequence that owns a slot, the last whose first slot is not beyond it; and how many
     of its tokens come before the slot's chunk."""
-    n = sequence_of_place(slot, cu, N, 1, 0, C) if PACKED else slot // tl.cdiv(T, C)
+    n = find_sequence(slot, cu, N, 1, 0, C) if PACKED else slot // tl.cdiv(T, C)
     start, length = sequence_bounds(n, cu, T, PACKED)
-    return start, length, (slot - first_slot(n, cu, T, C, PACKED)) * C
+    return start, length, (slot - first_chunk_slot(n, cu, T, C, PACKED)) * C
 
 
 @triton.jit
-def sequence_of_place(place, cu, N, segments, unit, C: tl.constexpr):
+def find_sequence(place, cu, N, segments, unit, C: tl.constexpr):
     """The last sequence of a pack whose first place in a segment is not beyond `place`.
 
     A search that asks 32 at once: of loads that wait for one another there is one up to 32 sequences, two up to 1024.
@@ -65,7 +65,7 @@ def sequence_of_place(place, cu, N, segments, unit, C: tl.constexpr):
 
 
 @triton.jit
-def sequence_and_part(pid, parts, each):
+def sequence_and_split(pid, parts, each):
     """The sequence and the part of a program, with `each` programs a part: the first parts of all sequences come first,
     for in a pack many a sequence has no others, and a program without work delays those behind it."""
     N = tl.num_programs(0) // (each * parts)
@@ -73,7 +73,7 @@ def sequence_and_part(pid, parts, each):
 
 
 @triton.jit
-def segment_of(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: tl.constexpr):
+def segment_bounds(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: tl.constexpr):
     """First chunk of a segment of sequence n, the one after its last, and the place of the first.
 
     Segments deal the units of UNIT chunks of each sequence out evenly, whatever its length; a place is a chunk's among
@@ -87,14 +87,14 @@ def segment_of(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: t
 
 
 @triton.jit
-def stretch_of(
+def chunk_range(
     n, part, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
 ):
     """What a program of a scan walks: first token, length and first slot of sequence n; first chunk of a segment of it,
     and the place of that one; first chunk of a part of SPLIT chunks (0: of all) and the one after its last."""
     start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
-    begins, last, first_place = segment_of(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
+    slot = first_chunk_slot(n, cu, T, C, PACKED)
+    begins, last, first_place = segment_bounds(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
     first = begins
     if SPLIT > 0:
         first += part * SPLIT
@@ -103,33 +103,35 @@ def stretch_of(
 
 
 @triton.jit
-def places_a_sequence(T, segments, C: tl.constexpr, UNIT: tl.constexpr):
+def scratch_slots_per_sequence(T, segments, C: tl.constexpr, UNIT: tl.constexpr):
     """Places in a segment of a sequence that is not packed."""
     chunks = tl.cdiv(T, C)
     return tl.where(segments == 1, chunks, tl.cdiv(tl.cdiv(chunks, UNIT), segments) * UNIT)
 
 
 @triton.jit
-def chunk_of_sequence(place, n, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
+def locate_scratch_chunk_in_sequence(
+    place, n, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
+):
     """First token and length of sequence n; then the slot and the number of the chunk that a place of a segment of it
     holds, and whether it holds one."""
-    start, length, slot, first, first_place, _, last = stretch_of(n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED)
+    start, length, slot, first, first_place, _, last = chunk_range(n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED)
     c = first + place - first_place
     return start, length, slot + c, c, c < last
 
 
 @triton.jit
-def chunk_of_place(place, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """What `chunk_of_sequence` says of a place of a segment, whose sequence is looked for."""
+def locate_scratch_chunk(place, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """What `locate_scratch_chunk_in_sequence` says of a place of a segment, whose sequence is looked for."""
     if PACKED:
-        n = sequence_of_place(place, cu, N, segments, tl.where(segments == 1, 0, UNIT), C)
+        n = find_sequence(place, cu, N, segments, tl.where(segments == 1, 0, UNIT), C)
     else:
-        n = place // places_a_sequence(T, segments, C, UNIT)
-    return chunk_of_sequence(place, n, cu, T, segment, segments, C, UNIT, PACKED)
+        n = place // scratch_slots_per_sequence(T, segments, C, UNIT)
+    return locate_scratch_chunk_in_sequence(place, n, cu, T, segment, segments, C, UNIT, PACKED)
 
 
 @triton.jit
-def hidden_zero(number, BITS: tl.constexpr):
+def opaque_zero(number, BITS: tl.constexpr):
     """0, of a number below 2^BITS, which the compiler does not know: else it computes where all that a loop, or what
     comes after it, reads and writes lies once, before the loop, and has no registers for so much; what is spilled
     goes through L2, where shared memory leaves L1 next to nothing."""
@@ -154,7 +156,7 @@ def store_rows(base, tile, rows, columns, in_rows, in_columns, stride):
 
 
 @triton.jit
-def load_across(base, rows, columns, in_rows, in_columns, stride):
+def load_column_major(base, rows, columns, in_rows, in_columns, stride):
     """A tile [rows, columns] of a matrix that lies in memory transposed; zeros outside."""
     return tl.load(
         base + rows[:, None] + columns[None, :] * stride, mask=in_rows[:, None] & in_columns[None, :], other=0.0
@@ -162,12 +164,12 @@ def load_across(base, rows, columns, in_rows, in_columns, stride):
 
 
 @triton.jit
-def store_across(base, tile, rows, columns, in_rows, in_columns, stride):
+def store_column_major(base, tile, rows, columns, in_rows, in_columns, stride):
     tl.store(base + rows[:, None] + columns[None, :] * stride, tile, mask=in_rows[:, None] & in_columns[None, :])
 
 
 @triton.jit
-def warp_rows(R: tl.constexpr, LANES: tl.constexpr):
+def mma_rows(R: tl.constexpr, LANES: tl.constexpr):
     """0 to R - 1 as [LANES, R / 16, 16 / LANES, 1]: of a tile that is loaded or stored by such rows a warp has 16 after
     16, as it has of a product, so that between the two nothing goes from warp to warp."""
     lane = tl.arange(0, LANES)[:, None, None, None]
@@ -176,8 +178,8 @@ def warp_rows(R: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def load_by_warps(base, rows, columns, in_rows, in_columns, stride):
-    """A tile [R, columns] of a row-major matrix, for rows as `warp_rows` lays them; zeros outside."""
+def load_mma_rows(base, rows, columns, in_rows, in_columns, stride):
+    """A tile [R, columns] of a row-major matrix, for rows as `mma_rows` lays them; zeros outside."""
     at = base + rows * stride + columns[None, None, None, :]
     tile = tl.load(at, mask=in_rows & in_columns[None, None, None, :], other=0.0)
     R: tl.constexpr = rows.shape[0] * rows.shape[1] * rows.shape[2]
@@ -185,8 +187,8 @@ def load_by_warps(base, rows, columns, in_rows, in_columns, stride):
 
 
 @triton.jit
-def store_by_warps(base, tile, rows, columns, in_rows, in_columns, stride):
-    """Write a tile [R, columns] to rows as `warp_rows` lays them."""
+def store_mma_rows(base, tile, rows, columns, in_rows, in_columns, stride):
+    """Write a tile [R, columns] to rows as `mma_rows` lays them."""
     L: tl.constexpr = rows.shape[0]
     blocks = tl.reshape(tile.to(base.dtype.element_ty), [tile.shape[0] // 16, 16 // L, L, tile.shape[1]])
     at = base + rows * stride + columns[None, None, None, :]
@@ -197,8 +199,8 @@ def store_by_warps(base, tile, rows, columns, in_rows, in_columns, stride):
 def store_state(base, S, column, columns, in_columns, WIDTH: tl.constexpr, stride, wanted):
     """Write S [values, keys] from row `column` on and up to WIDTH, where wanted; nothing goes from warp to warp."""
     LANES: tl.constexpr = min(16, 4096 // (S.shape[1] * base.dtype.element_ty.primitive_bitwidth))
-    rows = column + warp_rows(S.shape[0], LANES)
-    store_by_warps(base, S, rows, columns, (rows < WIDTH) & wanted, in_columns, stride)
+    rows = column + mma_rows(S.shape[0], LANES)
+    store_mma_rows(base, S, rows, columns, (rows < WIDTH) & wanted, in_columns, stride)
 
 
 @triton.jit
@@ -218,17 +220,17 @@ def store_transposed(base, x_T, rows, column, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def two_terms(x, dtype: tl.constexpr):
+def split_hi_lo(x, dtype: tl.constexpr):
     """x as a sum of two numbers of a narrower dtype."""
     high = x.to(dtype)
     return high, (x - high.to(tl.float32)).to(dtype)
 
 
 @triton.jit
-def dot_terms(x, y, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
+def dot_split_lhs(x, y, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
     """acc + x y with x, float32, rounded to TERMS numbers of y's dtype."""
     if TERMS == 2:
-        high, low = two_terms(x, dtype)
+        high, low = split_hi_lo(x, dtype)
         acc = tl.dot(high, y, acc, input_precision=PREC)
         return tl.dot(low, y, acc, input_precision=PREC)
     else:
@@ -236,20 +238,20 @@ def dot_terms(x, y, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.cons
 
 
 @triton.jit
-def log_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl.constexpr):
+def load_log2_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl.constexpr):
     """log2 of each token's own decay; zeros outside. tokens: rows of the flattened batch."""
     if DECAY == "head":
-        return held_above(tl.load(log_decay + tokens * HV + hv, mask=in_time, other=0.0) * LOG2E)
+        return clamp_log2_decay(tl.load(log_decay + tokens * HV + hv, mask=in_time, other=0.0) * LOG2E)
     elif DECAY == "fixed":
-        return tl.where(in_time, held_above(tl.load(log_decay + hv) * LOG2E), 0.0)
+        return tl.where(in_time, clamp_log2_decay(tl.load(log_decay + hv) * LOG2E), 0.0)
     else:
         return tl.where(in_time, 0.0, 0.0)
 
 
 @triton.jit
-def held_above(own):
+def clamp_log2_decay(own):
     """log2 of a decay, no less than what leaves nothing; what is no number stays so."""
-    return tl.where(own < NOTHING, NOTHING, own)
+    return tl.where(own < MIN_LOG2_DECAY, MIN_LOG2_DECAY, own)
 
 
 @triton.jit
@@ -275,13 +277,13 @@ def cumulative_decays(gates, place, i, C: tl.constexpr, LOOP: tl.constexpr = Tru
 
 
 @triton.jit
-def held_off(b, LEAST: tl.constexpr):
+def clamp_away_from_zero(b, LEAST: tl.constexpr):
     """b held away from 0, by so little that it counts for nothing, so that what it was multiplied with can be told."""
     return tl.where(b < 0.0, tl.minimum(b, -LEAST), tl.maximum(b, LEAST))
 
 
 @triton.jit
-def chunks_forgotten(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
+def negligible_prefix(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
     """How many of `count` chunks from `slot` on, counted from the first, leave less than 2^-40 of a state by the end.
 
     fades [slots, HV] bounds the log2 of what a chunk keeps of any state; a bound that is no number forgets nothing.
@@ -293,7 +295,7 @@ def chunks_forgotten(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexp
 
 
 @triton.jit
-def chunks_remembered(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
+def significant_prefix(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
     """How many of `count` chunks from `slot` on matter before them: the rest has faded below 2^-40 there."""
     c = tl.arange(0, MOST)
     fade = tl.load(fades + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)

@@ -12,16 +12,16 @@ import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import (
     LOG2E,
-    chunk_of_slot,
-    held_above,
+    clamp_log2_decay,
+    load_log2_decays,
     load_rows,
-    log_decays,
+    locate_chunk,
 )
-from deltazoo.backends.triton.kernels.wy_tiles import store_squares
+from deltazoo.backends.triton.kernels.wy_tiles import store_wy_tiles
 
 
 @triton.jit
-def double_level(X, L, level: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr):
+def merge_inverse_blocks(X, L, level: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr):
     """Merge inverted diagonal blocks of size 2^level into blocks of twice the size: X <- X - X (L o mask) X."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
@@ -53,7 +53,7 @@ def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.const
                 M = tl.where(below, D, 0.0).to(OPERAND)
                 Y = tl.dot(M, X.to(OPERAND), input_precision=PREC)
                 X -= tl.dot(X.to(OPERAND), Y.to(OPERAND), input_precision=PREC)
-        blocks = blocks_of_8(X)
+        blocks = diagonal_blocks_of_8(X)
         X = tl.reshape(tl.where(own, X[:, :, None, :], 0.0), [C, C])
     else:
         i = tl.arange(0, C)[:, None]
@@ -62,14 +62,14 @@ def unit_lower_inverse(L, C: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.const
     for level in tl.static_range(1, 7):
         if 2**level < C:
             if 2**level >= BLOCK or R == 1:
-                X = double_level(X, L, level, C, OPERAND, PREC)
+                X = merge_inverse_blocks(X, L, level, C, OPERAND, PREC)
     if R == 1:
-        blocks = blocks_of_8(X[None, :, :])
+        blocks = diagonal_blocks_of_8(X[None, :, :])
     return X, blocks
 
 
 @triton.jit
-def blocks_of_8(X):
+def diagonal_blocks_of_8(X):
     """The blocks of 8 on the diagonals of X [R, B, B], one below the other: [R B, 8]."""
     R: tl.constexpr = X.shape[0]
     N: tl.constexpr = X.shape[1] // 8
@@ -79,7 +79,7 @@ def blocks_of_8(X):
 
 
 @triton.jit
-def dot_wide(x_a, y_a, x_b, y_b, K1: tl.constexpr, PREC: tl.constexpr):
+def dot_key_tiles(x_a, y_a, x_b, y_b, K1: tl.constexpr, PREC: tl.constexpr):
     """x y^T over both tiles of keys."""
     out = tl.dot(x_a, tl.trans(y_a), input_precision=PREC)
     if K1 > 0:
@@ -104,7 +104,7 @@ def prepare_kernel(
     pid = tl.program_id(0)
     slot = pid // H
     h = pid % H
-    start, length, t0 = chunk_of_slot(slot, cu, N, T, C, PACKED)
+    start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
     if t0 < length:
         # every load before the first product: a product waits, and with it whatever is loaded later
         i = tl.arange(0, C)
@@ -132,13 +132,13 @@ def prepare_kernel(
         at = (row + i) * HV + h * GROUP
         erase = tl.where(in_time, 1.0, 0.0)
         write = tl.where(in_time, 1.0, 0.0)
-        own_decay = log_decays(log_decay, row + i, h * GROUP, in_time, HV, DECAY)
+        own_decay = load_log2_decays(log_decay, row + i, h * GROUP, in_time, HV, DECAY)
         if ERASE:
             erase = tl.load(b + at, mask=in_time, other=0.0).to(tl.float32)
         if WRITE:
             write = tl.load(w + at, mask=in_time, other=0.0).to(tl.float32)
 
-        A = dot_wide(e_a if OWN else k_a, k_a, e_b if OWN else k_b, k_b, K1, PREC)
+        A = dot_key_tiles(e_a if OWN else k_a, k_a, e_b if OWN else k_b, k_b, K1, PREC)
         below = i[:, None] > i[None, :]
         seen = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
         for g in tl.range(0, GROUP, num_stages=1):
@@ -163,17 +163,17 @@ def prepare_kernel(
             L = tl.where(below, erase[:, None] * A * D, 0.0)
             if GROUP > 1:
                 more = in_time & (g + 1 < GROUP)
-                own_decay = log_decays(log_decay, row + i, tl.minimum(hv + 1, HV - 1), more, HV, DECAY)
+                own_decay = load_log2_decays(log_decay, row + i, tl.minimum(hv + 1, HV - 1), more, HV, DECAY)
                 if ERASE:
                     erase = tl.load(b + at + g + 1, mask=more, other=0.0).to(tl.float32)
                 if WRITE:
                     write = tl.load(w + at + g + 1, mask=more, other=0.0).to(tl.float32)
             T_inverse, T_blocks = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
             # P comes last: until it is stored it would take registers from the inverse
-            P_T = dot_wide(k_a, q_a, k_b, q_b, K1, PREC)
+            P_T = dot_key_tiles(k_a, q_a, k_b, q_b, K1, PREC)
             P_T *= tl.exp2(tl.where(seen, G_read[None, :] - G[:, None], 0.0)) * scale
             P_T = tl.where(seen, P_T, 0.0)
-            store_squares(squares, T_inverse, T_blocks, P_T, q.dtype.element_ty, out, i, C, TERMS)
+            store_wy_tiles(squares, T_inverse, T_blocks, P_T, q.dtype.element_ty, out, i, C, TERMS)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
@@ -186,7 +186,7 @@ def gates_kernel(
     TILES: tl.constexpr = (HV + HEADS - 1) // HEADS
     slot = tl.program_id(0) // TILES
     hv = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
-    start, length, t0 = chunk_of_slot(slot, cu, N, T, C, PACKED)
+    start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
     if t0 < length:
         i = tl.arange(0, C)
         in_time = i < length - t0
@@ -196,9 +196,9 @@ def gates_kernel(
         to = gates + place[:, None] * (3 * C) + i[None, :]
         own = tl.zeros([HEADS, C], tl.float32)
         if DECAY == "head":
-            own = held_above(load_rows(log_decay, hv, at * HV, in_heads, in_time, 1) * LOG2E)
+            own = clamp_log2_decay(load_rows(log_decay, hv, at * HV, in_heads, in_time, 1) * LOG2E)
         elif DECAY == "fixed":
-            own += held_above(tl.load(log_decay + hv, mask=in_heads, other=0.0) * LOG2E)[:, None]
+            own += clamp_log2_decay(tl.load(log_decay + hv, mask=in_heads, other=0.0) * LOG2E)[:, None]
             own = tl.where(in_time[None, :], own, 0.0)
         tl.store(to, tl.cumsum(own.to(tl.float64), 1).to(tl.float32), mask=in_heads[:, None])
         tl.store(fades + place, tl.sum(own, 1), mask=in_heads)

@@ -11,22 +11,22 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import (
-    chunks_remembered,
+    chunk_range,
+    clamp_away_from_zero,
     cumulative_decays,
-    dot_terms,
-    held_off,
-    hidden_zero,
-    load_across,
+    dot_split_lhs,
+    load_column_major,
     load_gate,
     load_rows,
-    sequence_and_part,
-    store_across,
+    opaque_zero,
+    sequence_and_split,
+    significant_prefix,
+    store_column_major,
     store_rows,
     store_state,
     store_transposed,
-    stretch_of,
 )
-from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, load_inverse, load_reads
+from deltazoo.backends.triton.kernels.wy_tiles import dot_T, load_P_T, load_T
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
@@ -46,15 +46,15 @@ def reverse_kernel(
     dstates [place, HV, V, K] and, with an erase or a write, du [place, C, HV, V], or SHARED, where w du tells it, none;
     writes dv. With SPLIT > 0 a program is a part of SPLIT chunks, and begins from begins [N parts, HV, V, K]. ENDS,
     before that: what each part but the first hands on when it begins from nothing, into ends [N parts, HV, V + K, K].
-    Segments and places are those of `segment_of`.
+    Segments and places are those of `segment_bounds`.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     hv = pid // TILES % HV
     h = hv // (HV // H)
-    n, part = sequence_and_part(pid // (TILES * HV), parts, TILES * HV)
+    n, part = sequence_and_split(pid // (TILES * HV), parts, TILES * HV)
     nh = (n * parts + part) * HV + hv
-    start, length, slot, first_chunk, first_place, first, last = stretch_of(
+    start, length, slot, first_chunk, first_place, first, last = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
     i = tl.arange(0, C)
@@ -72,7 +72,7 @@ def reverse_kernel(
         if part == 0:
             last = first
         # what comes later in the part has faded before its first chunk
-        last = first + chunks_remembered(fades, slot + first, last - first, hv, HV, SPLIT)
+        last = first + significant_prefix(fades, slot + first, last - first, hv, HV, SPLIT)
 
     if first < last:
         at_carry = carry + (tl.cast(n, tl.int64) * HV + hv) * V * K
@@ -85,9 +85,9 @@ def reverse_kernel(
             if K1 > 0:
                 dSb += load_rows(at_begin, vs, kb, in_v, in_kb, K)
         elif not ENDS:
-            dSa += load_across(at_carry, vs, ka, in_v, in_ka, V)
+            dSa += load_column_major(at_carry, vs, ka, in_v, in_ka, V)
             if K1 > 0:
-                dSb += load_across(at_carry, vs, kb, in_v, in_kb, V)
+                dSb += load_column_major(at_carry, vs, kb, in_v, in_kb, V)
         for back in tl.range(0, last - first, num_stages=STAGES):
             c = last - 1 - back
             in_time = i < length - c * C
@@ -109,16 +109,16 @@ def reverse_kernel(
                     store_state(at, dSb, column, kb, in_kb, V, K, True)
 
             if DELTA:
-                T_first = load_inverse(squares, place, i, C, TERMS, 0)
-                T_rest = load_inverse(squares, place, i, C, TERMS, 1) if TERMS == 2 else T_first
+                T_first = load_T(squares, place, i, C, TERMS, 0)
+                T_rest = load_T(squares, place, i, C, TERMS, 1) if TERMS == 2 else T_first
             if DELTA:
-                P = tl.trans(load_reads(squares, dtype, place, i, C, TERMS, 0))
+                P = tl.trans(load_P_T(squares, dtype, place, i, C, TERMS, 0))
                 if TERMS == 2:
-                    P_rest = tl.trans(load_reads(squares, dtype, place, i, C, TERMS, 1))
+                    P_rest = tl.trans(load_P_T(squares, dtype, place, i, C, TERMS, 1))
             # dx = scale P'^T do + (e^(Gend - G) k) dS'
-            dx = dot_terms(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
+            dx = dot_split_lhs(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if K1 > 0:
-                dx = dot_terms(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
+                dx = dot_split_lhs(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
             if DECAY != "none":
                 G, G_before, G_end = cumulative_decays(gates, place, i, C)
                 G_read = G_before if READ_EARLY else G
@@ -136,7 +136,7 @@ def reverse_kernel(
 
             # du = T^T dx
             if DELTA:
-                dx = dot_inverse(dx, T_first, T_rest, dtype, TERMS, PREC)
+                dx = dot_T(dx, T_first, T_rest, dtype, TERMS, PREC)
             if (DELTA or WRITE) and not SHARED and not ENDS:
                 store_transposed(du + (tl.cast(local, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V)
             # dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
@@ -153,7 +153,7 @@ def reverse_kernel(
                 dvalue = dx
                 if WRITE:
                     write = load_gate(gates, place, 2, i, C)
-                    dvalue = dx * (held_off(write, LEAST) if SHARED else write)[None, :]
+                    dvalue = dx * (clamp_away_from_zero(write, LEAST) if SHARED else write)[None, :]
                 store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
             if DELTA:
                 if OWN:
@@ -165,16 +165,16 @@ def reverse_kernel(
                     if K1 > 0:
                         e_b = k_b
                 due = dx * -load_gate(gates, place, 1, i, C)[None, :]
-                dSa = dot_terms(due, e_a, dSa, dtype, TERMS, PREC)
+                dSa = dot_split_lhs(due, e_a, dSa, dtype, TERMS, PREC)
                 if K1 > 0:
-                    dSb = dot_terms(due, e_b, dSb, dtype, TERMS, PREC)
+                    dSb = dot_split_lhs(due, e_b, dSb, dtype, TERMS, PREC)
         if ENDS:
             at_end = ends + tl.cast(nh, tl.int64) * (V + K) * K
             store_rows(at_end, dSa, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 store_rows(at_end, dSb, vs, kb, in_v, in_kb, K)
         elif part == 0:
-            at_carry += hidden_zero(last, 30)
-            store_across(at_carry, dSa, vs, ka, in_v, in_ka, V)
+            at_carry += opaque_zero(last, 30)
+            store_column_major(at_carry, dSa, vs, ka, in_v, in_ka, V)
             if K1 > 0:
-                store_across(at_carry, dSb, vs, kb, in_v, in_kb, V)
+                store_column_major(at_carry, dSb, vs, kb, in_v, in_kb, V)

@@ -10,20 +10,20 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import (
-    chunks_forgotten,
+    chunk_range,
     cumulative_decays,
-    dot_terms,
-    load_across,
+    dot_split_lhs,
+    load_column_major,
     load_gate,
     load_rows,
-    sequence_and_part,
-    store_across,
+    negligible_prefix,
+    sequence_and_split,
+    store_column_major,
     store_rows,
     store_state,
     store_transposed,
-    stretch_of,
 )
-from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, dot_square, load_inverse, load_reads
+from deltazoo.backends.triton.kernels.wy_tiles import dot_split_both, dot_T, load_P_T, load_T
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
@@ -48,7 +48,7 @@ def scan_kernel(
     MODE "ends": the state that each part leaves when it begins from nothing (the first from the initial state) and, in
         further tiles, the map from its beginning to its end: ends [N parts, HV, V + K, K]. "maps": the maps alone.
     TERMS 2: what feeds back into the state is rounded to two numbers instead of one. TILED: v is a descriptor.
-    Segments and places are those of `segment_of`.
+    Segments and places are those of `segment_bounds`.
     """
     OUTPUT: tl.constexpr = MODE == "output"
     REPLAY: tl.constexpr = MODE == "replay"
@@ -58,9 +58,9 @@ def scan_kernel(
     pid = tl.program_id(0)
     hv = pid // TILES % HV
     h = hv // (HV // H)
-    n, part = sequence_and_part(pid // (TILES * HV), parts, TILES * HV)
+    n, part = sequence_and_split(pid // (TILES * HV), parts, TILES * HV)
     nh = (n * parts + part) * HV + hv
-    start, length, slot, begins, first_place, first, last = stretch_of(
+    start, length, slot, begins, first_place, first, last = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
     i = tl.arange(0, C)
@@ -91,7 +91,7 @@ def scan_kernel(
         first = tl.where(first < last, first // EVERY * EVERY, first)
     forgotten = 0
     if ENDS:
-        forgotten = chunks_forgotten(fades, slot + first, last - first, hv, HV, SPLIT)
+        forgotten = negligible_prefix(fades, slot + first, last - first, hv, HV, SPLIT)
         # nobody asks for the map of the first part, nor, going forward, for what the last one leaves
         if (maps & ((part == 0) | (forgotten > 0))) | ((last == chunks) & (MODE == "ends")):
             last = first
@@ -116,9 +116,9 @@ def scan_kernel(
                 Sb += load_rows(at_start, vs, kb, in_v, in_kb, K)
     if STATE and not (OUTPUT and SPLIT > 0):
         from_state = in_v & ((first == 0) if REPLAY else (part == 0) & (forgotten == 0))
-        Sa += load_across(state + at_state, vs, ka, from_state, in_ka, V)
+        Sa += load_column_major(state + at_state, vs, ka, from_state, in_ka, V)
         if K1 > 0:
-            Sb += load_across(state + at_state, vs, kb, from_state, in_kb, V)
+            Sb += load_column_major(state + at_state, vs, kb, from_state, in_kb, V)
     if ENDS:
         if maps:
             Sa = tl.where(vs[:, None] == ka[None, :], 1.0, 0.0)
@@ -152,11 +152,11 @@ def scan_kernel(
                 store_state(at, Sb, column, kb, in_kb, V, K, c >= first_kept)
 
         if DELTA:
-            T_first = tl.trans(load_inverse(squares, place, i, C, TERMS, 0))
-            T_rest = tl.trans(load_inverse(squares, place, i, C, TERMS, 1)) if TERMS == 2 else T_first
+            T_first = tl.trans(load_T(squares, place, i, C, TERMS, 0))
+            T_rest = tl.trans(load_T(squares, place, i, C, TERMS, 1)) if TERMS == 2 else T_first
         if OUTPUT and DELTA:
-            P_T = load_reads(squares, dtype, place, i, C, TERMS, 0)
-            P_rest = load_reads(squares, dtype, place, i, C, TERMS, 1) if TERMS == 2 else P_T
+            P_T = load_P_T(squares, dtype, place, i, C, TERMS, 0)
+            P_rest = load_P_T(squares, dtype, place, i, C, TERMS, 1) if TERMS == 2 else P_T
         # u = w v - c S0^T e,  x = T u
         S_a = Sa.to(dtype)
         if K1 > 0:
@@ -174,7 +174,7 @@ def scan_kernel(
             if TERMS == 2:
                 y = tl.dot((Sa - S_a.to(tl.float32)).to(dtype), tl.trans(e_a), y, input_precision=PREC)
             if K1 > 0:
-                y = dot_terms(Sb, tl.trans(e_b), y, dtype, TERMS, PREC)
+                y = dot_split_lhs(Sb, tl.trans(e_b), y, dtype, TERMS, PREC)
         # v comes after y: its registers would be taken from here on
         if TILED:
             # what the tensor memory accelerator copies goes to its place in a product at once; through a pointer it
@@ -194,7 +194,7 @@ def scan_kernel(
             x *= load_gate(gates, place, 2, i, C)[None, :]
         if DELTA:
             x -= y * load_gate(gates, place, 1, i, C)[None, :]
-            x = dot_inverse(x, T_first, T_rest, dtype, TERMS, PREC)
+            x = dot_T(x, T_first, T_rest, dtype, TERMS, PREC)
 
         if DECAY != "none":
             G, G_before, G_end = cumulative_decays(gates, place, i, C)
@@ -220,7 +220,7 @@ def scan_kernel(
                     P_T *= tl.exp2(tl.where(causal, G_read[None, :] - G[:, None], 0.0))
                 P_T = tl.where(causal, P_T * scale, 0.0).to(dtype)
                 P_rest = P_T
-            out = dot_square(x, P_T, P_rest, out, dtype, TERMS, PREC)
+            out = dot_split_both(x, P_T, P_rest, out, dtype, TERMS, PREC)
             store_transposed(o + value, out, length - c * C, column, HV * V, V)
 
         # S' = e^Gend S0 + (e^(Gend - G) k)^T x
@@ -229,9 +229,9 @@ def scan_kernel(
             Sa *= tl.exp2(G_end)
             if K1 > 0:
                 Sb *= tl.exp2(G_end)
-        Sa = dot_terms(x, k_a, Sa, dtype, TERMS, PREC)
+        Sa = dot_split_lhs(x, k_a, Sa, dtype, TERMS, PREC)
         if K1 > 0:
-            Sb = dot_terms(x, k_b, Sb, dtype, TERMS, PREC)
+            Sb = dot_split_lhs(x, k_b, Sb, dtype, TERMS, PREC)
 
     if ENDS:
         rows = tl.where(maps, vs + V, vs)
@@ -243,6 +243,6 @@ def scan_kernel(
     if OUTPUT:
         if SPLIT > 0:
             in_v = in_v & (part == tl.maximum(chunks - 1, 0) // SPLIT)
-        store_across(final + at_state, Sa, vs, ka, in_v, in_ka, V)
+        store_column_major(final + at_state, Sa, vs, ka, in_v, in_ka, V)
         if K1 > 0:
-            store_across(final + at_state, Sb, vs, kb, in_v, in_kb, V)
+            store_column_major(final + at_state, Sb, vs, kb, in_v, in_kb, V)

@@ -40,7 +40,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before 
 
 
 @gluon.jit
-def sequence_of_place(place, cu, N, segments, unit, C: gl.constexpr):
+def find_sequence(place, cu, N, segments, unit, C: gl.constexpr):
     """As in layout.py."""
     lane = gl.arange(0, 32, LANES)
     low = 0

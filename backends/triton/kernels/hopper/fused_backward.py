@@ -41,7 +41,7 @@ from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     put_kept,
 )
 from deltazoo.backends.triton.kernels.hopper.sweep_traits import BUFFERS, Results, kind_of, registers_to_copy, room_of
-from deltazoo.backends.triton.kernels.layout import first_slot, hidden_zero, sequence_bounds
+from deltazoo.backends.triton.kernels.layout import first_chunk_slot, opaque_zero, sequence_bounds
 
 # of S^T in 16 bits on its way to memory: the four threads of a row have a sector of 32 bytes, as in hopper.OUT
 STATE_OUT = gl.constexpr(
@@ -94,7 +94,7 @@ def copy_segments(
     while end > 0:
         begin = (end - 1) // EVERY * EVERY
         for c in range(begin, end):
-            z = hidden_zero(filled, 20)
+            z = opaque_zero(filled, 20)
             stage = filled % 2
             mbarrier.wait(room.done.index(stage), (filled // 2 & 1) ^ 1)
             row = start + c * 64
@@ -120,7 +120,7 @@ def copy_segments(
             filled += 1
         for back in range(0, end - begin + 1):
             # that of the next chunk, and the state and x of this one
-            z = hidden_zero(filled, 20)
+            z = opaque_zero(filled, 20)
             c = end - 1 - back + z
             if back > 0:
                 if back == 1:
@@ -186,7 +186,7 @@ def load_begin(
     S = gl.load(at + (i * K + j), mask=inside & (begin > 0), other=0.0).to(gl.float32)
     if GIVEN:
         given = state + (n.to(gl.int64) * HV + hv) * K * V
-        i += hidden_zero(anew(begin), 20)
+        i += opaque_zero(anew(begin), 20)
         S += gl.load(given + (j * V + i), mask=inside & (begin == 0), other=0.0)
     return S
 
@@ -292,7 +292,7 @@ def replay_and_walk(
         S = load_begin(state, checkpoints, checkpoint, begin, n, hv, kind, GIVEN, EVERY)
         barrier()  # here, or the compiler has one in every round of the loop, for what was parked; as below
         for c in range(begin, end):
-            S = replay_chunk(S, to, room, hidden_zero(c, 20), stage, phase, kind)
+            S = replay_chunk(S, to, room, opaque_zero(c, 20), stage, phase, kind)
             free(room.done.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1
@@ -301,7 +301,7 @@ def replay_and_walk(
         to_come = end - begin
         barrier()
         while to_come > 0:
-            segments = 1 + hidden_zero(to_come, 23)
+            segments = 1 + opaque_zero(to_come, 23)
             dS, to_come = walk_chunk(
                 dS, v, b, to, scale, room, to_come, stage, phase, odd, segments, slots, slots, kind
             )
@@ -336,7 +336,7 @@ def hopper_backward_kernel(
     hv = pid % HV
     n = pid // HV
     start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_slot(n, cu, T, C, PACKED)
+    slot = first_chunk_slot(n, cu, T, C, PACKED)
     last = gl.cdiv(length, C)
     checkpoint = (slot // EVERY if PACKED else n * ((last - 1) // EVERY)) - 1
     if last > 0:

@@ -24,14 +24,19 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     allocate,
     barrier,
     fetch,
+    find_sequence,
     narrow,
     of_copy,
     of_warps,
     put,
-    sequence_of_place,
     widen,
 )
-from deltazoo.backends.triton.kernels.layout import chunk_of_sequence, held_off, hidden_zero, places_a_sequence
+from deltazoo.backends.triton.kernels.layout import (
+    clamp_away_from_zero,
+    locate_scratch_chunk_in_sequence,
+    opaque_zero,
+    scratch_slots_per_sequence,
+)
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -81,10 +86,12 @@ def hopper_gradients_kernel(
     h = hv // GROUP
     local = pid // NK // HV
     if PACKED:
-        n = sequence_of_place(local, cu, N, segments, gl.where(segments == 1, 0, UNIT), C)
+        n = find_sequence(local, cu, N, segments, gl.where(segments == 1, 0, UNIT), C)
     else:
-        n = local // places_a_sequence(T, segments, C, UNIT)
-    start, length, slot, c, held_here = chunk_of_sequence(local, n, cu, T, segment, segments, C, UNIT, PACKED)
+        n = local // scratch_slots_per_sequence(T, segments, C, UNIT)
+    start, length, slot, c, held_here = locate_scratch_chunk_in_sequence(
+        local, n, cu, T, segment, segments, C, UNIT, PACKED
+    )
     if held_here:
         left = length - c * C
         row = start + c * C
@@ -171,7 +178,7 @@ def hopper_gradients_kernel(
                     0, deps=[inter_q, intra_q, inter_e, intra_e, dk_stored]
                 )
                 barrier()  # all have done with the buffer
-                far = hidden_zero(c, 25 + tv) * 64
+                far = opaque_zero(c, 25 + tv) * 64
                 moved = (do_at + far, du_at + far, x_at + far, S_at + far, dS_at + far)
                 fetch_values(buffers, moved, tv + NB, left, column, K, V, DELTA)
         if DELTA:
@@ -193,7 +200,7 @@ def hopper_gradients_kernel(
             # -1, which the compiler must not know: it changes signs between products then
             one = gl.where(segments > 0, -1.0, 0.0)
             if ERASE and not (SHARED and WRITE):
-                strength = -held_off(erase, LEAST)
+                strength = -clamp_away_from_zero(erase, LEAST)
             else:
                 strength = gl.full([C], one, gl.float32, ROWS)
         FIRST: gl.constexpr = 1 if READ_EARLY else 0

@@ -26,9 +26,9 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     allocate,
     barrier,
     fetch,
+    find_sequence,
     narrow,
     of_copy,
-    sequence_of_place,
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import (
     exp2,
@@ -39,7 +39,7 @@ from deltazoo.backends.triton.kernels.hopper.ptx import (
     own_products,
     sums_up_to,
 )
-from deltazoo.backends.triton.kernels.layout import LOG2E, first_slot, held_above, sequence_bounds
+from deltazoo.backends.triton.kernels.layout import LOG2E, clamp_log2_decay, first_chunk_slot, sequence_bounds
 
 LEFT = gl.constexpr(gl.DotOperandLayout(0, PIECE.value, 2))
 # a gate of the 64 tokens for each warp; the first warp's counts
@@ -89,9 +89,9 @@ def load_gates(
     at = tokens * HV + hv
     ones = gl.where(in_time, 1.0, 0.0)
     if DECAY == "head":
-        own = held_above(gl.load(log_decay + at, mask=in_time, other=0.0) * LOG2E)
+        own = clamp_log2_decay(gl.load(log_decay + at, mask=in_time, other=0.0) * LOG2E)
     elif DECAY == "fixed":
-        own = gl.where(in_time, held_above(gl.load(log_decay + hv) * LOG2E), 0.0)
+        own = gl.where(in_time, clamp_log2_decay(gl.load(log_decay + hv) * LOG2E), 0.0)
     else:
         own = gl.zeros([4, 64], gl.float32, GATE)
     erase = gl.load(b + at, mask=in_time, other=0.0).to(gl.float32) if ERASE else ones
@@ -153,9 +153,9 @@ def hopper_prepare_kernel(
     pid = gl.program_id(0)
     slot = pid // H
     h = pid % H
-    n = sequence_of_place(slot, cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
+    n = find_sequence(slot, cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
     start, length = sequence_bounds(n, cu, T, PACKED)
-    t0 = (slot - first_slot(n, cu, T, C, PACKED)) * C
+    t0 = (slot - first_chunk_slot(n, cu, T, C, PACKED)) * C
     left = length - t0
     if left > 0:
         row = start + t0

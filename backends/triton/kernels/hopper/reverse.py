@@ -26,7 +26,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 from deltazoo.backends.triton.kernels.hopper.scan import begin_reads, copy_chunks, next_buffer, put_reads
 from deltazoo.backends.triton.kernels.hopper.scan_traits import Stand, kind_of, room_of
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_state, put_tile, store_final
-from deltazoo.backends.triton.kernels.layout import held_off, sequence_and_part, stretch_of
+from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from_zero, sequence_and_split
 
 
 class Results(NamedTuple):
@@ -126,7 +126,7 @@ def walk_chunk(
         put_tile(to.du + ((local * 64 * HV + stand.hv) * V + column), tile, HV * V, 64, left_v, False, MASK_V)
     if WRITE:
         write = room.w_s.index(stage).load(COLUMNS)
-        dx *= (held_off(write, least) if SHARED else write)[None, :]
+        dx *= (clamp_away_from_zero(write, least) if SHARED else write)[None, :]
     tile.permute((1, 0)).store(narrow(dx, dtype))
     at = to.dv + (((stand.start + c * 64) * HV + stand.hv) * V + column)
     put_tile(at, tile, HV * V, stand.length - c * 64, left_v, True, MASK_V)
@@ -192,8 +192,8 @@ def hopper_reverse_kernel(
     pid = gl.program_id(0)
     pair = pid % V_TILES
     hv = pid // V_TILES % HV
-    n, part = sequence_and_part(pid // (V_TILES * HV), parts, V_TILES * HV)
-    start, length, slot, begins_at, first_place, first, last = stretch_of(
+    n, part = sequence_and_split(pid // (V_TILES * HV), parts, V_TILES * HV)
+    start, length, slot, begins_at, first_place, first, last = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
     if first < last:

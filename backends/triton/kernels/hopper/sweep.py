@@ -16,7 +16,7 @@ from deltazoo.backends.triton.kernels.hopper.sweep_consumer import walk_chunk
 from deltazoo.backends.triton.kernels.hopper.sweep_producer import copy_chunks
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import STATE, put_kept
 from deltazoo.backends.triton.kernels.hopper.sweep_traits import Results, kind_of, registers_to_copy, room_of
-from deltazoo.backends.triton.kernels.layout import hidden_zero, sequence_and_part, stretch_of
+from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, sequence_and_split
 
 
 @gluon.jit
@@ -48,7 +48,7 @@ def walk_back(
         barrier()
         put_kept(to.kepts + ((slot + first).to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
     if part == 0:
-        gl.store((at_carry + hidden_zero(to_come, 23)) + (j * kind.V + i), dS, mask=inside)
+        gl.store((at_carry + opaque_zero(to_come, 23)) + (j * kind.V + i), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "held", "T", "segment", "segments", "parts"])
@@ -71,8 +71,8 @@ def hopper_walk_kernel(
     TILES: gl.constexpr = (V + 127) // 128
     share = pid % (HV * TILES)
     hv = share // TILES
-    n, part = sequence_and_part(pid // (HV * TILES), parts, HV * TILES)
-    start, length, slot, first_chunk, first_place, first, last = stretch_of(
+    n, part = sequence_and_split(pid // (HV * TILES), parts, HV * TILES)
+    start, length, slot, first_chunk, first_place, first, last = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
     if first < last:

@@ -39,7 +39,7 @@ from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     put_kept,
     put_writes,
 )
-from deltazoo.backends.triton.kernels.layout import held_off, hidden_zero
+from deltazoo.backends.triton.kernels.layout import clamp_away_from_zero, opaque_zero
 
 
 @gluon.jit
@@ -119,7 +119,7 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
         if WRITE:
             write = room.w_s.index(stage).load(TOKENS)
             if SHARED:
-                write = held_off(write, LEAST)
+                write = clamp_away_from_zero(write, LEAST)
         dx, of_reads, _ = warpgroup_mma_wait(1, deps=[dx, of_reads, low])
         if DECAY != "none":
             dx = dx * fade[None, :] + of_reads
@@ -155,7 +155,7 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
             square *= scale
             d_square *= scale
         if WRITE:
-            d_square *= held_off(room.w_s.index(stage).load(PAIR_COLUMNS), LEAST)[None, :]
+            d_square *= clamp_away_from_zero(room.w_s.index(stage).load(PAIR_COLUMNS), LEAST)[None, :]
         seen = i >= j + (1 if READ_EARLY else 0)
         room.P_s.index(stage).store(narrow(gl.where(seen, square, 0.0), dtype))
         room.low_s.index(stage).store(narrow(gl.where(seen, d_square, 0.0), dtype))
@@ -164,7 +164,7 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
         of_reads = warpgroup_mma(do_T, room.P_s.index(stage), of_reads, use_acc=False, is_async=True)
         of_reads, dS, left_doq = warpgroup_mma_wait(0, deps=[of_reads, dS, left_doq])
         if WRITE:
-            write = held_off(room.w_s.index(stage).load(TOKENS), LEAST)
+            write = clamp_away_from_zero(room.w_s.index(stage).load(TOKENS), LEAST)
         if DECAY != "none":
             fade = left_by(room.G_s.index(stage), TOKENS)
         inter_q = warpgroup_mma(room.do_s.index(stage), room.S_s.index(z), inter_q, use_acc=False, is_async=True)
@@ -239,7 +239,7 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
     if DELTA and ERASE and not (SHARED and WRITE):
         t = gl.arange(0, 64, ROWS)
         erase = gl.load(b + number(numbers, ROW_OF_VALUES) + t * HV, mask=t < left, other=0.0).to(gl.float32)
-        strength = -held_off(erase, LEAST)
+        strength = -clamp_away_from_zero(erase, LEAST)
     else:
         # -1, which the compiler must not know: it changes signs between products then
         strength = gl.full([64], gl.where(segments > 0, -1.0, 0.0), gl.float32, ROWS)
@@ -281,7 +281,7 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
         inter_q *= scale
     SUMS_OF_K: gl.constexpr = DECAY != "none" or (WRITE and not DELTA)
     if WRITE and not DELTA:
-        write = held_off(room.w_s.index(stage).load(ROWS), LEAST)
+        write = clamp_away_from_zero(room.w_s.index(stage).load(ROWS), LEAST)
         fade_k = fade_k * write if DECAY != "none" else write
     if SUMS_OF_K:
         dk_stored *= fade_k[:, None]
@@ -349,7 +349,9 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
     if SUMS_OF_K:
         turn_k = of_halves(widen(k_t.load(KEYS)) * dk_tile, OF_KEYS)
         if WRITE and not DELTA:
-            strengths = held_off(room.w_s.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))), LEAST)
+            strengths = clamp_away_from_zero(
+                room.w_s.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))), LEAST
+            )
             put_halves(at_gate + 128, of_gate, turn_k / strengths[:, None], OF_KEYS)
         if DECAY != "none":
             put_halves(at_gate, of_gate, turn - turn_k, OF_KEYS)
@@ -364,9 +366,9 @@ def walk_chunk(dS, v, b, to, scale, room, to_come, stage, phase, odd, segments, 
     """dS^T before a chunk, whose gradients go to memory, and how many chunks are to come.
 
     That is counted by the copying warp group: a number of this one's own would be spilled, and waited for."""
-    dS, intra_q, inter_q = reverse_chunk(dS, to, scale, room, hidden_zero(to_come, 20), stage, phase, odd, slots, kind)
+    dS, intra_q, inter_q = reverse_chunk(dS, to, scale, room, opaque_zero(to_come, 20), stage, phase, odd, slots, kind)
     dS = chunk_gradients(
-        dS, intra_q, inter_q, v, b, to, scale, room, hidden_zero(to_come, 21), stage + hidden_zero(to_come, 22),
+        dS, intra_q, inter_q, v, b, to, scale, room, opaque_zero(to_come, 21), stage + opaque_zero(to_come, 22),
         segments, slots, held, kind,
     )  # fmt: skip
     return dS, number(room.numbers_s.index(stage), TO_COME).to(gl.int32)

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from deltazoo.backends.triton.kernels.hopper.common import fetch, fetch_gates, fetch_square, of_copy, tell
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import LEFT_TOKENS, PLACE, ROW_OF_VALUES, TO_COME
-from deltazoo.backends.triton.kernels.layout import hidden_zero
+from deltazoo.backends.triton.kernels.layout import opaque_zero
 
 FEW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -69,7 +69,7 @@ def copy_chunks(
     tell(room.came.index(0), 1, True)
     tell(room.rest_came.index(0), 0, True)
     for back in range(0, last - first):
-        z = hidden_zero(back, 20)
+        z = opaque_zero(back, 20)
         c = last - 1 - back + z
         row = start + c * 64
         local = (first_place + c - first_chunk).to(gl.int64)
