@@ -63,7 +63,7 @@ def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes, together: bool) -> 
 
 class _Sums:
     """What a chunk's gates need of each tile, of_K tiles of `keys` columns for each of the values that has programs of
-    its own: dgates [tiles, slots, HV, rows, C] and kepts [tiles, slots, HV]."""
+    its own: dgates [tiles, slots, HV, rows, C] and state_products [tiles, slots, HV]."""
 
     def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, config: LaunchConfig) -> None:
         together, K0 = config.together(s.K, s.V), key_tiles(s.K)[0]
@@ -73,7 +73,7 @@ class _Sums:
         self.tiles = tiles = self.of_K * _value_tiles(s, together)
         self.early = kind.erase_early or kind.read_early
         self.dgates = empty(x.q, tiles, s.slots, s.HV, 4 if self.early else 3, s.C)
-        self.kepts = empty(x.q, tiles, s.slots, s.HV)
+        self.state_products = empty(x.q, tiles, s.slots, s.HV)
 
 
 class _Work(NamedTuple):
@@ -226,7 +226,7 @@ def _gradients(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
         kernel,
         (
             x.q, x.k, x.e, x.v, x.b, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs,
-            scratch.du, d.q, d.k, d.e, sums.dgates, sums.kepts, scratch.partial, x.cu_seqlens,
+            scratch.du, d.q, d.k, d.e, sums.dgates, sums.state_products, scratch.partial, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), decay_of(x), kind.delta, own,
@@ -248,8 +248,8 @@ def _walk(work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None) -> On
     go = launcher(
         hopper_walk_kernel,
         (
-            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.squares, carry, scratch.states, scratch.xs, d.q, d.k, d.v,
-            sums.dgates, sums.kepts, scratch.partial, begins, x.cu_seqlens,
+            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.wy_tiles, carry, scratch.states, scratch.xs, d.q, d.k, d.v,
+            sums.dgates, sums.state_products, scratch.partial, begins, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
@@ -272,8 +272,8 @@ def _replay_and_walk(work: _Work) -> None:
     go = launcher(
         hopper_backward_kernel,
         (
-            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.squares, x.state, checkpoints, carry, spare,
-            d.q, d.k, d.v, sums.dgates, sums.kepts, x.cu_seqlens,
+            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.wy_tiles, x.state, checkpoints, carry, spare,
+            d.q, d.k, d.v, sums.dgates, sums.state_products, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
@@ -306,7 +306,7 @@ def _gate_gradients(work: _Work) -> None:
         return
     launch = launcher(
         gate_gradients_kernel,
-        (sums.dgates, sums.kepts, x.v, x.b, of_tokens, d.b, d.w, d.v, x.cu_seqlens),
+        (sums.dgates, sums.state_products, x.v, x.b, of_tokens, d.b, d.w, d.v, x.cu_seqlens),
         (
             s.HV, s.V, s.C, sums.tiles, sums.of_K, *wanted, kind.tied, kind.shares(x), kind.least(x.q.dtype),
             sums.early, s.packed,

@@ -91,7 +91,7 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
         heads = min(power_of_two(s.HV), 16)
         gates = launcher(
             gates_kernel,
-            (out.gates, out.fades, x.log_decay, x.w, x.cu_seqlens),
+            (out.gates, out.decay_bounds, x.log_decay, x.w, x.cu_seqlens),
             (s.HV, s.C, heads, decay_of(x), x.w is not None, s.packed),
         )
         gates(s.slots * cdiv(s.HV, heads), s.N, s.T)
@@ -169,7 +169,7 @@ def join(
     BV = value_tile(64, s.V)
     go = launcher(
         combine_kernel,
-        (prepared.fades, given, begins, ends, cu),
+        (prepared.decay_bounds, given, begins, ends, cu),
         (
             s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, given is not None, s.packed, cut.split, cut.unit, reverse,
             "tf32x3",

@@ -123,7 +123,7 @@ _scan_op = operator(
     compiled_ahead(_scan_impl, _scan_fake),
 )
 _backward_op = operator(
-    f"triton_scan_backward({_SCAN}, Tensor gates, Tensor fades, Tensor squares, Tensor checkpoints, "
+    f"triton_scan_backward({_SCAN}, Tensor gates, Tensor decay_bounds, Tensor wy_tiles, Tensor checkpoints, "
     f"Tensor d_o, Tensor? d_final, {_KIND}) -> Tensor[]",
     _backward_impl,
     compiled_ahead(_backward_impl, _backward_fake),

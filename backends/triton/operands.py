@@ -95,12 +95,12 @@ class Sizes(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What each chunk decides alone: gates [slots, HV, 3, C]; fades [slots, HV]; with an erase, squares
-    [slots, HV, terms, C, C + 8], see kernels/squares.py."""
+    """What each chunk decides alone: gates [slots, HV, 3, C]; decay_bounds [slots, HV]; with an erase, wy_tiles
+    [slots, HV, terms, C, C + 8], see kernels/wy_tiles.py."""
 
     gates: Tensor
-    fades: Tensor
-    squares: Tensor
+    decay_bounds: Tensor
+    wy_tiles: Tensor
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, keep: bool) -> Self:

@@ -140,4 +140,4 @@ def test_what_a_backward_is_given_has_the_shapes_that_were_prepared():
         s = Sizes.of(x, 64)
         found = Prepared.empty(x, ScanKind(delta, False, False, False, False, 1.0), s, keep)
         assert found.gates.shape == (2, 2, 3, 64)
-        assert found.squares.shape == (2 if delta else 0, 2, 1, 64, 72)
+        assert found.wy_tiles.shape == (2 if delta else 0, 2, 1, 64, 72)

@@ -83,7 +83,7 @@ def test_every_kernel_and_spec(monkeypatch, way, name, regime, late):
     conforms(
         TritonBackend(LaunchConfig(every=2, scratch=2**20, **change)), Case(SPECS[name], shape, torch.float16, **how)
     )
-    gates_alone = SPECS[name].transition == "additive"  # for these are no squares to prepare
+    gates_alone = SPECS[name].transition == "additive"  # for these are no wy_tiles to prepare
     assert {*RAN} == {kernel for kernel in wanted if not (gates_alone and kernel == "hopper_prepare_kernel")}
 
 

@@ -21,7 +21,7 @@ def load_map(base, rows, columns, in_rows, in_columns, K: tl.constexpr, TRANSPOS
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def combine_kernel(
-    fades, given, begins, ends, cu, T, segment, segments, parts,
+    decay_bounds, given, begins, ends, cu, T, segment, segments, parts,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr,
     SPLIT: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr,
@@ -67,7 +67,7 @@ def combine_kernel(
             if K1 > 0:
                 Nb = load_rows(end, vs, kb, in_v, in_kb, K)
             count = tl.minimum(SPLIT, inside - part * SPLIT)
-            forgotten = negligible_prefix(fades, slot + part * SPLIT, count, hv, HV, SPLIT)
+            forgotten = negligible_prefix(decay_bounds, slot + part * SPLIT, count, hv, HV, SPLIT)
             # going forward the first part has no map: its end knows what it began with
             if (forgotten == 0) & ((step > 0) | REVERSE):
                 M = end + V * K

@@ -67,25 +67,25 @@ def sum_stacked_rows(stacked, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])
 def gradients_kernel(
-    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, partial, cu, N,
+    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, cu, N,
     slots, held, scale, T, segment, segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
-    SHARED: tl.constexpr, LEAST: tl.constexpr, UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr, UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head, K tile), looping over V tiles.
 
     Reads (q, do) and erases (e, du) are stacked, so that one product serves both; eight rows of one alternate with
     eight of the other, and the tokens i of a tile [C, ..] come in an order that leaves all three rows of a token in one
     thread. One matrix, dP over dA, makes dq, de and dk, so that what cancels in d log_decay cancels exactly. b is held
-    away from 0 in dA, for db is divided by it. SHARED: du is dv, which has w in it (w is b, or none). The scratch
+    away from 0 in dA, for db is divided by it. DU_IS_DV: du is dv, which has w in it (w is b, or none). The scratch
     (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
 
     dq, dk, de [B, T, H, K], or with grouped heads partial [3, held, C, HV, K], for sum_groups_kernel;
-    dgates [K tiles, slots, HV, 3 or 4, C] = turn, read (e . de), write (v . du, or SHARED dv . x, whole in each K
-    tile), early (where something is), and kepts [K tiles, slots, HV] = <dS', S'> go to gate_gradients_kernel.
+    dgates [K tiles, slots, HV, 3 or 4, C] = turn, read (e . de), write (v . du, or DU_IS_DV dv . x, whole in each K
+    tile), early (where something is), and state_products [K tiles, slots, HV] = <dS', S'> go to gate_gradients_kernel.
     """
     EARLY: tl.constexpr = ERASE_EARLY or READ_EARLY
     ROWS: tl.constexpr = 4 if EARLY else 3
@@ -119,7 +119,7 @@ def gradients_kernel(
         scratch = tl.cast(local, tl.int64) * HV + hv
         value = (row * HV + hv) * V
         local_value = (tl.cast(local, tl.int64) * C * HV + hv) * V
-        du_value = value if SHARED else local_value
+        du_value = value if DU_IS_DV else local_value
         inter = tl.zeros([R, BK], tl.float32)  # do S^T over du S^T
         intra = tl.zeros([R, C], tl.float32)  # do x^T over du x^T
         dk_stored = tl.zeros([C, BK], tl.float32)
@@ -162,14 +162,14 @@ def gradients_kernel(
             write = tl.load(gates + (place * 3 + 2) * C + i)
             intra *= write[None, :]
             dk_stored *= write[:, None]
-        if SHARED and WRITE:
+        if DU_IS_DV and WRITE:
             of_write = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 1)
             tl.store(at_gate + 2 * C + t, of_write, mask=erases)
         # -1, which the compiler must not know: it changes signs between products then, which wait for one another
         strength = tl.where(erases, tl.where(segments > 0, -1.0, 0.0), scale)
-        if DELTA and ERASE and not (SHARED and WRITE):
+        if DELTA and ERASE and not (DU_IS_DV and WRITE):
             erase = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
-            strength = tl.where(erases, -clamp_away_from_zero(erase, LEAST), scale)
+            strength = tl.where(erases, -clamp_away_from_zero(erase, MIN_BETA), scale)
         if DECAY != "none":
             G, _, G_end = cumulative_decays(gates, place, i, C, LOOP=False)
             of_token = gates + place * 3 * C + tl.arange(0, C)
@@ -204,7 +204,7 @@ def gradients_kernel(
             turn_k, stored = tl.reduce((wide_k * dk_tile, wide_k * dk_stored), 1, add_each)
             tl.store(at_gate + i, turn - (turn_k + stored))
             kept_here = tl.sum(kept, 0) * tl.exp2(G_end) + tl.sum(stored, 0)
-            tl.store(kepts + tl.cast(tile, tl.int64) * slots * HV + place, kept_here)
+            tl.store(state_products + tl.cast(tile, tl.int64) * slots * HV + place, kept_here)
         dk_tile += dk_stored
         if GROUP > 1:
             out = (tl.cast(local, tl.int64) * C * HV + hv) * K
@@ -224,7 +224,7 @@ def gradients_kernel(
             dq_tile = dqe
         store_mma_rows(dq_at, dq_tile, row_i, ks, in_row_i, in_k, STRIDE)
         store_mma_rows(dk_at, dk_tile, row_i, ks, in_row_i, in_k, STRIDE)
-        if WRITE and not SHARED:
+        if WRITE and not DU_IS_DV:
             # each K tile takes a share of the values
             BW: tl.constexpr = BK if BK * NK >= V else BV
             dwrite = tl.zeros([C], tl.float32)
@@ -266,15 +266,15 @@ def sum_groups_kernel(
 
 @triton.jit(do_not_specialize=["N", "slots", "T"])
 def gate_gradients_kernel(
-    dgates, kepts, v, b, dlog_decay, db, dw, dv, cu, N, slots, T,
+    dgates, state_products, v, b, dlog_decay, db, dw, dv, cu, N, slots, T,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, OF_K: tl.constexpr, DECAY: tl.constexpr,
-    ERASE: tl.constexpr, WRITE: tl.constexpr, TIED: tl.constexpr, SHARED: tl.constexpr, LEAST: tl.constexpr,
+    ERASE: tl.constexpr, WRITE: tl.constexpr, TIED: tl.constexpr, DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr,
     EARLY: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program a (slot, value head): d log_decay, db and dw of a chunk from the sums of all TILES, which are OF_K
     tiles of the keys for each tile of the values that had a program.
 
-    Where w is b (TIED), db has both: x_i = b_i z_i, so that the two make du . z, which is dv . x / b^2 (SHARED). Where
+    Where w is b (TIED), db has both: x_i = b_i z_i, so that the two make du . z, which is dv . x / b^2 (DU_IS_DV). Where
     b is too near to 0 to tell z, it is what the two are, e . de and v . dv, divided by the b that dv has.
     What a token turned counts for the tokens up to it, what the chunk kept of the state for all; an early read or erase
     for the tokens before it.
@@ -298,12 +298,12 @@ def gate_gradients_kernel(
             row = dgates + part * ROWS * C + i
             if DECAY:
                 turn += tl.load(row)
-                kept += tl.load(kepts + part)
+                kept += tl.load(state_products + part)
                 if EARLY:
                     early += tl.load(row + 3 * C)
             if ERASE:
                 read += tl.load(row + C)
-            if WRITE or (TIED and (tile % OF_K == 0 or not SHARED)):
+            if WRITE or (TIED and (tile % OF_K == 0 or not DU_IS_DV)):
                 write += tl.load(row + 2 * C)
         if WRITE:
             tl.store(dw + at, write, mask=in_time)
@@ -314,10 +314,10 @@ def gate_gradients_kernel(
             tl.store(dlog_decay + at, total, mask=in_time)
         if ERASE:
             strength = tl.load(b + at, mask=in_time, other=1.0).to(tl.float32)
-            held = clamp_away_from_zero(strength, LEAST)
-            if TIED and SHARED:
+            held = clamp_away_from_zero(strength, MIN_BETA)
+            if TIED and DU_IS_DV:
                 read_and_write = write / held
-                if tl.min(tl.abs(strength), 0) < LEAST:
+                if tl.min(tl.abs(strength), 0) < MIN_BETA:
                     values = tl.zeros([C], tl.float32)
                     for column in range(V):
                         v_i = tl.load(v + at * V + column, mask=in_time, other=0.0).to(tl.float32)

@@ -277,27 +277,27 @@ def cumulative_decays(gates, place, i, C: tl.constexpr, LOOP: tl.constexpr = Tru
 
 
 @triton.jit
-def clamp_away_from_zero(b, LEAST: tl.constexpr):
+def clamp_away_from_zero(b, MIN_BETA: tl.constexpr):
     """b held away from 0, by so little that it counts for nothing, so that what it was multiplied with can be told."""
-    return tl.where(b < 0.0, tl.minimum(b, -LEAST), tl.maximum(b, LEAST))
+    return tl.where(b < 0.0, tl.minimum(b, -MIN_BETA), tl.maximum(b, MIN_BETA))
 
 
 @triton.jit
-def negligible_prefix(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
+def negligible_prefix(decay_bounds, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
     """How many of `count` chunks from `slot` on, counted from the first, leave less than 2^-40 of a state by the end.
 
-    fades [slots, HV] bounds the log2 of what a chunk keeps of any state; a bound that is no number forgets nothing.
+    decay_bounds [slots, HV] bounds the log2 of what a chunk keeps of any state; a bound that is no number forgets nothing.
     """
     c = tl.arange(0, MOST)
-    fade = tl.load(fades + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
+    fade = tl.load(decay_bounds + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
     left = tl.sum(fade, 0) - tl.cumsum(fade, 0) + fade
     return tl.min(tl.where((left < -40.0) & (c < count), MOST, c), 0)
 
 
 @triton.jit
-def significant_prefix(fades, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
+def significant_prefix(decay_bounds, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
     """How many of `count` chunks from `slot` on matter before them: the rest has faded below 2^-40 there."""
     c = tl.arange(0, MOST)
-    fade = tl.load(fades + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
+    fade = tl.load(decay_bounds + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
     left = tl.cumsum(fade, 0) - fade
     return tl.max(tl.where((left < -40.0) | (c >= count), 0, c + 1), 0)

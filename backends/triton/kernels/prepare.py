@@ -89,17 +89,17 @@ def dot_key_tiles(x_a, y_a, x_b, y_b, K1: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def prepare_kernel(
-    q, k, e, log_decay, b, w, gates, fades, squares, cu, N, T, scale,
+    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     DECAY: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-    TERMS: tl.constexpr, PARTS: tl.constexpr,
+    TERMS: tl.constexpr, BOUND_DECAYS: tl.constexpr,
 ):  # fmt: skip
     """One program a (slot, key head).
 
-    gates [slots, HV, 3, C] = G, b e^G', w; fades [slots, HV] bounds the log2 of what the chunk keeps of a state,
-    closely with PARTS; squares [slots, HV, TERMS, C, C + 8] = T and P^T, as squares.py lays them.
+    gates [slots, HV, 3, C] = G, b e^G', w; decay_bounds [slots, HV] bounds the log2 of what the chunk keeps of a state,
+    closely with BOUND_DECAYS; wy_tiles [slots, HV, TERMS, C, C + 8] = T and P^T, as wy_tiles.py lays them.
     """
     pid = tl.program_id(0)
     slot = pid // H
@@ -154,11 +154,11 @@ def prepare_kernel(
             tl.store(gates + (out * 3 + 2) * C + i, write)
             # one step keeps at most max(1, |1 - b k.k|) of a state; with a key of its own nothing bounds it
             fade = 0.0
-            if PARTS and not (OWN or ERASE_EARLY):
+            if BOUND_DECAYS and not (OWN or ERASE_EARLY):
                 square = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
                 kept = tl.maximum(tl.abs(1 - erase * square), 1.0, propagate_nan=tl.PropagateNan.ALL)
                 fade = tl.sum(own_decay, 0) + tl.sum(tl.log2(kept), 0)
-            tl.store(fades + out, fade)
+            tl.store(decay_bounds + out, fade)
             D = tl.exp2(tl.where(below, G_erase[:, None] - G[None, :], 0.0))
             L = tl.where(below, erase[:, None] * A * D, 0.0)
             if GROUP > 1:
@@ -173,16 +173,16 @@ def prepare_kernel(
             P_T = dot_key_tiles(k_a, q_a, k_b, q_b, K1, PREC)
             P_T *= tl.exp2(tl.where(seen, G_read[None, :] - G[:, None], 0.0)) * scale
             P_T = tl.where(seen, P_T, 0.0)
-            store_wy_tiles(squares, T_inverse, T_blocks, P_T, q.dtype.element_ty, out, i, C, TERMS)
+            store_wy_tiles(wy_tiles, T_inverse, T_blocks, P_T, q.dtype.element_ty, out, i, C, TERMS)
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def gates_kernel(
-    gates, fades, log_decay, w, cu, N, T,
+    gates, decay_bounds, log_decay, w, cu, N, T,
     HV: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, WRITE: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (slot, HEADS value heads): all that an additive update prepares, G and w in gates, and fades."""
+    """One program a (slot, HEADS value heads): all that an additive update prepares, G and w in gates, and decay_bounds."""
     TILES: tl.constexpr = (HV + HEADS - 1) // HEADS
     slot = tl.program_id(0) // TILES
     hv = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
@@ -201,6 +201,6 @@ def gates_kernel(
             own += clamp_log2_decay(tl.load(log_decay + hv, mask=in_heads, other=0.0) * LOG2E)[:, None]
             own = tl.where(in_time[None, :], own, 0.0)
         tl.store(to, tl.cumsum(own.to(tl.float64), 1).to(tl.float32), mask=in_heads[:, None])
-        tl.store(fades + place, tl.sum(own, 1), mask=in_heads)
+        tl.store(decay_bounds + place, tl.sum(own, 1), mask=in_heads)
         if WRITE:
             tl.store(to + 2 * C, load_rows(w, hv, at * HV, in_heads, in_time, 1).to(tl.float32), mask=in_heads[:, None])

@@ -31,19 +31,19 @@ from deltazoo.backends.triton.kernels.wy_tiles import dot_T, load_P_T, load_T
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def reverse_kernel(
-    q, k, e, do, gates, fades, squares, carry, dstates, du, dv, begins, ends, cu, scale, T,
+    q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, begins, ends, cu, scale, T,
     segment, segments, parts,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
-    PACKED: tl.constexpr, SHARED: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
-    LEAST: tl.constexpr, ENDS: tl.constexpr,
+    PACKED: tl.constexpr, DU_IS_DV: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    MIN_BETA: tl.constexpr, ENDS: tl.constexpr,
     TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile) walks back through one segment; dS^T [BV, K] in registers.
 
-    carry [N, HV, K, V] float32 takes dS from segment to segment; keeps dS'^T of each chunk in
-    dstates [place, HV, V, K] and, with an erase or a write, du [place, C, HV, V], or SHARED, where w du tells it, none;
+    dstate [N, HV, K, V] float32 takes dS from segment to segment; keeps dS'^T of each chunk in
+    dstates [place, HV, V, K] and, with an erase or a write, du [place, C, HV, V], or DU_IS_DV, where w du tells it, none;
     writes dv. With SPLIT > 0 a program is a part of SPLIT chunks, and begins from begins [N parts, HV, V, K]. ENDS,
     before that: what each part but the first hands on when it begins from nothing, into ends [N parts, HV, V + K, K].
     Segments and places are those of `segment_bounds`.
@@ -72,10 +72,10 @@ def reverse_kernel(
         if part == 0:
             last = first
         # what comes later in the part has faded before its first chunk
-        last = first + significant_prefix(fades, slot + first, last - first, hv, HV, SPLIT)
+        last = first + significant_prefix(decay_bounds, slot + first, last - first, hv, HV, SPLIT)
 
     if first < last:
-        at_carry = carry + (tl.cast(n, tl.int64) * HV + hv) * V * K
+        at_carry = dstate + (tl.cast(n, tl.int64) * HV + hv) * V * K
         dSa = tl.zeros([BV, K0], tl.float32)
         if K1 > 0:
             dSb = tl.zeros([BV, K1], tl.float32)
@@ -109,12 +109,12 @@ def reverse_kernel(
                     store_state(at, dSb, column, kb, in_kb, V, K, True)
 
             if DELTA:
-                T_first = load_T(squares, place, i, C, TERMS, 0)
-                T_rest = load_T(squares, place, i, C, TERMS, 1) if TERMS == 2 else T_first
+                T_first = load_T(wy_tiles, place, i, C, TERMS, 0)
+                T_rest = load_T(wy_tiles, place, i, C, TERMS, 1) if TERMS == 2 else T_first
             if DELTA:
-                P = tl.trans(load_P_T(squares, dtype, place, i, C, TERMS, 0))
+                P = tl.trans(load_P_T(wy_tiles, dtype, place, i, C, TERMS, 0))
                 if TERMS == 2:
-                    P_rest = tl.trans(load_P_T(squares, dtype, place, i, C, TERMS, 1))
+                    P_rest = tl.trans(load_P_T(wy_tiles, dtype, place, i, C, TERMS, 1))
             # dx = scale P'^T do + (e^(Gend - G) k) dS'
             dx = dot_split_lhs(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if K1 > 0:
@@ -137,7 +137,7 @@ def reverse_kernel(
             # du = T^T dx
             if DELTA:
                 dx = dot_T(dx, T_first, T_rest, dtype, TERMS, PREC)
-            if (DELTA or WRITE) and not SHARED and not ENDS:
+            if (DELTA or WRITE) and not DU_IS_DV and not ENDS:
                 store_transposed(du + (tl.cast(local, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V)
             # dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
             doq = do_T.to(tl.float32) * scale
@@ -153,7 +153,7 @@ def reverse_kernel(
                 dvalue = dx
                 if WRITE:
                     write = load_gate(gates, place, 2, i, C)
-                    dvalue = dx * (clamp_away_from_zero(write, LEAST) if SHARED else write)[None, :]
+                    dvalue = dx * (clamp_away_from_zero(write, MIN_BETA) if DU_IS_DV else write)[None, :]
                 store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
             if DELTA:
                 if OWN:

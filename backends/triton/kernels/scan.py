@@ -28,18 +28,18 @@ from deltazoo.backends.triton.kernels.wy_tiles import dot_split_both, dot_T, loa
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def scan_kernel(
-    q, k, e, v, gates, fades, squares, state, o, final, checkpoints, states, xs, starts, ends, cu,
+    q, k, e, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, xs, starts, ends, cu,
     scale, T, segment, segments, parts,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
-    READ_EARLY: tl.constexpr, PACKED: tl.constexpr, EVERY: tl.constexpr, UNIT: tl.constexpr,
+    READ_EARLY: tl.constexpr, PACKED: tl.constexpr, CHECKPOINT_EVERY: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, V tile); S^T [BV, K] stays in registers, as tiles of K0 and K1 keys.
 
-    MODE "output": o and the final state; checkpoints [place, HV, V, K] keeps S^T every EVERY chunks (0: never), but not
+    MODE "output": o and the final state; checkpoints [place, HV, V, K] keeps S^T every CHECKPOINT_EVERY chunks (0: never), but not
         the initial state. With SPLIT > 0 a program is a part of SPLIT chunks, and
         begins from starts [N parts, HV, V, K].
     MODE "replay": a program is a part of SPLIT chunks of a segment; it walks from the checkpoint at or before the part,
@@ -88,10 +88,10 @@ def scan_kernel(
     chunks = tl.cdiv(length, C)
     if REPLAY:
         first_kept = first
-        first = tl.where(first < last, first // EVERY * EVERY, first)
+        first = tl.where(first < last, first // CHECKPOINT_EVERY * CHECKPOINT_EVERY, first)
     forgotten = 0
     if ENDS:
-        forgotten = negligible_prefix(fades, slot + first, last - first, hv, HV, SPLIT)
+        forgotten = negligible_prefix(decay_bounds, slot + first, last - first, hv, HV, SPLIT)
         # nobody asks for the map of the first part, nor, going forward, for what the last one leaves
         if (maps & ((part == 0) | (forgotten > 0))) | ((last == chunks) & (MODE == "ends")):
             last = first
@@ -99,12 +99,12 @@ def scan_kernel(
     Sa = tl.zeros([BV, K0], tl.float32)
     if K1 > 0:
         Sb = tl.zeros([BV, K1], tl.float32)
-    if EVERY > 0:
+    if CHECKPOINT_EVERY > 0:
         # of the first one, before any chunk: the state there is an operand, and is not kept
-        checkpoint = (slot // EVERY if PACKED else n * ((chunks - 1) // EVERY)) - 1
+        checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
     if REPLAY:
         if (first > 0) & (first < last):
-            begin_at = checkpoints + (tl.cast(checkpoint + first // EVERY, tl.int64) * HV + hv) * V * K
+            begin_at = checkpoints + (tl.cast(checkpoint + first // CHECKPOINT_EVERY, tl.int64) * HV + hv) * V * K
             Sa += load_rows(begin_at, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 Sb += load_rows(begin_at, vs, kb, in_v, in_kb, K)
@@ -138,9 +138,9 @@ def scan_kernel(
             q_a = load_rows(q + key, i, ka, in_time, in_ka, H * K)
             if K1 > 0:
                 q_b = load_rows(q + key, i, kb, in_time, in_kb, H * K)
-        if OUTPUT and EVERY > 0:
-            if (c > 0) & (c % EVERY == 0):
-                at = checkpoints + (tl.cast(checkpoint + c // EVERY, tl.int64) * HV + hv) * V * K
+        if OUTPUT and CHECKPOINT_EVERY > 0:
+            if (c > 0) & (c % CHECKPOINT_EVERY == 0):
+                at = checkpoints + (tl.cast(checkpoint + c // CHECKPOINT_EVERY, tl.int64) * HV + hv) * V * K
                 store_state(at, Sa, column, ka, in_ka, V, K, True)
                 if K1 > 0:
                     store_state(at, Sb, column, kb, in_kb, V, K, True)
@@ -152,11 +152,11 @@ def scan_kernel(
                 store_state(at, Sb, column, kb, in_kb, V, K, c >= first_kept)
 
         if DELTA:
-            T_first = tl.trans(load_T(squares, place, i, C, TERMS, 0))
-            T_rest = tl.trans(load_T(squares, place, i, C, TERMS, 1)) if TERMS == 2 else T_first
+            T_first = tl.trans(load_T(wy_tiles, place, i, C, TERMS, 0))
+            T_rest = tl.trans(load_T(wy_tiles, place, i, C, TERMS, 1)) if TERMS == 2 else T_first
         if OUTPUT and DELTA:
-            P_T = load_P_T(squares, dtype, place, i, C, TERMS, 0)
-            P_rest = load_P_T(squares, dtype, place, i, C, TERMS, 1) if TERMS == 2 else P_T
+            P_T = load_P_T(wy_tiles, dtype, place, i, C, TERMS, 0)
+            P_rest = load_P_T(wy_tiles, dtype, place, i, C, TERMS, 1) if TERMS == 2 else P_T
         # u = w v - c S0^T e,  x = T u
         S_a = Sa.to(dtype)
         if K1 > 0:

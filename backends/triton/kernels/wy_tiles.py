@@ -1,10 +1,10 @@
 """A chunk's two triangular matrices in one square: T = (I + A)^-1 below the diagonal, P^T on and above it.
 
-squares [slots, HV, TERMS, C, C + 8] holds them as sums of TERMS numbers (prepare.py says what T and P are), cut along
+wy_tiles [slots, HV, TERMS, C, C + 8] holds them as sums of TERMS numbers (prepare.py says what T and P are), cut along
 the blocks of 8 on the diagonal: those of P^T lie in the square, those of T in the last 8 columns. So 8 numbers side by
 side, a copy of 16 bytes, never belong to both, and a product takes either matrix as it is copied, without a mask.
 
-The dtype of squares is T's, and P^T has that of the operands. With near-parallel keys T takes differences of
+The dtype of wy_tiles is T's, and P^T has that of the operands. With near-parallel keys T takes differences of
 neighbours, and what it loses in rounding counts against a small result: for a backward with bfloat16 operands T lies
 there as float16, with 11 bits instead of 8.
 """

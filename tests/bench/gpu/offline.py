@@ -31,11 +31,11 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 PTXAS = Path(triton.__path__[0]) / "backends/nvidia/bin/ptxas"
 POINTERS = {"bf16": "*bf16:16", "fp16": "*fp16:16", "fp32": "*fp32:16"}
 OPERANDS = (
-    "q", "k", "v", "do", "squares", "o", "checkpoints", "spare", "states", "xs", "dstates", "dv", "du", "dq", "dk",
+    "q", "k", "v", "do", "wy_tiles", "o", "checkpoints", "spare", "states", "xs", "dstates", "dv", "du", "dq", "dk",
     "partial",
 )  # fmt: skip
 IN_FLOAT32 = (
-    "gates", "fades", "dgates", "kepts", "dw", "dlog_decay", "final", "starts", "ends", "begins", "carry", "sums", "db",
+    "gates", "decay_bounds", "dgates", "state_products", "dw", "dlog_decay", "final", "starts", "ends", "begins", "dstate", "sums", "db",
     "state",
 )  # fmt: skip
 NUMBERS = ("T", "segment", "segments", "parts", "N", "slots", "held")
@@ -94,15 +94,15 @@ def go(
     constants = {
         "H": 16, "HV": 16, "K": 128, "V": 128, "C": 64, "K0": 128, "K1": 0, "BV": 128, "BK": 128, "DECAY": decay,
         "DELTA": delta, "OWN": own, "ERASE": strengths and delta, "WRITE": strengths, "ERASE_EARLY": False,
-        "READ_EARLY": False, "PACKED": packed, "LEAST": 2.0**-24, "SHARED": delta and dtype != "fp16" and terms == 1,
-        "EVERY": 16, "UNIT": 16, "SPLIT": 0, "ENDS": False, "TERMS": 1, "PREC": "tf32", "STAGES": stages,
-        "MODE": "replay", "STATE": False, "TILED": True, "PARTS": False,
+        "READ_EARLY": False, "PACKED": packed, "MIN_BETA": 2.0**-24, "DU_IS_DV": delta and dtype != "fp16" and terms == 1,
+        "CHECKPOINT_EVERY": 16, "UNIT": 16, "SPLIT": 0, "ENDS": False, "TERMS": 1, "PREC": "tf32", "STAGES": stages,
+        "MODE": "replay", "STATE": False, "TILED": True, "BOUND_DECAYS": False,
     } | asked  # fmt: skip
     of_operands, of_float32, of_int32 = POINTERS[dtype], POINTERS["fp32"], "*i32:16"
     types_ = dict.fromkeys(OPERANDS, of_operands) | dict.fromkeys(IN_FLOAT32, of_float32)
     types_ |= dict.fromkeys(NUMBERS, "i32") | {"scale": "fp32"}
     if half and dtype == "bf16" and terms == 1:
-        types_["squares"] = POINTERS["fp16"]
+        types_["wy_tiles"] = POINTERS["fp16"]
     if decay != "none":
         types_["log_decay"] = of_float32
     if strengths:

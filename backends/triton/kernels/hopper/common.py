@@ -151,7 +151,7 @@ def put(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.conste
 
 @gluon.jit
 def fetch_square(tile, base, FIRST: gl.constexpr, zero=0):
-    """Copy a matrix of squares.py to shared memory: T if FIRST, else P^T; zeros where the other lies."""
+    """Copy a matrix of wy_tiles.py to shared memory: T if FIRST, else P^T; zeros where the other lies."""
     r, t, j = places_of_copy(64, 64)
     j += zero * 64
     block = j // 8 - (r * 2 + t // 8)

@@ -75,8 +75,8 @@ def apart(there, here):
 
 @gluon.jit
 def copy_segments(
-    q, k, v, do, gates, squares, to, spare, room, replayed, start, length, slot, last, n, hv, kind: gl.constexpr,
-    EVERY: gl.constexpr,
+    q, k, v, do, gates, wy_tiles, to, spare, room, replayed, start, length, slot, last, n, hv, kind: gl.constexpr,
+    CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
     """The copying warp group: of each segment what the replay takes, chunk after chunk, then what the walk takes."""
     H: gl.constexpr = kind.H
@@ -92,7 +92,7 @@ def copy_segments(
     gone = 0  # chunks that were walked
     end = last
     while end > 0:
-        begin = (end - 1) // EVERY * EVERY
+        begin = (end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
         for c in range(begin, end):
             z = opaque_zero(filled, 20)
             stage = filled % 2
@@ -113,7 +113,7 @@ def copy_segments(
             v_at = of_copy(v + (row * HV + hv) * V, HV * V, 64, 128, z)
             fetch(room.do_s.index(stage), v_at, 0, left, V, True, V % 128 != 0)
             if DELTA:
-                fetch_square(room.T_s.index(stage), squares + place * (64 * 72), True, z)
+                fetch_square(room.T_s.index(stage), wy_tiles + place * (64 * 72), True, z)
             async_copy.commit_group()
             tell(room.came.index(stage), 1, True)
             tell(room.rest_came.index(stage), 0, True)
@@ -141,7 +141,7 @@ def copy_segments(
                 stage = filled % 2
                 mbarrier.wait(room.done.index(stage), (filled // 2 & 1) ^ 1)
                 fetch_first(
-                    q, k, do, gates, squares, room, stage, z, start + c * 64, length - c * 64,
+                    q, k, do, gates, wy_tiles, room, stage, z, start + c * 64, length - c * 64,
                     (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64), c - begin, (c == last - 1).to(gl.int32),
                     h, hv, hv, kind,
                 )  # fmt: skip
@@ -173,7 +173,15 @@ def anew(number):
 
 @gluon.jit
 def load_begin(
-    state, checkpoints, checkpoint, begin, n, hv, kind: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr
+    state,
+    checkpoints,
+    checkpoint,
+    begin,
+    n,
+    hv,
+    kind: gl.constexpr,
+    GIVEN: gl.constexpr,
+    CHECKPOINT_EVERY: gl.constexpr,
 ):
     """S^T [128 values, 128 keys] before a segment's first chunk: a checkpoint, or the initial state."""
     HV: gl.constexpr = kind.HV
@@ -182,7 +190,7 @@ def load_begin(
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
     inside = (i < V) & (j < K)
-    at = checkpoints + ((checkpoint + begin // EVERY).to(gl.int64) * HV + hv) * V * K
+    at = checkpoints + ((checkpoint + begin // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
     S = gl.load(at + (i * K + j), mask=inside & (begin > 0), other=0.0).to(gl.float32)
     if GIVEN:
         given = state + (n.to(gl.int64) * HV + hv) * K * V
@@ -272,11 +280,11 @@ def hand_over(replayed):
 
 @gluon.jit
 def replay_and_walk(
-    v, b, to, state, checkpoints, carry, scale, room, replayed, slots, slot, last, checkpoint, n, hv,
-    kind: gl.constexpr, GIVEN: gl.constexpr, EVERY: gl.constexpr,
+    v, b, to, state, checkpoints, dstate, scale, room, replayed, slots, slot, last, checkpoint, n, hv,
+    kind: gl.constexpr, GIVEN: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
     """The two warp groups that compute."""
-    at_carry = carry + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
+    at_carry = dstate + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
     inside = (i < kind.V) & (j < kind.K)
@@ -287,9 +295,9 @@ def replay_and_walk(
     odd = 0  # chunks that were walked
     end = last
     while end > 0:
-        begin = (end - 1) // EVERY * EVERY
+        begin = (end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
         park(dS, room.S_s.index(0), room.dS_s.index(0))
-        S = load_begin(state, checkpoints, checkpoint, begin, n, hv, kind, GIVEN, EVERY)
+        S = load_begin(state, checkpoints, checkpoint, begin, n, hv, kind, GIVEN, CHECKPOINT_EVERY)
         barrier()  # here, or the compiler has one in every round of the loop, for what was parked; as below
         for c in range(begin, end):
             S = replay_chunk(S, to, room, opaque_zero(c, 20), stage, phase, kind)
@@ -312,18 +320,18 @@ def replay_and_walk(
         end = begin
     if kind.DECAY != "none":
         barrier()
-        put_kept(to.kepts + (slot.to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
+        put_kept(to.state_products + (slot.to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
     gl.store(at_carry + (j * kind.V + i), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "T"])
 def hopper_backward_kernel(
-    q, k, v, b, do, gates, squares, state, checkpoints, carry, spare, dq, dk, dv, dgates, kepts, cu,
+    q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_products, cu,
     slots, scale, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
-    GIVEN: gl.constexpr, EVERY: gl.constexpr, LEAST: gl.constexpr,
+    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
+    GIVEN: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, MIN_BETA: gl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, head). spare [N, 128, H, K] is scratch.
 
@@ -338,29 +346,29 @@ def hopper_backward_kernel(
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_chunk_slot(n, cu, T, C, PACKED)
     last = gl.cdiv(length, C)
-    checkpoint = (slot // EVERY if PACKED else n * ((last - 1) // EVERY)) - 1
+    checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((last - 1) // CHECKPOINT_EVERY)) - 1
     if last > 0:
         kind: gl.constexpr = kind_of(
-            H, HV, K, V, HV, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype
+            H, HV, K, V, HV, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
         )
-        to = Results(dq, dk, dv, dgates, kepts, dk)
+        to = Results(dq, dk, dv, dgates, state_products, dk)
         # done: of each buffer, for two fills may be done with before one is waited for
-        room = room_of(kind, squares.dtype.element_ty if DELTA else dtype, BUFFERS)
+        room = room_of(kind, wy_tiles.dtype.element_ty if DELTA else dtype, BUFFERS)
         replayed = barriers(1, 1).index(0)
         gl.warp_specialize(
             [
                 (
                     replay_and_walk,
                     (
-                        v, b, to, state, checkpoints, carry, scale, room, replayed,
-                        slots, slot, last, checkpoint, n, hv, kind, GIVEN, EVERY,
+                        v, b, to, state, checkpoints, dstate, scale, room, replayed,
+                        slots, slot, last, checkpoint, n, hv, kind, GIVEN, CHECKPOINT_EVERY,
                     ),
                 ),
                 (
                     copy_segments,
                     (
-                        q, k, v, do, gates, squares, to, spare, room, replayed,
-                        start, length, slot, last, n, hv, kind, EVERY,
+                        q, k, v, do, gates, wy_tiles, to, spare, room, replayed,
+                        start, length, slot, last, n, hv, kind, CHECKPOINT_EVERY,
                     ),
                 ),
             ],

@@ -62,13 +62,13 @@ def fetch_values(
 
 @gluon.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])
 def hopper_gradients_kernel(
-    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, kepts, partial, cu, N,
+    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, cu, N,
     slots, held, scale, T, segment, segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     BK: gl.constexpr, BV: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
-    SHARED: gl.constexpr, LEAST: gl.constexpr, UNIT: gl.constexpr, PREC: gl.constexpr, STAGES: gl.constexpr,
+    DU_IS_DV: gl.constexpr, MIN_BETA: gl.constexpr, UNIT: gl.constexpr, PREC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head, tile of 64 keys); values in tiles of 64, zeros beyond V."""
     gl.static_assert(C == 64 and BK == 64 and V <= 512 and not OWN)
@@ -101,7 +101,7 @@ def hopper_gradients_kernel(
         scratch = local.to(gl.int64) * HV + hv
         value = (row * HV + hv) * V
         local_value = (local.to(gl.int64) * C * HV + hv) * V
-        du_value = value if SHARED else local_value
+        du_value = value if DU_IS_DV else local_value
 
         S_s = allocate(dtype, NB)
         dS_s = allocate(dtype, NB)
@@ -144,7 +144,7 @@ def hopper_gradients_kernel(
         t = gl.arange(0, C, ROWS)
         j = gl.arange(0, C, COLUMNS)
         in_time = t < left
-        if DELTA and ERASE and not (SHARED and WRITE):
+        if DELTA and ERASE and not (DU_IS_DV and WRITE):
             erase = gl.load(b + (row + t) * HV + hv, mask=in_time, other=0.0).to(gl.float32)
 
         inter_q = gl.zeros([C, BK], gl.float32, MMA)  # do S^T
@@ -193,14 +193,14 @@ def hopper_gradients_kernel(
         if WRITE and not DELTA:
             write_row = w_s.load(ROWS)
             intra_q *= w_s.load(COLUMNS)[None, :]
-        if SHARED and WRITE:
+        if DU_IS_DV and WRITE:
             of_write = gl.sum(gl.where(t[:, None] == j[None, :], intra_e, 0.0), 1)
             gl.store(at_gate + 2 * C + t, of_write)
         if DELTA:
             # -1, which the compiler must not know: it changes signs between products then
             one = gl.where(segments > 0, -1.0, 0.0)
-            if ERASE and not (SHARED and WRITE):
-                strength = -clamp_away_from_zero(erase, LEAST)
+            if ERASE and not (DU_IS_DV and WRITE):
+                strength = -clamp_away_from_zero(erase, MIN_BETA)
             else:
                 strength = gl.full([C], one, gl.float32, ROWS)
         FIRST: gl.constexpr = 1 if READ_EARLY else 0
@@ -292,7 +292,7 @@ def hopper_gradients_kernel(
             turn_k = gl.sum(widen(k_s.load(MMA)) * dk_tile, 1)
             gl.store(at_gate + t, turn - (turn_k + stored))
             kept_all = gl.sum(sums_s.load(LINE), 0)
-            gl.store(kepts + tile.to(gl.int64) * slots * HV + place, kept_all)
+            gl.store(state_products + tile.to(gl.int64) * slots * HV + place, kept_all)
         if DECAY != "none" or (WRITE and not DELTA):
             dk_tile += dk_stored * fade_k[:, None]
         else:
@@ -300,7 +300,7 @@ def hopper_gradients_kernel(
         if DELTA:
             dk_tile += de_tile
         put(dk_at, dk_tile, HV * K, left, K - column, NARROW_K)
-        if WRITE and not SHARED:
+        if WRITE and not DU_IS_DV:
             # each K tile takes a share of the values
             i = gl.arange(0, C, gl.SliceLayout(1, COPY))
             vs = gl.arange(0, 64, gl.SliceLayout(0, COPY))

@@ -136,17 +136,17 @@ def piece_of(tile):
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def hopper_prepare_kernel(
-    q, k, e, log_decay, b, w, gates, fades, squares, cu, N, T, scale,
+    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, cu, N, T, scale,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, OWN: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
     OPERAND: gl.constexpr, PREC: gl.constexpr, PREC_INVERSE: gl.constexpr, BLOCK: gl.constexpr,
-    TERMS: gl.constexpr, PARTS: gl.constexpr,
+    TERMS: gl.constexpr, BOUND_DECAYS: gl.constexpr,
 ):  # fmt: skip
     """One program a (slot, key head), of 4 warps."""
     gl.static_assert(C == 64 and K <= 256 and K % 8 == 0 and TERMS == 1 and gl.float16 == OPERAND and not OWN)
     dtype: gl.constexpr = q.dtype.element_ty
-    lies: gl.constexpr = squares.dtype.element_ty
+    lies: gl.constexpr = wy_tiles.dtype.element_ty
     GROUP: gl.constexpr = HV // H
     NK: gl.constexpr = (K + 63) // 64
     EARLY: gl.constexpr = (ERASE_EARLY or READ_EARLY) and DECAY != "none"
@@ -226,14 +226,14 @@ def hopper_prepare_kernel(
                 L = A * (-erase_row)[:, None]
                 reads = P * scale
             fade = 0.0
-            if PARTS and not ERASE_EARLY:
+            if BOUND_DECAYS and not ERASE_EARLY:
                 square = gl.sum(gl.where(t[:, None] == gl.arange(0, C, COLUMNS)[None, :], A, 0.0), 1)
                 kept = gl.maximum(gl.abs(1 - erase_row * square), 1.0, propagate_nan=tl.PropagateNan.ALL)
                 fade = gl.log2(kept)
                 if DECAY != "none":
                     fade += gl.where(t == C - 1, G, 0.0)
                 fade = gl.sum(fade, 0)
-            gl.store(fades + out, fade)
+            gl.store(decay_bounds + out, fade)
             P_s.permute((1, 0)).store(keep(reads, dtype, READ_EARLY))
 
             l0, l1, l2, l3 = blocks_of_16(L)
@@ -257,7 +257,7 @@ def hopper_prepare_kernel(
             u = warpgroup_mma(n2, X_s.slice(32, 16), u, is_async=True)
             z0 = warpgroup_mma(n2, N0_s.slice(32, 16), z0, is_async=True)
             z1 = warpgroup_mma(n2, N1_s.slice(32, 16), z1, is_async=True)
-            at = squares + out * (C * (C + 8))
+            at = wy_tiles + out * (C * (C + 8))
             at_reads = at.to(gl.pointer_type(dtype), bitcast=True)
             r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
             m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]

@@ -32,7 +32,7 @@ from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from
 class Results(NamedTuple):
     """What it reads and writes by itself: dS from segment to segment, where parts begin, dS' and du of chunks, dv."""
 
-    carry: Any
+    dstate: Any
     begins: Any
     dstates: Any
     du: Any
@@ -65,7 +65,7 @@ def add_product(left, tiles, stage, dS, kind: gl.constexpr):
 
 @gluon.jit
 def walk_chunk(
-    dS, to, scale, room, P_s, tile, stage, phase, c, column, stand, least: gl.constexpr, SHARED: gl.constexpr,
+    dS, to, scale, room, P_s, tile, stage, phase, c, column, stand, least: gl.constexpr, DU_IS_DV: gl.constexpr,
     HALF: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
     """One chunk of one of the two warp groups: dS^T before it."""
@@ -121,12 +121,12 @@ def walk_chunk(
         dS1 = add_product(left_k, room.k_s, stage, dS1, kind)
     else:
         left_k = left_q
-    if (DELTA or WRITE) and not SHARED:
+    if (DELTA or WRITE) and not DU_IS_DV:
         tile.permute((1, 0)).store(narrow(dx, dtype))
         put_tile(to.du + ((local * 64 * HV + stand.hv) * V + column), tile, HV * V, 64, left_v, False, MASK_V)
     if WRITE:
         write = room.w_s.index(stage).load(COLUMNS)
-        dx *= (clamp_away_from_zero(write, least) if SHARED else write)[None, :]
+        dx *= (clamp_away_from_zero(write, least) if DU_IS_DV else write)[None, :]
     tile.permute((1, 0)).store(narrow(dx, dtype))
     at = to.dv + (((stand.start + c * 64) * HV + stand.hv) * V + column)
     put_tile(at, tile, HV * V, stand.length - c * 64, left_v, True, MASK_V)
@@ -140,7 +140,7 @@ def walk_chunk(
 
 @gluon.jit
 def walk(
-    to, scale, room, P_s, tile, stand, least: gl.constexpr, SHARED: gl.constexpr, HALF: gl.constexpr,
+    to, scale, room, P_s, tile, stand, least: gl.constexpr, DU_IS_DV: gl.constexpr, HALF: gl.constexpr,
     kind: gl.constexpr,
 ):  # fmt: skip
     """One of the two warp groups that compute, with the values from 128 `pair` + 64 HALF on."""
@@ -150,7 +150,7 @@ def walk(
     NK: gl.constexpr = kind.NK
     column = stand.pair * 128 + HALF * 64
     left_v = V - column
-    at_carry = to.carry + ((stand.n.to(gl.int64) * HV + stand.hv) * K * V + column)
+    at_carry = to.dstate + ((stand.n.to(gl.int64) * HV + stand.hv) * K * V + column)
     if kind.SPLIT > 0:
         at = to.begins + (((stand.n * stand.parts + stand.part).to(gl.int64) * HV + stand.hv) * V + column) * K
         dS = load_state(at, tile, K, K, left_v, NK, False)
@@ -161,7 +161,7 @@ def walk(
     phase = 0
     for back in range(0, stand.last - stand.first):
         c = stand.last - 1 - back
-        dS = walk_chunk(dS, to, scale, room, P_s, tile, stage, phase, c, column, stand, least, SHARED, HALF, kind)
+        dS = walk_chunk(dS, to, scale, room, P_s, tile, stage, phase, c, column, stand, least, DU_IS_DV, HALF, kind)
         stage, phase = next_buffer(stage, phase, kind)
     if stand.part == 0:
         store_final(at_carry, dS, tile, K, V, left_v, NK)
@@ -169,13 +169,13 @@ def walk(
 
 @gluon.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def hopper_reverse_kernel(
-    q, k, e, do, gates, fades, squares, carry, dstates, du, dv, begins, ends, cu, scale, T,
+    q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, begins, ends, cu, scale, T,
     segment, segments, parts,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr, BV: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
-    PACKED: gl.constexpr, SHARED: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr,
-    LEAST: gl.constexpr, ENDS: gl.constexpr,
+    PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr,
+    MIN_BETA: gl.constexpr, ENDS: gl.constexpr,
     TERMS: gl.constexpr, PREC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, tile of 128 values), as in reverse.py.
@@ -200,15 +200,15 @@ def hopper_reverse_kernel(
         kind: gl.constexpr = kind_of(
             H, HV, K, V, NK, BUFFERS, DECAY, DELTA, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True, dtype
         )
-        T_dtype: gl.constexpr = squares.dtype.element_ty if DELTA else dtype
+        T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         room, P_s, tiles, _ = room_of(kind, T_dtype)
-        to = Results(carry, begins, dstates, du, dv)
+        to = Results(dstate, begins, dstates, du, dv)
         stand = Stand(start, length, begins_at, first, first, last, first_place, 0, n, part, parts, part == 0, hv, pair)
         gl.warp_specialize(
             [
-                (walk, (to, scale, room, P_s[0], tiles[0], stand, LEAST, SHARED, 0, kind)),
-                (walk, (to, scale, room, P_s[1], tiles[1], stand, LEAST, SHARED, 1, kind)),
-                (copy_chunks, (q, k, do, gates, squares, room, slot, stand, kind, True)),
+                (walk, (to, scale, room, P_s[0], tiles[0], stand, MIN_BETA, DU_IS_DV, 0, kind)),
+                (walk, (to, scale, room, P_s[1], tiles[1], stand, MIN_BETA, DU_IS_DV, 1, kind)),
+                (copy_chunks, (q, k, do, gates, wy_tiles, room, slot, stand, kind, True)),
             ],
             [4, 4],
             [240, 24] if NK > 3 else [232, 40],

@@ -2,7 +2,7 @@
 
 A program has 128 values, and a processor to itself. Two warp groups, each with 64 of the values and its half of S^T in
 registers, share the tiles of a chunk in shared memory and walk out of step; a third copies chunk after chunk into a
-ring of buffers. Of each buffer three mbarriers tell that k, q and the gates have come, that v and the squares have, and
+ring of buffers. Of each buffer three mbarriers tell that k, q and the gates have come, that v and the wy_tiles have, and
 that both have done with all of it. What goes to memory is turned in a tile of shared memory that a group has for
 itself, with one barrier of the group between. It takes operands and scratch of one 16-bit dtype, chunks of 64, keys up
 to 256, k as the erase key, and modes "output" and "replay".
@@ -46,7 +46,7 @@ def next_buffer(stage, phase, kind: gl.constexpr):
 
 
 @gluon.jit
-def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr, BACK: gl.constexpr):
+def copy_chunks(q, k, v, gates, wy_tiles, room, slot, stand, kind: gl.constexpr, BACK: gl.constexpr):
     """The copying warp group: the chunks from the first to the last, if BACK the other way, each once its buffer is
     free."""
     H: gl.constexpr = kind.H
@@ -90,7 +90,7 @@ def copy_chunks(q, k, v, gates, squares, room, slot, stand, kind: gl.constexpr, 
         for half in gl.static_range(2):
             fetch(room.v_s[half].index(stage), v_at, half * 64, left, V - column - half * 64, True, MASK_V)
         if DELTA:
-            square = squares + place * (64 * 72)
+            square = wy_tiles + place * (64 * 72)
             fetch_square(room.T_s.index(stage), square, True)
             if OUTPUT:
                 fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(dtype), bitcast=True), False)
@@ -171,7 +171,7 @@ def walk_chunk(
     DELTA: gl.constexpr = kind.DELTA
     EARLY: gl.constexpr = kind.EARLY
     OUTPUT: gl.constexpr = kind.OUTPUT
-    EVERY: gl.constexpr = kind.EVERY
+    CHECKPOINT_EVERY: gl.constexpr = kind.CHECKPOINT_EVERY
     dtype: gl.constexpr = kind.dtype
     MASK_V: gl.constexpr = V % 128 != 0
     left_v = V - column
@@ -183,9 +183,12 @@ def walk_chunk(
     for tk in gl.static_range(0 if WIDE else NK - 1):
         low = low + (narrow(S[tk + 1], dtype),)
         left = left + (gl.convert_layout(low[tk + 1], LEFT, assert_trivial=True),)
-    if OUTPUT and EVERY > 0:
-        if (c > 0) & (c % EVERY == 0):
-            at = memory.checkpoints + (((stand.checkpoint + c // EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
+    if OUTPUT and CHECKPOINT_EVERY > 0:
+        if (c > 0) & (c % CHECKPOINT_EVERY == 0):
+            at = (
+                memory.checkpoints
+                + (((stand.checkpoint + c // CHECKPOINT_EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
+            )
             for tk in gl.static_range(NK):
                 tile.store(narrow(S[tk], dtype) if WIDE else low[tk])
                 put_tile(at + tk * 64, tile, K, left_v, K - tk * 64, MASK_V, tk * 64 + 64 > K)
@@ -286,7 +289,7 @@ def walk(memory, scale, room, P_s, tile, state_s, stand, HALF: gl.constexpr, kin
     K: gl.constexpr = kind.K
     V: gl.constexpr = kind.V
     NK: gl.constexpr = kind.NK
-    EVERY: gl.constexpr = kind.EVERY
+    CHECKPOINT_EVERY: gl.constexpr = kind.CHECKPOINT_EVERY
     STATE: gl.constexpr = kind.STATE
     SPLIT: gl.constexpr = kind.SPLIT
     OUTPUT: gl.constexpr = kind.OUTPUT
@@ -305,7 +308,7 @@ def walk(memory, scale, room, P_s, tile, state_s, stand, HALF: gl.constexpr, kin
     elif stand.first > 0:
         at = (
             memory.checkpoints
-            + (((stand.checkpoint + stand.first // EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
+            + (((stand.checkpoint + stand.first // CHECKPOINT_EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
         )
         S = load_checkpoint(at, state_s, K, left_v, NK, V % 128 != 0)
     elif STATE:
@@ -323,12 +326,12 @@ def walk(memory, scale, room, P_s, tile, state_s, stand, HALF: gl.constexpr, kin
 
 @gluon.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def hopper_scan_kernel(
-    q, k, e, v, gates, fades, squares, state, o, final, checkpoints, states, xs, starts, ends, cu,
+    q, k, e, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, xs, starts, ends, cu,
     scale, T, segment, segments, parts,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr, BV: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, STATE: gl.constexpr,
-    READ_EARLY: gl.constexpr, PACKED: gl.constexpr, EVERY: gl.constexpr, UNIT: gl.constexpr,
+    READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
     SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, PREC: gl.constexpr,
     STAGES: gl.constexpr, TILED: gl.constexpr,
 ):  # fmt: skip
@@ -336,11 +339,11 @@ def hopper_scan_kernel(
 
     To be launched with 4 warps, which become 12, and 168 registers a thread, which they share out anew."""
     OUTPUT: gl.constexpr = MODE == "output"
-    gl.static_assert(OUTPUT or (MODE == "replay" and EVERY > 0))
+    gl.static_assert(OUTPUT or (MODE == "replay" and CHECKPOINT_EVERY > 0))
     gl.static_assert(C == 64 and BV == 128 and K <= K0 + K1 and TERMS == 1)
     gl.static_assert(not OWN and not TILED and K % 8 == 0 and V % 8 == 0)
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
-    gl.static_assert(EVERY == 0 or checkpoints.dtype == k.dtype)
+    gl.static_assert(CHECKPOINT_EVERY == 0 or checkpoints.dtype == k.dtype)
     gl.static_assert(OUTPUT or states.dtype == k.dtype)
     if STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
@@ -365,16 +368,31 @@ def hopper_scan_kernel(
             is_last = part == gl.maximum(chunks - 1, 0) // SPLIT
         wanted = wanted | is_last
     else:
-        first = first // EVERY * EVERY
+        first = first // CHECKPOINT_EVERY * CHECKPOINT_EVERY
     checkpoint = 0
-    if EVERY > 0:
+    if CHECKPOINT_EVERY > 0:
         # of the first one, before any chunk: the state there is an operand, and is not kept
-        checkpoint = (slot // EVERY if PACKED else n * ((chunks - 1) // EVERY)) - 1
+        checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
     if wanted:
         kind: gl.constexpr = kind_of(
-            H, HV, K, V, NK, BUFFERS, DECAY, DELTA, WRITE, STATE, EARLY, READ_EARLY, EVERY, SPLIT, OUTPUT, dtype
+            H,
+            HV,
+            K,
+            V,
+            NK,
+            BUFFERS,
+            DECAY,
+            DELTA,
+            WRITE,
+            STATE,
+            EARLY,
+            READ_EARLY,
+            CHECKPOINT_EVERY,
+            SPLIT,
+            OUTPUT,
+            dtype,
         )
-        T_dtype: gl.constexpr = squares.dtype.element_ty if DELTA else dtype
+        T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         room, P_s, tiles, states_s = room_of(kind, T_dtype)
         memory = Memory(state, o, final, checkpoints, states, xs, starts)
         stand = Stand(
@@ -384,7 +402,7 @@ def hopper_scan_kernel(
             [
                 (walk, (memory, scale, room, P_s[0], tiles[0], states_s[0], stand, 0, kind)),
                 (walk, (memory, scale, room, P_s[1], tiles[1], states_s[1], stand, 1, kind)),
-                (copy_chunks, (q, k, v, gates, squares, room, slot, stand, kind, False)),
+                (copy_chunks, (q, k, v, gates, wy_tiles, room, slot, stand, kind, False)),
             ],
             [4, 4],
             [240, 24] if NK > 3 else [232, 40],

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     STATE: Any
     EARLY: Any
     READ_EARLY: Any
-    EVERY: Any
+    CHECKPOINT_EVERY: Any
     SPLIT: Any
     OUTPUT: Any
     dtype: Any

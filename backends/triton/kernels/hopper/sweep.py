@@ -21,14 +21,14 @@ from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, se
 
 @gluon.jit
 def walk_back(
-    v, b, to, carry, begins, scale, room, slot, slots, held, segments, first, last, n, part, parts, hv,
+    v, b, to, dstate, begins, scale, room, slot, slots, held, segments, first, last, n, part, parts, hv,
     kind: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The two warp groups that compute."""
     i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
     inside = (i < kind.V) & (j < kind.K)
-    at_carry = carry + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
+    at_carry = dstate + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
     if SPLIT > 0:
         of_part = (n * parts + part).to(gl.int64)
         at_begin = begins + (of_part * kind.HV + hv) * kind.V * kind.K
@@ -46,19 +46,19 @@ def walk_back(
         stage = stage ^ 1
     if kind.DECAY != "none":
         barrier()
-        put_kept(to.kepts + ((slot + first).to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
+        put_kept(to.state_products + ((slot + first).to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
     if part == 0:
         gl.store((at_carry + opaque_zero(to_come, 23)) + (j * kind.V + i), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "held", "T", "segment", "segments", "parts"])
 def hopper_walk_kernel(
-    q, k, v, b, do, gates, squares, carry, states, xs, dq, dk, dv, dgates, kepts, partial, begins, cu,
+    q, k, v, b, do, gates, wy_tiles, dstate, states, xs, dq, dk, dv, dgates, state_products, partial, begins, cu,
     slots, held, scale, T, segment, segments, parts,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, SHARED: gl.constexpr,
-    UNIT: gl.constexpr, SPLIT: gl.constexpr, LEAST: gl.constexpr,
+    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
+    UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
 ):  # fmt: skip
     """One program a (sequence, part, value head, tile of 128 values), as in reverse.py; results as in gradients.py with
     two tiles of keys for each tile of values.
@@ -77,7 +77,7 @@ def hopper_walk_kernel(
     )
     if first < last:
         kind: gl.constexpr = kind_of(
-            H, HV, K, V, HV * TILES, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, SHARED, LEAST, dtype
+            H, HV, K, V, HV * TILES, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
         )
         if TILES > 1:
             # where this program's tile lies of all that has values, and its sums among those of all
@@ -86,31 +86,31 @@ def hopper_walk_kernel(
             v += tile * 128
             do += tile * 128
             dv += tile * 128
-            carry += tile * 128
+            dstate += tile * 128
             states += tile * (128 * K)
             if DELTA:
                 xs += tile * 128
             if SPLIT > 0:
                 begins += tile * (128 * K)
             of_tile = tile * 2 * (slots.to(gl.int64) * HV)
-            kepts += of_tile
+            state_products += of_tile
             dgates += of_tile * (GATE_ROWS * 64)
-        to = Results(dq, dk, dv, dgates, kepts, partial)
-        room = room_of(kind, squares.dtype.element_ty if DELTA else dtype, 1)
+        to = Results(dq, dk, dv, dgates, state_products, partial)
+        room = room_of(kind, wy_tiles.dtype.element_ty if DELTA else dtype, 1)
         values = xs if DELTA else v
         gl.warp_specialize(
             [
                 (
                     walk_back,
                     (
-                        v, b, to, carry, begins, scale, room,
+                        v, b, to, dstate, begins, scale, room,
                         slot, slots, held, segments, first, last, n, part, parts, hv, kind, SPLIT,
                     ),
                 ),
                 (
                     copy_chunks,
                     (
-                        q, k, do, gates, squares, states, values, room,
+                        q, k, do, gates, wy_tiles, states, values, room,
                         start, length, slot, first_chunk, first, last, first_place, hv, share, kind,
                     ),
                 ),

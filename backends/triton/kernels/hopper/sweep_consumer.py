@@ -60,8 +60,8 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
     DELTA: gl.constexpr = kind.DELTA
     WRITE: gl.constexpr = kind.WRITE
     READ_EARLY: gl.constexpr = kind.READ_EARLY
-    SHARED: gl.constexpr = kind.SHARED
-    LEAST: gl.constexpr = kind.LEAST
+    DU_IS_DV: gl.constexpr = kind.DU_IS_DV
+    MIN_BETA: gl.constexpr = kind.MIN_BETA
     dtype: gl.constexpr = kind.dtype
     low = narrow(dS, dtype)
     mbarrier.wait(room.came.index(stage), phase)
@@ -110,7 +110,10 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
         # of the chunk after this one
         wanted = number(room.numbers_s.index(stage), IS_FIRST) == 0
         put_kept(
-            to.kepts + number(room.numbers_s.index(stage), PLACE) + HV, slots.to(gl.int64) * HV, room.sums_s, wanted
+            to.state_products + number(room.numbers_s.index(stage), PLACE) + HV,
+            slots.to(gl.int64) * HV,
+            room.sums_s,
+            wanted,
         )
     room.dS_s.index(z).store(low)
     if DELTA:
@@ -118,8 +121,8 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
             fade = left_by(room.G_s.index(stage), TOKENS)
         if WRITE:
             write = room.w_s.index(stage).load(TOKENS)
-            if SHARED:
-                write = clamp_away_from_zero(write, LEAST)
+            if DU_IS_DV:
+                write = clamp_away_from_zero(write, MIN_BETA)
         dx, of_reads, _ = warpgroup_mma_wait(1, deps=[dx, of_reads, low])
         if DECAY != "none":
             dx = dx * fade[None, :] + of_reads
@@ -155,7 +158,7 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
             square *= scale
             d_square *= scale
         if WRITE:
-            d_square *= clamp_away_from_zero(room.w_s.index(stage).load(PAIR_COLUMNS), LEAST)[None, :]
+            d_square *= clamp_away_from_zero(room.w_s.index(stage).load(PAIR_COLUMNS), MIN_BETA)[None, :]
         seen = i >= j + (1 if READ_EARLY else 0)
         room.P_s.index(stage).store(narrow(gl.where(seen, square, 0.0), dtype))
         room.low_s.index(stage).store(narrow(gl.where(seen, d_square, 0.0), dtype))
@@ -164,7 +167,7 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
         of_reads = warpgroup_mma(do_T, room.P_s.index(stage), of_reads, use_acc=False, is_async=True)
         of_reads, dS, left_doq = warpgroup_mma_wait(0, deps=[of_reads, dS, left_doq])
         if WRITE:
-            write = clamp_away_from_zero(room.w_s.index(stage).load(TOKENS), LEAST)
+            write = clamp_away_from_zero(room.w_s.index(stage).load(TOKENS), MIN_BETA)
         if DECAY != "none":
             fade = left_by(room.G_s.index(stage), TOKENS)
         inter_q = warpgroup_mma(room.do_s.index(stage), room.S_s.index(z), inter_q, use_acc=False, is_async=True)
@@ -173,12 +176,12 @@ def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.con
         else:
             dx += of_reads
         intra_q = d_square
-    if DELTA and not SHARED:
+    if DELTA and not DU_IS_DV:
         room.du_s.index(z).store(narrow(dx, dtype))
     if WRITE:
         dx *= write[None, :]
     dvalue = narrow(dx, dtype)
-    if DELTA and SHARED:
+    if DELTA and DU_IS_DV:
         room.du_s.index(z).store(dvalue)
     numbers = room.numbers_s.index(stage)
     left = number(numbers, LEFT_TOKENS).to(gl.int32)
@@ -208,8 +211,8 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
     WRITE: gl.constexpr = kind.WRITE
     ERASE_EARLY: gl.constexpr = kind.ERASE_EARLY
     READ_EARLY: gl.constexpr = kind.READ_EARLY
-    SHARED: gl.constexpr = kind.SHARED
-    LEAST: gl.constexpr = kind.LEAST
+    DU_IS_DV: gl.constexpr = kind.DU_IS_DV
+    MIN_BETA: gl.constexpr = kind.MIN_BETA
     dtype: gl.constexpr = kind.dtype
     EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
     GATE_ROWS: gl.constexpr = 4 if EARLY else 3
@@ -236,10 +239,10 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
         G_e = G_early if ERASE_EARLY else G
         read = gl.exp2(G_q) * scale
         fade_k = gl.exp2(room.G_s.index(stage).slice(63, 1).load(ROWS) - G)
-    if DELTA and ERASE and not (SHARED and WRITE):
+    if DELTA and ERASE and not (DU_IS_DV and WRITE):
         t = gl.arange(0, 64, ROWS)
         erase = gl.load(b + number(numbers, ROW_OF_VALUES) + t * HV, mask=t < left, other=0.0).to(gl.float32)
-        strength = -clamp_away_from_zero(erase, LEAST)
+        strength = -clamp_away_from_zero(erase, MIN_BETA)
     else:
         # -1, which the compiler must not know: it changes signs between products then
         strength = gl.full([64], gl.where(segments > 0, -1.0, 0.0), gl.float32, ROWS)
@@ -258,7 +261,7 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
             else:
                 faded_e = gl.exp2(gl.convert_layout(G_e, PAIR_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
         intra_q, intra_e = warpgroup_mma_wait(1, deps=[intra_q, intra_e])
-        if SHARED and WRITE:
+        if DU_IS_DV and WRITE:
             put_diagonal(at_gate + 128, intra_e)
         if DECAY != "none":
             intra_e *= faded_e * of_pairs
@@ -281,7 +284,7 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
         inter_q *= scale
     SUMS_OF_K: gl.constexpr = DECAY != "none" or (WRITE and not DELTA)
     if WRITE and not DELTA:
-        write = clamp_away_from_zero(room.w_s.index(stage).load(ROWS), LEAST)
+        write = clamp_away_from_zero(room.w_s.index(stage).load(ROWS), MIN_BETA)
         fade_k = fade_k * write if DECAY != "none" else write
     if SUMS_OF_K:
         dk_stored *= fade_k[:, None]
@@ -301,7 +304,7 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
     dk_tile = warpgroup_mma(low_q_s.permute((1, 0)), q_t, dk_stored, is_async=True)
     if DELTA:
         dk_tile = warpgroup_mma(low_e_s.permute((1, 0)), k_t, dk_tile, is_async=True)
-    if DELTA and WRITE and not SHARED:
+    if DELTA and WRITE and not DU_IS_DV:
         put_writes(at_gate + 128, of_gate, v + number(numbers, ROW_OF_VALUES) * V, du_T, left, HV, V)
     if not DELTA:
         free(room.walked)
@@ -350,7 +353,7 @@ def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segme
         turn_k = of_halves(widen(k_t.load(KEYS)) * dk_tile, OF_KEYS)
         if WRITE and not DELTA:
             strengths = clamp_away_from_zero(
-                room.w_s.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))), LEAST
+                room.w_s.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))), MIN_BETA
             )
             put_halves(at_gate + 128, of_gate, turn_k / strengths[:, None], OF_KEYS)
         if DECAY != "none":

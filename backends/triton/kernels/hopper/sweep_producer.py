@@ -14,7 +14,7 @@ FEW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def fetch_first(
-    q, k, do, gates, squares, room, stage, z, row, left, place, local, to_come, fresh, h, hv, share, kind: gl.constexpr
+    q, k, do, gates, wy_tiles, room, stage, z, row, left, place, local, to_come, fresh, h, hv, share, kind: gl.constexpr
 ):
     """Copy what the reverse scan takes of a chunk, in two groups: k, do, P^T and the gates; then q and T.
 
@@ -39,7 +39,7 @@ def fetch_first(
     fetch(room.do_s.index(stage), of_copy(do + (row * HV + hv) * V, HV * V, 64, 128, z), 0, left, V, True, V % 128 != 0)
     fetch_gates(gates + place * 192, room, stage, DECAY, EARLY, DELTA, WRITE)
     if DELTA:
-        square = squares + place * (64 * 72)
+        square = wy_tiles + place * (64 * 72)
         fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(kind.dtype), bitcast=True), False, z)
     async_copy.commit_group()
     fetch(room.q_s.index(stage), of_copy(q + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
@@ -50,7 +50,7 @@ def fetch_first(
 
 @gluon.jit
 def copy_chunks(
-    q, k, do, gates, squares, states, xs, room, start, length, slot, first_chunk, first, last, first_place, hv, share,
+    q, k, do, gates, wy_tiles, states, xs, room, start, length, slot, first_chunk, first, last, first_place, hv, share,
     kind: gl.constexpr,
 ):  # fmt: skip
     """The copying warp group: the chunks from the last to the first; of each its state and x once the others have done
@@ -63,7 +63,7 @@ def copy_chunks(
     h = hv // (HV // kind.H)
     c = last - 1
     fetch_first(
-        q, k, do, gates, squares, room, 0, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
+        q, k, do, gates, wy_tiles, room, 0, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
         (first_place + c - first_chunk).to(gl.int64), c - first, 1, h, hv, share, kind,
     )  # fmt: skip
     tell(room.came.index(0), 1, True)
@@ -86,7 +86,7 @@ def copy_chunks(
         stage = 1 - back % 2
         if c > first:
             fetch_first(
-                q, k, do, gates, squares, room, stage, z, row - 64, length - (c - 1) * 64,
+                q, k, do, gates, wy_tiles, room, stage, z, row - 64, length - (c - 1) * 64,
                 (slot + c - 1).to(gl.int64) * HV + hv, local - 1, c - 1 - first, 0, h, hv, share, kind,
             )  # fmt: skip
             tell(room.came.index(stage), 1, True)

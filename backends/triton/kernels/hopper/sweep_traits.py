@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     """What is known when a kernel is compiled: heads, widths, and the update as `ScanKind` has it.
 
     V: values a head; SHARES: how many programs have a share of each key head's gradients, for every H of them: its
-    value heads, each by tiles of 128 values. ERASE, WRITE: b and w are there; SHARED: w is b; LEAST: what b is held off
+    value heads, each by tiles of 128 values. ERASE, WRITE: b and w are there; DU_IS_DV: w is b; MIN_BETA: what b is held off
     0 by; dtype: of the tiles.
     """
 
@@ -37,8 +37,8 @@ class Kind(NamedTuple):
     WRITE: Any
     ERASE_EARLY: Any
     READ_EARLY: Any
-    SHARED: Any
-    LEAST: Any
+    DU_IS_DV: Any
+    MIN_BETA: Any
     dtype: Any
 
 
@@ -96,7 +96,7 @@ class Results(NamedTuple):
     dk: Any
     dv: Any
     dgates: Any
-    kepts: Any
+    state_products: Any
     partial: Any
 
 
