@@ -1,4 +1,4 @@
-"""The kernels, one phase a file; launch.py puts them together.
+"""Triton kernels, one phase per file; forward.py and backward.py launch them.
 
-Sizes that change from call to call are not specialised: a new length, or another number of sequences, compiles nothing.
+Sizes that change from call to call (tokens, sequences) are not specialised, so a new length compiles nothing.
 """

@@ -1,16 +1,19 @@
-"""Every gradient of a chunk, in parallel over chunks, from its state S0, the gradient dS' after it, x and du.
+"""Gradients of the operands of a chunk, in parallel over chunks, from S0, dS', x and du.
 
     dP = tril(do x^T) scale e^(G''_i - G_j),    dA = -tril(du x^T, -1) b_i e^(G'_i - G_j)
     dq = scale e^G'' do S0^T + dP k,    de = dA k - b e^G' du S0^T
     dk = dP^T q + dA^T e + e^(Gend - G) x dS'^T,    db = e . de / b,    dw = v . du
     d log_decay_t = sum_{i >= t} (q . dq - k . dk + e . de)_i + <dS', S'>,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
 
-where reads and erases that come before the decay count for i > t only. Of an additive update x is w v, and du counts
-for dw alone. Where w is b, x_i = b_i z_i, and db and dw make du . z = du . x / b together: the diagonal of a product
-that is taken anyway.
+S0 is the state before the chunk, S' the state after it, dS' the gradient of S'. dP and dA are the gradients of q k^T
+and e k^T: x = (I + A)^-1 u makes -du x^T the gradient of A. G, G', G'' are those of prepare.py. Terms of a read or an
+erase that precedes the decay count for i > t only. An additive update has x = w v and needs du for dw alone. Where w is
+b, x_i = b_i z_i, and db and dw add up to du . z = du . x / b, whose numerator is the diagonal of a product that is
+computed anyway. C chunk, H key heads, HV value heads, K key width, V value width
 
-x = (I + A)^-1 u gives -du x^T for the gradient of A at once; dP and dA here are those of q k^T and e k^T. C chunk,
-G cumulative log2 decay, G' and G'' as in prepare.py
+gradients_kernel      dq, dk, de and, for each key tile, the sums of the gate gradients
+sum_groups_kernel     sums dq, dk, de over the value heads of a key head
+gate_gradients_kernel sums the gate gradients over key tiles: d log_decay, db, dw
 """
 
 import triton
@@ -31,13 +34,13 @@ from deltazoo.backends.triton.kernels.layout import (
 
 @triton.jit
 def token_of(i, C: tl.constexpr):
-    """The token of row i of a tile [C, ..]."""
+    """Return the token in row i of a tile [C, ..]."""
     return i // 16 * 8 + i // 8 % 2 * (C // 2) + i % 8
 
 
 @triton.jit
 def stacked_token_of(r, DELTA: tl.constexpr):
-    """The token of stacked row r, and whether it is of the erases."""
+    """Return the token in stacked row r, and whether the row belongs to the erase."""
     if DELTA:
         return r // 16 * 8 + r % 8, r // 8 % 2 == 1
     else:
@@ -46,7 +49,7 @@ def stacked_token_of(r, DELTA: tl.constexpr):
 
 @triton.jit
 def repeat_for_stacked_rows(x, C: tl.constexpr, DELTA: tl.constexpr):
-    """Of a number [C] for each token one for each stacked row [2 C]; so few are loaded where they are wanted."""
+    """Repeat one number per token [C] for the stacked rows [2 C]."""
     if DELTA:
         return tl.reshape(tl.broadcast_to(tl.reshape(x, [C // 8, 1, 8]), [C // 8, 2, 8]), [2 * C])
     else:
@@ -54,38 +57,43 @@ def repeat_for_stacked_rows(x, C: tl.constexpr, DELTA: tl.constexpr):
 
 
 @triton.jit
-def add_each(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def sum_stacked_rows(stacked, C: tl.constexpr):
-    """Of a number [2 C] for each stacked row the sum of each token's [C], in the order of the rows of a tile."""
+    """Sum the two stacked rows [2 C] of each token, and return the sums [C] in the row order of `token_of`."""
     pair = tl.sum(tl.reshape(stacked, [2, C // 16, 2, 8]), 2)
     return tl.reshape(tl.permute(pair, [1, 0, 2]), [C])
 
 
-@triton.jit(do_not_specialize=["N", "slots", "held", "T", "segment", "segments"])
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "segment", "segments"])
 def gradients_kernel(
     q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, cu, N,
-    slots, held, scale, T, segment, segments,
+    slots, num_scratch_slots, scale, T, segment, segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr, UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, value head, K tile), looping over V tiles.
+    """Compute the gradients of one chunk.
 
-    Reads (q, do) and erases (e, du) are stacked, so that one product serves both; eight rows of one alternate with
-    eight of the other, and the tokens i of a tile [C, ..] come in an order that leaves all three rows of a token in one
-    thread. One matrix, dP over dA, makes dq, de and dk, so that what cancels in d log_decay cancels exactly. b is held
-    away from 0 in dA, for db is divided by it. DU_IS_DV: du is dv, which has w in it (w is b, or none). The scratch
-    (states, dstates, xs, du) may be wider than the operands; products are taken in its dtype.
+    Grid: scratch slot, value head, K tile. Each program owns [C, BK] of dq, dk and de and loops over V tiles.
 
-    dq, dk, de [B, T, H, K], or with grouped heads partial [3, held, C, HV, K], for sum_groups_kernel;
-    dgates [K tiles, slots, HV, 3 or 4, C] = turn, read (e . de), write (v . du, or DU_IS_DV dv . x, whole in each K
-    tile), early (where something is), and state_products [K tiles, slots, HV] = <dS', S'> go to gate_gradients_kernel.
+    The rows of the read (q, do) and of the erase (e, du) are stacked [2 C], so that one product serves both. Eight rows
+    of one alternate with eight of the other, and the tokens of tiles [C, ..] are permuted (`token_of`), so that the
+    three rows of a token belong to the same thread. dq, de and dk are made from one matrix, dP stacked with dA, so that
+    what cancels in d log_decay cancels exactly. In dA b is clamped away from 0, because db is divided by it.
+    DU_IS_DV: du holds dv, which contains the factor w (w is b, or absent). The dtype of the
+    scratch buffers (states, dstates, xs, du) may be wider than that of the operands; products are computed in it.
+
+    Reads states, dstates [scratch slot, HV, V, K]; xs, du [scratch slot, C, HV, V]; gates; the operands and do.
+    Writes dq, dk, de [B, T, H, K], or with grouped heads partial [3, num_scratch_slots, C, HV, K] for
+    sum_groups_kernel; for gate_gradients_kernel dgates [K tiles, slots, HV, 3 or 4, C] and
+    state_products [K tiles, slots, HV] = <dS', S'>. Rows of dgates: 0 the terms of d log_decay that count for i >= t;
+    1 e . de; 2 v . du (DU_IS_DV: dv . x), complete in each K tile; 3 with EARLY the terms that count for i > t.
     """
     EARLY: tl.constexpr = ERASE_EARLY or READ_EARLY
     ROWS: tl.constexpr = 4 if EARLY else 3
@@ -97,9 +105,9 @@ def gradients_kernel(
     tile = pid % NK
     hv = pid // NK % HV
     h = hv // GROUP
-    local = pid // NK // HV
-    start, length, slot, c, held_here = locate_scratch_chunk(local, cu, N, T, segment, segments, C, UNIT, PACKED)
-    if held_here:
+    scratch_slot = pid // NK // HV
+    start, length, slot, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, segment, segments, C, UNIT, PACKED)
+    if in_use:
         r = tl.arange(0, R)
         i = tl.arange(0, C)
         if DELTA:
@@ -110,108 +118,110 @@ def gradients_kernel(
         row = start + c * C
         ks = tile * BK + tl.arange(0, BK)
         in_k = ks < K
-        key = (row * H + h) * K
+        key_offset = (row * H + h) * K
         dtype: tl.constexpr = states.dtype.element_ty
-        # a read before the update sees no write of its own token, an erase never does
+        # A read before the update does not see the write of its own token; an erase never does.
         early = tl.where(erases, 1 if ERASE_EARLY else 0, 1 if READ_EARLY else 0)
-        seen = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if READ_EARLY else 0)[:, None]
-        place = tl.cast(slot, tl.int64) * HV + hv
-        scratch = tl.cast(local, tl.int64) * HV + hv
-        value = (row * HV + hv) * V
-        local_value = (tl.cast(local, tl.int64) * C * HV + hv) * V
-        du_value = value if DU_IS_DV else local_value
-        inter = tl.zeros([R, BK], tl.float32)  # do S^T over du S^T
-        intra = tl.zeros([R, C], tl.float32)  # do x^T over du x^T
-        dk_stored = tl.zeros([C, BK], tl.float32)
-        kept = tl.zeros([BV], tl.float32)
+        causal = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if READ_EARLY else 0)[:, None]
+        chunk = tl.cast(slot, tl.int64) * HV + hv
+        scratch_chunk = tl.cast(scratch_slot, tl.int64) * HV + hv
+        value_offset = (row * HV + hv) * V
+        scratch_value_offset = (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V
+        du_offset = value_offset if DU_IS_DV else scratch_value_offset
+        inter = tl.zeros([R, BK], tl.float32)  # do S^T stacked with du S^T
+        intra = tl.zeros([R, C], tl.float32)  # do x^T stacked with du x^T
+        dk_inter = tl.zeros([C, BK], tl.float32)  # x dS'^T
+        S_dot_dS = tl.zeros([BV], tl.float32)
         for tv in tl.range(0, NV, num_stages=STAGES):
             vs = tv * BV + tl.arange(0, BV)
             in_v = vs < V
-            out_at = do + value + t[:, None] * (HV * V) + vs[None, :]
-            here = in_rows[:, None] & in_v[None, :]
+            do_at = do + value_offset + t[:, None] * (HV * V) + vs[None, :]
+            in_tile = in_rows[:, None] & in_v[None, :]
             if DELTA:
-                du_at = du + du_value + t[:, None] * (HV * V) + vs[None, :]
+                du_at = du + du_offset + t[:, None] * (HV * V) + vs[None, :]
                 if do.dtype == du.dtype:
-                    dout = tl.load(tl.where(erases[:, None], du_at, out_at), mask=here, other=0.0)
+                    do_du = tl.load(tl.where(erases[:, None], du_at, do_at), mask=in_tile, other=0.0)
                 else:
-                    dout = tl.load(out_at, mask=here & (erases[:, None] == 0), other=0.0).to(dtype)
-                    dout += tl.load(du_at, mask=here & erases[:, None], other=0.0)
-                x = load_rows(xs + local_value, i, vs, i < C, in_v, HV * V)
+                    do_du = tl.load(do_at, mask=in_tile & (erases[:, None] == 0), other=0.0).to(dtype)
+                    do_du += tl.load(du_at, mask=in_tile & erases[:, None], other=0.0)
+                x = load_rows(xs + scratch_value_offset, i, vs, i < C, in_v, HV * V)
             else:
-                dout = tl.load(out_at, mask=here, other=0.0)
-                x = load_rows(v + value, i, vs, in_time, in_v, HV * V)
-            S = load_rows(states + scratch * V * K, vs, ks, in_v, in_k, K)
-            dS = load_rows(dstates + scratch * V * K, vs, ks, in_v, in_k, K)
-            inter = tl.dot(dout, S, inter, input_precision=PREC)
-            intra = tl.dot(dout, tl.trans(x), intra, input_precision=PREC)
-            dk_stored = tl.dot(x, dS, dk_stored, input_precision=PREC)
+                do_du = tl.load(do_at, mask=in_tile, other=0.0)
+                x = load_rows(v + value_offset, i, vs, in_time, in_v, HV * V)
+            S = load_rows(states + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
+            dS = load_rows(dstates + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
+            inter = tl.dot(do_du, S, inter, input_precision=PREC)
+            intra = tl.dot(do_du, tl.trans(x), intra, input_precision=PREC)
+            dk_inter = tl.dot(x, dS, dk_inter, input_precision=PREC)
             if DECAY != "none":
-                kept += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+                S_dot_dS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
 
-        at_gate = dgates + (tl.cast(tile, tl.int64) * slots * HV + place) * ROWS * C
+        gate_row = dgates + (tl.cast(tile, tl.int64) * slots * HV + chunk) * ROWS * C
         LANES: tl.constexpr = min(16, 4096 // (BK * k.dtype.element_ty.primitive_bitwidth))
         row_i = mma_rows(C, LANES)
         if DELTA:
             row_i = token_of(row_i, C)
         in_row_i = row_i < length - c * C
         row_t, row_erases = stacked_token_of(mma_rows(R, LANES), DELTA)
-        k_tile = load_mma_rows(k + key, row_i, ks, in_row_i, in_k, H * K).to(dtype)
-        qe_base = tl.where(row_erases, (e if OWN else k) + key, q + key) if DELTA else q + key
+        k_tile = load_mma_rows(k + key_offset, row_i, ks, in_row_i, in_k, H * K).to(dtype)
+        qe_base = tl.where(row_erases, (e if OWN else k) + key_offset, q + key_offset) if DELTA else q + key_offset
         qe = load_mma_rows(qe_base, row_t, ks, row_t < length - c * C, in_k, H * K).to(dtype)
         if WRITE and not DELTA:
-            write = tl.load(gates + (place * 3 + 2) * C + i)
+            write = tl.load(gates + (chunk * 3 + 2) * C + i)
             intra *= write[None, :]
-            dk_stored *= write[:, None]
+            dk_inter *= write[:, None]
         if DU_IS_DV and WRITE:
-            of_write = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 1)
-            tl.store(at_gate + 2 * C + t, of_write, mask=erases)
-        # -1, which the compiler must not know: it changes signs between products then, which wait for one another
-        strength = tl.where(erases, tl.where(segments > 0, -1.0, 0.0), scale)
+            du_dot_x = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 1)
+            tl.store(gate_row + 2 * C + t, du_dot_x, mask=erases)
+        # A -1 that the compiler cannot fold: otherwise it moves the sign changes between products, which then wait for
+        # each other.
+        row_scale = tl.where(erases, tl.where(segments > 0, -1.0, 0.0), scale)
         if DELTA and ERASE and not (DU_IS_DV and WRITE):
             erase = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
-            strength = tl.where(erases, -clamp_away_from_zero(erase, MIN_BETA), scale)
+            row_scale = tl.where(erases, -clamp_away_from_zero(erase, MIN_BETA), scale)
         if DECAY != "none":
-            G, _, G_end = cumulative_decays(gates, place, i, C, LOOP=False)
-            of_token = gates + place * 3 * C + tl.arange(0, C)
-            G_row = repeat_for_stacked_rows(tl.load(of_token), C, DELTA)
+            G, _, G_end = cumulative_decays(gates, chunk, i, C, LOOP=False)
+            G_of_tokens = gates + chunk * 3 * C + tl.arange(0, C)
+            G_row = repeat_for_stacked_rows(tl.load(G_of_tokens), C, DELTA)
             if EARLY:
-                G_early = repeat_for_stacked_rows(tl.load(of_token - 1, mask=tl.arange(0, C) > 0, other=0.0), C, DELTA)
+                G_before = tl.load(G_of_tokens - 1, mask=tl.arange(0, C) > 0, other=0.0)
+                G_early = repeat_for_stacked_rows(G_before, C, DELTA)
                 G_row = tl.where(early > 0, G_early, G_row)
-            intra *= tl.exp2(tl.where(seen, G_row[:, None] - G[None, :], 0.0)) * strength[:, None]
-            inter *= (tl.exp2(G_row) * strength)[:, None]
-            dk_stored *= tl.exp2(G_end - G)[:, None]
+            intra *= tl.exp2(tl.where(causal, G_row[:, None] - G[None, :], 0.0)) * row_scale[:, None]
+            inter *= (tl.exp2(G_row) * row_scale)[:, None]
+            dk_inter *= tl.exp2(G_end - G)[:, None]
         else:
-            intra *= strength[:, None]
-            inter *= strength[:, None]
-        low = tl.where(seen, intra, 0.0).to(dtype)
-        dqe = tl.dot(low, k_tile, inter, input_precision=PREC)
-        dk_tile = tl.dot(tl.trans(low), qe, input_precision=PREC)
+            intra *= row_scale[:, None]
+            inter *= row_scale[:, None]
+        dP_dA = tl.where(causal, intra, 0.0).to(dtype)
+        dqe = tl.dot(dP_dA, k_tile, inter, input_precision=PREC)
+        dk_tile = tl.dot(tl.trans(dP_dA), qe, input_precision=PREC)
         if DECAY != "none" or ERASE:
-            turned = tl.sum(qe.to(tl.float32) * dqe, 1)
+            row_dots = tl.sum(qe.to(tl.float32) * dqe, 1)
             if DELTA and ERASE:
-                tl.store(at_gate + C + t, turned, mask=erases)
+                tl.store(gate_row + C + t, row_dots, mask=erases)
         if DECAY != "none":
-            turn = turned
+            dG = row_dots
             if EARLY:
-                turn = tl.where(early > 0, 0.0, turned)
-                ahead = turned - turn
+                dG = tl.where(early > 0, 0.0, row_dots)
+                dG_early = row_dots - dG
                 if DELTA:
-                    ahead = sum_stacked_rows(ahead, C)
-                tl.store(at_gate + 3 * C + i, ahead)
+                    dG_early = sum_stacked_rows(dG_early, C)
+                tl.store(gate_row + 3 * C + i, dG_early)
             if DELTA:
-                turn = sum_stacked_rows(turn, C)
-            wide_k = k_tile.to(tl.float32)
-            turn_k, stored = tl.reduce((wide_k * dk_tile, wide_k * dk_stored), 1, add_each)
-            tl.store(at_gate + i, turn - (turn_k + stored))
-            kept_here = tl.sum(kept, 0) * tl.exp2(G_end) + tl.sum(stored, 0)
-            tl.store(state_products + tl.cast(tile, tl.int64) * slots * HV + place, kept_here)
-        dk_tile += dk_stored
+                dG = sum_stacked_rows(dG, C)
+            k_float32 = k_tile.to(tl.float32)
+            k_dot_dk, k_dot_inter = tl.reduce((k_float32 * dk_tile, k_float32 * dk_inter), 1, add_pairs)
+            tl.store(gate_row + i, dG - (k_dot_dk + k_dot_inter))
+            state_product = tl.sum(S_dot_dS, 0) * tl.exp2(G_end) + tl.sum(k_dot_inter, 0)
+            tl.store(state_products + tl.cast(tile, tl.int64) * slots * HV + chunk, state_product)
+        dk_tile += dk_inter
         if GROUP > 1:
-            out = (tl.cast(local, tl.int64) * C * HV + hv) * K
-            whole = tl.cast(held, tl.int64) * C * HV * K
-            dq_at, dk_at, de_at = partial + out, partial + whole + out, partial + 2 * whole + out
+            partial_dq = partial + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * K
+            partial_size = tl.cast(num_scratch_slots, tl.int64) * C * HV * K
+            dq_at, dk_at, de_at = partial_dq, partial_dq + partial_size, partial_dq + 2 * partial_size
         else:
-            dq_at, dk_at, de_at = dq + key, dk + key, de + key if OWN else dk
+            dq_at, dk_at, de_at = dq + key_offset, dk + key_offset, de + key_offset if OWN else dk
         STRIDE: tl.constexpr = HV * K
         if DELTA:
             pair = tl.permute(tl.reshape(dqe, [2, C // 16, 2, 8, BK]), [1, 0, 3, 4, 2])
@@ -225,105 +235,112 @@ def gradients_kernel(
         store_mma_rows(dq_at, dq_tile, row_i, ks, in_row_i, in_k, STRIDE)
         store_mma_rows(dk_at, dk_tile, row_i, ks, in_row_i, in_k, STRIDE)
         if WRITE and not DU_IS_DV:
-            # each K tile takes a share of the values
+            # The K tiles divide the values among them.
             BW: tl.constexpr = BK if BK * NK >= V else BV
             dwrite = tl.zeros([C], tl.float32)
             for tw in range(tile, (V + BW - 1) // BW, NK):
                 vs = tw * BW + tl.arange(0, BW)
-                v_tile = load_rows(v + value, i, vs, in_time, vs < V, HV * V)
-                du_tile = load_rows(du + local_value, i, vs, i < C, vs < V, HV * V)
+                v_tile = load_rows(v + value_offset, i, vs, in_time, vs < V, HV * V)
+                du_tile = load_rows(du + scratch_value_offset, i, vs, i < C, vs < V, HV * V)
                 dwrite += tl.sum(v_tile.to(tl.float32) * du_tile.to(tl.float32), 1)
-            tl.store(at_gate + 2 * C + i, dwrite)
+            tl.store(gate_row + 2 * C + i, dwrite)
 
 
-@triton.jit(do_not_specialize=["N", "T", "segment", "segments", "held"])
+@triton.jit(do_not_specialize=["N", "T", "segment", "segments", "num_scratch_slots"])
 def sum_groups_kernel(
-    partial, dq, dk, de, cu, N, T, segment, segments, held,
+    partial, dq, dk, de, cu, N, T, segment, segments, num_scratch_slots,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, OWN: tl.constexpr,
     PACKED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One program a (chunk, key head): dq, dk and de are sums over its value heads, always in the same order."""
+    """Sum dq, dk and de [B, T, H, K] over the value heads of each key head, always in the same order.
+
+    Grid: scratch slot, key head. Reads partial [3, num_scratch_slots, C, HV, K].
+    """
     GROUP: tl.constexpr = HV // H
     pid = tl.program_id(0)
     h = pid % H
-    local = pid // H
-    start, length, _, c, held_here = locate_scratch_chunk(local, cu, N, T, segment, segments, C, UNIT, PACKED)
-    if held_here:
+    scratch_slot = pid // H
+    start, length, _, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, segment, segments, C, UNIT, PACKED)
+    if in_use:
         i = tl.arange(0, C)
         in_time = i < length - c * C
         for tile in range((K + BK - 1) // BK):
             ks = tile * BK + tl.arange(0, BK)
             in_k = ks < K
-            key = ((start + c * C) * H + h) * K
+            key_offset = ((start + c * C) * H + h) * K
             for which in tl.static_range(3 if OWN else 2):
                 out = dq if which == 0 else dk if which == 1 else de
-                part = partial + ((tl.cast(which, tl.int64) * held + local) * C * HV + h * GROUP) * K
+                first_head = (tl.cast(which, tl.int64) * num_scratch_slots + scratch_slot) * C * HV + h * GROUP
+                heads = partial + first_head * K
                 total = tl.zeros([C, BK], tl.float32)
                 for g in range(GROUP):
-                    total += load_rows(part + g * K, i, ks, in_time, in_k, HV * K).to(tl.float32)
-                store_rows(out + key, total, i, ks, in_time, in_k, H * K)
+                    total += load_rows(heads + g * K, i, ks, in_time, in_k, HV * K).to(tl.float32)
+                store_rows(out + key_offset, total, i, ks, in_time, in_k, H * K)
 
 
 @triton.jit(do_not_specialize=["N", "slots", "T"])
 def gate_gradients_kernel(
     dgates, state_products, v, b, dlog_decay, db, dw, dv, cu, N, slots, T,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, OF_K: tl.constexpr, DECAY: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, K_TILES: tl.constexpr, DECAY: tl.constexpr,
     ERASE: tl.constexpr, WRITE: tl.constexpr, TIED: tl.constexpr, DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr,
     EARLY: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program a (slot, value head): d log_decay, db and dw of a chunk from the sums of all TILES, which are OF_K
-    tiles of the keys for each tile of the values that had a program.
+    """Sum the gate gradients of a chunk over tiles: d log_decay, db and dw [B, T, HV].
 
-    Where w is b (TIED), db has both: x_i = b_i z_i, so that the two make du . z, which is dv . x / b^2 (DU_IS_DV). Where
-    b is too near to 0 to tell z, it is what the two are, e . de and v . dv, divided by the b that dv has.
-    What a token turned counts for the tokens up to it, what the chunk kept of the state for all; an early read or erase
-    for the tokens before it.
+    Grid: chunk slot, value head.
+    Reads dgates and state_products of all TILES: K_TILES key tiles for each V tile that gradients were computed by.
+    The terms in row 0 of dgates count for the tokens up to their own, those in row 3 for the tokens before it, and
+    state_products for all tokens.
+
+    TIED: w is b, and db contains both gradients. With x_i = b_i z_i they add up to du . z, which is dv . x / b^2 with
+    DU_IS_DV. Where |b| < MIN_BETA, x does not determine z; then db is the sum of both, e . de and v . dv, divided by
+    the clamped b that dv contains.
     """
     ROWS: tl.constexpr = 4 if EARLY else 3
-    place = tl.program_id(0)
-    slot = place // HV
-    hv = place % HV
+    chunk = tl.program_id(0)
+    slot = chunk // HV
+    hv = chunk % HV
     start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
     if t0 < length:
         i = tl.arange(0, C)
-        at = (start + t0 + i) * HV + hv
+        offsets = (start + t0 + i) * HV + hv
         in_time = i < length - t0
-        turn = tl.zeros([C], tl.float32)
-        read = tl.zeros([C], tl.float32)
-        early = tl.zeros([C], tl.float32)
-        kept = 0.0
-        write = tl.zeros([C], tl.float32)
+        dG = tl.zeros([C], tl.float32)
+        e_dot_de = tl.zeros([C], tl.float32)
+        dG_early = tl.zeros([C], tl.float32)
+        state_product = 0.0
+        v_dot_du = tl.zeros([C], tl.float32)
         for tile in tl.static_range(TILES):
-            part = tl.cast(tile, tl.int64) * slots * HV + place
-            row = dgates + part * ROWS * C + i
+            chunk_of_tile = tl.cast(tile, tl.int64) * slots * HV + chunk
+            row = dgates + chunk_of_tile * ROWS * C + i
             if DECAY:
-                turn += tl.load(row)
-                kept += tl.load(state_products + part)
+                dG += tl.load(row)
+                state_product += tl.load(state_products + chunk_of_tile)
                 if EARLY:
-                    early += tl.load(row + 3 * C)
+                    dG_early += tl.load(row + 3 * C)
             if ERASE:
-                read += tl.load(row + C)
-            if WRITE or (TIED and (tile % OF_K == 0 or not DU_IS_DV)):
-                write += tl.load(row + 2 * C)
+                e_dot_de += tl.load(row + C)
+            if WRITE or (TIED and (tile % K_TILES == 0 or not DU_IS_DV)):
+                v_dot_du += tl.load(row + 2 * C)
         if WRITE:
-            tl.store(dw + at, write, mask=in_time)
+            tl.store(dw + offsets, v_dot_du, mask=in_time)
         if DECAY:
-            total = tl.cumsum(turn, 0, reverse=True) + kept
+            total = tl.cumsum(dG, 0, reverse=True) + state_product
             if EARLY:
-                total += tl.sum(tl.where(i[:, None] < i[None, :], early[None, :], 0.0), 1)
-            tl.store(dlog_decay + at, total, mask=in_time)
+                total += tl.sum(tl.where(i[:, None] < i[None, :], dG_early[None, :], 0.0), 1)
+            tl.store(dlog_decay + offsets, total, mask=in_time)
         if ERASE:
-            strength = tl.load(b + at, mask=in_time, other=1.0).to(tl.float32)
-            held = clamp_away_from_zero(strength, MIN_BETA)
+            b_i = tl.load(b + offsets, mask=in_time, other=1.0).to(tl.float32)
+            clamped_b = clamp_away_from_zero(b_i, MIN_BETA)
+            b_db = e_dot_de
             if TIED and DU_IS_DV:
-                read_and_write = write / held
-                if tl.min(tl.abs(strength), 0) < MIN_BETA:
-                    values = tl.zeros([C], tl.float32)
+                b_db = v_dot_du / clamped_b
+                if tl.min(tl.abs(b_i), 0) < MIN_BETA:
+                    v_dot_dv = tl.zeros([C], tl.float32)
                     for column in range(V):
-                        v_i = tl.load(v + at * V + column, mask=in_time, other=0.0).to(tl.float32)
-                        values += v_i * tl.load(dv + at * V + column, mask=in_time, other=0.0).to(tl.float32)
-                    read_and_write = read + values
-                read = read_and_write
+                        v_i = tl.load(v + offsets * V + column, mask=in_time, other=0.0).to(tl.float32)
+                        v_dot_dv += v_i * tl.load(dv + offsets * V + column, mask=in_time, other=0.0).to(tl.float32)
+                    b_db = e_dot_de + v_dot_dv
             elif TIED:
-                read += write * held
-            tl.store(db + at, read / held, mask=in_time)
+                b_db = e_dot_de + v_dot_du * clamped_b
+            tl.store(db + offsets, b_db / clamped_b, mask=in_time)

@@ -1,20 +1,28 @@
-"""Index arithmetic that every kernel of the family shares.
+"""Index arithmetic, tile loads and stores, and decay helpers that all kernels share.
 
-A chunk of C tokens of a sequence has a slot, its place among all chunks. N sequences (the rows of a batch or of a
-pack), H key heads, HV value heads, K key width, G cumulative log2 decay from the beginning of the chunk
+Terms:
+    chunk       C consecutive tokens of a sequence; the last chunk of a sequence may be shorter.
+    chunk slot  index of a chunk among the chunks of all sequences; gates, decay bounds and WY tiles are stored by it.
+    segment     range of chunks of every sequence that one launch of the backward handles, which bounds scratch memory.
+    scratch slot  index of a chunk among the chunks of one segment of all sequences; scratch buffers are stored by it.
+    split       SPLIT consecutive chunks of a segment; the splits of a sequence run in parallel, one program each.
+
+Shapes: N sequences (rows of the batch, or sequences of a pack with bounds cu [N + 1]), T tokens in a row of the batch,
+C tokens in a chunk, H key heads, HV value heads, K key width, V value width. G is the cumulative log2 decay from the
+start of the chunk.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# log2 of a decay that leaves nothing that counts; a stronger one, summed, would cost its neighbours their digits
+# A decay of 2^-96 leaves nothing of a state. Larger magnitudes would lose float32 precision in the cumulative sum.
 MIN_LOG2_DECAY = tl.constexpr(-96.0)
 
 
 @triton.jit
 def sequence_bounds(n, cu, T, PACKED: tl.constexpr):
-    """First token (int64, in the flattened batch) and length of sequence n."""
+    """Return the first token of sequence n (int64, row of the flattened batch) and its length."""
     if PACKED:
         start = tl.load(cu + n).to(tl.int64)
         length = (tl.load(cu + n + 1).to(tl.int64) - start).to(tl.int32)
@@ -26,9 +34,10 @@ def sequence_bounds(n, cu, T, PACKED: tl.constexpr):
 
 @triton.jit
 def first_chunk_slot(n, cu, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """Slot of the first chunk of sequence n.
+    """Return the slot of the first chunk of sequence n.
 
-    In a pack, floor(cu[n] / C) + n: never overlaps the slots before it, and needs no prefix sum.
+    In a pack this is floor(cu[n] / C) + n, which never overlaps the slots of the sequences before it and needs no
+    prefix sum over their chunk counts. Some slots stay unused.
     """
     if PACKED:
         return tl.load(cu + n) // C + n
@@ -38,18 +47,22 @@ def first_chunk_slot(n, cu, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def locate_chunk(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token and length of the sequence that owns a slot, the last whose first slot is not beyond it; and how many
-    of its tokens come before the slot's chunk."""
+    """Return the first token and the length of the sequence that owns a chunk slot, and the chunk's offset in tokens.
+
+    An unused slot of a pack belongs to the last sequence whose first slot is not beyond it; its offset is then at or
+    beyond the length.
+    """
     n = find_sequence(slot, cu, N, 1, 0, C) if PACKED else slot // tl.cdiv(T, C)
     start, length = sequence_bounds(n, cu, T, PACKED)
     return start, length, (slot - first_chunk_slot(n, cu, T, C, PACKED)) * C
 
 
 @triton.jit
-def find_sequence(place, cu, N, segments, unit, C: tl.constexpr):
-    """The last sequence of a pack whose first place in a segment is not beyond `place`.
+def find_sequence(slot, cu, N, segments, unit, C: tl.constexpr):
+    """Return the last sequence of a pack whose first slot is not beyond `slot`.
 
-    A search that asks 32 at once: of loads that wait for one another there is one up to 32 sequences, two up to 1024.
+    `slot` is a scratch slot, or with segments = 1 and unit = 0 a chunk slot. Each round compares 32 candidates at once:
+    the search makes one dependent load for up to 32 sequences, and two for up to 1024.
     """
     lane = tl.arange(0, 32)
     low = 0
@@ -57,90 +70,109 @@ def find_sequence(place, cu, N, segments, unit, C: tl.constexpr):
     while high - low > 1:
         step = tl.cdiv(high - low, 32)
         n = low + lane * step
-        inside = n < high
-        first = (tl.load(cu + n, mask=inside, other=0) // C + n) // segments + n * unit
-        low += (tl.sum(tl.where(inside & (first <= place), 1, 0), 0) - 1) * step
+        in_range = n < high
+        first = (tl.load(cu + n, mask=in_range, other=0) // C + n) // segments + n * unit
+        low += (tl.sum(tl.where(in_range & (first <= slot), 1, 0), 0) - 1) * step
         high = tl.minimum(low + step, high)
     return low
 
 
 @triton.jit
-def sequence_and_split(pid, parts, each):
-    """The sequence and the part of a program, with `each` programs a part: the first parts of all sequences come first,
-    for in a pack many a sequence has no others, and a program without work delays those behind it."""
-    N = tl.num_programs(0) // (each * parts)
+def sequence_and_split(pid, num_splits, programs_per_split):
+    """Return the sequence and the split of a program.
+
+    The first splits of all sequences come first in the grid: in a pack many sequences have no second split, and
+    programs without work would delay the programs behind them.
+    """
+    N = tl.num_programs(0) // (programs_per_split * num_splits)
     return pid % N, pid // N
 
 
 @triton.jit
 def segment_bounds(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """First chunk of a segment of sequence n, the one after its last, and the place of the first.
+    """Return the first chunk of a segment of sequence n, the chunk after its last, and the first chunk's scratch slot.
 
-    Segments deal the units of UNIT chunks of each sequence out evenly, whatever its length; a place is a chunk's among
-    the chunks of one segment of all sequences. In a pack, floor(slot / segments) + n UNIT never overlaps.
+    A sequence of `chunks` chunks, the first of them in chunk slot `slot`, is divided in units of UNIT chunks, and the
+    units are distributed evenly over the segments, whatever the length. In a pack the first scratch slot is
+    floor(slot / segments) + n UNIT, which never overlaps. With one segment scratch slots are chunk slots.
     """
     units = tl.cdiv(chunks, UNIT)
     first = units * segment // segments * UNIT
     last = tl.minimum(units * (segment + 1) // segments * UNIT, chunks)
-    place = slot // segments + n * UNIT if PACKED else n * (tl.cdiv(units, segments) * UNIT)
-    return first, last, tl.where(segments == 1, slot, place)
+    scratch_slot = slot // segments + n * UNIT if PACKED else n * (tl.cdiv(units, segments) * UNIT)
+    return first, last, tl.where(segments == 1, slot, scratch_slot)
 
 
 @triton.jit
 def chunk_range(
-    n, part, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
+    n, split, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
 ):
-    """What a program of a scan walks: first token, length and first slot of sequence n; first chunk of a segment of it,
-    and the place of that one; first chunk of a part of SPLIT chunks (0: of all) and the one after its last."""
+    """Return the chunks of a scan program: those of one split of a segment of sequence n.
+
+    Returns: first token, length and first chunk slot of the sequence; first chunk of the segment and its scratch slot;
+        first chunk of the split and the chunk after its last. SPLIT = 0: the split is the whole segment.
+    """
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_chunk_slot(n, cu, T, C, PACKED)
-    begins, last, first_place = segment_bounds(n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED)
-    first = begins
+    segment_first, last, first_scratch_slot = segment_bounds(
+        n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED
+    )
+    first = segment_first
     if SPLIT > 0:
-        first += part * SPLIT
+        first += split * SPLIT
         last = tl.minimum(first + SPLIT, last)
-    return start, length, slot, begins, first_place, first, last
+    return start, length, slot, segment_first, first_scratch_slot, first, last
 
 
 @triton.jit
 def scratch_slots_per_sequence(T, segments, C: tl.constexpr, UNIT: tl.constexpr):
-    """Places in a segment of a sequence that is not packed."""
+    """Return the number of scratch slots of one sequence in a segment, for sequences that are not packed."""
     chunks = tl.cdiv(T, C)
     return tl.where(segments == 1, chunks, tl.cdiv(tl.cdiv(chunks, UNIT), segments) * UNIT)
 
 
 @triton.jit
 def locate_scratch_chunk_in_sequence(
-    place, n, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
+    scratch_slot, n, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
 ):
-    """First token and length of sequence n; then the slot and the number of the chunk that a place of a segment of it
-    holds, and whether it holds one."""
-    start, length, slot, first, first_place, _, last = chunk_range(n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED)
-    c = first + place - first_place
+    """Return the chunk in a scratch slot of sequence n.
+
+    Returns: first token and length of the sequence; chunk slot; number of the chunk in its sequence; whether the
+        scratch slot is in use.
+    """
+    start, length, slot, first, first_scratch_slot, _, last = chunk_range(
+        n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED
+    )
+    c = first + scratch_slot - first_scratch_slot
     return start, length, slot + c, c, c < last
 
 
 @triton.jit
-def locate_scratch_chunk(place, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """What `locate_scratch_chunk_in_sequence` says of a place of a segment, whose sequence is looked for."""
+def locate_scratch_chunk(
+    scratch_slot, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
+):
+    """Return what `locate_scratch_chunk_in_sequence` does, for a scratch slot whose sequence is not known."""
     if PACKED:
-        n = find_sequence(place, cu, N, segments, tl.where(segments == 1, 0, UNIT), C)
+        n = find_sequence(scratch_slot, cu, N, segments, tl.where(segments == 1, 0, UNIT), C)
     else:
-        n = place // scratch_slots_per_sequence(T, segments, C, UNIT)
-    return locate_scratch_chunk_in_sequence(place, n, cu, T, segment, segments, C, UNIT, PACKED)
+        n = scratch_slot // scratch_slots_per_sequence(T, segments, C, UNIT)
+    return locate_scratch_chunk_in_sequence(scratch_slot, n, cu, T, segment, segments, C, UNIT, PACKED)
 
 
 @triton.jit
-def opaque_zero(number, BITS: tl.constexpr):
-    """0, of a number below 2^BITS, which the compiler does not know: else it computes where all that a loop, or what
-    comes after it, reads and writes lies once, before the loop, and has no registers for so much; what is spilled
-    goes through L2, where shared memory leaves L1 next to nothing."""
-    return number >> BITS
+def opaque_zero(x, BITS: tl.constexpr):
+    """Return 0, computed from x < 2^BITS so that the compiler cannot fold it.
+
+    Added to a pointer it keeps address arithmetic inside or after a loop. Otherwise the compiler hoists the addresses
+    of all loads and stores out of the loop and runs out of registers. Spills are slow here: shared memory leaves
+    almost nothing of L1, so they go through L2.
+    """
+    return x >> BITS
 
 
 @triton.jit
 def load_rows(base, rows, columns, in_rows, in_columns, stride):
-    """A tile [rows, columns] of a row-major matrix; zeros outside."""
+    """Load a tile [rows, columns] of a row-major matrix; zeros outside the masks."""
     return tl.load(
         base + rows[:, None] * stride + columns[None, :], mask=in_rows[:, None] & in_columns[None, :], other=0.0
     )
@@ -148,6 +180,7 @@ def load_rows(base, rows, columns, in_rows, in_columns, stride):
 
 @triton.jit
 def store_rows(base, tile, rows, columns, in_rows, in_columns, stride):
+    """Store a tile [rows, columns] to a row-major matrix."""
     tl.store(
         base + rows[:, None] * stride + columns[None, :],
         tile.to(base.dtype.element_ty),
@@ -157,7 +190,7 @@ def store_rows(base, tile, rows, columns, in_rows, in_columns, stride):
 
 @triton.jit
 def load_column_major(base, rows, columns, in_rows, in_columns, stride):
-    """A tile [rows, columns] of a matrix that lies in memory transposed; zeros outside."""
+    """Load a tile [rows, columns] of a column-major matrix; zeros outside the masks."""
     return tl.load(
         base + rows[:, None] + columns[None, :] * stride, mask=in_rows[:, None] & in_columns[None, :], other=0.0
     )
@@ -165,13 +198,17 @@ def load_column_major(base, rows, columns, in_rows, in_columns, stride):
 
 @triton.jit
 def store_column_major(base, tile, rows, columns, in_rows, in_columns, stride):
+    """Store a tile [rows, columns] to a column-major matrix."""
     tl.store(base + rows[:, None] + columns[None, :] * stride, tile, mask=in_rows[:, None] & in_columns[None, :])
 
 
 @triton.jit
 def mma_rows(R: tl.constexpr, LANES: tl.constexpr):
-    """0 to R - 1 as [LANES, R / 16, 16 / LANES, 1]: of a tile that is loaded or stored by such rows a warp has 16 after
-    16, as it has of a product, so that between the two nothing goes from warp to warp."""
+    """Return 0 to R - 1 as [LANES, R / 16, 16 / LANES, 1].
+
+    A tile that is loaded or stored by rows in this order has 16 consecutive rows in each warp, as an MMA accumulator
+    does, so converting between the two layouts moves no data between warps.
+    """
     lane = tl.arange(0, LANES)[:, None, None, None]
     block = tl.arange(0, R // 16)[None, :, None, None]
     return block * 16 + tl.arange(0, 16 // LANES)[None, None, :, None] * LANES + lane
@@ -179,7 +216,7 @@ def mma_rows(R: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def load_mma_rows(base, rows, columns, in_rows, in_columns, stride):
-    """A tile [R, columns] of a row-major matrix, for rows as `mma_rows` lays them; zeros outside."""
+    """Load a tile [R, columns] of a row-major matrix, its rows ordered by `mma_rows`; zeros outside the masks."""
     at = base + rows * stride + columns[None, None, None, :]
     tile = tl.load(at, mask=in_rows & in_columns[None, None, None, :], other=0.0)
     R: tl.constexpr = rows.shape[0] * rows.shape[1] * rows.shape[2]
@@ -188,7 +225,7 @@ def load_mma_rows(base, rows, columns, in_rows, in_columns, stride):
 
 @triton.jit
 def store_mma_rows(base, tile, rows, columns, in_rows, in_columns, stride):
-    """Write a tile [R, columns] to rows as `mma_rows` lays them."""
+    """Store a tile [R, columns] to a row-major matrix, its rows ordered by `mma_rows`."""
     L: tl.constexpr = rows.shape[0]
     blocks = tl.reshape(tile.to(base.dtype.element_ty), [tile.shape[0] // 16, 16 // L, L, tile.shape[1]])
     at = base + rows * stride + columns[None, None, None, :]
@@ -196,50 +233,51 @@ def store_mma_rows(base, tile, rows, columns, in_rows, in_columns, stride):
 
 
 @triton.jit
-def store_state(base, S, column, columns, in_columns, WIDTH: tl.constexpr, stride, wanted):
-    """Write S [values, keys] from row `column` on and up to WIDTH, where wanted; nothing goes from warp to warp."""
-    LANES: tl.constexpr = min(16, 4096 // (S.shape[1] * base.dtype.element_ty.primitive_bitwidth))
-    rows = column + mma_rows(S.shape[0], LANES)
-    store_mma_rows(base, S, rows, columns, (rows < WIDTH) & wanted, in_columns, stride)
+def store_state(base, S_T, column, columns, in_columns, WIDTH: tl.constexpr, stride, enabled):
+    """Store S^T [values, keys] to the rows from `column` up to WIDTH, if enabled; moves no data between warps."""
+    LANES: tl.constexpr = min(16, 4096 // (S_T.shape[1] * base.dtype.element_ty.primitive_bitwidth))
+    rows = column + mma_rows(S_T.shape[0], LANES)
+    store_mma_rows(base, S_T, rows, columns, (rows < WIDTH) & enabled, in_columns, stride)
 
 
 @triton.jit
 def store_transposed(base, x_T, rows, column, stride, WIDTH: tl.constexpr):
-    """Write x_T [columns, rows] to base [rows, stride] transposed, `rows` of them, from a column on and up to WIDTH.
+    """Store x_T [columns, rows] transposed to base [rows, stride]: `rows` rows, columns from `column` up to WIDTH.
 
-    In blocks of 16 x 16, laid so that a warp writes the columns that it holds as rows of a product: nothing goes from
-    warp to warp, which takes two barriers a round, and a row of a block is a sector of 32 bytes.
+    The store is made of 16 x 16 blocks, arranged so that a warp stores the columns that it holds as rows of an MMA
+    accumulator. No data moves between warps, which would take two barriers per round, and each row of a block is one
+    sector of 32 bytes.
     """
     M: tl.constexpr = x_T.shape[0]
     C: tl.constexpr = x_T.shape[1]
     blocks = tl.permute(tl.reshape(x_T.to(base.dtype.element_ty), [M // 16, 16, C // 16, 16]), [3, 0, 2, 1])
-    sixteen = tl.arange(0, 16)
-    i = tl.arange(0, C // 16)[None, None, :, None] * 16 + sixteen[:, None, None, None]
-    j = column + tl.arange(0, M // 16)[None, :, None, None] * 16 + sixteen[None, None, None, :]
+    lane = tl.arange(0, 16)
+    i = tl.arange(0, C // 16)[None, None, :, None] * 16 + lane[:, None, None, None]
+    j = column + tl.arange(0, M // 16)[None, :, None, None] * 16 + lane[None, None, None, :]
     tl.store(base + i * stride + j, blocks, mask=(i < rows) & (j < WIDTH))
 
 
 @triton.jit
 def split_hi_lo(x, dtype: tl.constexpr):
-    """x as a sum of two numbers of a narrower dtype."""
-    high = x.to(dtype)
-    return high, (x - high.to(tl.float32)).to(dtype)
+    """Return hi and lo of a narrower dtype with x ~ hi + lo."""
+    hi = x.to(dtype)
+    return hi, (x - hi.to(tl.float32)).to(dtype)
 
 
 @triton.jit
 def dot_split_lhs(x, y, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
-    """acc + x y with x, float32, rounded to TERMS numbers of y's dtype."""
+    """Return acc + x y, with x float32 rounded to TERMS terms (hi, or hi + lo) of y's dtype."""
     if TERMS == 2:
-        high, low = split_hi_lo(x, dtype)
-        acc = tl.dot(high, y, acc, input_precision=PREC)
-        return tl.dot(low, y, acc, input_precision=PREC)
+        hi, lo = split_hi_lo(x, dtype)
+        acc = tl.dot(hi, y, acc, input_precision=PREC)
+        return tl.dot(lo, y, acc, input_precision=PREC)
     else:
         return tl.dot(x.to(dtype), y, acc, input_precision=PREC)
 
 
 @triton.jit
 def load_log2_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl.constexpr):
-    """log2 of each token's own decay; zeros outside. tokens: rows of the flattened batch."""
+    """Load log2 of each token's decay; zeros outside. tokens: rows of the flattened batch."""
     if DECAY == "head":
         return clamp_log2_decay(tl.load(log_decay + tokens * HV + hv, mask=in_time, other=0.0) * LOG2E)
     elif DECAY == "fixed":
@@ -249,55 +287,59 @@ def load_log2_decays(log_decay, tokens, hv, in_time, HV: tl.constexpr, DECAY: tl
 
 
 @triton.jit
-def clamp_log2_decay(own):
-    """log2 of a decay, no less than what leaves nothing; what is no number stays so."""
-    return tl.where(own < MIN_LOG2_DECAY, MIN_LOG2_DECAY, own)
+def clamp_log2_decay(log2_decay):
+    """Clamp the log2 of a decay at MIN_LOG2_DECAY; NaN propagates."""
+    return tl.where(log2_decay < MIN_LOG2_DECAY, MIN_LOG2_DECAY, log2_decay)
 
 
 @triton.jit
-def load_gate(gates, place, which: tl.constexpr, i, C: tl.constexpr):
-    """One of a chunk's rows G, c, w [C] from gates [slots, HV, 3, C].
+def load_gate(gates, chunk, which: tl.constexpr, i, C: tl.constexpr):
+    """Load one of a chunk's rows G, c, w [C] from gates [slots, HV, 3, C]; chunk: index slot * HV + hv.
 
-    It is loaded four times over: a tile of fewer numbers than threads every thread would load for itself, all that it
-    needs of it, where one copy into shared memory does.
+    The row is loaded four times. A tile with fewer elements than threads would be loaded redundantly by every thread,
+    all elements that the thread needs; the larger tile is copied once to shared memory.
     """
-    same = tl.broadcast_to((gates + (place * 3 + which) * C + i)[None, :], [4, C])
-    first, _ = tl.split(tl.reshape(tl.trans(tl.load(same)), [C, 2, 2]))
+    copies = tl.broadcast_to((gates + (chunk * 3 + which) * C + i)[None, :], [4, C])
+    first, _ = tl.split(tl.reshape(tl.trans(tl.load(copies)), [C, 2, 2]))
     row, _ = tl.split(first)
     return row
 
 
 @triton.jit
-def cumulative_decays(gates, place, i, C: tl.constexpr, LOOP: tl.constexpr = True):
-    """G of the chunk, G before each token, and G at the end."""
-    G = load_gate(gates, place, 0, i, C) if LOOP else tl.load(gates + place * 3 * C + i)
-    before = tl.load(gates + place * 3 * C + i - 1, mask=i > 0, other=0.0)
-    end = tl.load(gates + place * 3 * C + C - 1)
-    return G, before, end
+def cumulative_decays(gates, chunk, i, C: tl.constexpr, LOOP: tl.constexpr = True):
+    """Load G of a chunk, G before each token, and G at the end of the chunk. LOOP: the load is inside a loop."""
+    G = load_gate(gates, chunk, 0, i, C) if LOOP else tl.load(gates + chunk * 3 * C + i)
+    G_before = tl.load(gates + chunk * 3 * C + i - 1, mask=i > 0, other=0.0)
+    G_end = tl.load(gates + chunk * 3 * C + C - 1)
+    return G, G_before, G_end
 
 
 @triton.jit
 def clamp_away_from_zero(b, MIN_BETA: tl.constexpr):
-    """b held away from 0, by so little that it counts for nothing, so that what it was multiplied with can be told."""
+    """Clamp |b| to at least MIN_BETA, which is negligible, so that a product with b can be divided by b again."""
     return tl.where(b < 0.0, tl.minimum(b, -MIN_BETA), tl.maximum(b, MIN_BETA))
 
 
 @triton.jit
-def negligible_prefix(decay_bounds, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
-    """How many of `count` chunks from `slot` on, counted from the first, leave less than 2^-40 of a state by the end.
+def negligible_prefix(decay_bounds, slot, count, hv, HV: tl.constexpr, MAX_CHUNKS: tl.constexpr):
+    """Return the first of `count` chunks from `slot` on such that the state before it counts after the last one.
 
-    decay_bounds [slots, HV] bounds the log2 of what a chunk keeps of any state; a bound that is no number forgets nothing.
+    The states before earlier chunks decay below 2^-40; returns `count` if no state counts. decay_bounds [slots, HV]:
+    upper bounds of the log2 of the factor by which a chunk scales any state. A NaN bound makes no state negligible.
     """
-    c = tl.arange(0, MOST)
-    fade = tl.load(decay_bounds + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
-    left = tl.sum(fade, 0) - tl.cumsum(fade, 0) + fade
-    return tl.min(tl.where((left < -40.0) & (c < count), MOST, c), 0)
+    c = tl.arange(0, MAX_CHUNKS)
+    bound = tl.load(decay_bounds + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
+    from_c_to_end = tl.sum(bound, 0) - tl.cumsum(bound, 0) + bound
+    return tl.min(tl.where((from_c_to_end < -40.0) & (c < count), MAX_CHUNKS, c), 0)
 
 
 @triton.jit
-def significant_prefix(decay_bounds, slot, count, hv, HV: tl.constexpr, MOST: tl.constexpr):
-    """How many of `count` chunks from `slot` on matter before them: the rest has faded below 2^-40 there."""
-    c = tl.arange(0, MOST)
-    fade = tl.load(decay_bounds + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
-    left = tl.cumsum(fade, 0) - fade
-    return tl.max(tl.where((left < -40.0) | (c >= count), 0, c + 1), 0)
+def significant_prefix(decay_bounds, slot, count, hv, HV: tl.constexpr, MAX_CHUNKS: tl.constexpr):
+    """Return how many of `count` chunks from `slot` on contribute to the gradient of the state before them all.
+
+    The contributions of later chunks decay below 2^-40.
+    """
+    c = tl.arange(0, MAX_CHUNKS)
+    bound = tl.load(decay_bounds + tl.cast(slot + c, tl.int64) * HV + hv, mask=c < count, other=0.0)
+    before_c = tl.cumsum(bound, 0) - bound
+    return tl.max(tl.where((before_c < -40.0) | (c >= count), 0, c + 1), 0)

@@ -1,12 +1,18 @@
-"""A chunk's two triangular matrices in one square: T = (I + A)^-1 below the diagonal, P^T on and above it.
+"""Storage of a chunk's two triangular matrices, the WY tiles T and P^T, in one tile.
 
-wy_tiles [slots, HV, TERMS, C, C + 8] holds them as sums of TERMS numbers (prepare.py says what T and P are), cut along
-the blocks of 8 on the diagonal: those of P^T lie in the square, those of T in the last 8 columns. So 8 numbers side by
-side, a copy of 16 bytes, never belong to both, and a product takes either matrix as it is copied, without a mask.
+    T = (I + A)^-1 lower triangular,  P^T upper triangular  (prepare.py defines A and P)
 
-The dtype of wy_tiles is T's, and P^T has that of the operands. With near-parallel keys T takes differences of
-neighbours, and what it loses in rounding counts against a small result: for a backward with bfloat16 operands T lies
-there as float16, with 11 bits instead of 8.
+wy_tiles [slots, HV, TERMS, C, C + 8] stores both, each as a sum of TERMS terms. The diagonal is made of 8 x 8 blocks:
+P^T occupies the diagonal blocks and those above them, T the blocks below, and the last 8 columns hold the diagonal
+blocks of T. So 8 adjacent elements, one 16-byte copy, never belong to both matrices, and either can be copied into an
+MMA operand without a mask.
+
+The dtype of wy_tiles is that of T; P^T has the dtype of the operands. With near-parallel keys T is applied to
+differences of neighbouring tokens, whose result is small compared with the rounding error of T. For a backward pass
+with bfloat16 operands T is therefore float16 (11 significant bits instead of 8), and the bits of P^T, bfloat16, are
+stored in the same tile.
+
+C chunk, HV value heads
 """
 
 import triton
@@ -16,55 +22,60 @@ from deltazoo.backends.triton.kernels.layout import dot_split_lhs, mma_rows, spl
 
 
 @triton.jit
-def store_wy_tiles(base, T, T_blocks, P_T, dtype: tl.constexpr, place, i, C: tl.constexpr, TERMS: tl.constexpr):
-    """T and P^T, float32 [C, C], each zero where the other stands, and the blocks of T on the diagonal [C, 8]; dtype:
-    P^T's."""
-    at = base + place * TERMS * C * (C + 8)
+def store_wy_tiles(base, T, T_blocks, P_T, dtype: tl.constexpr, chunk, i, C: tl.constexpr, TERMS: tl.constexpr):
+    """Store T and P^T, float32 [C, C], of one chunk.
+
+    T_blocks [C, 8]: diagonal blocks of T. dtype: of P^T. chunk: index slot * HV + hv. i: 0 to C - 1.
+    """
+    at = base + chunk * TERMS * C * (C + 8)
     below = (i // 8)[:, None] > (i // 8)[None, :]
-    lies: tl.constexpr = base.dtype.element_ty
+    T_dtype: tl.constexpr = base.dtype.element_ty
     if TERMS == 2:
-        square, square_low = split_hi_lo(tl.where(below, T, P_T), dtype)
-        T_blocks, blocks_low = split_hi_lo(T_blocks, dtype)
-        store_wy_term(at + C * (C + 8), square_low, blocks_low, i, C)
-    elif lies == dtype:
-        square = tl.where(below, T, P_T).to(dtype)
+        tile, tile_lo = split_hi_lo(tl.where(below, T, P_T), dtype)
+        T_blocks, blocks_lo = split_hi_lo(T_blocks, dtype)
+        store_wy_term(at + C * (C + 8), tile_lo, blocks_lo, i, C)
+    elif T_dtype == dtype:
+        tile = tl.where(below, T, P_T).to(dtype)
     else:
-        bits = tl.where(below, T.to(lies).to(tl.int16, bitcast=True), P_T.to(dtype).to(tl.int16, bitcast=True))
-        square = bits.to(lies, bitcast=True)
-    store_wy_term(at, square, T_blocks, i, C)
+        bits = tl.where(below, T.to(T_dtype).to(tl.int16, bitcast=True), P_T.to(dtype).to(tl.int16, bitcast=True))
+        tile = bits.to(T_dtype, bitcast=True)
+    store_wy_term(at, tile, T_blocks, i, C)
 
 
 @triton.jit
-def store_wy_term(at, square, T_blocks, i, C: tl.constexpr):
-    rows = mma_rows(C, min(16, 4096 // (C * square.dtype.primitive_bitwidth)))
-    store_mma_rows(at, square, rows, i, rows < C, i < C, C + 8)
+def store_wy_term(at, tile, T_blocks, i, C: tl.constexpr):
+    """Store one term: the combined tile [C, C] and the diagonal blocks of T [C, 8] beside it."""
+    rows = mma_rows(C, min(16, 4096 // (C * tile.dtype.primitive_bitwidth)))
+    store_mma_rows(at, tile, rows, i, rows < C, i < C, C + 8)
     tl.store(at + i[:, None] * (C + 8) + C + tl.arange(0, 8)[None, :], T_blocks.to(at.dtype.element_ty))
 
 
 @triton.jit
-def load_T(base, place, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
-    """One term of T [C, C], in the dtype that it lies in."""
+def load_inverse(base, chunk, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
+    """Load one term of T [C, C] in its stored dtype."""
     j = tl.arange(0, C)
     block = (j[None, :] // 8) - (i[:, None] // 8)
-    at = (place * TERMS + TERM) * C * (C + 8) + i[:, None] * (C + 8) + tl.where(block == 0, C + j % 8, j)
+    at = (chunk * TERMS + TERM) * C * (C + 8) + i[:, None] * (C + 8) + tl.where(block == 0, C + j % 8, j)
     return tl.load(base + at, mask=block <= 0, other=0.0)
 
 
 @triton.jit
-def load_P_T(base, dtype: tl.constexpr, place, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
-    """One term of P^T [C, C]."""
+def load_p_transposed(base, dtype: tl.constexpr, chunk, i, C: tl.constexpr, TERMS: tl.constexpr, TERM: tl.constexpr):
+    """Load one term of P^T [C, C]."""
     j = tl.arange(0, C)
-    at = (place * TERMS + TERM) * C * (C + 8) + i[:, None] * (C + 8) + j[None, :]
-    here = j[None, :] // 8 >= i[:, None] // 8
-    return tl.load(base.to(tl.pointer_type(dtype)) + at, mask=here, other=0.0)
+    at = (chunk * TERMS + TERM) * C * (C + 8) + i[:, None] * (C + 8) + j[None, :]
+    in_P_T = j[None, :] // 8 >= i[:, None] // 8
+    return tl.load(base.to(tl.pointer_type(dtype)) + at, mask=in_P_T, other=0.0)
 
 
 @triton.jit
-def dot_T(x, T, T_low, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
-    """x T, x float32 [rows, C], T in TERMS terms. Beside a T in float16 x is rounded to that, too, its rows scaled by
-    powers of 2."""
+def dot_inverse(x, T, T_lo, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
+    """Return x T for x float32 [rows, C] and T in TERMS terms.
+
+    If T is a single float16 term, x is rounded to float16, too, after its rows are scaled by powers of 2.
+    """
     if T.dtype != tl.float16 or TERMS == 2:
-        return dot_split_both(x, T, T_low, tl.zeros(x.shape, tl.float32), dtype, TERMS, PREC)
+        return dot_split_both(x, T, T_lo, tl.zeros(x.shape, tl.float32), dtype, TERMS, PREC)
     else:
         largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
         exponent = tl.minimum(largest & 0x7F800000, 0x7E800000)
@@ -74,7 +85,7 @@ def dot_T(x, T, T_low, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.conste
 
 
 @triton.jit
-def dot_split_both(x, first, second, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
-    """acc + x M, with M in its two terms, or in the first alone."""
-    acc = dot_split_lhs(x, first, acc, dtype, TERMS, PREC)
-    return tl.dot(x.to(dtype), second, acc, input_precision=PREC) if TERMS == 2 else acc
+def dot_split_both(x, M_hi, M_lo, acc, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
+    """Return acc + x M, with x and M = M_hi + M_lo in TERMS terms; the product of the low terms is negligible."""
+    acc = dot_split_lhs(x, M_hi, acc, dtype, TERMS, PREC)
+    return tl.dot(x.to(dtype), M_lo, acc, input_precision=PREC) if TERMS == 2 else acc
