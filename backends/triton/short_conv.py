@@ -1,9 +1,10 @@
-"""The short convolution with its SiLU and norm behind an operator, forward and backward; one launch for each part.
+"""Operators and launches of the Triton kernels of the short convolution, forward and backward.
 
-Triton is imported when a kernel first runs. B batch, T time, C channels, W taps, N sequences
+Each part of the channels is one launch. Triton is imported when a kernel first runs.
+B batch, T tokens, C channels, W taps, N sequences
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,21 @@ from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.precompile import compiled_ahead
 from deltazoo.backends.varlen import sequence_index
 
-MOST_TAPS = 8
+MAX_TAPS = 8
 WIDEST_UNIT = 1024
+_MIN_STRIP = 16
+_MIN_PROGRAMS = 256
 
 
 class ConvLaunch(NamedTuple):
-    """A program walks `rows` strips of `strip` tokens over `columns` channels, loading `group` tokens ahead.
+    """Launch parameters of a convolution kernel.
 
-    Of heads with a norm a program takes one, and as many strips as keep rows x columns. Strips are shorter where there
-    would be too few programs. registers: the most that a thread may have; 0: as many as it takes.
+    A program processes `rows` strips of `strip` tokens and `columns` channels. With a norm it processes one head, and
+    as many strips as keep rows x columns. Strips are shortened until there are enough programs.
+
+    Args:
+        group: tokens that are loaded ahead of their use.
+        registers: limit per thread; 0: none.
     """
 
     rows: int = 4
@@ -38,113 +45,155 @@ class ConvLaunch(NamedTuple):
 
 FORWARD = ConvLaunch(rows=8)
 BACKWARD = ConvLaunch(strip=128, group=2)
-_SHORTEST = 16
-_ENOUGH = 256  # programs
 
 
 def too_many_taps(taps: int) -> list[str]:
-    """Why the kernels do not take a short convolution of so many taps; [] means they do."""
-    if taps <= MOST_TAPS:
+    """Return why the kernels do not support this number of taps; [] if they do."""
+    if taps <= MAX_TAPS:
         return []
-    return [f"a short convolution must have at most {MOST_TAPS} taps, got {taps}."]
+    return [f"a short convolution must have at most {MAX_TAPS} taps, got {taps}."]
 
 
 def short_conv(
     inputs: ConvInputs, parts: Sequence[ConvPart], forward: ConvLaunch = FORWARD, backward: ConvLaunch = BACKWARD
 ) -> tuple[Tensor, ...]:
-    """Run the kernels; differentiable once. Returns a contiguous tensor [B, T, channels] for each part."""
+    """Run the kernels; differentiable once.
+
+    Returns: a contiguous tensor [B, T, channels] for each part.
+    """
     channels, silu, unit = ([part[i] for part in parts] for i in range(3))
-    kind = (channels, silu, unit, [*forward, *backward])
+    static = (channels, silu, unit, [*forward, *backward])
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return _ShortConv.apply(*inputs, *kind)
-    return tuple(_conv_op(*inputs, *kind))
+        return _ShortConv.apply(*inputs, *static)
+    return tuple(_conv_op(*inputs, *static))
 
 
-_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? history, Tensor? cu_seqlens"
-_KIND = "int[] channels, bool[] silu, int[] unit, int[] launch"
+class _Operands(NamedTuple):
+    """Tensors that both kernels read, in the order of their parameters."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    history: Tensor | None
+    sequence_starts: Tensor | None
+    sequence_ids: Tensor | None
 
 
-class _Problem(NamedTuple):
-    """What both kernels are given; x is contiguous but for the stride between tokens."""
+class _Tiling(NamedTuple):
+    """Sizes of the programs of a launch, and their number along time and channels."""
 
-    inputs: ConvInputs
-    stride: int
-    first: Tensor | None
-    which: Tensor | None
-
-    @classmethod
-    def of(cls, *inputs: Tensor | None) -> "_Problem":
-        given = ConvInputs(*inputs)  # type: ignore[arg-type]
-        x, stride = _by_tokens(given.x)
-        weight, bias, history, cu = (None if t is None else ready(t) for t in given[1:])
-        first = which = None
-        if cu is not None:
-            # bounds on a GPU are not inspected: what lies beyond the last counts to the last sequence
-            which = sequence_index(cu, x.shape[1]).clamp(max=max(cu.shape[0] - 2, 0)).int()
-            first = cu[which]
-        assert weight is not None
-        return cls(ConvInputs(x, weight, bias, history, cu), stride, first, which)
-
-    def run(
-        self, kernel: Any, part: ConvPart, begin: int, launch: ConvLaunch, tensors: Sequence[Tensor | None]
-    ) -> None:
-        """Launch a kernel for the part that begins at a channel."""
-        from deltazoo.backends.triton.launcher import launcher
-
-        x, weight, bias, history, cu = self.inputs
-        B, T, C = x.shape
-        columns, rows, strip, tiles, heads = _tile(part, B, T, launch)
-        per_row = cdiv(T, strip)
-        go = launcher(
-            kernel,
-            (x, weight, bias, history, self.first, self.which, *tensors),
-            (
-                self.stride, C, weight.shape[1], begin, part.channels, part.silu, part.unit, EPS, bias is not None,
-                history is not None, cu is not None, columns, rows, strip, min(launch.group, strip),
-            ),
-            launch.warps,
-            registers=launch.registers or None,
-        )  # fmt: skip
-        go(tiles * heads, T, B * per_row, per_row)
+    columns: int
+    rows: int
+    strip: int
+    programs_T: int
+    programs_C: int
 
 
-def _conv_impl(*arguments: Any) -> list[Tensor]:
+def _operands(inputs: ConvInputs) -> tuple[_Operands, int]:
+    """Return the operands, contiguous but for the stride of x from token to token, and that stride."""
+    x, token_stride = _with_token_stride(inputs.x)
+    weight, bias, history, cu_seqlens = (None if t is None else ready(t) for t in inputs[1:])
+    assert weight is not None
+    starts = ids = None
+    if cu_seqlens is not None:
+        # the values of bounds on a GPU are not checked: tokens beyond the last bound belong to the last sequence
+        ids = sequence_index(cu_seqlens, x.shape[1]).clamp(max=max(cu_seqlens.shape[0] - 2, 0)).int()
+        starts = cu_seqlens[ids]
+    return _Operands(x, weight, bias, history, starts, ids), token_stride
+
+
+def _with_token_stride(x: Tensor) -> tuple[Tensor, int]:
+    """Return x and its stride from token to token of the whole batch; copied unless there is one that allows 16-byte
+    loads."""
+    B, T, C = x.shape
+    stride = x.stride(1)
+    is_regular = x.stride(2) == 1 and stride >= C and (B == 1 or x.stride(0) == T * stride)
+    if is_regular and (x.data_ptr() | stride * x.element_size()) % 16 == 0:
+        return x, stride
+    return ready(x), C
+
+
+def _tiling(part: ConvPart, B: int, T: int, launch: ConvLaunch) -> _Tiling:
+    columns = power_of_two(part.unit) if part.unit else min(launch.columns, power_of_two(part.channels))
+    rows = max(1, launch.rows * launch.columns // columns)
+    programs_C = cdiv(part.channels, part.unit or columns)
+    strip = min(launch.strip, max(MAX_TAPS, power_of_two(T)))
+    while strip > _MIN_STRIP and cdiv(B * cdiv(T, strip), rows) * programs_C < _MIN_PROGRAMS:
+        strip //= 2
+    return _Tiling(columns, rows, strip, cdiv(B * cdiv(T, strip), rows), programs_C)
+
+
+def _parts(channels: Sequence[int], silu: Sequence[bool], unit: Sequence[int]) -> Iterator[tuple[int, ConvPart]]:
+    """Yield each part and its first channel."""
+    first = 0
+    for part in map(ConvPart, channels, silu, unit):
+        yield first, part
+        first += part.channels
+
+
+def _launch(
+    kernel: Any, operands: _Operands, results: Sequence[Tensor], token_stride: int, first: int, part: ConvPart,
+    launch: ConvLaunch,
+) -> None:  # fmt: skip
+    """Launch a kernel on the part that begins at channel `first`."""
+    from deltazoo.backends.triton.kernels.conv.short_conv import ConvTraits
+    from deltazoo.backends.triton.launcher import launcher
+
+    B, T, C = operands.x.shape
+    tiling = _tiling(part, B, T, launch)
+    traits = ConvTraits(
+        TOKEN_STRIDE=token_stride, C=C, W=operands.weight.shape[1], FIRST=first, CHANNELS=part.channels,
+        SILU=part.silu, HEAD=part.unit, EPS=EPS, BIAS=operands.bias is not None, HISTORY=operands.history is not None,
+        PACKED=operands.sequence_ids is not None, BC=tiling.columns, R=tiling.rows, STRIP=tiling.strip,
+        GROUP=min(launch.group, tiling.strip),
+    )  # fmt: skip
+    strips_per_row = cdiv(T, tiling.strip)
+    run = launcher(kernel, (*operands, *results), (traits,), launch.warps, registers=launch.registers or None)
+    run(tiling.programs_T * tiling.programs_C, T, B * strips_per_row, strips_per_row)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, cu_seqlens: Tensor | None,
+    channels: list[int], silu: list[bool], unit: list[int], launch: list[int],
+) -> list[Tensor]:  # fmt: skip
     from deltazoo.backends.triton.kernels.conv.short_conv import short_conv_kernel
 
-    problem, parts, launch = _Problem.of(*arguments[:5]), _parts(arguments[5:8]), ConvLaunch(*arguments[8][:6])
-    x = problem.inputs.x
-    out, begin = _conv_fake(*arguments), 0
+    operands, token_stride = _operands(ConvInputs(x, weight, bias, history, cu_seqlens))
+    config = ConvLaunch(*launch[: len(ConvLaunch._fields)])
+    ys = [x.new_empty(*x.shape[:2], n) for n in channels]
     with torch.cuda.device_of(x):
-        for part, y in zip(parts, out, strict=True):
-            problem.run(short_conv_kernel, part, begin, launch, (y,))
-            begin += part.channels
-    return out
+        for y, (first, part) in zip(ys, _parts(channels, silu, unit), strict=True):
+            _launch(short_conv_kernel, operands, (y,), token_stride, first, part, config)
+    return ys
 
 
-def _backward_impl(*arguments: Any) -> list[Tensor]:
+def _backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, cu_seqlens: Tensor | None,
+    dys: list[Tensor], channels: list[int], silu: list[bool], unit: list[int], launch: list[int],
+) -> list[Tensor]:  # fmt: skip
     from deltazoo.backends.triton.kernels.conv.short_conv import short_conv_backward_kernel
 
-    problem, parts, launch = _Problem.of(*arguments[:5]), _parts(arguments[6:9]), ConvLaunch(*arguments[9][6:])
-    x, weight, bias, history, _ = problem.inputs
+    operands, token_stride = _operands(ConvInputs(x, weight, bias, history, cu_seqlens))
+    config = ConvLaunch(*launch[len(ConvLaunch._fields) :])
     (B, T, C), W = x.shape, weight.shape[1]
     dx = x.new_empty(B, T, C)
-    dhistory = x.new_empty(0) if history is None else torch.zeros_like(history)  # a sequence may have no token
-    sums, begin = [], 0
+    # zero, because no program writes the gradient of an empty sequence's history
+    dhistory = x.new_empty(0) if operands.history is None else torch.zeros_like(operands.history)
+    sums = []
     with torch.cuda.device_of(x):
-        for part, d in zip(parts, arguments[5], strict=True):
-            *_, tiles, _ = _tile(part, B, T, launch)
-            partial = x.new_empty((tiles, W + (bias is not None), part.channels), dtype=torch.float32)
-            tensors = (ready(d), dx, dhistory, partial)
-            problem.run(short_conv_backward_kernel, part, begin, launch, tensors)
+        for dy, (first, part) in zip(dys, _parts(channels, silu, unit), strict=True):
+            programs_T = _tiling(part, B, T, config).programs_T
+            partial = x.new_empty((programs_T, W + (bias is not None), part.channels), dtype=torch.float32)
+            results = (ready(dy), dx, dhistory, partial)
+            _launch(short_conv_backward_kernel, operands, results, token_stride, first, part, config)
             sums.append(partial.sum(0))
-            begin += part.channels
-    by_lag = torch.cat(sums, 1)
-    dweight = by_lag[:W].flip(0).t().contiguous().to(weight.dtype)
-    dbias = x.new_empty(0) if bias is None else by_lag[W].to(bias.dtype, copy=True)
+    dw_by_lag = torch.cat(sums, 1)
+    dweight = dw_by_lag[:W].flip(0).t().contiguous().to(weight.dtype)
+    dbias = x.new_empty(0) if bias is None else dw_by_lag[W].to(bias.dtype, copy=True)
     return [dx, dweight, dbias, dhistory]
 
 
-def _conv_fake(*arguments: Any) -> list[Tensor]:
+def _forward_fake(*arguments: Any) -> list[Tensor]:
     x, channels = arguments[0], arguments[5]
     return [x.new_empty(*x.shape[:2], n) for n in channels]
 
@@ -156,13 +205,15 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     return [like.new_empty(shape) for like, shape in shapes]
 
 
+_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? history, Tensor? cu_seqlens"
+_STATIC = "int[] channels, bool[] silu, int[] unit, int[] launch"  # launch: ConvLaunch of the forward, of the backward
 _conv_op = operator(
-    f"triton_short_conv({_INPUTS}, {_KIND}) -> Tensor[]", _conv_impl, compiled_ahead(_conv_impl, _conv_fake)
+    f"triton_short_conv({_INPUTS}, {_STATIC}) -> Tensor[]", _forward, compiled_ahead(_forward, _forward_fake)
 )
 _backward_op = operator(
-    f"triton_short_conv_backward({_INPUTS}, Tensor[] d, {_KIND}) -> Tensor[]",
-    _backward_impl,
-    compiled_ahead(_backward_impl, _backward_fake),
+    f"triton_short_conv_backward({_INPUTS}, Tensor[] d, {_STATIC}) -> Tensor[]",
+    _backward,
+    compiled_ahead(_backward, _backward_fake),
 )
 
 
@@ -174,37 +225,13 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:5])
-        ctx.kind = inputs[5:]
+        tensors = len(ConvInputs._fields)
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.static = inputs[tensors:]
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *d: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _backward_op(*ctx.saved_tensors, list(d), *ctx.kind)
-        wanted = zip(grads, ctx.needs_input_grad, strict=False)
-        return (*(grad if want else None for grad, want in wanted), None, *(None for _ in ctx.kind))
-
-
-def _parts(lists: Sequence[Sequence[Any]]) -> list[ConvPart]:
-    return [ConvPart(*part) for part in zip(*lists, strict=True)]
-
-
-def _tile(part: ConvPart, B: int, T: int, launch: ConvLaunch) -> tuple[int, int, int, int, int]:
-    """Channels, strips and tokens a strip of a program; programs along time and along channels."""
-    columns = power_of_two(part.unit) if part.unit else min(launch.columns, power_of_two(part.channels))
-    rows = max(1, launch.rows * launch.columns // columns)
-    heads = cdiv(part.channels, part.unit or columns)
-    strip = min(launch.strip, max(MOST_TAPS, power_of_two(T)))
-    while strip > _SHORTEST and cdiv(B * cdiv(T, strip), rows) * heads < _ENOUGH:
-        strip //= 2
-    return columns, rows, strip, cdiv(B * cdiv(T, strip), rows), heads
-
-
-def _by_tokens(x: Tensor) -> tuple[Tensor, int]:
-    """x and its stride from token to token of the whole batch; a copy where there is none, or no wide load."""
-    B, T, C = x.shape
-    stride = x.stride(1)
-    even = x.stride(2) == 1 and stride >= C and (B == 1 or x.stride(0) == T * stride)
-    if even and (x.data_ptr() | stride * x.element_size()) % 16 == 0:
-        return x, stride
-    return ready(x), C
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _backward_op(*ctx.saved_tensors, list(dys), *ctx.static)
+        needed = zip(grads, ctx.needs_input_grad, strict=False)
+        return (*(grad if needs else None for grad, needs in needed), None, *(None for _ in ctx.static))

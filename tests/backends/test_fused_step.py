@@ -262,7 +262,7 @@ def test_tensors_that_are_not_contiguous():
 def test_the_operator_passes_torchs_checks(name):
     step = STEPS[name]
     given = draw(step, OPTIONS["all"])
-    arguments = (*given["inputs"], given["states"], None, *fused.StepKind.of(step), "")
+    arguments = (*given["inputs"], given["states"], None, *fused.StepOptions.of(step), "")
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.deltazoo.triton_fused_step_.default, arguments, test_utils=tests)
 

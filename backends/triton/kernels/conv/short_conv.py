@@ -1,304 +1,359 @@
-"""One part of a short convolution with its SiLU and the L2 norm of its heads, forward and backward.
+"""Short causal convolution of one part of the channels with SiLU and the L2 norm of heads, forward and backward.
 
-A program takes R strips of STRIP consecutive tokens and BC channels: a head, where there is a norm. It walks the strips
-token by token, row i of every strip at a time, and keeps the last rows in registers, so that each is loaded once, GROUP
-rows ahead of its use. W taps, of lag j = 0 to W - 1; in a pack `first` [T] is the first token of each token's sequence
-and `which` [T] the number of the sequence, both int32
+    a_t = sum_j w_j x_(t-j) + bias,    s = silu(a),    y = s / sqrt(sum of s^2 over the head + EPS)
+
+w_j is the weight of lag j = 0 to W - 1. A program owns R strips of STRIP consecutive tokens and BC channels, which are
+one head if there is a norm. It iterates over the rows of the strips, row i of all strips at once, and keeps the last
+rows in registers, so that each row is loaded once, GROUP rows ahead of its use.
+
+In a pack, sequence_starts [T] and sequence_ids [T], both int32, are the first token and the number of each token's
+sequence.
+
+Shapes: x [B, T, C], y and dy [B, T, CHANNELS], weight [C, W], bias [C], history [N, W - 1, C], N sequences.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-NOWHERE = tl.constexpr(2**30)
+NEVER = tl.constexpr(2**30)  # a row beyond every strip
+
+
+class ConvTraits(NamedTuple):
+    """Compile-time properties of a launch."""
+
+    TOKEN_STRIDE: int  # elements of x from token to token
+    C: int  # channels of x
+    W: int  # taps
+    FIRST: int  # first channel of the part
+    CHANNELS: int  # channels of the part
+    SILU: bool
+    HEAD: int  # channels of each head that is normalised; 0: no norm
+    EPS: float
+    BIAS: bool
+    HISTORY: bool
+    PACKED: bool
+    BC: int  # channels of a program
+    R: int  # strips of a program
+    STRIP: int  # tokens of a strip
+    GROUP: int  # tokens loaded ahead of their use
 
 
 @triton.jit
-def place(
-    T, strips, per_row,
-    UNIT: tl.constexpr, CHANNELS: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, STRIP: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Where a program stands: its number along time; of its strips [R] the row of the batch (int64), the first token,
-    the first row there is (W - 1 may stand before the strip) and the end of those below ROWS; its channels of the part,
-    and which there are [1, BC]. Neighbours in channels run side by side."""
-    WIDTH: tl.constexpr = UNIT if UNIT > 0 else BC
-    HEADS: tl.constexpr = (CHANNELS + WIDTH - 1) // WIDTH
+def locate_strips(T, strips, strips_per_row, ROWS: tl.constexpr, traits: tl.constexpr):
+    """Return what a program owns. Programs with adjacent channels are adjacent in the grid.
+
+    Returns: the program's index along time; of each strip [R] the row of the batch (int64), the first token, the first
+        row that exists (up to W - 1 before the strip) and the end of the rows that exist below ROWS; the channels of
+        the part and their mask [1, BC].
+    """
+    WIDTH: tl.constexpr = traits.HEAD if traits.HEAD > 0 else traits.BC
+    HEADS: tl.constexpr = (traits.CHANNELS + WIDTH - 1) // WIDTH
     pid = tl.program_id(0)
-    lane = tl.arange(0, BC)[None, :]
+    lane = tl.arange(0, traits.BC)[None, :]
     channel = pid % HEADS * WIDTH + lane
-    in_channels = (lane < WIDTH) & (channel < CHANNELS)
-    strip = pid // HEADS * R + tl.arange(0, R)
-    t = strip % per_row * STRIP
-    low = tl.where(strip < strips, tl.maximum(-t, 1 - W), NOWHERE)
+    in_channels = (lane < WIDTH) & (channel < traits.CHANNELS)
+    strip = pid // HEADS * traits.R + tl.arange(0, traits.R)
+    t = strip % strips_per_row * traits.STRIP
+    low = tl.where(strip < strips, tl.maximum(-t, 1 - traits.W), NEVER)
     high = tl.where(strip < strips, tl.minimum(T - t, ROWS), 0)
-    return pid // HEADS, (strip // per_row).to(tl.int64), t, low, high, channel, in_channels
+    return pid // HEADS, (strip // strips_per_row).to(tl.int64), t, low, high, channel, in_channels
 
 
 @triton.jit
-def load_taps(weight, bias, channel, in_channels, W: tl.constexpr, BIAS: tl.constexpr):
-    """The weight of every lag, and the bias, [1, BC]."""
-    taps = ()
+def load_weights(weight, bias, channel, in_channels, traits: tl.constexpr):
+    """Load the weights by lag, and the bias, each [1, BC]."""
+    W: tl.constexpr = traits.W
+    weights = ()
     for j in tl.static_range(W):
-        taps = taps + (tl.load(weight + channel * W + (W - 1 - j), mask=in_channels, other=0.0).to(tl.float32),)
-    offset = tl.zeros_like(taps[0])
-    if BIAS:
+        w_j = tl.load(weight + channel * W + (W - 1 - j), mask=in_channels, other=0.0)
+        weights = weights + (w_j.to(tl.float32),)
+    offset = tl.zeros_like(weights[0])
+    if traits.BIAS:
         offset = tl.load(bias + channel, mask=in_channels, other=0.0).to(tl.float32)
-    return taps, offset
+    return weights, offset
 
 
 @triton.jit
 def load_rows(
-    x, at, history, past, t, low, high, i, in_channels, COUNT: tl.constexpr,
-    STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, HISTORY: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Rows i, i - 1, ... of x [R, BC]. Without a pack, what is before token 0 is the history."""
+    x, x_offset, history, history_offset, t, low, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr
+):
+    """Load rows i, i - 1, ..., i - COUNT + 1 of x [R, BC]. Without a pack, the rows before token 0 are the history."""
     rows = ()
     for u in tl.static_range(COUNT):
         row = i - u
-        value = tl.load(x + at + row * STRIDE, mask=((row >= low) & (row < high))[:, None] & in_channels, other=0.0)
+        in_rows = ((row >= low) & (row < high))[:, None]
+        value = tl.load(x + x_offset + row * traits.TOKEN_STRIDE, mask=in_rows & in_channels, other=0.0)
         value = value.to(tl.float32)
-        if HISTORY and not PACKED:
+        if traits.HISTORY and not traits.PACKED:
             before = (t + row < 0)[:, None]
-            there = before & ((t + row > -W) & (high > 0))[:, None] & in_channels
-            kept = tl.load(history + past + (t + row)[:, None] * C, mask=there, other=0.0)
-            value = tl.where(before, kept.to(tl.float32), value)
+            in_history = before & ((t + row > -traits.W) & (high > 0))[:, None] & in_channels
+            past = tl.load(history + history_offset + (t + row)[:, None] * traits.C, mask=in_history, other=0.0)
+            value = tl.where(before, past.to(tl.float32), value)
         rows = rows + (value,)
     return rows
 
 
 @triton.jit
-def load_gradients(dy, of, high, i, in_channels, COUNT: tl.constexpr, CHANNELS: tl.constexpr):
-    """Rows i, i - 1, ... of dy [R, BC]."""
+def load_gradients(dy, dy_offset, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr):
+    """Load rows i, i - 1, ..., i - COUNT + 1 of dy [R, BC]."""
     rows = ()
     for u in tl.static_range(COUNT):
-        here = ((i - u >= 0) & (i - u < high))[:, None] & in_channels
-        rows = rows + (tl.load(dy + of + (i - u) * CHANNELS, mask=here, other=0.0).to(tl.float32),)
+        in_rows = ((i - u >= 0) & (i - u < high))[:, None]
+        dy_i = tl.load(dy + dy_offset + (i - u) * traits.CHANNELS, mask=in_rows & in_channels, other=0.0)
+        rows = rows + (dy_i.to(tl.float32),)
     return rows
 
 
 @triton.jit
-def load_begins(first, t, high, i, COUNT: tl.constexpr, PACKED: tl.constexpr):
-    """The row at which the sequence of row i, i - 1, ... begins [R]; nothing that is read without a pack."""
-    begins = ()
+def load_starts(sequence_starts, t, high, i, COUNT: tl.constexpr, traits: tl.constexpr):
+    """Load the rows [R] at which the sequences of rows i, i - 1, ... start; without a pack the result is not used."""
+    starts = ()
     for u in tl.static_range(COUNT):
-        begin = t
-        if PACKED:
-            begin = tl.load(first + t + i - u, mask=(i - u >= 0) & (i - u < high), other=0) - t
-        begins = begins + (begin,)
-    return begins
+        start = t
+        if traits.PACKED:
+            start = tl.load(sequence_starts + t + i - u, mask=(i - u >= 0) & (i - u < high), other=0) - t
+        starts = starts + (start,)
+    return starts
 
 
 @triton.jit
-def seen(
-    rows, begins, history, past, which, t, high, i, in_channels,
-    C: tl.constexpr, W: tl.constexpr, HISTORY: tl.constexpr, PACKED: tl.constexpr,
+def select_inputs(
+    rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits: tl.constexpr
 ):  # fmt: skip
-    """What row i sees at each lag, of the rows i to i - W + 1: in a pack its own sequence alone, or the history."""
-    taps = ()
+    """Return the inputs x_(i-j) of row i by lag j, from rows i to i - W + 1.
+
+    In a pack, inputs before the start of the row's sequence come from the history, or are zero.
+    """
+    W: tl.constexpr = traits.W
+    inputs = ()
     for j in tl.static_range(W):
-        tap = rows[j]
-        if PACKED and j > 0:
-            reach = i - j - begins
-            other = tl.zeros_like(tap)
-            if HISTORY:
-                beyond = (reach < 0) & (i < high)
-                n = tl.load(which + t + i, mask=beyond, other=0).to(tl.int64)
-                at = past + ((n * (W - 1) + reach) * C)[:, None]
-                other = tl.load(history + at, mask=beyond[:, None] & in_channels, other=0.0).to(tl.float32)
-            tap = tl.where((reach < 0)[:, None], other, tap)
-        taps = taps + (tap,)
-    return taps
+        x_j = rows[j]
+        if traits.PACKED and j > 0:
+            row = i - j - start
+            past = tl.zeros_like(x_j)
+            if traits.HISTORY:
+                in_history = (row < 0) & (i < high)
+                n = tl.load(sequence_ids + t + i, mask=in_history, other=0).to(tl.int64)
+                at = history_offset + ((n * (W - 1) + row) * traits.C)[:, None]
+                past = tl.load(history + at, mask=in_history[:, None] & in_channels, other=0.0).to(tl.float32)
+            x_j = tl.where((row < 0)[:, None], past, x_j)
+        inputs = inputs + (x_j,)
+    return inputs
 
 
 @triton.jit
-def weighted(values, taps, offset, W: tl.constexpr):
-    """The sum of values [R, BC] by lag, each times its tap."""
-    total = values[0] * taps[0] + offset
+def weighted_sum(values, weights, offset, W: tl.constexpr):
+    """Return sum_j weights_j values_j + offset for values [R, BC] by lag."""
+    total = values[0] * weights[0] + offset
     for j in tl.static_range(1, W):
-        total += values[j] * taps[j]
+        total += values[j] * weights[j]
     return total
 
 
 @triton.jit
 def sigmoid(a):
-    """By a root, for a division takes several instructions."""
+    """Return 1 / (1 + e^-a) as the square of an rsqrt, because a division takes several instructions."""
     root = tl.rsqrt(1.0 + tl.exp2(a * -1.4426950408889634))
     return root * root
 
 
-@triton.jit(do_not_specialize=["T", "strips", "per_row"])
+@triton.jit(do_not_specialize=["T", "strips", "strips_per_row"])
 def short_conv_kernel(
-    x, weight, bias, history, first, which, y, T, strips, per_row,
-    STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BEGIN: tl.constexpr, CHANNELS: tl.constexpr,
-    SILU: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr, BIAS: tl.constexpr, HISTORY: tl.constexpr,
-    PACKED: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """y [B, T, CHANNELS], of the channels of x [B, T, C] from BEGIN on; x has STRIDE numbers from token to token.
+    x, weight, bias, history, sequence_starts, sequence_ids, y, T, strips, strips_per_row, traits: tl.constexpr
+):
+    """Compute y [B, T, CHANNELS] of one part.
 
-    weight [C, W]; bias [C]; history [N, W - 1, C]; per_row: strips of a row of the batch.
+    Grid: R strips along time, BC channels or one head. strips: of the batch; strips_per_row: of one row of the batch.
     """
-    _, b, t, low, high, channel, in_channels = place(T, strips, per_row, UNIT, CHANNELS, BC, R, STRIP, STRIP, W)
-    taps, offset = load_taps(weight, bias, BEGIN + channel, in_channels, W, BIAS)
+    W: tl.constexpr = traits.W
+    GROUP: tl.constexpr = traits.GROUP
+    _, b, t, low, high, channel, in_channels = locate_strips(T, strips, strips_per_row, traits.STRIP, traits)
+    weights, offset = load_weights(weight, bias, traits.FIRST + channel, in_channels, traits)
     token = (b * T + t)[:, None]
-    at = token * STRIDE + BEGIN + channel
-    to = token * CHANNELS + channel
-    # where token 0 would be in the history of a row of the batch, or of sequence 0
-    past = (b * 0 if PACKED else b * (W - 1))[:, None] * C + (W - 1) * C + BEGIN + channel
-    # rows and beginnings go from the latest backwards
-    recent = load_rows(x, at, history, past, t, low, high, -1, in_channels, W - 1, STRIDE, C, W, HISTORY, PACKED)
+    x_offset = token * traits.TOKEN_STRIDE + traits.FIRST + channel
+    y_offset = token * traits.CHANNELS + channel
+    # row W - 1 of the history, where token 0 would be: of the row of the batch, or in a pack of sequence 0
+    history_offset = (
+        (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + traits.FIRST + channel
+    )
+    # tuples of rows and starts are ordered from the latest row backwards
+    recent = load_rows(x, x_offset, history, history_offset, t, low, high, -1, in_channels, W - 1, traits)
     i = GROUP - 1
-    ahead = load_rows(x, at, history, past, t, low, high, i, in_channels, GROUP, STRIDE, C, W, HISTORY, PACKED)
-    next_begins = load_begins(first, t, high, i, GROUP, PACKED)
-    for g in range(0, STRIP, GROUP):
+    ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
+    next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
+    for g in range(0, traits.STRIP, GROUP):
         rows = ahead + recent
-        begins = next_begins
+        starts = next_starts
         i = g + 2 * GROUP - 1
-        ahead = load_rows(x, at, history, past, t, low, high, i, in_channels, GROUP, STRIDE, C, W, HISTORY, PACKED)
-        next_begins = load_begins(first, t, high, i, GROUP, PACKED)
+        ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
+        next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
         for k in tl.static_range(GROUP):
             i = g + k
             window = rows[GROUP - 1 - k : GROUP - 1 - k + W]
-            begin = begins[GROUP - 1 - k]
-            values = seen(window, begin, history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
-            a = weighted(values, taps, offset, W)
-            if SILU:
+            start = starts[GROUP - 1 - k]
+            inputs = select_inputs(
+                window, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits
+            )
+            a = weighted_sum(inputs, weights, offset, W)
+            if traits.SILU:
                 a *= sigmoid(a)
-            if UNIT > 0:
-                a *= tl.rsqrt(tl.sum(a * a, 1) + EPS)[:, None]
-            tl.store(y + to + i * CHANNELS, a.to(y.dtype.element_ty), mask=(i < high)[:, None] & in_channels)
+            if traits.HEAD > 0:
+                a *= tl.rsqrt(tl.sum(a * a, 1) + traits.EPS)[:, None]
+            tl.store(
+                y + y_offset + i * traits.CHANNELS, a.to(y.dtype.element_ty), mask=(i < high)[:, None] & in_channels
+            )
         recent = rows[: W - 1]
 
 
 @triton.jit
-def gradient_before(a, d, SILU: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr):
-    """The gradient of the convolution's result a [R, BC], from d, that of what follows from it."""
+def activation_backward(a, d, traits: tl.constexpr):
+    """Return the gradient of the convolution's result a [R, BC] from d, the gradient of y."""
     s = a
-    if SILU:
+    if traits.SILU:
         gate = sigmoid(a)
         s = a * gate
-    if UNIT > 0:
-        scale = tl.rsqrt(tl.sum(s * s, 1) + EPS)
+    if traits.HEAD > 0:
+        scale = tl.rsqrt(tl.sum(s * s, 1) + traits.EPS)
         along = scale * scale * tl.sum(s * d, 1)
         d = scale[:, None] * (d - along[:, None] * s)
-    if SILU:
+    if traits.SILU:
         d *= gate + s - s * gate
     return d
 
 
 @triton.jit
-def store_past(dhistory, at, later, taps, there, C: tl.constexpr, W: tl.constexpr):
-    """The gradients of the W - 1 inputs before a sequence, from those of its first results, `later`."""
+def store_history_gradients(dhistory, offset, later, weights, mask, C: tl.constexpr, W: tl.constexpr):
+    """Store the gradients of the W - 1 inputs before a sequence, from `later`, those of its first results."""
     for m in tl.static_range(1, W):
-        d = taps[m] * later[0]
+        d = weights[m] * later[0]
         for j in tl.static_range(m + 1, W):
-            d += taps[j] * later[j - m]
-        tl.store(dhistory + at - m * C, d.to(dhistory.dtype.element_ty), mask=there)
+            d += weights[j] * later[j - m]
+        tl.store(dhistory + offset - m * C, d.to(dhistory.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def pushed(later, d, W: tl.constexpr):
-    """`later` for the row before."""
+def push_row(later, d, W: tl.constexpr):
+    """Return `later`, the gradients of the W - 1 results after a row, for the row before."""
     return ((d,) + later)[: W - 1]
 
 
 @triton.jit
-def cut(later, is_first, W: tl.constexpr):
-    """`later` for the row before, which is of another sequence where this one is the first of its own."""
-    kept = ()
+def clear_at_start(later, is_first, W: tl.constexpr):
+    """Zero `later` where its row is the first of a sequence: the row before belongs to another one."""
+    cleared = ()
     for j in tl.static_range(W - 1):
-        kept = kept + (tl.where(is_first, 0.0, later[j]),)
-    return kept
+        cleared = cleared + (tl.where(is_first, 0.0, later[j]),)
+    return cleared
 
 
 @triton.jit
-def after_strip(
-    x, at, history, past, first, which, dy, of, t, low, high, in_channels, taps, offset, nothing,
-    STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
-    UNIT: tl.constexpr, EPS: tl.constexpr, HISTORY: tl.constexpr, PACKED: tl.constexpr, STRIP: tl.constexpr,
+def recompute_after_strip(
+    x, x_offset, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, in_channels,
+    weights, offset, zero, traits: tl.constexpr,
 ):  # fmt: skip
-    """From the W - 1 rows after a strip: those before its last, from it on, and the gradients after its last."""
+    """Recompute the gradients of the W - 1 results after a strip.
+
+    Returns: the inputs before the strip's last row, from that row backwards; the gradients after its last row.
+    """
+    W: tl.constexpr = traits.W
     later = ()
     for _ in tl.static_range(W - 1):
-        later = later + (nothing,)
-    last = STRIP + W - 2
-    rows = load_rows(x, at, history, past, t, low, high, last, in_channels, 2 * W - 2, STRIDE, C, W, HISTORY, PACKED)
-    ds = load_gradients(dy, of, high, last, in_channels, W - 1, CHANNELS)
-    begins = load_begins(first, t, high, last, W - 1, PACKED)
+        later = later + (zero,)
+    last = traits.STRIP + W - 2
+    rows = load_rows(x, x_offset, history, history_offset, t, low, high, last, in_channels, 2 * W - 2, traits)
+    ds = load_gradients(dy, dy_offset, high, last, in_channels, W - 1, traits)
+    starts = load_starts(sequence_starts, t, high, last, W - 1, traits)
     for u in tl.static_range(W - 1):
         i = last - u
-        values = seen(rows[u : u + W], begins[u], history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
-        d = gradient_before(weighted(values, taps, offset, W), ds[u], SILU, UNIT, EPS)
-        later = pushed(later, d, W)
-        if PACKED:
-            later = cut(later, ((begins[u] == i) & (i < high))[:, None], W)
+        window = rows[u : u + W]
+        inputs = select_inputs(
+            window, starts[u], history, history_offset, sequence_ids, t, high, i, in_channels, traits
+        )
+        d = activation_backward(weighted_sum(inputs, weights, offset, W), ds[u], traits)
+        later = push_row(later, d, W)
+        if traits.PACKED:
+            later = clear_at_start(later, ((starts[u] == i) & (i < high))[:, None], W)
     return rows[W - 1 :], later
 
 
-@triton.jit(do_not_specialize=["T", "strips", "per_row"])
+@triton.jit(do_not_specialize=["T", "strips", "strips_per_row"])
 def short_conv_backward_kernel(
-    x, weight, bias, history, first, which, dy, dx, dhistory, partial, T, strips, per_row,
-    STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BEGIN: tl.constexpr, CHANNELS: tl.constexpr,
-    SILU: tl.constexpr, UNIT: tl.constexpr, EPS: tl.constexpr, BIAS: tl.constexpr, HISTORY: tl.constexpr,
-    PACKED: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
+    x, weight, bias, history, sequence_starts, sequence_ids, dy, dx, dhistory, partial, T, strips, strips_per_row,
+    traits: tl.constexpr,
 ):  # fmt: skip
-    """The part of dx [B, T, C] and of dhistory, like history, from dy [B, T, CHANNELS]; walks backwards.
+    """Compute the part's channels of dx [B, T, C] and dhistory [N, W - 1, C] from dy [B, T, CHANNELS].
 
-    With a_t = sum_j w_j x_(t-j) and d_t the gradient of a_t: dx_t = sum_j w_j d_(t+j), dw_j = sum_t d_t x_(t-j).
-    partial [programs along time, W + BIAS, CHANNELS] float32: the sums dw_j, by lag, and that of d, of their tokens.
-    The W - 1 rows after a strip are computed again.
+    With d_t the gradient of a_t: dx_t = sum_j w_j d_(t+j), dw_j = sum_t d_t x_(t-j). Rows are processed from the last
+    to the first, and the W - 1 results after a strip are recomputed.
+
+    Grid: R strips along time, BC channels or one head.
+    Writes partial [programs along time, W + BIAS, CHANNELS] float32: each program's sums of dw_j, by lag, and of d.
     """
-    tile, b, t, low, high, channel, in_channels = place(
-        T, strips, per_row, UNIT, CHANNELS, BC, R, STRIP, STRIP + W - 1, W
+    W: tl.constexpr = traits.W
+    GROUP: tl.constexpr = traits.GROUP
+    BIAS: tl.constexpr = traits.BIAS
+    R: tl.constexpr = traits.R
+    BC: tl.constexpr = traits.BC
+    program, b, t, low, high, channel, in_channels = locate_strips(
+        T, strips, strips_per_row, traits.STRIP + W - 1, traits
     )
-    taps, offset = load_taps(weight, bias, BEGIN + channel, in_channels, W, BIAS)
+    weights, offset = load_weights(weight, bias, traits.FIRST + channel, in_channels, traits)
     token = (b * T + t)[:, None]
-    at = token * STRIDE + BEGIN + channel
-    of = token * CHANNELS + channel
-    to = token * C + BEGIN + channel
-    past = (b * 0 if PACKED else b * (W - 1))[:, None] * C + (W - 1) * C + BEGIN + channel
-    nothing = tl.zeros([R, BC], tl.float32)
-    recent, later = after_strip(
-        x, at, history, past, first, which, dy, of, t, low, high, in_channels, taps, offset, nothing,
-        STRIDE, C, W, CHANNELS, SILU, UNIT, EPS, HISTORY, PACKED, STRIP,
+    x_offset = token * traits.TOKEN_STRIDE + traits.FIRST + channel
+    dy_offset = token * traits.CHANNELS + channel
+    dx_offset = token * traits.C + traits.FIRST + channel
+    history_offset = (
+        (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + traits.FIRST + channel
+    )
+    zero = tl.zeros([R, BC], tl.float32)
+    recent, later = recompute_after_strip(
+        x, x_offset, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, in_channels,
+        weights, offset, zero, traits,
     )  # fmt: skip
     sums = ()
     for _ in tl.static_range(W + 1):
-        sums = sums + (nothing,)
-    i = STRIP - 1
-    ahead = load_rows(x, at, history, past, t, low, high, i - W + 1, in_channels, GROUP, STRIDE, C, W, HISTORY, PACKED)
-    next_ds = load_gradients(dy, of, high, i, in_channels, GROUP, CHANNELS)
-    next_begins = load_begins(first, t, high, i, GROUP, PACKED)
-    for g in range(0, STRIP, GROUP):
+        sums = sums + (zero,)
+    i = traits.STRIP - 1
+    ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
+    next_ds = load_gradients(dy, dy_offset, high, i, in_channels, GROUP, traits)
+    next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
+    for g in range(0, traits.STRIP, GROUP):
         rows = recent + ahead
         ds = next_ds
-        begins = next_begins
-        i = STRIP - 1 - g - GROUP
-        ahead = load_rows(
-            x, at, history, past, t, low, high, i - W + 1, in_channels, GROUP, STRIDE, C, W, HISTORY, PACKED
-        )
-        next_ds = load_gradients(dy, of, high, i, in_channels, GROUP, CHANNELS)
-        next_begins = load_begins(first, t, high, i, GROUP, PACKED)
+        starts = next_starts
+        i = traits.STRIP - 1 - g - GROUP
+        ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
+        next_ds = load_gradients(dy, dy_offset, high, i, in_channels, GROUP, traits)
+        next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
         for u in tl.static_range(GROUP):
-            i = STRIP - 1 - g - u
-            seen_by = rows[u : u + W]
-            values = seen(seen_by, begins[u], history, past, which, t, high, i, in_channels, C, W, HISTORY, PACKED)
-            d = gradient_before(weighted(values, taps, offset, W), ds[u], SILU, UNIT, EPS)
-            grown = ()
+            i = traits.STRIP - 1 - g - u
+            window = rows[u : u + W]
+            inputs = select_inputs(
+                window, starts[u], history, history_offset, sequence_ids, t, high, i, in_channels, traits
+            )
+            d = activation_backward(weighted_sum(inputs, weights, offset, W), ds[u], traits)
+            new_sums = ()
             for j in tl.static_range(W):
-                grown = grown + (sums[j] + d * values[j],)
-            sums = grown + (sums[W] + d,)
-            dxi = weighted(((d,) + later), taps, 0.0, W)
-            tl.store(dx + to + i * C, dxi.to(dx.dtype.element_ty), mask=(i < high)[:, None] & in_channels)
-            later = pushed(later, d, W)
-            if PACKED:
-                is_first = ((begins[u] == i) & (i < high))[:, None]
-                if HISTORY:
-                    n = tl.load(which + t + i, mask=i < high, other=0).to(tl.int64)
-                    store_past(dhistory, past + n[:, None] * (W - 1) * C, later, taps, is_first & in_channels, C, W)
-                later = cut(later, is_first, W)
+                new_sums = new_sums + (sums[j] + d * inputs[j],)
+            sums = new_sums + (sums[W] + d,)
+            dx_i = weighted_sum(((d,) + later), weights, 0.0, W)
+            tl.store(
+                dx + dx_offset + i * traits.C, dx_i.to(dx.dtype.element_ty), mask=(i < high)[:, None] & in_channels
+            )
+            later = push_row(later, d, W)
+            if traits.PACKED:
+                is_first = ((starts[u] == i) & (i < high))[:, None]
+                if traits.HISTORY:
+                    n = tl.load(sequence_ids + t + i, mask=i < high, other=0).to(tl.int64)
+                    at = history_offset + n[:, None] * (W - 1) * traits.C
+                    store_history_gradients(dhistory, at, later, weights, is_first & in_channels, traits.C, W)
+                later = clear_at_start(later, is_first, W)
         recent = rows[GROUP:]
-    if HISTORY and not PACKED:
-        store_past(dhistory, past, later, taps, ((t == 0) & (high > 0))[:, None] & in_channels, C, W)
-    out = partial + tl.cast(tile, tl.int64) * (W + BIAS) * CHANNELS + channel
+    if traits.HISTORY and not traits.PACKED:
+        at_start = ((t == 0) & (high > 0))[:, None]
+        store_history_gradients(dhistory, history_offset, later, weights, at_start & in_channels, traits.C, W)
+    out = partial + tl.cast(program, tl.int64) * (W + BIAS) * traits.CHANNELS + channel
     for j in tl.static_range(W + BIAS):
-        tl.store(out + j * CHANNELS, tl.sum(sums[j], 0)[None, :], mask=in_channels)
+        tl.store(out + j * traits.CHANNELS, tl.sum(sums[j], 0)[None, :], mask=in_channels)

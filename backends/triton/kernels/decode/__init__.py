@@ -1,1 +1,1 @@
-"""Kernels that take one token per sequence and update the state in place."""
+"""Decode kernels: one token per sequence, with the state updated in place."""

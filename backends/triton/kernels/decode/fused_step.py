@@ -1,8 +1,16 @@
-"""One token of a mixer: convolution, norms and gates around one step of the state, which is read and written once.
+"""Fused decode step: convolution, gates, one token of the update, output norm and gate in one kernel.
 
-The channels of the projection are those of q, then of n keys, then of n values, each by heads; W taps, so that the
-history has W - 1 rows of channels. H key heads, HV value heads, K key width, V value width
+    q, k, v = norm(silu(conv(x)))
+    beta = min(sigmoid(beta), BETA_MAX),  decay = exp(-exp(A_log) dt),  dt = softplus(decay + dt_bias)
+    S, o = update(S, q, k, v, beta, decay)
+    o = norm(o + skip v) activation(gate)
+
+backends/decode_step.py states all variants. The state is read and written once. The channels of x are those of q, then
+of STEPS keys, then of STEPS values, each ordered by heads. The history of the convolution has W - 1 rows of channels.
+H key heads, HV value heads, K key width, V value width, W taps
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,63 +18,109 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.decode.micro_step import micro_step
 
 
+class StepTraits(NamedTuple):
+    """Compile-time properties of a fused step."""
+
+    X_STRIDE: int  # elements from row to row of x, beta, decay and gate
+    BETA_STRIDE: int
+    DECAY_STRIDE: int
+    GATE_STRIDE: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    BK: int  # K and V rounded up to powers of 2
+    PV: int
+    BV: int  # state columns that are processed at a time
+    STEPS: int  # micro-steps (keys and values of a token)
+    W: int  # taps; 0: no convolution
+    BIAS: bool  # of the convolution
+    SILU_Q: bool
+    SILU_K: bool
+    SILU_V: bool
+    NORM_Q: bool  # q and k are divided by their L2 norms
+    NORM_K: bool
+    NORM_QK_EPS: float
+    BETA: bool  # beta is an operand; else 1
+    BETA_MAX: float
+    DECAY: bool
+    DECAY_BOUND: float | None  # log decay = DECAY_BOUND sigmoid(exp(A_log) (decay + dt_bias)) instead
+    SCALE_V_BY_DT: bool
+    DELTA: bool
+    REPARAM: str  # "none", "efla" or "longhorn"
+    ERASE_FACTOR: float  # erase strength = ERASE_FACTOR beta, write strength = WRITE_FACTOR beta
+    WRITE_FACTOR: float
+    OWN: bool  # erase key sigmoid(feedback) k, and q - correction k
+    ERASE_EARLY: bool
+    READ_EARLY: bool
+    SKIP: bool
+    NORM: str  # output norm: "", "rms" or "layer"
+    NORM_PER_HEAD: bool  # the norm's weights are [HV V] instead of [V]
+    NORM_BIAS: bool
+    NORM_EPS: float
+    GATE: str  # activation of the output gate: "", "none", "silu", "sigmoid" or "gelu"
+    GATE_BEFORE_NORM: bool
+    SLOTS: bool
+
+
 @triton.jit
-def load_taps(x, history, channel, inside, C: tl.constexpr, W: tl.constexpr):
-    """Some channels of a row's history, from the oldest on, then of its token."""
+def load_taps(x, history, channel, mask, C: tl.constexpr, W: tl.constexpr):
+    """Load channels of a row: its history from the oldest entry on, then its token."""
     taps = ()
     for i in tl.static_range(W - 1):
-        taps = taps + (tl.load(history + i * C + channel, mask=inside, other=0.0),)
-    return taps + (tl.load(x + channel, mask=inside, other=0.0),)
+        taps = taps + (tl.load(history + i * C + channel, mask=mask, other=0.0),)
+    return taps + (tl.load(x + channel, mask=mask, other=0.0),)
 
 
 @triton.jit
-def convolved(
-    x, weight, bias, history, channel, inside,
+def convolve(
+    x, weight, bias, history, channel, mask,
     C: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a row's token, convolved with their history, then SiLU: float32, zero outside."""
-    taps = load_taps(x, history, channel, inside, C, W)
-    now = taps[W - 1 if W > 0 else 0]
-    y = now.to(tl.float32)
+    """Return channels of a row's token after convolution and SiLU, in float32; zeros outside the mask."""
+    taps = load_taps(x, history, channel, mask, C, W)
+    token = taps[W - 1 if W > 0 else 0]
+    y = token.to(tl.float32)
     if W > 0:
-        y *= tl.load(weight + channel * W + (W - 1), mask=inside, other=0.0).to(tl.float32)
+        y *= tl.load(weight + channel * W + (W - 1), mask=mask, other=0.0).to(tl.float32)
         for i in tl.static_range(W - 1):
-            past = taps[i].to(now.dtype).to(tl.float32)
-            y += past * tl.load(weight + channel * W + i, mask=inside, other=0.0).to(tl.float32)
+            past = taps[i].to(token.dtype).to(tl.float32)
+            y += past * tl.load(weight + channel * W + i, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
-            y += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+            y += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
     if SILU:
         y *= tl.sigmoid(y)
     return y
 
 
 @triton.jit
-def push(taps, history, channel, inside, C: tl.constexpr, W: tl.constexpr):
-    """Put the token at the end of its history, which nobody reads any more."""
+def push_token(taps, history, channel, mask, C: tl.constexpr, W: tl.constexpr):
+    """Shift the history by one and append the token; no program may read this history afterwards."""
     for i in tl.static_range(W - 1):
-        tl.store(history + i * C + channel, taps[i + 1].to(history.dtype.element_ty), mask=inside)
+        tl.store(history + i * C + channel, taps[i + 1].to(history.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def unit(y, UNIT: tl.constexpr, EPS: tl.constexpr):
-    """A head divided by its L2 norm, where there is one."""
-    if UNIT:
+def l2_normalize(y, NORM: tl.constexpr, EPS: tl.constexpr):
+    """Divide a head by its L2 norm, if NORM."""
+    if NORM:
         y *= tl.rsqrt(tl.sum(y * y, 0) + EPS)
     return y
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), to the last digits where it is small, too."""
+    """Return log(1 + exp(x)), accurate in relative terms for x far below 0, too."""
     y = tl.exp(-tl.abs(x))
     u = 1.0 + y
-    tail = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(x, 0.0) + tail
+    # log1p(y), with the rounding error of u = 1 + y corrected
+    log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(x, 0.0) + log1p
 
 
 @triton.jit
-def exact_factor(x):
-    """(1 - exp(-x)) / x for x >= 0: below 1/4 by its series, whose rest is under 1e-10."""
+def efla_factor(x):
+    """Return (1 - exp(-x)) / x for x >= 0; below 1/4 by its series, whose remainder is below 1e-10."""
     series = tl.full(x.shape, 1.0, tl.float32)
     for i in tl.static_range(8):
         series = 1.0 - tl.minimum(x, 0.25) * series / (9 - i)
@@ -74,8 +128,8 @@ def exact_factor(x):
 
 
 @triton.jit
-def activated(x, GATE: tl.constexpr):
-    """The gate: silu, sigmoid, gelu (by tanh), or x itself."""
+def activate(x, GATE: tl.constexpr):
+    """Apply the gate's activation: silu, sigmoid, gelu (tanh approximation), or none."""
     if GATE == "silu":
         x *= tl.sigmoid(x)
     if GATE == "sigmoid":
@@ -87,7 +141,7 @@ def activated(x, GATE: tl.constexpr):
 
 @triton.jit
 def load_head(x, V: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr):
-    """V numbers in tiles, float32."""
+    """Load the V elements of a head as tiles of BV, in float32."""
     tiles = ()
     for i in tl.static_range(TILES):
         vs = i * BV + tl.arange(0, BV)
@@ -96,113 +150,114 @@ def load_head(x, V: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def gated(outs, gates, GATE: tl.constexpr):
-    """The tiles of a head's output, times their gate."""
-    done = ()
+def apply_gate(outs, gates, GATE: tl.constexpr):
+    """Multiply the tiles of a head's output by its activated gate."""
+    gated = ()
     for i in tl.static_range(len(outs)):
-        done = done + (outs[i] * activated(gates[i], GATE),)
-    return done
+        gated = gated + (outs[i] * activate(gates[i], GATE),)
+    return gated
 
 
 @triton.jit
-def normed(
-    outs, weight, bias, at, V: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    EPS: tl.constexpr,
-):  # fmt: skip
-    """The tiles of a head's output, normalised together; columns beyond V come as zeros. Its weights: from `at` on."""
+def apply_norm(outs, weight, bias, offset, traits: tl.constexpr):
+    """Normalise the tiles of a head's output together. Columns beyond V must be zero. offset: of the head's weights."""
     mean = 0.0
-    if NORM == "layer":
+    if traits.NORM == "layer":
         for i in tl.static_range(len(outs)):
             mean += tl.sum(outs[i], 0)
-        mean /= V
+        mean /= traits.V
     square = 0.0
     for i in tl.static_range(len(outs)):
-        there = i * BV + tl.arange(0, BV) < V
-        from_mean = tl.where(there, outs[i] - mean, 0.0)
-        square += tl.sum(from_mean * from_mean, 0)
-    factor = tl.rsqrt(square / V + EPS)
-    done = ()
+        in_v = i * traits.BV + tl.arange(0, traits.BV) < traits.V
+        centred = tl.where(in_v, outs[i] - mean, 0.0)
+        square += tl.sum(centred * centred, 0)
+    factor = tl.rsqrt(square / traits.V + traits.NORM_EPS)
+    normed = ()
     for i in tl.static_range(len(outs)):
-        vs = i * BV + tl.arange(0, BV)
-        y = (outs[i] - mean) * factor * tl.load(weight + at + vs, mask=vs < V, other=0.0).to(tl.float32)
-        if BIAS:
-            y += tl.load(bias + at + vs, mask=vs < V, other=0.0).to(tl.float32)
-        done = done + (y,)
-    return done
+        vs = i * traits.BV + tl.arange(0, traits.BV)
+        y = (outs[i] - mean) * factor * tl.load(weight + offset + vs, mask=vs < traits.V, other=0.0).to(tl.float32)
+        if traits.NORM_BIAS:
+            y += tl.load(bias + offset + vs, mask=vs < traits.V, other=0.0).to(tl.float32)
+        normed = normed + (y,)
+    return normed
 
 
 @triton.jit
 def fused_step_kernel(
     x, weight, bias, history, beta, decay, A_log, dt_bias, feedback, correction, skip, norm_weight, norm_bias, gate,
-    states, slots, o, scale,
-    X_ROW: tl.constexpr, BETA_ROW: tl.constexpr, DECAY_ROW: tl.constexpr, GATE_ROW: tl.constexpr,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, PV: tl.constexpr,
-    BV: tl.constexpr, STEPS: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU_Q: tl.constexpr,
-    SILU_K: tl.constexpr, SILU_V: tl.constexpr, UNIT_Q: tl.constexpr, UNIT_K: tl.constexpr, UNIT_EPS: tl.constexpr,
-    BETA: tl.constexpr, TOP: tl.constexpr, DECAY: tl.constexpr, BOUND: tl.constexpr, WRITES: tl.constexpr,
-    DELTA: tl.constexpr, REPARAM: tl.constexpr, ERASE_BY: tl.constexpr, WRITE_BY: tl.constexpr, OWN: tl.constexpr,
-    ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr, EACH: tl.constexpr,
-    NORM_BIAS: tl.constexpr, EPS: tl.constexpr, GATE: tl.constexpr, GATE_FIRST: tl.constexpr, SLOTS: tl.constexpr,
+    states, slots, o, scale, traits: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, value head): BV columns of its state at a time, the next on their way meanwhile.
+    """Decode one token of one value head.
 
-    x [B, C], beta [B, STEPS HV], decay [B, HV] and gate [B, HV V], whose rows begin so many numbers apart;
-    weight [C, W]; bias [C]; history [S, W - 1, C]; A_log, dt_bias, skip [HV]; feedback, correction [H];
-    norm_weight, norm_bias [V] or [HV V]; states [S, HV, K, V]; slots [B] int64; o [B, HV, V].
-    Where key heads are shared, the history of q and k stays.
+    Grid: row, value head. Each program processes BV columns of its state at a time and prefetches the next BV.
+
+    Reads x [B, C], beta [B, STEPS HV], decay [B, HV], gate [B, HV V], each with its row stride; weight [C, W];
+    bias [C]; A_log, dt_bias, skip [HV]; feedback, correction [H]; norm_weight, norm_bias [V] or [HV V];
+    slots [B] int64, the row of the pool of each row.
+    Updates states [pool rows, HV, K, V] and history [pool rows, W - 1, C] in place; with shared key heads (H < HV) not
+    the history of q and k, which push_kernel updates. Writes o [B, HV, V].
     """
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    BV: tl.constexpr = traits.BV
+    STEPS: tl.constexpr = traits.STEPS
+    W: tl.constexpr = traits.W
     C: tl.constexpr = H * K + STEPS * (H * K + HV * V)
     TILES: tl.constexpr = (V + BV - 1) // BV
     row = tl.cast(tl.program_id(0) // HV, tl.int64)
     hv = tl.program_id(0) % HV
     h = hv // (HV // H)
     slot = row
-    if SLOTS:
+    if traits.SLOTS:
         slot = tl.load(slots + row)
-    ks = tl.arange(0, BK)
+    ks = tl.arange(0, traits.BK)
     in_k = ks < K
     at = states + (slot * HV + hv) * K * V + ks[:, None] * V
     vs = tl.arange(0, BV)
     ahead = tl.load(at + vs[None, :], mask=in_k[:, None] & (vs < V)[None, :], other=0.0)
-    x += row * X_ROW
+    x += row * traits.X_STRIDE
     if W > 1:
         history += slot * (W - 1) * C
 
-    q = unit(convolved(x, weight, bias, history, h * K + ks, in_k, C, W, BIAS, SILU_Q), UNIT_Q, UNIT_EPS)
+    q = convolve(x, weight, bias, history, h * K + ks, in_k, C, W, traits.BIAS, traits.SILU_Q)
+    q = l2_normalize(q, traits.NORM_Q, traits.NORM_QK_EPS)
     keys = ()
     erases = ()
     writes = ()
     for m in tl.static_range(STEPS):
         channel = ((1 + m) * H + h) * K + ks
-        k = unit(convolved(x, weight, bias, history, channel, in_k, C, W, BIAS, SILU_K), UNIT_K, UNIT_EPS)
+        k = convolve(x, weight, bias, history, channel, in_k, C, W, traits.BIAS, traits.SILU_K)
+        k = l2_normalize(k, traits.NORM_K, traits.NORM_QK_EPS)
         strength = tl.full((), 1.0, tl.float32)
-        if BETA:
-            strength = tl.sigmoid(tl.load(beta + row * BETA_ROW + m * HV + hv).to(tl.float32))
-            strength = tl.minimum(strength, TOP, propagate_nan=tl.PropagateNan.ALL)
-        if REPARAM != "none":
+        if traits.BETA:
+            strength = tl.sigmoid(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv).to(tl.float32))
+            strength = tl.minimum(strength, traits.BETA_MAX, propagate_nan=tl.PropagateNan.ALL)
+        if traits.REPARAM != "none":
             time = strength * tl.sum(k * k, 0)
-            if REPARAM == "efla":
-                strength *= exact_factor(time)
+            if traits.REPARAM == "efla":
+                strength *= efla_factor(time)
             else:
                 strength /= 1.0 + time
-        e = k * (strength * ERASE_BY)
-        if OWN:
+        e = k * (strength * traits.ERASE_FACTOR)
+        if traits.OWN:
             e *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
         keys = keys + (k,)
         erases = erases + (e,)
-        writes = writes + (strength * WRITE_BY,)
-    if OWN:
+        writes = writes + (strength * traits.WRITE_FACTOR,)
+    if traits.OWN:
         q -= tl.load(correction + h).to(tl.float32) * keys[STEPS - 1]
-    fade = 1.0
-    if DECAY:
-        raw = tl.load(decay + row * DECAY_ROW + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
+    decay_factor = 1.0
+    if traits.DECAY:
+        raw = tl.load(decay + row * traits.DECAY_STRIDE + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
         rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
         dt = softplus(raw)
-        fade = tl.exp(-rate * dt if BOUND is None else BOUND * tl.sigmoid(rate * raw))
+        decay_factor = tl.exp(-rate * dt if traits.DECAY_BOUND is None else traits.DECAY_BOUND * tl.sigmoid(rate * raw))
 
     gates = ()
-    if GATE != "":
-        gates = load_head(gate + row * GATE_ROW + hv * V, V, BV, TILES)  # on its way, too
+    if traits.GATE != "":
+        gates = load_head(gate + row * traits.GATE_STRIDE + hv * V, V, BV, TILES)  # before the loop, as a prefetch
 
     outs = ()
     for i in tl.static_range(TILES):
@@ -211,57 +266,65 @@ def fused_step_kernel(
         S = ahead
         if i + 1 < TILES:
             ahead = tl.load(at + (vs + BV)[None, :], mask=in_k[:, None] & (vs + BV < V)[None, :], other=0.0)
-        if READ_EARLY:
+        if traits.READ_EARLY:
             out = tl.sum(S * q[:, None], 0)
         for m in tl.static_range(STEPS):
             channel = (1 + STEPS) * H * K + (m * HV + hv) * V + vs
-            v = convolved(x, weight, bias, history, channel, in_v, C, W, BIAS, SILU_V)
+            v = convolve(x, weight, bias, history, channel, in_v, C, W, traits.BIAS, traits.SILU_V)
             u = v * writes[m]
-            if WRITES:
+            if traits.SCALE_V_BY_DT:
                 u *= dt
-            S = micro_step(S, keys[m], erases[m], u, fade, DECAY and m == 0, DELTA, ERASE_EARLY)
+            S = micro_step(
+                S, keys[m], erases[m], u, decay_factor, traits.DECAY and m == 0, traits.DELTA, traits.ERASE_EARLY
+            )
         tl.store(at + vs[None, :], S, mask=in_k[:, None] & in_v[None, :])
-        if not READ_EARLY:
+        if not traits.READ_EARLY:
             out = tl.sum(S * q[:, None], 0)
         out *= scale
-        if SKIP:
+        if traits.SKIP:
             out += tl.load(skip + hv).to(tl.float32) * v
         outs = outs + (out,)
 
-    if GATE != "" and GATE_FIRST:
-        outs = gated(outs, gates, GATE)
-    if NORM != "":
-        outs = normed(outs, norm_weight, norm_bias, hv * V if EACH else 0, V, BV, NORM, NORM_BIAS, EPS)
-    if GATE != "" and not GATE_FIRST:
-        outs = gated(outs, gates, GATE)
+    if traits.GATE != "" and traits.GATE_BEFORE_NORM:
+        outs = apply_gate(outs, gates, traits.GATE)
+    if traits.NORM != "":
+        outs = apply_norm(outs, norm_weight, norm_bias, hv * V if traits.NORM_PER_HEAD else 0, traits)
+    if traits.GATE != "" and not traits.GATE_BEFORE_NORM:
+        outs = apply_gate(outs, gates, traits.GATE)
     for i in tl.static_range(TILES):
         vs = i * BV + tl.arange(0, BV)
         tl.store(o + (row * HV + hv) * V + vs, outs[i].to(o.dtype.element_ty), mask=vs < V)
 
     if W > 1:
-        taps = ()  # once more, for to keep them in registers would leave room for fewer programs
-        vs = tl.arange(0, PV)
+        # The taps are loaded again: kept in registers since the convolution they would reduce occupancy.
+        taps = ()
+        vs = tl.arange(0, traits.PV)
+        first_value = (1 + STEPS) * H * K
         if H == HV:
             for m in tl.static_range(1 + STEPS):
                 taps = taps + (load_taps(x, history, (m * H + h) * K + ks, in_k, C, W),)
         for m in tl.static_range(STEPS):
-            taps = taps + (load_taps(x, history, (1 + STEPS) * H * K + (m * HV + hv) * V + vs, vs < V, C, W),)
+            taps = taps + (load_taps(x, history, first_value + (m * HV + hv) * V + vs, vs < V, C, W),)
         tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
         OF_KEYS: tl.constexpr = 1 + STEPS if H == HV else 0
         for m in tl.static_range(OF_KEYS):
-            push(taps[m], history, (m * H + h) * K + ks, in_k, C, W)
+            push_token(taps[m], history, (m * H + h) * K + ks, in_k, C, W)
         for m in tl.static_range(STEPS):
-            push(taps[OF_KEYS + m], history, (1 + STEPS) * H * K + (m * HV + hv) * V + vs, vs < V, C, W)
+            channel = first_value + (m * HV + hv) * V + vs
+            push_token(taps[OF_KEYS + m], history, channel, vs < V, C, W)
 
 
 @triton.jit
 def push_kernel(
     x, history, slots,
-    X_ROW: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
+    X_STRIDE: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, BC channels) of the first so many: the token at the end of its history, where key heads are
-    shared, so that the step itself could not tell who is the last to read it."""
+    """Append the token to the history of the first CHANNELS channels, those of q and k, after the fused step.
+
+    With shared key heads (H < HV) several programs of the fused step read this history, so none of them may change it.
+    Grid: row, BC channels.
+    """
     TILES: tl.constexpr = (CHANNELS + BC - 1) // BC
     row = tl.cast(tl.program_id(0) // TILES, tl.int64)
     slot = row
@@ -269,6 +332,6 @@ def push_kernel(
         slot = tl.load(slots + row)
     channel = tl.program_id(0) % TILES * BC + tl.arange(0, BC)
     history += slot * (W - 1) * C
-    taps = load_taps(x + row * X_ROW, history, channel, channel < CHANNELS, C, W)
-    tl.debug_barrier()  # as above
-    push(taps, history, channel, channel < CHANNELS, C, W)
+    taps = load_taps(x + row * X_STRIDE, history, channel, channel < CHANNELS, C, W)
+    tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
+    push_token(taps, history, channel, channel < CHANNELS, C, W)

@@ -1,4 +1,4 @@
-"""One micro-step of a state, as a decode step takes it: by itself or with what a mixer has around it."""
+"""One micro-step of the state, shared by the decode kernel and the fused decode kernel."""
 
 import triton
 import triton.language as tl
@@ -6,16 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def micro_step(
-    S, k, e, u, fade, FADES: tl.constexpr, DELTA: tl.constexpr, ERASE_EARLY: tl.constexpr,
+    S, k, e, u, decay, DECAYS: tl.constexpr, DELTA: tl.constexpr, ERASE_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """fade S + k (u - S^T e)^T, what is erased read from the faded state or, early, from the one before; float32.
+    """Return decay S + k (u - R^T e)^T in float32, where R is decay S, or S with ERASE_EARLY.
 
-    S [K, V]; k, e [K], e times the strength of the erase; u [V], v times that of the write.
+    S [K, V]; k [K]; e [K], the erase key times the erase strength; u [V], the value times the write strength.
     """
     if DELTA and ERASE_EARLY:
         u -= tl.sum(S * e[:, None], 0)
-    if FADES:
-        S *= fade
+    if DECAYS:
+        S *= decay
     if DELTA and not ERASE_EARLY:
         u -= tl.sum(S * e[:, None], 0)
     return S + k[:, None] * u[None, :]

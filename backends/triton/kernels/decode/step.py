@@ -1,4 +1,4 @@
-"""One token a row: the state is read, stepped and written in place, once.
+"""Decode step: one token per row; the state is read, updated and written in place once.
 
 H key heads, HV value heads, K key width, V value width
 """
@@ -16,10 +16,13 @@ def decode_kernel(
     STEPS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr,
     WRITE: tl.constexpr, ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, value head, V tile): STEPS micro-steps, the decay on the first, the read after the last.
+    """Make STEPS micro-steps of one token, with the decay in the first and the output read after the last.
 
-    q [B, H, K]; k, e [B, STEPS, H, K]; v [B, STEPS, HV, V]; log_decay [B, HV] or [HV]; b, w [B, STEPS, HV];
-    states [S, HV, K, V]; slots [B] int64; o [B, HV, V].
+    Grid: row, value head, V tile. Each program owns S [K, BV] of its row.
+
+    Reads q [B, H, K]; k, e [B, STEPS, H, K]; v [B, STEPS, HV, V]; log_decay [B, HV] or [HV]; b, w [B, STEPS, HV];
+    with SLOTS slots [B] int64, the row of the pool that holds each row's state.
+    Updates states [pool rows, HV, K, V] in place. Writes o [B, HV, V].
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -34,16 +37,16 @@ def decode_kernel(
     if SLOTS:
         slot = tl.load(slots + row)
     at = states + (slot * HV + hv) * K * V + ks[:, None] * V + vs[None, :]
-    here = in_k[:, None] & in_v[None, :]
-    S = tl.load(at, mask=here, other=0.0)
+    in_state = in_k[:, None] & in_v[None, :]
+    S = tl.load(at, mask=in_state, other=0.0)
     q_k = tl.load(q + (row * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
     if READ_EARLY:
         out = tl.sum(S * q_k[:, None], 0)
-    fade = 1.0
+    decay = 1.0
     if DECAY == "head":
-        fade = tl.exp(tl.load(log_decay + row * HV + hv))
+        decay = tl.exp(tl.load(log_decay + row * HV + hv))
     if DECAY == "fixed":
-        fade = tl.exp(tl.load(log_decay + hv))
+        decay = tl.exp(tl.load(log_decay + hv))
     for m in tl.static_range(STEPS):
         step = row * STEPS + m
         k_k = tl.load(k + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
@@ -55,8 +58,8 @@ def decode_kernel(
             e_k = tl.load(e + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
         if ERASE:
             e_k *= tl.load(b + step * HV + hv).to(tl.float32)
-        S = micro_step(S, k_k, e_k, u, fade, DECAY != "none" and m == 0, DELTA, ERASE_EARLY)
-    tl.store(at, S, mask=here)
+        S = micro_step(S, k_k, e_k, u, decay, DECAY != "none" and m == 0, DELTA, ERASE_EARLY)
+    tl.store(at, S, mask=in_state)
     if not READ_EARLY:
         out = tl.sum(S * q_k[:, None], 0)
     tl.store(o + (row * HV + hv) * V + vs, (out * scale).to(o.dtype.element_ty), mask=in_v)
