@@ -78,7 +78,7 @@ def find_sequence(slot, cu, N, segments, unit, C: tl.constexpr):
 
 
 @triton.jit
-def sequence_and_split(pid, num_splits, programs_per_split):
+def sequence_and_segment(pid, num_splits, programs_per_split):
     """Return the sequence and the split of a program.
 
     The first splits of all sequences come first in the grid: in a pack many sequences have no second split, and

@@ -18,7 +18,7 @@ from deltazoo.backends.triton.kernels.layout import (
     load_gate,
     load_rows,
     negligible_prefix,
-    sequence_and_split,
+    sequence_and_segment,
     store_column_major,
     store_rows,
     store_state,
@@ -63,7 +63,7 @@ def scan_kernel(
     pid = tl.program_id(0)
     hv = pid // TILES % HV
     h = hv // (HV // H)
-    n, split = sequence_and_split(pid // (TILES * HV), num_splits, TILES * HV)
+    n, split = sequence_and_segment(pid // (TILES * HV), num_splits, TILES * HV)
     split_index = (n * num_splits + split) * HV + hv
     start, length, slot, segment_first, first_scratch_slot, first, last = chunk_range(
         n, split, cu, T, segment, segments, C, UNIT, SPLIT, PACKED

@@ -36,7 +36,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 )
 from deltazoo.backends.triton.kernels.hopper.scan_traits import Memory, Stand, kind_of, room_of
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, put_tile, store_final
-from deltazoo.backends.triton.kernels.layout import chunk_range, sequence_and_split
+from deltazoo.backends.triton.kernels.layout import chunk_range, sequence_and_segment
 
 
 @gluon.jit
@@ -355,7 +355,7 @@ def hopper_scan_kernel(
     pid = gl.program_id(0)
     pair = pid % V_TILES
     hv = pid // V_TILES % HV
-    n, part = sequence_and_split(pid // (V_TILES * HV), parts, V_TILES * HV)
+    n, part = sequence_and_segment(pid // (V_TILES * HV), parts, V_TILES * HV)
     start, length, slot, begins, first_place, first, last = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )

@@ -16,7 +16,7 @@ from deltazoo.backends.triton.kernels.hopper.sweep_consumer import walk_chunk
 from deltazoo.backends.triton.kernels.hopper.sweep_producer import copy_chunks
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import STATE, put_kept
 from deltazoo.backends.triton.kernels.hopper.sweep_traits import Results, kind_of, registers_to_copy, room_of
-from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, sequence_and_split
+from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, sequence_and_segment
 
 
 @gluon.jit
@@ -71,7 +71,7 @@ def hopper_walk_kernel(
     TILES: gl.constexpr = (V + 127) // 128
     share = pid % (HV * TILES)
     hv = share // TILES
-    n, part = sequence_and_split(pid // (HV * TILES), parts, HV * TILES)
+    n, part = sequence_and_segment(pid // (HV * TILES), parts, HV * TILES)
     start, length, slot, first_chunk, first_place, first, last = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
