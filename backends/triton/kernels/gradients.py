@@ -68,10 +68,10 @@ def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "segment", "segments"])
+@triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def gradients_kernel(
     q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, cu, N,
-    slots, num_scratch_slots, scale, T, segment, segments,
+    slots, num_scratch_slots, scale, T, window, windows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
@@ -106,7 +106,7 @@ def gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
-    start, length, slot, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, segment, segments, C, UNIT, PACKED)
+    start, length, slot, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED)
     if in_use:
         r = tl.arange(0, R)
         i = tl.arange(0, C)
@@ -175,7 +175,7 @@ def gradients_kernel(
             tl.store(gate_row + 2 * C + t, du_dot_x, mask=erases)
         # A -1 that the compiler cannot fold: otherwise it moves the sign changes between products, which then wait for
         # each other.
-        row_scale = tl.where(erases, tl.where(segments > 0, -1.0, 0.0), scale)
+        row_scale = tl.where(erases, tl.where(windows > 0, -1.0, 0.0), scale)
         if DELTA and ERASE and not (DU_IS_DV and WRITE):
             erase = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
             row_scale = tl.where(erases, -clamp_away_from_zero(erase, MIN_BETA), scale)
@@ -246,9 +246,9 @@ def gradients_kernel(
             tl.store(gate_row + 2 * C + i, dwrite)
 
 
-@triton.jit(do_not_specialize=["N", "T", "segment", "segments", "num_scratch_slots"])
+@triton.jit(do_not_specialize=["N", "T", "window", "windows", "num_scratch_slots"])
 def sum_groups_kernel(
-    partial, dq, dk, de, cu, N, T, segment, segments, num_scratch_slots,
+    partial, dq, dk, de, cu, N, T, window, windows, num_scratch_slots,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, OWN: tl.constexpr,
     PACKED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +260,7 @@ def sum_groups_kernel(
     pid = tl.program_id(0)
     h = pid % H
     scratch_slot = pid // H
-    start, length, _, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, segment, segments, C, UNIT, PACKED)
+    start, length, _, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED)
     if in_use:
         i = tl.arange(0, C)
         in_time = i < length - c * C

@@ -1,11 +1,11 @@
 """Index arithmetic, tile loads and stores, and decay helpers that all kernels share.
 
 Terms:
-    chunk       C consecutive tokens of a sequence; the last chunk of a sequence may be shorter.
-    chunk slot  index of a chunk among the chunks of all sequences; gates, decay bounds and WY tiles are stored by it.
-    segment     range of chunks of every sequence that one launch of the backward handles, which bounds scratch memory.
-    scratch slot  index of a chunk among the chunks of one segment of all sequences; scratch buffers are stored by it.
-    split       SPLIT consecutive chunks of a segment; the splits of a sequence run in parallel, one program each.
+    chunk         C consecutive tokens of a sequence; the last chunk of a sequence may be shorter.
+    chunk slot    index of a chunk among the chunks of all sequences; gates, decay bounds and WY tiles are stored by it.
+    window        range of chunks of every sequence that one launch of the backward handles; bounds scratch memory.
+    scratch slot  index of a chunk among the chunks of one window of all sequences; scratch buffers are stored by it.
+    segment       SPLIT consecutive chunks of a window; the segments of a sequence are computed in parallel.
 
 Shapes: N sequences (rows of the batch, or sequences of a pack with bounds cu [N + 1]), T tokens in a row of the batch,
 C tokens in a chunk, H key heads, HV value heads, K key width, V value width. G is the cumulative log2 decay from the
@@ -58,10 +58,10 @@ def locate_chunk(slot, cu, N, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def find_sequence(slot, cu, N, segments, unit, C: tl.constexpr):
+def find_sequence(slot, cu, N, windows, unit, C: tl.constexpr):
     """Return the last sequence of a pack whose first slot is not beyond `slot`.
 
-    `slot` is a scratch slot, or with segments = 1 and unit = 0 a chunk slot. Each round compares 32 candidates at once:
+    `slot` is a scratch slot, or with windows = 1 and unit = 0 a chunk slot. Each round compares 32 candidates at once:
     the search makes one dependent load for up to 32 sequences, and two for up to 1024.
     """
     lane = tl.arange(0, 32)
@@ -71,69 +71,67 @@ def find_sequence(slot, cu, N, segments, unit, C: tl.constexpr):
         step = tl.cdiv(high - low, 32)
         n = low + lane * step
         in_range = n < high
-        first = (tl.load(cu + n, mask=in_range, other=0) // C + n) // segments + n * unit
+        first = (tl.load(cu + n, mask=in_range, other=0) // C + n) // windows + n * unit
         low += (tl.sum(tl.where(in_range & (first <= slot), 1, 0), 0) - 1) * step
         high = tl.minimum(low + step, high)
     return low
 
 
 @triton.jit
-def sequence_and_segment(pid, num_splits, programs_per_split):
-    """Return the sequence and the split of a program.
+def sequence_and_segment(pid, num_segments, programs_per_segment):
+    """Return the sequence and the segment of a program.
 
-    The first splits of all sequences come first in the grid: in a pack many sequences have no second split, and
+    The first segments of all sequences come first in the grid: in a pack many sequences have no second segment, and
     programs without work would delay the programs behind them.
     """
-    N = tl.num_programs(0) // (programs_per_split * num_splits)
+    N = tl.num_programs(0) // (programs_per_segment * num_segments)
     return pid % N, pid // N
 
 
 @triton.jit
-def segment_bounds(n, slot, chunks, segment, segments, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """Return the first chunk of a segment of sequence n, the chunk after its last, and the first chunk's scratch slot.
+def window_bounds(n, slot, chunks, window, windows, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """Return the first chunk of a window of sequence n, the chunk after its last, and the first chunk's scratch slot.
 
     A sequence of `chunks` chunks, the first of them in chunk slot `slot`, is divided in units of UNIT chunks, and the
-    units are distributed evenly over the segments, whatever the length. In a pack the first scratch slot is
-    floor(slot / segments) + n UNIT, which never overlaps. With one segment scratch slots are chunk slots.
+    units are distributed evenly over the windows, whatever the length. In a pack the first scratch slot is
+    floor(slot / windows) + n UNIT, which never overlaps. With one window scratch slots are chunk slots.
     """
     units = tl.cdiv(chunks, UNIT)
-    first = units * segment // segments * UNIT
-    last = tl.minimum(units * (segment + 1) // segments * UNIT, chunks)
-    scratch_slot = slot // segments + n * UNIT if PACKED else n * (tl.cdiv(units, segments) * UNIT)
-    return first, last, tl.where(segments == 1, slot, scratch_slot)
+    first = units * window // windows * UNIT
+    last = tl.minimum(units * (window + 1) // windows * UNIT, chunks)
+    scratch_slot = slot // windows + n * UNIT if PACKED else n * (tl.cdiv(units, windows) * UNIT)
+    return first, last, tl.where(windows == 1, slot, scratch_slot)
 
 
 @triton.jit
 def chunk_range(
-    n, split, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
+    n, segment, cu, T, window, windows, C: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Return the chunks of a scan program: those of one split of a segment of sequence n.
+    """Return the chunks of a scan program: those of one segment of a window of sequence n.
 
-    Returns: first token, length and first chunk slot of the sequence; first chunk of the segment and its scratch slot;
-        first chunk of the split and the chunk after its last. SPLIT = 0: the split is the whole segment.
+    Returns: first token, length and first chunk slot of the sequence; first chunk of the window and its scratch slot;
+        first chunk of the segment and the chunk after its last. SPLIT = 0: the segment is the whole window.
     """
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_chunk_slot(n, cu, T, C, PACKED)
-    segment_first, last, first_scratch_slot = segment_bounds(
-        n, slot, tl.cdiv(length, C), segment, segments, UNIT, PACKED
-    )
-    first = segment_first
+    window_first, last, first_scratch_slot = window_bounds(n, slot, tl.cdiv(length, C), window, windows, UNIT, PACKED)
+    first = window_first
     if SPLIT > 0:
-        first += split * SPLIT
+        first += segment * SPLIT
         last = tl.minimum(first + SPLIT, last)
-    return start, length, slot, segment_first, first_scratch_slot, first, last
+    return start, length, slot, window_first, first_scratch_slot, first, last
 
 
 @triton.jit
-def scratch_slots_per_sequence(T, segments, C: tl.constexpr, UNIT: tl.constexpr):
-    """Return the number of scratch slots of one sequence in a segment, for sequences that are not packed."""
+def scratch_slots_per_sequence(T, windows, C: tl.constexpr, UNIT: tl.constexpr):
+    """Return the number of scratch slots of one sequence in a window, for sequences that are not packed."""
     chunks = tl.cdiv(T, C)
-    return tl.where(segments == 1, chunks, tl.cdiv(tl.cdiv(chunks, UNIT), segments) * UNIT)
+    return tl.where(windows == 1, chunks, tl.cdiv(tl.cdiv(chunks, UNIT), windows) * UNIT)
 
 
 @triton.jit
 def locate_scratch_chunk_in_sequence(
-    scratch_slot, n, cu, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
+    scratch_slot, n, cu, T, window, windows, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
 ):
     """Return the chunk in a scratch slot of sequence n.
 
@@ -141,7 +139,7 @@ def locate_scratch_chunk_in_sequence(
         scratch slot is in use.
     """
     start, length, slot, first, first_scratch_slot, _, last = chunk_range(
-        n, 0, cu, T, segment, segments, C, UNIT, 0, PACKED
+        n, 0, cu, T, window, windows, C, UNIT, 0, PACKED
     )
     c = first + scratch_slot - first_scratch_slot
     return start, length, slot + c, c, c < last
@@ -149,14 +147,14 @@ def locate_scratch_chunk_in_sequence(
 
 @triton.jit
 def locate_scratch_chunk(
-    scratch_slot, cu, N, T, segment, segments, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
+    scratch_slot, cu, N, T, window, windows, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
 ):
     """Return what `locate_scratch_chunk_in_sequence` does, for a scratch slot whose sequence is not known."""
     if PACKED:
-        n = find_sequence(scratch_slot, cu, N, segments, tl.where(segments == 1, 0, UNIT), C)
+        n = find_sequence(scratch_slot, cu, N, windows, tl.where(windows == 1, 0, UNIT), C)
     else:
-        n = scratch_slot // scratch_slots_per_sequence(T, segments, C, UNIT)
-    return locate_scratch_chunk_in_sequence(scratch_slot, n, cu, T, segment, segments, C, UNIT, PACKED)
+        n = scratch_slot // scratch_slots_per_sequence(T, windows, C, UNIT)
+    return locate_scratch_chunk_in_sequence(scratch_slot, n, cu, T, window, windows, C, UNIT, PACKED)
 
 
 @triton.jit

@@ -30,10 +30,10 @@ from deltazoo.backends.triton.kernels.layout import (
 from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, load_inverse, load_p_transposed
 
 
-@triton.jit(do_not_specialize=["T", "segment", "segments", "num_splits"])
+@triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def reverse_kernel(
     q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, starts, ends, cu, scale, T,
-    segment, segments, num_splits,
+    window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
@@ -41,28 +41,28 @@ def reverse_kernel(
     MIN_BETA: tl.constexpr, ENDS: tl.constexpr,
     TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scan the chunks of one split of one segment backwards.
+    """Scan the chunks of one segment of one window backwards.
 
-    Grid: sequence, split, value head, V tile. Each program owns dS^T [BV, K] of its split, in registers, as tiles of K0
-    and K1 keys. Segments and scratch slots are those of `segment_bounds`; segments are launched from the last to the
+    Grid: sequence, segment, value head, V tile. Each program owns dS^T [BV, K] of its segment, in registers, as tiles
+    of K0 and K1 keys. Windows and scratch slots are those of `window_bounds`; windows are launched from the last to the
     first, and dstate carries dS from one to the next.
 
-    Reads the operands, do, gates, wy_tiles; dstate [N, HV, K, V] float32, the gradient of the state after the segment,
-    or with SPLIT > 0 that after each split, starts [N splits, HV, V, K].
+    Reads the operands, do, gates, wy_tiles; dstate [N, HV, K, V] float32, the gradient of the state after the window,
+    or with SPLIT > 0 that after each segment, starts [N segments, HV, V, K].
     Writes dv [B, T, HV, V]; dS'^T of each chunk, dstates [scratch slot, HV, V, K]; with DELTA or WRITE du
-    [scratch slot, C, HV, V], unless DU_IS_DV (w du = dv determines it); dstate, the gradient before the segment.
+    [scratch slot, C, HV, V], unless DU_IS_DV (w du = dv determines it); dstate, the gradient before the window.
 
-    ENDS: a launch before that, which writes only ends [N splits, HV, V + K, K]: dS^T before each split but the first,
-    for a zero gradient after it.
+    ENDS: a launch before that, which writes only ends [N segments, HV, V + K, K]: dS^T before each segment but the
+    first, for a zero gradient after it.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     hv = pid // TILES % HV
     h = hv // (HV // H)
-    n, split = sequence_and_segment(pid // (TILES * HV), num_splits, TILES * HV)
-    split_index = (n * num_splits + split) * HV + hv
-    start, length, slot, segment_first, first_scratch_slot, first, last = chunk_range(
-        n, split, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    n, segment = sequence_and_segment(pid // (TILES * HV), num_segments, TILES * HV)
+    segment_index = (n * num_segments + segment) * HV + hv
+    start, length, slot, window_first, first_scratch_slot, first, last = chunk_range(
+        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
     i = tl.arange(0, C)
     column = (pid % TILES) * BV
@@ -76,9 +76,9 @@ def reverse_kernel(
     causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
     if ENDS:
-        if split == 0:
+        if segment == 0:
             last = first
-        # The contributions of later chunks are negligible before the first chunk of the split.
+        # The contributions of later chunks are negligible before the first chunk of the segment.
         last = first + significant_prefix(decay_bounds, slot + first, last - first, hv, HV, SPLIT)
 
     if first < last:
@@ -87,7 +87,7 @@ def reverse_kernel(
         if K1 > 0:
             dSb = tl.zeros([BV, K1], tl.float32)
         if not ENDS and SPLIT > 0:
-            at_start = starts + tl.cast(split_index, tl.int64) * V * K
+            at_start = starts + tl.cast(segment_index, tl.int64) * V * K
             dSa += load_rows(at_start, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 dSb += load_rows(at_start, vs, kb, in_v, in_kb, K)
@@ -101,7 +101,7 @@ def reverse_kernel(
             row = start + c * C
             key_offset = (row * H + h) * K
             chunk = tl.cast(slot + c, tl.int64) * HV + hv
-            scratch_slot = first_scratch_slot + c - segment_first
+            scratch_slot = first_scratch_slot + c - window_first
 
             k_a = load_rows(k + key_offset, i, ka, in_time, in_ka, H * K)
             q_a = load_rows(q + key_offset, i, ka, in_time, in_ka, H * K)
@@ -175,11 +175,11 @@ def reverse_kernel(
                 if K1 > 0:
                     dSb = dot_split_lhs(due, e_b, dSb, dtype, TERMS, PREC)
         if ENDS:
-            at_end = ends + tl.cast(split_index, tl.int64) * (V + K) * K
+            at_end = ends + tl.cast(segment_index, tl.int64) * (V + K) * K
             store_rows(at_end, dSa, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 store_rows(at_end, dSb, vs, kb, in_v, in_kb, K)
-        elif split == 0:
+        elif segment == 0:
             at_dstate += opaque_zero(last, 30)
             store_column_major(at_dstate, dSa, vs, ka, in_v, in_ka, V)
             if K1 > 0:

@@ -1,4 +1,4 @@
-"""Scan over the chunks of a sequence: outputs, recomputed states for the backward, or the maps of splits.
+"""Scan over the chunks of a sequence: outputs, recomputed states for the backward, or the maps of segments.
 
     x = T (w v - c (S0^T e)),    o = scale e^G'' (S0^T q) + P x,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
 
@@ -27,10 +27,10 @@ from deltazoo.backends.triton.kernels.layout import (
 from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, dot_split_both, load_inverse, load_p_transposed
 
 
-@triton.jit(do_not_specialize=["T", "segment", "segments", "num_splits"])
+@triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def scan_kernel(
     q, k, e, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, xs, starts, ends, cu,
-    scale, T, segment, segments, num_splits,
+    scale, T, window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
@@ -38,19 +38,19 @@ def scan_kernel(
     SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """Scan the chunks of one split.
+    """Scan the chunks of one segment.
 
-    Grid: sequence, split, value head, V tile. Each program owns S^T [BV, K] of its split, in registers, as tiles of K0
-    and K1 keys, and loops over the chunks. Segments and scratch slots are those of `segment_bounds`.
+    Grid: sequence, segment, value head, V tile. Each program owns S^T [BV, K] of its segment, in registers, as tiles of
+    K0 and K1 keys, and loops over the chunks. Windows and scratch slots are those of `window_bounds`.
 
     MODE "output": writes o [B, T, HV, V], the state after the last token final [N, HV, K, V], and S^T before every
         CHECKPOINT_EVERY-th chunk (0: never) except the first, whose state is an operand, to
-        checkpoints [.., HV, V, K]. With SPLIT > 0 it starts from starts [N splits, HV, V, K].
-    MODE "replay": recomputes states for the backward from the checkpoint at or before the split. Writes the state
-        before each chunk of the split to states [scratch slot, HV, V, K] and, with DELTA, x to
+        checkpoints [.., HV, V, K]. With SPLIT > 0 it starts from starts [N segments, HV, V, K].
+    MODE "replay": recomputes states for the backward from the checkpoint at or before the segment. Writes the state
+        before each chunk of the segment to states [scratch slot, HV, V, K] and, with DELTA, x to
         xs [scratch slot, C, HV, V].
-    MODE "ends": writes ends [N splits, HV, V + K, K]: S^T at the end of each split from a zero state (of the first
-        split, from the initial state) above the map from the state before to the state after the split, which
+    MODE "ends": writes ends [N segments, HV, V + K, K]: S^T at the end of each segment from a zero state (of the first
+        segment, from the initial state) above the map from the state before to the state after the segment, which
         additional V tiles compute. MODE "maps": the maps alone.
 
     TERMS = 2: what feeds back into the state is split in two terms (hi + lo). TILED: v is a tensor descriptor.
@@ -63,10 +63,10 @@ def scan_kernel(
     pid = tl.program_id(0)
     hv = pid // TILES % HV
     h = hv // (HV // H)
-    n, split = sequence_and_segment(pid // (TILES * HV), num_splits, TILES * HV)
-    split_index = (n * num_splits + split) * HV + hv
-    start, length, slot, segment_first, first_scratch_slot, first, last = chunk_range(
-        n, split, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    n, segment = sequence_and_segment(pid // (TILES * HV), num_segments, TILES * HV)
+    segment_index = (n * num_segments + segment) * HV + hv
+    start, length, slot, window_first, first_scratch_slot, first, last = chunk_range(
+        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
     i = tl.arange(0, C)
     is_map = pid % TILES >= V_TILES
@@ -93,14 +93,14 @@ def scan_kernel(
 
     chunks = tl.cdiv(length, C)
     if RECOMPUTE:
-        split_first = first
+        segment_first = first
         first = tl.where(first < last, first // CHECKPOINT_EVERY * CHECKPOINT_EVERY, first)
     negligible = 0
     if ENDS:
         negligible = negligible_prefix(decay_bounds, slot + first, last - first, hv, HV, SPLIT)
-        # combine_kernel reads no map of the first split, no map whose effect is negligible, and forward no end of the
-        # last split.
-        if (is_map & ((split == 0) | (negligible > 0))) | ((last == chunks) & (MODE == "ends")):
+        # combine_kernel reads no map of the first segment, no map whose effect is negligible, and forward no end of the
+        # last segment.
+        if (is_map & ((segment == 0) | (negligible > 0))) | ((last == chunks) & (MODE == "ends")):
             last = first
         first = tl.minimum(first + tl.maximum(negligible - 1, 0), last)
     Sa = tl.zeros([BV, K0], tl.float32)
@@ -118,13 +118,13 @@ def scan_kernel(
             if K1 > 0:
                 Sb += load_rows(checkpoint, vs, kb, in_v, in_kb, K)
     elif OUTPUT and SPLIT > 0:
-        if (first < last) | (split == 0):
-            at_start = starts + tl.cast(split_index, tl.int64) * V * K
+        if (first < last) | (segment == 0):
+            at_start = starts + tl.cast(segment_index, tl.int64) * V * K
             Sa += load_rows(at_start, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 Sb += load_rows(at_start, vs, kb, in_v, in_kb, K)
     if STATE and not (OUTPUT and SPLIT > 0):
-        from_state = in_v & ((first == 0) if RECOMPUTE else (split == 0) & (negligible == 0))
+        from_state = in_v & ((first == 0) if RECOMPUTE else (segment == 0) & (negligible == 0))
         Sa += load_column_major(state + state_offset, vs, ka, from_state, in_ka, V)
         if K1 > 0:
             Sb += load_column_major(state + state_offset, vs, kb, from_state, in_kb, V)
@@ -154,11 +154,11 @@ def scan_kernel(
                 if K1 > 0:
                     store_state(at, Sb, column, kb, in_kb, V, K, True)
         if RECOMPUTE:
-            scratch_slot = first_scratch_slot + c - segment_first
+            scratch_slot = first_scratch_slot + c - window_first
             at = states + (tl.cast(scratch_slot, tl.int64) * HV + hv) * V * K
-            store_state(at, Sa, column, ka, in_ka, V, K, c >= split_first)
+            store_state(at, Sa, column, ka, in_ka, V, K, c >= segment_first)
             if K1 > 0:
-                store_state(at, Sb, column, kb, in_kb, V, K, c >= split_first)
+                store_state(at, Sb, column, kb, in_kb, V, K, c >= segment_first)
 
         if DELTA:
             T_hi = tl.trans(load_inverse(wy_tiles, chunk, i, C, TERMS, 0))
@@ -210,7 +210,7 @@ def scan_kernel(
         if DECAY != "none":
             G, G_before, G_end = cumulative_decays(gates, chunk, i, C)
         if RECOMPUTE and DELTA:
-            rows_to_store = tl.where(c >= split_first, C, 0)
+            rows_to_store = tl.where(c >= segment_first, C, 0)
             store_transposed(
                 xs + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V, x, rows_to_store, column, HV * V, V
             )
@@ -249,13 +249,13 @@ def scan_kernel(
     if ENDS:
         rows = tl.where(is_map, vs + V, vs)
         in_rows = tl.where(is_map, vs < K, vs < V)
-        at_end = ends + tl.cast(split_index, tl.int64) * (V + K) * K
+        at_end = ends + tl.cast(segment_index, tl.int64) * (V + K) * K
         store_rows(at_end, Sa, rows, ka, in_rows, in_ka, K)
         if K1 > 0:
             store_rows(at_end, Sb, rows, kb, in_rows, in_kb, K)
     if OUTPUT:
         if SPLIT > 0:
-            in_v = in_v & (split == tl.maximum(chunks - 1, 0) // SPLIT)
+            in_v = in_v & (segment == tl.maximum(chunks - 1, 0) // SPLIT)
         store_column_major(final + state_offset, Sa, vs, ka, in_v, in_ka, V)
         if K1 > 0:
             store_column_major(final + state_offset, Sb, vs, kb, in_v, in_kb, V)
