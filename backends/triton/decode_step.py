@@ -121,6 +121,8 @@ def fused_decode_step_(
 ) -> Tensor:
     """Run the kernel; `inputs.history` and `states` change in place.
 
+    A slot outside the pool (-1, say) accesses neither, and its output row is zero. Slots must be distinct.
+
     Args:
         config: launch config as JSON; "": that of the table, else of the heuristic.
     Returns: o [B, 1, HV, V].
@@ -180,12 +182,12 @@ def _launch(
         SLOTS=slots is not None,
     )  # fmt: skip
     step = launcher(fused_step_kernel, (*x, states, slots, o), (traits,), warps_apart(launch.warps, BK * BV))
-    step(B * HV, options.scale)
+    step(B * HV, options.scale, states.shape[0])
     if H < HV and W > 1:
         channels = (1 + n) * H * K
         constants = (x.qkv.stride(0), C, channels, W, _PUSHED_CHANNELS, slots is not None)
         push = launcher(push_kernel, (x.qkv, x.history, slots), constants)
-        push(B * cdiv(channels, _PUSHED_CHANNELS))
+        push(B * cdiv(channels, _PUSHED_CHANNELS), states.shape[0])
 
 
 def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int, config: str) -> Launch:

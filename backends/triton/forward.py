@@ -221,5 +221,5 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind,
         configs.warps_apart(launch.warps, power_of_two(K) * BV),
         launch.stages,
     )  # fmt: skip
-    go(B * HV * cdiv(V, BV), kind.scale)
+    go(B * HV * cdiv(V, BV), kind.scale, states.shape[0])
     return o

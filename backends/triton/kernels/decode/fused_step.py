@@ -182,10 +182,10 @@ def apply_norm(outs, weight, bias, offset, traits: tl.constexpr):
     return normed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pool_rows"])
 def fused_step_kernel(
     x, weight, bias, history, beta, decay, A_log, dt_bias, feedback, correction, skip, norm_weight, norm_bias, gate,
-    states, slots, o, scale, traits: tl.constexpr,
+    states, slots, o, scale, pool_rows, traits: tl.constexpr,
 ):  # fmt: skip
     """Decode one token of one value head.
 
@@ -193,9 +193,12 @@ def fused_step_kernel(
 
     Reads x [B, C], beta [B, STEPS HV], decay [B, HV], gate [B, HV V], each with its row stride; weight [C, W];
     bias [C]; A_log, dt_bias, skip [HV]; feedback, correction [H]; norm_weight, norm_bias [V] or [HV V];
-    slots [B] int64, the row of the pool of each row.
-    Updates states [pool rows, HV, K, V] and history [pool rows, W - 1, C] in place; with shared key heads (H < HV) not
+    slots [B] int64, the pool row of each row.
+    Updates states [pool_rows, HV, K, V] and history [pool_rows, W - 1, C] in place; with shared key heads (H < HV) not
     the history of q and k, which push_kernel updates. Writes o [B, HV, V].
+
+    A slot outside the pool (-1, say) accesses no state and no history, and its output is zero. The caller guarantees
+    that no two rows share a slot: their updates would race.
     """
     H: tl.constexpr = traits.H
     HV: tl.constexpr = traits.HV
@@ -209,11 +212,13 @@ def fused_step_kernel(
     row = tl.cast(tl.program_id(0) // HV, tl.int64)
     hv = tl.program_id(0) % HV
     h = hv // (HV // H)
+    ks = tl.arange(0, traits.BK)
+    in_k = ks < K
     slot = row
     if traits.SLOTS:
         slot = tl.load(slots + row)
-    ks = tl.arange(0, traits.BK)
-    in_k = ks < K
+        in_pool = (slot >= 0) & (slot < pool_rows)
+        in_k = in_k & in_pool
     at = states + (slot * HV + hv) * K * V + ks[:, None] * V
     vs = tl.arange(0, BV)
     ahead = tl.load(at + vs[None, :], mask=in_k[:, None] & (vs < V)[None, :], other=0.0)
@@ -263,6 +268,8 @@ def fused_step_kernel(
     for i in tl.static_range(TILES):
         vs = i * BV + tl.arange(0, BV)
         in_v = vs < V
+        if traits.SLOTS:
+            in_v = in_v & in_pool
         S = ahead
         if i + 1 < TILES:
             ahead = tl.load(at + (vs + BV)[None, :], mask=in_k[:, None] & (vs + BV < V)[None, :], other=0.0)
@@ -293,45 +300,53 @@ def fused_step_kernel(
         outs = apply_gate(outs, gates, traits.GATE)
     for i in tl.static_range(TILES):
         vs = i * BV + tl.arange(0, BV)
-        tl.store(o + (row * HV + hv) * V + vs, outs[i].to(o.dtype.element_ty), mask=vs < V)
+        out = tl.where(in_pool, outs[i], 0.0) if traits.SLOTS else outs[i]
+        tl.store(o + (row * HV + hv) * V + vs, out.to(o.dtype.element_ty), mask=vs < V)
 
     if W > 1:
         # The taps are loaded again: kept in registers since the convolution they would reduce occupancy.
         taps = ()
         vs = tl.arange(0, traits.PV)
+        in_v = vs < V
+        if traits.SLOTS:
+            in_v = in_v & in_pool
         first_value = (1 + STEPS) * H * K
         if H == HV:
             for m in tl.static_range(1 + STEPS):
                 taps = taps + (load_taps(x, history, (m * H + h) * K + ks, in_k, C, W),)
         for m in tl.static_range(STEPS):
-            taps = taps + (load_taps(x, history, first_value + (m * HV + hv) * V + vs, vs < V, C, W),)
+            taps = taps + (load_taps(x, history, first_value + (m * HV + hv) * V + vs, in_v, C, W),)
         tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
         OF_KEYS: tl.constexpr = 1 + STEPS if H == HV else 0
         for m in tl.static_range(OF_KEYS):
             push_token(taps[m], history, (m * H + h) * K + ks, in_k, C, W)
         for m in tl.static_range(STEPS):
             channel = first_value + (m * HV + hv) * V + vs
-            push_token(taps[OF_KEYS + m], history, channel, vs < V, C, W)
+            push_token(taps[OF_KEYS + m], history, channel, in_v, C, W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pool_rows"])
 def push_kernel(
-    x, history, slots,
+    x, history, slots, pool_rows,
     X_STRIDE: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Append the token to the history of the first CHANNELS channels, those of q and k, after the fused step.
 
-    With shared key heads (H < HV) several programs of the fused step read this history, so none of them may change it.
+    With shared key heads (H < HV) several programs of the fused step read this history, so none of them may change it. A
+    slot outside the pool accesses no history.
+
     Grid: row, BC channels.
     """
     TILES: tl.constexpr = (CHANNELS + BC - 1) // BC
     row = tl.cast(tl.program_id(0) // TILES, tl.int64)
+    channel = tl.program_id(0) % TILES * BC + tl.arange(0, BC)
+    in_channels = channel < CHANNELS
     slot = row
     if SLOTS:
         slot = tl.load(slots + row)
-    channel = tl.program_id(0) % TILES * BC + tl.arange(0, BC)
+        in_channels = in_channels & (slot >= 0) & (slot < pool_rows)
     history += slot * (W - 1) * C
-    taps = load_taps(x + row * X_STRIDE, history, channel, channel < CHANNELS, C, W)
+    taps = load_taps(x + row * X_STRIDE, history, channel, in_channels, C, W)
     tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
-    push_token(taps, history, channel, channel < CHANNELS, C, W)
+    push_token(taps, history, channel, in_channels, C, W)

@@ -9,9 +9,9 @@ import triton.language as tl
 from deltazoo.backends.triton.kernels.decode.micro_step import micro_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pool_rows"])
 def decode_kernel(
-    q, k, e, v, log_decay, b, w, states, slots, o, scale,
+    q, k, e, v, log_decay, b, w, states, slots, o, scale, pool_rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STEPS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr,
     WRITE: tl.constexpr, ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, SLOTS: tl.constexpr,
@@ -21,8 +21,11 @@ def decode_kernel(
     Grid: row, value head, V tile. Each program owns S [K, BV] of its row.
 
     Reads q [B, H, K]; k, e [B, STEPS, H, K]; v [B, STEPS, HV, V]; log_decay [B, HV] or [HV]; b, w [B, STEPS, HV];
-    with SLOTS slots [B] int64, the row of the pool that holds each row's state.
-    Updates states [pool rows, HV, K, V] in place. Writes o [B, HV, V].
+    with SLOTS slots [B] int64, the pool row that holds each row's state.
+    Updates states [pool_rows, HV, K, V] in place. Writes o [B, HV, V].
+
+    A slot outside the pool (-1, say) accesses no state, and its output is zero. The caller guarantees that no two rows
+    share a slot: their updates would race.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -33,11 +36,13 @@ def decode_kernel(
     vs = (pid % TILES) * BV + tl.arange(0, BV)
     in_k = ks < K
     in_v = vs < V
+    in_state = in_k[:, None] & in_v[None, :]
     slot = row
     if SLOTS:
         slot = tl.load(slots + row)
+        in_pool = (slot >= 0) & (slot < pool_rows)
+        in_state = in_state & in_pool
     at = states + (slot * HV + hv) * K * V + ks[:, None] * V + vs[None, :]
-    in_state = in_k[:, None] & in_v[None, :]
     S = tl.load(at, mask=in_state, other=0.0)
     q_k = tl.load(q + (row * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
     if READ_EARLY:
@@ -62,4 +67,7 @@ def decode_kernel(
     tl.store(at, S, mask=in_state)
     if not READ_EARLY:
         out = tl.sum(S * q_k[:, None], 0)
-    tl.store(o + (row * HV + hv) * V + vs, (out * scale).to(o.dtype.element_ty), mask=in_v)
+    out *= scale
+    if SLOTS:
+        out = tl.where(in_pool, out, 0.0)
+    tl.store(o + (row * HV + hv) * V + vs, out.to(o.dtype.element_ty), mask=in_v)
