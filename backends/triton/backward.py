@@ -25,6 +25,7 @@ from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gr
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.zero_tail import zero_tail
 
 _WALK = 16  # chunks that a program of the replay keeps, without parts: enough to make up for its start
 
@@ -303,6 +304,7 @@ def _gate_gradients(work: _Work) -> None:
     of_tokens = empty(x.q, *x.v.shape[:3]) if fixed else d.log_decay
     wanted = (of_tokens is not None, d.b is not None, d.w is not None)
     if not any(wanted):
+        zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e)
         return
     launch = launcher(
         gate_gradients_kernel,
@@ -314,5 +316,6 @@ def _gate_gradients(work: _Work) -> None:
         warps=1,
     )  # fmt: skip
     launch(s.slots * s.HV, s.N, s.slots, s.T)
+    zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e, log_decay=of_tokens, b=d.b, w=d.w)
     if of_tokens is not None and fixed:
         torch.sum(of_tokens, (0, 1), out=d.log_decay)

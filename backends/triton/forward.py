@@ -21,6 +21,7 @@ from deltazoo.backends.triton.kernels.scan import scan_kernel
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.precompile import device_of
+from deltazoo.backends.triton.zero_tail import zero_tail
 
 SHARED_OUT = 168  # registers a thread, which three warp groups share out anew: 232, 232 and 40, or 240, 240 and 24
 OnSegment = Callable[..., None]  # launches a kernel, on one of a cut's segments
@@ -199,6 +200,7 @@ def forward(x: ScanOperands, kind: ScanKind, keep: bool, config: LaunchConfig) -
         x, kind, prepared, s, config.scan, "output", Cut(parts, split, every), o=o,
         final=final, checkpoints=checkpoints, begins=begins,
     )()  # fmt: skip
+    zero_tail(s, x.cu_seqlens, v=o)
     return o, final, *(prepared if keep else Prepared.nothing(x.q)), checkpoints
 
 

@@ -75,6 +75,7 @@ class _Operands(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     history: Tensor | None
+    cu_seqlens: Tensor | None
     sequence_starts: Tensor | None
     sequence_ids: Tensor | None
 
@@ -96,10 +97,10 @@ def _operands(inputs: ConvInputs) -> tuple[_Operands, int]:
     assert weight is not None
     starts = ids = None
     if cu_seqlens is not None:
-        # the values of bounds on a GPU are not checked: tokens beyond the last bound belong to the last sequence
+        # clamped, because tokens beyond the last bound belong to no sequence; the kernels ignore them
         ids = sequence_index(cu_seqlens, x.shape[1]).clamp(max=max(cu_seqlens.shape[0] - 2, 0)).int()
         starts = cu_seqlens[ids]
-    return _Operands(x, weight, bias, history, starts, ids), token_stride
+    return _Operands(x, weight, bias, history, cu_seqlens, starts, ids), token_stride
 
 
 def _with_token_stride(x: Tensor) -> tuple[Tensor, int]:
@@ -144,12 +145,13 @@ def _launch(
     traits = ConvTraits(
         TOKEN_STRIDE=token_stride, C=C, W=operands.weight.shape[1], FIRST=first, CHANNELS=part.channels,
         SILU=part.silu, HEAD=part.unit, EPS=EPS, BIAS=operands.bias is not None, HISTORY=operands.history is not None,
-        PACKED=operands.sequence_ids is not None, BC=tiling.columns, R=tiling.rows, STRIP=tiling.strip,
+        PACKED=operands.cu_seqlens is not None, BC=tiling.columns, R=tiling.rows, STRIP=tiling.strip,
         GROUP=min(launch.group, tiling.strip),
     )  # fmt: skip
     strips_per_row = cdiv(T, tiling.strip)
     run = launcher(kernel, (*operands, *results), (traits,), launch.warps, registers=launch.registers or None)
-    run(tiling.programs_T * tiling.programs_C, T, B * strips_per_row, strips_per_row)
+    N = B if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
+    run(tiling.programs_T * tiling.programs_C, T, N, B * strips_per_row, strips_per_row)
 
 
 def _forward(

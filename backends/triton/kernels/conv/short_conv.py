@@ -6,8 +6,8 @@ w_j is the weight of lag j = 0 to W - 1. A program owns R strips of STRIP consec
 one head if there is a norm. It iterates over the rows of the strips, row i of all strips at once, and keeps the last
 rows in registers, so that each row is loaded once, GROUP rows ahead of its use.
 
-In a pack, sequence_starts [T] and sequence_ids [T], both int32, are the first token and the number of each token's
-sequence.
+In a pack with bounds cu [N + 1], sequence_starts [T] and sequence_ids [T], all int32, are the first token and the
+number of each token's sequence. Tokens from cu[N] on belong to none: their results and gradients are zero.
 
 Shapes: x [B, T, C], y and dy [B, T, CHANNELS], weight [C, W], bias [C], history [N, W - 1, C], N sequences.
 """
@@ -41,12 +41,12 @@ class ConvTraits(NamedTuple):
 
 
 @triton.jit
-def locate_strips(T, strips, strips_per_row, ROWS: tl.constexpr, traits: tl.constexpr):
+def locate_strips(T, cu, N, strips, strips_per_row, ROWS: tl.constexpr, traits: tl.constexpr):
     """Return what a program owns. Programs with adjacent channels are adjacent in the grid.
 
     Returns: the program's index along time; of each strip [R] the row of the batch (int64), the first token, the first
-        row that exists (up to W - 1 before the strip) and the end of the rows that exist below ROWS; the channels of
-        the part and their mask [1, BC].
+        row that exists (up to W - 1 before the strip), the end of the rows below ROWS that belong to a sequence, and
+        the end of those that exist; the channels of the part and their mask [1, BC].
     """
     WIDTH: tl.constexpr = traits.HEAD if traits.HEAD > 0 else traits.BC
     HEADS: tl.constexpr = (traits.CHANNELS + WIDTH - 1) // WIDTH
@@ -57,8 +57,11 @@ def locate_strips(T, strips, strips_per_row, ROWS: tl.constexpr, traits: tl.cons
     strip = pid // HEADS * traits.R + tl.arange(0, traits.R)
     t = strip % strips_per_row * traits.STRIP
     low = tl.where(strip < strips, tl.maximum(-t, 1 - traits.W), NEVER)
-    high = tl.where(strip < strips, tl.minimum(T - t, ROWS), 0)
-    return pid // HEADS, (strip // strips_per_row).to(tl.int64), t, low, high, channel, in_channels
+    store_high = tl.where(strip < strips, tl.minimum(T - t, ROWS), 0)
+    high = store_high
+    if traits.PACKED:
+        high = tl.minimum(high, tl.load(cu + N) - t)
+    return pid // HEADS, (strip // strips_per_row).to(tl.int64), t, low, high, store_high, channel, in_channels
 
 
 @triton.jit
@@ -159,17 +162,19 @@ def sigmoid(a):
     return root * root
 
 
-@triton.jit(do_not_specialize=["T", "strips", "strips_per_row"])
+@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row"])
 def short_conv_kernel(
-    x, weight, bias, history, sequence_starts, sequence_ids, y, T, strips, strips_per_row, traits: tl.constexpr
-):
+    x, weight, bias, history, cu, sequence_starts, sequence_ids, y, T, N, strips, strips_per_row, traits: tl.constexpr
+):  # fmt: skip
     """Compute y [B, T, CHANNELS] of one part.
 
     Grid: R strips along time, BC channels or one head. strips: of the batch; strips_per_row: of one row of the batch.
     """
     W: tl.constexpr = traits.W
     GROUP: tl.constexpr = traits.GROUP
-    _, b, t, low, high, channel, in_channels = locate_strips(T, strips, strips_per_row, traits.STRIP, traits)
+    _, b, t, low, high, store_high, channel, in_channels = locate_strips(
+        T, cu, N, strips, strips_per_row, traits.STRIP, traits
+    )
     weights, offset = load_weights(weight, bias, traits.FIRST + channel, in_channels, traits)
     token = (b * T + t)[:, None]
     x_offset = token * traits.TOKEN_STRIDE + traits.FIRST + channel
@@ -201,9 +206,10 @@ def short_conv_kernel(
                 a *= sigmoid(a)
             if traits.HEAD > 0:
                 a *= tl.rsqrt(tl.sum(a * a, 1) + traits.EPS)[:, None]
-            tl.store(
-                y + y_offset + i * traits.CHANNELS, a.to(y.dtype.element_ty), mask=(i < high)[:, None] & in_channels
-            )
+            if traits.PACKED:
+                a = tl.where((i < high)[:, None], a, 0.0)
+            stored = (i < store_high)[:, None] & in_channels
+            tl.store(y + y_offset + i * traits.CHANNELS, a.to(y.dtype.element_ty), mask=stored)
         recent = rows[: W - 1]
 
 
@@ -272,16 +278,18 @@ def recompute_after_strip(
             window, starts[u], history, history_offset, sequence_ids, t, high, i, in_channels, traits
         )
         d = activation_backward(weighted_sum(inputs, weights, offset, W), ds[u], traits)
+        if traits.PACKED:
+            d = tl.where((i < high)[:, None], d, 0.0)
         later = push_row(later, d, W)
         if traits.PACKED:
             later = clear_at_start(later, ((starts[u] == i) & (i < high))[:, None], W)
     return rows[W - 1 :], later
 
 
-@triton.jit(do_not_specialize=["T", "strips", "strips_per_row"])
+@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row"])
 def short_conv_backward_kernel(
-    x, weight, bias, history, sequence_starts, sequence_ids, dy, dx, dhistory, partial, T, strips, strips_per_row,
-    traits: tl.constexpr,
+    x, weight, bias, history, cu, sequence_starts, sequence_ids, dy, dx, dhistory, partial,
+    T, N, strips, strips_per_row, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute the part's channels of dx [B, T, C] and dhistory [N, W - 1, C] from dy [B, T, CHANNELS].
 
@@ -296,8 +304,8 @@ def short_conv_backward_kernel(
     BIAS: tl.constexpr = traits.BIAS
     R: tl.constexpr = traits.R
     BC: tl.constexpr = traits.BC
-    program, b, t, low, high, channel, in_channels = locate_strips(
-        T, strips, strips_per_row, traits.STRIP + W - 1, traits
+    program, b, t, low, high, store_high, channel, in_channels = locate_strips(
+        T, cu, N, strips, strips_per_row, traits.STRIP + W - 1, traits
     )
     weights, offset = load_weights(weight, bias, traits.FIRST + channel, in_channels, traits)
     token = (b * T + t)[:, None]
@@ -334,14 +342,15 @@ def short_conv_backward_kernel(
                 window, starts[u], history, history_offset, sequence_ids, t, high, i, in_channels, traits
             )
             d = activation_backward(weighted_sum(inputs, weights, offset, W), ds[u], traits)
+            if traits.PACKED:
+                d = tl.where((i < high)[:, None], d, 0.0)
             new_sums = ()
             for j in tl.static_range(W):
                 new_sums = new_sums + (sums[j] + d * inputs[j],)
             sums = new_sums + (sums[W] + d,)
             dx_i = weighted_sum(((d,) + later), weights, 0.0, W)
-            tl.store(
-                dx + dx_offset + i * traits.C, dx_i.to(dx.dtype.element_ty), mask=(i < high)[:, None] & in_channels
-            )
+            stored = (i < store_high)[:, None] & in_channels
+            tl.store(dx + dx_offset + i * traits.C, dx_i.to(dx.dtype.element_ty), mask=stored)
             later = push_row(later, d, W)
             if traits.PACKED:
                 is_first = ((starts[u] == i) & (i < high))[:, None]

@@ -333,8 +333,8 @@ def push_kernel(
 ):  # fmt: skip
     """Append the token to the history of the first CHANNELS channels, those of q and k, after the fused step.
 
-    With shared key heads (H < HV) several programs of the fused step read this history, so none of them may change it. A
-    slot outside the pool accesses no history.
+    With shared key heads (H < HV) several programs of the fused step read this history, so none of them may change it.
+    A slot outside the pool accesses no history.
 
     Grid: row, BC channels.
     """
