@@ -1,6 +1,6 @@
-"""The triton backend: every kind of update on every way of launching against float64, operators, one graph, decode.
+"""The triton backend against the float64 reference: specs, launch configs, operators, graphs, decode.
 
-The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
+The kernels run on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's interpreter.
 """
 
 import pytest
@@ -34,26 +34,41 @@ from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 
 pytestmark = runs
 
-# Each spec in one and on one other way of launching, over the shapes by turns; parts and segments need a long one.
+# Each spec runs with one segment and with one other launch config; the shapes alternate. Segments and windows need a
+# long shape.
 _LONG = ("many chunks", "pack")
 _OTHERS = list(CONFIGS)[1:]
-WAYS = [(spec, "in one", list(SHAPES)[i % len(SHAPES)]) for i, spec in enumerate(SPECS)]
-WAYS += [(spec, _OTHERS[i % len(_OTHERS)], _LONG[i // 2 % 2]) for i, spec in enumerate(SPECS)]
+COMBINATIONS = [(spec, "one segment", list(SHAPES)[i % len(SHAPES)]) for i, spec in enumerate(SPECS)]
+COMBINATIONS += [(spec, _OTHERS[i % len(_OTHERS)], _LONG[i // 2 % 2]) for i, spec in enumerate(SPECS)]
 
 
-@pytest.mark.parametrize(("spec", "way", "shape"), WAYS)
-def test_every_spec_in_one_and_on_another_way_of_launching(spec, way, shape):
-    agrees(spec, way, shape)
+@pytest.mark.parametrize(("spec", "config", "shape"), COMBINATIONS)
+def test_each_spec_conforms_with_two_launch_configs(spec, config, shape):
+    agrees(spec, config, shape)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the full product; the test above covers each spec, config and shape
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("way", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_spec_on_every_way_of_launching_and_shape(way, shape):
+def test_all_combinations_of_spec_config_and_shape_conform(config, shape):
     for spec in SPECS:
         for dtype in DTYPES:
-            agrees(spec, way, shape, dtype)
+            agrees(spec, config, shape, dtype)
+
+
+# One case for each phase of the kernels: prepare, scan, recompute, combine, reverse, gradients; delta and additive.
+SMOKE = [
+    ("gated delta", "segments and windows", Shape("pack", 1, 83, 1, 1, 16, 16, lengths=(17, 0, 66))),
+    ("comba", "one segment", Shape("grouped", 1, 20, 1, 2, 12, 20)),
+    ("mamba2", "one segment", Shape("short", 1, 20, 1, 1, 16, 16)),
+]
+
+
+@pytest.mark.kernel_smoke
+@pytest.mark.parametrize(("spec", "config", "shape"), SMOKE, ids=[spec for spec, *_ in SMOKE])
+def test_each_kernel_conforms(spec, config, shape):
+    conforms(backend(config), Case(SPECS[spec], shape, DTYPES[0]))
 
 
 @pytest.mark.parametrize("regime", ["parallel", "decays"])
@@ -62,37 +77,74 @@ def test_every_spec_on_every_way_of_launching_and_shape(way, shape):
     [("gated delta", DTYPES[0]), ("comba", DTYPES[-1]), ("negative", DTYPES[1]), ("mamba2", DTYPES[0])],
     ids=str,
 )
-def test_adversarial_inputs(spec, dtype, regime):
-    agrees(spec, "in one", "pack", dtype, regime)
+def test_adversarial_inputs_conform(spec, dtype, regime):
+    agrees(spec, "one segment", "pack", dtype, regime)
 
 
-@pytest.mark.parametrize(("spec", "way"), list(zip(SPECS, ["in one", "parts and segments"] * len(SPECS), strict=False)))
-def test_no_state_comes_and_none_goes_on(spec, way):
-    conforms(backend(way), Case(SPECS[spec], SHAPES["pack"], DTYPES[0], state="none"))
+# STATE is a flag of the scan alone, so one spec per branch of the kernels is enough.
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [("gated delta", "segments and windows"), ("retnet", "segments and windows"), ("comba", "one segment")],
+)
+def test_without_initial_or_final_state(spec, config):
+    conforms(backend(config), Case(SPECS[spec], SHAPES["pack"], DTYPES[0], state="none"))
 
 
-def agrees(spec: str, way: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
-    conforms(backend(way), case_of(spec, shape, dtype, regime))
+@pytest.mark.parametrize("spec", ["gated delta", "retnet", "comba"])
+def test_rows_beyond_the_last_sequence_are_zero(spec):
+    """cu_seqlens ends before T. Uninitialised memory is NaN, so a row that no kernel writes is found."""
+    lengths, end = (17, 0, 1, 19), 37
+    shape = Shape("short pack", 1, end, 1, 2, 16, 16, lengths=lengths)
+    whole = draw(Case(SPECS[spec], shape), DEVICE)
+
+    def padded(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t, torch.randn(1, 23, *t.shape[2:], device=DEVICE, dtype=t.dtype)], 1)
+
+    in_time = [n for n, t in whole._asdict().items() if t is not None and t.dim() > 2 and n != "state"]
+    longer = whole._replace(**{n: padded(getattr(whole, n)) for n in in_time})
+
+    def results(x: UpdateInputs) -> dict[str, torch.Tensor]:
+        leaves = {n: t.requires_grad_() for n, t in x._asdict().items() if t is not None and t.is_floating_point()}
+        out = backend("windows").forward(SPECS[spec], x)  # past the checks, which refuse such bounds on the CPU
+        d = torch.linspace(-1, 1, out.o.shape[-1], device=DEVICE).expand_as(out.o)
+        grads = torch.autograd.grad([out.o, out.state], list(leaves.values()), [d, torch.ones_like(out.state)])
+        return {"o": out.o, "final": out.state} | dict(zip(leaves, grads, strict=True))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        got, want = results(longer), results(whole)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, expected in want.items():
+        if name in ("o", *in_time):
+            assert not got[name][:, end:].any(), name
+            torch.testing.assert_close(got[name][:, :end], expected, rtol=0, atol=0)
+        else:
+            torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def agrees(spec: str, config: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
+    conforms(backend(config), case_of(spec, shape, dtype, regime))
 
 
 @pytest.mark.parametrize("at", [6, 7, 21])
 @pytest.mark.parametrize("strength", [1e3, 1e5, 1e9])
 @pytest.mark.parametrize("name", ["gated delta", "mamba2", "both before"])
-def test_a_decay_that_leaves_nothing_costs_its_neighbours_no_digits(name, strength, at):
+def test_a_decay_to_zero_does_not_change_other_tokens(name, strength, at):
     dtype = DTYPES[0] if INTERPRETED else torch.bfloat16
     x = draw(Case(SPECS[name], SHAPES["grouped"], dtype), DEVICE)
     x.log_decay[:, at] = -strength
     got = bind(SPECS[name], backend())(x)
-    exact = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in x._asdict().items()}
-    want = bind(SPECS[name], ReferenceBackend())(UpdateInputs(**exact))
+    wide = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in x._asdict().items()}
+    want = bind(SPECS[name], ReferenceBackend())(UpdateInputs(**wide))
     limit = 1e-4 if dtype == torch.float32 else 1e-2
-    for y, exactly in zip((got.o, got.state), (want.o, want.state), strict=True):
-        assert (y - exactly).norm() <= limit * exactly.norm()
+    for y, expected in zip((got.o, got.state), (want.o, want.state), strict=True):
+        assert (y - expected).norm() <= limit * expected.norm()
 
 
 @pytest.mark.parametrize(("decay", "tokens"), [(-1e4, 32), (-1e4, 60), (-50.0, 32), (-50.0, 60), (-8.0, 32)])
 @pytest.mark.parametrize("name", ["gated delta", "mamba2", "both before"])
-def test_strong_decays_one_after_the_other_cost_those_after_them_no_digits(name, decay, tokens):
+def test_a_run_of_strong_decays_does_not_change_later_tokens(name, decay, tokens):
     case = Case(SPECS[name], Shape("run", B=1, T=64, H=1, HV=1, K=16, V=16), torch.float32, state="none")
     x = draw(case, DEVICE)
     x.log_decay[:] = -0.02
@@ -101,7 +153,7 @@ def test_strong_decays_one_after_the_other_cost_those_after_them_no_digits(name,
         assert error <= (3e-4 if tensor == "d_log_decay" else 1e-4), (tensor, error)
 
 
-# Under the interpreter small shapes, and no graph through Inductor: below there is one without it.
+# The interpreter runs small shapes, and no graph through Inductor; a test below compiles one without Inductor.
 _SMALL_SHAPES = [shape for shape in TINY if shape.name in ("plain", "one_token", "column")]
 _CHECKS = (_SMALL_SHAPES, DTYPES[:1], ["compiles_to_one_graph"], DEVICE) if INTERPRETED else (TINY, DTYPES, [], DEVICE)
 test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHECKS) if ABLE else [], DEVICE)
@@ -112,29 +164,29 @@ def operands(x: UpdateInputs) -> ScanOperands:
     return ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), None, x.state, None)
 
 
-def test_the_kernels_of_a_forward_and_of_a_backward_are_seen():
+def test_watch_reports_the_kernels_of_forward_and_backward():
     x = gated(2, 70)
     x.v.requires_grad_()
-    with watch() as seen:
+    with watch() as record:
         out = update(GATED, x, backend="triton")
-    assert seen.runs[0] == ("triton", "update", 0, 0)
-    assert list(seen.kernels) == ["prepare_kernel", "scan_kernel"]
-    assert all(ran.programs > 0 and ran.warps > 0 for ran in seen.runs[1:])
-    with watch() as seen:
+    assert record.runs[0] == ("triton", "update", 0, 0)
+    assert list(record.kernels) == ["prepare_kernel", "scan_kernel"]
+    assert all(ran.programs > 0 and ran.warps > 0 for ran in record.runs[1:])
+    with watch() as record:
         out.o.square().sum().backward()
-    assert {"scan_kernel", "reverse_kernel", "gradients_kernel", "gate_gradients_kernel"} <= set(seen.kernels)
-    assert "programs of" in str(seen)
+    assert {"scan_kernel", "reverse_kernel", "gradients_kernel", "gate_gradients_kernel"} <= set(record.kernels)
+    assert "programs of" in str(record)
 
 
-def test_a_benchmark_says_which_kernels_a_row_launched():
+def test_a_benchmark_row_lists_its_kernels():
     config = BenchConfig(directions=("forward",), device=DEVICE, rounds=3, errors=False)
     rows = bench(GATED, [Shape("small", 1, 70, 1, 1, 16, 16)], ["compile", "triton"], config).rows
     assert [row.kernels for row in rows] == [{}, {"prepare_kernel": 1, "scan_kernel": 1}]
 
 
 def test_the_operators_pass_torchs_checks():
-    x, way = operands(gated(2, 37)), backend("parts").config
-    kind = ScanKind(True, False, False, False, False, 0.25, way)
+    x, config = operands(gated(2, 37)), backend("segments").config
+    kind = ScanKind(True, False, False, False, False, 0.25, config)
     tests = ("test_schema", "test_faketensor")
     for keep in (False, True):
         torch.library.opcheck(torch.ops.deltazoo.triton_scan.default, (*x, *kind, keep), test_utils=tests)
@@ -171,7 +223,7 @@ def test_one_graph_forward_and_backward_for_every_length(packed):
 
 
 @pytest.mark.parametrize("spec", ["gated delta", "comba", "retnet", "householders, before", "read before"])
-def test_steps_in_slots_equal_the_whole(spec):
+def test_decode_in_slots_equals_the_whole_sequence(spec):
     spec = SPECS[spec]
     x = gated(2, 6, spec=spec)
     bound = bind(spec, backend())
@@ -186,27 +238,47 @@ def test_steps_in_slots_equal_the_whole(spec):
         o = step(UpdateInputs(**now)._replace(state=None), states, slots)
         torch.testing.assert_close(o[:, 0], want.o[:, t], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(states[slots], want.state, rtol=2e-5, atol=2e-5)
-    assert states[[1, 2, 4]].isnan().all()  # no other slot is touched
+    assert states[[1, 2, 4]].isnan().all()  # no other slot is written
 
 
-def test_what_feeds_back_in_two_terms_is_nearer_to_the_numbers_than_in_one():
+@pytest.mark.kernel_smoke
+@pytest.mark.parametrize("spec", ["gated delta", "householders, before"])
+def test_decode_with_a_slot_outside_the_pool_accesses_no_state(spec):
+    """Rows of guard values surround the pool; the output of such a slot is zero."""
+    spec = SPECS[spec]
+    x = gated(4, 1, spec=spec)._replace(state=None)
+    memory = torch.randn(7, 2, 16, 16, device=DEVICE)
+    memory[[0, 6]] = 7.0
+    before, pool = memory.clone(), memory[1:6]
+    slots = torch.tensor([3, -1, 5, 0], device=DEVICE)
+    o = backend().step_(spec, x, pool, slots)  # past the checks, which refuse such slots on the CPU
+    assert not o[[1, 2]].any()
+    assert torch.equal(memory[[0, 2, 3, 5, 6]], before[[0, 2, 3, 5, 6]])
+    valid = UpdateInputs(*(t if t is None or t.shape[0] != 4 else t[[0, 3]] for t in x))
+    want_pool = before[1:6].clone()
+    want = backend().step_(spec, valid, want_pool, slots[[0, 3]])
+    assert torch.equal(o[[0, 3]], want)
+    assert torch.equal(pool, want_pool)
+
+
+def test_splitting_the_feedback_in_two_terms_reduces_the_error():
     spec = SPECS["negative"]
     x = draw(Case(spec, SHAPES["many chunks"], torch.float16, "parallel"), DEVICE)
     want = bind(spec, "reference")(UpdateInputs(*(t if t is None else t.double() for t in x)))
     strength = 2 * x.beta.float()
     args = ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), None, x.state, None)
     errors = []
-    for precise in (False, True):
-        o, state = chunk_scan(args, ScanKind(True, False, False, precise, False, 0.25, backend().config))
+    for split_terms in (False, True):
+        o, state = chunk_scan(args, ScanKind(True, False, False, split_terms, False, 0.25, backend().config))
         pairs = ((o, want.o), (state, want.state))
         errors.append([conformance.relative_error(got, expected, expected) for got, expected in pairs])
     (_, one), (_, two) = errors
     assert two < one / 8
-    assert all(error < 1e-3 for error in errors[1])  # one rounding of the output to float16 is left
+    assert all(error < 1e-3 for error in errors[1])  # what remains is one rounding of the output to float16
 
 
 @pytest.mark.parametrize("reparam", ["efla", "longhorn"])
-def test_long_keys_leave_a_step_so_small_that_it_still_counts(reparam):
+def test_gradients_of_small_step_sizes_of_long_keys(reparam):
     spec = UpdateSpec(decay="head", beta="head", reparam=reparam)
     x = draw(Case(spec, Shape("long keys", 1, 40, 1, 2, 16, 16)), DEVICE)
     x = x._replace(k=1e5 * x.k, beta=torch.ones_like(x.beta))
@@ -222,7 +294,7 @@ def test_long_keys_leave_a_step_so_small_that_it_still_counts(reparam):
 
 
 @pytest.mark.parametrize(
-    ("spec", "K", "dtype", "wanted"),
+    ("spec", "K", "dtype", "splits"),
     [
         (UpdateSpec(), 16, torch.bfloat16, True),
         (UpdateSpec(decay="head"), 16, torch.bfloat16, True),
@@ -235,41 +307,41 @@ def test_long_keys_leave_a_step_so_small_that_it_still_counts(reparam):
         (UpdateSpec(transition="additive"), 5, torch.bfloat16, False),
     ],
 )
-def test_a_delta_rule_in_a_few_keys_feeds_back_in_two_terms_in_bfloat16(spec, K, dtype, wanted):
+def test_narrow_keys_without_decay_split_terms_in_bfloat16(spec, K, dtype, splits):
     x = draw(Case(spec, Shape("few", 1, 3, 1, 1, K, 8), dtype), "cpu")
-    assert TritonBackend()._operands(spec, x)[1].precise is wanted
+    assert TritonBackend()._operands(spec, x)[1].precise is splits
 
 
-@pytest.mark.parametrize("way", CONFIGS if INTERPRETED else ["in one"])
-def test_no_token_gives_the_initial_state_back(way):
+@pytest.mark.parametrize("config", CONFIGS if INTERPRETED else ["one segment"])
+def test_an_empty_sequence_returns_its_initial_state(config):
     x = gated(2, 0)
-    out = bind(GATED, backend(way))(x)
+    out = bind(GATED, backend(config))(x)
     assert out.o.shape == (2, 0, 2, 16)
     torch.testing.assert_close(out.state, x.state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_one_head_whose_stride_is_any_number(dtype):
+def test_the_stride_of_an_axis_of_size_one_is_ignored(dtype):
     x = draw(Case(GATED, Shape("one head", 2, 20, 1, 1, 16, 16), dtype), DEVICE)
     v = x.v.reshape(2, 20, 16).unflatten(-1, (16, 1)).transpose(2, 3)
     assert v.is_contiguous() and v.stride(2) == 1
     torch.testing.assert_close(bind(GATED, backend())(x._replace(v=v)), bind(GATED, backend())(x), rtol=0, atol=0)
 
 
-def test_a_decode_step_asks_nothing_of_the_other_kernels_launches():
+def test_decode_ignores_the_launches_of_other_kernels():
     x = draw(Case(GATED, Shape("token", 3, 1, 2, 2, 12, 20)), DEVICE)
     states, step = x.state, x._replace(state=None)
-    given = TritonBackend(LaunchConfig(scan=Launch(tile=64, hopper=True)))  # refused here, or for 12 keys
-    got, want = (bind(GATED, of).step_(step, states.clone()) for of in (given, TritonBackend(LaunchConfig())))
+    hopper = TritonBackend(LaunchConfig(scan=Launch(tile=64, hopper=True)))  # invalid without Hopper, and for 12 keys
+    got, want = (bind(GATED, of).step_(step, states.clone()) for of in (hopper, TritonBackend(LaunchConfig())))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_parts_begin_at_checkpoints():
+def test_split_must_be_a_multiple_of_the_checkpoint_distance():
     with pytest.raises(ValueError, match="split must be 0 or a power of two and a multiple of every = 16, got 24"):
         LaunchConfig(split=24)
 
 
-def test_what_the_kernels_do_not_take_is_said_in_sentences():
+def test_unsupported_specs_are_refused_with_reasons():
     def reasons(dtype: torch.dtype = torch.float16, K: int = 64, **axes: str) -> list[str]:
         return backend().unsupported(UpdateSpec(**axes), UpdateMeta(DEVICE, dtype, 2, 2, K, 64))
 
@@ -281,7 +353,7 @@ def test_what_the_kernels_do_not_take_is_said_in_sentences():
     assert any("got float64" in reason for reason in reasons(torch.float64))
 
 
-def test_units_are_small_where_sequences_are_few_and_as_checkpoints_are_where_they_are_many():
+def test_window_units_of_a_pack_grow_with_the_number_of_sequences():
     from deltazoo.backends.triton.backward import segments_of
 
     def sizes(N: int, T: int) -> Sizes:
@@ -296,14 +368,14 @@ def test_units_are_small_where_sequences_are_few_and_as_checkpoints_are_where_th
 @pytest.mark.parametrize(
     ("lengths", "heads"), [((), 1), ((17, 0, 1, 65), 2), ((5,) * 9, 1), ((40, 43), 1), ((83, 0, 0), 1)], ids=str
 )
-def test_any_number_of_segments_gives_the_same_bits(lengths, heads):
-    shape = Shape("cut", 1 if lengths else 3, sum(lengths) or 83, 1, heads, 16, 16, lengths=lengths)
+def test_gradients_do_not_depend_on_the_number_of_windows(lengths, heads):
+    shape = Shape("windows", 1 if lengths else 3, sum(lengths) or 83, 1, heads, 16, 16, lengths=lengths)
     x = draw(Case(GATED, shape), DEVICE)
     leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
 
     def gradients(scratch: int) -> tuple[torch.Tensor, ...]:
-        way = CONFIGS["in one"].model_copy(update={"every": 1, "scratch": heads * scratch})
-        out = bind(GATED, TritonBackend(way))(x)
+        config = CONFIGS["one segment"].model_copy(update={"every": 1, "scratch": heads * scratch})
+        out = bind(GATED, TritonBackend(config))(x)
         return torch.autograd.grad([out.o.sum() + out.state.sum()], leaves)
 
     whole = gradients(2**30)
@@ -313,51 +385,51 @@ def test_any_number_of_segments_gives_the_same_bits(lengths, heads):
 
 
 @pytest.mark.parametrize(("lengths", "heads"), [((300, 41), 2), ((341,), 1), ((200, 141), 1)], ids=str)
-def test_a_segment_may_begin_between_checkpoints(lengths, heads):
+def test_a_window_may_start_between_checkpoints(lengths, heads):
     from deltazoo.backends.triton.backward import segments_of
 
     x = draw(Case(GATED, Shape("between", 1, 341, 1, heads, 16, 16, lengths=lengths)), DEVICE)
     leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
 
     def gradients(scratch: int) -> tuple[torch.Tensor, ...]:
-        way = CONFIGS["in one"].model_copy(update={"every": 4, "scratch": scratch})
-        out = bind(GATED, TritonBackend(way))(x)
+        config = CONFIGS["one segment"].model_copy(update={"every": 4, "scratch": scratch})
+        out = bind(GATED, TritonBackend(config))(x)
         return torch.autograd.grad([out.o.sum() + out.state.sum()], leaves)
 
     N = len(lengths)
     s = Sizes(N, 341, 341 // 16 + N, 1, heads, 16, 16, 16, True)
-    unit, segments, _ = segments_of(s, 4, 0, 8 * N)
-    assert unit < 4 and segments > 1
-    a_place = heads * 16 * (2 * 16 + 16) * 4
-    for got, want in zip(gradients(8 * N * a_place), gradients(2**30), strict=True):
+    unit, windows, _ = segments_of(s, 4, 0, 8 * N)
+    assert unit < 4 and windows > 1
+    bytes_per_slot = heads * 16 * (2 * 16 + 16) * 4
+    for got, want in zip(gradients(8 * N * bytes_per_slot), gradients(2**30), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_a_pack_of_more_sequences_than_one_look_of_the_search():
-    lengths = (3, 0, 17, 1, 16, 33, 0) * 5 + (40,)  # 36; a look of the search takes in 32
+def test_a_pack_of_more_sequences_than_one_round_of_the_search():
+    lengths = (3, 0, 17, 1, 16, 33, 0) * 5 + (40,)  # 36; a round of the search compares 32
     case = Case(GATED, Shape("many", 1, sum(lengths), 1, 1, 16, 16, lengths=lengths))
-    found = conformance.compare(backend("segments"), case, device=DEVICE)
-    assert found.errors and not found.failures, found.failures
+    report = conformance.compare(backend("windows"), case, device=DEVICE)
+    assert report.errors and not report.failures, report.failures
 
 
 @pytest.mark.parametrize("spec", ["gated delta", "delta with a beta"])
-def test_a_beta_of_0_has_its_gradient(spec):
-    """x = b z tells nothing of z there, and neither does dv = b du of du."""
+def test_gradients_are_right_where_beta_is_zero(spec):
+    """There x = b z does not determine z, nor dv = b du the value of du."""
     spec = {"delta with a beta": UpdateSpec(beta="head")}.get(spec) or SPECS[spec]
     x = gated(2, 45, spec=spec)
     x.beta[:, ::3] = 0
     x.beta[:, 1::9] = 1e-12
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, x.beta)]
 
-    def gradients(found: UpdateInputs, to: list[torch.Tensor], by: object) -> tuple[torch.Tensor, ...]:
-        o = bind(spec, by)(found).o
-        return torch.autograd.grad(o.double().square().sum(), to)
+    def gradients(inputs: UpdateInputs, leaves: list[torch.Tensor], backend: object) -> tuple[torch.Tensor, ...]:
+        o = bind(spec, backend)(inputs).o
+        return torch.autograd.grad(o.double().square().sum(), leaves)
 
     wide = {n: None if t is None else t.detach().double().requires_grad_() for n, t in x._asdict().items()}
     want = gradients(UpdateInputs(**wide), [wide[n] for n in ("q", "k", "v", "beta")], "reference")
     got = gradients(x, leaves, backend())
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=1e-5)
-    small = got[3][:, ::3]
-    torch.testing.assert_close(small.double(), want[3][:, ::3], rtol=1e-4, atol=1e-5)
-    assert small.abs().max() > 1e-3
+    at_zero = got[3][:, ::3]
+    torch.testing.assert_close(at_zero.double(), want[3][:, ::3], rtol=1e-4, atol=1e-5)
+    assert at_zero.abs().max() > 1e-3

@@ -1,6 +1,6 @@
-"""What the tests of the triton backend run on: specs, shapes, ways of launching, and where.
+"""Specs, shapes, launch configs and helpers of the tests of the triton backend.
 
-The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
+The kernels run on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's interpreter.
 """
 
 import os
@@ -22,10 +22,10 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 ABLE = INTERPRETED or torch.cuda.is_available()
 runs = pytest.mark.skipif(
     not ABLE,
-    reason="needs a CUDA device, or TRITON_INTERPRET=1 as make test sets it",
+    reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
-# Small tiles, so that small shapes have several of everything: chunks, parts, segments, tiles of values and of keys.
+# Small tiles, so that small shapes have several chunks, segments, windows, V tiles and K tiles.
 _SMALL = Launch(tile=16, stages=1)
 _TILES = {
     "prepare": _SMALL,
@@ -36,18 +36,18 @@ _TILES = {
     "decode": _SMALL,
 }
 CONFIGS = {
-    "in one": LaunchConfig(chunk=16, every=2, **_TILES),
-    "parts": LaunchConfig(chunk=16, every=1, split=2, **_TILES),
-    "segments": LaunchConfig(chunk=16, every=2, scratch=0, **_TILES),
-    "few segments": LaunchConfig(chunk=16, every=1, scratch=30000, **_TILES),
-    "parts and segments": LaunchConfig(chunk=16, every=1, split=2, scratch=0, **_TILES),
+    "one segment": LaunchConfig(chunk=16, every=2, **_TILES),
+    "segments": LaunchConfig(chunk=16, every=1, split=2, **_TILES),
+    "windows": LaunchConfig(chunk=16, every=2, scratch=0, **_TILES),
+    "few windows": LaunchConfig(chunk=16, every=1, scratch=30000, **_TILES),
+    "segments and windows": LaunchConfig(chunk=16, every=1, split=2, scratch=0, **_TILES),
     "longer chunks": LaunchConfig(chunk=32, every=1, **(_TILES | {"prepare": Launch(tile=16, stages=1)})),
 }
 
 
-def backend(way: str = "in one") -> TritonBackend:
-    """Small tiles under the interpreter; on a GPU what users get, unless a way of launching is named."""
-    return TritonBackend(CONFIGS[way] if INTERPRETED or way != "in one" else None)
+def backend(config: str = "one segment") -> TritonBackend:
+    """Return a backend with small tiles in the interpreter; on a GPU with the default config, unless one is named."""
+    return TritonBackend(CONFIGS[config] if INTERPRETED or config != "one segment" else None)
 
 
 SPECS = {
@@ -66,7 +66,7 @@ SPECS = {
     ),
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
 }
-# these the kernels for Hopper GPUs take; the others keep float32 states
+# the specs that the Hopper kernels support; the others keep float32 states
 IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla")
 SHAPES = {
     "grouped": Shape("grouped", B=2, T=37, H=1, HV=2, K=12, V=20),
@@ -85,21 +85,26 @@ def gated(B: int, T: int, dtype: torch.dtype = torch.float32, seed: int = 0, spe
 
 
 def case_of(spec: str, shape: str, dtype: torch.dtype, regime: str = "ordinary") -> Case:
-    """A case of SPECS and SHAPES, drawn by seed 0; but the one d_log_decay of retnet in odd widths is a sum over all
-    tokens that cancels there to a fifth, so that rounding to bfloat16 alone costs up to 3.2e-2 (limit 2e-2) by every
-    kernel alike: by seed 10 it does not cancel, in any regime."""
+    """Return a case of SPECS and SHAPES, with seed 0 but for one.
+
+    d_log_decay of retnet at odd widths is one sum over all tokens. With seed 0 it cancels to a fifth, so rounding to
+    bfloat16 alone costs every kernel up to 3.2e-2 (limit 2e-2). With seed 10 it does not cancel in any regime.
+    """
     seed = 10 if (spec, shape) == ("retnet", "odd widths") else 0
     return Case(SPECS[spec], SHAPES[shape], dtype, regime, seed=seed)
 
 
-def errors(of: TritonBackend, case: Case, x: UpdateInputs) -> dict[str, float]:
-    """The relative RMS error of each result and gradient on other operands than the case draws."""
-    got, want = (found(case.spec, x, draw_cotangents(case, x)) for found in (partial(run, of), reference_results))
+def errors(backend: TritonBackend, case: Case, x: UpdateInputs) -> dict[str, float]:
+    """Return the relative RMS error of each result and gradient for operands x instead of those of the case."""
+    got, want = (
+        compute(case.spec, x, draw_cotangents(case, x)) for compute in (partial(run, backend), reference_results)
+    )
     return {name: relative_error(got[name], want[name], want[name]) for name in want}
 
 
-def conforms(of: TritonBackend, case: Case) -> None:
-    outputs = "both" if case.state == "given" else "o"  # as in training: no state comes, and none goes on
-    report = conformance.compare(of, case, device=DEVICE, outputs=outputs)
+def conforms(backend: TritonBackend, case: Case) -> None:
+    """Assert that results and gradients are within the tolerances."""
+    outputs = "both" if case.state == "given" else "o"  # "o": as in training, without initial or final state
+    report = conformance.compare(backend, case, device=DEVICE, outputs=outputs)
     assert report.errors, str(report)
     assert not report.failures, str(report)
