@@ -1,6 +1,6 @@
-"""The fused decode step: the kernel against float64 and against the parts of a mixer, what fuses, one graph.
+"""The fused decode step: the kernel against float64 and against unfused mixers, which mixers fuse, graphs.
 
-The kernels run on a GPU, or on the CPU under Triton's interpreter: TRITON_INTERPRET=1, as `make test` sets it.
+The kernels run on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's interpreter.
 """
 
 import copy
@@ -11,6 +11,7 @@ import pytest
 import torch
 from assembly import disassemble
 from compiling import Compiler
+from pairs import cover
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -95,7 +96,7 @@ STEPS = {
     "one number a head": make_fused_step(K=1, V=1, unit=""),
 }
 WIDE = {"K = V = 128": (128, 128), "200/400": (200, 400), "256/512": (256, 512), "64/64": (64, 64)}
-# of all that may be there or not
+# optional operands
 OPTIONS = {"none": (), "all": ("bias", "skip", "each", "norm_bias"), "slots": ("slots",)}
 
 
@@ -106,9 +107,9 @@ def draw(
     dtype: torch.dtype = torch.float32,
     device: str = DEVICE,
 ) -> dict:
-    """inputs, states and slots."""
-    given = draw_step(step, options, B, dtype, device)._asdict()
-    return given | ({"slots": torch.tensor([3, 0, 4], device=device)[:B]} if "slots" in options else {})
+    """Draw the arguments of a step: inputs, states and slots."""
+    operands = draw_step(step, options, B, dtype, device)._asdict()
+    return operands | ({"slots": torch.tensor([3, 0, 4], device=device)[:B]} if "slots" in options else {})
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -123,29 +124,33 @@ def agrees(
     B: int = 3,
     backend: str | TritonBackend = "triton",
 ) -> None:
-    given = draw(step, options, B, dtype)
-    want, exact = reference_step(step, FusedOperands(**given))
-    o = bind(step.spec, backend).fused_decode_step_(step, **given)
+    arguments = draw(step, options, B, dtype)
+    want, exact = reference_step(step, FusedOperands(**arguments))
+    o = bind(step.spec, backend).fused_decode_step_(step, **arguments)
     assert o.dtype == dtype
     limit = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
     assert error(o, want) < limit
-    # read from what is rounded once, and written in float32; the token goes into the history as it came
-    assert error(given["states"], exact.states) < 3e-6
+    # The state is float32 and is computed from operands that are rounded once; the token is stored unchanged.
+    assert error(arguments["states"], exact.states) < 3e-6
     if step.taps > 1:
-        assert torch.equal(given["inputs"].history.double(), exact.inputs.history)
+        assert torch.equal(arguments["inputs"].history.double(), exact.inputs.history)
+
+
+SMOKE = [("gated delta", "slots"), ("comba", "all"), ("mamba2", "all")]
 
 
 @runs
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", STEPS)
-def test_the_kernel_is_the_formula(name, options):
+@pytest.mark.parametrize(("name", "options"), cover(list(STEPS), list(OPTIONS), SMOKE))
+def test_the_kernel_computes_the_definition(name, options):
     agrees(STEPS[name], OPTIONS[options])
 
 
 @runs
-@pytest.mark.parametrize("form", range(conformance.FORMS))
-@pytest.mark.parametrize("name", ["gated delta", "mamba2", "comba", "householders", "efla"])
-def test_whatever_stands_around_it(name, form):
+@pytest.mark.parametrize(
+    ("form", "name"),
+    cover(range(conformance.FORMS), ["gated delta", "mamba2", "comba", "householders", "efla"]),
+)
+def test_the_kernel_agrees_for_each_form_of_norm_and_gate(name, form):
     step = conformance.typical_step(STEPS[name].spec, Shape("sizes", 3, 1, H, HV, K, V), form)
     agrees(step, conformance.OPTIONS if form % 2 else ())
 
@@ -153,24 +158,27 @@ def test_whatever_stands_around_it(name, form):
 @runs
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("name", ["gated delta", "mamba2", "comba", "householders", "efla"])
-def test_the_kernel_rounds_once(name, dtype):
+def test_results_in_16_bits_are_rounded_once(name, dtype):
     agrees(STEPS[name], OPTIONS["all"], dtype)
 
 
 @runs
-@pytest.mark.parametrize(("tile", "warps"), [(16, 1), (32, 8), (64, 4)])
-@pytest.mark.parametrize("name", ["gated delta", "layer norm", "householders", "mamba2", "one number a head"])
-def test_every_way_of_launching_gives_the_same_numbers(name, tile, warps):
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    cover(["gated delta", "layer norm", "householders", "mamba2", "one number a head"], [(16, 1), (32, 8), (64, 4)]),
+)
+def test_the_result_does_not_depend_on_the_launch_config(name, launch):
+    tile, warps = launch
     backend = TritonBackend(LaunchConfig(fused_step=Launch(tile=tile, warps=warps, stages=1)))
-    with watch() as seen:
+    with watch() as record:
         agrees(STEPS[name], OPTIONS["all"] if name != "one number a head" else (), backend=backend)
     numbers = power_of_two(STEPS[name].K) * min(tile, power_of_two(STEPS[name].V))
-    assert {ran.warps for ran in seen.runs if ran.what == "fused_step_kernel"} == {warps_apart(warps, numbers)}
+    assert {ran.warps for ran in record.runs if ran.what == "fused_step_kernel"} == {warps_apart(warps, numbers)}
 
 
 @runs
 @pytest.mark.parametrize("spec", [GATED, UpdateSpec(decay="head", transition="additive")], ids=["delta", "additive"])
-def test_the_tuner_finds_a_launch_right_or_says_what_is_wrong(spec, tmp_path, monkeypatch):
+def test_the_tuner_accepts_a_correct_launch_and_reports_the_error_of_a_wrong_one(spec, tmp_path, monkeypatch):
     target = Target(spec, Shape("rows", 5, 1, 2, 4, 12, 20), torch.float16)
     config = LaunchConfig(fused_step=Launch(tile=16, warps=1, stages=1))
     checked, cases = checks_of(target, "fused_step", config)
@@ -179,106 +187,152 @@ def test_the_tuner_finds_a_launch_right_or_says_what_is_wrong(spec, tmp_path, mo
     job = measure._Job(target, "fused_step", checked.model_dump_json(), config.model_dump_json(), files)
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with watch() as seen:
+    with watch() as record:
         assert measure._verdict(job, DEVICE) == ""
-    assert [(ran.programs, ran.warps) for ran in seen.runs if ran.what == "fused_step_kernel"] == [(12, 1), (20, 1)]
-    right = fused.fused_decode_step_
-    monkeypatch.setattr(fused, "fused_decode_step_", lambda *given: 1.02 * right(*given))
+    assert [(ran.programs, ran.warps) for ran in record.runs if ran.what == "fused_step_kernel"] == [(12, 1), (20, 1)]
+    correct = fused.fused_decode_step_
+    monkeypatch.setattr(fused, "fused_decode_step_", lambda *arguments: 1.02 * correct(*arguments))
     assert re.match(r"o has relative RMS error 2\.0e-02, above 5e-03, on ", measure._verdict(job, DEVICE))
 
 
 @runs
 @pytest.mark.parametrize("widths", WIDE)
-def test_the_widths_of_published_models(widths):
+def test_widths_of_published_models(widths):
     K, V = WIDE[widths]
     agrees(make_fused_step(H=1, HV=2, K=K, V=V), OPTIONS["all"], B=1)
 
 
 @runs
 @pytest.mark.parametrize("name", ["gated delta", "householders"])
-def test_no_row_and_one_row(name):
+def test_batches_of_zero_and_one_rows(name):
     agrees(STEPS[name], (), B=1)
-    given = draw(STEPS[name], (), B=0)
-    assert bind(STEPS[name].spec, "triton").fused_decode_step_(STEPS[name], **given).shape == (0, 1, HV, V)
+    arguments = draw(STEPS[name], (), B=0)
+    assert bind(STEPS[name].spec, "triton").fused_decode_step_(STEPS[name], **arguments).shape == (0, 1, HV, V)
 
 
 @runs
-def test_small_steps_keep_their_digits():
-    """softplus far below 0, and the factor of EFLA beside a short key, in relative terms."""
+def test_small_step_sizes_are_accurate_in_relative_terms():
+    """softplus far below 0, and the EFLA factor of short keys."""
     step = STEPS["mamba2"]._replace(norm="", gate="")
-    given = draw(step, ())
-    given["inputs"].decay.fill_(-14.0)
-    given["states"].zero_()
-    _, exact = reference_step(step, FusedOperands(**given))
-    bind(step.spec, "triton").fused_decode_step_(step, **given)
-    assert error(given["states"], exact.states) < 3e-6
-    for times in (1e-4, 0.2, 0.3, 4.0):
+    arguments = draw(step, ())
+    arguments["inputs"].decay.fill_(-14.0)
+    arguments["states"].zero_()
+    _, exact = reference_step(step, FusedOperands(**arguments))
+    bind(step.spec, "triton").fused_decode_step_(step, **arguments)
+    assert error(arguments["states"], exact.states) < 3e-6
+    for factor in (1e-4, 0.2, 0.3, 4.0):
         step = make_fused_step(UpdateSpec(beta="head", reparam="efla"), silu="", unit="", taps=0)
-        given = draw(step, ())
-        given["inputs"].qkv.mul_(times)
-        want, exact = reference_step(step, FusedOperands(**given))
-        assert error(bind(step.spec, "triton").fused_decode_step_(step, **given), want) < 1e-5
-        assert error(given["states"], exact.states) < 1e-5
+        arguments = draw(step, ())
+        arguments["inputs"].qkv.mul_(factor)
+        want, exact = reference_step(step, FusedOperands(**arguments))
+        assert error(bind(step.spec, "triton").fused_decode_step_(step, **arguments), want) < 1e-5
+        assert error(arguments["states"], exact.states) < 1e-5
 
 
 @runs
-def test_only_the_slots_that_are_named_change():
+def test_only_the_requested_slots_change():
     step = STEPS["gated delta"]
-    given = draw(step, ("slots",))
-    given["states"][[1, 2]] = torch.nan
-    given["inputs"].history[[1, 2]] = torch.nan
-    o = bind(step.spec, "triton").fused_decode_step_(step, **given)
+    arguments = draw(step, ("slots",))
+    arguments["states"][[1, 2]] = torch.nan
+    arguments["inputs"].history[[1, 2]] = torch.nan
+    o = bind(step.spec, "triton").fused_decode_step_(step, **arguments)
     assert not o.isnan().any()
-    for tensor in (given["states"], given["inputs"].history):
+    for tensor in (arguments["states"], arguments["inputs"].history):
         assert tensor[[1, 2]].isnan().all()
         assert not tensor[[0, 3, 4]].isnan().any()
 
 
 @runs
+@pytest.mark.kernel_smoke
+@pytest.mark.parametrize("name", ["gated delta", "householders, before"])
+def test_a_slot_outside_the_pool_accesses_no_state_and_no_history(name):
+    """Rows of guard values surround the pool; the output of such a slot is zero."""
+    step = STEPS[name]
+    arguments = draw(step, (*OPTIONS["all"], "slots"), B=3)
+    slots = torch.tensor([3, -1, 5], device=DEVICE)
+
+    def guarded(pool: Tensor) -> Tensor:
+        guard = torch.full_like(pool[:1], 7.0)
+        return torch.cat([guard, pool, guard])
+
+    memory = {"states": guarded(arguments["states"]), "history": guarded(arguments["inputs"].history)}
+    before = {part: tensor.clone() for part, tensor in memory.items()}
+    inputs = arguments["inputs"]._replace(history=memory["history"][1:6])
+    o = fused.fused_decode_step_(step, inputs, memory["states"][1:6], slots)  # past the checks, which refuse such slots
+    assert not o[1:].any()
+    want = fused.fused_decode_step_(
+        step,
+        FusedDecodeInputs(
+            *(t[:1] if n in ("qkv", "beta", "decay", "gate") else t for n, t in arguments["inputs"]._asdict().items())
+        ),
+        arguments["states"],
+        slots[:1],
+    )
+    assert torch.equal(o[:1], want)
+    for part, tensor in memory.items():
+        assert torch.equal(tensor[[0, 1, 2, 3, 5, 6]], before[part][[0, 1, 2, 3, 5, 6]])
+        assert not torch.equal(tensor[4], before[part][4])
+
+
+@runs
 def test_tensors_that_are_not_contiguous():
     step = STEPS["gated delta"]
-    given = draw(step, (*OPTIONS["all"], "slots"))
-    want = bind(step.spec, "triton").fused_decode_step_(step, **copy.deepcopy(given))
+    arguments = draw(step, (*OPTIONS["all"], "slots"))
+    want = bind(step.spec, "triton").fused_decode_step_(step, **copy.deepcopy(arguments))
 
-    def spread(x: Tensor | None) -> Tensor | None:
+    def with_stride_two(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.stack([x, x + 1], -1)[..., 0]
 
-    lain = {
-        "inputs": FusedDecodeInputs(*map(spread, given["inputs"])),
-        "states": spread(given["states"]),
-        "slots": spread(given["slots"]),
+    strided = {
+        "inputs": FusedDecodeInputs(*map(with_stride_two, arguments["inputs"])),
+        "states": with_stride_two(arguments["states"]),
+        "slots": with_stride_two(arguments["slots"]),
     }
-    assert lain["slots"].stride() == (2,)
-    got = bind(step.spec, "triton").fused_decode_step_(step, **lain)
-    after = bind(step.spec, "triton").fused_decode_step_(step, **given)
+    assert strided["slots"].stride() == (2,)
+    got = bind(step.spec, "triton").fused_decode_step_(step, **strided)
+    after = bind(step.spec, "triton").fused_decode_step_(step, **arguments)
     assert torch.equal(got, want)
     assert torch.equal(after, want)
-    assert torch.equal(lain["states"], given["states"])
-    assert torch.equal(lain["inputs"].history, given["inputs"].history)
+    assert torch.equal(strided["states"], arguments["states"])
+    assert torch.equal(strided["inputs"].history, arguments["inputs"].history)
 
 
 @runs
 @pytest.mark.parametrize("name", ["gated delta", "no convolution", "comba"])
-def test_the_operator_passes_torchs_checks(name):
+def test_the_operator_passes_opcheck(name):
     step = STEPS[name]
-    given = draw(step, OPTIONS["all"])
-    arguments = (*given["inputs"], given["states"], None, *fused.StepOptions.of(step), "")
+    arguments = draw(step, OPTIONS["all"])
+    flat = (*arguments["inputs"], arguments["states"], None, *fused.StepOptions.of(step), "")
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.deltazoo.triton_fused_step_.default, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.deltazoo.triton_fused_step_.default, flat, test_utils=tests)
+
+
+# These cover every flag of the kernel; the other steps are slow.
+COMPILED = (
+    "gated delta",
+    "mamba2",
+    "householders, before",
+    "own",
+    "longhorn",
+    "layer norm after the gate",
+    "eight taps",
+)
 
 
 @pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="needs Triton's compiler, not its interpreter")
-@pytest.mark.parametrize("name", STEPS)
-def test_the_kernels_compile_for_a_gpu_without_one(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
+)
+def test_the_kernels_compile_for_hopper_without_spills(name, monkeypatch):
     compiler = Compiler(all=True)
     monkeypatch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
     step = STEPS[name]
     for dtype, options in ((torch.bfloat16, ("slots",)), (torch.float32, OPTIONS["all"])):
-        given = draw(step, options, dtype=dtype, device="cpu")
-        fused.fused_decode_step_(step, **given)
+        arguments = draw(step, options, dtype=dtype, device="cpu")
+        fused.fused_decode_step_(step, **arguments)
     shares = step.taps > 1 and step.H < step.HV
     assert [kernel for kernel, _ in compiler.compiled] == 2 * ["fused_step_kernel", *["push_kernel"] * shares]
-    # room for several programs a processor, and no spills
+    # little enough shared memory for several programs per SM
     assert all(found.metadata.shared <= 2**15 for _, found in compiler.compiled)
     assert not any("LDL" in disassemble(found.asm["cubin"]) for _, found in compiler.compiled)
 
@@ -300,11 +354,13 @@ WHOLE = {
     "no convolution": mixers.GatedDeltaNet(heads=2, conv_width=0),
     "mamba2, a norm for each head": mixers.Mamba2(heads=4, key_width=16, value_width=16),
 }
+# These differ from another mixer of the list by the decay alone, or by the lack of it.
+GATED_VARIANTS = ("gated_longhorn", "deltaproduct", "efla", "deltanet")
 PARTLY = {"mamba2": mixers.Mamba2(key_width=16, value_width=16)}
 
 
 def built(config: MixerConfig) -> tuple[DeltaMixer, DeltaMixer]:
-    """By the kernels, and the same weights part by part in float64; no weight is where it began."""
+    """Build a mixer with the kernels and its float64 copy on the reference backend, with random weights."""
     torch.manual_seed(0)
     mixer = config.build(32, backend="reference").to(DEVICE)
     with torch.no_grad():
@@ -328,34 +384,36 @@ def decoded(mixer: DeltaMixer, x: Tensor, prefilled: int = 4) -> tuple[Tensor, d
 
 @runs
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*WHOLE, *PARTLY])
-def test_a_mixer_decodes_as_part_by_part(name):
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in GATED_VARIANTS)) for n in (*WHOLE, *PARTLY)]
+)
+def test_a_fused_mixer_decodes_like_the_unfused_one(name):
     mixer, exact = built((WHOLE | PARTLY)[name])
     x = torch.randn(3, 9, 32, device=DEVICE)
-    with watch() as seen:
+    with watch() as record:
         y, state = decoded(mixer, x)
     want, state_want = decoded(exact, x.double())
     assert error(y, want) < 1e-5
     for part, tensor in state.items():
         if tensor.numel():
             assert error(tensor, state_want[part]) < 1e-5, part
-    assert seen.kernels["fused_step_kernel"] == 5
-    assert "decode_kernel" not in seen.kernels
+    assert record.kernels["fused_step_kernel"] == 5
+    assert "decode_kernel" not in record.kernels
     shares = mixer.project.conv is not None and mixer.update.shape.heads < mixer.update.shape.value_heads
-    assert seen.kernels.get("push_kernel", 0) == (5 if shares else 0)
-    assert "5 x triton: fused step" in str(seen)
+    assert record.kernels.get("push_kernel", 0) == (5 if shares else 0)
+    assert "5 x triton: fused step" in str(record)
     left = [type(part) for part in mixer.decode_fusion().remaining]
     assert left == ([HeadNorm] if name in PARTLY else [])
 
 
 def test_which_mixers_fuse():
-    """By their defaults; of the others a part before the update does not, or the kernels do not take their spec."""
-    ours = [
+    """With default configs; the others have a part that does not fuse before the update, or an unsupported spec."""
+    builtin = [
         name
         for name in registry.names(registry.MIXERS)
         if registry.owner(registry.MIXERS, name).startswith("deltazoo ")
     ]
-    assert {name for name in ours if fuses(mixers.parse({"mixer": name}))} == {
+    assert {name for name in builtin if fuses(mixers.parse({"mixer": name}))} == {
         "comba", "deltanet", "deltaproduct", "efla", "gated_deltanet", "gated_deltaproduct", "gated_efla",
         "gated_longhorn", "longhorn", "mamba2",
     }  # fmt: skip
@@ -372,7 +430,7 @@ def fuses(config: MixerConfig) -> bool:
 
 
 def spec_reasons(spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
-    """What the backend says of the spec, wherever this runs."""
+    """Return why the backend does not support a spec, without reasons that concern this machine."""
     return [reason for reason in TritonBackend().unsupported(spec, meta) if "it " not in reason[:3]]
 
 
@@ -388,7 +446,7 @@ class OtherForward(HeadNorm):
         return 2 * super().forward(o, flow, state, context)[0], None
 
 
-class Louder(Update):
+class UpdatePlusOne(Update):
     def forward(self, inputs: UpdateInputs, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         o, state = super().forward(inputs, state, context)
         return o + 1, state
@@ -399,22 +457,22 @@ def with_another_norm(mixer: DeltaMixer) -> None:
 
 
 def with_another_update(mixer: DeltaMixer) -> None:
-    mixer.update.__class__ = Louder
+    mixer.update.__class__ = UpdatePlusOne
 
 
 def with_another_forward(mixer: DeltaMixer) -> None:
     part = mixer.outputs["gate"]
-    part.forward = lambda *given: (type(part).forward(part, *given)[0] + 1, None)
+    part.forward = lambda *arguments: (type(part).forward(part, *arguments)[0] + 1, None)
 
 
 def with_another_convolution(mixer: DeltaMixer) -> None:
     part = mixer.project.conv
 
-    def turned(*given):
-        streams, after = type(part).forward(part, *given)
+    def negated(*arguments):
+        streams, after = type(part).forward(part, *arguments)
         return tuple(-y for y in streams), after
 
-    part.forward = turned
+    part.forward = negated
 
 
 @runs
@@ -422,7 +480,7 @@ def with_another_convolution(mixer: DeltaMixer) -> None:
 @pytest.mark.parametrize(
     "change", [with_another_norm, with_another_update, with_another_forward, with_another_convolution]
 )
-def test_what_was_put_in_the_place_of_a_part_is_heeded(change):
+def test_a_replaced_part_is_used(change):
     mixer, exact = built(WHOLE["gated_deltanet"])
     for m in (mixer, exact):
         change(m)
@@ -432,10 +490,10 @@ def test_what_was_put_in_the_place_of_a_part_is_heeded(change):
 
 @runs
 @torch.no_grad()
-def test_a_hook_on_all_modules_is_called_with_every_part():
+def test_a_global_hook_is_called_with_every_part():
     mixer, _ = built(WHOLE["gated_deltanet"])
     called = []
-    handle = register_module_forward_hook(lambda module, given, out: called.append(type(module)))
+    handle = register_module_forward_hook(lambda module, arguments, out: called.append(type(module)))
     try:
         mixer(torch.randn(2, 1, 32, device=DEVICE), mixer.init_state(2))
     finally:
@@ -445,14 +503,14 @@ def test_a_hook_on_all_modules_is_called_with_every_part():
 
 def hook(mixer: DeltaMixer, module: torch.nn.Module) -> list[Tensor]:
     called: list[Tensor] = []
-    module.register_forward_hook(lambda m, given, out: called.append(out))
+    module.register_forward_hook(lambda m, arguments, out: called.append(out))
     return called
 
 
 @runs
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["project", "project.conv", "operands.beta", "update", "outputs.norm"])
-def test_a_part_with_a_hook_is_called(part):
+def test_a_part_with_a_hook_is_not_fused(part):
     mixer, exact = built(WHOLE["gated_deltanet"])
     called = hook(mixer, mixer.get_submodule(part))
     x = torch.randn(2, 6, 32, device=DEVICE)
@@ -463,20 +521,20 @@ def test_a_part_with_a_hook_is_called(part):
 
 @runs
 @torch.no_grad()
-def test_the_maps_around_a_step_are_called_as_modules():
-    """What wraps or watches a linear map still does."""
+def test_the_projections_around_a_fused_step_are_called_as_modules():
+    """Wrappers of and hooks on linear maps keep working."""
     mixer, _ = built(WHOLE["gated_deltanet"])
     maps = ["project.to_qkv", "operands.beta.proj", "operands.decay.proj", "outputs.gate.proj", "out"]
     called = [hook(mixer, mixer.get_submodule(name)) for name in maps]
-    with watch() as seen:
+    with watch() as record:
         decoded(mixer, torch.randn(2, 6, 32, device=DEVICE))
-    assert seen.kernels["fused_step_kernel"] == 2
+    assert record.kernels["fused_step_kernel"] == 2
     assert [len(calls) for calls in called] == [3] * len(maps)
 
 
 @runs
 @torch.no_grad()
-def test_a_part_that_was_put_in_later_counts():
+def test_a_part_replaced_after_a_step_is_used():
     mixer, exact = built(WHOLE["gated_deltanet"])
     x = torch.randn(2, 6, 32, device=DEVICE)
     for m in (mixer, exact):
@@ -485,9 +543,7 @@ def test_a_part_that_was_put_in_later_counts():
     for m in (mixer, exact):
         norm = m.outputs["norm"]
         m.outputs["norm"] = OtherNorm(m.update.shape, 0.1).to(norm.weight)
-    assert (
-        mixer.decode_fusion() is not None
-    )  # the gate, which shapes what comes out of another norm, stays outside, too
+    assert mixer.decode_fusion() is not None  # the gate follows a norm that does not fuse, so it does not fuse, either
     assert isinstance(mixer.decode_fusion().remaining[0], OtherNorm)
     assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
     mixer.project.conv = torch.nn.Identity()
@@ -495,27 +551,27 @@ def test_a_part_that_was_put_in_later_counts():
 
 
 @runs
-def test_what_else_there_is_in_a_call_goes_part_by_part():
+def test_calls_that_are_not_plain_decode_steps_are_not_fused():
     mixer, _ = built(WHOLE["gated_deltanet"])
     x = torch.randn(2, 1, 32, device=DEVICE)
     two = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-    with watch() as seen:
-        mixer(x, mixer.init_state(2))  # gradients are on
+    with watch() as record:
+        mixer(x, mixer.init_state(2))  # gradients are enabled
         with torch.no_grad():
             mixer(x)
             mixer(x.expand(-1, 2, -1), mixer.init_state(2))
             mixer(x, mixer.init_state(2), Context(mask=torch.tensor([[True], [False]], device=DEVICE)))
             mixer(x.view(1, 2, 32), mixer.init_state(2), Context(cu_seqlens=two))
-    assert "fused_step_kernel" not in seen.kernels
-    with watch() as seen, torch.inference_mode():
+    assert "fused_step_kernel" not in record.kernels
+    with watch() as record, torch.inference_mode():
         mixer(x, mixer.init_state(2))
-    assert list(seen.kernels) == ["fused_step_kernel"]
+    assert list(record.kernels) == ["fused_step_kernel"]
 
 
 @runs
 @pytest.mark.parametrize("fuses", [True, False])
-def test_autograd_knows_that_a_step_has_changed_what_it_saved(fuses):
-    """A state that a step goes on from is used up, and a gradient through it is refused, not wrong."""
+def test_backward_through_a_state_that_a_step_has_changed_is_refused(fuses):
+    """A step updates its state in place, which autograd must detect."""
     mixer, _ = built(WHOLE["gated_deltanet"])
     if not fuses:
         hook(mixer, mixer.update)
@@ -533,7 +589,7 @@ def test_autograd_knows_that_a_step_has_changed_what_it_saved(fuses):
 
 @runs
 @torch.no_grad()
-def test_float64_under_autocast_goes_to_the_backend_that_takes_it():
+def test_float64_under_autocast_uses_the_backend_that_supports_it():
     mixer, _ = built(WHOLE["gated_deltanet"])
     exact = copy.deepcopy(mixer).double()
     both = BoundUpdate(exact.update.spec, {"": (TritonBackend(), ReferenceBackend())}, None)
@@ -546,23 +602,23 @@ def test_float64_under_autocast_goes_to_the_backend_that_takes_it():
 
 
 @runs
-def test_forward_mode_is_refused():
+def test_forward_mode_differentiation_is_refused():
     step = STEPS["gated delta"]
-    given = draw(step, ())
-    bound, qkv = bind(step.spec, "triton"), given["inputs"].qkv
+    arguments = draw(step, ())
+    bound, qkv = bind(step.spec, "triton"), arguments["inputs"].qkv
     with forward_ad.dual_level():
-        given["inputs"] = given["inputs"]._replace(qkv=forward_ad.make_dual(qkv, torch.ones_like(qkv)))
+        arguments["inputs"] = arguments["inputs"]._replace(qkv=forward_ad.make_dual(qkv, torch.ones_like(qkv)))
         with pytest.raises(UnsupportedError, match="forward-mode"):
-            bound.fused_decode_step_(step, **given)
+            bound.fused_decode_step_(step, **arguments)
 
 
-def test_a_step_that_is_not_the_bound_ones_is_refused():
+def test_a_step_that_does_not_fit_the_bound_spec_is_refused():
     step = STEPS["gated delta"]
-    given = draw(step, (), device="cpu")
+    arguments = draw(step, (), device="cpu")
     with pytest.raises(OperandError, match="spec must be the one that was bound"):
-        bind(UpdateSpec(), "reference").fused_decode_step_(step, **given)
+        bind(UpdateSpec(), "reference").fused_decode_step_(step, **arguments)
     with pytest.raises(UnsupportedError, match="'reference' does not take this step in one: it takes no decode step"):
-        bind(GATED, "reference").fused_decode_step_(step, **given)
+        bind(GATED, "reference").fused_decode_step_(step, **arguments)
     wrong = {
         r"parts must be of q, k and v, of \[24, 24, 80\] channels, got \[\]": {"parts": ()},
         "the heads of v must be a multiple of the heads of q, got HV=4, H=3": {
@@ -572,25 +628,27 @@ def test_a_step_that_is_not_the_bound_ones_is_refused():
     }
     for match, fields in wrong.items():
         with pytest.raises(ShapeError, match=match):
-            bind(GATED, "reference").fused_decode_step_(step._replace(**fields), **given)
+            bind(GATED, "reference").fused_decode_step_(step._replace(**fields), **arguments)
     with pytest.raises(OperandError, match="writes must be False with decay='none'"):
-        bind(UpdateSpec(), "reference").fused_decode_step_(STEPS["delta without beta"]._replace(writes=True), **given)
+        bind(UpdateSpec(), "reference").fused_decode_step_(
+            STEPS["delta without beta"]._replace(writes=True), **arguments
+        )
 
 
-class Older(ReferenceBackend):
-    """Written before there was a step to take in one."""
+class WithoutFusedStep(ReferenceBackend):
+    """A backend that overrides none of the methods of a fused step."""
 
     name = "older"
 
 
 @torch.no_grad()
-def test_a_backend_without_a_fused_step_takes_the_parts():
-    mixer = WHOLE["gated_deltanet"].build(32, backend=Older())
-    with watch() as seen:
+def test_a_backend_without_a_fused_step_decodes_unfused():
+    mixer = WHOLE["gated_deltanet"].build(32, backend=WithoutFusedStep())
+    with watch() as record:
         mixer(torch.randn(2, 1, 32), mixer.init_state(2))
-    assert "older: step" in str(seen)
-    assert "fused" not in str(seen)
-    reasons = Older().fused_decode_unsupported(mixer.decode_fusion().step, torch.float32)
+    assert "older: step" in str(record)
+    assert "fused" not in str(record)
+    reasons = WithoutFusedStep().fused_decode_unsupported(mixer.decode_fusion().step, torch.float32)
     assert reasons == ["it takes no decode step in one: the mixer takes it part by part."]
 
 
@@ -630,13 +688,13 @@ def test_a_decode_step_is_exported():
 
 @runs
 @torch.no_grad()
-def test_autocast_decides_the_dtype():
+def test_autocast_sets_the_dtype_of_a_fused_step():
     mixer, exact = built(WHOLE["gated_deltanet"])
     low = torch.float16 if INTERPRETED else torch.bfloat16
     x = torch.randn(2, 6, 32, device=DEVICE)
-    with watch() as seen, torch.autocast(DEVICE, dtype=low):
+    with watch() as record, torch.autocast(DEVICE, dtype=low):
         y, state = decoded(mixer, x)
-    assert seen.kernels["fused_step_kernel"] == 2
+    assert record.kernels["fused_step_kernel"] == 2
     assert error(y, decoded(exact, x.double())[0]) < 0.03
     assert state["project"].dtype == torch.float32
 
@@ -664,17 +722,17 @@ WRONG = [
 @pytest.mark.parametrize(
     ("changed", "kind", "match"), WRONG, ids=[next(iter(w[0])) + str(i) for i, w in enumerate(WRONG)]
 )
-def test_what_does_not_fit_is_said(changed, kind, match):
+def test_invalid_operands_are_refused_by_name(changed, kind, match):
     step = STEPS["gated delta"]
-    given = draw(step, ("bias", "slots"), device="cpu")
+    arguments = draw(step, ("bias", "slots"), device="cpu")
     inputs = {name: tensor for name, tensor in changed.items() if name in FusedDecodeInputs._fields}
-    given |= {name: tensor for name, tensor in changed.items() if name not in inputs}
-    given["inputs"] = given["inputs"]._replace(**inputs)
+    arguments |= {name: tensor for name, tensor in changed.items() if name not in inputs}
+    arguments["inputs"] = arguments["inputs"]._replace(**inputs)
     with pytest.raises(kind, match=match):
-        bind(step.spec, "reference").fused_decode_step_(step, **given)
+        bind(step.spec, "reference").fused_decode_step_(step, **arguments)
 
 
-def test_what_the_kernel_does_not_take_is_said_in_sentences():
+def test_unsupported_steps_are_refused_with_reasons():
     step = STEPS["gated delta"]
     assert fused.unsupported(step) == []
     assert fused.unsupported(step._replace(taps=9)) == ["a short convolution must have at most 8 taps, got 9."]
@@ -692,7 +750,7 @@ def test_what_the_kernel_does_not_take_is_said_in_sentences():
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE != "cuda" or not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
-def test_a_decode_step_of_a_mixer_is_captured_and_replayed():
+def test_a_decode_step_of_a_mixer_replays_in_a_cuda_graph():
     mixer, exact = built(WHOLE["gated_deltanet"])
     x = torch.randn(3, 9, 32, device="cuda")
     now, state = x[:, :1].clone(), mixer.init_state(3)
@@ -714,14 +772,14 @@ def test_a_decode_step_of_a_mixer_is_captured_and_replayed():
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE != "cuda" or not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
-def test_the_same_bits_again_and_again():
-    """No row or head reads what another one has pushed already."""
+def test_repeated_steps_give_the_same_bits():
+    """No program reads a history that another program has updated already."""
     step = make_fused_step(H=16, HV=32, K=128, V=128)
     for options in ((), ("slots",)):
-        given = draw(step, options, B=64 if not options else 3, dtype=torch.bfloat16)
+        arguments = draw(step, options, B=64 if not options else 3, dtype=torch.bfloat16)
         bound, first = bind(step.spec, "triton"), None
         for _ in range(50):
-            again = copy.deepcopy(given)
+            again = copy.deepcopy(arguments)
             o = bound.fused_decode_step_(step, **again)
             found = (o, again["states"], again["inputs"].history)
             first = found if first is None else first
