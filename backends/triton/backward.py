@@ -243,11 +243,11 @@ def _gradients(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
 
 
 def _walk(work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None) -> OnSegment:
-    from deltazoo.backends.triton.kernels.hopper.sweep import hopper_walk_kernel
+    from deltazoo.backends.triton.kernels.hopper.sweep import hopper_backward_sweep_kernel
 
     x, kind, s, _, prepared, _, do, carry, sums, d = work
     go = launcher(
-        hopper_walk_kernel,
+        hopper_backward_sweep_kernel,
         (
             x.q, x.k, x.v, x.b, do, prepared.gates, prepared.wy_tiles, carry, scratch.states, scratch.xs, d.q, d.k, d.v,
             sums.dgates, sums.state_products, scratch.partial, begins, x.cu_seqlens,
@@ -266,12 +266,12 @@ def _walk(work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None) -> On
 def _replay_and_walk(work: _Work) -> None:
     """All segments in one launch, where each program has a sequence and head to itself. What it keeps of a chunk lies
     where the chunk's gradients will, but for the state before a sequence's last chunk."""
-    from deltazoo.backends.triton.kernels.hopper.fused_backward import hopper_backward_kernel
+    from deltazoo.backends.triton.kernels.hopper.fused_backward import hopper_fused_backward_kernel
 
     x, kind, s, config, prepared, checkpoints, do, carry, sums, d = work
     spare = empty(x.q, s.N, 128, s.H, s.K, dtype=kind.kept(x.q.dtype))
     go = launcher(
-        hopper_backward_kernel,
+        hopper_fused_backward_kernel,
         (
             x.q, x.k, x.v, x.b, do, prepared.gates, prepared.wy_tiles, x.state, checkpoints, carry, spare,
             d.q, d.k, d.v, sums.dgates, sums.state_products, x.cu_seqlens,

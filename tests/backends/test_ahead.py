@@ -42,8 +42,8 @@ def scan_arguments(shape, device="cpu"):
 @pytest.mark.parametrize(
     ("heads", "lengths", "backward"),
     [
-        (128, (), ["hopper_backward_kernel"]),
-        (64, (300, 0, 700), ["hopper_scan_kernel", "hopper_walk_kernel"]),
+        (128, (), ["hopper_fused_backward_kernel"]),
+        (64, (300, 0, 700), ["hopper_scan_kernel", "hopper_backward_sweep_kernel"]),
     ],
     ids=["dense", "packed"],
 )

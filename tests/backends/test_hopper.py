@@ -30,8 +30,8 @@ def compiler(monkeypatch):
 
 
 PREPARE, REVERSE, GRADIENTS = "hopper_prepare_kernel", "hopper_reverse_kernel", "hopper_gradients_kernel"
-SCANS = ["hopper_scan_kernel", "hopper_scan_kernel", "hopper_walk_kernel"]  # output, replay
-AT_ONCE = [SCANS[0], "hopper_backward_kernel"]
+SCANS = ["hopper_scan_kernel", "hopper_scan_kernel", "hopper_backward_sweep_kernel"]  # output, replay
+AT_ONCE = [SCANS[0], "hopper_fused_backward_kernel"]
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ AT_ONCE = WALK | {"reverse": Launch(tile=64, hopper=True, replays=True)}
 GRADIENTS = {"gradients": Launch(tile=64, keys=64, stages=1, hopper=True)}
 BY_SCANS = ["hopper_prepare_kernel", "hopper_scan_kernel"]
 BY_REVERSE = [*BY_SCANS, "hopper_reverse_kernel"]
-BY_WALK = [*BY_SCANS, "hopper_walk_kernel"]
-IN_ONE = [*BY_SCANS, "hopper_backward_kernel"]
+BY_WALK = [*BY_SCANS, "hopper_backward_sweep_kernel"]
+IN_ONE = [*BY_SCANS, "hopper_fused_backward_kernel"]
 PACK = (70, 0, 1, 64)
 WAYS = {
     "prepare": (PREPARE, Shape("pack", 1, 135, 1, 2, 72, 16, lengths=PACK), BY_SCANS[:1]),

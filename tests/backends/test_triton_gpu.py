@@ -111,8 +111,8 @@ def test_narrow_keys_and_values_conform(K, V, transition):
 @pytest.mark.parametrize(
     ("heads", "backward"),
     [
-        (33, ["hopper_backward_kernel"]),  # one program per sequence and head occupies 132 SMs
-        (20, ["hopper_scan_kernel", "hopper_walk_kernel"]),
+        (33, ["hopper_fused_backward_kernel"]),  # one program per sequence and head occupies 132 SMs
+        (20, ["hopper_scan_kernel", "hopper_backward_sweep_kernel"]),
     ],
 )
 def test_the_backward_is_one_launch_if_that_occupies_a_hopper_gpu(heads, backward):

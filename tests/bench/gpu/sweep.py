@@ -103,10 +103,14 @@ def for_hopper(common, every):
                 yield reverse | {"SPLIT": split, "SHARED": shared}
         if 64 < K <= 128 and V > 32 and (V <= 128 or V % 128 == 0):
             hopper |= {"warps": 8, "maxnreg": 168}
-            walk = hopper | {"module": "hopper.sweep", "kernel": "hopper_walk_kernel"}
+            walk = hopper | {"module": "hopper.sweep", "kernel": "hopper_backward_sweep_kernel"}
             for split, strengths in product((0, 32), (True, False)):
                 yield walk | {"SPLIT": split, "strengths": strengths}
-            both = hopper | {"module": "hopper.fused_backward", "kernel": "hopper_backward_kernel", "EVERY": every}
+            both = hopper | {
+                "module": "hopper.fused_backward",
+                "kernel": "hopper_fused_backward_kernel",
+                "EVERY": every,
+            }
             if common["HV"] == common["H"] and V <= 128:
                 for given, strengths in product((False, True), repeat=2):
                     yield both | {"GIVEN": given, "strengths": strengths}

@@ -52,7 +52,7 @@ def walk_back(
 
 
 @gluon.jit(do_not_specialize=["slots", "held", "T", "segment", "segments", "parts"])
-def hopper_walk_kernel(
+def hopper_backward_sweep_kernel(
     q, k, v, b, do, gates, wy_tiles, dstate, states, xs, dq, dk, dv, dgates, state_products, partial, begins, cu,
     slots, held, scale, T, segment, segments, parts,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
