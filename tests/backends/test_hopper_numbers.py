@@ -104,7 +104,10 @@ def test_a_backward_in_one_launch_takes_no_scratch():
 
 @pytest.mark.parametrize(
     ("kernel", "module", "name", "by"),
-    [("replay", "hopper.scan", "load_checkpoint", WALK), ("reverse", "hopper.fused_backward", "load_begin", AT_ONCE)],
+    [
+        ("replay", "hopper.scan", "load_checkpoint", WALK),
+        ("reverse", "hopper.fused_backward", "load_segment_state", AT_ONCE),
+    ],
 )
 @pytest.mark.parametrize("lengths", [(), (256, 256)])
 def test_what_the_tuner_checks_begins_at_checkpoints(monkeypatch, kernel, module, name, by, lengths):
@@ -128,13 +131,13 @@ def test_what_the_tuner_checks_begins_at_checkpoints(monkeypatch, kernel, module
 @pytest.mark.parametrize("wrong", ["number", "place", "barrier", "product", "copy"])
 def test_the_stand_in_tells_what_is_wrong(monkeypatch, wrong):
     scan = sys.modules[f"{PACKAGE}.hopper.scan"]
-    narrow, put_tile, tell = scan.narrow, scan.put_tile, scan.tell
+    to_16_bits, store_tile, producer_arrive = scan.to_16_bits, scan.store_tile, scan.producer_arrive
     name, instead, told = {
-        "number": ("narrow", lambda x, dtype: narrow(x * 1.05, dtype), "above"),
-        "place": ("put_tile", lambda base, *rest: put_tile(base + 2**24, *rest), "addresses are of no tensor"),
-        "barrier": ("free", lambda done: None, "a barrier was waited for in vain"),
+        "number": ("to_16_bits", lambda x, dtype: to_16_bits(x * 1.05, dtype), "above"),
+        "place": ("store_tile", lambda base, *rest: store_tile(base + 2**24, *rest), "addresses are of no tensor"),
+        "barrier": ("consumer_release", lambda empty: None, "a barrier was waited for in vain"),
         "product": ("warpgroup_mma_wait", lambda outstanding, deps: tuple(deps), "under way was read"),
-        "copy": ("tell", lambda came, under_way, wanted: tell(came, under_way + 1, wanted), "error nan"),
+        "copy": ("producer_arrive", lambda full, pending, pred: producer_arrive(full, pending + 1, pred), "error nan"),
     }[wrong]
     monkeypatch.setattr(scan, name, instead)
     monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5 if wrong == "barrier" else gluon_on_cpu.PATIENCE)

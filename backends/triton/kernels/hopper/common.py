@@ -1,6 +1,10 @@
-"""What the kernels for Hopper GPUs share, in Gluon: layouts, copies, stores, and meetings of warp groups.
+"""Building blocks of the Gluon kernels for sm_90: register and smem layouts, cp.async copies, stores, mbarriers.
 
-Of a product [64, ..] a warp has 16 rows; a tile is [64, 64], of a 16-bit dtype.
+Chunks have 64 tokens. A tile is a [64, 64] matrix of a 16-bit dtype in shared memory, unless its shape is given. In the
+wgmma accumulator of a [64, N] product each of the four warps of a warp group holds 16 rows.
+
+Names: a suffix `_s` marks a buffer in shared memory, `at` a block of pointers into global memory. G is the cumulative
+log2 decay within a chunk, including the token's own decay.
 """
 
 from triton.experimental import gluon
@@ -8,41 +12,45 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-PIECE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
-ROWS = gl.constexpr(gl.SliceLayout(1, MMA.value))
-COLUMNS = gl.constexpr(gl.SliceLayout(0, MMA.value))
-# of a copy by a warp group, as [r, t, j] (of_copy): 64 columns, and 128
-COPIES = gl.constexpr(gl.BlockedLayout([4, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
-WIDE_COPIES = gl.constexpr(gl.BlockedLayout([8, 1, 8], [1, 2, 16], [1, 4, 1], [2, 1, 0]))
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-LINE = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-SHARED_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-SHARED_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-# of a tile [64, 64] of a product: the four threads of a row exchange so much in pairs that each has 4 columns of 16,
-# and the four a sector of 32 bytes; the compiler does so by one shuffle a register
-OUT = gl.constexpr(
+# accumulators of one warp group, [64, 64] and [64, 16]; the A operand in registers; the row and column vectors of ACC
+ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+ACC_N16 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
+A_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
+ACC_ROWS = gl.constexpr(gl.SliceLayout(1, ACC.value))
+ACC_COLUMNS = gl.constexpr(gl.SliceLayout(0, ACC.value))
+# cp.async of 16 bytes per thread by one warp group, in the order of copy_indices: tiles of 64 and of 128 columns
+COPY_64_COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
+COPY_128_COLUMNS = gl.constexpr(gl.BlockedLayout([8, 1, 8], [1, 2, 16], [1, 4, 1], [2, 1, 0]))
+# vectors
+ONE_PER_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+FOUR_PER_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+SMEM_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+SMEM_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# Global stores of an accumulator [64, 64]. The four threads that share a row of the accumulator exchange elements so
+# that each holds 4 adjacent columns of 16, and the four together fill a 32-byte sector. The conversion from ACC takes
+# one shuffle per register, no shared memory and no barrier.
+STORE_64_COLUMNS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
     )
 )  # fmt: skip
-WIDE_OUT = gl.constexpr(  # of a tile [64, 128] that two warp groups have side by side
+STORE_128_COLUMNS = gl.constexpr(  # the same for [64, 128], of which each of two warp groups holds 64 columns
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0], [0, 64]], [], [64, 128],
     )
 )  # fmt: skip
-WALKERS = gl.constexpr(128)  # threads of a warp group
+WARP_GROUP_THREADS = gl.constexpr(128)
 
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # before Triton 3.7
+# bar.sync over the warps of the current partition; Triton before 3.7 calls it thread_barrier
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
 def find_sequence(place, cu, N, segments, unit, C: gl.constexpr):
-    """As in layout.py."""
-    lane = gl.arange(0, 32, LANES)
+    """Gluon version of the function of this name in layout.py."""
+    lane = gl.arange(0, 32, ONE_PER_THREAD)
     low = 0
     high = N
     while high - low > 1:
@@ -56,45 +64,52 @@ def find_sequence(place, cu, N, segments, unit, C: gl.constexpr):
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, COUNT: gl.constexpr):
-    """Tiles [64, 64], each a buffer of its own: of views of one the compiler takes it that they overlap."""
-    first = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
+def allocate_tiles(dtype: gl.constexpr, COUNT: gl.constexpr):
+    """Allocate COUNT tiles. Each is a separate buffer: the compiler assumes that views of one buffer overlap."""
+    first = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
     tiles = (first,)
     for _ in gl.static_range(COUNT - 1):
-        tiles = tiles + (gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE),)
+        tiles = tiles + (gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE),)
     return tiles
 
 
 @gluon.jit
-def places_of_copy(R: gl.constexpr, J: gl.constexpr):
-    """r, t, j of a tile [R, J] as it is copied: its columns are j, its rows r times how many t there are, and t."""
-    layout: gl.constexpr = COPIES if J == 64 else WIDE_COPIES
-    TOGETHER: gl.constexpr = 1024 // J
-    t = gl.arange(0, TOGETHER, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+def copy_indices(R: gl.constexpr, J: gl.constexpr):
+    """Return indices (r, t, j) of the elements of a tile [R, J]: row r * (1024 / J) + t, column j.
+
+    One pass over t and j, 2 KiB of a 16-bit dtype, is one 16-byte cp.async per thread.
+    """
+    layout: gl.constexpr = COPY_64_COLUMNS if J == 64 else COPY_128_COLUMNS
+    ROWS_PER_PASS: gl.constexpr = 1024 // J
+    t = gl.arange(0, ROWS_PER_PASS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     j = gl.arange(0, J, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    r = gl.arange(0, R // TOGETHER, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    r = gl.arange(0, R // ROWS_PER_PASS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     return r[:, None, None], t[None, :, None], j[None, None, :]
 
 
 @gluon.jit
-def of_copy(base, stride: gl.constexpr, R: gl.constexpr = 64, J: gl.constexpr = 64, zero=0):
-    """Where rows and columns of a tile [R, J] are, as [r, t, j]: a thread has all r, which are constants apart."""
-    TOGETHER: gl.constexpr = 1024 // J
-    r, t, j = places_of_copy(R, J)
+def copy_pointers(base, stride: gl.constexpr, R: gl.constexpr = 64, J: gl.constexpr = 64, zero=0):
+    """Return the pointers [r, t, j] to a row-major tile [R, J].
+
+    A thread holds all r for one t and one j, so that its addresses differ by constants. zero: an opaque zero
+    (layout.py), which keeps the address arithmetic inside the caller's loop.
+    """
+    ROWS_PER_PASS: gl.constexpr = 1024 // J
+    r, t, j = copy_indices(R, J)
     first = base + (t * stride + j + zero * 64)
-    return first + r * (TOGETHER * stride)
+    return first + r * (ROWS_PER_PASS * stride)
 
 
 @gluon.jit
-def fetch(tile, at, OFFSET: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr, MASK_COLUMNS: gl.constexpr):
-    """Copy a tile of a row-major matrix to shared memory; zeros from `rows` and `columns` on."""
+def copy_tile_async(tile, at, OFFSET: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr, MASK_COLUMNS: gl.constexpr):
+    """Issue the cp.async of a tile from pointers `at` + OFFSET; zero-fill from row `rows` and column `columns` on."""
     R: gl.constexpr = tile.shape[0]
     J: gl.constexpr = tile.shape[1]
-    TOGETHER: gl.constexpr = 1024 // J
-    r, t, j = places_of_copy(R, J)
-    tile = tile.reshape([R // TOGETHER, TOGETHER, J])
+    ROWS_PER_PASS: gl.constexpr = 1024 // J
+    r, t, j = copy_indices(R, J)
+    tile = tile.reshape([R // ROWS_PER_PASS, ROWS_PER_PASS, J])
     at = at + OFFSET
-    in_rows = r * TOGETHER + t < rows
+    in_rows = r * ROWS_PER_PASS + t < rows
     in_columns = j < columns
     if MASK_ROWS and MASK_COLUMNS:
         async_copy.async_copy_global_to_shared(tile, at, mask=in_rows & in_columns)
@@ -107,8 +122,8 @@ def fetch(tile, at, OFFSET: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr
 
 
 @gluon.jit
-def widen(x):
-    """x as float32: of bfloat16 two from a register, where the compiler takes three instructions."""
+def to_float32(x):
+    """Convert x to float32. A pair of bfloat16 takes two instructions here, three as the compiler emits it."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, is_pure=True, pack=2
@@ -118,8 +133,11 @@ def widen(x):
 
 
 @gluon.jit
-def narrow(x, dtype: gl.constexpr):
-    """float32 as a 16-bit dtype, two at once: the compiler would round before a select, one by one."""
+def to_16_bits(x, dtype: gl.constexpr):
+    """Convert float32 to a 16-bit dtype, two elements per instruction.
+
+    The compiler would move the conversion before a select and emit one instruction per element.
+    """
     if dtype == gl.bfloat16:
         y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2)
     else:
@@ -128,19 +146,19 @@ def narrow(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def of_warps(x):
-    """The sum [4] over the 16 rows of each warp."""
+def sum_by_warp(x):
+    """Sum x [64] over the 16 rows of each warp: [4]."""
     return gl.sum(gl.reshape(x, [4, 16]), 1)
 
 
 @gluon.jit
-def put(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
-    """Write a float32 tile of a product, [64, 64] or [64, 128], up to `rows` and `columns`, in base's dtype."""
-    layout: gl.constexpr = OUT if tile.shape[1] == 64 else WIDE_OUT
-    out = gl.convert_layout(narrow(tile, base.dtype.element_ty), layout)
+def store_accumulator(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
+    """Store an accumulator [64, 64] or [64, 128] in the dtype of `base`, up to `rows` and `columns`."""
+    layout: gl.constexpr = STORE_64_COLUMNS if tile.shape[1] == 64 else STORE_128_COLUMNS
+    out = gl.convert_layout(to_16_bits(tile, base.dtype.element_ty), layout)
     t = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
-    # what differs within a thread are constants
+    # split so that the addresses of one thread differ by constants
     at = base + ((t // 16 * 16 + t % 8) * stride + (j // 64 * 64 + j % 16))
     at = at + (t // 8 % 2 * (8 * stride) + j // 16 % 4 * 16)
     inside = t < rows
@@ -150,98 +168,108 @@ def put(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.conste
 
 
 @gluon.jit
-def fetch_square(tile, base, FIRST: gl.constexpr, zero=0):
-    """Copy a matrix of wy_tiles.py to shared memory: T if FIRST, else P^T; zeros where the other lies."""
-    r, t, j = places_of_copy(64, 64)
+def copy_wy_tile_async(tile, base, IS_T: gl.constexpr, zero=0):
+    """Issue the cp.async of T, or of P^T, from the [64, 72] tile that holds both (wy_tiles.py); zero-fill the other."""
+    r, t, j = copy_indices(64, 64)
     j += zero * 64
     block = j // 8 - (r * 2 + t // 8)
     at = base + (t * 72 + j) + r * (16 * 72)
-    if FIRST:
+    if IS_T:
         at += gl.where(block == 0, 64 - j // 8 * 8, 0)
-        here = block <= 0
+        belongs = block <= 0
     else:
-        here = block >= 0
-    async_copy.async_copy_global_to_shared(tile.reshape([4, 16, 64]), at, mask=here)
+        belongs = block >= 0
+    async_copy.async_copy_global_to_shared(tile.reshape([4, 16, 64]), at, mask=belongs)
 
 
 @gluon.jit
-def fetch_gates(
-    of_chunk, room, stage, DECAY: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr
+def copy_gates_async(
+    gates, smem, stage, DECAY: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr
 ):
-    """Copy a chunk's rows of gates to a buffer of `room_of_gates`: G, G before each token if EARLY, c and w."""
+    """Issue the cp.async of a chunk's gates [3, 64]: G, with EARLY also G before each token, c and w."""
     if DECAY != "none":
-        async_copy.async_copy_global_to_shared(room.G_s.index(stage), of_chunk + gl.arange(0, 64, LINE))
+        async_copy.async_copy_global_to_shared(smem.G.index(stage), gates + gl.arange(0, 64, FOUR_PER_THREAD))
         if EARLY:
-            i = gl.arange(0, 64, LANES)
-            async_copy.async_copy_global_to_shared(room.before_s.index(stage), of_chunk - 1 + i, mask=i > 0)
+            i = gl.arange(0, 64, ONE_PER_THREAD)
+            async_copy.async_copy_global_to_shared(smem.G_prev.index(stage), gates - 1 + i, mask=i > 0)
     if DELTA:
-        async_copy.async_copy_global_to_shared(room.c_s.index(stage), of_chunk + 64 + gl.arange(0, 64, LINE))
+        async_copy.async_copy_global_to_shared(smem.c.index(stage), gates + 64 + gl.arange(0, 64, FOUR_PER_THREAD))
     if WRITE:
-        async_copy.async_copy_global_to_shared(room.w_s.index(stage), of_chunk + 128 + gl.arange(0, 64, LINE))
+        async_copy.async_copy_global_to_shared(smem.w.index(stage), gates + 128 + gl.arange(0, 64, FOUR_PER_THREAD))
 
 
 @gluon.jit
-def ring(dtype: gl.constexpr, COUNT: gl.constexpr, BUFFERS: gl.constexpr):
-    """Tiles [64, 64], each with several buffers."""
-    tiles = (gl.allocate_shared_memory(dtype, [BUFFERS, 64, 64], SHARED_TILE),)
+def allocate_tile_rings(dtype: gl.constexpr, COUNT: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Allocate COUNT ring buffers of NUM_STAGES tiles."""
+    tiles = (gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 64], SMEM_TILE),)
     for _ in gl.static_range(COUNT - 1):
-        tiles = tiles + (gl.allocate_shared_memory(dtype, [BUFFERS, 64, 64], SHARED_TILE),)
+        tiles = tiles + (gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 64], SMEM_TILE),)
     return tiles
 
 
 @gluon.jit
-def ring_of_lines(BUFFERS: gl.constexpr):
-    return gl.allocate_shared_memory(gl.float32, [BUFFERS, 64], SHARED_LINE)
+def allocate_vector_ring(NUM_STAGES: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], SMEM_VECTOR)
 
 
 @gluon.jit
-def room_of_gates(BUFFERS: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr):
-    """G_s, before_s, c_s, w_s of a room; what there is not is G_s."""
-    G_s = ring_of_lines(BUFFERS)
-    before_s = ring_of_lines(BUFFERS) if EARLY else G_s
-    c_s = ring_of_lines(BUFFERS) if DELTA else G_s
-    w_s = ring_of_lines(BUFFERS) if WRITE else G_s
-    return G_s, before_s, c_s, w_s
+def allocate_gate_rings(NUM_STAGES: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr):
+    """Allocate the rings of G, G before each token, c and w; those not used alias G."""
+    G_s = allocate_vector_ring(NUM_STAGES)
+    G_prev_s = allocate_vector_ring(NUM_STAGES) if EARLY else G_s
+    c_s = allocate_vector_ring(NUM_STAGES) if DELTA else G_s
+    w_s = allocate_vector_ring(NUM_STAGES) if WRITE else G_s
+    return G_s, G_prev_s, c_s, w_s
 
 
 @gluon.jit
-def barriers(BARRIERS: gl.constexpr, COUNT: gl.constexpr):
-    """mbarriers, for COUNT arrivals each."""
-    out = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BARRIERS):
-        mbarrier.init(out.index(i), count=COUNT)
+def allocate_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate and initialise COUNT mbarriers; a phase of each completes after ARRIVALS arrivals."""
+    out = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(out.index(i), count=ARRIVALS)
     return out
 
 
 @gluon.jit
-def free(done):
-    """Each thread by itself is done with a buffer: it has no copies under way that this would wait for, and unlike
-    mbarrier.arrive nothing has the compiler put a barrier of the warp group before it, and another after it."""
-    async_copy.mbarrier_arrive(done, increment_count=False)
+def consumer_release(empty):
+    """Arrive on an empty barrier, once per thread.
+
+    cp.async.mbarrier.arrive.noinc by a thread without pending copies is a plain arrive. mbarrier.arrive would make the
+    compiler emit a barrier of the warp group before and after it.
+    """
+    async_copy.mbarrier_arrive(empty, increment_count=False)
 
 
 @gluon.jit
-def tell(came, UNDER_WAY: gl.constexpr, wanted):
-    """That all copies but the last `UNDER_WAY` groups have come."""
-    async_copy.wait_group(UNDER_WAY)
+def producer_arrive(full, PENDING: gl.constexpr, pred):
+    """Arrive on a full barrier, if pred, once all but the last PENDING cp.async groups have completed.
+
+    The proxy fence makes what the copies wrote visible to wgmma. The barrier covers all threads, so one arrives.
+    """
+    async_copy.wait_group(PENDING)
     fence_async_shared()
     barrier()
-    mbarrier.arrive(came, count=1, pred=wanted)
+    mbarrier.arrive(full, count=1, pred=pred)
 
 
 @gluon.jit
-def times_inverse(x, T, left: gl.constexpr, SCALED: gl.constexpr):
-    """x T under way, its operand in the layout `left`, and what its rows are to be multiplied with.
+def matmul_inverse_async(x, T, A_LAYOUT: gl.constexpr, SCALED: gl.constexpr):
+    """Issue the wgmma x T, T in shared memory.
 
-    SCALED: meanwhile each row is divided by a power of 2."""
+    SCALED: each row of x is divided by a power of two before it is rounded, so that it fits the range of float16.
+
+    Returns: the product, under way; its A operand, which the caller passes to warpgroup_mma_wait; the scales [rows]
+    that the product's rows are to be multiplied with.
+    """
     layout: gl.constexpr = x.type.layout
-    up = gl.full([x.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, layout))
+    scales = gl.full([x.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, layout))
     if SCALED:
         largest = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)
         exponent = gl.minimum(largest & 0x7F800000, 0x7E800000)
         x *= (0x7F000000 - exponent).to(gl.float32, bitcast=True)[:, None]
-        up = exponent.to(gl.float32, bitcast=True)
-    left_x = gl.convert_layout(narrow(x, T.dtype), left, assert_trivial=True)
+        scales = exponent.to(gl.float32, bitcast=True)
+    a_x = gl.convert_layout(to_16_bits(x, T.dtype), A_LAYOUT, assert_trivial=True)
     product = gl.zeros([x.shape[0], 64], gl.float32, layout)
-    product = warpgroup_mma(left_x, T, product, use_acc=False, is_async=True)
-    return product, left_x, up
+    product = warpgroup_mma(a_x, T, product, use_acc=False, is_async=True)
+    return product, a_x, scales

@@ -1,8 +1,29 @@
-"""The whole backward of a sequence and head in one program, for Hopper GPUs, in Gluon.
+"""Whole backward of a sequence and head in one launch on sm_90: recompute states, then backward sweep, per segment.
 
-Segment after segment, the last first, it replays the states from a checkpoint, then walks back as walk_hopper.py does.
-What it keeps of a chunk lies where the chunk's gradients will: x in the rows of dv, and of S^T 64 rows in those of dq,
-64 in those of dk. It takes what walk_hopper.py takes, with a key head for each value head, and sequences in one part.
+Grid: one CTA for each (sequence, head), which takes an SM for itself. It loops over the segments of CHECKPOINT_EVERY chunks
+between two checkpoints, the last first: it recomputes the state before each chunk and x (equations in scan.py) from the
+checkpoint at the segment's start, then runs the backward sweep of sweep.py over the segment.
+
+The recomputed x and S^T are kept where the chunk's gradients are written later: x in the rows of dv, rows 0 to 63 of
+S^T [V, K] in the rows of dq, rows 64 to 127 in those of dk. The last chunk of a sequence may have fewer than 64 rows
+there; its S^T is kept in the scratch tensor `spare`.
+
+Warp groups and shared memory are those of sweep.py: two consumers in one partition of 8 warps, and a producer. While
+states are recomputed, v is in the buffers of do and the parked dS^T in those of S and dS.
+
+Barriers as in sweep.py, with two differences:
+
+    barrier         arrivals           arrives              waits      protects
+    empty           2 x 128 (threads)  consumers, at the    producer   all buffers of a stage: one barrier per stage,
+                                       end of a chunk                  because both may be released before one is waited
+                                       for
+    states_stored   1                  consumers, once per  producer   S^T and x of the segment in global memory
+                                       segment
+
+The ring buffer's stage alternates over all fills, of recomputed and of swept chunks, and its phase with every second
+one. While states are recomputed, k_full protects k and the gates, and q_full v (in do) and T.
+
+Supported: as sweep.py with V <= 128, as many key heads as value heads, and sequences in one part.
 """
 
 from triton.experimental import gluon
@@ -11,331 +32,341 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from deltazoo.backends.triton.kernels.hopper.common import (
+    ONE_PER_THREAD,
+    allocate_barriers,
     barrier,
-    barriers,
-    fetch,
-    fetch_gates,
-    fetch_square,
-    free,
-    narrow,
-    of_copy,
-    places_of_copy,
-    tell,
-    times_inverse,
-    widen,
+    consumer_release,
+    copy_gates_async,
+    copy_indices,
+    copy_pointers,
+    copy_tile_async,
+    copy_wy_tile_async,
+    matmul_inverse_async,
+    producer_arrive,
+    to_16_bits,
+    to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.sweep_consumer import walk_chunk
-from deltazoo.backends.triton.kernels.hopper.sweep_producer import FEW, fetch_first
+from deltazoo.backends.triton.kernels.hopper.sweep_consumer import sweep_chunk
+from deltazoo.backends.triton.kernels.hopper.sweep_producer import copy_chunk
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
-    LEFT,
-    LEFT_STATE,
-    LEFT_TOKENS,
-    ROW_OF_VALUES,
-    STATE,
-    STATE_COLUMNS,
-    TOKENS,
-    VALUES,
-    left_by,
-    number,
-    put_across,
-    put_kept,
+    A_VK,
+    A_VT,
+    ACC_VK,
+    ACC_VK_COLUMNS,
+    ACC_VT,
+    ACC_VT_COLUMNS,
+    TOKENS_LEFT,
+    V_ROW,
+    decay_to_chunk_end,
+    read_chunk_info,
+    store_state_dots,
+    store_transposed,
 )
-from deltazoo.backends.triton.kernels.hopper.sweep_traits import BUFFERS, Results, kind_of, registers_to_copy, room_of
+from deltazoo.backends.triton.kernels.hopper.sweep_traits import (
+    NUM_STAGES,
+    GradientPointers,
+    allocate_smem,
+    make_traits,
+    producer_registers,
+)
 from deltazoo.backends.triton.kernels.layout import first_chunk_slot, opaque_zero, sequence_bounds
 
-# of S^T in 16 bits on its way to memory: the four threads of a row have a sector of 32 bytes, as in hopper.OUT
-STATE_OUT = gl.constexpr(
+# global stores of S^T in 16 bits: the four threads of a row fill a 32-byte sector, as common.STORE_64_COLUMNS
+STORE_STATE = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0], [64, 0]], [], [128, 128],
     )
 )  # fmt: skip
-# what the copying warp group leaves of a chunk for the replay, beside its first row of v and its tokens: how far the
-# first half of its state's rows is from dq, and the second from that
-FIRST = gl.constexpr(1)
-SECOND = gl.constexpr(2)
-PARKED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 16, [1, 0]))
+# Fields of chunk_info of a chunk to recompute, beside V_ROW and TOKENS_LEFT, in units of 16 bytes: the distance of the
+# first 64 rows of its S^T from dq, and of the other 64 rows from those.
+LOW_ROWS = gl.constexpr(1)
+HIGH_ROWS = gl.constexpr(2)
+SMEM_PARKED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 16, [1, 0]))
 
 
 @gluon.jit
-def rows_of_state(to, spare, row, is_last, n, h, kind: gl.constexpr):
-    """Where the first 64 rows of S^T [V, K] before a chunk lie, and where the others, each H K apart: in the rows of
-    the chunk in dq and in dk, or, of a sequence's last chunk, which may have fewer, in spare [N, 128, H, K]."""
-    key = (row * kind.H + h) * kind.K
-    place = spare + (n.to(gl.int64) * (128 * kind.H) + h) * kind.K
-    first = gl.where(is_last, place, to.dq + key)
-    return first, gl.where(is_last, place + 64 * kind.H * kind.K, to.dk + key)
+def state_rows(grads, spare, token, is_last, n, h, traits: gl.constexpr):
+    """Return pointers to rows 0 and 64 of S^T [V, K] before a chunk; rows are H K elements apart.
+
+    They are in the chunk's rows of dq and dk, or, for the last chunk of sequence n, in spare [N, 128, H, K].
+    """
+    key = (token * traits.H + h) * traits.K
+    spare_at = spare + (n.to(gl.int64) * (128 * traits.H) + h) * traits.K
+    low = gl.where(is_last, spare_at, grads.dq + key)
+    return low, gl.where(is_last, spare_at + 64 * traits.H * traits.K, grads.dk + key)
 
 
 @gluon.jit
-def apart(there, here):
-    """How many times 16 bytes one place is from another."""
-    return (there.to(gl.int64) - here.to(gl.int64)) >> 4
+def distance(to, origin):
+    """Return the distance between two pointers in units of 16 bytes."""
+    return (to.to(gl.int64) - origin.to(gl.int64)) >> 4
 
 
 @gluon.jit
-def copy_segments(
-    q, k, v, do, gates, wy_tiles, to, spare, room, replayed, start, length, slot, last, n, hv, kind: gl.constexpr,
-    CHECKPOINT_EVERY: gl.constexpr,
+def producer(
+    q, k, v, do, gates, wy_tiles, grads, spare, smem, states_stored, start, length, slot, end, n, hv,
+    traits: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp group: of each segment what the replay takes, chunk after chunk, then what the walk takes."""
-    H: gl.constexpr = kind.H
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    DECAY: gl.constexpr = kind.DECAY
-    DELTA: gl.constexpr = kind.DELTA
-    WRITE: gl.constexpr = kind.WRITE
+    """Producer warp group: for each segment the tiles that recomputing takes, first chunk to last, then the sweep's."""
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    WRITE: gl.constexpr = traits.WRITE
+    MASK_K: gl.constexpr = K % 128 != 0
+    MASK_V: gl.constexpr = V % 128 != 0
     h = hv // (HV // H)
-    filled = 0  # buffers
-    turned = 0  # segments
-    gone = 0  # chunks that were walked
-    end = last
-    while end > 0:
-        begin = (end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-        for c in range(begin, end):
-            z = opaque_zero(filled, 20)
-            stage = filled % 2
-            mbarrier.wait(room.done.index(stage), (filled // 2 & 1) ^ 1)
-            row = start + c * 64
-            left = length - c * 64
-            place = (slot + c).to(gl.int64) * HV + hv
-            fetch(
-                room.k_s.index(stage), of_copy(k + (row * H + h) * K, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0
-            )
-            fetch_gates(gates + place * 192, room, stage, DECAY, False, DELTA, WRITE)
+    fills = 0  # of ring buffer stages
+    segments = 0  # that are finished
+    swept = 0  # chunks whose state was copied
+    segment_end = end
+    while segment_end > 0:
+        segment_first = (segment_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+        for c in range(segment_first, segment_end):
+            zero = opaque_zero(fills, 20)
+            stage = fills % 2
+            mbarrier.wait(smem.empty.index(stage), (fills // 2 & 1) ^ 1)
+            token = start + c * 64
+            tokens_left = length - c * 64
+            gate_row = (slot + c).to(gl.int64) * HV + hv
+            k_s = smem.k.index(stage)
+            k_at = copy_pointers(k + (token * H + h) * K, H * K, 64, 128, zero)
+            copy_tile_async(k_s, k_at, 0, tokens_left, K, True, MASK_K)
+            copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, False, DELTA, WRITE)
             async_copy.commit_group()
-            i = gl.arange(0, 8, FEW)
-            first, second = rows_of_state(to, spare, row, c + 1 == last, n, hv, kind)
-            numbers = gl.where(i == ROW_OF_VALUES, row * HV + hv, apart(first, to.dq))
-            numbers = gl.where(i == SECOND, apart(second, first), numbers)
-            room.numbers_s.index(stage).store(gl.where(i == LEFT_TOKENS, left.to(gl.int64), numbers))
-            v_at = of_copy(v + (row * HV + hv) * V, HV * V, 64, 128, z)
-            fetch(room.do_s.index(stage), v_at, 0, left, V, True, V % 128 != 0)
+            i = gl.arange(0, 8, ONE_PER_THREAD)
+            low, high = state_rows(grads, spare, token, c + 1 == end, n, hv, traits)
+            info = gl.where(i == V_ROW, token * HV + hv, distance(low, grads.dq))
+            info = gl.where(i == HIGH_ROWS, distance(high, low), info)
+            smem.chunk_info.index(stage).store(gl.where(i == TOKENS_LEFT, tokens_left.to(gl.int64), info))
+            v_at = copy_pointers(v + (token * HV + hv) * V, HV * V, 64, 128, zero)
+            copy_tile_async(smem.do.index(stage), v_at, 0, tokens_left, V, True, MASK_V)
             if DELTA:
-                fetch_square(room.T_s.index(stage), wy_tiles + place * (64 * 72), True, z)
+                copy_wy_tile_async(smem.T.index(stage), wy_tiles + gate_row * (64 * 72), True, zero)
             async_copy.commit_group()
-            tell(room.came.index(stage), 1, True)
-            tell(room.rest_came.index(stage), 0, True)
-            filled += 1
-        for back in range(0, end - begin + 1):
-            # that of the next chunk, and the state and x of this one
-            z = opaque_zero(filled, 20)
-            c = end - 1 - back + z
-            if back > 0:
-                if back == 1:
-                    mbarrier.wait(replayed, turned & 1)
-                mbarrier.wait(room.walked, (gone & 1) ^ 1)
-                row = start + c * 64 + 64
-                low, high = rows_of_state(to, spare, row, c + 2 == last, n, hv, kind)
-                r, _, _ = places_of_copy(128, 128)
-                at = gl.where(r < 8, of_copy(low, H * K, 128, 128, z), of_copy(high - 64 * H * K, H * K, 128, 128, z))
-                fetch(room.S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
-                x = to.dv if DELTA else v
-                x_at = of_copy(x + (row * HV + hv) * V, HV * V, 64, 128, z)
-                fetch(room.x_s.index(z), x_at, 0, length - c * 64 - 64, V, True, V % 128 != 0)
+            producer_arrive(smem.k_full.index(stage), 1, True)
+            producer_arrive(smem.q_full.index(stage), 0, True)
+            fills += 1
+        for step in range(0, segment_end - segment_first + 1):
+            # copies S^T and x of chunk c + 1, then the tiles of chunk c
+            zero = opaque_zero(fills, 20)
+            c = segment_end - 1 - step + zero
+            if step > 0:
+                if step == 1:
+                    mbarrier.wait(states_stored, segments & 1)
+                mbarrier.wait(smem.state_empty, (swept & 1) ^ 1)
+                token = start + c * 64 + 64
+                low, high = state_rows(grads, spare, token, c + 2 == end, n, hv, traits)
+                r, _, _ = copy_indices(128, 128)
+                low_at = copy_pointers(low, H * K, 128, 128, zero)
+                at = gl.where(r < 8, low_at, copy_pointers(high - 64 * H * K, H * K, 128, 128, zero))
+                copy_tile_async(smem.S.index(zero), at, 0, V, K, MASK_V, MASK_K)
+                x = grads.dv if DELTA else v
+                x_at = copy_pointers(x + (token * HV + hv) * V, HV * V, 64, 128, zero)
+                copy_tile_async(smem.x.index(zero), x_at, 0, length - c * 64 - 64, V, True, MASK_V)
                 async_copy.commit_group()
-                tell(room.states_came, 0, True)
-                gone += 1
-            if c >= begin:
-                stage = filled % 2
-                mbarrier.wait(room.done.index(stage), (filled // 2 & 1) ^ 1)
-                fetch_first(
-                    q, k, do, gates, wy_tiles, room, stage, z, start + c * 64, length - c * 64,
-                    (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64), c - begin, (c == last - 1).to(gl.int32),
-                    h, hv, hv, kind,
+                producer_arrive(smem.state_full, 0, True)
+                swept += 1
+            if c >= segment_first:
+                stage = fills % 2
+                mbarrier.wait(smem.empty.index(stage), (fills // 2 & 1) ^ 1)
+                copy_chunk(
+                    q, k, do, gates, wy_tiles, smem, stage, zero, start + c * 64, length - c * 64,
+                    (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64), c - segment_first, (c == end - 1).to(gl.int32),
+                    h, hv, hv, traits,
                 )  # fmt: skip
-                tell(room.came.index(stage), 1, True)
-                tell(room.rest_came.index(stage), 0, True)
-                filled += 1
-        turned += 1
-        end = begin
+                producer_arrive(smem.k_full.index(stage), 1, True)
+                producer_arrive(smem.q_full.index(stage), 0, True)
+                fills += 1
+        segments += 1
+        segment_end = segment_first
 
 
 @gluon.jit
-def put_state(base, second, low, z, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """Write S^T [128 values, 128 keys] of a product up to `rows` and `columns`, from row 64 on `second` numbers on."""
-    out = gl.convert_layout(low, STATE_OUT)
-    i = gl.arange(0, 128, gl.SliceLayout(1, STATE_OUT))[:, None]
-    j = gl.arange(0, 128, gl.SliceLayout(0, STATE_OUT))[None, :]
-    # a thread has rows of one half: a factor takes it fewer registers than a choice
-    at = base + i // 64 * second + ((i // 16 % 4 * 16 + i % 8) * stride + (j // 64 * 64 + j % 16) + z * 64)
+def store_state(base, high_rows, S_low, zero, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """Store S^T [128 values, 128 keys] in 16 bits, up to `rows` and `columns`; row 64 is at base + high_rows."""
+    out = gl.convert_layout(S_low, STORE_STATE)
+    i = gl.arange(0, 128, gl.SliceLayout(1, STORE_STATE))[:, None]
+    j = gl.arange(0, 128, gl.SliceLayout(0, STORE_STATE))[None, :]
+    # a thread has rows of one half only: a product with i // 64 takes fewer registers than a select between two bases
+    at = base + i // 64 * high_rows + ((i // 16 % 4 * 16 + i % 8) * stride + (j // 64 * 64 + j % 16) + zero * 64)
     at = at + (i // 8 % 2 * (8 * stride) + j // 16 % 4 * 16)
     gl.store(at, out, mask=(i < rows) & (j < columns))
 
 
 @gluon.jit
-def anew(number):
-    """The same number, which the compiler does not know, and may not take from another round of a loop."""
+def opaque_copy(value):
+    """Return `value` in a form the compiler can neither fold nor hoist out of a loop."""
     text: gl.constexpr = "mov.b32 $0, $1;"
-    return gl.inline_asm_elementwise(text, "=r,r", [number], gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(text, "=r,r", [value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def load_begin(
-    state,
-    checkpoints,
-    checkpoint,
-    begin,
-    n,
-    hv,
-    kind: gl.constexpr,
-    GIVEN: gl.constexpr,
+def load_segment_state(
+    state, checkpoints, checkpoint, segment_first, n, hv, traits: gl.constexpr, HAS_STATE: gl.constexpr,
     CHECKPOINT_EVERY: gl.constexpr,
-):
-    """S^T [128 values, 128 keys] before a segment's first chunk: a checkpoint, or the initial state."""
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
-    j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
+):  # fmt: skip
+    """Load accumulators of S^T [128 values, 128 keys] before a segment: a checkpoint, the initial state, or zero."""
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
+    j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
     inside = (i < V) & (j < K)
-    at = checkpoints + ((checkpoint + begin // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
-    S = gl.load(at + (i * K + j), mask=inside & (begin > 0), other=0.0).to(gl.float32)
-    if GIVEN:
-        given = state + (n.to(gl.int64) * HV + hv) * K * V
-        i += opaque_zero(anew(begin), 20)
-        S += gl.load(given + (j * V + i), mask=inside & (begin == 0), other=0.0)
+    at = checkpoints + ((checkpoint + segment_first // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
+    S = gl.load(at + (i * K + j), mask=inside & (segment_first > 0), other=0.0).to(gl.float32)
+    if HAS_STATE:
+        state_at = state + (n.to(gl.int64) * HV + hv) * K * V
+        i += opaque_zero(opaque_copy(segment_first), 20)
+        S += gl.load(state_at + (j * V + i), mask=inside & (segment_first == 0), other=0.0)
     return S
 
 
 @gluon.jit
-def park(dS, first, second):
-    """dS^T to two tiles of shared memory that hold nothing else meanwhile: the replay wants its registers."""
-    barrier()  # which have been read
+def park(dS, low_s, high_s):
+    """Move the accumulators of dS^T to two idle buffers, to free their registers while states are recomputed."""
+    barrier()  # all warps have read the buffers
     halves = gl.split(gl.permute(gl.reshape(dS, [128, 2, 64]), (0, 2, 1)))
-    first._reinterpret(gl.float32, [128, 64], PARKED).store(gl.convert_layout(halves[0], VALUES))
-    second._reinterpret(gl.float32, [128, 64], PARKED).store(gl.convert_layout(halves[1], VALUES))
+    low_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).store(gl.convert_layout(halves[0], ACC_VT))
+    high_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).store(gl.convert_layout(halves[1], ACC_VT))
 
 
 @gluon.jit
-def parked(first, second):
-    """What was parked."""
-    low = first._reinterpret(gl.float32, [128, 64], PARKED).load(VALUES)
-    high = second._reinterpret(gl.float32, [128, 64], PARKED).load(VALUES)
-    return gl.convert_layout(gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [128, 128]), STATE)
+def unpark(low_s, high_s):
+    """Load the accumulators of dS^T that `park` stored."""
+    low = low_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).load(ACC_VT)
+    high = high_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).load(ACC_VT)
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [128, 128]), ACC_VK)
 
 
 @gluon.jit
-def replay_chunk(S, to, room, z, stage, phase, kind: gl.constexpr):
-    """A chunk of the replay: keeps S^T before it, and x, and returns S^T after it. v comes where do does later."""
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    DECAY: gl.constexpr = kind.DECAY
-    DELTA: gl.constexpr = kind.DELTA
-    dtype: gl.constexpr = kind.dtype
-    low = narrow(S, dtype)
-    mbarrier.wait(room.came.index(stage), phase)
-    # here, where no product is under way: else the compiler waits for those that are
+def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
+    """Store S^T before a chunk and x of the chunk; return the accumulators of S^T after it. v is in smem.do."""
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    dtype: gl.constexpr = traits.dtype
+    S_low = to_16_bits(S, dtype)
+    mbarrier.wait(smem.k_full.index(stage), phase)
+    # before the first wgmma is issued: the compiler would wait for those under way
     if DECAY != "none":
-        end = room.G_s.index(stage).slice(63, 1).load(STATE_COLUMNS)
-        S0 = S * gl.exp2(end)[None, :]
+        G_end = smem.G.index(stage).slice(63, 1).load(ACC_VK_COLUMNS)
+        S0 = S * gl.exp2(G_end)[None, :]
     else:
         S0 = S
-    y = gl.zeros([128, 64], gl.float32, VALUES)
+    y = gl.zeros([128, 64], gl.float32, ACC_VT)
     if DELTA:
-        left_S = gl.convert_layout(low, LEFT, assert_trivial=True)
-        y = warpgroup_mma(left_S, room.k_s.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
-    numbers = room.numbers_s.index(stage)
-    put_state(to.dq + number(numbers, FIRST) * 8, number(numbers, SECOND) * 8, low, z, kind.H * K, V, K)
+        a_S = gl.convert_layout(S_low, A_VT, assert_trivial=True)
+        y = warpgroup_mma(a_S, smem.k.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
+    info = smem.chunk_info.index(stage)
+    low_rows = grads.dq + read_chunk_info(info, LOW_ROWS) * 8
+    store_state(low_rows, read_chunk_info(info, HIGH_ROWS) * 8, S_low, zero, traits.H * K, V, K)
     if DECAY != "none":
-        fade = left_by(room.G_s.index(stage), TOKENS)
-    # u = w v - c S0^T k,  x = T u
-    mbarrier.wait(room.rest_came.index(stage), phase)
-    left_v = room.do_s.index(stage).permute((1, 0)).load(LEFT)
-    x = widen(gl.convert_layout(left_v, VALUES, assert_trivial=True))
-    if kind.WRITE:
-        x *= room.w_s.index(stage).load(TOKENS)[None, :]
+        decay_to_end = decay_to_chunk_end(smem.G.index(stage), ACC_VT_COLUMNS)
+    # x^T = (w v - c S^T k)^T T^T
+    mbarrier.wait(smem.q_full.index(stage), phase)
+    a_v = smem.do.index(stage).permute((1, 0)).load(A_VT)
+    x = to_float32(gl.convert_layout(a_v, ACC_VT, assert_trivial=True))
+    if traits.WRITE:
+        x *= smem.w.index(stage).load(ACC_VT_COLUMNS)[None, :]
     if DELTA:
-        erase = room.c_s.index(stage).load(TOKENS)
-        y, _ = warpgroup_mma_wait(0, deps=[y, low])
+        erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
+        y, _ = warpgroup_mma_wait(0, deps=[y, S_low])
         x -= y * erase[None, :]
-        SCALED: gl.constexpr = room.T_s.dtype == gl.float16
-        x, left_u, up = times_inverse(x, room.T_s.index(stage).permute((1, 0)), LEFT, SCALED)
-        x, left_u = warpgroup_mma_wait(0, deps=[x, left_u])
+        SCALED: gl.constexpr = smem.T.dtype == gl.float16
+        x, a_u, scales = matmul_inverse_async(x, smem.T.index(stage).permute((1, 0)), A_VT, SCALED)
+        x, a_u = warpgroup_mma_wait(0, deps=[x, a_u])
         if SCALED:
-            x *= up[:, None]
-    # S' = e^Gend S0 + (e^(Gend - G) k)^T x
+            x *= scales[:, None]
+    # S'^T = e^Gend S^T + (e^(Gend - G) x)^T k
     if DECAY != "none":
-        left_k = gl.convert_layout(narrow(x * fade[None, :], dtype), LEFT_STATE, assert_trivial=True)
+        a_x = gl.convert_layout(to_16_bits(x * decay_to_end[None, :], dtype), A_VK, assert_trivial=True)
     else:
-        left_k = gl.convert_layout(narrow(x, dtype), LEFT_STATE, assert_trivial=True)
-    S1 = warpgroup_mma(left_k, room.k_s.index(stage), S0, is_async=True)
+        a_x = gl.convert_layout(to_16_bits(x, dtype), A_VK, assert_trivial=True)
+    S1 = warpgroup_mma(a_x, smem.k.index(stage), S0, is_async=True)
     if DELTA:
-        at_x = to.dv + number(numbers, ROW_OF_VALUES) * V
-        left = number(numbers, LEFT_TOKENS).to(gl.int32)
-        put_across(at_x, narrow(x, dtype), z, kind.HV * V, left, V, V % 128 != 0)
-    S1, left_k = warpgroup_mma_wait(0, deps=[S1, left_k])
+        x_at = grads.dv + read_chunk_info(info, V_ROW) * V
+        tokens_left = read_chunk_info(info, TOKENS_LEFT).to(gl.int32)
+        store_transposed(x_at, to_16_bits(x, dtype), zero, traits.HV * V, tokens_left, V, V % 128 != 0)
+    S1, a_x = warpgroup_mma_wait(0, deps=[S1, a_x])
     return S1
 
 
 @gluon.jit
-def hand_over(replayed):
-    """What all warps wrote to memory is there for the copying warp group, which reads past the first cache."""
+def publish_states(states_stored):
+    """Make the consumers' global stores visible to the producer, whose cp.async reads bypass L1, and arrive."""
     zero = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
     gl.inline_asm_elementwise("fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
     barrier()
-    mbarrier.arrive(replayed, count=1)
+    mbarrier.arrive(states_stored, count=1)
 
 
 @gluon.jit
-def replay_and_walk(
-    v, b, to, state, checkpoints, dstate, scale, room, replayed, slots, slot, last, checkpoint, n, hv,
-    kind: gl.constexpr, GIVEN: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
+def consumer(
+    v, b, grads, state, checkpoints, dstate, scale, smem, states_stored, slots, slot, end, checkpoint, n, hv,
+    traits: gl.constexpr, HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
-    """The two warp groups that compute."""
-    at_carry = dstate + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
-    i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
-    j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
-    inside = (i < kind.V) & (j < kind.K)
-    dS = gl.load(at_carry + (j * kind.V + i), mask=inside, other=0.0)
-    apart = slots.to(gl.int64) * kind.HV
+    """Consumer warp groups: for each segment, the last first, recompute its states, then sweep its chunks backwards."""
+    dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
+    i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
+    j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
+    inside = (i < traits.V) & (j < traits.K)
+    dS = gl.load(dstate_at + (j * traits.V + i), mask=inside, other=0.0)
+    half_stride = slots.to(gl.int64) * traits.HV
     stage = 0
     phase = 0
-    odd = 0  # chunks that were walked
-    end = last
-    while end > 0:
-        begin = (end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-        park(dS, room.S_s.index(0), room.dS_s.index(0))
-        S = load_begin(state, checkpoints, checkpoint, begin, n, hv, kind, GIVEN, CHECKPOINT_EVERY)
-        barrier()  # here, or the compiler has one in every round of the loop, for what was parked; as below
-        for c in range(begin, end):
-            S = replay_chunk(S, to, room, opaque_zero(c, 20), stage, phase, kind)
-            free(room.done.index(stage))
+    state_phase = 0  # parity of the number of chunks swept
+    segment_end = end
+    while segment_end > 0:
+        segment_first = (segment_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+        park(dS, smem.S.index(0), smem.dS.index(0))
+        S = load_segment_state(
+            state, checkpoints, checkpoint, segment_first, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY
+        )
+        # With smem stores pending at loop entry the compiler would place a barrier in every iteration; so also below.
+        barrier()
+        for c in range(segment_first, segment_end):
+            S = recompute_chunk(S, grads, smem, opaque_zero(c, 20), stage, phase, traits)
+            consumer_release(smem.empty.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1
-        dS = parked(room.S_s.index(0), room.dS_s.index(0))
-        hand_over(replayed)
-        to_come = end - begin
+        dS = unpark(smem.S.index(0), smem.dS.index(0))
+        publish_states(states_stored)
+        chunks_left = segment_end - segment_first
         barrier()
-        while to_come > 0:
-            segments = 1 + opaque_zero(to_come, 23)
-            dS, to_come = walk_chunk(
-                dS, v, b, to, scale, room, to_come, stage, phase, odd, segments, slots, slots, kind
+        while chunks_left > 0:
+            opaque_one = 1 + opaque_zero(chunks_left, 23)
+            dS, chunks_left = sweep_chunk(
+                dS, v, b, grads, scale, smem, chunks_left, stage, phase, state_phase, opaque_one, slots, slots, traits
             )
-            free(room.done.index(stage))
+            consumer_release(smem.empty.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1
-            odd = odd ^ 1
-        end = begin
-    if kind.DECAY != "none":
+            state_phase = state_phase ^ 1
+        segment_end = segment_first
+    if traits.DECAY != "none":
         barrier()
-        put_kept(to.state_products + (slot.to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
-    gl.store(at_carry + (j * kind.V + i), dS, mask=inside)
+        store_state_dots(grads.state_dots + (slot.to(gl.int64) * traits.HV + hv), half_stride, smem.sums, True)
+    gl.store(dstate_at + (j * traits.V + i), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "T"])
 def hopper_fused_backward_kernel(
-    q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_products, cu,
+    q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_dots, cu,
     slots, scale, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
-    GIVEN: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, MIN_BETA: gl.constexpr,
+    HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, MIN_BETA: gl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, head). spare [N, 128, H, K] is scratch.
+    """Parameters and results as in sweep.py; checkpoints [checkpoint, HV, V, K] and state as in scan.py.
 
-    To be launched with 8 warps, which become 12, and 168 registers a thread, which they share out anew."""
+    spare [N, 128, H, K] is scratch. Launch with 8 warps and 168 registers per thread, reallocated as in sweep.py.
+    """
     gl.static_assert(C == 64 and K > 64 and K <= 128 and V <= 128 and H == HV)
     gl.static_assert(spare.dtype == k.dtype and dq.dtype == k.dtype and dv.dtype == k.dtype)
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
@@ -345,33 +376,32 @@ def hopper_fused_backward_kernel(
     n = pid // HV
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_chunk_slot(n, cu, T, C, PACKED)
-    last = gl.cdiv(length, C)
-    checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((last - 1) // CHECKPOINT_EVERY)) - 1
-    if last > 0:
-        kind: gl.constexpr = kind_of(
+    end = gl.cdiv(length, C)
+    checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((end - 1) // CHECKPOINT_EVERY)) - 1
+    if end > 0:
+        traits: gl.constexpr = make_traits(
             H, HV, K, V, HV, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
         )
-        to = Results(dq, dk, dv, dgates, state_products, dk)
-        # done: of each buffer, for two fills may be done with before one is waited for
-        room = room_of(kind, wy_tiles.dtype.element_ty if DELTA else dtype, BUFFERS)
-        replayed = barriers(1, 1).index(0)
+        grads = GradientPointers(dq, dk, dv, dgates, state_dots, dk)
+        smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, NUM_STAGES)
+        states_stored = allocate_barriers(1, 1).index(0)
         gl.warp_specialize(
             [
                 (
-                    replay_and_walk,
+                    consumer,
                     (
-                        v, b, to, state, checkpoints, dstate, scale, room, replayed,
-                        slots, slot, last, checkpoint, n, hv, kind, GIVEN, CHECKPOINT_EVERY,
+                        v, b, grads, state, checkpoints, dstate, scale, smem, states_stored,
+                        slots, slot, end, checkpoint, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY,
                     ),
                 ),
                 (
-                    copy_segments,
+                    producer,
                     (
-                        q, k, v, do, gates, wy_tiles, to, spare, room, replayed,
-                        start, length, slot, last, n, hv, kind, CHECKPOINT_EVERY,
+                        q, k, v, do, gates, wy_tiles, grads, spare, smem, states_stored,
+                        start, length, slot, end, n, hv, traits, CHECKPOINT_EVERY,
                     ),
                 ),
             ],
             [4],
-            [registers_to_copy(DECAY, DELTA)],
+            [producer_registers(DECAY, DELTA)],
         )  # fmt: skip

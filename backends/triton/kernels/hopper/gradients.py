@@ -13,23 +13,23 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from deltazoo.backends.triton.kernels.hopper.common import (
-    COLUMNS,
-    LEFT,
-    LINE,
-    MMA,
-    PIECE,
-    ROWS,
-    SHARED_LINE,
-    SHARED_TILE,
-    allocate,
+    A_OPERAND,
+    ACC,
+    ACC_COLUMNS,
+    ACC_N16,
+    ACC_ROWS,
+    FOUR_PER_THREAD,
+    SMEM_TILE,
+    SMEM_VECTOR,
+    allocate_tiles,
     barrier,
-    fetch,
+    copy_pointers,
+    copy_tile_async,
     find_sequence,
-    narrow,
-    of_copy,
-    of_warps,
-    put,
-    widen,
+    store_accumulator,
+    sum_by_warp,
+    to_16_bits,
+    to_float32,
 )
 from deltazoo.backends.triton.kernels.layout import (
     clamp_away_from_zero,
@@ -51,12 +51,12 @@ def fetch_values(
     NARROW_V: gl.constexpr = V % 64 != 0
     NARROW_K: gl.constexpr = K % 64 != 0
     at: gl.constexpr = tv % len(do_s)
-    fetch(do_s[at], do_at, tv * 64, left, V - tv * 64, True, NARROW_V)
+    copy_tile_async(do_s[at], do_at, tv * 64, left, V - tv * 64, True, NARROW_V)
     if DELTA:
-        fetch(du_s[at], du_at, tv * 64, left, V - tv * 64, True, NARROW_V)
-    fetch(x_s[at], x_at, tv * 64, left, V - tv * 64, not DELTA, NARROW_V)
-    fetch(S_s[at], S_at, tv * 64 * K, V - tv * 64, K - column, NARROW_V, NARROW_K)
-    fetch(dS_s[at], dS_at, tv * 64 * K, V - tv * 64, K - column, NARROW_V, NARROW_K)
+        copy_tile_async(du_s[at], du_at, tv * 64, left, V - tv * 64, True, NARROW_V)
+    copy_tile_async(x_s[at], x_at, tv * 64, left, V - tv * 64, not DELTA, NARROW_V)
+    copy_tile_async(S_s[at], S_at, tv * 64 * K, V - tv * 64, K - column, NARROW_V, NARROW_K)
+    copy_tile_async(dS_s[at], dS_at, tv * 64 * K, V - tv * 64, K - column, NARROW_V, NARROW_K)
     async_copy.commit_group()
 
 
@@ -103,56 +103,56 @@ def hopper_gradients_kernel(
         local_value = (local.to(gl.int64) * C * HV + hv) * V
         du_value = value if DU_IS_DV else local_value
 
-        S_s = allocate(dtype, NB)
-        dS_s = allocate(dtype, NB)
-        x_s = allocate(dtype, NB)
-        do_s = allocate(dtype, NB)
-        du_s = allocate(dtype, NB) if DELTA else do_s
-        q_s = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
-        k_s = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
-        G_s = gl.allocate_shared_memory(gl.float32, [C], SHARED_LINE)
-        sums_s = gl.allocate_shared_memory(gl.float32, [4], SHARED_LINE)
+        S_s = allocate_tiles(dtype, NB)
+        dS_s = allocate_tiles(dtype, NB)
+        x_s = allocate_tiles(dtype, NB)
+        do_s = allocate_tiles(dtype, NB)
+        du_s = allocate_tiles(dtype, NB) if DELTA else do_s
+        q_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
+        k_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
+        G_s = gl.allocate_shared_memory(gl.float32, [C], SMEM_VECTOR)
+        sums_s = gl.allocate_shared_memory(gl.float32, [4], SMEM_VECTOR)
 
         of_chunk = gates + place * 3 * C
         if DECAY != "none":
-            async_copy.async_copy_global_to_shared(G_s, of_chunk + gl.arange(0, C, LINE))
+            async_copy.async_copy_global_to_shared(G_s, of_chunk + gl.arange(0, C, FOUR_PER_THREAD))
             G_end = gl.load(of_chunk + C - 1)
             if EARLY:
-                i = gl.arange(0, C, ROWS)
+                i = gl.arange(0, C, ACC_ROWS)
                 G_early = gl.load(of_chunk + i - 1, mask=i > 0, other=0.0)
         if WRITE and not DELTA:
-            w_s = gl.allocate_shared_memory(gl.float32, [C], SHARED_LINE)
-            async_copy.async_copy_global_to_shared(w_s, of_chunk + 2 * C + gl.arange(0, C, LINE))
+            w_s = gl.allocate_shared_memory(gl.float32, [C], SMEM_VECTOR)
+            async_copy.async_copy_global_to_shared(w_s, of_chunk + 2 * C + gl.arange(0, C, FOUR_PER_THREAD))
         NARROW_K: gl.constexpr = K % 64 != 0
-        do_at = of_copy(do + value, HV * V)
+        do_at = copy_pointers(do + value, HV * V)
         if DELTA:
-            du_at = of_copy(du + du_value, HV * V)
-            x_at = of_copy(xs + local_value, HV * V)
+            du_at = copy_pointers(du + du_value, HV * V)
+            x_at = copy_pointers(xs + local_value, HV * V)
         else:
             du_at = do_at
-            x_at = of_copy(v + value, HV * V)
-        S_at = of_copy(states + scratch * V * K + column, K)
-        dS_at = of_copy(dstates + scratch * V * K + column, K)
+            x_at = copy_pointers(v + value, HV * V)
+        S_at = copy_pointers(states + scratch * V * K + column, K)
+        dS_at = copy_pointers(dstates + scratch * V * K + column, K)
         buffers = (do_s, du_s, x_s, S_s, dS_s)
         places = (do_at, du_at, x_at, S_at, dS_at)
         for tv in gl.static_range(NB):
             fetch_values(buffers, places, tv, left, column, K, V, DELTA)
-        fetch(k_s, of_copy(k + key, H * K), 0, left, K - column, True, NARROW_K)
-        fetch(q_s, of_copy(q + key, H * K), 0, left, K - column, True, NARROW_K)
+        copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, left, K - column, True, NARROW_K)
+        copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, left, K - column, True, NARROW_K)
         async_copy.commit_group()
 
-        t = gl.arange(0, C, ROWS)
-        j = gl.arange(0, C, COLUMNS)
+        t = gl.arange(0, C, ACC_ROWS)
+        j = gl.arange(0, C, ACC_COLUMNS)
         in_time = t < left
         if DELTA and ERASE and not (DU_IS_DV and WRITE):
             erase = gl.load(b + (row + t) * HV + hv, mask=in_time, other=0.0).to(gl.float32)
 
-        inter_q = gl.zeros([C, BK], gl.float32, MMA)  # do S^T
-        inter_e = gl.zeros([C, BK], gl.float32, MMA)  # du S^T
-        intra_q = gl.zeros([C, C], gl.float32, MMA)  # do x^T
-        intra_e = gl.zeros([C, C], gl.float32, MMA)  # du x^T
-        dk_stored = gl.zeros([C, BK], gl.float32, MMA)
-        kept = gl.zeros([64, 16], gl.float32, PIECE)
+        inter_q = gl.zeros([C, BK], gl.float32, ACC)  # do S^T
+        inter_e = gl.zeros([C, BK], gl.float32, ACC)  # du S^T
+        intra_q = gl.zeros([C, C], gl.float32, ACC)  # do x^T
+        intra_e = gl.zeros([C, C], gl.float32, ACC)  # du x^T
+        dk_stored = gl.zeros([C, BK], gl.float32, ACC)
+        kept = gl.zeros([64, 16], gl.float32, ACC_N16)
         for tv in gl.static_range(NV):
             # those of k and q are under way, too, of the first tiles, and those of the next tile
             async_copy.wait_group((1 if tv < NB else 0) + (1 if tv + 1 < NV else 0))
@@ -170,9 +170,9 @@ def hopper_gradients_kernel(
             dk_stored = warpgroup_mma(x_t, dS_t, dk_stored, is_async=True)
             if DECAY != "none":
                 for piece in gl.static_range(4):
-                    S_p = S_t.slice(piece * 16, 16, dim=1).load(PIECE)
-                    dS_p = dS_t.slice(piece * 16, 16, dim=1).load(PIECE)
-                    kept += widen(S_p) * widen(dS_p)
+                    S_p = S_t.slice(piece * 16, 16, dim=1).load(ACC_N16)
+                    dS_p = dS_t.slice(piece * 16, 16, dim=1).load(ACC_N16)
+                    kept += to_float32(S_p) * to_float32(dS_p)
             if tv + NB < NV:
                 inter_q, intra_q, inter_e, intra_e, dk_stored = warpgroup_mma_wait(
                     0, deps=[inter_q, intra_q, inter_e, intra_e, dk_stored]
@@ -191,8 +191,8 @@ def hopper_gradients_kernel(
 
         at_gate = dgates + (tile.to(gl.int64) * slots * HV + place) * GATE_ROWS * C
         if WRITE and not DELTA:
-            write_row = w_s.load(ROWS)
-            intra_q *= w_s.load(COLUMNS)[None, :]
+            write_row = w_s.load(ACC_ROWS)
+            intra_q *= w_s.load(ACC_COLUMNS)[None, :]
         if DU_IS_DV and WRITE:
             of_write = gl.sum(gl.where(t[:, None] == j[None, :], intra_e, 0.0), 1)
             gl.store(at_gate + 2 * C + t, of_write)
@@ -202,11 +202,11 @@ def hopper_gradients_kernel(
             if ERASE and not (DU_IS_DV and WRITE):
                 strength = -clamp_away_from_zero(erase, MIN_BETA)
             else:
-                strength = gl.full([C], one, gl.float32, ROWS)
+                strength = gl.full([C], one, gl.float32, ACC_ROWS)
         FIRST: gl.constexpr = 1 if READ_EARLY else 0
         if DECAY != "none":
-            G = G_s.load(ROWS)
-            G_j = G_s.load(COLUMNS)
+            G = G_s.load(ACC_ROWS)
+            G_j = G_s.load(ACC_COLUMNS)
             G_q = G_early if READ_EARLY else G
             G_e = G_early if ERASE_EARLY else G
             # where a token is not seen this may be no number
@@ -228,13 +228,13 @@ def hopper_gradients_kernel(
             if DELTA:
                 intra_e *= strength[:, None]
                 inter_e *= strength[:, None]
-        low_q = narrow(gl.where(t[:, None] >= j[None, :] + FIRST, intra_q, 0.0), dtype)
-        left_q = gl.convert_layout(low_q, LEFT, assert_trivial=True)
+        low_q = to_16_bits(gl.where(t[:, None] >= j[None, :] + FIRST, intra_q, 0.0), dtype)
+        left_q = gl.convert_layout(low_q, A_OPERAND, assert_trivial=True)
         low_q_s = do_s[0]
         low_q_s.store(low_q)
         if DELTA:
-            low_e = narrow(gl.where(t[:, None] > j[None, :], intra_e, 0.0), dtype)
-            left_e = gl.convert_layout(low_e, LEFT, assert_trivial=True)
+            low_e = to_16_bits(gl.where(t[:, None] > j[None, :], intra_e, 0.0), dtype)
+            left_e = gl.convert_layout(low_e, A_OPERAND, assert_trivial=True)
             low_e_s = du_s[0]
             low_e_s.store(low_e)
         fence_async_shared()
@@ -242,31 +242,31 @@ def hopper_gradients_kernel(
         dq_tile = warpgroup_mma(left_q, k_s, inter_q, is_async=True)
         if DELTA:
             de_tile = warpgroup_mma(left_e, k_s, inter_e, is_async=True)
-        dk_tile = gl.zeros([C, BK], gl.float32, MMA)
+        dk_tile = gl.zeros([C, BK], gl.float32, ACC)
         dk_tile = warpgroup_mma(low_q_s.permute((1, 0)), q_s, dk_tile, is_async=True)
         if DELTA:
             dk_tile = warpgroup_mma(low_e_s.permute((1, 0)), k_s, dk_tile, is_async=True)
         if DECAY != "none":
-            k_tile = widen(k_s.load(MMA))
+            k_tile = to_float32(k_s.load(ACC))
             stored = gl.sum(k_tile * dk_stored, 1) * fade_k
-            kept_row = gl.convert_layout(gl.sum(kept, 1), ROWS, assert_trivial=True)
-            sums_s.store(of_warps(kept_row * gl.exp2(G_end) + stored))
+            kept_row = gl.convert_layout(gl.sum(kept, 1), ACC_ROWS, assert_trivial=True)
+            sums_s.store(sum_by_warp(kept_row * gl.exp2(G_end) + stored))
         if DELTA:
             dq_tile, left_q, de_tile, left_e = warpgroup_mma_wait(2, deps=[dq_tile, left_q, de_tile, left_e])
         else:
             dq_tile, left_q = warpgroup_mma_wait(1, deps=[dq_tile, left_q])
         if DECAY != "none":
-            turn = gl.sum(widen(q_s.load(MMA)) * dq_tile, 1)
+            turn = gl.sum(to_float32(q_s.load(ACC)) * dq_tile, 1)
         if DELTA and (DECAY != "none" or ERASE):
-            turned_e = gl.sum(widen(k_s.load(MMA)) * de_tile, 1)
+            turned_e = gl.sum(to_float32(k_s.load(ACC)) * de_tile, 1)
             if ERASE:
                 gl.store(at_gate + C + t, turned_e)
         if DECAY != "none":
             if EARLY:
-                ahead = gl.full([C], 0.0, gl.float32, ROWS)
+                ahead = gl.full([C], 0.0, gl.float32, ACC_ROWS)
                 if READ_EARLY:
                     ahead += turn
-                    turn = gl.full([C], 0.0, gl.float32, ROWS)
+                    turn = gl.full([C], 0.0, gl.float32, ACC_ROWS)
                 if DELTA:
                     if ERASE_EARLY:
                         ahead += turned_e
@@ -282,16 +282,16 @@ def hopper_gradients_kernel(
         else:
             dq_at = dq + key
             dk_at = dk + key
-        put(dq_at, dq_tile, HV * K, left, K - column, NARROW_K)
+        store_accumulator(dq_at, dq_tile, HV * K, left, K - column, NARROW_K)
         # the buffers too: else the compiler takes them for free from where the products start
         if DELTA:
             dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, low_q_s, q_s, low_e_s, k_s])
         else:
             dk_tile, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, low_q_s, q_s])
         if DECAY != "none":
-            turn_k = gl.sum(widen(k_s.load(MMA)) * dk_tile, 1)
+            turn_k = gl.sum(to_float32(k_s.load(ACC)) * dk_tile, 1)
             gl.store(at_gate + t, turn - (turn_k + stored))
-            kept_all = gl.sum(sums_s.load(LINE), 0)
+            kept_all = gl.sum(sums_s.load(FOUR_PER_THREAD), 0)
             gl.store(state_products + tile.to(gl.int64) * slots * HV + place, kept_all)
         if DECAY != "none" or (WRITE and not DELTA):
             dk_tile += dk_stored * fade_k[:, None]
@@ -299,7 +299,7 @@ def hopper_gradients_kernel(
             dk_tile += dk_stored
         if DELTA:
             dk_tile += de_tile
-        put(dk_at, dk_tile, HV * K, left, K - column, NARROW_K)
+        store_accumulator(dk_at, dk_tile, HV * K, left, K - column, NARROW_K)
         if WRITE and not DU_IS_DV:
             # each K tile takes a share of the values
             i = gl.arange(0, C, gl.SliceLayout(1, COPY))

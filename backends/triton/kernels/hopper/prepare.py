@@ -17,18 +17,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from deltazoo.backends.triton.kernels.hopper.common import (
-    COLUMNS,
-    MMA,
-    PIECE,
-    ROWS,
-    SHARED_LINE,
-    SHARED_TILE,
-    allocate,
+    ACC,
+    ACC_COLUMNS,
+    ACC_N16,
+    ACC_ROWS,
+    SMEM_TILE,
+    SMEM_VECTOR,
+    allocate_tiles,
     barrier,
-    fetch,
+    copy_pointers,
+    copy_tile_async,
     find_sequence,
-    narrow,
-    of_copy,
+    to_16_bits,
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import (
     exp2,
@@ -41,7 +41,7 @@ from deltazoo.backends.triton.kernels.hopper.ptx import (
 )
 from deltazoo.backends.triton.kernels.layout import LOG2E, clamp_log2_decay, first_chunk_slot, sequence_bounds
 
-LEFT = gl.constexpr(gl.DotOperandLayout(0, PIECE.value, 2))
+A_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC_N16.value, 2))
 # a gate of the 64 tokens for each warp; the first warp's counts
 GATE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 GATE_WARP = gl.constexpr(gl.SliceLayout(1, GATE.value))
@@ -70,14 +70,14 @@ def blocks_of_16(x):
     x0, x1 = gl.split(low)
     x2, x3 = gl.split(high)
     return (
-        gl.convert_layout(x0, PIECE, assert_trivial=True), gl.convert_layout(x1, PIECE, assert_trivial=True),
-        gl.convert_layout(x2, PIECE, assert_trivial=True), gl.convert_layout(x3, PIECE, assert_trivial=True),
+        gl.convert_layout(x0, ACC_N16, assert_trivial=True), gl.convert_layout(x1, ACC_N16, assert_trivial=True),
+        gl.convert_layout(x2, ACC_N16, assert_trivial=True), gl.convert_layout(x3, ACC_N16, assert_trivial=True),
     )  # fmt: skip
 
 
 @gluon.jit
 def left_of(x):
-    return gl.convert_layout(x, LEFT, assert_trivial=True)
+    return gl.convert_layout(x, A_OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -159,24 +159,24 @@ def hopper_prepare_kernel(
     left = length - t0
     if left > 0:
         row = start + t0
-        k_s = allocate(dtype, NK)
-        q_s = allocate(dtype, NK)
-        erase_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE)
-        G_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE) if DECAY != "none" else erase_s
-        before_s = gl.allocate_shared_memory(gl.float32, [256], SHARED_LINE) if EARLY else G_s
+        k_s = allocate_tiles(dtype, NK)
+        q_s = allocate_tiles(dtype, NK)
+        erase_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR)
+        G_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if DECAY != "none" else erase_s
+        before_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if EARLY else G_s
 
         key = (row * H + h) * K
         NARROW_K: gl.constexpr = K % 64 != 0
         for tk in gl.static_range(NK):
-            fetch(k_s[tk], of_copy(k + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
-            fetch(q_s[tk], of_copy(q + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
+            copy_tile_async(k_s[tk], copy_pointers(k + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
+            copy_tile_async(q_s[tk], copy_pointers(q + key, H * K), tk * 64, left, K - tk * 64, True, NARROW_K)
         async_copy.commit_group()
 
         i = gl.arange(0, C, GATE_TOKEN)[None, :]
         first = (gl.arange(0, 4, GATE_WARP) == 0)[:, None]
         in_time = first & (i < left)
         tokens = row + i + gl.zeros([4, 1], gl.int32, GATE)
-        t = gl.arange(0, C, ROWS)
+        t = gl.arange(0, C, ACC_ROWS)
         # in a register: from the constants it would be fetched for each number
         scale = gl.where(N >= 0, scale, 0.0)
         hv = h * GROUP
@@ -185,8 +185,8 @@ def hopper_prepare_kernel(
         put_gates(gates, out, own, erase, write, G_s, before_s, erase_s, first, DECAY, ERASE_EARLY, READ_EARLY)
         async_copy.wait_group(0)
         fence_async_shared()
-        A = gl.zeros([C, C], gl.float32, MMA)
-        P = gl.zeros([C, C], gl.float32, MMA)
+        A = gl.zeros([C, C], gl.float32, ACC)
+        P = gl.zeros([C, C], gl.float32, ACC)
         for tk in gl.static_range(NK):
             k_t = k_s[tk]
             A = warpgroup_mma(k_t, k_t.permute((1, 0)), A, is_async=True)
@@ -195,7 +195,7 @@ def hopper_prepare_kernel(
             k_t = k_s[tk]
             P = warpgroup_mma(q_t, k_t.permute((1, 0)), P, is_async=True)
         A, P = warpgroup_mma_wait(0, deps=[A, P])
-        P_s = gl.allocate_shared_memory(dtype, [64, 64], SHARED_TILE)
+        P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         X_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
         U_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
         N0_s = gl.allocate_shared_memory(gl.float16, [64, 16], SHARED_PIECE)
@@ -209,11 +209,11 @@ def hopper_prepare_kernel(
                 own, erase, write = load_gates(
                     log_decay, b, w, tokens, gl.minimum(hv + 1, HV - 1), more, HV, DECAY, ERASE, WRITE
                 )  # fmt: skip
-            erase_row = first_warp(erase_s).load(ROWS)
+            erase_row = first_warp(erase_s).load(ACC_ROWS)
             if DECAY != "none":
-                G = first_warp(G_s).load(ROWS)
-                G_j = first_warp(G_s).load(COLUMNS)
-                before_row = first_warp(before_s).load(ROWS) if EARLY else G
+                G = first_warp(G_s).load(ACC_ROWS)
+                G_j = first_warp(G_s).load(ACC_COLUMNS)
+                before_row = first_warp(before_s).load(ACC_ROWS) if EARLY else G
                 # where a token is not seen this may be no number
                 G_e = before_row if ERASE_EARLY else G
                 D = exp2(G_e[:, None] - G_j[None, :])
@@ -227,7 +227,7 @@ def hopper_prepare_kernel(
                 reads = P * scale
             fade = 0.0
             if BOUND_DECAYS and not ERASE_EARLY:
-                square = gl.sum(gl.where(t[:, None] == gl.arange(0, C, COLUMNS)[None, :], A, 0.0), 1)
+                square = gl.sum(gl.where(t[:, None] == gl.arange(0, C, ACC_COLUMNS)[None, :], A, 0.0), 1)
                 kept = gl.maximum(gl.abs(1 - erase_row * square), 1.0, propagate_nan=tl.PropagateNan.ALL)
                 fade = gl.log2(kept)
                 if DECAY != "none":
@@ -237,22 +237,22 @@ def hopper_prepare_kernel(
             P_s.permute((1, 0)).store(keep(reads, dtype, READ_EARLY))
 
             l0, l1, l2, l3 = blocks_of_16(L)
-            l0 = narrow(l0, gl.float16)
-            l1 = narrow(l1, gl.float16)
-            l2 = narrow(l2, gl.float16)
-            l3 = narrow(l3, gl.float16)
+            l0 = to_16_bits(l0, gl.float16)
+            l1 = to_16_bits(l1, gl.float16)
+            l2 = to_16_bits(l2, gl.float16)
+            l3 = to_16_bits(l3, gl.float16)
             x = own_inverse(l0, l1, l2, l3)
             X_s.store(x)
             z0, z1, n2 = own_products(x, l0, l1, l2)
-            n0 = narrow(z0, gl.float16)
-            n2 = narrow(n2, gl.float16)
+            n0 = to_16_bits(z0, gl.float16)
+            n2 = to_16_bits(n2, gl.float16)
             N0_s.store(n0)
-            N1_s.store(narrow(z1, gl.float16))
+            N1_s.store(to_16_bits(z1, gl.float16))
             n0 = left_of(of_warp_1(n0))
             n2 = left_of(of_warp_3(n2))
             fence_async_shared()
             barrier()
-            u = gl.zeros([64, 16], gl.float32, PIECE)
+            u = gl.zeros([64, 16], gl.float32, ACC_N16)
             u = warpgroup_mma(n0, X_s.slice(0, 16), u, is_async=True)
             u = warpgroup_mma(n2, X_s.slice(32, 16), u, is_async=True)
             z0 = warpgroup_mma(n2, N0_s.slice(32, 16), z0, is_async=True)
@@ -272,13 +272,13 @@ def hopper_prepare_kernel(
             own_at = at + (r * (C + 8) + gl.where(low == m, 8, r // 16 * 2) * 8 + x8)
             own_8 = piece_of(X_s).to(lies)
             u, z0, z1, n0, n2 = warpgroup_mma_wait(0, deps=[u, z0, z1, n0, n2])
-            U_s.store(narrow(u, gl.float16))
-            z0 = left_of(narrow(z0, gl.float16))
-            z1 = left_of(narrow(z1, gl.float16))
+            U_s.store(to_16_bits(u, gl.float16))
+            z0 = left_of(to_16_bits(z0, gl.float16))
+            z1 = left_of(to_16_bits(z1, gl.float16))
             fence_async_shared()
             barrier()
-            f0 = gl.zeros([64, 16], gl.float32, PIECE)
-            f1 = gl.zeros([64, 16], gl.float32, PIECE)
+            f0 = gl.zeros([64, 16], gl.float32, ACC_N16)
+            f1 = gl.zeros([64, 16], gl.float32, ACC_N16)
             f0 = warpgroup_mma(z0, X_s.slice(0, 16), f0, is_async=True)
             f0 = warpgroup_mma(z1, U_s.slice(16, 16), f0, is_async=True)
             f1 = warpgroup_mma(z1, X_s.slice(16, 16), f1, is_async=True)
@@ -287,8 +287,8 @@ def hopper_prepare_kernel(
             place = r * (C + 8) + m * 8 + x8
             gl.store(at + place + (r // 16 * 16 - 16), piece_of(U_s).to(lies), mask=(r // 16) % 2 == 1)
             f0, f1, z0, z1 = warpgroup_mma_wait(0, deps=[f0, f1, z0, z1])
-            F0_s.store(narrow(f0, lies))
-            F1_s.store(narrow(f1, lies))
+            F0_s.store(to_16_bits(f0, lies))
+            F1_s.store(to_16_bits(f1, lies))
             gl.store(at + place, piece_of(F0_s), mask=r >= 32)
             gl.store(at + place + 16, piece_of(F1_s), mask=r >= 32)
             if GROUP > 1:

@@ -1,9 +1,20 @@
-"""The reverse scan for Hopper GPUs, in Gluon: equations, parameters and results are those of reverse.py.
+"""Reverse scan over the chunks of a sequence on sm_90: the gradients of states and values.
 
-Warp groups, buffers and barriers are those of scan_hopper.py, and what is copied is what its scan with an output reads,
-do for v, the last chunk first. Each of the two warp groups that compute has its half of dS^T in registers. What walks
-of walk_hopper.py take (65 to 128 keys, up to 128 values or a multiple of 128) is left to them. It takes operands and
-scratch of one 16-bit dtype, chunks of 64, keys up to 256, and k as the erase key.
+For a chunk with final-state gradient dS' [K, V], output gradient do and WY tiles T and P (P includes scale), per value
+head:
+
+    dx = P^T do + e^(Gend - G) k dS'
+    du = T^T dx                                                     du = dx for an additive update
+    dv = w du
+    dS = e^Gend dS' + (scale e^G'' q)^T do - (c k)^T du
+
+dS' and du of every chunk go to scratch memory for gradients.py.
+
+Grid, warp groups, ring buffer and barrier protocol are those of scan.py, with the chunks in reverse order and do in the
+buffers of v. Each consumer keeps the float32 accumulators of dS^T [64 values, K].
+
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256, K and V multiples of 8, erase keys equal to
+k. Shapes that sweep.py takes (64 < K <= 128, V <= 128 or a multiple of 128) are dispatched to sweep.py.
 """
 
 from typing import Any, NamedTuple
@@ -13,163 +24,172 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from deltazoo.backends.triton.kernels.hopper.common import (
-    COLUMNS,
-    LEFT,
-    MMA,
+    A_OPERAND,
+    ACC,
+    ACC_COLUMNS,
     barrier,
-    free,
-    narrow,
-    put,
-    times_inverse,
-    widen,
+    consumer_release,
+    matmul_inverse_async,
+    store_accumulator,
+    to_16_bits,
+    to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.scan import begin_reads, copy_chunks, next_buffer, put_reads
-from deltazoo.backends.triton.kernels.hopper.scan_traits import Stand, kind_of, room_of
-from deltazoo.backends.triton.kernels.hopper.state_copies import load_state, put_tile, store_final
+from deltazoo.backends.triton.kernels.hopper.scan import advance, issue_kq, producer, store_p_tile
+from deltazoo.backends.triton.kernels.hopper.scan_traits import WorkTile, allocate_smem, make_traits
+from deltazoo.backends.triton.kernels.hopper.state_copies import load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from_zero, sequence_and_segment
 
 
-class Results(NamedTuple):
-    """What it reads and writes by itself: dS from segment to segment, where parts begin, dS' and du of chunks, dv."""
+class GlobalPointers(NamedTuple):
+    """Global memory that the consumers read and write.
+
+    dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; part_dstates [N parts,
+    HV, V, K]: dS after each part; dstates [chunk slot, HV, V, K], du [chunk slot, 64, HV, V]: dS' and du of every
+    chunk; dv.
+    """
 
     dstate: Any
-    begins: Any
+    part_dstates: Any
     dstates: Any
     du: Any
     dv: Any
 
 
 @gluon.jit
-def leave_state(dS, at, room, stage, left_v, kind: gl.constexpr):
-    """dS'^T k^T, a tile of 64 keys after the other; meanwhile dS'^T goes to memory."""
-    K: gl.constexpr = kind.K
-    NK: gl.constexpr = kind.NK
-    y = gl.zeros([64, 64], gl.float32, MMA)
+def store_dstate(dS, at, smem, stage, columns, traits: gl.constexpr):
+    """Return dS'^T k^T, one tile of 64 keys after the other, and store dS'^T meanwhile."""
+    K: gl.constexpr = traits.K
+    NK: gl.constexpr = traits.NK
+    dx = gl.zeros([64, 64], gl.float32, ACC)
     for tk in gl.static_range(NK):
-        left = gl.convert_layout(narrow(dS[tk], kind.dtype), LEFT, assert_trivial=True)
-        y = warpgroup_mma(left, room.k_s[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
-        put(at + tk * 64, dS[tk], K, left_v, K - tk * 64, tk * 64 + 64 > K)
-        y, left = warpgroup_mma_wait(0, deps=[y, left])
-    return y
+        a_dS = gl.convert_layout(to_16_bits(dS[tk], traits.dtype), A_OPERAND, assert_trivial=True)
+        dx = warpgroup_mma(a_dS, smem.k[tk].index(stage).permute((1, 0)), dx, use_acc=tk > 0, is_async=True)
+        store_accumulator(at + tk * 64, dS[tk], K, columns, K - tk * 64, tk * 64 + 64 > K)
+        dx, a_dS = warpgroup_mma_wait(0, deps=[dx, a_dS])
+    return dx
 
 
 @gluon.jit
-def add_product(left, tiles, stage, dS, kind: gl.constexpr):
-    """dS^T and a product with each tile of 64 keys, under way."""
-    NK: gl.constexpr = kind.NK
-    out = (warpgroup_mma(left, tiles[0].index(stage), dS[0], is_async=True),)
+def issue_products(a, tiles, stage, dS, traits: gl.constexpr):
+    """Issue dS^T += a B for each tile B of 64 keys."""
+    NK: gl.constexpr = traits.NK
+    out = (warpgroup_mma(a, tiles[0].index(stage), dS[0], is_async=True),)
     for tk in gl.static_range(NK - 1):
-        out = out + (warpgroup_mma(left, tiles[tk + 1].index(stage), dS[tk + 1], is_async=True),)
+        out = out + (warpgroup_mma(a, tiles[tk + 1].index(stage), dS[tk + 1], is_async=True),)
     return out
 
 
 @gluon.jit
-def walk_chunk(
-    dS, to, scale, room, P_s, tile, stage, phase, c, column, stand, least: gl.constexpr, DU_IS_DV: gl.constexpr,
-    HALF: gl.constexpr, kind: gl.constexpr,
+def reverse_chunk(
+    dS, gmem, scale, smem, P_s, staging, stage, phase, c, column, work, min_beta: gl.constexpr, DU_IS_DV: gl.constexpr,
+    HALF: gl.constexpr, traits: gl.constexpr,
 ):  # fmt: skip
-    """One chunk of one of the two warp groups: dS^T before it."""
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    NK: gl.constexpr = kind.NK
-    DECAY: gl.constexpr = kind.DECAY
-    DELTA: gl.constexpr = kind.DELTA
-    WRITE: gl.constexpr = kind.WRITE
-    dtype: gl.constexpr = kind.dtype
+    """Process chunk c in a consumer: return the accumulators of dS^T before the chunk, from those after it."""
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    NK: gl.constexpr = traits.NK
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    WRITE: gl.constexpr = traits.WRITE
+    dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
-    left_v = V - column
-    local = (stand.first_place + c - stand.begins).to(gl.int64)
+    columns = V - column
+    scratch_slot = (work.segment_slot + c - work.segment_first).to(gl.int64)
 
-    mbarrier.wait(room.came.index(stage), phase)
+    mbarrier.wait(smem.k_full.index(stage), phase)
     if not DELTA:
-        put_reads(begin_reads(room, stage, kind), 0, P_s, room, stage, scale, kind)
-    # dx = scale P'^T do + (e^(Gend - G) k) dS'
-    dx = leave_state(dS, to.dstates + ((local * HV + stand.hv) * V + column) * K, room, stage, left_v, kind)
-    mbarrier.wait(room.rest_came.index(stage), phase)
-    do_T = room.v_s[HALF].index(stage).permute((1, 0)).load(MMA)
-    doq = widen(do_T) * scale
+        store_p_tile(issue_kq(smem, stage, traits), 0, P_s, smem, stage, scale, traits)
+    # dx = P^T do + e^(Gend - G) k dS', transposed
+    dx = store_dstate(dS, gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K, smem, stage, columns, traits)
+    mbarrier.wait(smem.v_full.index(stage), phase)
+    do_T = smem.v[HALF].index(stage).permute((1, 0)).load(ACC)
+    doq = to_float32(do_T) * scale
     if DECAY != "none":
-        G = room.G_s.index(stage).load(COLUMNS)
-        G_read = room.before_s.index(stage).load(COLUMNS) if kind.EARLY else G
-        G_end = room.G_s.index(stage).slice(63, 1).load(COLUMNS)
+        G = smem.G.index(stage).load(ACC_COLUMNS)
+        G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if traits.EARLY else G
+        G_end = smem.G.index(stage).slice(63, 1).load(ACC_COLUMNS)
         dx *= gl.exp2(G_end - G)[None, :]
         doq *= gl.exp2(G_read)[None, :]
-    left_do = gl.convert_layout(do_T, LEFT, assert_trivial=True)
+    a_do = gl.convert_layout(do_T, A_OPERAND, assert_trivial=True)
     P = P_s.index(stage if DELTA else 0).permute((1, 0))
-    dx = warpgroup_mma(left_do, P, dx, is_async=True)
-    # dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
+    dx = warpgroup_mma(a_do, P, dx, is_async=True)
+    # dS = e^Gend dS' + (scale e^G'' q)^T do - (c k)^T du, transposed
     if DECAY != "none":
-        end = gl.exp2(G_end)[None, :]
-        dS0 = (dS[0] * end,)
+        chunk_decay = gl.exp2(G_end)[None, :]
+        dS0 = (dS[0] * chunk_decay,)
         for tk in gl.static_range(NK - 1):
-            dS0 = dS0 + (dS[tk + 1] * end,)
+            dS0 = dS0 + (dS[tk + 1] * chunk_decay,)
     else:
         dS0 = dS
-    left_q = gl.convert_layout(narrow(doq, dtype), LEFT, assert_trivial=True)
-    dS1 = add_product(left_q, room.q_s, stage, dS0, kind)
-    dx, left_do = warpgroup_mma_wait(NK, deps=[dx, left_do])
+    a_doq = gl.convert_layout(to_16_bits(doq, dtype), A_OPERAND, assert_trivial=True)
+    dS1 = issue_products(a_doq, smem.q, stage, dS0, traits)
+    dx, a_do = warpgroup_mma_wait(NK, deps=[dx, a_do])
     # du = T^T dx
     if DELTA:
-        SCALED: gl.constexpr = room.T_s.dtype == gl.float16
-        dx, left_x, up = times_inverse(dx, room.T_s.index(stage), LEFT, SCALED)
-        dx, left_x = warpgroup_mma_wait(0, deps=[dx, left_x])
+        SCALED: gl.constexpr = smem.T.dtype == gl.float16
+        dx, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), A_OPERAND, SCALED)
+        dx, a_dx = warpgroup_mma_wait(0, deps=[dx, a_dx])
         if SCALED:
-            dx *= up[:, None]
-        erase = room.c_s.index(stage).load(COLUMNS)
-        left_k = gl.convert_layout(narrow(dx * -erase[None, :], dtype), LEFT, assert_trivial=True)
-        dS1 = add_product(left_k, room.k_s, stage, dS1, kind)
+            dx *= scales[:, None]
+        erase = smem.c.index(stage).load(ACC_COLUMNS)
+        a_du = gl.convert_layout(to_16_bits(dx * -erase[None, :], dtype), A_OPERAND, assert_trivial=True)
+        dS1 = issue_products(a_du, smem.k, stage, dS1, traits)
     else:
-        left_k = left_q
+        a_du = a_doq
     if (DELTA or WRITE) and not DU_IS_DV:
-        tile.permute((1, 0)).store(narrow(dx, dtype))
-        put_tile(to.du + ((local * 64 * HV + stand.hv) * V + column), tile, HV * V, 64, left_v, False, MASK_V)
+        staging.permute((1, 0)).store(to_16_bits(dx, dtype))
+        store_tile(
+            gmem.du + ((scratch_slot * 64 * HV + work.hv) * V + column), staging, HV * V, 64, columns, False, MASK_V
+        )
     if WRITE:
-        write = room.w_s.index(stage).load(COLUMNS)
-        dx *= (clamp_away_from_zero(write, least) if DU_IS_DV else write)[None, :]
-    tile.permute((1, 0)).store(narrow(dx, dtype))
-    at = to.dv + (((stand.start + c * 64) * HV + stand.hv) * V + column)
-    put_tile(at, tile, HV * V, stand.length - c * 64, left_v, True, MASK_V)
-    done = warpgroup_mma_wait(0, deps=dS1 + (left_q, left_k))
-    new = (done[0],)
+        write = smem.w.index(stage).load(ACC_COLUMNS)
+        dx *= (clamp_away_from_zero(write, min_beta) if DU_IS_DV else write)[None, :]
+    staging.permute((1, 0)).store(to_16_bits(dx, dtype))
+    at = gmem.dv + (((work.start + c * 64) * HV + work.hv) * V + column)
+    store_tile(at, staging, HV * V, work.length - c * 64, columns, True, MASK_V)
+    waited = warpgroup_mma_wait(0, deps=dS1 + (a_doq, a_du))
+    dS_next = (waited[0],)
     for tk in gl.static_range(NK - 1):
-        new = new + (done[tk + 1],)
-    free(room.done.index(stage))
-    return new
+        dS_next = dS_next + (waited[tk + 1],)
+    consumer_release(smem.empty.index(stage))
+    return dS_next
 
 
 @gluon.jit
-def walk(
-    to, scale, room, P_s, tile, stand, least: gl.constexpr, DU_IS_DV: gl.constexpr, HALF: gl.constexpr,
-    kind: gl.constexpr,
+def consumer(
+    gmem, scale, smem, P_s, staging, work, min_beta: gl.constexpr, DU_IS_DV: gl.constexpr, HALF: gl.constexpr,
+    traits: gl.constexpr,
 ):  # fmt: skip
-    """One of the two warp groups that compute, with the values from 128 `pair` + 64 HALF on."""
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    NK: gl.constexpr = kind.NK
-    column = stand.pair * 128 + HALF * 64
-    left_v = V - column
-    at_carry = to.dstate + ((stand.n.to(gl.int64) * HV + stand.hv) * K * V + column)
-    if kind.SPLIT > 0:
-        at = to.begins + (((stand.n * stand.parts + stand.part).to(gl.int64) * HV + stand.hv) * V + column) * K
-        dS = load_state(at, tile, K, K, left_v, NK, False)
+    """Consumer warp group: process the chunks of the work tile, the last first, for 64 of its 128 values."""
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    NK: gl.constexpr = traits.NK
+    column = work.value_tile * 128 + HALF * 64
+    columns = V - column
+    at_dstate = gmem.dstate + ((work.n.to(gl.int64) * HV + work.hv) * K * V + column)
+    if traits.SPLIT > 0:
+        at = gmem.part_dstates + (((work.n * work.parts + work.part).to(gl.int64) * HV + work.hv) * V + column) * K
+        dS = load_state(at, staging, K, K, columns, NK, False)
     else:
-        dS = load_state(at_carry, tile, K, V, left_v, NK, True)
-    barrier()  # here once, as in scan_hopper.py
+        dS = load_state(at_dstate, staging, K, V, columns, NK, True)
+    barrier()  # outside the loop for the reason given in scan.py
     stage = 0
     phase = 0
-    for back in range(0, stand.last - stand.first):
-        c = stand.last - 1 - back
-        dS = walk_chunk(dS, to, scale, room, P_s, tile, stage, phase, c, column, stand, least, DU_IS_DV, HALF, kind)
-        stage, phase = next_buffer(stage, phase, kind)
-    if stand.part == 0:
-        store_final(at_carry, dS, tile, K, V, left_v, NK)
+    for i in range(0, work.end - work.first):
+        c = work.end - 1 - i
+        dS = reverse_chunk(
+            dS, gmem, scale, smem, P_s, staging, stage, phase, c, column, work, min_beta, DU_IS_DV, HALF, traits
+        )
+        stage, phase = advance(stage, phase, traits)
+    if work.part == 0:
+        store_state(at_dstate, dS, staging, K, V, columns, NK)
 
 
 @gluon.jit(do_not_specialize=["T", "segment", "segments", "parts"])
 def hopper_reverse_kernel(
-    q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, begins, ends, cu, scale, T,
+    q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, part_dstates, ends, cu, scale, T,
     segment, segments, parts,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr, BV: gl.constexpr,
@@ -178,37 +198,41 @@ def hopper_reverse_kernel(
     MIN_BETA: gl.constexpr, ENDS: gl.constexpr,
     TERMS: gl.constexpr, PREC: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, part, value head, tile of 128 values), as in reverse.py.
+    """Parameters and results as in ../reverse.py, without ENDS.
 
-    To be launched with 4 warps, which become 12, and 168 registers a thread, which they share out anew."""
+    Launch with 4 warps and 168 registers per thread, reallocated as in scan.py.
+    """
     gl.static_assert(C == 64 and BV == 128 and K <= K0 + K1 and TERMS == 1)
     gl.static_assert(not OWN and not ENDS and K % 8 == 0 and V % 8 == 0)
     gl.static_assert(dstates.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K0 + K1) // 64
-    BUFFERS: gl.constexpr = 3 if NK <= 2 else 2
+    NUM_STAGES: gl.constexpr = 3 if NK <= 2 else 2
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = READ_EARLY and DECAY != "none"
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)
-    pair = pid % V_TILES
+    value_tile = pid % V_TILES
     hv = pid // V_TILES % HV
     n, part = sequence_and_segment(pid // (V_TILES * HV), parts, V_TILES * HV)
-    start, length, slot, begins_at, first_place, first, last = chunk_range(
+    start, length, slot, segment_first, segment_slot, first, end = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
-    if first < last:
-        kind: gl.constexpr = kind_of(
-            H, HV, K, V, NK, BUFFERS, DECAY, DELTA, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True, dtype
+    if first < end:
+        traits: gl.constexpr = make_traits(
+            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True, dtype
         )
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
-        room, P_s, tiles, _ = room_of(kind, T_dtype)
-        to = Results(dstate, begins, dstates, du, dv)
-        stand = Stand(start, length, begins_at, first, first, last, first_place, 0, n, part, parts, part == 0, hv, pair)
+        smem, P_s, staging, _ = allocate_smem(traits, T_dtype)
+        gmem = GlobalPointers(dstate, part_dstates, dstates, du, dv)
+        work = WorkTile(
+            start, length, segment_first, first, first, end, segment_slot, 0,
+            n, part, parts, part == 0, hv, value_tile,
+        )  # fmt: skip
         gl.warp_specialize(
             [
-                (walk, (to, scale, room, P_s[0], tiles[0], stand, MIN_BETA, DU_IS_DV, 0, kind)),
-                (walk, (to, scale, room, P_s[1], tiles[1], stand, MIN_BETA, DU_IS_DV, 1, kind)),
-                (copy_chunks, (q, k, do, gates, wy_tiles, room, slot, stand, kind, True)),
+                (consumer, (gmem, scale, smem, P_s[0], staging[0], work, MIN_BETA, DU_IS_DV, 0, traits)),
+                (consumer, (gmem, scale, smem, P_s[1], staging[1], work, MIN_BETA, DU_IS_DV, 1, traits)),
+                (producer, (q, k, do, gates, wy_tiles, smem, slot, work, traits, True)),
             ],
             [4, 4],
             [240, 24] if NK > 3 else [232, 40],

@@ -1,11 +1,34 @@
-"""The scan over chunks for Hopper GPUs, in Gluon: equations, parameters and results are those of scan.py.
+"""Scan over the chunks of a sequence on sm_90: outputs and final state, or the recomputed state of every chunk.
 
-A program has 128 values, and a processor to itself. Two warp groups, each with 64 of the values and its half of S^T in
-registers, share the tiles of a chunk in shared memory and walk out of step; a third copies chunk after chunk into a
-ring of buffers. Of each buffer three mbarriers tell that k, q and the gates have come, that v and the wy_tiles have, and
-that both have done with all of it. What goes to memory is turned in a tile of shared memory that a group has for
-itself, with one barrier of the group between. It takes operands and scratch of one 16-bit dtype, chunks of 64, keys up
-to 256, k as the erase key, and modes "output" and "replay".
+For a chunk with initial state S [K, V], WY tiles T and P and gates G, G'', c and w (../prepare.py), per value head:
+
+    x  = T (w v - c (S^T k))                  x = w v for an additive update
+    o  = scale e^G'' (S^T q) + P x            OUTPUT
+    S' = e^Gend S + (e^(Gend - G) k)^T x
+
+Grid: one CTA for each (sequence, part, value head, tile of 128 values); it loops over its chunks of 64 tokens. A CTA
+takes an SM for itself.
+
+Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 values and keeps its S^T [64, K] as
+float32 accumulators. It keeps all of its matrices transposed, so that S^T and x^T are A operands in registers and the
+tiles of the chunk are B operands in shared memory. The producer copies the tiles of chunk after chunk with cp.async.
+
+Barriers (scan_traits.SharedStorage), each an array over the stages of the ring buffer, NUM_STAGES = 3 (2 for K > 128):
+
+    barrier  arrivals             arrives              waits      protects
+    k_full   1                    producer             consumers  k, q, G, G_prev, c, w
+    v_full   1                    producer             consumers  v, T, P
+    empty    2 x 128 (threads)    consumers, at the    producer   all buffers of the stage
+                                  end of the chunk
+
+The consumers start with phase 0 and the producer with phase 1, so its first wait on each empty barrier returns at once;
+a phase flips when the stage wraps to 0. The consumers share no data and drift apart by up to the depth of the ring.
+
+Stores to global memory go through a staging tile that belongs to the consumer (state_copies.store_tile), which costs
+one barrier of the warp group each.
+
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256, K and V multiples of 8, erase keys equal to
+k, modes "output" and "replay" (recompute states).
 """
 
 from triton.experimental import gluon
@@ -19,309 +42,321 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltazoo.backends.triton.kernels.hopper.common import (
-    COLUMNS,
-    LEFT,
-    MMA,
-    ROWS,
+    A_OPERAND,
+    ACC,
+    ACC_COLUMNS,
+    ACC_ROWS,
     barrier,
-    fetch,
-    fetch_gates,
-    fetch_square,
-    free,
-    narrow,
-    of_copy,
-    tell,
-    times_inverse,
-    widen,
+    consumer_release,
+    copy_gates_async,
+    copy_pointers,
+    copy_tile_async,
+    copy_wy_tile_async,
+    matmul_inverse_async,
+    producer_arrive,
+    to_16_bits,
+    to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.scan_traits import Memory, Stand, kind_of, room_of
-from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, put_tile, store_final
+from deltazoo.backends.triton.kernels.hopper.scan_traits import GlobalPointers, WorkTile, allocate_smem, make_traits
+from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, sequence_and_segment
 
 
 @gluon.jit
-def next_buffer(stage, phase, kind: gl.constexpr):
-    last = stage == kind.BUFFERS - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+def advance(stage, phase, traits: gl.constexpr):
+    """Return the next stage of the ring buffer and its phase."""
+    wraps = stage == traits.NUM_STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
-def copy_chunks(q, k, v, gates, wy_tiles, room, slot, stand, kind: gl.constexpr, BACK: gl.constexpr):
-    """The copying warp group: the chunks from the first to the last, if BACK the other way, each once its buffer is
-    free."""
-    H: gl.constexpr = kind.H
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    NK: gl.constexpr = kind.NK
-    DECAY: gl.constexpr = kind.DECAY
-    DELTA: gl.constexpr = kind.DELTA
-    WRITE: gl.constexpr = kind.WRITE
-    EARLY: gl.constexpr = kind.EARLY
-    OUTPUT: gl.constexpr = kind.OUTPUT
-    dtype: gl.constexpr = kind.dtype
-    # that the rest has come is told when the next chunk is on its way, where a buffer is free for that
-    LATE: gl.constexpr = kind.BUFFERS > 2
-    h = stand.hv // (HV // H)
-    column = stand.pair * 128
+def producer(q, k, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr, REVERSED: gl.constexpr):
+    """Producer warp group: copy the tiles of each chunk, from the first to the last, or the other way if REVERSED.
+
+    Each chunk is two cp.async groups: k, the gates and q, then v, T and P. slot: slot of the sequence's first chunk.
+    """
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    NK: gl.constexpr = traits.NK
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    WRITE: gl.constexpr = traits.WRITE
+    EARLY: gl.constexpr = traits.EARLY
+    OUTPUT: gl.constexpr = traits.OUTPUT
+    dtype: gl.constexpr = traits.dtype
+    # with a spare stage, arrive on v_full only after the copies of the next chunk's first group have been issued
+    DEFER_V: gl.constexpr = traits.NUM_STAGES > 2
+    h = work.hv // (HV // H)
+    column = work.value_tile * 128
     MASK_V: gl.constexpr = V % 128 != 0
     stage = 0
     phase = 1
-    told = 0
-    for walked in range(stand.first, stand.last):
-        c = stand.first + stand.last - 1 - walked if BACK else walked
-        left = stand.length - c * 64
-        row = stand.start + c * 64
-        place = (slot + c).to(gl.int64) * HV + stand.hv
-        key = (row * H + h) * K
-        k_at = of_copy(k + key, H * K)
-        mbarrier.wait(room.done.index(stage), phase)
+    deferred = 0  # the stage whose v_full has not been arrived on
+    for i in range(work.first, work.end):
+        c = work.first + work.end - 1 - i if REVERSED else i
+        rows = work.length - c * 64
+        token = work.start + c * 64
+        gate_row = (slot + c).to(gl.int64) * HV + work.hv
+        key = (token * H + h) * K
+        k_at = copy_pointers(k + key, H * K)
+        mbarrier.wait(smem.empty.index(stage), phase)
         for tk in gl.static_range(NK):
-            fetch(room.k_s[tk].index(stage), k_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
-        fetch_gates(gates + place * 192, room, stage, DECAY, EARLY, DELTA, WRITE)
+            copy_tile_async(smem.k[tk].index(stage), k_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
+        copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
         if OUTPUT:
-            q_at = of_copy(q + key, H * K)
+            q_at = copy_pointers(q + key, H * K)
             for tk in gl.static_range(NK):
-                fetch(room.q_s[tk].index(stage), q_at, tk * 64, left, K - tk * 64, True, tk * 64 + 64 > K)
+                copy_tile_async(smem.q[tk].index(stage), q_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
         async_copy.commit_group()
-        if LATE:
-            tell(room.rest_came.index(told), 1, walked > stand.first)
-        v_at = of_copy(v + ((row * HV + stand.hv) * V + column), HV * V)
+        if DEFER_V:
+            producer_arrive(smem.v_full.index(deferred), 1, i > work.first)
+        v_at = copy_pointers(v + ((token * HV + work.hv) * V + column), HV * V)
         for half in gl.static_range(2):
-            fetch(room.v_s[half].index(stage), v_at, half * 64, left, V - column - half * 64, True, MASK_V)
+            copy_tile_async(smem.v[half].index(stage), v_at, half * 64, rows, V - column - half * 64, True, MASK_V)
         if DELTA:
-            square = wy_tiles + place * (64 * 72)
-            fetch_square(room.T_s.index(stage), square, True)
+            wy_tile = wy_tiles + gate_row * (64 * 72)
+            copy_wy_tile_async(smem.T.index(stage), wy_tile, True)
             if OUTPUT:
-                fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(dtype), bitcast=True), False)
+                copy_wy_tile_async(smem.P.index(stage), wy_tile.to(gl.pointer_type(dtype), bitcast=True), False)
         async_copy.commit_group()
-        tell(room.came.index(stage), 1, True)
-        if not LATE:
-            tell(room.rest_came.index(stage), 0, True)
-        told = stage
-        stage, phase = next_buffer(stage, phase, kind)
-    if LATE:
-        tell(room.rest_came.index(told), 0, stand.first < stand.last)
+        producer_arrive(smem.k_full.index(stage), 1, True)
+        if not DEFER_V:
+            producer_arrive(smem.v_full.index(stage), 0, True)
+        deferred = stage
+        stage, phase = advance(stage, phase, traits)
+    if DEFER_V:
+        producer_arrive(smem.v_full.index(deferred), 0, work.first < work.end)
 
 
 @gluon.jit
-def read_by_tiles(S, room, state_s, stage, kind: gl.constexpr):
-    """S^T k^T and S^T q^T, a tile of 64 keys after the other, for registers do not hold S^T in 16 bits beside it. A
-    replay leaves the tiles in shared memory."""
-    NK: gl.constexpr = kind.NK
-    OUTPUT: gl.constexpr = kind.OUTPUT
-    y = gl.zeros([64, 64], gl.float32, MMA)
-    out = gl.zeros([64, 64], gl.float32, MMA)
+def read_state_by_key_tiles(S, smem, state_s, stage, traits: gl.constexpr):
+    """Return S^T k^T and S^T q^T, one tile of 64 keys after the other.
+
+    For NK > 2, where the registers cannot hold S^T in 16 bits beside its accumulators. When states are recomputed,
+    leaves the 16-bit tiles in state_s.
+    """
+    NK: gl.constexpr = traits.NK
+    OUTPUT: gl.constexpr = traits.OUTPUT
+    y = gl.zeros([64, 64], gl.float32, ACC)
+    out = gl.zeros([64, 64], gl.float32, ACC)
     for tk in gl.static_range(NK):
-        low = narrow(S[tk], kind.dtype)
-        left = gl.convert_layout(low, LEFT, assert_trivial=True)
-        if kind.DELTA:
-            k_T = room.k_s[tk].index(stage).permute((1, 0))
-            y = warpgroup_mma(left, k_T, y, use_acc=tk > 0, is_async=True)
+        S_low = to_16_bits(S[tk], traits.dtype)
+        a_S = gl.convert_layout(S_low, A_OPERAND, assert_trivial=True)
+        if traits.DELTA:
+            k_T = smem.k[tk].index(stage).permute((1, 0))
+            y = warpgroup_mma(a_S, k_T, y, use_acc=tk > 0, is_async=True)
         if OUTPUT:
-            q_T = room.q_s[tk].index(stage).permute((1, 0))
-            out = warpgroup_mma(left, q_T, out, use_acc=tk > 0, is_async=True)
+            q_T = smem.q[tk].index(stage).permute((1, 0))
+            out = warpgroup_mma(a_S, q_T, out, use_acc=tk > 0, is_async=True)
         else:
-            state_s[tk].store(low)
-        if kind.DELTA and OUTPUT:
-            y, out, left = warpgroup_mma_wait(0, deps=[y, out, left])
-        elif kind.DELTA:
-            y, left = warpgroup_mma_wait(0, deps=[y, left])
+            state_s[tk].store(S_low)
+        if traits.DELTA and OUTPUT:
+            y, out, a_S = warpgroup_mma_wait(0, deps=[y, out, a_S])
+        elif traits.DELTA:
+            y, a_S = warpgroup_mma_wait(0, deps=[y, a_S])
         elif OUTPUT:
-            out, left = warpgroup_mma_wait(0, deps=[out, left])
+            out, a_S = warpgroup_mma_wait(0, deps=[out, a_S])
     return y, out
 
 
 @gluon.jit
-def begin_reads(room, stage, kind: gl.constexpr):
-    """k q^T of a chunk, under way."""
-    NK: gl.constexpr = kind.NK
-    P = gl.zeros([64, 64], gl.float32, MMA)
+def issue_kq(smem, stage, traits: gl.constexpr):
+    """Issue the wgmmas of k q^T [64, 64] of a chunk."""
+    NK: gl.constexpr = traits.NK
+    P = gl.zeros([64, 64], gl.float32, ACC)
     for tk in gl.static_range(NK):
-        q_T = room.q_s[tk].index(stage).permute((1, 0))
-        P = warpgroup_mma(room.k_s[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
+        q_T = smem.q[tk].index(stage).permute((1, 0))
+        P = warpgroup_mma(smem.k[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
     return P
 
 
 @gluon.jit
-def put_reads(P, UNDER_WAY: gl.constexpr, P_s, room, stage, scale, kind: gl.constexpr):
-    """P^T [written, read] of a chunk, of k q^T, to the warp group's tile; so many products were begun after that."""
-    P = warpgroup_mma_wait(UNDER_WAY, deps=[P])
-    i = gl.arange(0, 64, COLUMNS)[None, :]
-    j = gl.arange(0, 64, ROWS)[:, None]
-    if kind.DECAY != "none":
-        # where a token is not seen this may be no number
-        G_i = room.before_s.index(stage).load(COLUMNS) if kind.EARLY else room.G_s.index(stage).load(COLUMNS)
-        P *= gl.exp2(G_i[None, :] - room.G_s.index(stage).load(ROWS)[:, None])
-    P_s.index(0).store(narrow(gl.where(j + (1 if kind.READ_EARLY else 0) <= i, P * scale, 0.0), kind.dtype))
+def store_p_tile(P, PENDING: gl.constexpr, P_s, smem, stage, scale, traits: gl.constexpr):
+    """Store P^T [written token j, reading token i] in P_s, from the accumulator of k q^T (additive updates).
+
+    PENDING: number of wgmmas that were issued after those of k q^T.
+    """
+    P = warpgroup_mma_wait(PENDING, deps=[P])
+    i = gl.arange(0, 64, ACC_COLUMNS)[None, :]
+    j = gl.arange(0, 64, ACC_ROWS)[:, None]
+    if traits.DECAY != "none":
+        # may be inf or NaN at non-causal positions, masked below
+        G_i = smem.G_prev.index(stage).load(ACC_COLUMNS) if traits.EARLY else smem.G.index(stage).load(ACC_COLUMNS)
+        P *= gl.exp2(G_i[None, :] - smem.G.index(stage).load(ACC_ROWS)[:, None])
+    P_s.index(0).store(to_16_bits(gl.where(j + (1 if traits.READ_EARLY else 0) <= i, P * scale, 0.0), traits.dtype))
     fence_async_shared()
     barrier()
 
 
 @gluon.jit
-def walk_chunk(
-    S, memory, scale, room, P_s, tile, state_s, stage, phase, c, column, stand, HALF: gl.constexpr, kind: gl.constexpr
-):
-    """One chunk of one of the two warp groups: S^T after it."""
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    NK: gl.constexpr = kind.NK
-    DECAY: gl.constexpr = kind.DECAY
-    DELTA: gl.constexpr = kind.DELTA
-    EARLY: gl.constexpr = kind.EARLY
-    OUTPUT: gl.constexpr = kind.OUTPUT
-    CHECKPOINT_EVERY: gl.constexpr = kind.CHECKPOINT_EVERY
-    dtype: gl.constexpr = kind.dtype
+def scan_chunk(
+    S, gmem, scale, smem, P_s, staging, state_s, stage, phase, c, column, work,
+    HALF: gl.constexpr, traits: gl.constexpr,
+):  # fmt: skip
+    """Process chunk c in a consumer: return the accumulators of S^T after the chunk, from those before it."""
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    NK: gl.constexpr = traits.NK
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    EARLY: gl.constexpr = traits.EARLY
+    OUTPUT: gl.constexpr = traits.OUTPUT
+    CHECKPOINT_EVERY: gl.constexpr = traits.CHECKPOINT_EVERY
+    dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
-    left_v = V - column
-    local = (stand.first_place + c - stand.begins).to(gl.int64)
+    columns = V - column
+    scratch_slot = (work.segment_slot + c - work.segment_first).to(gl.int64)
 
-    WIDE: gl.constexpr = NK > 2  # then S^T is read by tiles
-    low = (narrow(S[0], dtype),)
-    left = (gl.convert_layout(low[0], LEFT, assert_trivial=True),)
-    for tk in gl.static_range(0 if WIDE else NK - 1):
-        low = low + (narrow(S[tk + 1], dtype),)
-        left = left + (gl.convert_layout(low[tk + 1], LEFT, assert_trivial=True),)
+    BY_KEY_TILES: gl.constexpr = NK > 2
+    S_low = (to_16_bits(S[0], dtype),)
+    a_S = (gl.convert_layout(S_low[0], A_OPERAND, assert_trivial=True),)
+    for tk in gl.static_range(0 if BY_KEY_TILES else NK - 1):
+        S_low = S_low + (to_16_bits(S[tk + 1], dtype),)
+        a_S = a_S + (gl.convert_layout(S_low[tk + 1], A_OPERAND, assert_trivial=True),)
     if OUTPUT and CHECKPOINT_EVERY > 0:
         if (c > 0) & (c % CHECKPOINT_EVERY == 0):
             at = (
-                memory.checkpoints
-                + (((stand.checkpoint + c // CHECKPOINT_EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
+                gmem.checkpoints
+                + (((work.checkpoint + c // CHECKPOINT_EVERY).to(gl.int64) * HV + work.hv) * V + column) * K
             )
             for tk in gl.static_range(NK):
-                tile.store(narrow(S[tk], dtype) if WIDE else low[tk])
-                put_tile(at + tk * 64, tile, K, left_v, K - tk * 64, MASK_V, tk * 64 + 64 > K)
+                staging.store(to_16_bits(S[tk], dtype) if BY_KEY_TILES else S_low[tk])
+                store_tile(at + tk * 64, staging, K, columns, K - tk * 64, MASK_V, tk * 64 + 64 > K)
 
-    mbarrier.wait(room.came.index(stage), phase)
-    y = gl.zeros([64, 64], gl.float32, MMA)
-    out = gl.zeros([64, 64], gl.float32, MMA)
+    mbarrier.wait(smem.k_full.index(stage), phase)
+    y = gl.zeros([64, 64], gl.float32, ACC)
+    out = gl.zeros([64, 64], gl.float32, ACC)
     if OUTPUT and not DELTA:
-        P = begin_reads(room, stage, kind)
-    if DELTA and not WIDE:
+        P = issue_kq(smem, stage, traits)
+    if DELTA and not BY_KEY_TILES:
         for tk in gl.static_range(NK):
-            y = warpgroup_mma(left[tk], room.k_s[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
-    if OUTPUT and not WIDE:
+            y = warpgroup_mma(a_S[tk], smem.k[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
+    if OUTPUT and not BY_KEY_TILES:
         for tk in gl.static_range(NK):
-            out = warpgroup_mma(left[tk], room.q_s[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
+            out = warpgroup_mma(a_S[tk], smem.q[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
 
     if OUTPUT and not DELTA:
-        put_reads(P, 0 if WIDE else NK, P_s, room, stage, scale, kind)
-    if WIDE:
-        y, out = read_by_tiles(S, room, state_s, stage, kind)
+        store_p_tile(P, 0 if BY_KEY_TILES else NK, P_s, smem, stage, scale, traits)
+    if BY_KEY_TILES:
+        y, out = read_state_by_key_tiles(S, smem, state_s, stage, traits)
     if not OUTPUT:
-        at = memory.states + ((local * HV + stand.hv) * V + column) * K
-        rows = gl.where(c >= stand.first_kept, left_v, 0)
-        for tk in gl.static_range(0 if WIDE else NK):
-            state_s[tk].store(low[tk])
+        at = gmem.states + ((scratch_slot * HV + work.hv) * V + column) * K
+        rows = gl.where(c >= work.first_stored, columns, 0)
+        for tk in gl.static_range(0 if BY_KEY_TILES else NK):
+            state_s[tk].store(S_low[tk])
         for tk in gl.static_range(NK):
-            put_tile(at + tk * 64, state_s[tk], K, rows, K - tk * 64, True, tk * 64 + 64 > K)
+            store_tile(at + tk * 64, state_s[tk], K, rows, K - tk * 64, True, tk * 64 + 64 > K)
 
-    # u = w v - c S0^T e,  x = T u
-    mbarrier.wait(room.rest_came.index(stage), phase)
-    x = widen(room.v_s[HALF].index(stage).permute((1, 0)).load(MMA))
-    if kind.WRITE:
-        x *= room.w_s.index(stage).load(COLUMNS)[None, :]
+    # x^T = (w v - c S^T k)^T T^T
+    mbarrier.wait(smem.v_full.index(stage), phase)
+    x = to_float32(smem.v[HALF].index(stage).permute((1, 0)).load(ACC))
+    if traits.WRITE:
+        x *= smem.w.index(stage).load(ACC_COLUMNS)[None, :]
     if DELTA:
-        erase = room.c_s.index(stage).load(COLUMNS)
-        if not WIDE:
-            y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, left[0], left[NK - 1]])
+        erase = smem.c.index(stage).load(ACC_COLUMNS)
+        if not BY_KEY_TILES:
+            y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, a_S[0], a_S[NK - 1]])
         x -= y * erase[None, :]
-        SCALED: gl.constexpr = room.T_s.dtype == gl.float16
-        x, left_u, up = times_inverse(x, room.T_s.index(stage).permute((1, 0)), LEFT, SCALED)
+        SCALED: gl.constexpr = smem.T.dtype == gl.float16
+        x, a_u, scales = matmul_inverse_async(x, smem.T.index(stage).permute((1, 0)), A_OPERAND, SCALED)
     if DECAY != "none":
-        G = room.G_s.index(stage).load(COLUMNS)
-        G_end = room.G_s.index(stage).slice(63, 1).load(COLUMNS)
-        end = gl.exp2(G_end)[None, :]
-        S0 = (S[0] * end,)
+        G = smem.G.index(stage).load(ACC_COLUMNS)
+        G_end = smem.G.index(stage).slice(63, 1).load(ACC_COLUMNS)
+        chunk_decay = gl.exp2(G_end)[None, :]
+        S0 = (S[0] * chunk_decay,)
         for tk in gl.static_range(NK - 1):
-            S0 = S0 + (S[tk + 1] * end,)
-        fade = gl.exp2(G_end - G)
+            S0 = S0 + (S[tk + 1] * chunk_decay,)
+        decay_to_end = gl.exp2(G_end - G)
     else:
         S0 = S
-    # o = scale e^G'' S0^T q + P x
+    # o^T = scale e^G'' S^T q^T + x^T P^T
     if OUTPUT:
-        if not WIDE:
-            out, _, _ = warpgroup_mma_wait(1 if DELTA else 0, deps=[out, left[0], left[NK - 1]])
+        if not BY_KEY_TILES:
+            out, _, _ = warpgroup_mma_wait(1 if DELTA else 0, deps=[out, a_S[0], a_S[NK - 1]])
         if DECAY != "none":
-            G_read = room.before_s.index(stage).load(COLUMNS) if EARLY else G
+            G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if EARLY else G
             out *= (gl.exp2(G_read) * scale)[None, :]
         else:
             out *= scale
     if DELTA:
-        x, left_u = warpgroup_mma_wait(0, deps=[x, left_u])
+        x, a_u = warpgroup_mma_wait(0, deps=[x, a_u])
         if SCALED:
-            x *= up[:, None]
-    x_low = narrow(x, dtype)
-    left_x = gl.convert_layout(x_low, LEFT, assert_trivial=True)
+            x *= scales[:, None]
+    x_low = to_16_bits(x, dtype)
+    a_x = gl.convert_layout(x_low, A_OPERAND, assert_trivial=True)
     if DECAY != "none":
-        left_k = gl.convert_layout(narrow(x * fade[None, :], dtype), LEFT, assert_trivial=True)
+        a_x_decayed = gl.convert_layout(to_16_bits(x * decay_to_end[None, :], dtype), A_OPERAND, assert_trivial=True)
     else:
-        left_k = left_x
+        a_x_decayed = a_x
     if OUTPUT:
-        out = warpgroup_mma(left_x, P_s.index(stage if DELTA else 0), out, is_async=True)
-    # S' = e^Gend S0 + (e^(Gend - G) k)^T x
-    S1 = (warpgroup_mma(left_k, room.k_s[0].index(stage), S0[0], is_async=True),)
+        out = warpgroup_mma(a_x, P_s.index(stage if DELTA else 0), out, is_async=True)
+    # S'^T = e^Gend S^T + (e^(Gend - G) x)^T k
+    S1 = (warpgroup_mma(a_x_decayed, smem.k[0].index(stage), S0[0], is_async=True),)
     for tk in gl.static_range(NK - 1):
-        S1 = S1 + (warpgroup_mma(left_k, room.k_s[tk + 1].index(stage), S0[tk + 1], is_async=True),)
+        S1 = S1 + (warpgroup_mma(a_x_decayed, smem.k[tk + 1].index(stage), S0[tk + 1], is_async=True),)
     if OUTPUT:
-        out, left_x = warpgroup_mma_wait(NK, deps=[out, left_x])
-        tile.permute((1, 0)).store(narrow(out, dtype))
-        at = memory.o + (((stand.start + c * 64) * HV + stand.hv) * V + column)
-        put_tile(at, tile, HV * V, stand.length - c * 64, left_v, True, MASK_V)
+        out, a_x = warpgroup_mma_wait(NK, deps=[out, a_x])
+        staging.permute((1, 0)).store(to_16_bits(out, dtype))
+        at = gmem.o + (((work.start + c * 64) * HV + work.hv) * V + column)
+        store_tile(at, staging, HV * V, work.length - c * 64, columns, True, MASK_V)
     elif DELTA:
-        tile.permute((1, 0)).store(x_low)
-        at = memory.xs + ((local * 64 * HV + stand.hv) * V + column)
-        put_tile(at, tile, HV * V, gl.where(c >= stand.first_kept, 64, 0), left_v, True, MASK_V)
-    done = warpgroup_mma_wait(0, deps=S1 + (left_k,))
-    new = (done[0],)
+        staging.permute((1, 0)).store(x_low)
+        at = gmem.xs + ((scratch_slot * 64 * HV + work.hv) * V + column)
+        store_tile(at, staging, HV * V, gl.where(c >= work.first_stored, 64, 0), columns, True, MASK_V)
+    waited = warpgroup_mma_wait(0, deps=S1 + (a_x_decayed,))
+    S_next = (waited[0],)
     for tk in gl.static_range(NK - 1):
-        new = new + (done[tk + 1],)
-    free(room.done.index(stage))
-    return new
+        S_next = S_next + (waited[tk + 1],)
+    consumer_release(smem.empty.index(stage))
+    return S_next
 
 
 @gluon.jit
-def walk(memory, scale, room, P_s, tile, state_s, stand, HALF: gl.constexpr, kind: gl.constexpr):
-    """One of the two warp groups that compute, with the values from 128 `pair` + 64 HALF on, and a P of its own where
-    it makes that itself."""
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    NK: gl.constexpr = kind.NK
-    CHECKPOINT_EVERY: gl.constexpr = kind.CHECKPOINT_EVERY
-    STATE: gl.constexpr = kind.STATE
-    SPLIT: gl.constexpr = kind.SPLIT
-    OUTPUT: gl.constexpr = kind.OUTPUT
-    column = stand.pair * 128 + HALF * 64
-    left_v = V - column
-    at_state = (stand.n.to(gl.int64) * HV + stand.hv) * K * V + column
-    S = (gl.zeros([64, 64], gl.float32, MMA),)
+def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr, traits: gl.constexpr):
+    """Consumer warp group: scan the chunks of the work tile for values 128 value_tile + 64 HALF and the next 63.
+
+    P_s: P^T, private to the consumer where the update is additive. staging, state_s: its staging tiles.
+    """
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    NK: gl.constexpr = traits.NK
+    CHECKPOINT_EVERY: gl.constexpr = traits.CHECKPOINT_EVERY
+    HAS_STATE: gl.constexpr = traits.HAS_STATE
+    SPLIT: gl.constexpr = traits.SPLIT
+    OUTPUT: gl.constexpr = traits.OUTPUT
+    column = work.value_tile * 128 + HALF * 64
+    columns = V - column
+    at_state = (work.n.to(gl.int64) * HV + work.hv) * K * V + column
+    S = (gl.zeros([64, 64], gl.float32, ACC),)
     for _ in gl.static_range(NK - 1):
-        S = S + (gl.zeros([64, 64], gl.float32, MMA),)
+        S = S + (gl.zeros([64, 64], gl.float32, ACC),)
     if OUTPUT and SPLIT > 0:
-        at = memory.starts + (((stand.n * stand.parts + stand.part).to(gl.int64) * HV + stand.hv) * V + column) * K
-        S = load_state(at, tile, K, K, left_v, NK, False)
+        at = gmem.starts + (((work.n * work.parts + work.part).to(gl.int64) * HV + work.hv) * V + column) * K
+        S = load_state(at, staging, K, K, columns, NK, False)
     elif OUTPUT:
-        if STATE:
-            S = load_state(memory.state + at_state, tile, K, V, left_v, NK, True)
-    elif stand.first > 0:
-        at = (
-            memory.checkpoints
-            + (((stand.checkpoint + stand.first // CHECKPOINT_EVERY).to(gl.int64) * HV + stand.hv) * V + column) * K
-        )
-        S = load_checkpoint(at, state_s, K, left_v, NK, V % 128 != 0)
-    elif STATE:
-        S = load_state(memory.state + at_state, tile, K, V, left_v, NK, True)
-    barrier()  # here once: else the compiler has one in the loop, for the sake of its first round
+        if HAS_STATE:
+            S = load_state(gmem.state + at_state, staging, K, V, columns, NK, True)
+    elif work.first > 0:
+        checkpoint = (work.checkpoint + work.first // CHECKPOINT_EVERY).to(gl.int64)
+        at = gmem.checkpoints + ((checkpoint * HV + work.hv) * V + column) * K
+        S = load_checkpoint(at, state_s, K, columns, NK, V % 128 != 0)
+    elif HAS_STATE:
+        S = load_state(gmem.state + at_state, staging, K, V, columns, NK, True)
+    # With smem accesses pending at loop entry the compiler would place a barrier in every iteration; this one avoids
+    # it.
+    barrier()
     stage = 0
     phase = 0
-    for c in range(stand.first, stand.last):
-        S = walk_chunk(S, memory, scale, room, P_s, tile, state_s, stage, phase, c, column, stand, HALF, kind)
-        stage, phase = next_buffer(stage, phase, kind)
+    for c in range(work.first, work.end):
+        S = scan_chunk(S, gmem, scale, smem, P_s, staging, state_s, stage, phase, c, column, work, HALF, traits)
+        stage, phase = advance(stage, phase, traits)
     if OUTPUT:
-        if stand.is_last:
-            store_final(memory.final + at_state, S, tile, K, V, left_v, NK)
+        if work.is_last:
+            store_state(gmem.final + at_state, S, staging, K, V, columns, NK)
 
 
 @gluon.jit(do_not_specialize=["T", "segment", "segments", "parts"])
@@ -330,14 +365,16 @@ def hopper_scan_kernel(
     scale, T, segment, segments, parts,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr, BV: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, STATE: gl.constexpr,
+    DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
     SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, PREC: gl.constexpr,
     STAGES: gl.constexpr, TILED: gl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, part, value head, tile of 128 values), as in scan.py.
+    """Parameters and results as in ../scan.py, modes "output" and "replay".
 
-    To be launched with 4 warps, which become 12, and 168 registers a thread, which they share out anew."""
+    Launch with 4 warps and 168 registers per thread. warp_specialize adds two warp groups of 4 warps and reallocates
+    the registers: 232 per thread in a consumer and 40 in the producer, or 240 and 24 with four tiles of keys.
+    """
     OUTPUT: gl.constexpr = MODE == "output"
     gl.static_assert(OUTPUT or (MODE == "replay" and CHECKPOINT_EVERY > 0))
     gl.static_assert(C == 64 and BV == 128 and K <= K0 + K1 and TERMS == 1)
@@ -345,46 +382,45 @@ def hopper_scan_kernel(
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
     gl.static_assert(CHECKPOINT_EVERY == 0 or checkpoints.dtype == k.dtype)
     gl.static_assert(OUTPUT or states.dtype == k.dtype)
-    if STATE:
+    if HAS_STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
     NK: gl.constexpr = (K0 + K1) // 64
-    BUFFERS: gl.constexpr = 3 if NK <= 2 else 2
+    NUM_STAGES: gl.constexpr = 3 if NK <= 2 else 2
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none"
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)
-    pair = pid % V_TILES
+    value_tile = pid % V_TILES
     hv = pid // V_TILES % HV
     n, part = sequence_and_segment(pid // (V_TILES * HV), parts, V_TILES * HV)
-    start, length, slot, begins, first_place, first, last = chunk_range(
+    start, length, slot, segment_first, segment_slot, first, end = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
     chunks = gl.cdiv(length, C)
-    first_kept = first
-    wanted = first < last
+    first_stored = first
+    has_work = first < end
     is_last = part == 0
     if OUTPUT:
         if SPLIT > 0:
             is_last = part == gl.maximum(chunks - 1, 0) // SPLIT
-        wanted = wanted | is_last
+        has_work = has_work | is_last  # a sequence without tokens has a final state
     else:
         first = first // CHECKPOINT_EVERY * CHECKPOINT_EVERY
     checkpoint = 0
     if CHECKPOINT_EVERY > 0:
-        # of the first one, before any chunk: the state there is an operand, and is not kept
         checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
-    if wanted:
-        kind: gl.constexpr = kind_of(
+    if has_work:
+        traits: gl.constexpr = make_traits(
             H,
             HV,
             K,
             V,
             NK,
-            BUFFERS,
+            NUM_STAGES,
             DECAY,
             DELTA,
             WRITE,
-            STATE,
+            HAS_STATE,
             EARLY,
             READ_EARLY,
             CHECKPOINT_EVERY,
@@ -393,16 +429,17 @@ def hopper_scan_kernel(
             dtype,
         )
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
-        room, P_s, tiles, states_s = room_of(kind, T_dtype)
-        memory = Memory(state, o, final, checkpoints, states, xs, starts)
-        stand = Stand(
-            start, length, begins, first, first_kept, last, first_place, checkpoint, n, part, parts, is_last, hv, pair
-        )
+        smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)
+        gmem = GlobalPointers(state, o, final, checkpoints, states, xs, starts)
+        work = WorkTile(
+            start, length, segment_first, first, first_stored, end, segment_slot, checkpoint,
+            n, part, parts, is_last, hv, value_tile,
+        )  # fmt: skip
         gl.warp_specialize(
             [
-                (walk, (memory, scale, room, P_s[0], tiles[0], states_s[0], stand, 0, kind)),
-                (walk, (memory, scale, room, P_s[1], tiles[1], states_s[1], stand, 1, kind)),
-                (copy_chunks, (q, k, v, gates, wy_tiles, room, slot, stand, kind, False)),
+                (consumer, (gmem, scale, smem, P_s[0], staging[0], states_s[0], work, 0, traits)),
+                (consumer, (gmem, scale, smem, P_s[1], staging[1], states_s[1], work, 1, traits)),
+                (producer, (q, k, v, gates, wy_tiles, smem, slot, work, traits, False)),
             ],
             [4, 4],
             [240, 24] if NK > 3 else [232, 40],

@@ -1,18 +1,27 @@
-"""What a scan of scan_hopper.py is of, where it keeps what in shared memory, and where it stands, in Gluon."""
+"""Kernel traits, shared memory, global pointers and work tile of the scan and reverse scan (scan.py, reverse.py)."""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltazoo.backends.triton.kernels.hopper.common import SHARED_TILE, WALKERS, allocate, barriers, ring, room_of_gates
+from deltazoo.backends.triton.kernels.hopper.common import (
+    SMEM_TILE,
+    WARP_GROUP_THREADS,
+    allocate_barriers,
+    allocate_gate_rings,
+    allocate_tile_rings,
+    allocate_tiles,
+)
 
 
-class Kind(NamedTuple):
-    """What is known when a kernel is compiled: heads, widths, the update as `ScanKind` has it, and what is wanted.
+class KernelTraits(NamedTuple):
+    """Compile-time constants of a kernel: heads, widths and the variant of the update.
 
-    NK: tiles of 64 keys; BUFFERS: for chunks; WRITE: w is there; STATE: an initial state is; EARLY: reads take the gate
-    before each token.
+    NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", or per token or fixed per head. DELTA:
+    the update erases. WRITE: there is a w. HAS_STATE: there is an initial state. READ_EARLY: the output is read from
+    the state before the token's update. EARLY: G before each token is needed. CHECKPOINT_EVERY: chunks per checkpoint (0: none).
+    SPLIT: chunks per part (0: one part). OUTPUT: compute o and the final state, else recompute the states of chunks.
     """
 
     H: Any
@@ -20,11 +29,11 @@ class Kind(NamedTuple):
     K: Any
     V: Any
     NK: Any
-    BUFFERS: Any
+    NUM_STAGES: Any
     DECAY: Any
     DELTA: Any
     WRITE: Any
-    STATE: Any
+    HAS_STATE: Any
     EARLY: Any
     READ_EARLY: Any
     CHECKPOINT_EVERY: Any
@@ -34,32 +43,39 @@ class Kind(NamedTuple):
 
 
 @gluon.constexpr_function
-def kind_of(*fields):
-    """A Kind, which a kernel may not make itself: it would take what it has for numbers of the device."""
-    return Kind(*fields)
+def make_traits(*fields):
+    """Return KernelTraits. Constructed inside a kernel, its fields would become run-time values."""
+    return KernelTraits(*fields)
 
 
-class Room(NamedTuple):
-    """Shared memory, of each chunk with BUFFERS buffers: tiles of 64 columns of k, q and v, T, P^T, the gates G, G
-    before each token, c and w. came: k, q and gates have come; rest_came: v, T and P; done: with a buffer."""
+class SharedStorage(NamedTuple):
+    """Shared memory: ring buffers of NUM_STAGES chunks and their mbarriers.
 
-    k_s: Any
-    q_s: Any
-    v_s: Any
-    T_s: Any
-    P_s: Any
-    G_s: Any
-    before_s: Any
-    c_s: Any
-    w_s: Any
-    came: Any
-    rest_came: Any
-    done: Any
+    k, q, v: NK, NK and 2 tiles of 64 columns; T, P: the WY tiles T and P^T; G, G_prev, c, w: gates [64].
+    k_full: k, q and the gates of a stage are loaded; v_full: v, T and P are; empty: both consumers have released it.
+    """
+
+    k: Any
+    q: Any
+    v: Any
+    T: Any
+    P: Any
+    G: Any
+    G_prev: Any
+    c: Any
+    w: Any
+    k_full: Any
+    v_full: Any
+    empty: Any
 
 
-class Memory(NamedTuple):
-    """What a scan reads and writes by itself: the initial state, o and the final state, checkpoints, the states and x
-    of a replay, and where parts start from."""
+class GlobalPointers(NamedTuple):
+    """Global memory that the consumers read and write.
+
+    state [N, HV, K, V]: initial state; o [B, T, HV, V]; final [N, HV, K, V]: final state; checkpoints [checkpoint, HV,
+    V, K]; states [chunk slot, HV, V, K] and xs [chunk slot, 64, HV, V]: recomputed S^T and x; starts [N parts, HV, V,
+    K]: the state that each part starts from.
+    """
 
     state: Any
     o: Any
@@ -70,58 +86,66 @@ class Memory(NamedTuple):
     starts: Any
 
 
-class Stand(NamedTuple):
-    """Where a program stands: its sequence, from `start` on and `length` long; its chunks, from `first` to `last`, kept
-    from `first_kept` on, in places of which `first_place` is that of `begins`; its first checkpoint; its number n, part
-    and value head, and its pair of halves of the values. is_last: it has the final state."""
+class WorkTile(NamedTuple):
+    """The work of a program: chunks [first, end) of sequence n and 128 values of value head hv.
+
+    start, length: first token and length of the sequence. segment_first, segment_slot: first chunk of the segment whose
+    states are in scratch memory, and that chunk's slot there. first_stored: first chunk whose state is stored.
+    checkpoint: index that a checkpoint of chunk 0 would have (it is not stored: it is the initial state). part, parts:
+    the part of the sequence and their number. is_last: the program stores the final state. value_tile: which 128
+    values.
+    """
 
     start: Any
     length: Any
-    begins: Any
+    segment_first: Any
     first: Any
-    first_kept: Any
-    last: Any
-    first_place: Any
+    first_stored: Any
+    end: Any
+    segment_slot: Any
     checkpoint: Any
     n: Any
     part: Any
     parts: Any
     is_last: Any
     hv: Any
-    pair: Any
+    value_tile: Any
 
 
 @gluon.jit
-def room_of(kind: gl.constexpr, T_dtype: gl.constexpr):
-    """All of it, allocated; and of each of the two warp groups that compute a P, a tile for what comes and goes, and as
-    many tiles for a state as there are columns."""
-    NK: gl.constexpr = kind.NK
-    BUFFERS: gl.constexpr = kind.BUFFERS
-    DELTA: gl.constexpr = kind.DELTA
-    OUTPUT: gl.constexpr = kind.OUTPUT
-    dtype: gl.constexpr = kind.dtype
-    k_s = ring(dtype, NK, BUFFERS)
-    q_s = ring(dtype, NK, BUFFERS) if OUTPUT else k_s
-    v_s = ring(dtype, 2, BUFFERS)
-    T_s = ring(T_dtype, 1, BUFFERS)[0] if DELTA else k_s[0]
+def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
+    """Allocate the ring buffers, their mbarriers and the private buffers of the two consumer warp groups.
+
+    Returns: the SharedStorage, and for each consumer a buffer of P^T (its own where the update is additive, for it
+    computes P there), a staging tile, and NK staging tiles for a state (the one staging tile with OUTPUT).
+    """
+    NK: gl.constexpr = traits.NK
+    NUM_STAGES: gl.constexpr = traits.NUM_STAGES
+    DELTA: gl.constexpr = traits.DELTA
+    OUTPUT: gl.constexpr = traits.OUTPUT
+    dtype: gl.constexpr = traits.dtype
+    k_s = allocate_tile_rings(dtype, NK, NUM_STAGES)
+    q_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if OUTPUT else k_s
+    v_s = allocate_tile_rings(dtype, 2, NUM_STAGES)
+    T_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if DELTA else k_s[0]
     if OUTPUT and DELTA:
-        P_s = ring(dtype, 1, BUFFERS)[0]
+        P_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
         P_a = P_s
         P_b = P_s
     elif OUTPUT:
         P_s = k_s[0]
-        P_a = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED_TILE)
-        P_b = gl.allocate_shared_memory(dtype, [1, 64, 64], SHARED_TILE)
+        P_a = gl.allocate_shared_memory(dtype, [1, 64, 64], SMEM_TILE)
+        P_b = gl.allocate_shared_memory(dtype, [1, 64, 64], SMEM_TILE)
     else:
         P_s = k_s[0]
         P_a = P_s
         P_b = P_s
-    tiles = allocate(dtype, 2)
-    state_a = tiles if OUTPUT else allocate(dtype, NK)
-    state_b = tiles if OUTPUT else allocate(dtype, NK)
-    G_s, before_s, c_s, w_s = room_of_gates(BUFFERS, kind.EARLY, DELTA, kind.WRITE)
-    came = barriers(BUFFERS, 1)
-    rest_came = barriers(BUFFERS, 1)
-    done = barriers(BUFFERS, 2 * WALKERS)
-    room = Room(k_s, q_s, v_s, T_s, P_s, G_s, before_s, c_s, w_s, came, rest_came, done)
-    return room, (P_a, P_b), tiles, (state_a, state_b)
+    staging = allocate_tiles(dtype, 2)
+    state_a = staging if OUTPUT else allocate_tiles(dtype, NK)
+    state_b = staging if OUTPUT else allocate_tiles(dtype, NK)
+    G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, traits.EARLY, DELTA, traits.WRITE)
+    k_full = allocate_barriers(NUM_STAGES, 1)
+    v_full = allocate_barriers(NUM_STAGES, 1)
+    empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS)
+    smem = SharedStorage(k_s, q_s, v_s, T_s, P_s, G_s, G_prev_s, c_s, w_s, k_full, v_full, empty)
+    return smem, (P_a, P_b), staging, (state_a, state_b)

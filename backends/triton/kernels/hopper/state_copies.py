@@ -1,32 +1,33 @@
-"""States on their way between memory and the registers of scan_hopper.py, in Gluon."""
+"""Copies of states and tiles between global memory and the accumulators of a consumer warp group."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from deltazoo.backends.triton.kernels.hopper.common import MMA, barrier, fetch, of_copy, widen
+from deltazoo.backends.triton.kernels.hopper.common import ACC, barrier, copy_pointers, copy_tile_async, to_float32
 
-# of a tile [64, 64] a warp has its 16 rows of a product, and a thread 8 columns: 16 bytes
-WHOLE = gl.constexpr(
+# global stores of a tile [64, 64] from shared memory: 16 bytes per thread, each warp the 16 rows it has in an
+# accumulator
+STORE_ROWS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]], [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
     )
 )  # fmt: skip
-# half a tile of a product, [64, 32], in float32 as long as a tile in 16 bits; and how it lies in memory and on the way,
-# as it is or transposed: 16 bytes a thread, in shared memory without conflicts
-HALF_MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
+# Half an accumulator tile, [64, 32] in float32, takes as much shared memory as a 16-bit tile. HALF_ROWS and
+# HALF_TRANSPOSED are its layouts in global memory, 16 bytes per thread; SMEM_HALF has no bank conflicts with either.
+ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 HALF_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
-HALF_ACROSS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
-SHARED_HALF = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+HALF_TRANSPOSED = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+SMEM_HALF = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 @gluon.jit
-def put_tile(base, tile, stride: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr, MASK_COLUMNS: gl.constexpr):
-    """Write a tile [64, 64] of shared memory up to `rows` and `columns`, each row whole."""
-    out = tile.load(WHOLE)
-    i = gl.arange(0, 64, gl.SliceLayout(1, WHOLE))[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, WHOLE))[None, :]
+def store_tile(base, tile, stride: gl.constexpr, rows, columns, MASK_ROWS: gl.constexpr, MASK_COLUMNS: gl.constexpr):
+    """Store a tile [64, 64] of shared memory to global memory, up to `rows` and `columns`, in rows of 128 bytes."""
+    out = tile.load(STORE_ROWS)
+    i = gl.arange(0, 64, gl.SliceLayout(1, STORE_ROWS))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, STORE_ROWS))[None, :]
     at = base + (i * stride + j)
     if MASK_ROWS and MASK_COLUMNS:
         gl.store(at, out, mask=(i < rows) & (j < columns))
@@ -39,74 +40,80 @@ def put_tile(base, tile, stride: gl.constexpr, rows, columns, MASK_ROWS: gl.cons
 
 
 @gluon.jit
-def load_half(at, K: gl.constexpr, stride: gl.constexpr, rows, OFFSET: gl.constexpr, ACROSS: gl.constexpr):
-    """S^T's 32 keys from OFFSET on, as they lie in memory: [values, keys], or [keys, values] if ACROSS."""
-    layout: gl.constexpr = HALF_ACROSS if ACROSS else HALF_ROWS
-    R: gl.constexpr = 32 if ACROSS else 64
+def load_half(at, K: gl.constexpr, stride: gl.constexpr, rows, OFFSET: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Load keys OFFSET to OFFSET + 31 of a state: [64 values, 32 keys], or [32 keys, 64 values] if TRANSPOSED."""
+    layout: gl.constexpr = HALF_TRANSPOSED if TRANSPOSED else HALF_ROWS
+    R: gl.constexpr = 32 if TRANSPOSED else 64
     i = gl.arange(0, R, gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, 96 - R, gl.SliceLayout(0, layout))[None, :]
-    if ACROSS:
+    if TRANSPOSED:
         return gl.load(at + ((OFFSET + i) * stride + j), mask=(OFFSET + i < K) & (j < rows), other=0.0)
     else:
         return gl.load(at + (i * stride + (OFFSET + j)), mask=(i < rows) & (OFFSET + j < K), other=0.0)
 
 
 @gluon.jit
-def as_product(half, tile, ACROSS: gl.constexpr):
-    """What `load_half` loaded, as half a tile of a product."""
-    if ACROSS:
-        across = tile._reinterpret(gl.float32, [32, 64], SHARED_HALF)
-        across.store(half)
-        return across.permute((1, 0)).load(HALF_MMA)
+def half_to_accumulator(half, staging, TRANSPOSED: gl.constexpr):
+    """Convert what load_half loaded to half an accumulator tile [64 values, 32 keys], through the tile `staging`."""
+    if TRANSPOSED:
+        smem_half = staging._reinterpret(gl.float32, [32, 64], SMEM_HALF)
+        smem_half.store(half)
+        return smem_half.permute((1, 0)).load(ACC_HALF)
     else:
-        straight = tile._reinterpret(gl.float32, [64, 32], SHARED_HALF)
-        straight.store(half)
-        return straight.load(HALF_MMA)
+        smem_half = staging._reinterpret(gl.float32, [64, 32], SMEM_HALF)
+        smem_half.store(half)
+        return smem_half.load(ACC_HALF)
 
 
 @gluon.jit
 def join_halves(low, high):
-    return gl.convert_layout(gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [64, 64]), MMA)
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [64, 64]), ACC)
 
 
 @gluon.jit
-def load_state(at, tile, K: gl.constexpr, stride: gl.constexpr, rows, NK: gl.constexpr, ACROSS: gl.constexpr):
-    """S^T [64 values, keys] from float32 [values, keys], or [keys, values] if ACROSS, `rows` of the values. All loads
-    are under way before the first turns through a tile."""
-    halves = (load_half(at, K, stride, rows, 0, ACROSS),)
+def load_state(at, staging, K: gl.constexpr, stride: gl.constexpr, rows, NK: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Load accumulators of S^T [64 values, keys] from a float32 state [values, keys], or [keys, values] if TRANSPOSED.
+
+    Values from `rows` on are zero. All global loads are issued before the first conversion through shared memory.
+    """
+    halves = (load_half(at, K, stride, rows, 0, TRANSPOSED),)
     for half in gl.static_range(2 * NK - 1):
-        halves = halves + (load_half(at, K, stride, rows, half * 32 + 32, ACROSS),)
-    S = (join_halves(as_product(halves[0], tile, ACROSS), as_product(halves[1], tile, ACROSS)),)
+        halves = halves + (load_half(at, K, stride, rows, half * 32 + 32, TRANSPOSED),)
+    S = (
+        join_halves(
+            half_to_accumulator(halves[0], staging, TRANSPOSED), half_to_accumulator(halves[1], staging, TRANSPOSED)
+        ),
+    )
     for tk in gl.static_range(NK - 1):
-        low = as_product(halves[2 * tk + 2], tile, ACROSS)
-        S = S + (join_halves(low, as_product(halves[2 * tk + 3], tile, ACROSS)),)
+        low = half_to_accumulator(halves[2 * tk + 2], staging, TRANSPOSED)
+        S = S + (join_halves(low, half_to_accumulator(halves[2 * tk + 3], staging, TRANSPOSED)),)
     return S
 
 
 @gluon.jit
-def load_checkpoint(at, tile, K: gl.constexpr, rows, NK: gl.constexpr, MASK_V: gl.constexpr):
-    """S^T [64 values, keys] from [values, keys] in 16 bits, by way of as many tiles."""
-    from_at = of_copy(at, K)
+def load_checkpoint(at, staging, K: gl.constexpr, rows, NK: gl.constexpr, MASK_V: gl.constexpr):
+    """Load accumulators of S^T [64 values, keys] from a 16-bit state [values, keys], through NK staging tiles."""
+    copy_at = copy_pointers(at, K)
     for tk in gl.static_range(NK):
-        fetch(tile[tk], from_at, tk * 64, rows, K - tk * 64, MASK_V, tk * 64 + 64 > K)
+        copy_tile_async(staging[tk], copy_at, tk * 64, rows, K - tk * 64, MASK_V, tk * 64 + 64 > K)
     async_copy.commit_group()
     async_copy.wait_group(0)
     barrier()
-    S = (widen(tile[0].load(MMA)),)
+    S = (to_float32(staging[0].load(ACC)),)
     for tk in gl.static_range(NK - 1):
-        S = S + (widen(tile[tk + 1].load(MMA)),)
+        S = S + (to_float32(staging[tk + 1].load(ACC)),)
     return S
 
 
 @gluon.jit
-def store_final(at, S, tile, K: gl.constexpr, stride: gl.constexpr, rows, NK: gl.constexpr):
-    """S^T to float32 [keys, values], `rows` of the values."""
-    across = tile._reinterpret(gl.float32, [32, 64], SHARED_HALF)
-    i = gl.arange(0, 32, gl.SliceLayout(1, HALF_ACROSS))[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, HALF_ACROSS))[None, :]
+def store_state(at, S, staging, K: gl.constexpr, stride: gl.constexpr, rows, NK: gl.constexpr):
+    """Store accumulators of S^T [64 values, keys] as a float32 state [keys, values], up to value `rows`."""
+    smem_half = staging._reinterpret(gl.float32, [32, 64], SMEM_HALF)
+    i = gl.arange(0, 32, gl.SliceLayout(1, HALF_TRANSPOSED))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, HALF_TRANSPOSED))[None, :]
     for tk in gl.static_range(NK):
         halves = gl.split(gl.permute(gl.reshape(S[tk], [64, 2, 32]), (0, 2, 1)))
         for half in gl.static_range(2):
             key = tk * 64 + half * 32 + i
-            across.permute((1, 0)).store(gl.convert_layout(halves[half], HALF_MMA))
-            gl.store(at + (key * stride + j), across.load(HALF_ACROSS), mask=(key < K) & (j < rows))
+            smem_half.permute((1, 0)).store(gl.convert_layout(halves[half], ACC_HALF))
+            gl.store(at + (key * stride + j), smem_half.load(HALF_TRANSPOSED), mask=(key < K) & (j < rows))

@@ -1,69 +1,100 @@
-"""The reverse scan with the gradients for Hopper GPUs, in Gluon: equations are those of reverse.py and gradients.py.
+"""Backward sweep on sm_90: the reverse scan over the chunks of a sequence fused with the gradients of each chunk.
 
-What a reverse scan finds of a chunk is what its gradients start from. Here neither the gradient of the state nor du
-goes to memory, and what both read is read once. Two warp groups walk in step, by one text: of the scan each has half of
-the values and its half of dS^T in registers, of the gradients half of the keys. What one needs of the other goes
-through shared memory, with three barriers a chunk. A third copies chunk after chunk ahead of time. It takes operands
-and scratch of one 16-bit dtype, chunks of 64, 65 to 128 keys a head, up to 128 values or a multiple of 128, of which a
-program has 128, and k as the erase key.
+The equations are those of reverse.py and ../gradients.py. Fused, neither dS nor du goes through global memory, and k,
+do, T and the gates of a chunk are read once.
+
+Grid: one CTA for each (sequence, part, value head, tile of 128 values); it loops over its chunks of 64 tokens, the last
+first. A CTA takes an SM for itself.
+
+Warp groups: two consumers, which run the same code in step as one partition of 8 warps, and a producer. In the reverse
+scan each consumer has half of the values and keeps the float32 accumulators of dS^T [64 values, 128 keys]; in the
+gradients it has half of the keys. What one computes for the other goes through shared memory, with three barriers of
+the partition (bar.sync over 8 warps) per chunk. The producer copies with cp.async, one chunk ahead.
+
+Barriers (sweep_traits.SharedStorage); k_full and q_full are arrays over the two stages of the ring buffer:
+
+    barrier      arrivals           arrives              waits      protects
+    k_full       1                  producer             consumers  k, do, P, G, G_prev, c, w, chunk_info of a stage
+    q_full       1                  producer             consumers  q, T of a stage
+    state_full   1                  producer             consumers  S, x
+    state_empty  2 x 128 (threads)  consumers, after     producer   S, x
+                                    the last read of S, x
+    empty        2 x 128 (threads)  consumers, at the    producer   every buffer of the chunk's stage
+                                    end of a chunk
+
+A chunk is a phase of state_full, state_empty and empty (one barrier for both stages: at most one chunk is unreleased
+when the producer waits, see sweep_producer.py); the stages alternate, so k_full and q_full change phase every second
+chunk. The producer's first wait on each empty barrier returns at once.
+
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, 64 < K <= 128, V <= 128 or a multiple of 128, erase
+keys equal to k.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from deltazoo.backends.triton.kernels.hopper.common import barrier, free
-from deltazoo.backends.triton.kernels.hopper.sweep_consumer import walk_chunk
-from deltazoo.backends.triton.kernels.hopper.sweep_producer import copy_chunks
-from deltazoo.backends.triton.kernels.hopper.sweep_reductions import STATE, put_kept
-from deltazoo.backends.triton.kernels.hopper.sweep_traits import Results, kind_of, registers_to_copy, room_of
+from deltazoo.backends.triton.kernels.hopper.common import barrier, consumer_release
+from deltazoo.backends.triton.kernels.hopper.sweep_consumer import sweep_chunk
+from deltazoo.backends.triton.kernels.hopper.sweep_producer import producer
+from deltazoo.backends.triton.kernels.hopper.sweep_reductions import ACC_VK, store_state_dots
+from deltazoo.backends.triton.kernels.hopper.sweep_traits import (
+    GradientPointers,
+    allocate_smem,
+    make_traits,
+    producer_registers,
+)
 from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, sequence_and_segment
 
 
 @gluon.jit
-def walk_back(
-    v, b, to, dstate, begins, scale, room, slot, slots, held, segments, first, last, n, part, parts, hv,
-    kind: gl.constexpr, SPLIT: gl.constexpr,
+def consumer(
+    v, b, grads, dstate, part_dstates, scale, smem, slot, slots, held, segments, first, end, n, part, parts, hv,
+    traits: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The two warp groups that compute."""
-    i = gl.arange(0, 128, gl.SliceLayout(1, STATE))[:, None]
-    j = gl.arange(0, 128, gl.SliceLayout(0, STATE))[None, :]
-    inside = (i < kind.V) & (j < kind.K)
-    at_carry = dstate + (n.to(gl.int64) * kind.HV + hv) * kind.V * kind.K
+    """Consumer warp groups: sweep the chunks [first, end) of sequence n, the last first."""
+    i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
+    j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
+    inside = (i < traits.V) & (j < traits.K)
+    dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
     if SPLIT > 0:
-        of_part = (n * parts + part).to(gl.int64)
-        at_begin = begins + (of_part * kind.HV + hv) * kind.V * kind.K
-        dS = gl.load(at_begin + (i * kind.K + j), mask=inside, other=0.0)
+        part_slot = (n * parts + part).to(gl.int64)
+        part_at = part_dstates + (part_slot * traits.HV + hv) * traits.V * traits.K
+        dS = gl.load(part_at + (i * traits.K + j), mask=inside, other=0.0)
     else:
-        dS = gl.load(at_carry + (j * kind.V + i), mask=inside, other=0.0)
-    apart = slots.to(gl.int64) * kind.HV
+        dS = gl.load(dstate_at + (j * traits.V + i), mask=inside, other=0.0)
+    half_stride = slots.to(gl.int64) * traits.HV
     stage = 0
     phase = 0
-    to_come = last - first
-    while to_come > 0:
-        dS, to_come = walk_chunk(dS, v, b, to, scale, room, to_come, stage, phase, stage, segments, slots, held, kind)
-        free(room.done.index(0))
+    chunks_left = end - first
+    while chunks_left > 0:
+        dS, chunks_left = sweep_chunk(
+            dS, v, b, grads, scale, smem, chunks_left, stage, phase, stage, segments, slots, held, traits
+        )
+        consumer_release(smem.empty.index(0))
         phase = phase ^ stage
         stage = stage ^ 1
-    if kind.DECAY != "none":
+    if traits.DECAY != "none":
         barrier()
-        put_kept(to.state_products + ((slot + first).to(gl.int64) * kind.HV + hv), apart, room.sums_s, True)
+        at = grads.state_dots + ((slot + first).to(gl.int64) * traits.HV + hv)
+        store_state_dots(at, half_stride, smem.sums, True)
     if part == 0:
-        gl.store((at_carry + opaque_zero(to_come, 23)) + (j * kind.V + i), dS, mask=inside)
+        gl.store((dstate_at + opaque_zero(chunks_left, 23)) + (j * traits.V + i), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "held", "T", "segment", "segments", "parts"])
 def hopper_backward_sweep_kernel(
-    q, k, v, b, do, gates, wy_tiles, dstate, states, xs, dq, dk, dv, dgates, state_products, partial, begins, cu,
+    q, k, v, b, do, gates, wy_tiles, dstate, states, xs, dq, dk, dv, dgates, state_dots, partial, part_dstates, cu,
     slots, held, scale, T, segment, segments, parts,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
     UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, part, value head, tile of 128 values), as in reverse.py; results as in gradients.py with
-    two tiles of keys for each tile of values.
+    """Parameters as in ../reverse.py; results as in ../gradients.py with two tiles of keys for each tile of values.
 
-    To be launched with 8 warps, which become 12, and 168 registers a thread, which they share out anew."""
+    Launch with 8 warps and 168 registers per thread. warp_specialize adds the producer's 4 warps and reallocates the
+    registers: 240 per thread in the consumers and 24 in the producer, or 232 and 40 (sweep_traits.producer_registers).
+    """
     gl.static_assert(C == 64 and K > 64 and K <= 128 and (V <= 128 or V % 128 == 0))
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     dtype: gl.constexpr = k.dtype.element_ty
@@ -72,15 +103,15 @@ def hopper_backward_sweep_kernel(
     share = pid % (HV * TILES)
     hv = share // TILES
     n, part = sequence_and_segment(pid // (HV * TILES), parts, HV * TILES)
-    start, length, slot, first_chunk, first_place, first, last = chunk_range(
+    start, length, slot, segment_first, segment_slot, first, end = chunk_range(
         n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
-    if first < last:
-        kind: gl.constexpr = kind_of(
+    if first < end:
+        traits: gl.constexpr = make_traits(
             H, HV, K, V, HV * TILES, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
         )
         if TILES > 1:
-            # where this program's tile lies of all that has values, and its sums among those of all
+            # advance the pointers to the program's tile of values, and to its partial sums
             tile = share % TILES
             GATE_ROWS: gl.constexpr = 4 if ERASE_EARLY or READ_EARLY else 3
             v += tile * 128
@@ -91,30 +122,30 @@ def hopper_backward_sweep_kernel(
             if DELTA:
                 xs += tile * 128
             if SPLIT > 0:
-                begins += tile * (128 * K)
-            of_tile = tile * 2 * (slots.to(gl.int64) * HV)
-            state_products += of_tile
-            dgates += of_tile * (GATE_ROWS * 64)
-        to = Results(dq, dk, dv, dgates, state_products, partial)
-        room = room_of(kind, wy_tiles.dtype.element_ty if DELTA else dtype, 1)
+                part_dstates += tile * (128 * K)
+            tile_offset = tile * 2 * (slots.to(gl.int64) * HV)
+            state_dots += tile_offset
+            dgates += tile_offset * (GATE_ROWS * 64)
+        grads = GradientPointers(dq, dk, dv, dgates, state_dots, partial)
+        smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, 1)
         values = xs if DELTA else v
         gl.warp_specialize(
             [
                 (
-                    walk_back,
+                    consumer,
                     (
-                        v, b, to, dstate, begins, scale, room,
-                        slot, slots, held, segments, first, last, n, part, parts, hv, kind, SPLIT,
+                        v, b, grads, dstate, part_dstates, scale, smem,
+                        slot, slots, held, segments, first, end, n, part, parts, hv, traits, SPLIT,
                     ),
                 ),
                 (
-                    copy_chunks,
+                    producer,
                     (
-                        q, k, do, gates, wy_tiles, states, values, room,
-                        start, length, slot, first_chunk, first, last, first_place, hv, share, kind,
+                        q, k, do, gates, wy_tiles, states, values, smem,
+                        start, length, slot, segment_first, first, end, segment_slot, hv, share, traits,
                     ),
                 ),
             ],
             [4],
-            [registers_to_copy(DECAY, DELTA)],
+            [producer_registers(DECAY, DELTA)],
         )  # fmt: skip

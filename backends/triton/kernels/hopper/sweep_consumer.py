@@ -1,4 +1,15 @@
-"""One chunk of walk_hopper.py: a step of the reverse scan, and the gradients that start from it, in Gluon."""
+"""One chunk of the backward sweep in the consumers (sweep.py): the step of the reverse scan, then the gradients.
+
+    dx = P^T do + e^(Gend - G) k dS',   du = T^T dx,   dv = w du,   dS = e^Gend dS' + (scale e^G'' q)^T do - (c k)^T du
+
+    dP = scale e^(G''_i - G_j) do x^T  (j <= i, or j < i),   dA = -b e^(G'_i - G_j) du x^T  (j < i)
+    dq = scale e^G'' do S^T + dP k,   de = -b e^G' du S^T + dA k
+    dk = e^(Gend - G) x dS' + dP^T q + dA^T k + de
+
+where S is the state before the chunk, dS' the gradient of the state after it, and G', G'' are G or G before each token
+(ERASE_EARLY, READ_EARLY). dG = q . dq + e . de - k . dk; terms of an early read or erase go to dG_prev. An additive
+update has du = dx and no dA or de, and its dP includes w.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,369 +20,390 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltazoo.backends.triton.kernels.hopper.common import SHARED_TILE, barrier, free, narrow, put, times_inverse, widen
+from deltazoo.backends.triton.kernels.hopper.common import (
+    SMEM_TILE,
+    barrier,
+    consumer_release,
+    matmul_inverse_async,
+    store_accumulator,
+    to_16_bits,
+    to_float32,
+)
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
+    A_VK,
+    A_VT,
+    ACC_TK,
+    ACC_TK_HALVES,
+    ACC_TK_ROWS,
+    ACC_TT,
+    ACC_TT_COLUMNS,
+    ACC_TT_ROWS,
+    ACC_VK_COLUMNS,
+    ACC_VT,
+    ACC_VT_COLUMNS,
+    CHUNKS_LEFT,
+    GATE_ROW,
     IS_FIRST,
-    KEYS,
-    LEFT,
-    LEFT_STATE,
-    LEFT_TOKENS,
-    OF_KEYS,
-    PAIR_COLUMNS,
-    PAIR_ROWS,
-    PAIRS,
-    PLACE,
-    ROW_OF_KEYS,
-    ROW_OF_VALUES,
-    ROWS,
-    STATE_COLUMNS,
-    TO_COME,
-    TOKENS,
-    VALUES,
-    keep_faded,
-    keep_stored,
-    left_by,
-    number,
-    of_halves,
-    put_across,
-    put_diagonal,
-    put_halves,
-    put_kept,
-    put_writes,
+    K_ROW,
+    TOKENS_LEFT,
+    V_ROW,
+    decay_to_chunk_end,
+    read_chunk_info,
+    reduce_state_dot,
+    reduce_write_dot,
+    store_diagonal,
+    store_half_sums,
+    store_state_dots,
+    store_transposed,
+    store_write_gradient,
+    sum_halves,
 )
 from deltazoo.backends.triton.kernels.layout import clamp_away_from_zero, opaque_zero
 
 
 @gluon.jit
-def stores_first(number):
-    """Have the assembler not wait for products before what is stored above: it would move the wait up."""
+def keep_stores_before_wait(value):
+    """Keep ptxas from moving the wait for a product above the global stores that precede this call."""
     text: gl.constexpr = "bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;"
-    gl.inline_asm_elementwise(text, "=r,r", [number], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(text, "=r,r", [value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def reverse_chunk(dS, to, scale, room, z, stage, phase, odd, slots, kind: gl.constexpr):
-    """A step of the reverse scan: dS^T before the chunk. odd: 1 where an odd number of chunks was walked before it.
+def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, slots, traits: gl.constexpr):
+    """Reverse-scan step of a chunk: return the accumulators of dS^T before the chunk, from those after it.
 
-    In shared memory then lie dS', du with an erase, and without one P and dP. do x^T and do S^T are still under way."""
-    HV: gl.constexpr = kind.HV
-    V: gl.constexpr = kind.V
-    DECAY: gl.constexpr = kind.DECAY
-    DELTA: gl.constexpr = kind.DELTA
-    WRITE: gl.constexpr = kind.WRITE
-    READ_EARLY: gl.constexpr = kind.READ_EARLY
-    DU_IS_DV: gl.constexpr = kind.DU_IS_DV
-    MIN_BETA: gl.constexpr = kind.MIN_BETA
-    dtype: gl.constexpr = kind.dtype
-    low = narrow(dS, dtype)
-    mbarrier.wait(room.came.index(stage), phase)
-    # here, where no product is under way: else the compiler waits for those that are
+    Also returns the accumulators of do x^T and do S^T, still under way. Leaves in shared memory dS', du if the update
+    erases, and P and dP otherwise. state_phase: parity of the number of chunks processed before. zero: an opaque zero.
+    """
+    HV: gl.constexpr = traits.HV
+    V: gl.constexpr = traits.V
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    WRITE: gl.constexpr = traits.WRITE
+    READ_EARLY: gl.constexpr = traits.READ_EARLY
+    DU_IS_DV: gl.constexpr = traits.DU_IS_DV
+    MIN_BETA: gl.constexpr = traits.MIN_BETA
+    dtype: gl.constexpr = traits.dtype
+    dS_low = to_16_bits(dS, dtype)
+    mbarrier.wait(smem.k_full.index(stage), phase)
+    # before the first wgmma is issued: the compiler would wait for those under way
     if DECAY != "none":
-        end = room.G_s.index(stage).slice(63, 1).load(STATE_COLUMNS)
+        end = smem.G.index(stage).slice(63, 1).load(ACC_VK_COLUMNS)
         dS0 = dS * gl.exp2(end)[None, :]
     else:
         dS0 = dS
-    # dx = scale P'^T do + (e^(Gend - G) k) dS'
-    dx = gl.zeros([128, 64], gl.float32, VALUES)
-    left_S = gl.convert_layout(low, LEFT, assert_trivial=True)
-    dx = warpgroup_mma(left_S, room.k_s.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
-    do_T = room.do_s.index(stage).permute((1, 0))
-    left_do = do_T.load(LEFT)
-    of_reads = gl.zeros([128, 64], gl.float32, VALUES)
-    inter_q = gl.zeros([64, 128], gl.float32, KEYS)
+    # dx = P^T do + e^(Gend - G) k dS', transposed
+    dx = gl.zeros([128, 64], gl.float32, ACC_VT)
+    a_dS = gl.convert_layout(dS_low, A_VT, assert_trivial=True)
+    dx = warpgroup_mma(a_dS, smem.k.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
+    do_T = smem.do.index(stage).permute((1, 0))
+    a_do = do_T.load(A_VT)
+    dx_intra = gl.zeros([128, 64], gl.float32, ACC_VT)
+    inter_q = gl.zeros([64, 128], gl.float32, ACC_TK)
     if DELTA:
-        of_reads = warpgroup_mma(do_T, room.P_s.index(stage).permute((1, 0)), of_reads, use_acc=False, is_async=True)
+        dx_intra = warpgroup_mma(do_T, smem.P.index(stage).permute((1, 0)), dx_intra, use_acc=False, is_async=True)
     if DECAY != "none":
-        G = room.G_s.index(stage).load(TOKENS)
-        G_read = room.before_s.index(stage).load(TOKENS) if READ_EARLY else G
-    do_tile = widen(gl.convert_layout(left_do, VALUES, assert_trivial=True))
+        G = smem.G.index(stage).load(ACC_VT_COLUMNS)
+        G_read = smem.G_prev.index(stage).load(ACC_VT_COLUMNS) if READ_EARLY else G
+    do_tile = to_float32(gl.convert_layout(a_do, ACC_VT, assert_trivial=True))
     if DECAY != "none":
         do_tile *= (gl.exp2(G_read) * scale)[None, :]
     else:
         do_tile *= scale
-    left_doq = gl.convert_layout(narrow(do_tile, dtype), LEFT_STATE, assert_trivial=True)
-    # all have done with the chunk after this one; here, where the compiler wants a barrier between the two waits
+    a_doq = gl.convert_layout(to_16_bits(do_tile, dtype), A_VK, assert_trivial=True)
+    # Every warp is done with the shared buffers of the previous chunk. Placed here because the compiler emits a barrier
+    # between the two waits anyway.
     barrier()
-    mbarrier.wait(room.rest_came.index(stage), phase)
+    mbarrier.wait(smem.q_full.index(stage), phase)
     if not DELTA:
         # dP and P
-        mbarrier.wait(room.states_came, odd)
-        d_square = gl.zeros([64, 64], gl.float32, PAIRS)
-        d_square = warpgroup_mma(
-            room.do_s.index(stage), room.x_s.index(z).permute((1, 0)), d_square, use_acc=False, is_async=True
-        )
-        square = gl.zeros([64, 64], gl.float32, PAIRS)
-        square = warpgroup_mma(
-            room.q_s.index(stage), room.k_s.index(stage).permute((1, 0)), square, use_acc=False, is_async=True
-        )
-    # e^Gend dS' + scale (e^G'' q)^T do
-    dS = warpgroup_mma(left_doq, room.q_s.index(stage), dS0, is_async=True)
+        mbarrier.wait(smem.state_full, state_phase)
+        dP = gl.zeros([64, 64], gl.float32, ACC_TT)
+        dP = warpgroup_mma(smem.do.index(stage), smem.x.index(zero).permute((1, 0)), dP, use_acc=False, is_async=True)
+        P = gl.zeros([64, 64], gl.float32, ACC_TT)
+        P = warpgroup_mma(smem.q.index(stage), smem.k.index(stage).permute((1, 0)), P, use_acc=False, is_async=True)
+    # dS = e^Gend dS' + (scale e^G'' q)^T do, transposed
+    dS = warpgroup_mma(a_doq, smem.q.index(stage), dS0, is_async=True)
     if DECAY != "none":
-        # of the chunk after this one
-        wanted = number(room.numbers_s.index(stage), IS_FIRST) == 0
-        put_kept(
-            to.state_products + number(room.numbers_s.index(stage), PLACE) + HV,
+        # sums of the previous chunk of the sweep, which has the next row of gates
+        pred = read_chunk_info(smem.chunk_info.index(stage), IS_FIRST) == 0
+        store_state_dots(
+            grads.state_dots + read_chunk_info(smem.chunk_info.index(stage), GATE_ROW) + HV,
             slots.to(gl.int64) * HV,
-            room.sums_s,
-            wanted,
+            smem.sums,
+            pred,
         )
-    room.dS_s.index(z).store(low)
+    smem.dS.index(zero).store(dS_low)
     if DELTA:
         if DECAY != "none":
-            fade = left_by(room.G_s.index(stage), TOKENS)
+            decay_to_end = decay_to_chunk_end(smem.G.index(stage), ACC_VT_COLUMNS)
         if WRITE:
-            write = room.w_s.index(stage).load(TOKENS)
+            write = smem.w.index(stage).load(ACC_VT_COLUMNS)
             if DU_IS_DV:
                 write = clamp_away_from_zero(write, MIN_BETA)
-        dx, of_reads, _ = warpgroup_mma_wait(1, deps=[dx, of_reads, low])
+        dx, dx_intra, _ = warpgroup_mma_wait(1, deps=[dx, dx_intra, dS_low])
         if DECAY != "none":
-            dx = dx * fade[None, :] + of_reads
+            dx = dx * decay_to_end[None, :] + dx_intra
         else:
-            dx += of_reads
+            dx += dx_intra
         # du = T^T dx
-        SCALED: gl.constexpr = room.T_s.dtype == gl.float16 and dtype != gl.float16
-        dx, left_x, up = times_inverse(dx, room.T_s.index(stage), LEFT, SCALED)
-        erase = room.c_s.index(stage).load(TOKENS)
-        mbarrier.wait(room.states_came, odd)
-        intra_q = gl.zeros([64, 64], gl.float32, PAIRS)
+        SCALED: gl.constexpr = smem.T.dtype == gl.float16 and dtype != gl.float16
+        dx, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), A_VT, SCALED)
+        erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
+        mbarrier.wait(smem.state_full, state_phase)
+        intra_q = gl.zeros([64, 64], gl.float32, ACC_TT)
         intra_q = warpgroup_mma(
-            room.do_s.index(stage), room.x_s.index(z).permute((1, 0)), intra_q, use_acc=False, is_async=True
+            smem.do.index(stage), smem.x.index(zero).permute((1, 0)), intra_q, use_acc=False, is_async=True
         )
-        dx, left_x, left_doq = warpgroup_mma_wait(1, deps=[dx, left_x, left_doq])
+        dx, a_dx, a_doq = warpgroup_mma_wait(1, deps=[dx, a_dx, a_doq])
         if SCALED:
-            dx *= up[:, None]
-        # - (c e)^T du
-        left_e = gl.convert_layout(narrow(dx * -erase[None, :], dtype), LEFT_STATE, assert_trivial=True)
-        dS = warpgroup_mma(left_e, room.k_s.index(stage), dS, is_async=True)
-        inter_q = warpgroup_mma(room.do_s.index(stage), room.S_s.index(z), inter_q, use_acc=False, is_async=True)
+            dx *= scales[:, None]
+        # dS -= (c k)^T du
+        a_du = gl.convert_layout(to_16_bits(dx * -erase[None, :], dtype), A_VK, assert_trivial=True)
+        dS = warpgroup_mma(a_du, smem.k.index(stage), dS, is_async=True)
+        inter_q = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), inter_q, use_acc=False, is_async=True)
     else:
-        dx, d_square, square, _ = warpgroup_mma_wait(1, deps=[dx, d_square, square, low])
-        i = gl.arange(0, 64, PAIR_ROWS)[:, None]
-        j = gl.arange(0, 64, PAIR_COLUMNS)[None, :]
+        dx, dP, P, _ = warpgroup_mma_wait(1, deps=[dx, dP, P, dS_low])
+        i = gl.arange(0, 64, ACC_TT_ROWS)[:, None]
+        j = gl.arange(0, 64, ACC_TT_COLUMNS)[None, :]
         if DECAY != "none":
-            G_i = room.before_s.index(stage).load(PAIR_ROWS) if READ_EARLY else room.G_s.index(stage).load(PAIR_ROWS)
-            # where a token is not seen this may be no number
-            faded = gl.exp2(G_i[:, None] - room.G_s.index(stage).load(PAIR_COLUMNS)[None, :]) * scale
-            square *= faded
-            d_square *= faded
+            G_i = smem.G_prev.index(stage).load(ACC_TT_ROWS) if READ_EARLY else smem.G.index(stage).load(ACC_TT_ROWS)
+            # may be inf or NaN at non-causal positions, masked below
+            D = gl.exp2(G_i[:, None] - smem.G.index(stage).load(ACC_TT_COLUMNS)[None, :]) * scale
+            P *= D
+            dP *= D
         else:
-            square *= scale
-            d_square *= scale
+            P *= scale
+            dP *= scale
         if WRITE:
-            d_square *= clamp_away_from_zero(room.w_s.index(stage).load(PAIR_COLUMNS), MIN_BETA)[None, :]
-        seen = i >= j + (1 if READ_EARLY else 0)
-        room.P_s.index(stage).store(narrow(gl.where(seen, square, 0.0), dtype))
-        room.low_s.index(stage).store(narrow(gl.where(seen, d_square, 0.0), dtype))
+            dP *= clamp_away_from_zero(smem.w.index(stage).load(ACC_TT_COLUMNS), MIN_BETA)[None, :]
+        causal = i >= j + (1 if READ_EARLY else 0)
+        smem.P.index(stage).store(to_16_bits(gl.where(causal, P, 0.0), dtype))
+        smem.dP.index(stage).store(to_16_bits(gl.where(causal, dP, 0.0), dtype))
         fence_async_shared()
         barrier()
-        of_reads = warpgroup_mma(do_T, room.P_s.index(stage), of_reads, use_acc=False, is_async=True)
-        of_reads, dS, left_doq = warpgroup_mma_wait(0, deps=[of_reads, dS, left_doq])
+        dx_intra = warpgroup_mma(do_T, smem.P.index(stage), dx_intra, use_acc=False, is_async=True)
+        dx_intra, dS, a_doq = warpgroup_mma_wait(0, deps=[dx_intra, dS, a_doq])
         if WRITE:
-            write = clamp_away_from_zero(room.w_s.index(stage).load(TOKENS), MIN_BETA)
+            write = clamp_away_from_zero(smem.w.index(stage).load(ACC_VT_COLUMNS), MIN_BETA)
         if DECAY != "none":
-            fade = left_by(room.G_s.index(stage), TOKENS)
-        inter_q = warpgroup_mma(room.do_s.index(stage), room.S_s.index(z), inter_q, use_acc=False, is_async=True)
+            decay_to_end = decay_to_chunk_end(smem.G.index(stage), ACC_VT_COLUMNS)
+        inter_q = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), inter_q, use_acc=False, is_async=True)
         if DECAY != "none":
-            dx = dx * fade[None, :] + of_reads
+            dx = dx * decay_to_end[None, :] + dx_intra
         else:
-            dx += of_reads
-        intra_q = d_square
+            dx += dx_intra
+        intra_q = dP
     if DELTA and not DU_IS_DV:
-        room.du_s.index(z).store(narrow(dx, dtype))
+        smem.du.index(zero).store(to_16_bits(dx, dtype))
     if WRITE:
         dx *= write[None, :]
-    dvalue = narrow(dx, dtype)
+    dv_low = to_16_bits(dx, dtype)
     if DELTA and DU_IS_DV:
-        room.du_s.index(z).store(dvalue)
-    numbers = room.numbers_s.index(stage)
-    left = number(numbers, LEFT_TOKENS).to(gl.int32)
-    put_across(to.dv + number(numbers, ROW_OF_VALUES) * V, dvalue, z, HV * V, left, V, V % 128 != 0)
+        smem.du.index(zero).store(dv_low)
+    info = smem.chunk_info.index(stage)
+    tokens_left = read_chunk_info(info, TOKENS_LEFT).to(gl.int32)
+    store_transposed(grads.dv + read_chunk_info(info, V_ROW) * V, dv_low, zero, HV * V, tokens_left, V, V % 128 != 0)
     if DELTA:
-        stores_first(left)
-        dS, left_e = warpgroup_mma_wait(1, deps=[dS, left_e])
+        keep_stores_before_wait(tokens_left)
+        dS, a_du = warpgroup_mma_wait(1, deps=[dS, a_du])
         if DECAY != "none":
-            keep_faded(room.G_s.index(stage), room.S_s.index(z), room.dS_s.index(z), room.sums_s)
+            reduce_state_dot(smem.G.index(stage), smem.S.index(zero), smem.dS.index(zero), smem.sums)
         fence_async_shared()
         barrier()
     elif DECAY != "none":
-        keep_faded(room.G_s.index(stage), room.S_s.index(z), room.dS_s.index(z), room.sums_s)
+        reduce_state_dot(smem.G.index(stage), smem.S.index(zero), smem.dS.index(zero), smem.sums)
     return dS, intra_q, inter_q
 
 
 @gluon.jit
-def chunk_gradients(dS, intra_q, inter_q, v, b, to, scale, room, z, stage, segments, slots, held, kind: gl.constexpr):
-    """The gradients of a chunk."""
-    H: gl.constexpr = kind.H
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    DECAY: gl.constexpr = kind.DECAY
-    DELTA: gl.constexpr = kind.DELTA
-    ERASE: gl.constexpr = kind.ERASE
-    WRITE: gl.constexpr = kind.WRITE
-    ERASE_EARLY: gl.constexpr = kind.ERASE_EARLY
-    READ_EARLY: gl.constexpr = kind.READ_EARLY
-    DU_IS_DV: gl.constexpr = kind.DU_IS_DV
-    MIN_BETA: gl.constexpr = kind.MIN_BETA
-    dtype: gl.constexpr = kind.dtype
+def chunk_gradients(
+    intra_q, inter_q, v, b, grads, scale, smem, zero, stage, opaque_one, slots, held, traits: gl.constexpr
+):
+    """Compute and store dq, dk and the sums for the gates of a chunk.
+
+    intra_q, inter_q: accumulators of do x^T (additive updates: of dP) and of do S^T.
+    """
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    ERASE: gl.constexpr = traits.ERASE
+    WRITE: gl.constexpr = traits.WRITE
+    ERASE_EARLY: gl.constexpr = traits.ERASE_EARLY
+    READ_EARLY: gl.constexpr = traits.READ_EARLY
+    DU_IS_DV: gl.constexpr = traits.DU_IS_DV
+    MIN_BETA: gl.constexpr = traits.MIN_BETA
+    dtype: gl.constexpr = traits.dtype
     EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
     GATE_ROWS: gl.constexpr = 4 if EARLY else 3
-    FIRST: gl.constexpr = 1 if READ_EARLY else 0
-    NARROW_K: gl.constexpr = K % 128 != 0
-    apart = slots.to(gl.int64) * HV  # from what a gate has of the first half of the keys to what it has of the second
-    of_gate = apart * (GATE_ROWS * 64)
-    numbers = room.numbers_s.index(stage)
-    place = number(numbers, PLACE)
-    left = number(numbers, LEFT_TOKENS).to(gl.int32)
-    at_gate = to.dgates + place * (GATE_ROWS * 64)
-    k_t = room.k_s.index(stage)
-    q_t = room.q_s.index(stage)
+    DIAGONAL: gl.constexpr = 1 if READ_EARLY else 0
+    MASK_K: gl.constexpr = K % 128 != 0
+    gate_stride = slots.to(gl.int64) * HV * (GATE_ROWS * 64)  # between the sums of the two halves of the keys
+    info = smem.chunk_info.index(stage)
+    gate_row = read_chunk_info(info, GATE_ROW)
+    tokens_left = read_chunk_info(info, TOKENS_LEFT).to(gl.int32)
+    gates_at = grads.dgates + gate_row * (GATE_ROWS * 64)
+    k_s = smem.k.index(stage)
+    q_s = smem.q.index(stage)
     if DELTA:
-        du_T = room.du_s.index(z).permute((1, 0))
-        intra_e = gl.zeros([64, 64], gl.float32, PAIRS)
-        intra_e = warpgroup_mma(du_T, room.x_s.index(z).permute((1, 0)), intra_e, use_acc=False, is_async=True)
-    dk_stored = gl.zeros([64, 128], gl.float32, KEYS)
-    dk_stored = warpgroup_mma(room.x_s.index(z), room.dS_s.index(z), dk_stored, use_acc=False, is_async=True)
+        du_T = smem.du.index(zero).permute((1, 0))
+        intra_e = gl.zeros([64, 64], gl.float32, ACC_TT)
+        intra_e = warpgroup_mma(du_T, smem.x.index(zero).permute((1, 0)), intra_e, use_acc=False, is_async=True)
+    dk_state = gl.zeros([64, 128], gl.float32, ACC_TK)
+    dk_state = warpgroup_mma(smem.x.index(zero), smem.dS.index(zero), dk_state, use_acc=False, is_async=True)
     if DECAY != "none":
-        G = room.G_s.index(stage).load(ROWS)
-        G_early = room.before_s.index(stage).load(ROWS) if EARLY else G
+        G = smem.G.index(stage).load(ACC_TK_ROWS)
+        G_early = smem.G_prev.index(stage).load(ACC_TK_ROWS) if EARLY else G
         G_q = G_early if READ_EARLY else G
         G_e = G_early if ERASE_EARLY else G
-        read = gl.exp2(G_q) * scale
-        fade_k = gl.exp2(room.G_s.index(stage).slice(63, 1).load(ROWS) - G)
+        read_scale = gl.exp2(G_q) * scale
+        key_scale = gl.exp2(smem.G.index(stage).slice(63, 1).load(ACC_TK_ROWS) - G)
     if DELTA and ERASE and not (DU_IS_DV and WRITE):
-        t = gl.arange(0, 64, ROWS)
-        erase = gl.load(b + number(numbers, ROW_OF_VALUES) + t * HV, mask=t < left, other=0.0).to(gl.float32)
-        strength = -clamp_away_from_zero(erase, MIN_BETA)
+        t = gl.arange(0, 64, ACC_TK_ROWS)
+        erase = gl.load(b + read_chunk_info(info, V_ROW) + t * HV, mask=t < tokens_left, other=0.0).to(gl.float32)
+        erase_scale = -clamp_away_from_zero(erase, MIN_BETA)
     else:
-        # -1, which the compiler must not know: it changes signs between products then
-        strength = gl.full([64], gl.where(segments > 0, -1.0, 0.0), gl.float32, ROWS)
+        # -1, hidden from the compiler: it would emit sign changes between the wgmmas, which serialises them (C7514)
+        erase_scale = gl.full([64], gl.where(opaque_one > 0, -1.0, 0.0), gl.float32, ACC_TK_ROWS)
     if DELTA:
-        i = gl.arange(0, 64, PAIR_ROWS)[:, None]
-        j = gl.arange(0, 64, PAIR_COLUMNS)[None, :]
-        of_pairs = gl.convert_layout(strength, PAIR_ROWS, assert_trivial=True)[:, None]
-        low_q_s = room.P_s.index(stage)
-        low_e_s = room.T_s.index(stage)._reinterpret(dtype, [64, 64], SHARED_TILE)
+        i = gl.arange(0, 64, ACC_TT_ROWS)[:, None]
+        j = gl.arange(0, 64, ACC_TT_COLUMNS)[None, :]
+        erase_rows = gl.convert_layout(erase_scale, ACC_TT_ROWS, assert_trivial=True)[:, None]
+        dP_s = smem.P.index(stage)
+        dA_s = smem.T.index(stage)._reinterpret(dtype, [64, 64], SMEM_TILE)
         if DECAY != "none":
-            # where a token is not seen this may be no number
-            G_j = room.G_s.index(stage).load(PAIR_COLUMNS)
-            faded_q = gl.exp2(gl.convert_layout(G_q, PAIR_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
+            # may be inf or NaN at non-causal positions, masked below
+            G_j = smem.G.index(stage).load(ACC_TT_COLUMNS)
+            D_q = gl.exp2(gl.convert_layout(G_q, ACC_TT_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
             if READ_EARLY == ERASE_EARLY:
-                faded_e = faded_q
+                D_e = D_q
             else:
-                faded_e = gl.exp2(gl.convert_layout(G_e, PAIR_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
+                D_e = gl.exp2(gl.convert_layout(G_e, ACC_TT_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
         intra_q, intra_e = warpgroup_mma_wait(1, deps=[intra_q, intra_e])
         if DU_IS_DV and WRITE:
-            put_diagonal(at_gate + 128, intra_e)
+            store_diagonal(gates_at + 128, intra_e)
         if DECAY != "none":
-            intra_e *= faded_e * of_pairs
-            intra_q *= faded_q * scale
+            intra_e *= D_e * erase_rows
+            intra_q *= D_q * scale
         else:
-            intra_e *= of_pairs
+            intra_e *= erase_rows
             intra_q *= scale
-        low_e_s.store(narrow(gl.where(i > j, intra_e, 0.0), dtype))
-        low_q_s.store(narrow(gl.where(i >= j + FIRST, intra_q, 0.0), dtype))
-        fence_async_shared()  # not right before a wait: there ptxas 12.8 forgot that what came next was not there yet
-        inter_e = gl.zeros([64, 128], gl.float32, KEYS)
-        inter_e = warpgroup_mma(du_T, room.S_s.index(z), inter_e, use_acc=False, is_async=True)
-        inter_q, dk_stored = warpgroup_mma_wait(1, deps=[inter_q, dk_stored])
+        dA_s.store(to_16_bits(gl.where(i > j, intra_e, 0.0), dtype))
+        dP_s.store(to_16_bits(gl.where(i >= j + DIAGONAL, intra_q, 0.0), dtype))
+        # Not directly before warpgroup_mma_wait: there ptxas 12.8 lets instructions read the result of exp2 before it
+        # is ready.
+        fence_async_shared()
+        inter_e = gl.zeros([64, 128], gl.float32, ACC_TK)
+        inter_e = warpgroup_mma(du_T, smem.S.index(zero), inter_e, use_acc=False, is_async=True)
+        inter_q, dk_state = warpgroup_mma_wait(1, deps=[inter_q, dk_state])
     else:
-        low_q_s = room.low_s.index(stage)
-        inter_q, dk_stored = warpgroup_mma_wait(0, deps=[inter_q, dk_stored])
+        dP_s = smem.dP.index(stage)
+        inter_q, dk_state = warpgroup_mma_wait(0, deps=[inter_q, dk_state])
     if DECAY != "none":
-        inter_q *= read[:, None]
+        inter_q *= read_scale[:, None]
     else:
         inter_q *= scale
     SUMS_OF_K: gl.constexpr = DECAY != "none" or (WRITE and not DELTA)
     if WRITE and not DELTA:
-        write = clamp_away_from_zero(room.w_s.index(stage).load(ROWS), MIN_BETA)
-        fade_k = fade_k * write if DECAY != "none" else write
+        write = clamp_away_from_zero(smem.w.index(stage).load(ACC_TK_ROWS), MIN_BETA)
+        key_scale = key_scale * write if DECAY != "none" else write
     if SUMS_OF_K:
-        dk_stored *= fade_k[:, None]
+        dk_state *= key_scale[:, None]
     if DELTA:
         barrier()
-    dq_tile = warpgroup_mma(low_q_s, k_t, inter_q, is_async=True)
+    dq_tile = warpgroup_mma(dP_s, k_s, inter_q, is_async=True)
     if DELTA:
         inter_e = warpgroup_mma_wait(1, deps=[inter_e])
-        free(room.walked)
+        consumer_release(smem.state_empty)
         if DECAY != "none":
-            inter_e *= (gl.exp2(G_e) * strength)[:, None]
+            inter_e *= (gl.exp2(G_e) * erase_scale)[:, None]
         else:
-            inter_e *= strength[:, None]
-        de_tile = warpgroup_mma(low_e_s, k_t, inter_e, is_async=True)
+            inter_e *= erase_scale[:, None]
+        de_tile = warpgroup_mma(dA_s, k_s, inter_e, is_async=True)
     if DECAY != "none":
-        keep_stored(dk_stored, k_t, room.sums_s)
-    dk_tile = warpgroup_mma(low_q_s.permute((1, 0)), q_t, dk_stored, is_async=True)
+        reduce_write_dot(dk_state, k_s, smem.sums)
+    dk_tile = warpgroup_mma(dP_s.permute((1, 0)), q_s, dk_state, is_async=True)
     if DELTA:
-        dk_tile = warpgroup_mma(low_e_s.permute((1, 0)), k_t, dk_tile, is_async=True)
+        dk_tile = warpgroup_mma(dA_s.permute((1, 0)), k_s, dk_tile, is_async=True)
     if DELTA and WRITE and not DU_IS_DV:
-        put_writes(at_gate + 128, of_gate, v + number(numbers, ROW_OF_VALUES) * V, du_T, left, HV, V)
+        store_write_gradient(
+            gates_at + 128, gate_stride, v + read_chunk_info(info, V_ROW) * V, du_T, tokens_left, HV, V
+        )
     if not DELTA:
-        free(room.walked)
+        consumer_release(smem.state_empty)
     dq_tile = warpgroup_mma_wait(3 if DELTA else 1, deps=[dq_tile])
     if DECAY != "none":
-        turn = of_halves(widen(q_t.load(KEYS)) * dq_tile, OF_KEYS)
-    STRIDE: gl.constexpr = kind.SHARES * K if kind.SHARES > H else H * K
-    out = number(numbers, ROW_OF_KEYS) * K
-    if kind.SHARES > H:
-        dq_at = to.partial + out
-        dk_at = to.partial + held.to(gl.int64) * (64 * kind.SHARES * K) + out
+        q_dq = sum_halves(to_float32(q_s.load(ACC_TK)) * dq_tile, ACC_TK_HALVES)
+    STRIDE: gl.constexpr = traits.SHARES * K if traits.SHARES > H else H * K
+    offset = read_chunk_info(info, K_ROW) * K
+    if traits.SHARES > H:
+        dq_at = grads.partial + offset
+        dk_at = grads.partial + held.to(gl.int64) * (64 * traits.SHARES * K) + offset
     else:
-        dq_at = to.dq + out
-        dk_at = to.dk + out
-    put(dq_at, dq_tile, STRIDE, left, K, NARROW_K)
+        dq_at = grads.dq + offset
+        dk_at = grads.dk + offset
+    store_accumulator(dq_at, dq_tile, STRIDE, tokens_left, K, MASK_K)
     if DELTA:
-        stores_first(left)
+        keep_stores_before_wait(tokens_left)
         de_tile = warpgroup_mma_wait(2, deps=[de_tile])
         if DECAY != "none" or ERASE:
-            turned_e = of_halves(widen(k_t.load(KEYS)) * de_tile, OF_KEYS)
+            e_de = sum_halves(to_float32(k_s.load(ACC_TK)) * de_tile, ACC_TK_HALVES)
             if ERASE:
-                put_halves(at_gate + 64, of_gate, turned_e, OF_KEYS)
+                store_half_sums(gates_at + 64, gate_stride, e_de, ACC_TK_HALVES)
     if DECAY != "none":
         if EARLY:
-            ahead = gl.full([64, 2], 0.0, gl.float32, gl.SliceLayout(2, OF_KEYS))
-            behind = gl.full([64, 2], 0.0, gl.float32, gl.SliceLayout(2, OF_KEYS))
+            dG_prev = gl.full([64, 2], 0.0, gl.float32, gl.SliceLayout(2, ACC_TK_HALVES))
+            dG = gl.full([64, 2], 0.0, gl.float32, gl.SliceLayout(2, ACC_TK_HALVES))
             if READ_EARLY:
-                ahead += turn
+                dG_prev += q_dq
             else:
-                behind += turn
+                dG += q_dq
             if DELTA:
                 if ERASE_EARLY:
-                    ahead += turned_e
+                    dG_prev += e_de
                 else:
-                    behind += turned_e
-            turn = behind
-            put_halves(at_gate + 192, of_gate, ahead, OF_KEYS)
-        elif DELTA:
-            turn += turned_e
-    # the buffers too: else the compiler takes them for free from where the products start
+                    dG += e_de
+            store_half_sums(gates_at + 192, gate_stride, dG_prev, ACC_TK_HALVES)
+        else:
+            dG = q_dq
+            if DELTA:
+                dG += e_de
+    # The buffers are dependencies too: the compiler would treat them as free from the issue of the wgmmas on.
     if DELTA:
-        dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, low_q_s, q_t, low_e_s, k_t])
+        dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s, dA_s, k_s])
     else:
-        dk_tile, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, low_q_s, q_t])
+        dk_tile, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s])
     if SUMS_OF_K:
-        turn_k = of_halves(widen(k_t.load(KEYS)) * dk_tile, OF_KEYS)
+        k_dk = sum_halves(to_float32(k_s.load(ACC_TK)) * dk_tile, ACC_TK_HALVES)
         if WRITE and not DELTA:
-            strengths = clamp_away_from_zero(
-                room.w_s.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, OF_KEYS))), MIN_BETA
+            write_columns = clamp_away_from_zero(
+                smem.w.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, ACC_TK_HALVES))), MIN_BETA
             )
-            put_halves(at_gate + 128, of_gate, turn_k / strengths[:, None], OF_KEYS)
+            store_half_sums(gates_at + 128, gate_stride, k_dk / write_columns[:, None], ACC_TK_HALVES)
         if DECAY != "none":
-            put_halves(at_gate, of_gate, turn - turn_k, OF_KEYS)
+            store_half_sums(gates_at, gate_stride, dG - k_dk, ACC_TK_HALVES)
     if DELTA:
         dk_tile += de_tile
-    put(dk_at, dk_tile, STRIDE, left, K, NARROW_K)
-    return dS
+    store_accumulator(dk_at, dk_tile, STRIDE, tokens_left, K, MASK_K)
 
 
 @gluon.jit
-def walk_chunk(dS, v, b, to, scale, room, to_come, stage, phase, odd, segments, slots, held, kind: gl.constexpr):
-    """dS^T before a chunk, whose gradients go to memory, and how many chunks are to come.
+def sweep_chunk(
+    dS, v, b, grads, scale, smem, chunks_left, stage, phase, state_phase, opaque_one, slots, held, traits: gl.constexpr
+):
+    """Process a chunk: return the accumulators of dS^T before it, and the number of chunks that remain.
 
-    That is counted by the copying warp group: a number of this one's own would be spilled, and waited for."""
-    dS, intra_q, inter_q = reverse_chunk(dS, to, scale, room, opaque_zero(to_come, 20), stage, phase, odd, slots, kind)
-    dS = chunk_gradients(
-        dS, intra_q, inter_q, v, b, to, scale, room, opaque_zero(to_come, 21), stage + opaque_zero(to_come, 22),
-        segments, slots, held, kind,
+    opaque_one: a positive integer the compiler does not know. The number of chunks is read from chunk_info: as a loop
+    variable of the consumers it would be spilled, and every chunk would wait for the reload.
+    """
+    dS, intra_q, inter_q = reverse_scan_chunk(
+        dS, grads, scale, smem, opaque_zero(chunks_left, 20), stage, phase, state_phase, slots, traits
+    )
+    chunk_gradients(
+        intra_q, inter_q, v, b, grads, scale, smem, opaque_zero(chunks_left, 21), stage + opaque_zero(chunks_left, 22),
+        opaque_one, slots, held, traits,
     )  # fmt: skip
-    return dS, number(room.numbers_s.index(stage), TO_COME).to(gl.int32)
+    return dS, read_chunk_info(smem.chunk_info.index(stage), CHUNKS_LEFT).to(gl.int32)

@@ -1,93 +1,112 @@
-"""What the copying warp group of walk_hopper.py does, in Gluon."""
+"""Producer warp group of the backward sweep (sweep.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from deltazoo.backends.triton.kernels.hopper.common import fetch, fetch_gates, fetch_square, of_copy, tell
-from deltazoo.backends.triton.kernels.hopper.sweep_reductions import LEFT_TOKENS, PLACE, ROW_OF_VALUES, TO_COME
+from deltazoo.backends.triton.kernels.hopper.common import (
+    ONE_PER_THREAD,
+    copy_gates_async,
+    copy_pointers,
+    copy_tile_async,
+    copy_wy_tile_async,
+    producer_arrive,
+)
+from deltazoo.backends.triton.kernels.hopper.sweep_reductions import CHUNKS_LEFT, GATE_ROW, TOKENS_LEFT, V_ROW
 from deltazoo.backends.triton.kernels.layout import opaque_zero
 
-FEW = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
 
 @gluon.jit
-def fetch_first(
-    q, k, do, gates, wy_tiles, room, stage, z, row, left, place, local, to_come, fresh, h, hv, share, kind: gl.constexpr
-):
-    """Copy what the reverse scan takes of a chunk, in two groups: k, do, P^T and the gates; then q and T.
-
-    Leave the chunk's numbers, too. share: which of all SHARES this program has."""
-    EARLY: gl.constexpr = kind.ERASE_EARLY or kind.READ_EARLY
-    DECAY: gl.constexpr = kind.DECAY
-    DELTA: gl.constexpr = kind.DELTA
-    WRITE: gl.constexpr = kind.WRITE
-    H: gl.constexpr = kind.H
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    key = (row * H + h) * K
-    i = gl.arange(0, 8, FEW)
-    of_keys = local * 64 * kind.SHARES + share if kind.SHARES > H else row * H + h
-    numbers = gl.where(i == ROW_OF_VALUES, row * HV + hv, of_keys)
-    numbers = gl.where(i == PLACE, place, numbers)
-    numbers = gl.where(i == LEFT_TOKENS, left.to(gl.int64), numbers)
-    small = gl.where(i == TO_COME, to_come, fresh)
-    room.numbers_s.index(stage).store(gl.where(i >= TO_COME, small.to(gl.int64), numbers))
-    fetch(room.k_s.index(stage), of_copy(k + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
-    fetch(room.do_s.index(stage), of_copy(do + (row * HV + hv) * V, HV * V, 64, 128, z), 0, left, V, True, V % 128 != 0)
-    fetch_gates(gates + place * 192, room, stage, DECAY, EARLY, DELTA, WRITE)
-    if DELTA:
-        square = wy_tiles + place * (64 * 72)
-        fetch_square(room.P_s.index(stage), square.to(gl.pointer_type(kind.dtype), bitcast=True), False, z)
-    async_copy.commit_group()
-    fetch(room.q_s.index(stage), of_copy(q + key, H * K, 64, 128, z), 0, left, K, True, K % 128 != 0)
-    if DELTA:
-        fetch_square(room.T_s.index(stage), square, True, z)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def copy_chunks(
-    q, k, do, gates, wy_tiles, states, xs, room, start, length, slot, first_chunk, first, last, first_place, hv, share,
-    kind: gl.constexpr,
+def copy_chunk(
+    q, k, do, gates, wy_tiles, smem, stage, zero, token, tokens_left, gate_row, scratch_slot, chunks_left, is_first,
+    h, hv, share, traits: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp group: the chunks from the last to the first; of each its state and x once the others have done
-    with those of the chunk after it, and then what the scan takes of the one before it."""
-    HV: gl.constexpr = kind.HV
-    K: gl.constexpr = kind.K
-    V: gl.constexpr = kind.V
-    MASK_X: gl.constexpr = not kind.DELTA
-    done = room.done.index(0)
-    h = hv // (HV // kind.H)
-    c = last - 1
-    fetch_first(
-        q, k, do, gates, wy_tiles, room, 0, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
-        (first_place + c - first_chunk).to(gl.int64), c - first, 1, h, hv, share, kind,
+    """Issue the copies of a chunk to a stage of the ring buffer, and store its chunk_info.
+
+    Two cp.async groups: k, do, P^T and the gates, then q and T. token: the chunk's first token; share: this program's
+    number among all SHARES.
+    """
+    EARLY: gl.constexpr = traits.ERASE_EARLY or traits.READ_EARLY
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    WRITE: gl.constexpr = traits.WRITE
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    MASK_K: gl.constexpr = K % 128 != 0
+    MASK_V: gl.constexpr = V % 128 != 0
+    key = (token * H + h) * K
+    i = gl.arange(0, 8, ONE_PER_THREAD)
+    k_row = scratch_slot * 64 * traits.SHARES + share if traits.SHARES > H else token * H + h
+    info = gl.where(i == V_ROW, token * HV + hv, k_row)
+    info = gl.where(i == GATE_ROW, gate_row, info)
+    info = gl.where(i == TOKENS_LEFT, tokens_left.to(gl.int64), info)
+    flags = gl.where(i == CHUNKS_LEFT, chunks_left, is_first)
+    smem.chunk_info.index(stage).store(gl.where(i >= CHUNKS_LEFT, flags.to(gl.int64), info))
+    k_s = smem.k.index(stage)
+    copy_tile_async(k_s, copy_pointers(k + key, H * K, 64, 128, zero), 0, tokens_left, K, True, MASK_K)
+    do_s = smem.do.index(stage)
+    value = (token * HV + hv) * V
+    copy_tile_async(do_s, copy_pointers(do + value, HV * V, 64, 128, zero), 0, tokens_left, V, True, MASK_V)
+    copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
+    if DELTA:
+        wy_tile = wy_tiles + gate_row * (64 * 72)
+        P_s = smem.P.index(stage)
+        copy_wy_tile_async(P_s, wy_tile.to(gl.pointer_type(traits.dtype), bitcast=True), False, zero)
+    async_copy.commit_group()
+    q_s = smem.q.index(stage)
+    copy_tile_async(q_s, copy_pointers(q + key, H * K, 64, 128, zero), 0, tokens_left, K, True, MASK_K)
+    if DELTA:
+        copy_wy_tile_async(smem.T.index(stage), wy_tile, True, zero)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def producer(
+    q, k, do, gates, wy_tiles, states, xs, smem, start, length, slot, segment_first, first, end, segment_slot, hv,
+    share, traits: gl.constexpr,
+):  # fmt: skip
+    """Producer warp group: for each chunk, the last first, copy its S^T and x, then the tiles of the chunk before it.
+
+    slot: slot of the sequence's first chunk; segment_slot: scratch slot of chunk segment_first, in states and xs.
+    """
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    MASK_X: gl.constexpr = not traits.DELTA
+    empty = smem.empty.index(0)
+    h = hv // (HV // traits.H)
+    c = end - 1
+    copy_chunk(
+        q, k, do, gates, wy_tiles, smem, 0, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
+        (segment_slot + c - segment_first).to(gl.int64), c - first, 1, h, hv, share, traits,
     )  # fmt: skip
-    tell(room.came.index(0), 1, True)
-    tell(room.rest_came.index(0), 0, True)
-    for back in range(0, last - first):
-        z = opaque_zero(back, 20)
-        c = last - 1 - back + z
-        row = start + c * 64
-        local = (first_place + c - first_chunk).to(gl.int64)
-        mbarrier.wait(room.walked, (back & 1) ^ 1)
-        at = of_copy(states + (local * HV + hv) * V * K, K, 128, 128, z)
-        fetch(room.S_s.index(z), at, 0, V, K, V % 128 != 0, K % 128 != 0)
-        x_row = local * 64 if kind.DELTA else row
-        x_at = of_copy(xs + (x_row * HV + hv) * V, HV * V, 64, 128, z)
-        fetch(room.x_s.index(z), x_at, 0, length - c * 64, V, MASK_X, V % 128 != 0)
+    producer_arrive(smem.k_full.index(0), 1, True)
+    producer_arrive(smem.q_full.index(0), 0, True)
+    for i in range(0, end - first):
+        zero = opaque_zero(i, 20)
+        c = end - 1 - i + zero
+        token = start + c * 64
+        scratch_slot = (segment_slot + c - segment_first).to(gl.int64)
+        mbarrier.wait(smem.state_empty, (i & 1) ^ 1)
+        at = copy_pointers(states + (scratch_slot * HV + hv) * V * K, K, 128, 128, zero)
+        copy_tile_async(smem.S.index(zero), at, 0, V, K, V % 128 != 0, K % 128 != 0)
+        x_row = scratch_slot * 64 if traits.DELTA else token
+        x_at = copy_pointers(xs + (x_row * HV + hv) * V, HV * V, 64, 128, zero)
+        copy_tile_async(smem.x.index(zero), x_at, 0, length - c * 64, V, MASK_X, V % 128 != 0)
         async_copy.commit_group()
-        # before the others can be done with this chunk: a barrier tells the last phase from the one before it, no more
-        mbarrier.wait(done, (back & 1) ^ 1)
-        tell(room.states_came, 0, True)
-        stage = 1 - back % 2
+        # Wait for the release of the previous chunk before arriving on state_full. After that arrival the consumers
+        # could release this chunk too, and a wait by parity cannot tell a phase from the one two before it: it would
+        # hang.
+        mbarrier.wait(empty, (i & 1) ^ 1)
+        producer_arrive(smem.state_full, 0, True)
+        stage = 1 - i % 2
         if c > first:
-            fetch_first(
-                q, k, do, gates, wy_tiles, room, stage, z, row - 64, length - (c - 1) * 64,
-                (slot + c - 1).to(gl.int64) * HV + hv, local - 1, c - 1 - first, 0, h, hv, share, kind,
+            copy_chunk(
+                q, k, do, gates, wy_tiles, smem, stage, zero, token - 64, length - (c - 1) * 64,
+                (slot + c - 1).to(gl.int64) * HV + hv, scratch_slot - 1, c - 1 - first, 0, h, hv, share, traits,
             )  # fmt: skip
-            tell(room.came.index(stage), 1, True)
-            tell(room.rest_came.index(stage), 0, True)
+            producer_arrive(smem.k_full.index(stage), 1, True)
+            producer_arrive(smem.q_full.index(stage), 0, True)

@@ -1,4 +1,4 @@
-"""What a walk back through chunks is of, where it keeps what in shared memory, and where its results go, in Gluon."""
+"""Kernel traits, shared memory and result pointers of the backward sweep (sweep.py, fused_backward.py)."""
 
 from typing import Any, NamedTuple
 
@@ -6,24 +6,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from deltazoo.backends.triton.kernels.hopper.common import (
-    SHARED_LINE,
-    SHARED_TILE,
-    WALKERS,
-    barriers,
-    ring,
-    room_of_gates,
+    SMEM_TILE,
+    SMEM_VECTOR,
+    WARP_GROUP_THREADS,
+    allocate_barriers,
+    allocate_gate_rings,
+    allocate_tile_rings,
 )
-from deltazoo.backends.triton.kernels.hopper.sweep_reductions import SHARED_SUMS
+from deltazoo.backends.triton.kernels.hopper.sweep_reductions import SMEM_SUMS
 
-BUFFERS = gl.constexpr(2)  # of what the reverse scan takes of a chunk: that of the next is copied meanwhile
+NUM_STAGES = gl.constexpr(2)  # of the ring buffer: the next chunk is copied while one is processed
 
 
-class Kind(NamedTuple):
-    """What is known when a kernel is compiled: heads, widths, and the update as `ScanKind` has it.
+class KernelTraits(NamedTuple):
+    """Compile-time constants of a kernel: heads, widths and the variant of the update.
 
-    V: values a head; SHARES: how many programs have a share of each key head's gradients, for every H of them: its
-    value heads, each by tiles of 128 values. ERASE, WRITE: b and w are there; DU_IS_DV: w is b; MIN_BETA: what b is held off
-    0 by; dtype: of the tiles.
+    V: values per head. SHARES: programs that contribute to dq and dk of all key heads, one for each value head and tile
+    of 128 values; their sum is taken later where SHARES > H. DECAY, DELTA: as in scan_traits.py. ERASE, WRITE: there is
+    a b, a w. ERASE_EARLY, READ_EARLY: erase or read the state before the token's decay or update. DU_IS_DV: du is not
+    stored because dv = w du and w is b, or there is no w. MIN_BETA: |b| and |w| are clamped to at least this where a
+    result is divided by them. dtype: of the tiles.
     """
 
     H: Any
@@ -43,92 +45,97 @@ class Kind(NamedTuple):
 
 
 @gluon.constexpr_function
-def kind_of(*fields):
-    """A Kind, which a kernel may not make itself: it would take what it has for numbers of the device."""
-    return Kind(*fields)
+def make_traits(*fields):
+    """Return KernelTraits. Constructed inside a kernel, its fields would become run-time values."""
+    return KernelTraits(*fields)
 
 
 @gluon.constexpr_function
-def registers_to_copy(decay, delta):
-    """Of a thread that copies; 24 leave 240 to one that computes, 40 leave 232.
+def producer_registers(decay, delta):
+    """Return the registers per thread of the producer: 24 leave 240 to a consumer thread, 40 leave 232.
 
-    With an erase and a decay those spill otherwise, and wait for it in every chunk; else those that copy would.
+    With an erase and a decay the consumers would spill at 232 and wait for the spills in every chunk; in the other
+    variants the producer would spill at 24.
     """
     return 24 if delta and decay != "none" else 40
 
 
-class Room(NamedTuple):
-    """Shared memory. Of a chunk, with BUFFERS buffers: k, q, do, T, P^T, the gates G, G before each token, c and w, and
-    its numbers; with one: its state S^T and x, which are copied, dS'^T, du^T (in the place of x where x is v), dP (in
-    the place of P), and the sums of warps.
+class SharedStorage(NamedTuple):
+    """Shared memory and mbarriers.
 
-    came, rest_came: k, do, P and gates have come, and q and T; states_came: S and x; done: with a buffer; walked: with
-    S and x.
+    Ring buffers of NUM_STAGES chunks: k, q, do [64, 128]; T, P: the WY tiles T and P^T; G, G_prev, c, w: gates [64];
+    chunk_info: integers that describe the chunk (sweep_reductions.py).
+
+    Single buffers: S: S^T [128 values, 128 keys] before the chunk and x [64, 128], both copied by the producer; dS:
+    dS'^T; du: du^T [128 values, 64] (additive updates: alias of x); dP: the causal dP [64, 64] (with an erase: alias of
+    P); sums: one partial sum per warp.
+
+    k_full, q_full, state_full, empty, state_empty: mbarriers (protocol in sweep.py).
     """
 
-    k_s: Any
-    q_s: Any
-    do_s: Any
-    T_s: Any
-    P_s: Any
-    G_s: Any
-    before_s: Any
-    c_s: Any
-    w_s: Any
-    numbers_s: Any
-    S_s: Any
-    x_s: Any
-    dS_s: Any
-    du_s: Any
-    low_s: Any
-    sums_s: Any
-    came: Any
-    rest_came: Any
-    states_came: Any
-    done: Any
-    walked: Any
+    k: Any
+    q: Any
+    do: Any
+    T: Any
+    P: Any
+    G: Any
+    G_prev: Any
+    c: Any
+    w: Any
+    chunk_info: Any
+    S: Any
+    x: Any
+    dS: Any
+    du: Any
+    dP: Any
+    sums: Any
+    k_full: Any
+    q_full: Any
+    state_full: Any
+    empty: Any
+    state_empty: Any
 
 
-class Results(NamedTuple):
-    """Where gradients go: as in gradients.py, with two tiles of keys."""
+class GradientPointers(NamedTuple):
+    """Global memory of the gradients: as in ../gradients.py, with two tiles of keys."""
 
     dq: Any
     dk: Any
     dv: Any
     dgates: Any
-    state_products: Any
+    state_dots: Any
     partial: Any
 
 
 @gluon.jit
-def room_of(kind: gl.constexpr, T_dtype: gl.constexpr, DONE: gl.constexpr):
-    """All of it, allocated. DONE: how many barriers say that buffers are done with: one for all, or one each."""
-    EARLY: gl.constexpr = kind.ERASE_EARLY or kind.READ_EARLY
-    dtype: gl.constexpr = kind.dtype
-    k_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
-    q_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
-    do_s = gl.allocate_shared_memory(dtype, [BUFFERS, 64, 128], SHARED_TILE)
-    S_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SHARED_TILE)
-    x_s = gl.allocate_shared_memory(dtype, [1, 64, 128], SHARED_TILE)
-    dS_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SHARED_TILE)
-    P_s = ring(dtype, 1, BUFFERS)[0]
-    if kind.DELTA:
-        T_s = ring(T_dtype, 1, BUFFERS)[0]
-        du_s = gl.allocate_shared_memory(dtype, [1, 128, 64], SHARED_TILE)
-        low_s = P_s
+def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: gl.constexpr):
+    """Allocate the shared memory and its mbarriers. EMPTY_BARRIERS: one for all stages, or one per stage."""
+    EARLY: gl.constexpr = traits.ERASE_EARLY or traits.READ_EARLY
+    dtype: gl.constexpr = traits.dtype
+    k_s = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 128], SMEM_TILE)
+    q_s = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 128], SMEM_TILE)
+    do_s = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 128], SMEM_TILE)
+    S_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SMEM_TILE)
+    x_s = gl.allocate_shared_memory(dtype, [1, 64, 128], SMEM_TILE)
+    dS_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SMEM_TILE)
+    P_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
+    if traits.DELTA:
+        T_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0]
+        du_s = gl.allocate_shared_memory(dtype, [1, 128, 64], SMEM_TILE)
+        dP_s = P_s
     else:
         T_s = P_s
         du_s = x_s
-        low_s = ring(dtype, 1, BUFFERS)[0]
-    G_s, before_s, c_s, w_s = room_of_gates(BUFFERS, EARLY, kind.DELTA, kind.WRITE)
-    sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SHARED_SUMS)
-    numbers_s = gl.allocate_shared_memory(gl.int64, [BUFFERS, 8], SHARED_LINE)
-    came = barriers(BUFFERS, 1)
-    rest_came = barriers(BUFFERS, 1)
-    states_came = barriers(1, 1).index(0)
-    done = barriers(DONE, 2 * WALKERS)
-    walked = barriers(1, 2 * WALKERS).index(0)
-    return Room(
-        k_s, q_s, do_s, T_s, P_s, G_s, before_s, c_s, w_s, numbers_s, S_s, x_s, dS_s, du_s, low_s, sums_s,
-        came, rest_came, states_came, done, walked,
+        dP_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
+    G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, EARLY, traits.DELTA, traits.WRITE)
+    sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SMEM_SUMS)
+    chunk_info_s = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 8], SMEM_VECTOR)
+    k_full = allocate_barriers(NUM_STAGES, 1)
+    q_full = allocate_barriers(NUM_STAGES, 1)
+    state_full = allocate_barriers(1, 1).index(0)
+    empty = allocate_barriers(EMPTY_BARRIERS, 2 * WARP_GROUP_THREADS)
+    state_empty = allocate_barriers(1, 2 * WARP_GROUP_THREADS).index(0)
+    return SharedStorage(
+        k_s, q_s, do_s, T_s, P_s, G_s, G_prev_s, c_s, w_s, chunk_info_s, S_s, x_s, dS_s, du_s, dP_s, sums_s,
+        k_full, q_full, state_full, empty, state_empty,
     )  # fmt: skip
