@@ -1,8 +1,8 @@
 """Whole backward of a sequence and head in one launch on sm_90: recompute states, then backward sweep, per segment.
 
-Grid: one CTA for each (sequence, head), which takes an SM for itself. It loops over the segments of CHECKPOINT_EVERY chunks
-between two checkpoints, the last first: it recomputes the state before each chunk and x (equations in scan.py) from the
-checkpoint at the segment's start, then runs the backward sweep of sweep.py over the segment.
+Grid: one CTA for each (sequence, head), which takes an SM for itself. It loops over the segments of CHECKPOINT_EVERY
+chunks between two checkpoints, the last first: it recomputes the state before each chunk and x (equations in scan.py)
+from the checkpoint at the segment's start, then runs the backward sweep of sweep.py over the segment.
 
 The recomputed x and S^T are kept where the chunk's gradients are written later: x in the rows of dv, rows 0 to 63 of
 S^T [V, K] in the rows of dq, rows 64 to 127 in those of dk. The last chunk of a sequence may have fewer than 64 rows
@@ -23,7 +23,7 @@ Barriers as in sweep.py, with two differences:
 The ring buffer's stage alternates over all fills, of recomputed and of swept chunks, and its phase with every second
 one. While states are recomputed, k_full protects k and the gates, and q_full v (in do) and T.
 
-Supported: as sweep.py with V <= 128, as many key heads as value heads, and sequences in one part.
+Supported: as sweep.py with V <= 128, as many key heads as value heads, and sequences that are not split.
 """
 
 from triton.experimental import gluon
@@ -59,7 +59,7 @@ from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     V_ROW,
     decay_to_chunk_end,
     read_chunk_info,
-    store_state_dots,
+    store_state_products,
     store_transposed,
 )
 from deltazoo.backends.triton.kernels.hopper.sweep_traits import (
@@ -350,13 +350,13 @@ def consumer(
         segment_end = segment_first
     if traits.DECAY != "none":
         barrier()
-        store_state_dots(grads.state_dots + (slot.to(gl.int64) * traits.HV + hv), half_stride, smem.sums, True)
+        store_state_products(grads.state_products + (slot.to(gl.int64) * traits.HV + hv), half_stride, smem.sums, True)
     gl.store(dstate_at + (j * traits.V + i), dS, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["slots", "T"])
 def hopper_fused_backward_kernel(
-    q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_dots, cu,
+    q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_products, cu,
     slots, scale, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
@@ -382,7 +382,7 @@ def hopper_fused_backward_kernel(
         traits: gl.constexpr = make_traits(
             H, HV, K, V, HV, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
         )
-        grads = GradientPointers(dq, dk, dv, dgates, state_dots, dk)
+        grads = GradientPointers(dq, dk, dv, dgates, state_products, dk)
         smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, NUM_STAGES)
         states_stored = allocate_barriers(1, 1).index(0)
         gl.warp_specialize(

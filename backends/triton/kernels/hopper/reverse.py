@@ -43,13 +43,13 @@ from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from
 class GlobalPointers(NamedTuple):
     """Global memory that the consumers read and write.
 
-    dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; part_dstates [N parts,
-    HV, V, K]: dS after each part; dstates [chunk slot, HV, V, K], du [chunk slot, 64, HV, V]: dS' and du of every
+    dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; starts [N splits,
+    HV, V, K]: dS after each split; dstates [chunk slot, HV, V, K], du [chunk slot, 64, HV, V]: dS' and du of every
     chunk; dv.
     """
 
     dstate: Any
-    part_dstates: Any
+    starts: Any
     dstates: Any
     du: Any
     dv: Any
@@ -170,7 +170,7 @@ def consumer(
     columns = V - column
     at_dstate = gmem.dstate + ((work.n.to(gl.int64) * HV + work.hv) * K * V + column)
     if traits.SPLIT > 0:
-        at = gmem.part_dstates + (((work.n * work.parts + work.part).to(gl.int64) * HV + work.hv) * V + column) * K
+        at = gmem.starts + (((work.n * work.num_splits + work.split).to(gl.int64) * HV + work.hv) * V + column) * K
         dS = load_state(at, staging, K, K, columns, NK, False)
     else:
         dS = load_state(at_dstate, staging, K, V, columns, NK, True)
@@ -183,14 +183,14 @@ def consumer(
             dS, gmem, scale, smem, P_s, staging, stage, phase, c, column, work, min_beta, DU_IS_DV, HALF, traits
         )
         stage, phase = advance(stage, phase, traits)
-    if work.part == 0:
+    if work.split == 0:
         store_state(at_dstate, dS, staging, K, V, columns, NK)
 
 
-@gluon.jit(do_not_specialize=["T", "segment", "segments", "parts"])
+@gluon.jit(do_not_specialize=["T", "segment", "segments", "num_splits"])
 def hopper_reverse_kernel(
-    q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, part_dstates, ends, cu, scale, T,
-    segment, segments, parts,
+    q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, starts, ends, cu, scale, T,
+    segment, segments, num_splits,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr, BV: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
@@ -213,9 +213,9 @@ def hopper_reverse_kernel(
     pid = gl.program_id(0)
     value_tile = pid % V_TILES
     hv = pid // V_TILES % HV
-    n, part = sequence_and_segment(pid // (V_TILES * HV), parts, V_TILES * HV)
+    n, split = sequence_and_segment(pid // (V_TILES * HV), num_splits, V_TILES * HV)
     start, length, slot, segment_first, segment_slot, first, end = chunk_range(
-        n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+        n, split, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
     if first < end:
         traits: gl.constexpr = make_traits(
@@ -223,10 +223,10 @@ def hopper_reverse_kernel(
         )
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, _ = allocate_smem(traits, T_dtype)
-        gmem = GlobalPointers(dstate, part_dstates, dstates, du, dv)
+        gmem = GlobalPointers(dstate, starts, dstates, du, dv)
         work = WorkTile(
             start, length, segment_first, first, first, end, segment_slot, 0,
-            n, part, parts, part == 0, hv, value_tile,
+            n, split, num_splits, split == 0, hv, value_tile,
         )  # fmt: skip
         gl.warp_specialize(
             [

@@ -6,7 +6,7 @@ For a chunk with initial state S [K, V], WY tiles T and P and gates G, G'', c an
     o  = scale e^G'' (S^T q) + P x            OUTPUT
     S' = e^Gend S + (e^(Gend - G) k)^T x
 
-Grid: one CTA for each (sequence, part, value head, tile of 128 values); it loops over its chunks of 64 tokens. A CTA
+Grid: one CTA for each (sequence, split, value head, tile of 128 values); it loops over its chunks of 64 tokens. A CTA
 takes an SM for itself.
 
 Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 values and keeps its S^T [64, K] as
@@ -335,7 +335,7 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
     for _ in gl.static_range(NK - 1):
         S = S + (gl.zeros([64, 64], gl.float32, ACC),)
     if OUTPUT and SPLIT > 0:
-        at = gmem.starts + (((work.n * work.parts + work.part).to(gl.int64) * HV + work.hv) * V + column) * K
+        at = gmem.starts + (((work.n * work.num_splits + work.split).to(gl.int64) * HV + work.hv) * V + column) * K
         S = load_state(at, staging, K, K, columns, NK, False)
     elif OUTPUT:
         if HAS_STATE:
@@ -359,10 +359,10 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
             store_state(gmem.final + at_state, S, staging, K, V, columns, NK)
 
 
-@gluon.jit(do_not_specialize=["T", "segment", "segments", "parts"])
+@gluon.jit(do_not_specialize=["T", "segment", "segments", "num_splits"])
 def hopper_scan_kernel(
     q, k, e, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, xs, starts, ends, cu,
-    scale, T, segment, segments, parts,
+    scale, T, segment, segments, num_splits,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr, BV: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
@@ -392,17 +392,17 @@ def hopper_scan_kernel(
     pid = gl.program_id(0)
     value_tile = pid % V_TILES
     hv = pid // V_TILES % HV
-    n, part = sequence_and_segment(pid // (V_TILES * HV), parts, V_TILES * HV)
+    n, split = sequence_and_segment(pid // (V_TILES * HV), num_splits, V_TILES * HV)
     start, length, slot, segment_first, segment_slot, first, end = chunk_range(
-        n, part, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+        n, split, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
     )
     chunks = gl.cdiv(length, C)
     first_stored = first
     has_work = first < end
-    is_last = part == 0
+    is_last = split == 0
     if OUTPUT:
         if SPLIT > 0:
-            is_last = part == gl.maximum(chunks - 1, 0) // SPLIT
+            is_last = split == gl.maximum(chunks - 1, 0) // SPLIT
         has_work = has_work | is_last  # a sequence without tokens has a final state
     else:
         first = first // CHECKPOINT_EVERY * CHECKPOINT_EVERY
@@ -433,7 +433,7 @@ def hopper_scan_kernel(
         gmem = GlobalPointers(state, o, final, checkpoints, states, xs, starts)
         work = WorkTile(
             start, length, segment_first, first, first_stored, end, segment_slot, checkpoint,
-            n, part, parts, is_last, hv, value_tile,
+            n, split, num_splits, is_last, hv, value_tile,
         )  # fmt: skip
         gl.warp_specialize(
             [

@@ -20,8 +20,9 @@ class KernelTraits(NamedTuple):
 
     NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", or per token or fixed per head. DELTA:
     the update erases. WRITE: there is a w. HAS_STATE: there is an initial state. READ_EARLY: the output is read from
-    the state before the token's update. EARLY: G before each token is needed. CHECKPOINT_EVERY: chunks per checkpoint (0: none).
-    SPLIT: chunks per part (0: one part). OUTPUT: compute o and the final state, else recompute the states of chunks.
+    the state before the token's update. EARLY: G before each token is needed. CHECKPOINT_EVERY: chunks between
+    checkpoints (0: none). SPLIT: chunks per split (0: the sequence is not split). OUTPUT: compute o and the final
+    state, else recompute the states of chunks.
     """
 
     H: Any
@@ -73,8 +74,8 @@ class GlobalPointers(NamedTuple):
     """Global memory that the consumers read and write.
 
     state [N, HV, K, V]: initial state; o [B, T, HV, V]; final [N, HV, K, V]: final state; checkpoints [checkpoint, HV,
-    V, K]; states [chunk slot, HV, V, K] and xs [chunk slot, 64, HV, V]: recomputed S^T and x; starts [N parts, HV, V,
-    K]: the state that each part starts from.
+    V, K]; states [chunk slot, HV, V, K] and xs [chunk slot, 64, HV, V]: recomputed S^T and x; starts [N splits, HV, V,
+    K]: the state that each split starts from.
     """
 
     state: Any
@@ -91,9 +92,9 @@ class WorkTile(NamedTuple):
 
     start, length: first token and length of the sequence. segment_first, segment_slot: first chunk of the segment whose
     states are in scratch memory, and that chunk's slot there. first_stored: first chunk whose state is stored.
-    checkpoint: index that a checkpoint of chunk 0 would have (it is not stored: it is the initial state). part, parts:
-    the part of the sequence and their number. is_last: the program stores the final state. value_tile: which 128
-    values.
+    checkpoint: index that a checkpoint of chunk 0 would have (it is not stored: it is the initial state). split,
+    num_splits: the split of the sequence and the number of splits. is_last: the program stores the final state.
+    value_tile: which 128 values.
     """
 
     start: Any
@@ -105,8 +106,8 @@ class WorkTile(NamedTuple):
     segment_slot: Any
     checkpoint: Any
     n: Any
-    part: Any
-    parts: Any
+    split: Any
+    num_splits: Any
     is_last: Any
     hv: Any
     value_tile: Any

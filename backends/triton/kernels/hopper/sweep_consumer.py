@@ -53,7 +53,7 @@ from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     reduce_write_dot,
     store_diagonal,
     store_half_sums,
-    store_state_dots,
+    store_state_products,
     store_transposed,
     store_write_gradient,
     sum_halves,
@@ -127,8 +127,8 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     if DECAY != "none":
         # sums of the previous chunk of the sweep, which has the next row of gates
         pred = read_chunk_info(smem.chunk_info.index(stage), IS_FIRST) == 0
-        store_state_dots(
-            grads.state_dots + read_chunk_info(smem.chunk_info.index(stage), GATE_ROW) + HV,
+        store_state_products(
+            grads.state_products + read_chunk_info(smem.chunk_info.index(stage), GATE_ROW) + HV,
             slots.to(gl.int64) * HV,
             smem.sums,
             pred,
@@ -218,7 +218,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
 
 @gluon.jit
 def chunk_gradients(
-    intra_q, inter_q, v, b, grads, scale, smem, zero, stage, opaque_one, slots, held, traits: gl.constexpr
+    intra_q, inter_q, v, b, grads, scale, smem, zero, stage, opaque_one, slots, num_scratch_slots, traits: gl.constexpr
 ):
     """Compute and store dq, dk and the sums for the gates of a chunk.
 
@@ -341,7 +341,7 @@ def chunk_gradients(
     offset = read_chunk_info(info, K_ROW) * K
     if traits.SHARES > H:
         dq_at = grads.partial + offset
-        dk_at = grads.partial + held.to(gl.int64) * (64 * traits.SHARES * K) + offset
+        dk_at = grads.partial + num_scratch_slots.to(gl.int64) * (64 * traits.SHARES * K) + offset
     else:
         dq_at = grads.dq + offset
         dk_at = grads.dk + offset
@@ -392,7 +392,20 @@ def chunk_gradients(
 
 @gluon.jit
 def sweep_chunk(
-    dS, v, b, grads, scale, smem, chunks_left, stage, phase, state_phase, opaque_one, slots, held, traits: gl.constexpr
+    dS,
+    v,
+    b,
+    grads,
+    scale,
+    smem,
+    chunks_left,
+    stage,
+    phase,
+    state_phase,
+    opaque_one,
+    slots,
+    num_scratch_slots,
+    traits: gl.constexpr,
 ):
     """Process a chunk: return the accumulators of dS^T before it, and the number of chunks that remain.
 
@@ -404,6 +417,6 @@ def sweep_chunk(
     )
     chunk_gradients(
         intra_q, inter_q, v, b, grads, scale, smem, opaque_zero(chunks_left, 21), stage + opaque_zero(chunks_left, 22),
-        opaque_one, slots, held, traits,
+        opaque_one, slots, num_scratch_slots, traits,
     )  # fmt: skip
     return dS, read_chunk_info(smem.chunk_info.index(stage), CHUNKS_LEFT).to(gl.int32)

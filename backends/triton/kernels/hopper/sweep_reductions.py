@@ -172,7 +172,7 @@ def reduce_write_dot(dk_state, k_s, sums_s):
 
 
 @gluon.jit
-def store_state_dots(at, half_stride, sums_s, pred):
+def store_state_products(at, half_stride, sums_s, pred):
     """Store the sum of sums_s for each of the two warp groups, if pred."""
     half = gl.arange(0, 2, gl.SliceLayout(1, SUMS))
     gl.store(at + half * half_stride, gl.sum(sums_s.load(SUMS), 1), mask=(half < 2) & pred)

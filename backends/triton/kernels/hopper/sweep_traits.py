@@ -103,7 +103,7 @@ class GradientPointers(NamedTuple):
     dk: Any
     dv: Any
     dgates: Any
-    state_dots: Any
+    state_products: Any
     partial: Any
 
 
