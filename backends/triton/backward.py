@@ -188,15 +188,26 @@ def _reverse(
 ) -> OnSegment:
     x, kind, s, config, prepared, _, do, carry, _, d = work
     launch = config.reverse
-    kernel, BV, warps, stages = reverse_kernel, value_tile(launch.tile, s.V), launch.warps, launch.stages
-    # left to itself ptxas 12.8 took 32 for float32, and spilled 20 KB
-    registers = 255 if x.q.dtype == torch.float32 else None
     if launch.hopper and not hands_on:
-        from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel as kernel
+        from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel
 
-        BV, warps, stages, registers = 128, 4, 1, SHARED_OUT
+        on_hopper = launcher(
+            hopper_reverse_kernel,
+            (
+                x.q, x.k, do, prepared.gates, prepared.squares, carry, scratch.dstates, scratch.du, d.v, begins,
+                x.cu_seqlens,
+            ),
+            (
+                s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), decay_of(x), kind.delta, x.w is not None, kind.read_early,
+                s.packed, kind.shares(x), cut.unit, cut.split, kind.least(x.q.dtype),
+            ),
+            registers=SHARED_OUT,
+        )  # fmt: skip
+        programs = s.N * cut.parts * s.HV * cdiv(s.V, 128)
+        return lambda segment: on_hopper(programs, kind.scale, s.T, segment, cut.segments, cut.parts)
+    BV = value_tile(launch.tile, s.V)
     go = launcher(
-        kernel,
+        reverse_kernel,
         (
             x.q, x.k, x.e, do, *prepared, carry, scratch.dstates, scratch.du, d.v, begins, ends,
             x.cu_seqlens,
@@ -204,27 +215,39 @@ def _reverse(
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             kind.read_early, s.packed, kind.shares(x), cut.unit, cut.split,
-            kind.least(x.q.dtype), hands_on, kind.terms(x.q.dtype), precision(x.q.dtype), stages,
+            kind.least(x.q.dtype), hands_on, kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages,
         ),
-        warps,
-        stages,
-        registers,
+        launch.warps,
+        launch.stages,
+        # left to itself ptxas 12.8 took 32 for float32, and spilled 20 KB
+        registers=255 if x.q.dtype == torch.float32 else None,
     )  # fmt: skip
-    programs = s.N * cut.parts * s.HV * cdiv(s.V, BV)
-    return lambda segment: go(programs, kind.scale, s.T, segment, cut.segments, cut.parts)
+    number = s.N * cut.parts * s.HV * cdiv(s.V, BV)
+    return lambda segment: go(number, kind.scale, s.T, segment, cut.segments, cut.parts)
 
 
 def _gradients(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
     x, kind, s, config, prepared, _, do, _, sums, d = work
     launch, own = config.gradients, x.e is not None
-    kernel, warps = gradients_kernel, launch.warps
+    held, programs = scratch.held, scratch.held * s.HV * sums.tiles
     if launch.hopper:
-        from deltazoo.backends.triton.kernels.hopper.gradients import hopper_gradients_kernel as kernel
+        from deltazoo.backends.triton.kernels.hopper.gradients import hopper_gradients_kernel
 
-        warps = 4
-    small = scratch.states.itemsize == 2 and max(sums.keys, launch.tile) <= 64 and warps == 4
+        on_hopper = launcher(
+            hopper_gradients_kernel,
+            (
+                x.q, x.k, x.v, x.b, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs, scratch.du, d.q,
+                d.k, sums.dgates, sums.kepts, scratch.partial, x.cu_seqlens,
+            ),
+            (
+                s.H, s.HV, s.K, s.V, s.C, sums.keys, decay_of(x), kind.delta, d.b is not None, x.w is not None,
+                kind.erase_early, kind.read_early, s.packed, kind.shares(x), kind.least(x.q.dtype), cut.unit,
+            ),
+        )  # fmt: skip
+        return lambda segment: on_hopper(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)
+    small = scratch.states.itemsize == 2 and max(sums.keys, launch.tile) <= 64 and launch.warps == 4
     of_chunks = launcher(
-        kernel,
+        gradients_kernel,
         (
             x.q, x.k, x.e, x.v, x.b, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs,
             scratch.du, d.q, d.k, d.e, sums.dgates, sums.state_products, scratch.partial, x.cu_seqlens,
@@ -234,11 +257,10 @@ def _gradients(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
             d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed,
             kind.shares(x), kind.least(x.q.dtype), cut.unit, precision(x.q.dtype), launch.stages,
         ),
-        warps,
+        launch.warps,
         launch.stages,
-        registers=168 if small and not kind.delta and not launch.hopper else None,  # three programs a processor
+        registers=168 if small and not kind.delta else None,  # three programs a processor
     )  # fmt: skip
-    held, programs = scratch.held, scratch.held * s.HV * sums.tiles
     return lambda segment: of_chunks(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)
 
 

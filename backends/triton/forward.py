@@ -99,14 +99,22 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
         return out
     exact = kind.terms(x.q.dtype) == 2 or x.q.dtype == torch.float32
     grouped = s.HV > s.H
-    kernel, warps = prepare_kernel, config.prepare.warps
-    registers = None if exact or grouped or s.C != 64 else 160  # three programs a processor
     if config.prepare.hopper:
-        from deltazoo.backends.triton.kernels.hopper.prepare import hopper_prepare_kernel as kernel
+        from deltazoo.backends.triton.kernels.hopper.prepare import hopper_prepare_kernel
 
-        warps, registers = 4, 168 if grouped else None  # three, else five
+        launch = launcher(
+            hopper_prepare_kernel,
+            (x.q, x.k, x.log_decay, x.b, x.w, *out, x.cu_seqlens),
+            (
+                s.H, s.HV, s.K, s.C, decay_of(x), x.b is not None, x.w is not None, kind.erase_early, kind.read_early,
+                s.packed, bool(config.split) and cdiv(s.T, s.C) > config.split,
+            ),
+            registers=168 if grouped else None,  # three programs a processor, else five
+        )  # fmt: skip
+        launch(s.slots * s.H, s.N, s.T, kind.scale)
+        return out
     launch = launcher(
-        kernel,
+        prepare_kernel,
         (x.q, x.k, x.e, x.log_decay, x.b, x.w, *out, x.cu_seqlens),
         (
             s.H, s.HV, s.K, s.C, *key_tiles(s.K), decay_of(x), x.e is not None, x.b is not None,
@@ -114,9 +122,9 @@ def prepare(x: ScanOperands, kind: ScanKind, config: LaunchConfig, keep: bool) -
             precision(x.q.dtype), "tf32x3" if exact else "tf32", min(config.prepare.tile, s.C), kind.terms(x.q.dtype),
             bool(config.split) and cdiv(s.T, s.C) > config.split,
         ),
-        warps,
+        config.prepare.warps,
         config.prepare.stages,
-        registers=registers,
+        registers=None if exact or grouped or s.C != 64 else 160,  # three programs a processor
     )  # fmt: skip
     launch(s.slots * s.H, s.N, s.T, kind.scale)
     return out
@@ -131,20 +139,31 @@ def scan(
     columns = 0 if mode == "maps" else cdiv(s.V, BV)
     columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
     t = tensors.get
-    kernel, warps, stages, registers = scan_kernel, launch.warps, launch.stages, None
     # parts hand on less than all, by a kernel that is not for one kind of GPU
-    hopper = launch.hopper and mode in ("output", "replay")
-    if hopper:
-        from deltazoo.backends.triton.kernels.hopper.scan import hopper_scan_kernel as kernel
+    if launch.hopper and mode in ("output", "replay"):
+        from deltazoo.backends.triton.kernels.hopper.scan import hopper_scan_kernel
 
-        BV, columns, warps, stages, registers = 128, cdiv(s.V, 128), 4, 1, SHARED_OUT
+        on_hopper = launcher(
+            hopper_scan_kernel,
+            (
+                x.q, x.k, x.v, prepared.gates, prepared.squares, x.state, t("o"), t("final"), t("checkpoints"),
+                t("states"), t("xs"), t("begins"), x.cu_seqlens,
+            ),
+            (
+                s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), decay_of(x), kind.delta, x.w is not None,
+                x.state is not None, kind.read_early, s.packed, cut.every, cut.unit, cut.split, mode,
+            ),
+            registers=SHARED_OUT,
+        )  # fmt: skip
+        programs = s.N * cut.parts * s.HV * cdiv(s.V, 128)
+        return lambda segment=0: on_hopper(programs, kind.scale, s.T, segment, cut.segments, cut.parts)
     # the tensor memory accelerator takes tiles where rows are multiples of 16 bytes
-    tiled = not hopper and x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
+    tiled = x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
     # by its sizes: a contiguous tensor may have any stride where there is one of something
     strides = [s.T * s.HV * s.V, s.HV * s.V, s.V, 1]
     v = TensorDescriptor(x.v, [*x.v.shape], strides, [1, s.C, 1, BV]) if tiled else x.v
     go = launcher(
-        kernel,
+        scan_kernel,
         (
             x.q, x.k, x.e, v, *prepared, x.state, t("o"), t("final"), t("checkpoints"),
             t("states"), t("xs"), t("begins"), t("ends"), x.cu_seqlens,
@@ -152,14 +171,13 @@ def scan(
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
             x.state is not None, kind.read_early, s.packed, cut.every, cut.unit, cut.split, mode,
-            kind.terms(x.q.dtype), precision(x.q.dtype), stages, tiled,
+            kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages, tiled,
         ),
-        warps,
-        stages,
-        registers,
+        launch.warps,
+        launch.stages,
     )  # fmt: skip
-    programs = s.N * cut.parts * s.HV * columns
-    return lambda segment=0: go(programs, kind.scale, s.T, segment, cut.segments, cut.parts)
+    number = s.N * cut.parts * s.HV * columns
+    return lambda segment=0: go(number, kind.scale, s.T, segment, cut.segments, cut.parts)
 
 
 def join(

@@ -75,16 +75,15 @@ def copy_value_tile(
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "segment", "segments"])
 def hopper_gradients_kernel(
-    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, cu, N,
+    q, k, v, b, do, gates, states, dstates, xs, du, dq, dk, dgates, state_products, partial, cu, N,
     slots, num_scratch_slots, scale, T, segment, segments,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    BK: gl.constexpr, BV: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
+    DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
-    DU_IS_DV: gl.constexpr, MIN_BETA: gl.constexpr, UNIT: gl.constexpr, PREC: gl.constexpr, STAGES: gl.constexpr,
+    DU_IS_DV: gl.constexpr, MIN_BETA: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../gradients.py, without OWN."""
-    gl.static_assert(C == 64 and BK == 64 and V <= 512 and not OWN)
+    """Parameters and results as in ../gradients.py."""
+    gl.static_assert(C == 64 and BK == 64 and V <= 512)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
     GATE_ROWS: gl.constexpr = 4 if EARLY else 3

@@ -136,15 +136,13 @@ def piece_of(tile):
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def hopper_prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, cu, N, T, scale,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, K0: gl.constexpr, K1: gl.constexpr,
-    DECAY: gl.constexpr, OWN: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
-    OPERAND: gl.constexpr, PREC: gl.constexpr, PREC_INVERSE: gl.constexpr, BLOCK: gl.constexpr,
-    TERMS: gl.constexpr, BOUND_DECAYS: gl.constexpr,
+    q, k, log_decay, b, w, gates, decay_bounds, wy_tiles, cu, N, T, scale,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+    DECAY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
+    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, BOUND_DECAYS: gl.constexpr,
 ):  # fmt: skip
     """One program a (slot, key head), of 4 warps."""
-    gl.static_assert(C == 64 and K <= 256 and K % 8 == 0 and TERMS == 1 and gl.float16 == OPERAND and not OWN)
+    gl.static_assert(C == 64 and K <= 256 and K % 8 == 0)
     dtype: gl.constexpr = q.dtype.element_ty
     lies: gl.constexpr = wy_tiles.dtype.element_ty
     GROUP: gl.constexpr = HV // H

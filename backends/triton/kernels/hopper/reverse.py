@@ -189,21 +189,19 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["T", "segment", "segments", "num_splits"])
 def hopper_reverse_kernel(
-    q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, starts, ends, cu, scale, T,
+    q, k, do, gates, wy_tiles, dstate, dstates, du, dv, starts, cu, scale, T,
     segment, segments, num_splits,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    K0: gl.constexpr, K1: gl.constexpr, BV: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
-    PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr,
-    MIN_BETA: gl.constexpr, ENDS: gl.constexpr,
-    TERMS: gl.constexpr, PREC: gl.constexpr, STAGES: gl.constexpr,
+    K0: gl.constexpr, K1: gl.constexpr,
+    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
+    PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../reverse.py, without ENDS.
+    """Parameters and results as in ../reverse.py.
 
     Launch with 4 warps and 168 registers per thread, reallocated as in scan.py.
     """
-    gl.static_assert(C == 64 and BV == 128 and K <= K0 + K1 and TERMS == 1)
-    gl.static_assert(not OWN and not ENDS and K % 8 == 0 and V % 8 == 0)
+    gl.static_assert(C == 64 and K <= K0 + K1)
+    gl.static_assert(K % 8 == 0 and V % 8 == 0)
     gl.static_assert(dstates.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K0 + K1) // 64
     NUM_STAGES: gl.constexpr = 3 if NK <= 2 else 2

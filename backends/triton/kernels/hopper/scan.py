@@ -361,14 +361,13 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
 
 @gluon.jit(do_not_specialize=["T", "segment", "segments", "num_splits"])
 def hopper_scan_kernel(
-    q, k, e, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, xs, starts, ends, cu,
+    q, k, v, gates, wy_tiles, state, o, final, checkpoints, states, xs, starts, cu,
     scale, T, segment, segments, num_splits,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    K0: gl.constexpr, K1: gl.constexpr, BV: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, OWN: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
+    K0: gl.constexpr, K1: gl.constexpr,
+    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
-    SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, PREC: gl.constexpr,
-    STAGES: gl.constexpr, TILED: gl.constexpr,
+    SPLIT: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../scan.py, modes "output" and "replay".
 
@@ -377,8 +376,8 @@ def hopper_scan_kernel(
     """
     OUTPUT: gl.constexpr = MODE == "output"
     gl.static_assert(OUTPUT or (MODE == "replay" and CHECKPOINT_EVERY > 0))
-    gl.static_assert(C == 64 and BV == 128 and K <= K0 + K1 and TERMS == 1)
-    gl.static_assert(not OWN and not TILED and K % 8 == 0 and V % 8 == 0)
+    gl.static_assert(C == 64 and K <= K0 + K1)
+    gl.static_assert(K % 8 == 0 and V % 8 == 0)
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
     gl.static_assert(CHECKPOINT_EVERY == 0 or checkpoints.dtype == k.dtype)
     gl.static_assert(OUTPUT or states.dtype == k.dtype)
