@@ -33,7 +33,7 @@ def scan_kernel(
     scale, T, window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, STATE: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, HAS_STATE: tl.constexpr,
     READ_EARLY: tl.constexpr, PACKED: tl.constexpr, CHECKPOINT_EVERY: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr, TILED: tl.constexpr,
@@ -123,7 +123,7 @@ def scan_kernel(
             Sa += load_rows(at_start, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 Sb += load_rows(at_start, vs, kb, in_v, in_kb, K)
-    if STATE and not (OUTPUT and SPLIT > 0):
+    if HAS_STATE and not (OUTPUT and SPLIT > 0):
         from_state = in_v & ((first == 0) if RECOMPUTE else (segment == 0) & (negligible == 0))
         Sa += load_column_major(state + state_offset, vs, ka, from_state, in_ka, V)
         if K1 > 0:

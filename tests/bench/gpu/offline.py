@@ -96,7 +96,7 @@ def go(
         "DELTA": delta, "OWN": own, "ERASE": strengths and delta, "WRITE": strengths, "ERASE_EARLY": False,
         "READ_EARLY": False, "PACKED": packed, "MIN_BETA": 2.0**-24, "DU_IS_DV": delta and dtype != "fp16" and terms == 1,
         "CHECKPOINT_EVERY": 16, "UNIT": 16, "SPLIT": 0, "ENDS": False, "TERMS": 1, "PREC": "tf32", "STAGES": stages,
-        "MODE": "replay", "STATE": False, "TILED": True, "BOUND_DECAYS": False,
+        "MODE": "replay", "HAS_STATE": False, "TILED": True, "BOUND_DECAYS": False,
     } | asked  # fmt: skip
     of_operands, of_float32, of_int32 = POINTERS[dtype], POINTERS["fp32"], "*i32:16"
     types_ = dict.fromkeys(OPERANDS, of_operands) | dict.fromkeys(IN_FLOAT32, of_float32)

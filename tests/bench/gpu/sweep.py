@@ -93,7 +93,7 @@ def for_hopper(common, every):
         hopper = common | {"UNIT": every, "ERASE_EARLY": erase_early, "READ_EARLY": read_early, "stages": 1}
         yield hopper | {"module": "hopper.gradients", "kernel": "hopper_gradients_kernel", "BV": 64, "BK": 64}
         if V > 32 and not erase_early:
-            scan = hopper | AS_SCAN | {"module": "hopper.scan", "kernel": "hopper_scan_kernel", "STATE": True}
+            scan = hopper | AS_SCAN | {"module": "hopper.scan", "kernel": "hopper_scan_kernel", "HAS_STATE": True}
             for more in ({"EVERY": every}, {"EVERY": 0}, {"EVERY": every, "SPLIT": 32}):
                 yield scan | {"MODE": "output"} | more
             if not read_early:
@@ -113,7 +113,7 @@ def for_hopper(common, every):
             }
             if common["HV"] == common["H"] and V <= 128:
                 for given, strengths in product((False, True), repeat=2):
-                    yield both | {"GIVEN": given, "strengths": strengths}
+                    yield both | {"HAS_STATE": given, "strengths": strengths}
 
 
 def one(job):
