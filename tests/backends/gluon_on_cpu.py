@@ -490,13 +490,13 @@ def _own_products(x, *others):
 
 # what a warp does alone, which is in PTX
 PTX = {
-    "keep": _keep,
-    "exp2": _of_one(torch.exp2),
-    "of_warp_1": _only(1),
-    "of_warp_3": _only(3),
-    "own_inverse": _own_inverse,
-    "own_products": _own_products,
-    "sums_up_to": lambda x: Array(x.x.cumsum(-1)),
+    "round_causal": _keep,
+    "exp2_ftz": _of_one(torch.exp2),
+    "zero_except_warp_1": _only(1),
+    "zero_except_warp_3": _only(3),
+    "invert_diagonal_blocks": _own_inverse,
+    "multiply_warp_blocks": _own_products,
+    "cumsum_by_warp": lambda x: Array(x.x.cumsum(-1)),
 }
 PACKAGE = "deltazoo.backends.triton.kernels"
 

@@ -1,16 +1,19 @@
-"""What a warp does alone with the 16 rows that it has of a product, in inline PTX, for prepare_hopper.py.
+"""Inline PTX of prepare.py: operations of one warp on its 16 rows of an accumulator.
 
-Of a block of 8 x 8 in 16 bits lane 4 g + c has columns 2 c and 2 c + 1 of row g, in one register; a block of 16 x 16 is
-four such: upper left, lower left, upper right, lower right. mma.sync multiplies blocks, movmatrix turns one.
+Register layout: an 8 x 8 block of 16-bit elements takes one register, in which lane 4 g + c holds columns 2 c and 2 c +
+1 of row g. A 16 x 16 block takes four: upper left, lower left, upper right, lower right. mma.sync multiplies blocks,
+movmatrix transposes one.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-def _keep_asm(early, convert):
-    """P [$16 to $47] narrowed [$0 to $15]; of the blocks of 8 on the diagonal what lies above is left out, and where
-    early what lies on it, too."""
+def _round_causal_asm(early, convert):
+    """Round P [$16 to $47] to 16 bits [$0 to $15] and zero its non-causal elements in the 8 x 8 blocks on the diagonal.
+
+    Non-causal are the elements above the diagonal and, if early, those on it.
+    """
     text = f"""{{
 .reg .b32 g, c, warp, own, m<4>;
 .reg .pred p;
@@ -28,21 +31,21 @@ selp.b32 own, 0xffff, own, p;
 """
     for block in range(4):
         text += f"setp.eq.u32 p, warp, {block};\nselp.b32 m{block}, own, -1, p;\n"
-    for r in range(16):  # a pair of columns each: [block of 8 columns, row g or g + 8]
+    for r in range(16):  # register r: two adjacent columns of 8-column block r // 2, in row g or g + 8
         text += f"{convert} ${r}, ${16 + 2 * r + 1}, ${16 + 2 * r};\n"
         if (r // 2) % 2 == r % 2:
             text += f"and.b32 ${r}, ${r}, m{r // 4};\n"
     return text + "}"
 
 
-KEEP_BF16 = gl.constexpr(_keep_asm(False, "cvt.rn.bf16x2.f32"))
-KEEP_FP16 = gl.constexpr(_keep_asm(False, "cvt.rn.f16x2.f32"))
-KEEP_EARLY_BF16 = gl.constexpr(_keep_asm(True, "cvt.rn.bf16x2.f32"))
-KEEP_EARLY_FP16 = gl.constexpr(_keep_asm(True, "cvt.rn.f16x2.f32"))
-KEEP_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32))
+ROUND_BF16 = gl.constexpr(_round_causal_asm(False, "cvt.rn.bf16x2.f32"))
+ROUND_FP16 = gl.constexpr(_round_causal_asm(False, "cvt.rn.f16x2.f32"))
+ROUND_EARLY_BF16 = gl.constexpr(_round_causal_asm(True, "cvt.rn.bf16x2.f32"))
+ROUND_EARLY_FP16 = gl.constexpr(_round_causal_asm(True, "cvt.rn.f16x2.f32"))
+ROUND_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32))
 
-# which of its four blocks of 16 lies on a warp's diagonal
-OWN_BLOCK = gl.constexpr(
+# selects the one of a warp's four 16 x 16 blocks that is on the diagonal
+DIAGONAL_BLOCK = gl.constexpr(
     """{
 .reg .b32 warp, low, high;
 .reg .pred p1, p3, p2;
@@ -59,18 +62,19 @@ setp.ge.u32 p2, warp, 2;
     )
     + "}"
 )
-OWN_BLOCK_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 16))
+DIAGONAL_BLOCK_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 16))
 
 
-def _only_asm(warp):
+def _zero_except_asm(warp):
+    """Select $4 to $7 in one warp and zero in the others."""
     text = "{\n.reg .b32 warp;\n.reg .pred p;\nmov.u32 warp, %tid.x;\nshr.u32 warp, warp, 5;\n"
     text += f"setp.eq.u32 p, warp, {warp};\n"
     return text + "".join(f"selp.b32 ${r}, ${4 + r}, 0, p;\n" for r in range(4)) + "}"
 
 
-ONLY_1 = gl.constexpr(_only_asm(1))
-ONLY_3 = gl.constexpr(_only_asm(3))
-ONLY_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 4))
+ZERO_EXCEPT_1 = gl.constexpr(_zero_except_asm(1))
+ZERO_EXCEPT_3 = gl.constexpr(_zero_except_asm(3))
+ZERO_EXCEPT_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 4))
 
 _MMA = "mma.sync.aligned.m16n8k{k}.row.col.f32.f16.f16.f32 {{{d}}}, {{{a}}}, {{{b}}}, {{{z}}};\n"
 
@@ -81,8 +85,12 @@ def _mma(d, a, b):
 
 
 def _inverse_asm():
-    """(I - L')^-1 of each warp's block of 16, $4 to $7 the blocks of 8 of L' (upper left, lower left, -, lower right):
-    levels 1, 2 and 4 of both blocks of 8 at once, then 8. X + X M X, M the blocks of L' that a level merges over."""
+    """Invert I - L for each warp's 16 x 16 block L.
+
+    $4, $5 and $7 are its 8 x 8 blocks upper left, lower left and lower right. Level doubling X <- X + X M X, where M
+    holds the blocks of L that the level merges over: sizes 1, 2 and 4 in both diagonal 8 x 8 blocks at once, then size
+    8.
+    """
     text = """{
 .reg .b32 lane, g, c, h, t, m0, m1, m2, one, x1, x2, t1, t2, t3, b1, b2, u1, u2, y1, y2, zero;
 .reg .f32 zf, f<4>;
@@ -136,7 +144,7 @@ INVERSE_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 4))
 
 
 def _products_asm():
-    """x y of each warp's own blocks of 16 for three y, $24 to $27 x and $28 on the y."""
+    """Multiply each warp's 16 x 16 block x ($24 to $27) with three 16 x 16 blocks ($28 on)."""
     text = "{\n.reg .b32 b0, b1;\n.reg .f32 zf;\nmov.f32 zf, 0f00000000;\n"
     for n in range(6):
         for k in range(2):
@@ -147,8 +155,9 @@ def _products_asm():
 
 PRODUCTS = gl.constexpr(_products_asm())
 PRODUCTS_OPERANDS = gl.constexpr(",".join(["=&r"] * 24 + ["r"] * 16))
-# of two numbers a lane the sums up to them, over the warp; the first without the second, which may be far larger
-SCAN = gl.constexpr(
+# Inclusive cumulative sums of two elements per lane. The first is not computed by subtracting the second from their
+# sum, which would lose precision where the second is far larger.
+CUMSUM = gl.constexpr(
     "{\n.reg .f32 t, s;\n.reg .pred p;\nadd.f32 s, $2, $3;\n"
     + "".join(f"shfl.sync.up.b32 t|p, s, {1 << n}, 0, -1;\n@p add.f32 s, s, t;\n" for n in range(5))
     + "shfl.sync.up.b32 t|p, s, 1, 0, -1;\n@!p mov.f32 t, 0f00000000;\nadd.f32 $0, t, $2;\nmov.f32 $1, s;\n}"
@@ -156,52 +165,55 @@ SCAN = gl.constexpr(
 
 
 @gluon.jit
-def keep(P, dtype: gl.constexpr, READ_EARLY: gl.constexpr):
-    """P narrowed; in the blocks of 8 on the diagonal zeros where nothing is seen, above those anything."""
+def round_causal(P, dtype: gl.constexpr, READ_EARLY: gl.constexpr):
+    """Round P to 16 bits, with zeros at the non-causal positions of the 8 x 8 blocks on the diagonal.
+
+    The blocks above the diagonal, which are not stored, are left as they are.
+    """
     if dtype == gl.bfloat16:
-        to_bf16: gl.constexpr = KEEP_EARLY_BF16 if READ_EARLY else KEEP_BF16
-        return gl.inline_asm_elementwise(to_bf16, KEEP_OPERANDS, [P], gl.bfloat16, is_pure=True, pack=32)
+        bf16_asm: gl.constexpr = ROUND_EARLY_BF16 if READ_EARLY else ROUND_BF16
+        return gl.inline_asm_elementwise(bf16_asm, ROUND_OPERANDS, [P], gl.bfloat16, is_pure=True, pack=32)
     else:
-        to_fp16: gl.constexpr = KEEP_EARLY_FP16 if READ_EARLY else KEEP_FP16
-        return gl.inline_asm_elementwise(to_fp16, KEEP_OPERANDS, [P], gl.float16, is_pure=True, pack=32)
+        fp16_asm: gl.constexpr = ROUND_EARLY_FP16 if READ_EARLY else ROUND_FP16
+        return gl.inline_asm_elementwise(fp16_asm, ROUND_OPERANDS, [P], gl.float16, is_pure=True, pack=32)
 
 
 @gluon.jit
-def own_inverse(l0, l1, l2, l3):
-    """The inverse of each warp's block of 16 on the diagonal."""
-    own = gl.inline_asm_elementwise(
-        OWN_BLOCK, OWN_BLOCK_OPERANDS, [l0, l1, l2, l3], gl.float16, is_pure=True, pack=8
+def invert_diagonal_blocks(l0, l1, l2, l3):
+    """Return (I - L)^-1 for each warp's 16 x 16 block on the diagonal of L, given as column blocks [64, 16]."""
+    blocks = gl.inline_asm_elementwise(
+        DIAGONAL_BLOCK, DIAGONAL_BLOCK_OPERANDS, [l0, l1, l2, l3], gl.float16, is_pure=True, pack=8
     )  # fmt: skip
-    return gl.inline_asm_elementwise(INVERSE, INVERSE_OPERANDS, [own], gl.float16, is_pure=True, pack=8)
+    return gl.inline_asm_elementwise(INVERSE, INVERSE_OPERANDS, [blocks], gl.float16, is_pure=True, pack=8)
 
 
 @gluon.jit
-def own_products(x, y0, y1, y2):
-    """x y for each of three y, of each warp's own blocks of 16."""
+def multiply_warp_blocks(x, y0, y1, y2):
+    """Return x y0, x y1 and x y2 with the 16 x 16 blocks of each warp; all [64, 16]."""
     return gl.inline_asm_elementwise(
         PRODUCTS, PRODUCTS_OPERANDS, [x, y0, y1, y2], (gl.float32, gl.float32, gl.float32), is_pure=True, pack=8
     )  # fmt: skip
 
 
 @gluon.jit
-def exp2(x):
-    """2^x; what would be denormal is 0."""
+def exp2_ftz(x):
+    """Return 2^x, with denormal results flushed to zero."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def sums_up_to(x):
-    """Of a tile [.., 64] with two numbers side by side a lane the cumulative sums of its rows, each a warp's."""
-    return gl.inline_asm_elementwise(SCAN, "=&r,=&r,r,r", [x], gl.float32, is_pure=True, pack=2)
+def cumsum_by_warp(x):
+    """Cumulative sums of each row of x [4, 64], a row per warp and two adjacent elements per lane."""
+    return gl.inline_asm_elementwise(CUMSUM, "=&r,=&r,r,r", [x], gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
-def of_warp_1(x):
-    """x [64, 16] in rows 16 to 31, zeros elsewhere."""
-    return gl.inline_asm_elementwise(ONLY_1, ONLY_OPERANDS, [x], gl.float16, is_pure=True, pack=8)
+def zero_except_warp_1(x):
+    """Zero x [64, 16] outside rows 16 to 31."""
+    return gl.inline_asm_elementwise(ZERO_EXCEPT_1, ZERO_EXCEPT_OPERANDS, [x], gl.float16, is_pure=True, pack=8)
 
 
 @gluon.jit
-def of_warp_3(x):
-    """x [64, 16] in rows 48 to 63, zeros elsewhere."""
-    return gl.inline_asm_elementwise(ONLY_3, ONLY_OPERANDS, [x], gl.float16, is_pure=True, pack=8)
+def zero_except_warp_3(x):
+    """Zero x [64, 16] outside rows 48 to 63."""
+    return gl.inline_asm_elementwise(ZERO_EXCEPT_3, ZERO_EXCEPT_OPERANDS, [x], gl.float16, is_pure=True, pack=8)
