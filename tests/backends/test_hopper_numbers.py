@@ -106,7 +106,7 @@ def test_a_backward_in_one_launch_takes_no_scratch():
     ("kernel", "module", "name", "by"),
     [
         ("replay", "hopper.scan", "load_checkpoint", WALK),
-        ("reverse", "hopper.fused_backward", "load_segment_state", AT_ONCE),
+        ("reverse", "hopper.fused_backward", "load_interval_state", AT_ONCE),
     ],
 )
 @pytest.mark.parametrize("lengths", [(), (256, 256)])

@@ -48,7 +48,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def find_sequence(place, cu, N, segments, unit, C: gl.constexpr):
+def find_sequence(place, cu, N, windows, unit, C: gl.constexpr):
     """Gluon version of the function of this name in layout.py."""
     lane = gl.arange(0, 32, ONE_PER_THREAD)
     low = 0
@@ -57,7 +57,7 @@ def find_sequence(place, cu, N, segments, unit, C: gl.constexpr):
         step = (high - low + 31) // 32
         n = low + lane * step
         inside = n < high
-        first = (gl.load(cu + n, mask=inside, other=0) // C + n) // segments + n * unit
+        first = (gl.load(cu + n, mask=inside, other=0) // C + n) // windows + n * unit
         low += (gl.sum(gl.where(inside & (first <= place), 1, 0), 0) - 1) * step
         high = gl.minimum(low + step, high)
     return low

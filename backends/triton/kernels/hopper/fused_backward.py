@@ -1,8 +1,8 @@
-"""Whole backward of a sequence and head in one launch on sm_90: recompute states, then backward sweep, per segment.
+"""Whole backward of a sequence and head in one launch on sm_90: recompute states, then backward sweep.
 
-Grid: one CTA for each (sequence, head), which takes an SM for itself. It loops over the segments of CHECKPOINT_EVERY
+Grid: one CTA for each (sequence, head), which takes an SM for itself. It loops over the intervals of CHECKPOINT_EVERY
 chunks between two checkpoints, the last first: it recomputes the state before each chunk and x (equations in scan.py)
-from the checkpoint at the segment's start, then runs the backward sweep of sweep.py over the segment.
+from the checkpoint at the interval's start, then runs the backward sweep of sweep.py over the interval.
 
 The recomputed x and S^T are kept where the chunk's gradients are written later: x in the rows of dv, rows 0 to 63 of
 S^T [V, K] in the rows of dq, rows 64 to 127 in those of dk. The last chunk of a sequence may have fewer than 64 rows
@@ -17,13 +17,13 @@ Barriers as in sweep.py, with two differences:
     empty           2 x 128 (threads)  consumers, at the    producer   all buffers of a stage: one barrier per stage,
                                        end of a chunk                  because both may be released before one is waited
                                        for
-    states_stored   1                  consumers, once per  producer   S^T and x of the segment in global memory
-                                       segment
+    states_stored   1                  consumers, once per  producer   S^T and x of the interval in global memory
+                                       interval
 
 The ring buffer's stage alternates over all fills, of recomputed and of swept chunks, and its phase with every second
 one. While states are recomputed, k_full protects k and the gates, and q_full v (in do) and T.
 
-Supported: as sweep.py with V <= 128, as many key heads as value heads, and sequences that are not split.
+Supported: as sweep.py with V <= 128, as many key heads as value heads, and no segments.
 """
 
 from triton.experimental import gluon
@@ -108,7 +108,7 @@ def producer(
     q, k, v, do, gates, wy_tiles, grads, spare, smem, states_stored, start, length, slot, end, n, hv,
     traits: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
-    """Producer warp group: for each segment the tiles that recomputing takes, first chunk to last, then the sweep's."""
+    """Producer warp group: for each interval, copy the tiles for recomputing, first chunk to last, then the sweep's."""
     H: gl.constexpr = traits.H
     HV: gl.constexpr = traits.HV
     K: gl.constexpr = traits.K
@@ -120,12 +120,12 @@ def producer(
     MASK_V: gl.constexpr = V % 128 != 0
     h = hv // (HV // H)
     fills = 0  # of ring buffer stages
-    segments = 0  # that are finished
+    intervals = 0  # that are finished
     swept = 0  # chunks whose state was copied
-    segment_end = end
-    while segment_end > 0:
-        segment_first = (segment_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-        for c in range(segment_first, segment_end):
+    interval_end = end
+    while interval_end > 0:
+        interval_first = (interval_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+        for c in range(interval_first, interval_end):
             zero = opaque_zero(fills, 20)
             stage = fills % 2
             mbarrier.wait(smem.empty.index(stage), (fills // 2 & 1) ^ 1)
@@ -150,13 +150,13 @@ def producer(
             producer_arrive(smem.k_full.index(stage), 1, True)
             producer_arrive(smem.q_full.index(stage), 0, True)
             fills += 1
-        for step in range(0, segment_end - segment_first + 1):
+        for step in range(0, interval_end - interval_first + 1):
             # copies S^T and x of chunk c + 1, then the tiles of chunk c
             zero = opaque_zero(fills, 20)
-            c = segment_end - 1 - step + zero
+            c = interval_end - 1 - step + zero
             if step > 0:
                 if step == 1:
-                    mbarrier.wait(states_stored, segments & 1)
+                    mbarrier.wait(states_stored, intervals & 1)
                 mbarrier.wait(smem.state_empty, (swept & 1) ^ 1)
                 token = start + c * 64 + 64
                 low, high = state_rows(grads, spare, token, c + 2 == end, n, hv, traits)
@@ -170,19 +170,19 @@ def producer(
                 async_copy.commit_group()
                 producer_arrive(smem.state_full, 0, True)
                 swept += 1
-            if c >= segment_first:
+            if c >= interval_first:
                 stage = fills % 2
                 mbarrier.wait(smem.empty.index(stage), (fills // 2 & 1) ^ 1)
                 copy_chunk(
                     q, k, do, gates, wy_tiles, smem, stage, zero, start + c * 64, length - c * 64,
-                    (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64), c - segment_first, (c == end - 1).to(gl.int32),
+                    (slot + c).to(gl.int64) * HV + hv, c.to(gl.int64), c - interval_first, (c == end - 1).to(gl.int32),
                     h, hv, hv, traits,
                 )  # fmt: skip
                 producer_arrive(smem.k_full.index(stage), 1, True)
                 producer_arrive(smem.q_full.index(stage), 0, True)
                 fills += 1
-        segments += 1
-        segment_end = segment_first
+        intervals += 1
+        interval_end = interval_first
 
 
 @gluon.jit
@@ -205,23 +205,23 @@ def opaque_copy(value):
 
 
 @gluon.jit
-def load_segment_state(
-    state, checkpoints, checkpoint, segment_first, n, hv, traits: gl.constexpr, HAS_STATE: gl.constexpr,
+def load_interval_state(
+    state, checkpoints, checkpoint, interval_first, n, hv, traits: gl.constexpr, HAS_STATE: gl.constexpr,
     CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
-    """Load accumulators of S^T [128 values, 128 keys] before a segment: a checkpoint, the initial state, or zero."""
+    """Load accumulators of S^T [128 values, 128 keys] before an interval: a checkpoint, the initial state, or zero."""
     HV: gl.constexpr = traits.HV
     K: gl.constexpr = traits.K
     V: gl.constexpr = traits.V
     i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
     inside = (i < V) & (j < K)
-    at = checkpoints + ((checkpoint + segment_first // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
-    S = gl.load(at + (i * K + j), mask=inside & (segment_first > 0), other=0.0).to(gl.float32)
+    at = checkpoints + ((checkpoint + interval_first // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
+    S = gl.load(at + (i * K + j), mask=inside & (interval_first > 0), other=0.0).to(gl.float32)
     if HAS_STATE:
         state_at = state + (n.to(gl.int64) * HV + hv) * K * V
-        i += opaque_zero(opaque_copy(segment_first), 20)
-        S += gl.load(state_at + (j * V + i), mask=inside & (segment_first == 0), other=0.0)
+        i += opaque_zero(opaque_copy(interval_first), 20)
+        S += gl.load(state_at + (j * V + i), mask=inside & (interval_first == 0), other=0.0)
     return S
 
 
@@ -310,7 +310,7 @@ def consumer(
     v, b, grads, state, checkpoints, dstate, scale, smem, states_stored, slots, slot, end, checkpoint, n, hv,
     traits: gl.constexpr, HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp groups: for each segment, the last first, recompute its states, then sweep its chunks backwards."""
+    """Consumer warp groups: for each interval, the last first, recompute the states, then sweep the chunks backwards."""
     dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
     i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
@@ -320,23 +320,23 @@ def consumer(
     stage = 0
     phase = 0
     state_phase = 0  # parity of the number of chunks swept
-    segment_end = end
-    while segment_end > 0:
-        segment_first = (segment_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+    interval_end = end
+    while interval_end > 0:
+        interval_first = (interval_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
         park(dS, smem.S.index(0), smem.dS.index(0))
-        S = load_segment_state(
-            state, checkpoints, checkpoint, segment_first, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY
+        S = load_interval_state(
+            state, checkpoints, checkpoint, interval_first, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY
         )
         # With smem stores pending at loop entry the compiler would place a barrier in every iteration; so also below.
         barrier()
-        for c in range(segment_first, segment_end):
+        for c in range(interval_first, interval_end):
             S = recompute_chunk(S, grads, smem, opaque_zero(c, 20), stage, phase, traits)
             consumer_release(smem.empty.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1
         dS = unpark(smem.S.index(0), smem.dS.index(0))
         publish_states(states_stored)
-        chunks_left = segment_end - segment_first
+        chunks_left = interval_end - interval_first
         barrier()
         while chunks_left > 0:
             opaque_one = 1 + opaque_zero(chunks_left, 23)
@@ -347,7 +347,7 @@ def consumer(
             phase = phase ^ stage
             stage = stage ^ 1
             state_phase = state_phase ^ 1
-        segment_end = segment_first
+        interval_end = interval_first
     if traits.DECAY != "none":
         barrier()
         store_state_products(grads.state_products + (slot.to(gl.int64) * traits.HV + hv), half_stride, smem.sums, True)

@@ -73,10 +73,10 @@ def copy_value_tile(
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "segment", "segments"])
+@gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def hopper_gradients_kernel(
     q, k, v, b, do, gates, states, dstates, xs, du, dq, dk, dgates, state_products, partial, cu, N,
-    slots, num_scratch_slots, scale, T, segment, segments,
+    slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
@@ -98,11 +98,11 @@ def hopper_gradients_kernel(
     h = hv // GROUP
     scratch_slot = pid // NK // HV
     if PACKED:
-        n = find_sequence(scratch_slot, cu, N, segments, gl.where(segments == 1, 0, UNIT), C)
+        n = find_sequence(scratch_slot, cu, N, windows, gl.where(windows == 1, 0, UNIT), C)
     else:
-        n = scratch_slot // scratch_slots_per_sequence(T, segments, C, UNIT)
+        n = scratch_slot // scratch_slots_per_sequence(T, windows, C, UNIT)
     start, length, slot, c, in_use = locate_scratch_chunk_in_sequence(
-        scratch_slot, n, cu, T, segment, segments, C, UNIT, PACKED
+        scratch_slot, n, cu, T, window, windows, C, UNIT, PACKED
     )
     if in_use:
         tokens_left = length - c * C
@@ -211,7 +211,7 @@ def hopper_gradients_kernel(
             gl.store(dgates_at + 2 * C + t, write_sums)
         if DELTA:
             # -1, hidden from the compiler: it would emit sign changes between the wgmmas, which serialises them (C7514)
-            minus_one = gl.where(segments > 0, -1.0, 0.0)
+            minus_one = gl.where(windows > 0, -1.0, 0.0)
             if ERASE and not (DU_IS_DV and WRITE):
                 erase_scale = -clamp_away_from_zero(erase, MIN_BETA)
             else:

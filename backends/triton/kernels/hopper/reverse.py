@@ -43,8 +43,8 @@ from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from
 class GlobalPointers(NamedTuple):
     """Global memory that the consumers read and write.
 
-    dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; starts [N splits,
-    HV, V, K]: dS after each split; dstates [chunk slot, HV, V, K], du [chunk slot, 64, HV, V]: dS' and du of every
+    dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; starts [N segments,
+    HV, V, K]: dS after each segment; dstates [chunk slot, HV, V, K], du [chunk slot, 64, HV, V]: dS' and du of every
     chunk; dv.
     """
 
@@ -95,7 +95,7 @@ def reverse_chunk(
     dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
     columns = V - column
-    scratch_slot = (work.segment_slot + c - work.segment_first).to(gl.int64)
+    scratch_slot = (work.first_scratch_slot + c - work.window_first).to(gl.int64)
 
     mbarrier.wait(smem.k_full.index(stage), phase)
     if not DELTA:
@@ -170,7 +170,7 @@ def consumer(
     columns = V - column
     at_dstate = gmem.dstate + ((work.n.to(gl.int64) * HV + work.hv) * K * V + column)
     if traits.SPLIT > 0:
-        at = gmem.starts + (((work.n * work.num_splits + work.split).to(gl.int64) * HV + work.hv) * V + column) * K
+        at = gmem.starts + (((work.n * work.num_segments + work.segment).to(gl.int64) * HV + work.hv) * V + column) * K
         dS = load_state(at, staging, K, K, columns, NK, False)
     else:
         dS = load_state(at_dstate, staging, K, V, columns, NK, True)
@@ -183,14 +183,14 @@ def consumer(
             dS, gmem, scale, smem, P_s, staging, stage, phase, c, column, work, min_beta, DU_IS_DV, HALF, traits
         )
         stage, phase = advance(stage, phase, traits)
-    if work.split == 0:
+    if work.segment == 0:
         store_state(at_dstate, dS, staging, K, V, columns, NK)
 
 
-@gluon.jit(do_not_specialize=["T", "segment", "segments", "num_splits"])
+@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def hopper_reverse_kernel(
     q, k, do, gates, wy_tiles, dstate, dstates, du, dv, starts, cu, scale, T,
-    segment, segments, num_splits,
+    window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
@@ -211,9 +211,9 @@ def hopper_reverse_kernel(
     pid = gl.program_id(0)
     value_tile = pid % V_TILES
     hv = pid // V_TILES % HV
-    n, split = sequence_and_segment(pid // (V_TILES * HV), num_splits, V_TILES * HV)
-    start, length, slot, segment_first, segment_slot, first, end = chunk_range(
-        n, split, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    n, segment = sequence_and_segment(pid // (V_TILES * HV), num_segments, V_TILES * HV)
+    start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
+        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
     if first < end:
         traits: gl.constexpr = make_traits(
@@ -223,8 +223,8 @@ def hopper_reverse_kernel(
         smem, P_s, staging, _ = allocate_smem(traits, T_dtype)
         gmem = GlobalPointers(dstate, starts, dstates, du, dv)
         work = WorkTile(
-            start, length, segment_first, first, first, end, segment_slot, 0,
-            n, split, num_splits, split == 0, hv, value_tile,
+            start, length, window_first, first, first, end, first_scratch_slot, 0,
+            n, segment, num_segments, segment == 0, hv, value_tile,
         )  # fmt: skip
         gl.warp_specialize(
             [

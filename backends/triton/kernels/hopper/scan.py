@@ -6,8 +6,9 @@ For a chunk with initial state S [K, V], WY tiles T and P and gates G, G'', c an
     o  = scale e^G'' (S^T q) + P x            OUTPUT
     S' = e^Gend S + (e^(Gend - G) k)^T x
 
-Grid: one CTA for each (sequence, split, value head, tile of 128 values); it loops over its chunks of 64 tokens. A CTA
-takes an SM for itself.
+Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. A CTA
+takes an SM for itself. A segment is SPLIT consecutive chunks of a sequence; segments are computed in parallel. A window
+is the chunks of each sequence whose states scratch memory holds at a time (../layout.py).
 
 Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 values and keeps its S^T [64, K] as
 float32 accumulators. It keeps all of its matrices transposed, so that S^T and x^T are A operands in registers and the
@@ -208,7 +209,7 @@ def scan_chunk(
     dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
     columns = V - column
-    scratch_slot = (work.segment_slot + c - work.segment_first).to(gl.int64)
+    scratch_slot = (work.first_scratch_slot + c - work.window_first).to(gl.int64)
 
     BY_KEY_TILES: gl.constexpr = NK > 2
     S_low = (to_16_bits(S[0], dtype),)
@@ -335,7 +336,7 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
     for _ in gl.static_range(NK - 1):
         S = S + (gl.zeros([64, 64], gl.float32, ACC),)
     if OUTPUT and SPLIT > 0:
-        at = gmem.starts + (((work.n * work.num_splits + work.split).to(gl.int64) * HV + work.hv) * V + column) * K
+        at = gmem.starts + (((work.n * work.num_segments + work.segment).to(gl.int64) * HV + work.hv) * V + column) * K
         S = load_state(at, staging, K, K, columns, NK, False)
     elif OUTPUT:
         if HAS_STATE:
@@ -359,10 +360,10 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
             store_state(gmem.final + at_state, S, staging, K, V, columns, NK)
 
 
-@gluon.jit(do_not_specialize=["T", "segment", "segments", "num_splits"])
+@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def hopper_scan_kernel(
     q, k, v, gates, wy_tiles, state, o, final, checkpoints, states, xs, starts, cu,
-    scale, T, segment, segments, num_splits,
+    scale, T, window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
@@ -391,17 +392,17 @@ def hopper_scan_kernel(
     pid = gl.program_id(0)
     value_tile = pid % V_TILES
     hv = pid // V_TILES % HV
-    n, split = sequence_and_segment(pid // (V_TILES * HV), num_splits, V_TILES * HV)
-    start, length, slot, segment_first, segment_slot, first, end = chunk_range(
-        n, split, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    n, segment = sequence_and_segment(pid // (V_TILES * HV), num_segments, V_TILES * HV)
+    start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
+        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
     chunks = gl.cdiv(length, C)
     first_stored = first
     has_work = first < end
-    is_last = split == 0
+    is_last = segment == 0
     if OUTPUT:
         if SPLIT > 0:
-            is_last = split == gl.maximum(chunks - 1, 0) // SPLIT
+            is_last = segment == gl.maximum(chunks - 1, 0) // SPLIT
         has_work = has_work | is_last  # a sequence without tokens has a final state
     else:
         first = first // CHECKPOINT_EVERY * CHECKPOINT_EVERY
@@ -431,8 +432,8 @@ def hopper_scan_kernel(
         smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)
         gmem = GlobalPointers(state, o, final, checkpoints, states, xs, starts)
         work = WorkTile(
-            start, length, segment_first, first, first_stored, end, segment_slot, checkpoint,
-            n, split, num_splits, is_last, hv, value_tile,
+            start, length, window_first, first, first_stored, end, first_scratch_slot, checkpoint,
+            n, segment, num_segments, is_last, hv, value_tile,
         )  # fmt: skip
         gl.warp_specialize(
             [

@@ -21,7 +21,7 @@ class KernelTraits(NamedTuple):
     NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", or per token or fixed per head. DELTA:
     the update erases. WRITE: there is a w. HAS_STATE: there is an initial state. READ_EARLY: the output is read from
     the state before the token's update. EARLY: G before each token is needed. CHECKPOINT_EVERY: chunks between
-    checkpoints (0: none). SPLIT: chunks per split (0: the sequence is not split). OUTPUT: compute o and the final
+    checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute o and the final
     state, else recompute the states of chunks.
     """
 
@@ -74,8 +74,8 @@ class GlobalPointers(NamedTuple):
     """Global memory that the consumers read and write.
 
     state [N, HV, K, V]: initial state; o [B, T, HV, V]; final [N, HV, K, V]: final state; checkpoints [checkpoint, HV,
-    V, K]; states [chunk slot, HV, V, K] and xs [chunk slot, 64, HV, V]: recomputed S^T and x; starts [N splits, HV, V,
-    K]: the state that each split starts from.
+    V, K]; states [chunk slot, HV, V, K] and xs [chunk slot, 64, HV, V]: recomputed S^T and x; starts [N segments, HV,
+    V, K]: the state that each segment starts from.
     """
 
     state: Any
@@ -90,24 +90,24 @@ class GlobalPointers(NamedTuple):
 class WorkTile(NamedTuple):
     """The work of a program: chunks [first, end) of sequence n and 128 values of value head hv.
 
-    start, length: first token and length of the sequence. segment_first, segment_slot: first chunk of the segment whose
-    states are in scratch memory, and that chunk's slot there. first_stored: first chunk whose state is stored.
-    checkpoint: index that a checkpoint of chunk 0 would have (it is not stored: it is the initial state). split,
-    num_splits: the split of the sequence and the number of splits. is_last: the program stores the final state.
+    start, length: first token and length of the sequence. window_first, first_scratch_slot: first chunk of the window
+    whose states are in scratch memory, and that chunk's slot there. first_stored: first chunk whose state is stored.
+    checkpoint: index that a checkpoint of chunk 0 would have; it is not stored, for it is the initial state. segment,
+    num_segments: segment of the sequence and number of segments. is_last: the program stores the final state.
     value_tile: which 128 values.
     """
 
     start: Any
     length: Any
-    segment_first: Any
+    window_first: Any
     first: Any
     first_stored: Any
     end: Any
-    segment_slot: Any
+    first_scratch_slot: Any
     checkpoint: Any
     n: Any
-    split: Any
-    num_splits: Any
+    segment: Any
+    num_segments: Any
     is_last: Any
     hv: Any
     value_tile: Any

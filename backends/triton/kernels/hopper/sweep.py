@@ -3,8 +3,8 @@
 The equations are those of reverse.py and ../gradients.py. Fused, neither dS nor du goes through global memory, and k,
 do, T and the gates of a chunk are read once.
 
-Grid: one CTA for each (sequence, split, value head, tile of 128 values); it loops over its chunks of 64 tokens, the
-last first. A CTA takes an SM for itself.
+Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens, the
+last first. A CTA takes an SM for itself. Segments and windows as in scan.py.
 
 Warp groups: two consumers, which run the same code in step as one partition of 8 warps, and a producer. In the reverse
 scan each consumer has half of the values and keeps the float32 accumulators of dS^T [64 values, 128 keys]; in the
@@ -48,8 +48,8 @@ from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, se
 
 @gluon.jit
 def consumer(
-    v, b, grads, dstate, starts, scale, smem, slot, slots, num_scratch_slots, segments, first, end, n, split,
-    num_splits, hv, traits: gl.constexpr, SPLIT: gl.constexpr,
+    v, b, grads, dstate, starts, scale, smem, slot, slots, num_scratch_slots, windows, first, end, n, segment,
+    num_segments, hv, traits: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Consumer warp groups: sweep the chunks [first, end) of sequence n, the last first."""
     i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
@@ -57,8 +57,8 @@ def consumer(
     inside = (i < traits.V) & (j < traits.K)
     dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
     if SPLIT > 0:
-        split_index = (n * num_splits + split).to(gl.int64)
-        part_at = starts + (split_index * traits.HV + hv) * traits.V * traits.K
+        segment_index = (n * num_segments + segment).to(gl.int64)
+        part_at = starts + (segment_index * traits.HV + hv) * traits.V * traits.K
         dS = gl.load(part_at + (i * traits.K + j), mask=inside, other=0.0)
     else:
         dS = gl.load(dstate_at + (j * traits.V + i), mask=inside, other=0.0)
@@ -68,7 +68,7 @@ def consumer(
     chunks_left = end - first
     while chunks_left > 0:
         dS, chunks_left = sweep_chunk(
-            dS, v, b, grads, scale, smem, chunks_left, stage, phase, stage, segments, slots, num_scratch_slots, traits
+            dS, v, b, grads, scale, smem, chunks_left, stage, phase, stage, windows, slots, num_scratch_slots, traits
         )
         consumer_release(smem.empty.index(0))
         phase = phase ^ stage
@@ -77,14 +77,14 @@ def consumer(
         barrier()
         at = grads.state_products + ((slot + first).to(gl.int64) * traits.HV + hv)
         store_state_products(at, half_stride, smem.sums, True)
-    if split == 0:
+    if segment == 0:
         gl.store((dstate_at + opaque_zero(chunks_left, 23)) + (j * traits.V + i), dS, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["slots", "num_scratch_slots", "T", "segment", "segments", "num_splits"])
+@gluon.jit(do_not_specialize=["slots", "num_scratch_slots", "T", "window", "windows", "num_segments"])
 def hopper_backward_sweep_kernel(
     q, k, v, b, do, gates, wy_tiles, dstate, states, xs, dq, dk, dv, dgates, state_products, partial, starts, cu,
-    slots, num_scratch_slots, scale, T, segment, segments, num_splits,
+    slots, num_scratch_slots, scale, T, window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
@@ -102,9 +102,9 @@ def hopper_backward_sweep_kernel(
     TILES: gl.constexpr = (V + 127) // 128
     share = pid % (HV * TILES)
     hv = share // TILES
-    n, split = sequence_and_segment(pid // (HV * TILES), num_splits, HV * TILES)
-    start, length, slot, segment_first, segment_slot, first, end = chunk_range(
-        n, split, cu, T, segment, segments, C, UNIT, SPLIT, PACKED
+    n, segment = sequence_and_segment(pid // (HV * TILES), num_segments, HV * TILES)
+    start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
+        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
     if first < end:
         traits: gl.constexpr = make_traits(
@@ -135,14 +135,15 @@ def hopper_backward_sweep_kernel(
                     consumer,
                     (
                         v, b, grads, dstate, starts, scale, smem,
-                        slot, slots, num_scratch_slots, segments, first, end, n, split, num_splits, hv, traits, SPLIT,
+                        slot, slots, num_scratch_slots, windows, first, end, n, segment, num_segments, hv,
+                        traits, SPLIT,
                     ),
                 ),
                 (
                     producer,
                     (
                         q, k, do, gates, wy_tiles, states, values, smem,
-                        start, length, slot, segment_first, first, end, segment_slot, hv, share, traits,
+                        start, length, slot, window_first, first, end, first_scratch_slot, hv, share, traits,
                     ),
                 ),
             ],

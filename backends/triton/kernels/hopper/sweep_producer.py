@@ -65,12 +65,12 @@ def copy_chunk(
 
 @gluon.jit
 def producer(
-    q, k, do, gates, wy_tiles, states, xs, smem, start, length, slot, segment_first, first, end, segment_slot, hv,
+    q, k, do, gates, wy_tiles, states, xs, smem, start, length, slot, window_first, first, end, first_scratch_slot, hv,
     share, traits: gl.constexpr,
 ):  # fmt: skip
     """Producer warp group: for each chunk, the last first, copy its S^T and x, then the tiles of the chunk before it.
 
-    slot: slot of the sequence's first chunk; segment_slot: scratch slot of chunk segment_first, in states and xs.
+    slot: slot of the sequence's first chunk; first_scratch_slot: scratch slot of chunk window_first, in states and xs.
     """
     HV: gl.constexpr = traits.HV
     K: gl.constexpr = traits.K
@@ -81,7 +81,7 @@ def producer(
     c = end - 1
     copy_chunk(
         q, k, do, gates, wy_tiles, smem, 0, 0, start + c * 64, length - c * 64, (slot + c).to(gl.int64) * HV + hv,
-        (segment_slot + c - segment_first).to(gl.int64), c - first, 1, h, hv, share, traits,
+        (first_scratch_slot + c - window_first).to(gl.int64), c - first, 1, h, hv, share, traits,
     )  # fmt: skip
     producer_arrive(smem.k_full.index(0), 1, True)
     producer_arrive(smem.q_full.index(0), 0, True)
@@ -89,7 +89,7 @@ def producer(
         zero = opaque_zero(i, 20)
         c = end - 1 - i + zero
         token = start + c * 64
-        scratch_slot = (segment_slot + c - segment_first).to(gl.int64)
+        scratch_slot = (first_scratch_slot + c - window_first).to(gl.int64)
         mbarrier.wait(smem.state_empty, (i & 1) ^ 1)
         at = copy_pointers(states + (scratch_slot * HV + hv) * V * K, K, 128, 128, zero)
         copy_tile_async(smem.S.index(zero), at, 0, V, K, V % 128 != 0, K % 128 != 0)
