@@ -310,7 +310,7 @@ def consumer(
     v, b, grads, state, checkpoints, dstate, scale, smem, states_stored, slots, slot, end, checkpoint, n, hv,
     traits: gl.constexpr, HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp groups: for each interval, the last first, recompute the states, then sweep the chunks backwards."""
+    """Consumer warp groups: for each interval, the last first, recompute its states and sweep its chunks backwards."""
     dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
     i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
