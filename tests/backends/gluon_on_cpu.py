@@ -1,9 +1,9 @@
-"""Runs the kernels in Gluon on a CPU, a program at a time, so that what they compute can be checked without a GPU.
+"""Stand-in for Gluon that runs the Hopper kernels on a CPU, one program at a time, on torch operations.
 
-It knows what operations mean, not how they are done: layouts are nothing. What is asynchronous, a copy or a product, is
-done as soon as it may be, or as late (`Timing`), of what lies in shared memory then; to read a product that is under
-way raises. The partitions of a program are threads, and barriers are waited for. A load or a store that is not of any
-tensor raises, and shared memory is no number until it is written.
+It emulates what operations compute, not how: layouts have no effect. Asynchronous copies and products take effect
+either at their issue or as late as the wait for them (`Timing`), and read shared memory as it is at that time; reading
+a pending product raises. Partitions of warp_specialize are threads and mbarriers block. Loads and stores outside every
+tensor raise. Shared memory is NaN, or -1, until it is written.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ import types
 
 import torch
 
-PATIENCE = 120.0  # seconds that a partition waits for a barrier before it is taken for a deadlock
+TIMEOUT = 120.0  # seconds after which a wait for an mbarrier counts as a deadlock
 
 
 class DType:
-    """A dtype of Gluon, by torch's."""
+    """Gluon dtype of a torch dtype."""
 
     def __init__(self, of: torch.dtype) -> None:
         self.of = of
@@ -31,7 +31,7 @@ class DType:
 
 
 class Pointer:
-    """The dtype of a pointer."""
+    """Dtype of a pointer."""
 
     def __init__(self, element_ty: DType) -> None:
         self.element_ty = element_ty
@@ -51,7 +51,7 @@ BY_TORCH = {dtype.of: dtype for dtype in DTYPES.values()}
 
 
 class Timing:
-    """When what is asynchronous is done: late is where it is waited for, else where it begins."""
+    """When asynchronous copies and products take effect: late is at the wait for them, else at their issue."""
 
     late = False
 
@@ -61,7 +61,7 @@ def raw(x):
 
 
 class Array:
-    """Numbers of a program; with a dtype `Pointer` the bytes' addresses."""
+    """Tensor of a program; with a dtype `Pointer`, a tensor of byte addresses."""
 
     def __init__(self, x, dtype=None):
         self.x = x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
@@ -99,7 +99,8 @@ class Array:
         return bool(self.x)
 
     def _moved(self, other, sign):
-        steps = torch.as_tensor(raw(other)).to(torch.int64)  # an address without dimensions would become an int32
+        # int64, because adding a zero-dimensional address to an int32 tensor gives int32
+        steps = torch.as_tensor(raw(other)).to(torch.int64)
         return Array(self.x + sign * steps * self.pointer.element_ty.itemsize, self.pointer)
 
     def __add__(self, other):
@@ -112,20 +113,20 @@ class Array:
         return self._moved(other, -1) if self.pointer else Array(self.x - raw(other))
 
 
-class Product(Array):
-    """A product that is under way until it is waited for; it may be added to meanwhile."""
+class PendingProduct(Array):
+    """Result of an asynchronous product. Reading it before the wait raises; accumulating onto it is allowed."""
 
     def __init__(self, compute):
-        self.compute, self.pointer, self.waited = compute, None, False
+        self.compute, self.pointer, self.finished = compute, None, False
         self.sum = None if Timing.late else compute()
 
     @property
     def x(self):
-        assert self.waited, "a product that is under way was read"
+        assert self.finished, "a product was read before the wait for it"
         return self.sum
 
     def finish(self):
-        self.sum, self.waited = self.compute() if self.sum is None else self.sum, True
+        self.sum, self.finished = self.compute() if self.sum is None else self.sum, True
 
 
 def _operator(name):
@@ -188,16 +189,16 @@ class Barrier:
 
 
 class Program:
-    """What a program of the grid that runs has: its number, its warps, its barriers, and what failed in a partition."""
+    """State of the running program: its index, warps, mbarriers, and the first failure of a partition."""
 
     def __init__(self, pid, programs, warps):
         self.pid, self.programs, self.warps = pid, programs, warps
         self.barriers = {}
         self.changed = threading.Condition()
-        self.failed = None
+        self.failure = None
 
 
-class _Here(threading.local):
+class _Thread(threading.local):
     program = None
 
     def begin(self, program, threads):
@@ -205,60 +206,60 @@ class _Here(threading.local):
         self.copies, self.groups, self.products = [], [], []
 
 
-HERE = _Here()
-MEMORY: dict[int, torch.Tensor] = {}  # the tensors that the running kernel was given: first byte -> all of it
+THREAD = _Thread()
+MEMORY: dict[int, torch.Tensor] = {}  # address of the first byte -> bytes, of each tensor argument
 
 
-def _regions(at, here, dtype):
-    """The tensors that addresses lie in: each as numbers of dtype, which of the addresses, and the places there."""
-    left = here.clone()
+def _tensors_at(at, mask, dtype):
+    """Yield each tensor that contains masked addresses: its elements, which addresses, and their indices."""
+    unresolved = mask.clone()
     for start, memory in MEMORY.items():
-        inside = left & (at >= start) & (at < start + memory.numel())
-        if inside.any():
-            offset = at[inside] - start
+        hits = unresolved & (at >= start) & (at < start + memory.numel())
+        if hits.any():
+            offset = at[hits] - start
             assert not (offset % dtype.itemsize).any()
-            yield memory.view(dtype.of), inside, offset // dtype.itemsize
-            left &= ~inside
-    assert not left.any(), f"{int(left.sum())} addresses are of no tensor"
+            yield memory.view(dtype.of), hits, offset // dtype.itemsize
+            unresolved &= ~hits
+    assert not unresolved.any(), f"{int(unresolved.sum())} addresses are outside every tensor"
 
 
-def _spread(pointer, *others):
-    found = torch.broadcast_tensors(pointer.x, *(torch.as_tensor(raw(other)) for other in others))
-    return [pointer.pointer.element_ty, *found]
+def _broadcast(pointer, *others):
+    tensors = torch.broadcast_tensors(pointer.x, *(torch.as_tensor(raw(other)) for other in others))
+    return [pointer.pointer.element_ty, *tensors]
 
 
 def load(pointer, mask=True, other=0.0, **_):
-    dtype, at, here, other = _spread(pointer, mask, other)
+    dtype, at, mask, other = _broadcast(pointer, mask, other)
     out = other.to(dtype.of).clone()
-    for memory, inside, places in _regions(at, here, dtype):
-        out[inside] = memory[places]
+    for memory, hits, indices in _tensors_at(at, mask, dtype):
+        out[hits] = memory[indices]
     return Array(out)
 
 
 def store(pointer, value, mask=True, **_):
-    dtype, at, here, value = _spread(pointer, mask, value)
-    for memory, inside, places in _regions(at, here, dtype):
-        memory[places] = value[inside].to(dtype.of)
+    dtype, at, mask, value = _broadcast(pointer, mask, value)
+    for memory, hits, indices in _tensors_at(at, mask, dtype):
+        memory[indices] = value[hits].to(dtype.of)
 
 
 def copy(shared, pointer, mask=True):
-    def come():
+    def complete():
         shared.x.copy_(load(pointer, mask).x.expand(shared.x.shape))
 
-    HERE.copies.append(come)
+    THREAD.copies.append(complete)
     if not Timing.late:
-        HERE.copies.pop()()
+        THREAD.copies.pop()()
 
 
 def commit_group():
-    HERE.groups.append(HERE.copies)
-    HERE.copies = []
+    THREAD.groups.append(THREAD.copies)
+    THREAD.copies = []
 
 
-def wait_group(under_way):
-    while len(HERE.groups) > under_way:
-        for come in HERE.groups.pop(0):
-            come()
+def wait_group(outstanding):
+    while len(THREAD.groups) > outstanding:
+        for complete in THREAD.groups.pop(0):
+            complete()
 
 
 def where(condition, x, y):
@@ -270,30 +271,30 @@ def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
     def compute():
         assert a.x.dtype == b.x.dtype and a.x.dtype.itemsize == 2, (a.x.dtype, b.x.dtype)
         product = a.x.float() @ b.x.float()
-        return product + (acc.sum if isinstance(acc, Product) else acc.x) if use_acc else product
+        return product + (acc.sum if isinstance(acc, PendingProduct) else acc.x) if use_acc else product
 
-    found = Product(compute)
-    HERE.products.append(found)
+    product = PendingProduct(compute)
+    THREAD.products.append(product)
     if not is_async:
         warpgroup_mma_wait(0)
-    return found
+    return product
 
 
 def warpgroup_mma_wait(outstanding=0, deps=()):
-    while len(HERE.products) > outstanding:
-        HERE.products.pop(0).finish()
+    while len(THREAD.products) > outstanding:
+        THREAD.products.pop(0).finish()
     return deps[0] if len(deps) == 1 else tuple(deps)
 
 
 def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
-    """What the kernels write in PTX, by what is in the text."""
+    """Emulate the kernels' inline PTX, recognised by its text."""
     x = args[0].x
     if "shl.b32" in text or "cvt.rn.bf16x2" in text or "cvt.rn.f16x2" in text:
         return Array(x.to(dtype.of))
-    if "movmatrix" in text:  # each block of 8 x 8 transposed
+    if "movmatrix" in text:  # transpose each block of 8 x 8
         rows, columns = x.shape
         return Array(x.view(rows // 8, 8, columns // 8, 8).permute(0, 3, 2, 1).reshape(rows, columns))
-    if "mma.sync" in text:  # of each warp's 16 rows of x and of y, the products of every two
+    if "mma.sync" in text:  # dot products of each warp's 16 rows of x with its 16 rows of y
         y, z = (a.x for a in args[1:])
         return Array(z + (x.float().view(-1, 16, 16) @ y.float().view(-1, 16, 16).mT).view(z.shape))
     assert "mov.b32 $0, $1" in text, text
@@ -301,16 +302,16 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
 
 
 def warp_specialize(partitions, warps, registers):
-    program, failures = HERE.program, []
+    program, failures = THREAD.program, []
 
     def run(function, args, threads):
-        HERE.begin(program, threads)
+        THREAD.begin(program, threads)
         try:
             function(*args)
         except BaseException as error:
             failures.append(error)
             with program.changed:
-                program.failed = error
+                program.failure = error
                 program.changed.notify_all()
 
     threads = [
@@ -325,37 +326,37 @@ def warp_specialize(partitions, warps, registers):
         raise failures[0]
 
 
-def _of(barrier):
-    return HERE.program.barriers[barrier.x.data_ptr()]
+def _barrier_state(barrier):
+    return THREAD.program.barriers[barrier.x.data_ptr()]
 
 
 def init_barrier(barrier, count):
-    HERE.program.barriers[barrier.x.data_ptr()] = Barrier(count)
+    THREAD.program.barriers[barrier.x.data_ptr()] = Barrier(count)
 
 
 def wait(barrier, phase):
-    program, found = HERE.program, _of(barrier)
+    program, state = THREAD.program, _barrier_state(barrier)
     with program.changed:
-        over = program.changed.wait_for(lambda: program.failed or found.completed % 2 != int(phase), PATIENCE)
-    assert over, "a barrier was waited for in vain"
-    if program.failed:
+        is_over = program.changed.wait_for(lambda: program.failure or state.completed % 2 != int(phase), TIMEOUT)
+    assert is_over, "timeout in a wait for an mbarrier"
+    if program.failure:
         raise RuntimeError("another partition failed")
 
 
 def arrive(barrier, count=1, pred=True):
     if not pred:
         return
-    program, found = HERE.program, _of(barrier)
+    program, state = THREAD.program, _barrier_state(barrier)
     with program.changed:
-        found.pending -= count
-        assert found.pending >= 0
-        if found.pending == 0:
-            found.pending, found.completed = found.count, found.completed + 1
+        state.pending -= count
+        assert state.pending >= 0
+        if state.pending == 0:
+            state.pending, state.completed = state.count, state.completed + 1
             program.changed.notify_all()
 
 
-def steps(*bounds):
-    """The numbers of a range, on which a kernel may call what it may on any of its numbers."""
+def array_range(*bounds):
+    """Replacement of range whose elements are Arrays, so that methods of run-time values work on them."""
     return (Array(i) for i in range(*(int(bound) for bound in bounds)))
 
 
@@ -364,7 +365,7 @@ def _allocate(dtype, shape, layout=None):
 
 
 class _Layout:
-    """A layout, which means nothing here."""
+    """A layout. Layouts have no effect here."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -374,11 +375,11 @@ class _Layout:
         return self
 
 
-def _of_one(function):
+def _unary(function):
     return lambda x: Array(function(torch.as_tensor(raw(x))))
 
 
-def _of_two(function):
+def _binary(function):
     def apply(x, y, **_):
         x, y = raw(x), raw(y)
         dtype = next((a.dtype for a in (x, y) if isinstance(a, torch.Tensor)), None)
@@ -394,15 +395,15 @@ def _language() -> types.ModuleType:
         constexpr=lambda x: x, pointer_type=Pointer, static_range=range, load=load, store=store, where=where,
         inline_asm_elementwise=inline_asm, warp_specialize=warp_specialize, allocate_shared_memory=_allocate,
         barrier=lambda: None, thread_barrier=lambda: None,
-        program_id=lambda axis: Array(HERE.program.pid), num_programs=lambda axis: Array(HERE.program.programs),
+        program_id=lambda axis: Array(THREAD.program.pid), num_programs=lambda axis: Array(THREAD.program.programs),
         arange=lambda first, last, layout=None: Array(torch.arange(first, last, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: Array(torch.zeros(shape, dtype=dtype.of)),
         full=lambda shape, value, dtype, layout=None: Array(torch.full(shape, 0, dtype=dtype.of) + raw(value)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         cast=lambda x, dtype: (x if isinstance(x, Array) else Array(x)).to(dtype),
         cdiv=lambda x, y: -(-x // y),
-        exp2=_of_one(torch.exp2), log2=_of_one(torch.log2), abs=_of_one(torch.abs),
-        maximum=_of_two(torch.maximum), minimum=_of_two(torch.minimum),
+        exp2=_unary(torch.exp2), log2=_unary(torch.log2), abs=_unary(torch.abs),
+        maximum=_binary(torch.maximum), minimum=_binary(torch.minimum),
         sum=lambda x, axis: Array(x.x.sum(axis)), max=lambda x, axis: Array(x.x.amax(axis)),
         reshape=lambda x, shape: Array(x.x.reshape(shape)), permute=lambda x, order: Array(x.x.permute(order)),
         join=lambda x, y: Array(torch.stack([x.x, y.x], -1)), split=lambda x: tuple(map(Array, x.x.unbind(-1))),
@@ -420,29 +421,29 @@ def _assert(condition):
 
 
 KERNELS = set()
-RAN: list[str] = []  # the names of kernels that ran here
+LAUNCHED: list[str] = []  # names of the kernels that ran
 
 
 def _jit(function=None, **_):
     if function is None:
         return _jit
-    function.__globals__["range"] = steps
+    function.__globals__["range"] = array_range
     KERNELS.add(function)
     return function
 
 
 def _modules():
-    """Stand-ins for what the kernels import from Triton."""
+    """Return stand-ins for the kernels' imports from Triton."""
     gl = _language()
 
     def module(name, **names):
-        found = types.ModuleType(name)
-        found.__dict__.update(names)
-        return found
+        result = types.ModuleType(name)
+        result.__dict__.update(names)
+        return result
 
     async_copy = module(
         "async_copy", async_copy_global_to_shared=copy, commit_group=commit_group, wait_group=wait_group,
-        mbarrier_arrive=lambda barrier, increment_count=True: arrive(barrier, HERE.threads),
+        mbarrier_arrive=lambda barrier, increment_count=True: arrive(barrier, THREAD.threads),
     )  # fmt: skip
     mbarrier = module("mbarrier", MBarrierLayout=_Layout, init=init_barrier, wait=wait, arrive=arrive)
     hopper = module(
@@ -462,40 +463,40 @@ def _modules():
     }
 
 
-def _by_warps(x):
-    """A tile of 64 rows as [warps, 16, columns]."""
+def _row_blocks(x):
+    """View a tile of 64 rows as [warps, 16, columns]."""
     return x.reshape(4, 16, -1)
 
 
-def _keep(P, dtype, early):
+def _round_causal(P, dtype, early):
     i, j = torch.arange(64)[:, None], torch.arange(64)[None, :]
     unseen = (i // 8 == j // 8) & (i < j + int(early))
     return Array(torch.where(unseen, 0.0, P.x).to(dtype.of))
 
 
-def _only(warp):
+def _zero_except(warp):
     rows = torch.arange(64)[:, None] // 16 == warp
     return lambda x: Array(torch.where(rows, x.x, 0))
 
 
-def _own_inverse(*blocks):
-    own = torch.stack([_by_warps(block.x)[warp] for warp, block in enumerate(blocks)])
-    lower = torch.where(torch.ones(16, 16, dtype=torch.bool).tril(-1), own, 0).double()
-    return Array(torch.linalg.inv(torch.eye(16, dtype=torch.float64) - lower).to(own.dtype).reshape(64, 16))
+def _invert_diagonal_blocks(*blocks):
+    diagonal = torch.stack([_row_blocks(block.x)[warp] for warp, block in enumerate(blocks)])
+    lower = torch.where(torch.ones(16, 16, dtype=torch.bool).tril(-1), diagonal, 0).double()
+    return Array(torch.linalg.inv(torch.eye(16, dtype=torch.float64) - lower).to(diagonal.dtype).reshape(64, 16))
 
 
-def _own_products(x, *others):
-    return tuple(Array((_by_warps(x.x).float() @ _by_warps(y.x).float()).reshape(64, 16)) for y in others)
+def _multiply_warp_blocks(x, *others):
+    return tuple(Array((_row_blocks(x.x).float() @ _row_blocks(y.x).float()).reshape(64, 16)) for y in others)
 
 
-# what a warp does alone, which is in PTX
+# stand-ins of hopper/ptx.py
 PTX = {
-    "round_causal": _keep,
-    "exp2_ftz": _of_one(torch.exp2),
-    "zero_except_warp_1": _only(1),
-    "zero_except_warp_3": _only(3),
-    "invert_diagonal_blocks": _own_inverse,
-    "multiply_warp_blocks": _own_products,
+    "round_causal": _round_causal,
+    "exp2_ftz": _unary(torch.exp2),
+    "zero_except_warp_1": _zero_except(1),
+    "zero_except_warp_3": _zero_except(3),
+    "invert_diagonal_blocks": _invert_diagonal_blocks,
+    "multiply_warp_blocks": _multiply_warp_blocks,
     "cumsum_by_warp": lambda x: Array(x.x.cumsum(-1)),
 }
 PACKAGE = "deltazoo.backends.triton.kernels"
@@ -503,13 +504,13 @@ PACKAGE = "deltazoo.backends.triton.kernels"
 
 @functools.cache
 def kernels(*names: str) -> dict[str, types.ModuleType]:
-    """The modules of kernels of these names, as they run here, by their full names; the package is left as it was."""
+    """Import the kernel modules of these names on the stand-ins; sys.modules and the package are restored."""
     package = importlib.import_module(PACKAGE)
     attributes = dict(vars(package))
-    ours = {name for name in sys.modules if name.startswith(PACKAGE + ".")}
-    kept = {name: sys.modules.pop(name) for name in ours}
+    kernel_modules = {name for name in sys.modules if name.startswith(PACKAGE + ".")}
+    saved = {name: sys.modules.pop(name) for name in kernel_modules}
     stand_ins = _modules()
-    kept |= {name: sys.modules[name] for name in stand_ins if name in sys.modules}
+    saved |= {name: sys.modules[name] for name in stand_ins if name in sys.modules}
     stand_ins[f"{PACKAGE}.hopper.ptx"] = types.ModuleType("ptx")
     stand_ins[f"{PACKAGE}.hopper.ptx"].__dict__.update(PTX)
     sys.modules.update(stand_ins)
@@ -518,34 +519,34 @@ def kernels(*names: str) -> dict[str, types.ModuleType]:
     finally:
         for name in [n for n in sys.modules if n.startswith(PACKAGE + ".") or n in stand_ins]:
             del sys.modules[name]
-        sys.modules.update(kept)
+        sys.modules.update(saved)
         vars(package).clear()
         vars(package).update(attributes)
 
 
-def _of_triton(constant):
-    """A dtype of Triton's as it is here."""
+def _gluon_value(constant):
+    """Convert a Triton dtype to its stand-in; return other constants unchanged."""
     names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
     return DTYPES[names[constant.name]] if type(constant).__name__ == "dtype" else constant
 
 
-def launcher(otherwise):
-    """A launcher that runs what came from `kernels` here, and leaves the rest to the other."""
+def launcher(fallback):
+    """Return a launcher that runs kernels of `kernels` here and passes others to `fallback`."""
 
     def launch(kernel, tensors, constants, warps=4, stages=1, registers=None):
         if kernel not in KERNELS:
-            return otherwise(kernel, tensors, constants, warps, stages, registers)
+            return fallback(kernel, tensors, constants, warps, stages, registers)
 
-        def go(programs, *numbers):
-            RAN.append(kernel.__name__)
+        def run_grid(programs, *numbers):
+            LAUNCHED.append(kernel.__name__)
             with _memory(tensors):
                 pointers = [None if x is None else Array(x.data_ptr(), Pointer(BY_TORCH[x.dtype])) for x in tensors]
-                given = [Array(torch.tensor(n)) for n in numbers]
+                numbers = [Array(torch.tensor(n)) for n in numbers]
                 for pid in range(programs):
-                    HERE.begin(Program(pid, programs, warps), 32 * warps)
-                    kernel(*pointers, *given, *map(_of_triton, constants))
+                    THREAD.begin(Program(pid, programs, warps), 32 * warps)
+                    kernel(*pointers, *numbers, *map(_gluon_value, constants))
 
-        return go
+        return run_grid
 
     return launch
 

@@ -1,4 +1,4 @@
-"""The Gluon kernels compile offline for sm_90 as they are launched, fit shared memory, and show no known ptxas fault."""
+"""The Gluon kernels compile offline for sm_90 as launched, fit in shared memory, and show no known fault of ptxas."""
 
 import sys
 from itertools import product

@@ -1,11 +1,11 @@
-"""The kernels for Hopper GPUs against float64 on a CPU: those in Gluon by a stand-in, the others interpreted."""
+"""Numerics of the Hopper kernels on a CPU, against float64: Gluon kernels on a stand-in, the others interpreted."""
 
 import sys
 
 import gluon_on_cpu
 import pytest
 import torch
-from gluon_on_cpu import PACKAGE, RAN, Timing, kernels, launcher
+from gluon_on_cpu import LAUNCHED, PACKAGE, Timing, kernels, launcher
 from triton_cases import IN_16_BITS, INTERPRETED, SPECS, conforms
 
 from deltazoo.backends.conformance import Case
@@ -20,8 +20,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch):
-    from deltazoo.backends.triton import backward, config
-    from deltazoo.backends.triton import forward as launch
+    from deltazoo.backends.triton import backward, config, forward
 
     names = (
         "hopper.prepare",
@@ -33,122 +32,131 @@ def _on_cpu(monkeypatch):
     )
     for name, module in kernels(*names).items():
         monkeypatch.setitem(sys.modules, name, module)
-    for module in launch, backward:
+    for module in forward, backward:
         monkeypatch.setattr(module, "launcher", launcher(module.launcher))
     monkeypatch.setattr(config, "device_of", lambda index: Device("a Hopper GPU", 4, 232448, hopper=True))
 
 
-ONCE = Launch(tile=64, hopper=True)
+SCAN_LAUNCH = Launch(tile=64, hopper=True)
 PREPARE = {"prepare": Launch(tile=16, stages=1, hopper=True)}
-SCANS = PREPARE | {"scan": ONCE, "replay": ONCE}
-WALK = SCANS | {"reverse": ONCE}
-AT_ONCE = WALK | {"reverse": Launch(tile=64, hopper=True, replays=True)}
+SCANS = PREPARE | {"scan": SCAN_LAUNCH, "replay": SCAN_LAUNCH}
+SWEEP = SCANS | {"reverse": SCAN_LAUNCH}
+FUSED = SWEEP | {"reverse": Launch(tile=64, hopper=True, replays=True)}
 GRADIENTS = {"gradients": Launch(tile=64, keys=64, stages=1, hopper=True)}
 BY_SCANS = ["hopper_prepare_kernel", "hopper_scan_kernel"]
 BY_REVERSE = [*BY_SCANS, "hopper_reverse_kernel"]
-BY_WALK = [*BY_SCANS, "hopper_backward_sweep_kernel"]
-IN_ONE = [*BY_SCANS, "hopper_fused_backward_kernel"]
+BY_SWEEP = [*BY_SCANS, "hopper_backward_sweep_kernel"]
+BY_FUSED = [*BY_SCANS, "hopper_fused_backward_kernel"]
 PACK = (70, 0, 1, 64)
-WAYS = {
+ROUTES = {
     "prepare": (PREPARE, Shape("pack", 1, 135, 1, 2, 72, 16, lengths=PACK), BY_SCANS[:1]),
     "scans": (SCANS, Shape("short", 1, 150, 1, 2, 128, 128), BY_SCANS),
-    "three tiles of keys": (WALK, Shape("short", 1, 150, 1, 1, 192, 64), BY_REVERSE),
-    "four tiles of keys": (WALK, Shape("pack", 1, 135, 1, 1, 200, 136, lengths=PACK), BY_REVERSE),
-    "a tile of keys": (WALK, Shape("pack", 1, 135, 1, 2, 40, 72, lengths=PACK), BY_REVERSE),
+    "three tiles of keys": (SWEEP, Shape("short", 1, 150, 1, 1, 192, 64), BY_REVERSE),
+    "four tiles of keys": (SWEEP, Shape("pack", 1, 135, 1, 1, 200, 136, lengths=PACK), BY_REVERSE),
+    "one tile of keys": (SWEEP, Shape("pack", 1, 135, 1, 2, 40, 72, lengths=PACK), BY_REVERSE),
     "two tiles of keys": (
-        WALK | GRADIENTS,
+        SWEEP | GRADIENTS,
         Shape("short", 1, 300, 1, 2, 128, 136),
         [*BY_REVERSE, "hopper_gradients_kernel"],
     ),
-    "walk": (WALK, Shape("pack", 1, 135, 1, 2, 104, 72, lengths=PACK), BY_WALK),
-    "walk of tiles": (WALK, Shape("short", 1, 100, 1, 1, 128, 256), BY_WALK),
-    "at once": (AT_ONCE, Shape("short", 1, 300, 2, 2, 128, 128), IN_ONE),
-    "packs at once": (AT_ONCE, Shape("pack", 1, 265, 1, 1, 104, 72, lengths=(200, 0, 1, 64)), IN_ONE),
+    "sweep": (SWEEP, Shape("pack", 1, 135, 1, 2, 104, 72, lengths=PACK), BY_SWEEP),
+    "sweep of value tiles": (SWEEP, Shape("short", 1, 100, 1, 1, 128, 256), BY_SWEEP),
+    "fused": (FUSED, Shape("short", 1, 300, 2, 2, 128, 128), BY_FUSED),
+    "fused packs": (FUSED, Shape("pack", 1, 265, 1, 1, 104, 72, lengths=(200, 0, 1, 64)), BY_FUSED),
     "gradients": (GRADIENTS, Shape("short", 1, 100, 1, 2, 72, 104), ["hopper_gradients_kernel"]),
 }
 REGIMES = ("ordinary", "decays", "parallel", "no state")
 CASES = [
-    (way, name, REGIMES[(i + j) % 4], (i + j // 4) % 2 == 0)
-    for i, way in enumerate(WAYS)
+    (route, name, REGIMES[(i + j) % 4], (i + j // 4) % 2 == 0)
+    for i, route in enumerate(ROUTES)
     for j, name in enumerate(IN_16_BITS)
 ]
 
 
-@pytest.mark.parametrize(("way", "name", "regime", "late"), CASES)
-def test_every_kernel_and_spec(monkeypatch, way, name, regime, late):
+@pytest.mark.parametrize(("route", "name", "regime", "late"), CASES)
+def test_every_kernel_matches_float64_for_every_spec(monkeypatch, route, name, regime, late):
     monkeypatch.setattr(Timing, "late", late)
-    change, shape, wanted = WAYS[way]
-    how = {"state": "none"} if regime == "no state" else {"regime": regime}
-    RAN.clear()
+    launches, shape, expected = ROUTES[route]
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    LAUNCHED.clear()
     conforms(
-        TritonBackend(LaunchConfig(every=2, scratch=2**20, **change)), Case(SPECS[name], shape, torch.float16, **how)
+        TritonBackend(LaunchConfig(every=2, scratch=2**20, **launches)),
+        Case(SPECS[name], shape, torch.float16, **inputs),
     )
-    gates_alone = SPECS[name].transition == "additive"  # for these are no wy_tiles to prepare
-    assert {*RAN} == {kernel for kernel in wanted if not (gates_alone and kernel == "hopper_prepare_kernel")}
-
-
-@pytest.mark.parametrize(("by", "V"), [(WALK, 72), (SCANS, 136), (WALK, 136)], ids=["walk", "scans", "reverse"])
-def test_parts(by, V):
-    shape = Shape("parts", 1, 400, 1, 1, 72, V)
-    conforms(TritonBackend(LaunchConfig(every=2, split=4, **by)), Case(SPECS["gated delta"], shape, torch.float16))
-
-
-def test_a_backward_in_one_launch_takes_no_scratch():
-    RAN.clear()
-    conforms(
-        TritonBackend(LaunchConfig(every=2, scratch=0, **AT_ONCE)),
-        Case(SPECS["gated delta"], Shape("short", 2, 150, 1, 1, 72, 72), torch.float16),
-    )
-    assert {*RAN} == {*IN_ONE}
+    no_wy_tiles = SPECS[name].transition == "additive"
+    assert {*LAUNCHED} == {kernel for kernel in expected if not (no_wy_tiles and kernel == "hopper_prepare_kernel")}
 
 
 @pytest.mark.parametrize(
-    ("kernel", "module", "name", "by"),
+    ("launches", "V"), [(SWEEP, 72), (SCANS, 136), (SWEEP, 136)], ids=["sweep", "scans", "reverse"]
+)
+def test_sequences_in_segments(launches, V):
+    shape = Shape("segments", 1, 400, 1, 1, 72, V)
+    conforms(
+        TritonBackend(LaunchConfig(every=2, split=4, **launches)), Case(SPECS["gated delta"], shape, torch.float16)
+    )
+
+
+def test_the_fused_backward_needs_no_scratch_memory():
+    LAUNCHED.clear()
+    conforms(
+        TritonBackend(LaunchConfig(every=2, scratch=0, **FUSED)),
+        Case(SPECS["gated delta"], Shape("short", 2, 150, 1, 1, 72, 72), torch.float16),
+    )
+    assert {*LAUNCHED} == {*BY_FUSED}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module", "name", "launches"),
     [
-        ("replay", "hopper.scan", "load_checkpoint", WALK),
-        ("reverse", "hopper.fused_backward", "load_interval_state", AT_ONCE),
+        ("replay", "hopper.scan", "load_checkpoint", SWEEP),
+        ("reverse", "hopper.fused_backward", "load_interval_state", FUSED),
     ],
 )
 @pytest.mark.parametrize("lengths", [(), (256, 256)])
-def test_what_the_tuner_checks_begins_at_checkpoints(monkeypatch, kernel, module, name, by, lengths):
+def test_the_cases_of_the_tuner_start_from_checkpoints(monkeypatch, kernel, module, name, launches, lengths):
     target = Target(SPECS["gated delta"], Shape("tuned", 1, 512, 1, 1, 128, 128, lengths), torch.float16)
-    config, cases = checks_of(target, kernel, LaunchConfig(**by))
+    config, cases = checks_of(target, kernel, LaunchConfig(**launches))
     conforms(TritonBackend(config), cases[0])
     module = sys.modules[f"{PACKAGE}.{module}"]
     load = getattr(module, name)
 
-    def loaded(*given):
-        S = load(*given)
+    def load_wrong(*args):
+        S = load(*args)
         if kernel == "reverse":
-            return S * (1.5 if int(given[3]) > 0 else 1.0)  # from the initial state on it begins, too
+            return S * (1.5 if int(args[3]) > 0 else 1.0)  # also called for the initial state
         return tuple(1.5 * tile for tile in S)
 
-    monkeypatch.setattr(module, name, loaded)
+    monkeypatch.setattr(module, name, load_wrong)
     with pytest.raises(AssertionError, match="above"):
         conforms(TritonBackend(config), cases[0])
 
 
-@pytest.mark.parametrize("wrong", ["number", "place", "barrier", "product", "copy"])
-def test_the_stand_in_tells_what_is_wrong(monkeypatch, wrong):
+@pytest.mark.parametrize("fault", ["value", "address", "barrier", "product", "copy"])
+def test_the_stand_in_detects_faults(monkeypatch, fault):
     scan = sys.modules[f"{PACKAGE}.hopper.scan"]
     to_16_bits, store_tile, producer_arrive = scan.to_16_bits, scan.store_tile, scan.producer_arrive
-    name, instead, told = {
-        "number": ("to_16_bits", lambda x, dtype: to_16_bits(x * 1.05, dtype), "above"),
-        "place": ("store_tile", lambda base, *rest: store_tile(base + 2**24, *rest), "addresses are of no tensor"),
-        "barrier": ("consumer_release", lambda empty: None, "a barrier was waited for in vain"),
-        "product": ("warpgroup_mma_wait", lambda outstanding, deps: tuple(deps), "under way was read"),
+    name, replacement, message = {
+        "value": ("to_16_bits", lambda x, dtype: to_16_bits(x * 1.05, dtype), "above"),
+        "address": (
+            "store_tile",
+            lambda base, *rest: store_tile(base + 2**24, *rest),
+            "outside every tensor",
+        ),
+        "barrier": ("consumer_release", lambda empty: None, "timeout in a wait for an mbarrier"),
+        "product": ("warpgroup_mma_wait", lambda outstanding, deps: tuple(deps), "read before the wait for it"),
         "copy": ("producer_arrive", lambda full, pending, pred: producer_arrive(full, pending + 1, pred), "error nan"),
-    }[wrong]
-    monkeypatch.setattr(scan, name, instead)
-    monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.5 if wrong == "barrier" else gluon_on_cpu.PATIENCE)
+    }[fault]
+    monkeypatch.setattr(scan, name, replacement)
+    monkeypatch.setattr(gluon_on_cpu, "TIMEOUT", 0.5 if fault == "barrier" else gluon_on_cpu.TIMEOUT)
     monkeypatch.setattr(Timing, "late", True)
-    shape = Shape("of more chunks than buffers", 1, 300, 1, 1, 128, 128)
-    with pytest.raises(AssertionError, match=told):
+    shape = Shape("more chunks than stages", 1, 300, 1, 1, 128, 128)
+    with pytest.raises(AssertionError, match=message):
         conforms(TritonBackend(LaunchConfig(every=2, **SCANS)), Case(SPECS["gated delta"], shape, torch.float16))
 
 
 @pytest.mark.parametrize("address", [2**31 - 8, 2**47 - 8])
-def test_an_address_has_64_bits_whatever_is_added(address):
+def test_pointer_arithmetic_keeps_64_bits(address):
     at = gluon_on_cpu.Array(address, gluon_on_cpu.Pointer(gluon_on_cpu.DTYPES["float16"]))
     steps = gluon_on_cpu.Array(torch.tensor([0, 4, 8], dtype=torch.int32))
     assert (at + steps).x.tolist() == [address, address + 8, address + 16]

@@ -1,4 +1,4 @@
-"""The kernels for Hopper GPUs: every spec they take, on every way of launching, against float64; and their refusals."""
+"""The Hopper kernels on a GPU against float64, for every spec and route, and the errors where they cannot run."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ FOR_HOPPER = {
 }
 on_hopper = pytest.mark.skipif(
     INTERPRETED or not ABLE or torch.cuda.get_device_capability()[0] != 9,
-    reason="needs a Hopper GPU; without one test_hopper_numbers.py runs these kernels by a stand-in for Gluon",
+    reason="needs a Hopper GPU; test_hopper_numbers.py runs these kernels on a CPU",
 )
 
 
@@ -29,15 +29,18 @@ on_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("regime", ["ordinary", "decays"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_spec_by_the_kernels_for_hopper(shape, dtype, regime):
+def test_hopper_prepare_and_gradients_match_float64(shape, dtype, regime):
     config = LaunchConfig(**{kernel: FOR_HOPPER[kernel] for kernel in ("prepare", "gradients")})
-    for name in taken(SHAPES[shape], dtype):
+    for name in supported_specs(SHAPES[shape], dtype):
         conforms(TritonBackend(config), case_of(name, shape, dtype, regime))
 
 
-def taken(shape: Shape, dtype: torch.dtype) -> list[str]:
-    """The specs these kernels take: without decay and beta a delta rule of few keys feeds back in two terms in
-    bfloat16, which they do not (the next test has those)."""
+def supported_specs(shape: Shape, dtype: torch.dtype) -> list[str]:
+    """Names of the specs that the Hopper kernels support.
+
+    A delta rule without decay and beta and with few keys uses split terms in bfloat16, which they do not support; the
+    next test covers it.
+    """
     few = dtype == torch.bfloat16 and shape.K <= 32
     return [name for name in IN_16_BITS if not (few and name == "delta")]
 
@@ -46,35 +49,35 @@ def taken(shape: Shape, dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("regime", ["ordinary", "parallel"])
 @pytest.mark.parametrize("beta", ["none", "head"])
 @pytest.mark.parametrize("K", [4, 8, 16, 17, 24, 32, 33])
-def test_a_delta_rule_that_never_fades_in_a_few_keys(K, beta, regime):
+def test_a_delta_rule_without_decay_and_with_few_keys(K, beta, regime):
     case = Case(UpdateSpec(beta=beta), Shape("few", B=1, T=330, H=2, HV=2, K=K, V=40), torch.bfloat16, regime)
     for seed in range(3):
         conforms(TritonBackend(), case._replace(seed=seed))
 
 
-AT_ONCE = {"reverse": Launch(tile=64, hopper=True, replays=True)}
-WALKS = {
-    "a token beyond a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
-    "in one": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
-    "parts": ({"split": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))),
-    "segments": ({"every": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
-    "at once": (AT_ONCE | {"every": 4}, Shape("heads", B=2, T=1100, H=2, HV=2, K=128, V=128)),
-    "packs at once": (
-        AT_ONCE | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
+FUSED = {"reverse": Launch(tile=64, hopper=True, replays=True)}
+ROUTES = {
+    "one token more than a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
+    "grouped": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
+    "segments": ({"split": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))),
+    "windows": ({"every": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
+    "fused": (FUSED | {"every": 4}, Shape("heads", B=2, T=1100, H=2, HV=2, K=128, V=128)),
+    "fused packs": (
+        FUSED | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
     ),
     "few values": ({}, Shape("few", B=2, T=330, H=1, HV=2, K=104, V=40)),
     "few keys": ({}, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
     "fewer keys": ({"every": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
-    "few values at once": (AT_ONCE | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
+    "fused few values": (FUSED | {"every": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
     "three tiles of keys": ({}, Shape("more keys", B=2, T=330, H=1, HV=2, K=192, V=384)),
     "four tiles of keys": ({"every": 4, "scratch": 0}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)),
-    "parts of keys": (
+    "segments of wide keys": (
         {"split": 16},
         Shape("wide pack", B=1, T=1300, H=1, HV=2, K=200, V=200, lengths=(190, 0, 1, 64, 1045)),
     ),
     "two tiles of keys": ({"every": 4}, Shape("odd tiles", B=2, T=500, H=1, HV=2, K=128, V=200)),
-    "tiles of values": ({}, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
-    "parts of tiles": (
+    "value tiles": ({}, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
+    "segments of value tiles": (
         {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))
     ),
 }  # fmt: skip
@@ -83,32 +86,32 @@ WALKS = {
 @on_hopper
 @pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays", "no state"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("way", WALKS)
-def test_every_spec_by_the_scans_for_hopper(way, dtype, regime):
-    change, shape = WALKS[way]
-    config = LaunchConfig(**(FOR_HOPPER | change))
-    how = {"state": "none"} if regime == "no state" else {"regime": regime}
-    for name in taken(shape, dtype):
-        conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **how))
+@pytest.mark.parametrize("route", ROUTES)
+def test_hopper_scans_and_backward_match_float64(route, dtype, regime):
+    launches, shape = ROUTES[route]
+    config = LaunchConfig(**(FOR_HOPPER | launches))
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    for name in supported_specs(shape, dtype):
+        conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **inputs))
 
 
 @on_hopper
 @pytest.mark.parametrize("decay", [-1e4, -50.0, -8.0])
 @pytest.mark.parametrize("name", ["gated delta", "mamba2"])
-@pytest.mark.parametrize("way", ["in one", "few keys", "four tiles of keys"])
-def test_strong_decays_one_after_the_other_cost_those_after_them_few_digits(way, name, decay):
-    change, shape = WALKS[way]
+@pytest.mark.parametrize("route", ["grouped", "few keys", "four tiles of keys"])
+def test_repeated_strong_decays_keep_later_tokens_accurate(route, name, decay):
+    launches, shape = ROUTES[route]
     case = Case(SPECS[name], shape, torch.bfloat16, "decays", state="none")
     x = draw(case, "cuda")
     x.log_decay[:] = -0.02
     x.log_decay[:, :32] = decay
     x.log_decay[:, 64:124] = decay
-    for tensor, error in errors(TritonBackend(LaunchConfig(**(FOR_HOPPER | change))), case, x).items():
+    for tensor, error in errors(TritonBackend(LaunchConfig(**(FOR_HOPPER | launches))), case, x).items():
         assert error <= limit(case, tensor, "cuda"), (tensor, error)
 
 
 @pytest.mark.parametrize("kernel", FOR_HOPPER)
-def test_a_config_for_hopper_is_refused_where_it_cannot_be_had(kernel):
+def test_a_hopper_launch_is_refused_where_the_kernel_cannot_run(kernel):
     x = gated(1, 5)  # float32
     x.q.requires_grad_()
     bound = bind(GATED, TritonBackend(LaunchConfig(**{kernel: FOR_HOPPER[kernel]})))
@@ -116,13 +119,13 @@ def test_a_config_for_hopper_is_refused_where_it_cannot_be_had(kernel):
         bound(x).o.sum().backward()
 
 
-def test_a_replay_in_the_launch_of_the_reverse_scan_is_refused_where_it_cannot_be_had():
+def test_a_fused_backward_is_refused_where_the_kernel_cannot_run():
     x = gated(1, 5)
     with pytest.raises(ConfigError, match=r"replays must be false where H is not HV, V is above 128, or K is"):
-        bind(GATED, TritonBackend(LaunchConfig(**AT_ONCE)))(x)
+        bind(GATED, TritonBackend(LaunchConfig(**FUSED)))(x)
     with pytest.raises(ValueError, match=r"split must be 0 where reverse\.replays is true, got 16"):
-        LaunchConfig(split=16, **AT_ONCE)
+        LaunchConfig(split=16, **FUSED)
     with pytest.raises(ValueError, match="replays must be false where hopper is false, got true"):
         Launch(tile=64, replays=True)
     with pytest.raises(ValueError, match=r"scan\.replays must be false, for reverse alone replays, got true"):
-        LaunchConfig(scan=AT_ONCE["reverse"])
+        LaunchConfig(scan=FUSED["reverse"])
