@@ -1,8 +1,13 @@
 """The devices that torch can use on this machine, and device-dependent settings of torch."""
 
+import contextlib
+import functools
+import importlib.metadata
 import os
+import re
 import shutil
 import sys
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -40,3 +45,84 @@ def cxx_compiler() -> str | None:
     preferred = {"win32": ["cl"], "darwin": ["clang++"]}.get(sys.platform, [])
     names = [configured] if configured else preferred
     return next((path for name in [*names, "g++", "c++", "clang++"] if (path := shutil.which(name))), None)
+
+
+class DeviceSpec(NamedTuple):
+    """The properties of a device on which a kernel plan depends.
+
+    Args:
+        name: as the driver reports it, e.g. "NVIDIA H200".
+        platform: "cuda", "hip" (ROCm), or "interpreter" (Triton's, on a CPU).
+        capability: compute capability (major, minor). ROCm reports gfx942 as (9, 4).
+        processors: streaming multiprocessors (compute units on AMD).
+        shared_memory: bytes that one block may use, opt-in included.
+        triton: the version of Triton that compiles for it; "" if none is installed.
+    """
+
+    name: str
+    platform: Literal["cuda", "hip", "interpreter"]
+    capability: tuple[int, int]
+    processors: int
+    shared_memory: int
+    triton: str = ""
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it runs sm_90 code. The platform counts: gfx90a and gfx942 report major version 9, too."""
+        return self.platform == "cuda" and self.capability[0] == 9
+
+    @property
+    def triton_version(self) -> tuple[int, int]:
+        """Major and minor version of Triton; (0, 0) if none is installed."""
+        match = re.match(r"(\d+)\.(\d+)", self.triton)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
+
+    @staticmethod
+    def current(index: int | None = None) -> "DeviceSpec":
+        """Read the properties of a GPU once; None is the current GPU. Without a GPU: Triton's interpreter."""
+        if not torch.cuda.is_available():
+            return INTERPRETER
+        return _properties(torch.cuda.current_device() if index is None else index)
+
+    @staticmethod
+    def named(name: str) -> "DeviceSpec":
+        """Look up a known device, with the installed version of Triton. Raises: ConfigError that lists the names."""
+        for device in KNOWN_DEVICES:
+            if device.name == name:
+                return device._replace(triton=installed_triton())
+        known = ", ".join(repr(device.name) for device in KNOWN_DEVICES)
+        raise ConfigError(f"device must be one of {known}, or a DeviceSpec, got {name!r}")
+
+
+INTERPRETER = DeviceSpec("interpreter", "interpreter", (0, 0), 1, 2**20)
+KNOWN_DEVICES = (  # shared memory: opt-in maximum of a block, from the CUDA programming guide's table of capabilities
+    DeviceSpec("NVIDIA H200", "cuda", (9, 0), 132, 227 * 1024),
+    DeviceSpec("NVIDIA H100 80GB HBM3", "cuda", (9, 0), 132, 227 * 1024),
+    DeviceSpec("NVIDIA A100-SXM4-80GB", "cuda", (8, 0), 108, 163 * 1024),
+    DeviceSpec("NVIDIA GeForce RTX 4090", "cuda", (8, 9), 128, 99 * 1024),
+    DeviceSpec("NVIDIA B200", "cuda", (10, 0), 148, 227 * 1024),
+    DeviceSpec("NVIDIA GeForce RTX 5090", "cuda", (12, 0), 170, 99 * 1024),
+    DeviceSpec("AMD Instinct MI300X", "hip", (9, 4), 304, 64 * 1024),  # gfx942
+)
+
+
+@functools.cache
+def _properties(index: int) -> DeviceSpec:
+    found = torch.cuda.get_device_properties(index)
+    return DeviceSpec(
+        name=found.name,
+        platform="hip" if torch.version.hip else "cuda",
+        capability=(found.major, found.minor),
+        processors=found.multi_processor_count,
+        shared_memory=int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)),
+        triton=installed_triton(),
+    )
+
+
+@functools.cache
+def installed_triton() -> str:
+    """The version of the installed package triton, without importing it; "" if there is none."""
+    for package in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return ""
