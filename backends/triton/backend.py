@@ -1,4 +1,4 @@
-"""TritonBackend: which specs the kernels take, and how a spec becomes their operands."""
+"""TritonBackend: the specs and devices it takes, and the operands that its kernels get."""
 
 import importlib.util
 import os
@@ -9,39 +9,44 @@ from torch.nn.functional import pad
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.lowering import strengths
+from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.limits import current_refusals, refusals
 from deltazoo.backends.triton.op import chunk_scan, step_
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.show import explain_plan
 
-_WIDEST_KEY = 256
+_MAX_KEY_WIDTH = 256
 
 
 class TritonBackend(Backend):
     """Compute the update with chunked Triton kernels, forward, backward and decode, on NVIDIA GPUs.
 
-    Takes decay "none", "fixed" or "head" with transition "additive" or "delta", any beta a head, erase key,
-    reparametrisation and number of householders; float32, bfloat16 and float16. Accumulates in float32; products of
-    float32 operands use tf32 only where torch may (`torch.set_float32_matmul_precision`). Where the state may keep its
-    roundings (negative eigenvalues, an own erase key, several householders), bfloat16 feeds back in two terms, and
-    float16 computes in float32; in two terms, too, where a delta rule has up to 16 keys without decay or beta, or up to
-    32 without both. Deterministic, without a host sync, CUDA-graph safe. Launch configs come from a table, else from a
-    heuristic; nothing is tuned at first call. On Hopper GPUs the heuristic takes kernels in Gluon for operands in 16
-    bits (`Launch.hopper`), which Triton's interpreter does not run.
+    Supports decay "none", "fixed" or "head" with transition "additive" or "delta", any beta per head, erase key,
+    reparametrisation and number of householders, in float32, bfloat16 and float16. Accumulates in float32; products of
+    float32 operands use tf32 only if `torch.set_float32_matmul_precision` allows it. Deterministic, without host
+    synchronisation, CUDA-graph safe. Nothing is tuned at the first call: launch configs come from a table, else from a
+    heuristic.
 
-    A decode step of a mixer with its convolution, norms and gates is one kernel (`backends/decode_step.py`): two where
-    value heads share the key heads of a convolution.
+    Some specs keep rounding errors in the state: negative eigenvalues, an own erase key, several householders, and a
+    delta rule with up to 16 keys without decay or beta (32 without both). There bfloat16 values that feed back into the
+    state are split into two terms (hi + lo), and float16 is computed in float32.
 
-    The short convolution of a mixer has kernels too, up to 8 taps and heads of 1024 channels; that of a single token is
-    left to plain torch, which fuses it with what stands around it.
+    On Hopper GPUs 16-bit operands use kernels in Gluon, which Triton's interpreter does not run; `plan` says which
+    kernels run. A decode step of a mixer with its convolution, norms and gates is one kernel
+    (`backends/decode_step.py`), two if value heads share the key heads of a convolution. The short convolution has
+    kernels for up to 8 taps and heads of 1024 channels; plain torch computes that of a single token, and Inductor fuses
+    it with its neighbours.
 
     Args:
         config: a launch config for every update; None: the table's, else the heuristic's.
-    Source: Gated DeltaNet 2412.06464 section 3.3 (the chunked form); docs/notes/triton-kernels.
+    Source: Gated DeltaNet 2412.06464 section 3.3 (the chunked form); docs/notes/triton-kernels; README.md (kernels).
     """
 
     name = "triton"
@@ -52,6 +57,10 @@ class TritonBackend(Backend):
         self._interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+        return self.unsupported_on(spec, meta, None)
+
+    def unsupported_on(self, spec: UpdateSpec, meta: UpdateMeta, device: DeviceSpec | None) -> list[str]:
+        """Like `unsupported`, on a given device; None: the current GPU, if there is one."""
         reasons = self._tensors_unsupported(meta.device, meta.dtype)
         if spec.decay in ("channel", "rate"):
             reasons.append(f"decay must be 'none', 'fixed' or 'head', got '{spec.decay}'.")
@@ -61,14 +70,25 @@ class TritonBackend(Backend):
             reasons.append("transition must be 'additive' or 'delta', got 'dplr'.")
         if spec.beta == "channel":
             reasons.append("beta must be 'none' or 'head', got 'channel'.")
-        if meta.K > _WIDEST_KEY:
-            reasons.append(f"K must be at most {_WIDEST_KEY}, got {meta.K}.")
-        return reasons
+        if meta.K > _MAX_KEY_WIDTH:
+            reasons.append(f"K must be at most {_MAX_KEY_WIDTH}, got {meta.K}.")
+        if reasons or self._interpreted or meta.device != "cuda":
+            return reasons
+        split_terms = _splits_terms(spec, meta.K, meta.dtype)
+        dtype = torch.float32 if split_terms and meta.dtype == torch.float16 else meta.dtype
+        if device is None:
+            found = current_refusals(dtype, meta.K, meta.V, meta.grad, split_terms, spec.erase_key == "own")
+        else:
+            found = refusals(device, dtype, meta.K, meta.V, meta.grad, split_terms, spec.erase_key == "own")
+        return reasons + list(found)
+
+    def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str:
+        return explain_plan(spec, meta, shape, device, self.config, _splits_terms(spec, meta.K, meta.dtype))
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         refuse_forward_mode(self.name, inputs)
         n, T, V, dtype = spec.householders, inputs.q.shape[1], inputs.v.shape[-1], inputs.v.dtype
-        if _keeps_roundings(spec) and dtype == torch.float16:
+        if _keeps_rounding_errors(spec) and dtype == torch.float16:
             # the second of two terms would be below float16's smallest number
             wide = {name: getattr(inputs, name).float() for name in ("q", "k", "v")}
             wide["erase_key"] = None if inputs.erase_key is None else inputs.erase_key.float()
@@ -111,7 +131,7 @@ class TritonBackend(Backend):
 
     def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
         if inputs.x.shape[1] == 1:
-            return super().short_conv(inputs, parts)  # a token has no neighbours to share, and fuses with the rest
+            return super().short_conv(inputs, parts)  # Inductor fuses it
         refuse_forward_mode(self.name, inputs)
         return conv.short_conv(inputs, parts)
 
@@ -129,7 +149,7 @@ class TritonBackend(Backend):
         return reasons
 
     def _operands(self, spec: UpdateSpec, inputs: UpdateInputs, padded: bool = True) -> tuple[ScanOperands, ScanKind]:
-        """The kernels' operands; the micro-steps of a token lie in time, but q and log_decay are the token's."""
+        """Build the kernels' operands: micro-steps are flattened into time, except for q and log_decay."""
         erase, write = strengths(spec, inputs)
         tied = write is erase and write is not None
         K, V = inputs.q.shape[-1], inputs.v.shape[-1]
@@ -158,38 +178,45 @@ class TritonBackend(Backend):
             cu_seqlens=inputs.cu_seqlens,
         )
         return operands, ScanKind(
-            spec.transition == "delta",
-            spec.erase_from == "previous",
-            spec.read == "before",
-            _keeps_roundings(spec) or (k.dtype == torch.bfloat16 and _takes_most(spec, K)),
-            tied,
-            spec.scale_of(K),
-            self.config,
+            delta=spec.transition == "delta",
+            erase_early=spec.erase_from == "previous",
+            read_early=spec.read == "before",
+            split_terms=_splits_terms(spec, K, k.dtype),
+            tied=tied,
+            scale=spec.scale_of(K),
+            config=self.config,
         )
 
 
-def _keeps_roundings(spec: UpdateSpec) -> bool:
-    """Whether the erase may turn or lengthen the state instead of shortening it, or steps several times a token: then
-    the state keeps its roundings, or gathers more, and what feeds back into it needs two terms."""
-    free = spec.negative_eigenvalues != "off" or spec.erase_key == "own"
-    return spec.transition == "delta" and (free or spec.householders > 1)
+def _splits_terms(spec: UpdateSpec, K: int, dtype: torch.dtype) -> bool:
+    """Whether values that feed back into the state are split into two terms."""
+    return _keeps_rounding_errors(spec) or (dtype == torch.bfloat16 and _erases_most_of_the_state(spec, K))
 
 
-def _takes_most(spec: UpdateSpec, K: int) -> bool:
-    """Whether an erase takes so large a part of a state, one of at most 16 directions, that in bfloat16 the rounding of
-    the operands alone costs o more than 5e-3: where b = 1, or nothing else makes what was rounded fade; of at most 32
-    directions where both are so."""
-    most = 16 * (spec.beta, spec.decay).count("none")
-    return spec.transition == "delta" and most >= K
+def _keeps_rounding_errors(spec: UpdateSpec) -> bool:
+    """Whether the erase may rotate or lengthen the state, or acts several times per token: errors then accumulate."""
+    unbounded = spec.negative_eigenvalues != "off" or spec.erase_key == "own"
+    return spec.transition == "delta" and (unbounded or spec.householders > 1)
+
+
+def _erases_most_of_the_state(spec: UpdateSpec, K: int) -> bool:
+    """Whether one erase removes a large part of the state: one of at most 16 directions without beta or without decay.
+
+    In bfloat16 the rounding of the operands alone then costs o more than 5e-3. Up to 32 directions without both.
+    """
+    directions = 16 * (spec.beta, spec.decay).count("none")
+    return spec.transition == "delta" and directions >= K
 
 
 def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
-    """Lay q and log_decay out over the n micro-steps of a token: the decay on the first, the read on the last (or the
-    first, where it comes before the update)."""
+    """Spread q and log_decay over the n micro-steps of a token: the decay on the first, the read on the last.
+
+    A read before the update is on the first micro-step.
+    """
     B, T = x.q.shape[:2]
 
     def spread(y: Tensor, at: int) -> Tensor:
-        """[B, T, ...] -> [B, T n, ...], zeros but at micro-step `at`."""
+        """[B, T, ...] -> [B, T n, ...], zero except at micro-step `at`."""
         return pad(y.unsqueeze(2), (0, 0) * (y.dim() - 2) + (at, n - 1 - at)).flatten(1, 2)
 
     decay = x.log_decay
@@ -200,7 +227,7 @@ def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
 
 
 def _crop(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """Undo the padding of widths."""
+    """Remove the padding of the widths."""
     if rows is not None and x.shape[-2] != rows:
         x = x[..., :rows, :]
     return x if x.shape[-1] == columns else x[..., :columns]

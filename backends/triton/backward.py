@@ -1,4 +1,4 @@
-"""Launch the kernels of the backward: by segments of chunks, last first, so that scratch stays small.
+"""Launch the kernels of the backward pass: window by window of chunks, last first, so that scratch stays small.
 
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
@@ -8,336 +8,382 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, least_keys
+from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, min_key_tile, value_tile
 from deltazoo.backends.triton.forward import (
-    SHARED_OUT,
-    Cut,
-    OnSegment,
-    decay_of,
+    REGISTERS_OF_THREE_GROUPS,
+    Span,
+    WindowLaunch,
+    combine,
     empty,
-    join,
-    part_states,
-    precision,
     scan,
-    value_tile,
+    segment_states,
+    tf32_precision,
 )
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launcher import launcher
-from deltazoo.backends.triton.operands import Gradients, Prepared, ScanKind, ScanOperands, Sizes
-from deltazoo.backends.triton.zero_tail import zero_tail
+from deltazoo.backends.triton.operands import Gradients, Prepared, Saved, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.plan import Plan
 
-_WALK = 16  # chunks that a program of the replay keeps, without parts: enough to make up for its start
-
-
-class _Scratch:
-    """What a segment keeps for its gradients: states and their gradients [held, HV, V, K], x and du [held, C, HV, V]
-    where v and dv do not tell them, with grouped heads or several tiles of values each one's share of the keys'
-    gradients. float32 where two terms feed back. together: the reverse scan makes the gradients, and keeps nothing for
-    them."""
-
-    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, held: int, dv: Tensor, together: bool) -> None:
-        dtype = kind.kept(x.q.dtype)
-        self.held = held
-        states, values = (held, s.HV, s.V, s.K), (held, s.C, s.HV, s.V)
-        self.states = empty(x.q, *states, dtype=dtype)
-        self.xs = empty(x.q, *values, dtype=dtype) if kind.delta else None
-        self.dstates = None if together else empty(x.q, *states, dtype=dtype)
-        self.du = empty(x.q, *values, dtype=dtype) if kind.keeps_du(x) and not together else dv
-        self.shares = s.HV * _value_tiles(s, together)
-        parts = (3 if x.e is not None else 2, held, s.C, self.shares, s.K)
-        self.partial = empty(x.q, *parts, dtype=dtype) if self.shares > s.H else None
+_RECOMPUTED = 16  # chunks that a program of the recomputation stores, without segments: amortises its start
 
 
-def _value_tiles(s: Sizes, together: bool) -> int:
-    """Tiles of values whose gradients programs of their own make."""
-    return cdiv(s.V, 128) if together else 1
+class _Scratch(NamedTuple):
+    """What a window stores for its gradients, in `saved_dtype`.
+
+    Args:
+        slots: chunk slots of a window.
+        states: [slots, HV, V, K], the state before each chunk. xs: [slots, C, HV, V], x of the delta rule.
+        dstates: [slots, HV, V, K], the gradient of the state after each chunk; None in the sweep.
+        du: [slots, C, HV, V], or dv where du is recovered from dv.
+        programs: programs per chunk and sequence that add to key gradients: HV times the V tiles of the sweep.
+        partial: [2 or 3, slots, C, programs, K], the key gradients of each program, if several share a key head.
+    """
+
+    slots: int
+    states: Tensor
+    xs: Tensor | None
+    dstates: Tensor | None
+    du: Tensor
+    programs: int
+    partial: Tensor | None
+
+    @classmethod
+    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, slots: int, dv: Tensor, sweep: bool) -> "_Scratch":
+        dtype = kind.saved_dtype(x.q.dtype)
+        states, values = (slots, s.HV, s.V, s.K), (slots, s.C, s.HV, s.V)
+        programs = s.HV * _value_tiles(s, sweep)
+        partial = (3 if x.e is not None else 2, slots, s.C, programs, s.K)
+        return cls(
+            slots=slots,
+            states=empty(x.q, *states, dtype=dtype),
+            xs=empty(x.q, *values, dtype=dtype) if kind.delta else None,
+            dstates=None if sweep else empty(x.q, *states, dtype=dtype),
+            du=empty(x.q, *values, dtype=dtype) if kind.stores_du(x) and not sweep else dv,
+            programs=programs,
+            partial=empty(x.q, *partial, dtype=dtype) if programs > s.H else None,
+        )
 
 
-def bytes_a_place(x: ScanOperands, kind: ScanKind, s: Sizes, together: bool) -> int:
-    """What a chunk of a segment takes, but for grouped heads' shares."""
+def _value_tiles(s: Sizes, sweep: bool) -> int:
+    """The V tiles whose gradients separate programs compute."""
+    return cdiv(s.V, 128) if sweep else 1
+
+
+def bytes_per_slot(x: ScanOperands, kind: ScanKind, s: Sizes, sweep: bool) -> int:
+    """The scratch of one chunk slot, without the key gradients of grouped heads."""
     numbers = s.K + kind.delta * s.C
-    if not together:
-        numbers += s.K + kind.keeps_du(x) * s.C
-    return s.HV * s.V * numbers * kind.kept(x.q.dtype).itemsize
+    if not sweep:
+        numbers += s.K + kind.stores_du(x) * s.C
+    return s.HV * s.V * numbers * kind.saved_dtype(x.q.dtype).itemsize
 
 
-class _Sums:
-    """What a chunk's gates need of each tile, of_K tiles of `keys` columns for each of the values that has programs of
-    its own: dgates [tiles, slots, HV, rows, C] and state_products [tiles, slots, HV]."""
+class _GateSums(NamedTuple):
+    """What the gradients of the gates need of each tile.
 
-    def __init__(self, x: ScanOperands, kind: ScanKind, s: Sizes, config: LaunchConfig) -> None:
-        together, K0 = config.together(s.K, s.V), key_tiles(s.K)[0]
-        wanted = 64 if together or config.gradients.hopper else config.gradients.keys or K0
-        self.keys = min(max(wanted, least_keys(kind.kept(x.q.dtype))), K0)
-        self.of_K = cdiv(s.K, self.keys)
-        self.tiles = tiles = self.of_K * _value_tiles(s, together)
-        self.early = kind.erase_early or kind.read_early
-        self.dgates = empty(x.q, tiles, s.slots, s.HV, 4 if self.early else 3, s.C)
-        self.state_products = empty(x.q, tiles, s.slots, s.HV)
+    Args:
+        keys: key columns per tile. key_tiles: tiles of the keys. tiles: those, times the V tiles of the sweep.
+        early: with an early read or erase, which adds a row.
+        dgates: [tiles, slots, HV, 3 or 4, C]. state_products: [tiles, slots, HV], <dS, S>.
+    """
+
+    keys: int
+    key_tiles: int
+    tiles: int
+    early: bool
+    dgates: Tensor
+    state_products: Tensor
+
+    @classmethod
+    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, plan: Plan, config: LaunchConfig) -> "_GateSums":
+        on_hopper = plan.backward != "reverse+gradients" or plan.gradients == "hopper"
+        K0 = key_tiles(s.K)[0]
+        requested = 64 if on_hopper else config.gradients.keys or K0
+        keys = min(max(requested, min_key_tile(kind.saved_dtype(x.q.dtype))), K0)
+        tiles_of_K = cdiv(s.K, keys)
+        tiles = tiles_of_K * _value_tiles(s, plan.backward != "reverse+gradients")
+        early = kind.erase_early or kind.read_early
+        dgates = empty(x.q, tiles, s.slots, s.HV, 4 if early else 3, s.C)
+        return cls(keys, tiles_of_K, tiles, early, dgates, empty(x.q, tiles, s.slots, s.HV))
 
 
-class _Work(NamedTuple):
-    """What the launches of one backward share. carry [N, HV, K, V]: the gradient of the state, from the final one on,
-    which ends as that of the initial one; d: the gradients that they make."""
+class _Pass(NamedTuple):
+    """What the launches of one backward pass share.
+
+    Args:
+        d_state: [N, HV, K, V], the gradient of the state: of the final one at first, of the initial one at the end.
+        d: the gradients that they compute.
+    """
 
     x: ScanOperands
     kind: ScanKind
     s: Sizes
+    plan: Plan
     config: LaunchConfig
     prepared: Prepared
     checkpoints: Tensor
-    do: Tensor
-    carry: Tensor
-    sums: _Sums
+    d_o: Tensor
+    d_state: Tensor
+    sums: _GateSums
     d: Gradients
 
 
 def backward(
-    x: ScanOperands, kind: ScanKind, prepared: Prepared, checkpoints: Tensor, do: Tensor, dfinal: Tensor | None,
+    x: ScanOperands, kind: ScanKind, saved: Saved, d_o: Tensor, d_final: Tensor | None, plan: Plan,
     config: LaunchConfig,
 ) -> Gradients:  # fmt: skip
-    """The gradients of the operands; None where there is no such operand."""
+    """Compute the gradients of the operands."""
     s = Sizes.of(x, config.chunk)
     d = Gradients.empty(x, kind)
-    carry = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
-    work = _Work(x, kind, s, config, prepared, checkpoints, do, carry, _Sums(x, kind, s, config), d)
-    if config.reverse.replays:
-        _give(carry, dfinal)
-        _replay_and_walk(work)
+    d_state = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
+    sums = _GateSums.empty(x, kind, s, plan, config)
+    run = _Pass(x, kind, s, plan, config, saved.prepared, saved.checkpoints, d_o, d_state, sums, d)
+    if plan.backward == "fused":
+        _set(d_state, d_final)
+        _fused(run)
     else:
-        _by_segments(work, dfinal)
-    _gate_gradients(work)
+        _by_windows(run, d_final)
+    _gate_gradients(run)
     return d
 
 
-def _give(carry: Tensor, dfinal: Tensor | None) -> None:
-    carry.zero_() if dfinal is None else carry.copy_(dfinal)
+def _set(d_state: Tensor, d_final: Tensor | None) -> None:
+    d_state.zero_() if d_final is None else d_state.copy_(d_final)
 
 
-def _by_segments(work: _Work, dfinal: Tensor | None) -> None:
-    """Replay a segment and scan it backwards, launch by launch, the last segment first."""
-    x, kind, s, config, prepared, checkpoints, _, carry, _, d = work
-    together = config.together(s.K, s.V)
-    places = config.scratch // max(bytes_a_place(x, kind, s, together), 1)
-    chunks = cdiv(s.T, s.C)
-    split = config.split if config.split and chunks > config.split else 0
-    unit, segments, held = segments_of(s, config.every, split, places)
-    most = cdiv(cdiv(chunks, unit), segments) * unit  # chunks of a sequence in a segment
-    parts = cdiv(most, split) if split else 1
-    walk = config.every if split else max(config.every, _WALK)
-    scratch = _Scratch(x, kind, s, held, d.v, together)
-    replay = scan(
-        x, kind, prepared, s, config.replay, "replay",
-        Cut(cdiv(most, walk), walk, config.every, unit, segments),
-        checkpoints=checkpoints, states=scratch.states, xs=scratch.xs,
+def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
+    """Recompute the states of a window and scan it backwards, the last window first."""
+    x, kind, s, plan, config = run.x, run.kind, run.s, run.plan, run.config
+    sweep = plan.backward == "sweep"
+    max_slots = config.scratch // max(bytes_per_slot(x, kind, s, sweep), 1)
+    unit, windows, slots = segments_of(s, config.every, plan.split, max_slots)
+    chunks = cdiv(cdiv(cdiv(s.T, s.C), unit), windows) * unit  # of one sequence in a window, at most
+    segments = cdiv(chunks, plan.split) if plan.split else 1
+    scratch = _Scratch.empty(x, kind, s, slots, run.d.v, sweep)
+
+    assert plan.recompute is not None
+    stored = config.every if plan.split else max(config.every, _RECOMPUTED)
+    recompute = scan(
+        plan.recompute, x, kind, run.prepared, s, config.recompute, "replay",
+        Span(cdiv(chunks, stored), stored, config.every, unit, windows),
+        checkpoints=run.checkpoints, states=scratch.states, xs=scratch.xs,
     )  # fmt: skip
-    replay(segments - 1)  # which keeps the device busy while the host goes on
+    recompute(windows - 1)  # keeps the GPU busy while the host prepares the other launches
 
-    _give(carry, dfinal)
-    begins, ends = part_states(x, s, parts) if split else (None, None)
-    cut = Cut(parts, split, 0, unit, segments)
-    steps: list[OnSegment] = []
-    if begins is not None and ends is not None:
-        steps += [
-            scan(x, kind, prepared, s, config.scan, "maps", cut, ends=ends),
-            _reverse(work, cut, scratch, begins, ends, hands_on=True),
-            join(prepared, s, carry, begins, ends, x.cu_seqlens, cut, reverse=True),
+    _set(run.d_state, d_final)
+    span = Span(segments, plan.split, 0, unit, windows)
+    starts, ends = segment_states(x, s, segments) if plan.split else (None, None)
+    launches: list[WindowLaunch] = []
+    if starts is not None and ends is not None:
+        launches += [
+            scan("portable", x, kind, run.prepared, s, config.scan, "maps", span, ends=ends),
+            _reverse(run, span, scratch, starts, ends),
+            combine(run.prepared, s, run.d_state, starts, ends, x.cu_seqlens, span, reverse=True),
         ]
-    if together:
-        steps.append(_walk(work, cut, scratch, begins))
+    if sweep:
+        launches.append(_sweep(run, span, scratch, starts))
     else:
-        steps.append(_reverse(work, cut, scratch, begins, ends, hands_on=False))
-        steps.append(_gradients(work, cut, scratch))
+        reverse = _reverse_on_hopper if plan.reverse == "hopper" else _reverse
+        gradients = _gradients_on_hopper if plan.gradients == "hopper" else _gradients
+        launches += [reverse(run, span, scratch, starts), gradients(run, span, scratch)]
     if scratch.partial is not None:
-        steps.append(_sum_groups(work, cut, scratch))
-    for segment in reversed(range(segments)):
-        if segment < segments - 1:
-            replay(segment)
-        for step in steps:
-            step(segment)
+        launches.append(_sum_groups(run, span, scratch))
+    for window in reversed(range(windows)):
+        if window < windows - 1:
+            recompute(window)
+        for launch in launches:
+            launch(window)
 
 
-def segments_of(s: Sizes, every: int, split: int, places: int) -> tuple[int, int, int]:
-    """The unit of chunks that the backward's segments are cut between, how many segments, the chunks that one holds.
+def segments_of(s: Sizes, every: int, split: int, max_slots: int) -> tuple[int, int, int]:
+    """Divide the chunks into windows that fit `max_slots` chunk slots of scratch.
 
-    No more than there are places for; but a segment is at least a unit of each sequence: a part, or what a
-    checkpoint leaves. The lengths of packed sequences are unknown here, so that a unit of each may go to waste. Where
-    that is more than a sixteenth, a pack's units are smaller, and the replay comes to a segment's first chunk from the
-    checkpoint before it. All segments are of use whatever the lengths are, as long as they are long.
+    A window has at least one unit of each sequence: a segment, or the chunks between two checkpoints. Lengths of packed
+    sequences are unknown on the host, so that one unit of each may be unused. If that exceeds a sixteenth of the slots,
+    the units of a pack are smaller, and the recomputation starts from the checkpoint before the window.
+
+    Returns: the unit that windows end at, the number of windows, the slots of a window.
     """
     unit = max(every, split)
-    if places >= s.slots:
+    if max_slots >= s.slots:
         return unit, 1, s.slots
     if s.packed:
-        if not split and places >= 8 * s.N:
-            unit = min(every, 1 << (max(places // (16 * s.N), 1).bit_length() - 1))
+        if not split and max_slots >= 8 * s.N:
+            unit = min(every, 1 << (max(max_slots // (16 * s.N), 1).bit_length() - 1))
         units = cdiv(cdiv(s.T, s.C), unit)
-        # beyond a unit of each sequence: as much as there is room for, or as much again where there is none
-        segments = min(max(units, 1), cdiv(s.slots + 1, max(places - s.N * unit, s.N * unit)))
-        held = (s.slots + 1) // segments + s.N * unit
+        # beside one unit of each sequence: the slots that are left, or as many again if none are left
+        windows = min(max(units, 1), cdiv(s.slots + 1, max(max_slots - s.N * unit, s.N * unit)))
+        slots = (s.slots + 1) // windows + s.N * unit
     else:
         units = cdiv(cdiv(s.T, s.C), unit)
-        segments = cdiv(units, max(places // (s.N * unit), 1))
-        held = s.N * cdiv(units, segments) * unit
-    return (unit, segments, held) if held < s.slots else (unit, 1, s.slots)
+        windows = cdiv(units, max(max_slots // (s.N * unit), 1))
+        slots = s.N * cdiv(units, windows) * unit
+    return (unit, windows, slots) if slots < s.slots else (unit, 1, s.slots)
 
 
 def _reverse(
-    work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None, ends: Tensor | None, hands_on: bool
-) -> OnSegment:
-    x, kind, s, config, prepared, _, do, carry, _, d = work
-    launch = config.reverse
-    if launch.hopper and not hands_on:
-        from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel
-
-        on_hopper = launcher(
-            hopper_reverse_kernel,
-            (
-                x.q, x.k, do, prepared.gates, prepared.squares, carry, scratch.dstates, scratch.du, d.v, begins,
-                x.cu_seqlens,
-            ),
-            (
-                s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), decay_of(x), kind.delta, x.w is not None, kind.read_early,
-                s.packed, kind.shares(x), cut.unit, cut.split, kind.least(x.q.dtype),
-            ),
-            registers=SHARED_OUT,
-        )  # fmt: skip
-        programs = s.N * cut.parts * s.HV * cdiv(s.V, 128)
-        return lambda segment: on_hopper(programs, kind.scale, s.T, segment, cut.segments, cut.parts)
+    run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None, ends: Tensor | None = None
+) -> WindowLaunch:
+    """The portable reverse scan; with `ends` the contributions of the segments, before they are combined."""
+    x, kind, s, launch, dtype = run.x, run.kind, run.s, run.config.reverse, run.x.q.dtype
     BV = value_tile(launch.tile, s.V)
-    go = launcher(
+    reverse = launcher(
         reverse_kernel,
         (
-            x.q, x.k, x.e, do, *prepared, carry, scratch.dstates, scratch.du, d.v, begins, ends,
+            x.q, x.k, x.e, run.d_o, *run.prepared, run.d_state, scratch.dstates, scratch.du, run.d.v, starts, ends,
             x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, decay_of(x), kind.delta, x.e is not None, x.w is not None,
-            kind.read_early, s.packed, kind.shares(x), cut.unit, cut.split,
-            kind.least(x.q.dtype), hands_on, kind.terms(x.q.dtype), precision(x.q.dtype), launch.stages,
+            s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, x.decay, kind.delta, x.e is not None, x.w is not None,
+            kind.read_early, s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(dtype),
+            ends is not None, kind.terms(dtype), tf32_precision(dtype), launch.stages,
         ),
         launch.warps,
         launch.stages,
-        # left to itself ptxas 12.8 took 32 for float32, and spilled 20 KB
-        registers=255 if x.q.dtype == torch.float32 else None,
+        # by default ptxas 12.8 used 32 registers for float32 and spilled 20 KB
+        registers=255 if dtype == torch.float32 else None,
     )  # fmt: skip
-    number = s.N * cut.parts * s.HV * cdiv(s.V, BV)
-    return lambda segment: go(number, kind.scale, s.T, segment, cut.segments, cut.parts)
+    programs = s.N * span.segments * s.HV * cdiv(s.V, BV)
+    return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments)
 
 
-def _gradients(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
-    x, kind, s, config, prepared, _, do, _, sums, d = work
-    launch, own = config.gradients, x.e is not None
-    held, programs = scratch.held, scratch.held * s.HV * sums.tiles
-    if launch.hopper:
-        from deltazoo.backends.triton.kernels.hopper.gradients import hopper_gradients_kernel
+def _reverse_on_hopper(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> WindowLaunch:
+    from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel
 
-        on_hopper = launcher(
-            hopper_gradients_kernel,
-            (
-                x.q, x.k, x.v, x.b, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs, scratch.du, d.q,
-                d.k, sums.dgates, sums.kepts, scratch.partial, x.cu_seqlens,
-            ),
-            (
-                s.H, s.HV, s.K, s.V, s.C, sums.keys, decay_of(x), kind.delta, d.b is not None, x.w is not None,
-                kind.erase_early, kind.read_early, s.packed, kind.shares(x), kind.least(x.q.dtype), cut.unit,
-            ),
-        )  # fmt: skip
-        return lambda segment: on_hopper(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)
+    x, kind, s = run.x, run.kind, run.s
+    reverse = launcher(
+        hopper_reverse_kernel,
+        (
+            x.q, x.k, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.dstates, scratch.du,
+            run.d.v, starts, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None, kind.read_early,
+            s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(x.q.dtype),
+        ),
+        registers=REGISTERS_OF_THREE_GROUPS,
+    )  # fmt: skip
+    programs = s.N * span.segments * s.HV * cdiv(s.V, 128)
+    return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments)
+
+
+def _gradients(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+    x, kind, s, launch, sums, d = run.x, run.kind, run.s, run.config.gradients, run.sums, run.d
     small = scratch.states.itemsize == 2 and max(sums.keys, launch.tile) <= 64 and launch.warps == 4
-    of_chunks = launcher(
+    gradients = launcher(
         gradients_kernel,
         (
-            x.q, x.k, x.e, x.v, x.b, do, prepared.gates, scratch.states, scratch.dstates, scratch.xs,
+            x.q, x.k, x.e, x.v, x.b, run.d_o, run.prepared.gates, scratch.states, scratch.dstates, scratch.xs,
             scratch.du, d.q, d.k, d.e, sums.dgates, sums.state_products, scratch.partial, x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), decay_of(x), kind.delta, own,
-            d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed,
-            kind.shares(x), kind.least(x.q.dtype), cut.unit, precision(x.q.dtype), launch.stages,
+            s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), x.decay, kind.delta, x.e is not None,
+            d.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed, kind.dv_holds_du(x),
+            kind.min_b(x.q.dtype), span.unit, tf32_precision(x.q.dtype), launch.stages,
         ),
         launch.warps,
         launch.stages,
-        registers=168 if small and not kind.delta else None,  # three programs a processor
+        registers=168 if small and not kind.delta else None,  # three programs per SM
     )  # fmt: skip
-    return lambda segment: of_chunks(programs, s.N, s.slots, held, kind.scale, s.T, segment, cut.segments)
+    programs = scratch.slots * s.HV * sums.tiles
+    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
 
 
-def _walk(work: _Work, cut: Cut, scratch: _Scratch, begins: Tensor | None) -> OnSegment:
+def _gradients_on_hopper(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+    from deltazoo.backends.triton.kernels.hopper.gradients import hopper_gradients_kernel
+
+    x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
+    gradients = launcher(
+        hopper_gradients_kernel,
+        (
+            x.q, x.k, x.v, x.b, run.d_o, run.prepared.gates, scratch.states, scratch.dstates, scratch.xs, scratch.du,
+            d.q, d.k, sums.dgates, sums.state_products, scratch.partial, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, sums.keys, x.decay, kind.delta, d.b is not None, x.w is not None,
+            kind.erase_early, kind.read_early, s.packed, kind.dv_holds_du(x), kind.min_b(x.q.dtype), span.unit,
+        ),
+    )  # fmt: skip
+    programs = scratch.slots * s.HV * sums.tiles
+    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+
+
+def _sweep(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> WindowLaunch:
+    """The reverse scan and the gradients in one launch."""
     from deltazoo.backends.triton.kernels.hopper.sweep import hopper_backward_sweep_kernel
 
-    x, kind, s, _, prepared, _, do, carry, sums, d = work
-    go = launcher(
+    x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
+    sweep = launcher(
         hopper_backward_sweep_kernel,
         (
-            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.wy_tiles, carry, scratch.states, scratch.xs, d.q, d.k, d.v,
-            sums.dgates, sums.state_products, scratch.partial, begins, x.cu_seqlens,
+            x.q, x.k, x.v, x.b, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.states,
+            scratch.xs, d.q, d.k, d.v, sums.dgates, sums.state_products, scratch.partial, starts, x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
-            kind.read_early, s.packed, kind.shares(x), cut.unit, cut.split, kind.least(x.q.dtype),
+            s.H, s.HV, s.K, s.V, s.C, x.decay, kind.delta, d.b is not None, x.w is not None, kind.erase_early,
+            kind.read_early, s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(x.q.dtype),
         ),
         warps=8,
-        registers=SHARED_OUT,
+        registers=REGISTERS_OF_THREE_GROUPS,
     )  # fmt: skip
-    programs, held = s.N * cut.parts * scratch.shares, scratch.held
-    return lambda segment: go(programs, s.slots, held, kind.scale, s.T, segment, cut.segments, cut.parts)
+    programs = s.N * span.segments * scratch.programs
+    return lambda window: sweep(programs, s.slots, scratch.slots, kind.scale, s.T, window, span.windows, span.segments)
 
 
-def _replay_and_walk(work: _Work) -> None:
-    """All segments in one launch, where each program has a sequence and head to itself. What it keeps of a chunk lies
-    where the chunk's gradients will, but for the state before a sequence's last chunk."""
+def _fused(run: _Pass) -> None:
+    """Recompute the states, scan back and compute the gradients in one launch, one program per sequence and head.
+
+    The recomputed state before each chunk is stored where the chunk's gradients will be written, except the state
+    before the last chunk of a sequence, which is stored in `spare`.
+    """
     from deltazoo.backends.triton.kernels.hopper.fused_backward import hopper_fused_backward_kernel
 
-    x, kind, s, config, prepared, checkpoints, do, carry, sums, d = work
-    spare = empty(x.q, s.N, 128, s.H, s.K, dtype=kind.kept(x.q.dtype))
-    go = launcher(
+    x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
+    spare = empty(x.q, s.N, 128, s.H, s.K, dtype=kind.saved_dtype(x.q.dtype))
+    fused = launcher(
         hopper_fused_backward_kernel,
         (
-            x.q, x.k, x.v, x.b, do, prepared.gates, prepared.wy_tiles, x.state, checkpoints, carry, spare,
-            d.q, d.k, d.v, sums.dgates, sums.state_products, x.cu_seqlens,
+            x.q, x.k, x.v, x.b, run.d_o, run.prepared.gates, run.prepared.wy_tiles, x.state, run.checkpoints,
+            run.d_state, spare, d.q, d.k, d.v, sums.dgates, sums.state_products, x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.V, s.C, decay_of(x), kind.delta, d.b is not None, x.w is not None, kind.erase_early,
-            kind.read_early, s.packed, kind.shares(x), x.state is not None, config.every, kind.least(x.q.dtype),
+            s.H, s.HV, s.K, s.V, s.C, x.decay, kind.delta, d.b is not None, x.w is not None, kind.erase_early,
+            kind.read_early, s.packed, kind.dv_holds_du(x), x.state is not None, run.config.every,
+            kind.min_b(x.q.dtype),
         ),
         warps=8,
-        registers=SHARED_OUT,
+        registers=REGISTERS_OF_THREE_GROUPS,
     )  # fmt: skip
-    go(s.N * s.HV, s.slots, kind.scale, s.T)
+    fused(s.N * s.HV, s.slots, kind.scale, s.T)
 
 
-def _sum_groups(work: _Work, cut: Cut, scratch: _Scratch) -> OnSegment:
-    x, s, d = work.x, work.s, work.d
-    go = launcher(
+def _sum_groups(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+    x, s, d = run.x, run.s, run.d
+    sum_groups = launcher(
         sum_groups_kernel,
         (scratch.partial, d.q, d.k, d.e, x.cu_seqlens),
-        (s.H, scratch.shares, s.K, s.C, key_tiles(s.K)[0], x.e is not None, s.packed, cut.unit),
+        (s.H, scratch.programs, s.K, s.C, key_tiles(s.K)[0], x.e is not None, s.packed, span.unit),
         warps=8,
     )
-    held = scratch.held
-    return lambda segment: go(held * s.H, s.N, s.T, segment, cut.segments, held)
+    slots = scratch.slots
+    return lambda window: sum_groups(slots * s.H, s.N, s.T, window, span.windows, slots)
 
 
-def _gate_gradients(work: _Work) -> None:
-    x, kind, s, sums, d = work.x, work.kind, work.s, work.sums, work.d
-    fixed = decay_of(x) == "fixed"
-    of_tokens = empty(x.q, *x.v.shape[:3]) if fixed else d.log_decay
-    wanted = (of_tokens is not None, d.b is not None, d.w is not None)
-    if not any(wanted):
-        zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e)
+def _gate_gradients(run: _Pass) -> None:
+    x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
+    d_log_decay = empty(x.q, *x.v.shape[:3]) if x.decay == "fixed" else d.log_decay
+    needed = (d_log_decay is not None, d.b is not None, d.w is not None)
+    if not any(needed):
         return
-    launch = launcher(
+    gate_gradients = launcher(
         gate_gradients_kernel,
-        (sums.dgates, sums.state_products, x.v, x.b, of_tokens, d.b, d.w, d.v, x.cu_seqlens),
+        (sums.dgates, sums.state_products, x.v, x.b, d_log_decay, d.b, d.w, d.v, x.cu_seqlens),
         (
-            s.HV, s.V, s.C, sums.tiles, sums.of_K, *wanted, kind.tied, kind.shares(x), kind.least(x.q.dtype),
-            sums.early, s.packed,
+            s.HV, s.V, s.C, sums.tiles, sums.key_tiles, *needed, kind.tied, kind.dv_holds_du(x),
+            kind.min_b(x.q.dtype), sums.early, s.packed,
         ),
         warps=1,
     )  # fmt: skip
-    launch(s.slots * s.HV, s.N, s.slots, s.T)
-    zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e, log_decay=of_tokens, b=d.b, w=d.w)
-    if of_tokens is not None and fixed:
-        torch.sum(of_tokens, (0, 1), out=d.log_decay)
+    gate_gradients(s.slots * s.HV, s.N, s.slots, s.T)
+    if d_log_decay is not None and x.decay == "fixed":
+        torch.sum(d_log_decay, (0, 1), out=d.log_decay)

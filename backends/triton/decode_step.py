@@ -12,20 +12,13 @@ from torch import Tensor
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, beyond
 from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.torch_ext.custom_op import operator, written
-from deltazoo.backends.triton.config import (
-    Launch,
-    LaunchConfig,
-    Problem,
-    cdiv,
-    heuristic,
-    launch_config,
-    parse,
-    power_of_two,
-    warps_apart,
-)
-from deltazoo.backends.triton.config import device_of as properties
+from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse, power_of_two, warps_apart
+from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.plan import Problem
 from deltazoo.backends.triton.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.precompile import device_of as properties
 from deltazoo.backends.triton.short_conv import too_many_taps
+from deltazoo.backends.triton.table import launch_config
 
 WIDEST_VALUE = 512
 _PUSHED_CHANNELS = 256  # of a program of push_kernel

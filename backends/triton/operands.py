@@ -1,14 +1,30 @@
-"""What the operators take, keep and return, and the sizes that follow, where Triton itself is not needed."""
+"""What the operators take, store for the backward and return, and the sizes that follow; does not need Triton.
 
-from typing import Any, NamedTuple, Self
+B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from deltazoo.backends.triton.plan import Decay
+
+T_ = TypeVar("T_", bound=tuple[Any, ...])
+
 
 class ScanOperands(NamedTuple):
-    """q, k, e [B, T, H, K]; v [B, T, HV, V]; log_decay [B, T, HV] or [HV]; b (erase), w (write) [B, T, HV];
-    state [N, HV, K, V]; cu_seqlens [N + 1] int32. None: no such operand; with delta, b and w of None are 1, e is k."""
+    """The tensors of an update. None: no such operand; with an erase term b and w of None are 1, e of None is k.
+
+    Args:
+        q, k, e: [B, T, H, K]; e is the erase key.
+        v: [B, T, HV, V].
+        log_decay: [B, T, HV] or [HV].
+        b, w: [B, T, HV], strengths of erase and write.
+        state: [N, HV, K, V].
+        cu_seqlens: [N + 1] int32.
+    """
 
     q: Tensor
     k: Tensor
@@ -20,50 +36,72 @@ class ScanOperands(NamedTuple):
     state: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
+    @property
+    def decay(self) -> Decay:
+        """The kind of decay; the kernels' constant DECAY."""
+        if self.log_decay is None:
+            return "none"
+        return "fixed" if self.log_decay.dim() == 1 else "head"
+
 
 class ScanKind(NamedTuple):
-    """delta: with an erase term. erase_early: it reads the state before the decay. read_early: q reads the state
-    before the update. precise: what feeds back into the state is kept in two terms. tied: w is b, and is not given.
-    config: a LaunchConfig as JSON; "" takes the table's, else the heuristic's."""
+    """The traits of an update.
+
+    Args:
+        delta: with an erase term.
+        erase_early: the erase reads the state before the decay.
+        read_early: q reads the state before the token's update.
+        split_terms: values that feed back into the state are split into two terms (hi + lo).
+        tied: w is b, and is not given.
+        scale: of q.
+        config: a LaunchConfig as JSON; "": the table's, else the heuristic's.
+    """
 
     delta: bool
     erase_early: bool
     read_early: bool
-    precise: bool
+    split_terms: bool
     tied: bool
     scale: float
     config: str = ""
 
     def terms(self, dtype: torch.dtype) -> int:
-        """How many numbers of a dtype keep what feeds back into the state."""
-        return 2 if self.precise and dtype != torch.float32 else 1
+        """The number of terms into which values that feed back into the state are split."""
+        return 2 if self.split_terms and dtype != torch.float32 else 1
 
-    def kept(self, dtype: torch.dtype) -> torch.dtype:
-        """What the backward keeps states and their gradients in."""
+    def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the backward stores states and their gradients."""
         return dtype if self.terms(dtype) == 1 else torch.float32
 
-    def shares(self, x: ScanOperands) -> bool:
-        """Whether dv tells the backward du: dv = w du, and either w is b, held away from 0, or there is no w. Not in
-        float16, where a b near 0 would take du below the smallest number."""
-        whole = x.w is None or (self.tied and x.q.dtype != torch.float16)
-        return self.delta and whole and self.kept(x.q.dtype) == x.v.dtype
+    def dv_holds_du(self, x: ScanOperands) -> bool:
+        """Whether du is recovered from dv = w du: w is b, clamped away from 0, or there is no w.
 
-    def keeps_du(self, x: ScanOperands) -> bool:
-        """Whether the backward keeps du beside dv: where the gradients need it, and dv does not tell it."""
-        return (self.delta or x.w is not None) and not self.shares(x)
+        Not in float16, where a b near 0 would round du to 0.
+        """
+        recoverable = x.w is None or (self.tied and x.q.dtype != torch.float16)
+        return self.delta and recoverable and self.saved_dtype(x.q.dtype) == x.v.dtype
 
-    def least(self, dtype: torch.dtype) -> float:
-        """How far the backward holds b away from 0: less than EFLA and Longhorn leave of a b for long keys."""
-        return 2.0**-12 if self.kept(dtype) == torch.float16 else 2.0**-60
+    def stores_du(self, x: ScanOperands) -> bool:
+        """Whether the backward stores du beside dv."""
+        return (self.delta or x.w is not None) and not self.dv_holds_du(x)
 
-    def writes(self, x: ScanOperands) -> ScanOperands:
-        """The operands with the w that the kernels take."""
+    def min_b(self, dtype: torch.dtype) -> float:
+        """The lower bound to which the backward clamps b: below the b that EFLA and Longhorn give for long keys."""
+        return 2.0**-12 if self.saved_dtype(dtype) == torch.float16 else 2.0**-60
+
+    def with_write(self, x: ScanOperands) -> ScanOperands:
+        """The operands with the w that the kernels read."""
         return x._replace(w=x.b) if self.tied else x
 
 
 class Sizes(NamedTuple):
-    """N sequences, T tokens in a row of the batch, slots: the most chunks of C tokens there may be, H key heads,
-    HV value heads, K key width, V value width; packed: with cu_seqlens."""
+    """The sizes of a problem in chunks.
+
+    Args:
+        N: sequences. T: tokens in a row of the batch. H, HV: key and value heads. K, V: widths. C: tokens per chunk.
+        slots: chunk slots, an upper bound of the number of chunks if packed.
+        packed: with cu_seqlens.
+    """
 
     N: Any
     T: Any
@@ -77,7 +115,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, x: ScanOperands, C: int) -> Self:
-        """Read the sizes off the operands; T, B and N may be symbols."""
+        """Read the sizes off the operands; T, B and N may be symbolic."""
         B, T, H, K = x.q.shape
         HV, V = x.v.shape[2:]
         if x.cu_seqlens is None:
@@ -85,28 +123,35 @@ class Sizes(NamedTuple):
         N = x.cu_seqlens.shape[0] - 1
         return cls(N, T, T // C + N, H, HV, K, V, C, True)
 
-    def places(self, every: int) -> Any:
-        """Places for checkpoints, one every so many chunks of each sequence, the first not counted; two more than there
-        may be, for none or one would be cases of their own to torch.compile."""
+    def checkpoint_slots(self, every: int) -> Any:
+        """Slots for checkpoints, one per `every` chunks of each sequence except at its start.
+
+        Two more than needed: torch.compile would specialise on a size of 0 or 1.
+        """
         if self.packed:
             return self.slots // every + 2
-        empty = isinstance(self.T, int) and self.T == 0  # a symbol is not asked: the answer would be a guard
+        empty = isinstance(self.T, int) and self.T == 0  # comparing a symbolic T would add a guard
         return 2 if empty else self.N * ((self.T - 1) // (self.C * every)) + 2
 
 
 class Prepared(NamedTuple):
-    """What each chunk decides alone: gates [slots, HV, 3, C]; decay_bounds [slots, HV]; with an erase, wy_tiles
-    [slots, HV, terms, C, C + 8], see kernels/wy_tiles.py."""
+    """What depends on one chunk alone.
+
+    Args:
+        gates: [slots, HV, 3, C], cumulative log2 decay, scaled erase strength, write strength.
+        decay_bounds: [slots, HV], upper bound of the log2 decay over the chunk.
+        wy_tiles: [slots, HV, terms, C, C + 8], T and P (kernels/wy_tiles.py); empty without an erase term.
+    """
 
     gates: Tensor
     decay_bounds: Tensor
     wy_tiles: Tensor
 
     @classmethod
-    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, keep: bool) -> Self:
-        """Room for what is to be prepared; keep: for a backward, too."""
+    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> Self:
+        """Allocate them; save: the backward reads them, too."""
         terms = kind.terms(x.q.dtype)
-        half = keep and terms == 1 and x.q.dtype == torch.bfloat16
+        half = save and terms == 1 and x.q.dtype == torch.bfloat16
         return cls(
             x.q.new_empty((s.slots, s.HV, 3, s.C), dtype=torch.float32),
             x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
@@ -117,12 +162,12 @@ class Prepared(NamedTuple):
 
     @classmethod
     def nothing(cls, like: Tensor) -> Self:
-        """Where no backward needs it."""
+        """Empty tensors, if no backward needs them."""
         return cls(*(like.new_empty(0, dtype=torch.float32) for _ in cls._fields))
 
 
 class Gradients(NamedTuple):
-    """Of the operands, by their names; None where there is no such operand, or none that counts."""
+    """The gradients of the operands of the same names; None if there is no such operand or it has no effect."""
 
     q: Tensor
     k: Tensor
@@ -135,24 +180,129 @@ class Gradients(NamedTuple):
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind) -> Self:
-        """Room for the gradients: in the operands' dtype, those of the gates in float32."""
-        counts = cls.which(x, kind)
+        """Allocate the gradients: in the operands' dtypes, those of the gates in float32."""
+        exists = cls.existing(x, kind)
+        gates = ("log_decay", "b", "w")
 
-        def like(n: int, dtype: torch.dtype | None = None) -> Any:
-            y = x[n]
-            return None if y is None or not counts[n] else y.new_empty(y.shape, dtype=dtype)
+        def like(name: str) -> Any:
+            operand = getattr(x, name)
+            if not getattr(exists, name):
+                return None
+            return operand.new_empty(operand.shape, dtype=torch.float32 if name in gates else None)
 
-        single = torch.float32
-        return cls(like(0), like(1), like(2), like(3, single), like(4, single), like(5, single), like(6), like(7))
+        return cls(*(like(name) for name in cls._fields))
 
-    @staticmethod
-    def which(x: ScanOperands, kind: ScanKind) -> tuple[bool, ...]:
-        """Whether there is one of each operand."""
-        b, w = kind.delta and x.b is not None, x.w is not None and not kind.tied
-        return True, True, True, x.log_decay is not None, b, w, x.e is not None, x.state is not None
+    @classmethod
+    def existing(cls, x: ScanOperands, kind: ScanKind) -> Any:
+        """A flag per operand: whether it has a gradient."""
+        return cls(
+            q=True, k=True, v=True, log_decay=x.log_decay is not None, b=kind.delta and x.b is not None,
+            w=x.w is not None and not kind.tied, e=x.e is not None, state=x.state is not None,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def present(self) -> list[Tensor]:
+        """Those that are not None: an operator cannot return None."""
+        return [x for x in self if x is not None]
+
+
+class ScanCall(NamedTuple):
+    """The arguments of the forward operator; save: store what the backward needs."""
+
+    x: ScanOperands
+    kind: ScanKind
+    save: bool
+
+
+class Saved(NamedTuple):
+    """What the forward stores for the backward: the fields of `Prepared`, and checkpoints [slots, HV, V, K] of S^T."""
+
+    prepared: Prepared
+    checkpoints: Tensor
+
+
+class BackwardCall(NamedTuple):
+    """The arguments of the backward operator."""
+
+    x: ScanOperands
+    saved: Saved
+    d_o: Tensor
+    d_final: Tensor | None
+    kind: ScanKind
+
+
+class StepOperands(NamedTuple):
+    """The operands of a decode step: those of `ScanOperands` without state and cu_seqlens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    b: Tensor | None
+    w: Tensor | None
+    e: Tensor | None
+
+
+class StepCall(NamedTuple):
+    """The arguments of the decode operator; states [S, HV, K, V] are updated in place, slots [B] int64."""
+
+    x: StepOperands
+    states: Tensor
+    slots: Tensor | None
+    kind: ScanKind
+
+
+def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:
+    """Write the parameters of a flat operator: the fields of a NamedTuple, nested ones in their place."""
+    names = {bool: "bool", float: "float", str: "str"}
+    parameters = []
+    for name, hint in get_type_hints(call).items():
+        if hasattr(hint, "_fields"):
+            parameters.append(schema(hint))
+        elif hint in names:
+            parameters.append(f"{names[hint]} {name}")
+        else:
+            optional = "?" if type(None) in get_args(hint) else ""
+            parameters.append(f"Tensor{'(a!)' if name == mutated else ''}{optional} {name}")
+    return ", ".join(parameters)
+
+
+def unflatten(call: type[T_], arguments: Sequence[Any]) -> T_:
+    """Build a NamedTuple from flat arguments in the order of `schema`."""
+    return _build(call, arguments, 0)
+
+
+def flatten(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Undo `unflatten`."""
+    flat: list[Any] = []
+    for field in call:
+        flat.extend(flatten(field)) if isinstance(field, tuple) else flat.append(field)
+    return tuple(flat)
+
+
+def _build(call: Any, arguments: Sequence[Any], start: int) -> Any:
+    fields = []
+    for nested, width in _LAYOUTS[call]:
+        fields.append(arguments[start] if nested is None else _build(nested, arguments, start))
+        start += width
+    return call(*fields)
+
+
+def _layout(call: Any) -> tuple[tuple[Any, int], ...]:
+    """For each field its NamedTuple class, or None, and its number of flat arguments."""
+    layout = []
+    for hint in get_type_hints(call).values():
+        nested = hint if hasattr(hint, "_fields") else None
+        layout.append((nested, 1 if nested is None else sum(width for _, width in _layout(nested))))
+    return tuple(layout)
+
+
+_LAYOUTS = {
+    call: _layout(call)
+    for call in (ScanOperands, ScanKind, Prepared, Saved, StepOperands, ScanCall, BackwardCall, StepCall)
+}
 
 
 def ready(x: Tensor) -> Tensor:
-    """Contiguous, and from 16 bytes on, as the kernels' wide loads want."""
+    """Make a tensor contiguous, starting at a multiple of 16 bytes, as the kernels' wide loads need."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -1,8 +1,10 @@
-"""Tables of measured launches: values, files, and the look-up that goes before the heuristic.
+"""Tables of measured launches, and the lookup of a launch config: tables first, then the heuristic.
 
-Three kinds, the later over the earlier: the table that ships for a device (`tuned/<device>.json`), the user's (a file
-in the platform's config folder, where `deltazoo tune` writes), and what `use_table` names. A record holds for the
-Triton and the kernels that it was measured with. A launch changes nothing that is computed but the order of roundings.
+Three tables, later ones override earlier ones: the shipped table of a device (`tuned/<device>.json`), the user's (a
+file in the platform's config folder, where `deltazoo tune` writes), and those named with `use_table`. A record is used
+only with the Triton version and the kernel revision it was measured with. A launch config changes nothing but the order
+of floating-point operations.
+
 H key heads, HV value heads, K key width, V value width
 """
 
@@ -16,109 +18,103 @@ import tempfile
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.triton.config import Device, Launch, LaunchConfig, Problem, checked, device_of, heuristic
-from deltazoo.backends.triton.fingerprint import source_of
+from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse
+from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.plan import Decay, Plan, Problem, make_plan
+from deltazoo.backends.triton.revisions import REVISIONS
 
 _log = logging.getLogger("deltazoo")
 
-# as they are tuned: the reverse scan decides whether anything is launched for the two after it
-Kernel = Literal["split", "prepare", "scan", "reverse", "replay", "gradients", "decode", "fused_step"]
+# in the order of tuning: the reverse scan decides whether the two kernels after it are launched
+Kernel = Literal["split", "prepare", "scan", "reverse", "recompute", "gradients", "decode", "fused_step"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 STEPS: tuple[Kernel, ...] = ("decode", "fused_step")  # of one token: of the update, of a mixer
 
-_MOST_PROGRAMS, _MOST_CHUNKS = 256, 1024  # beyond these a device is full, and a class is one
-_DTYPES = Literal["float32", "bfloat16", "float16"]
+_MAX_PROGRAMS, _MAX_CHUNKS = 256, 1024  # a device is full beyond these
 
 
-class Key(NamedTuple):
-    """What a launch was measured for.
+class Key(BaseModel):
+    """The class of problems that a record holds for.
 
-    groups: value heads a key head; parts: sequences are walked in parts; programs: how many can run at once but for the
-    tile, rounded down to a power of two, at most 256; chunks: of a sequence, likewise, at most 1024 (split alone, else
-    0). The rest as in `Problem`.
+    Args:
+        groups: value heads per key head.
+        segments: the segments of a sequence are computed in parallel.
+        programs: programs that can run at once, tiles aside, rounded down to a power of two, at most 256.
+        chunks: chunks of a sequence, rounded likewise, at most 1024; 0 except for kernel="split".
+        The other fields are those of `Problem`.
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     kernel: Kernel
-    dtype: str
-    K: int
-    V: int
-    groups: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    K: int = Field(ge=1)
+    V: int = Field(ge=1)
+    groups: int = Field(ge=1)
     delta: bool
-    own: bool
-    decayed: bool
+    erase_key: bool
+    decay: Decay
     packed: bool
-    precise: bool
-    parts: bool
-    programs: int
-    chunks: int
+    split_terms: bool
+    segments: bool
+    programs: int = Field(ge=1)
+    chunks: int = Field(ge=0)
 
     @property
     def code(self) -> "Key":
-        """The key without what changes no kernel's text: numbers that are right once are right for all of these."""
-        return self._replace(programs=0, chunks=0)
+        """The key without the fields that do not change the compiled kernel: one numeric check covers them all."""
+        return self.model_copy(update={"programs": 0, "chunks": 0})
 
     def __str__(self) -> str:
-        kind = [
-            "delta" if self.delta else "additive",
-            *(n for n in ("own", "packed", "precise", "parts") if getattr(self, n)),
-        ]
-        kind += [] if self.decayed else ["no decay"]
+        traits = ["delta" if self.delta else "additive", f"decay={self.decay}"]
+        traits += [name for name in ("erase_key", "packed", "split_terms", "segments") if getattr(self, name)]
         sizes = f"K={self.K} V={self.V} groups={self.groups} programs={self.programs}"
-        return f"{self.dtype} {' '.join(kind)} {sizes}" + (f" chunks={self.chunks}" if self.chunks else "")
+        return f"{self.dtype} {' '.join(traits)} {sizes}" + (f" chunks={self.chunks}" if self.chunks else "")
 
 
 def key_of(kernel: Kernel, problem: Problem, split: int) -> Key:
-    """The class of a problem for one kernel, where a sequence is walked in parts of `split` chunks (0: in one)."""
-    chunks = max(1, -(-problem.T // 64) // (max(1, problem.N) if problem.packed else 1))
+    """Classify a problem for one kernel, with segments of `split` chunks (0: none)."""
+    chunks = max(1, cdiv(problem.T, 64) // (max(1, problem.N) if problem.packed else 1))
     rows = problem.N * problem.HV
     programs = {
         "prepare": problem.N * problem.H * chunks,
         "gradients": problem.N * problem.H * chunks,
-        "replay": rows * -(-chunks // LaunchConfig().every),
-        "scan": rows * (-(-chunks // split) if split else 1),
-        "reverse": rows * (-(-chunks // split) if split else 1),
+        "recompute": rows * cdiv(chunks, LaunchConfig().every),
+        "scan": rows * (cdiv(chunks, split) if split else 1),
+        "reverse": rows * (cdiv(chunks, split) if split else 1),
     }.get(kernel, rows)
-    kind = (problem.delta, problem.own, problem.decayed, problem.packed, problem.precise)
-    parts = bool(split) and kernel not in ("split", *STEPS)
     return Key(
-        kernel, str(problem.dtype).removeprefix("torch."), problem.K, problem.V, problem.HV // problem.H, *kind, parts,
-        _rounded(programs, _MOST_PROGRAMS), _rounded(chunks, _MOST_CHUNKS) if kernel == "split" else 0,
-    )  # fmt: skip
+        kernel=kernel, dtype=str(problem.dtype).removeprefix("torch."), K=problem.K, V=problem.V,
+        groups=problem.HV // problem.H, delta=problem.delta, erase_key=problem.erase_key, decay=problem.decay,
+        packed=problem.packed, split_terms=problem.split_terms,
+        segments=bool(split) and kernel not in ("split", *STEPS), programs=_rounded(programs, _MAX_PROGRAMS),
+        chunks=_rounded(chunks, _MAX_CHUNKS) if kernel == "split" else 0,
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 class Record(BaseModel):
     """One measured choice.
 
     Args:
-        triton: the version it was measured with; source: `source_of` the kernel. With others it is not used.
-        launch, split: what was chosen: a launch, or for kernel="split" the chunks a part.
-        shape: of the measurement; ms: its median with the choice; heuristic_ms: with the heuristic's, the rest equal.
-        tried: candidates; rejected: those of them that failed, or whose numbers were wrong.
-        The rest as in `Key`.
+        key: the problems it holds for.
+        triton, revision: the Triton version and the kernel revision it was measured with.
+        launch, split: the choice: a launch, or for kernel="split" the chunks per segment.
+        shape: the measured shape. ms: its median time with the choice. heuristic_ms: its median time with the
+            heuristic's choice, other kernels equal; None if that does not run or fails the check.
+        tried: number of candidates. rejected: those that failed to run or failed the numeric check.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    key: Key
     triton: str
-    source: str
-    kernel: Kernel
-    dtype: _DTYPES
-    K: int = Field(ge=1)
-    V: int = Field(ge=1)
-    groups: int = Field(ge=1)
-    delta: bool
-    own: bool
-    decayed: bool
-    packed: bool
-    precise: bool
-    parts: bool
-    programs: int = Field(ge=1)
-    chunks: int = Field(ge=0)
+    revision: int
     launch: Launch | None = None
     split: int | None = Field(default=None, ge=0)
     shape: str
@@ -128,70 +124,69 @@ class Record(BaseModel):
     rejected: int = Field(ge=0)
 
     @model_validator(mode="after")
-    def _says_what_was_chosen(self) -> Self:
-        if (self.split is None) != (self.kernel != "split") or (self.launch is None) != (self.kernel == "split"):
-            raise ValueError(f"kernel={self.kernel!r} needs {'split' if self.kernel == 'split' else 'launch'} alone")
-        if self.split:
+    def _has_one_choice(self) -> Self:
+        kernel = self.key.kernel
+        if (self.split is None) != (kernel != "split") or (self.launch is None) != (kernel == "split"):
+            raise ValueError(f"kernel={kernel!r} needs {'split' if kernel == 'split' else 'launch'} alone")
+        if self.split is not None:
             LaunchConfig(split=self.split)
-        if self.launch is not None and self.launch.replays and (self.kernel != "reverse" or self.parts):
-            raise ValueError(f"replays must be false but for kernel='reverse' without parts, got {self.kernel!r}")
         if self.launch is not None:
-            LaunchConfig(**{self.kernel: self.launch})
+            if self.launch.kernel == "fused" and self.key.segments:
+                raise ValueError("launch.kernel must not be 'fused' with segments")
+            LaunchConfig(**{kernel: self.launch})
         return self
 
     @property
-    def key(self) -> Key:
-        """The class it holds for."""
-        return Key(**{name: getattr(self, name) for name in Key._fields})
-
-    @property
     def gain(self) -> float | None:
-        """The heuristic's time over this one; None where the heuristic's choice does not run, or is wrong."""
+        """The heuristic's time over this one; None if the heuristic's choice does not run or fails the check."""
         return None if self.heuristic_ms is None else self.heuristic_ms / self.ms
 
     def cells(self) -> list[str]:
-        """The record as words, under `COLUMNS`."""
-        launch = self.launch
-        chosen = (
-            f"{self.split} chunks" if launch is None else f"tile {launch.tile}, {launch.warps} w, {launch.stages} st"
-        )
-        chosen += f", {launch.keys} keys" if launch is not None and launch.keys else ""
-        if launch is not None and launch.hopper:
-            chosen = "for Hopper" + (", with the replay" if launch.replays else "")
+        """The record as a table row under `COLUMNS`."""
         gain = "" if self.gain is None else f"{self.gain:.2f}"
-        measured = [f"{self.ms:.3f}", gain, f"{self.tried}", f"{self.rejected}"]
-        return [self.kernel, self.shape, str(self.key), chosen, *measured]
+        choice = describe(self.launch if self.split is None else self.split)
+        return [
+            self.key.kernel, self.shape, str(self.key), choice, f"{self.ms:.3f}", gain, f"{self.tried}",
+            f"{self.rejected}",
+        ]  # fmt: skip
+
+
+def describe(choice: Launch | int | None) -> str:
+    """Print a launch, or chunks per segment, on one line."""
+    if not isinstance(choice, Launch):
+        return f"split={choice}"
+    return " ".join(f"{name}={value}" for name, value in choice if value and value != "portable")
 
 
 COLUMNS = ("kernel", "shape", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
 
 
 class Table(BaseModel):
-    """The records of one device, the later over the earlier where their class and Triton version are the same."""
+    """The records of one device; later ones override earlier ones of the same key and Triton version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     device: str
     records: tuple[Record, ...] = ()
 
-    def of(self, triton: str) -> dict[Key, Record]:
-        """The records that hold with a Triton version and the kernels as they are."""
+    def usable(self, triton: str) -> dict[Key, Record]:
+        """The records for a Triton version and the present kernel revisions."""
         return {
             record.key: record
             for record in self.records
-            if record.triton == triton and record.source == source_of(record.kernel)
+            if record.triton == triton and record.revision == REVISIONS[record.key.kernel]
         }
 
     def merged(self, other: "Table") -> "Table":
-        """This table with another's records over it. Raises: ConfigError for another device's."""
+        """Override records by another table's. Raises: ConfigError for a table of another device."""
         if other.device != self.device:
             raise ConfigError(f"tables of two devices do not merge: {self.device!r} and {other.device!r}")
-        found = {(record.triton, record.key): record for record in (*self.records, *other.records)}
-        return Table(device=self.device, records=tuple(found[at] for at in sorted(found, key=_order)))
+        records = {(record.triton, record.key): record for record in (*self.records, *other.records)}
+        return Table(device=self.device, records=tuple(sorted(records.values(), key=_order)))
 
     def write(self, path: str | Path) -> None:
-        """Write a record a line, all or nothing: a reader never sees half of it. Raises: OSError."""
+        """Write one record per line, atomically. Raises: OSError."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n  ".join(record.model_dump_json(exclude_none=True) for record in self.records)
@@ -207,18 +202,18 @@ class Table(BaseModel):
 
 
 def read_table(path: str | Path) -> Table:
-    """Read a table. Raises: ConfigError, naming the file and every field that is wrong."""
+    """Read a table. Raises: ConfigError that names the file and every wrong field."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"launch table {path} cannot be read: {error}") from error
-    return _parsed(text, str(path))
+    return _parse_table(text, str(path))
 
 
 def merge_tables(paths: Iterable[str | Path], out: str | Path) -> Table:
-    """Merge tables of one device, the later over the earlier, and write the result.
+    """Merge tables of one device, later ones over earlier ones, and write the result.
 
-    Raises: ConfigError for no tables, a broken one, and tables of two devices; OSError.
+    Raises: ConfigError for no table, an invalid one, or tables of two devices; OSError.
     """
     tables = [read_table(path) for path in paths]
     if not tables:
@@ -229,7 +224,7 @@ def merge_tables(paths: Iterable[str | Path], out: str | Path) -> Table:
 
 
 def user_table(device: str) -> Path:
-    """Where the user's table of a device lies: a file in the platform's config folder. Raises: ConfigError."""
+    """The path of the user's table of a device, in the platform's config folder. Raises: ConfigError."""
     try:
         home = Path.home()
     except RuntimeError as error:
@@ -239,59 +234,66 @@ def user_table(device: str) -> Path:
 
 
 def slug(device: str) -> str:
-    """A device's name as a file's: "NVIDIA H200" is nvidia-h200."""
+    """The name of a device as a file name: "NVIDIA H200" -> nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-_named: list[Table] = []
+_named_tables: list[Table] = []
 
 
 def use_table(path: str | Path | None) -> None:
-    """Put a table over the shipped and the user's for this process; None takes back all that were put there.
+    """Add a table over the shipped and the user's for this process; None removes all that were added.
 
     Raises: ConfigError.
     """
     if path is None:
-        _named.clear()
+        _named_tables.clear()
     else:
-        _named.append(read_table(path))
-    forget()
+        _named_tables.append(read_table(path))
+    clear_caches()
 
 
-def forget() -> None:
-    """Read the tables again at the next look-up."""
-    tuned_config.cache_clear()
+def clear_caches() -> None:
+    """Read the tables again at the next lookup."""
+    look_up.cache_clear()
+    launch_config.cache_clear()
     records_of.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)
-def tuned_config(problem: Problem, index: int | None) -> LaunchConfig:
-    """The launch config for a problem on a CUDA device: the tables', and the heuristic's where they say nothing.
+def look_up(given: str, problem: Problem, device: DeviceSpec, grad: bool) -> tuple[Plan, LaunchConfig]:
+    """Look up the plan and the launch config of a problem. Runs on every eager call: a dict lookup after the first.
 
-    Runs on every call from eager code: once a problem was seen, a look-up in a dict.
-
-    Raises: ConfigError for a broken table.
+    Args: given: a launch config as JSON; "": the tables' and the heuristic's.
+    Raises: ConfigError for an invalid table, or a given config with a kernel that does not take the problem.
     """
-    device = device_of(index)
-    if index is None:
+    config = parse(given) if given else launch_config(problem, device)
+    return make_plan(problem, device, config, grad), config
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_config(problem: Problem, device: DeviceSpec) -> LaunchConfig:
+    """Look up the launch config of a problem. Raises: ConfigError for an invalid table."""
+    if device.platform != "cuda":
         return heuristic(problem, device)
-    import triton
-
-    return configured(problem, device, records_of(device.name, triton.__version__))
+    return configured(problem, device, records_of(device.name, device.triton))
 
 
-def configured(problem: Problem, device: Device, records: dict[Key, Record]) -> LaunchConfig:
-    """The heuristic's config with what the records say in its place; chunk and every stay, they shape what is saved.
+def configured(problem: Problem, device: DeviceSpec, records: dict[Key, Record]) -> LaunchConfig:
+    """The heuristic's config with the choices of the records; chunk and every remain: they shape what is saved.
 
-    A record that asks for a kernel for Hopper GPUs where that does not take the problem is left out, with a warning."""
-    found = records.get(key_of("split", problem, 0))
-    config = heuristic(problem, device, None if found is None else found.split)
+    A record that asks for a kernel that does not take the problem is ignored with a warning.
+    """
+    record = records.get(key_of("split", problem, 0))
+    config = heuristic(problem, device, None if record is None else record.split)
     for kernel in KERNELS[1:]:
         record = records.get(key_of(kernel, problem, config.split))
         if record is None:
             continue
         try:
-            config = checked(config.changed(**{kernel: record.launch}), problem, device)
+            changed = config.changed(**{kernel: record.launch})
+            make_plan(problem, device, changed, grad=True)
+            config = changed
         except ConfigError as error:
             _log.warning("a record of a launch table for %s is ignored: %s", device.name, error)
     return config
@@ -299,34 +301,30 @@ def configured(problem: Problem, device: Device, records: dict[Key, Record]) -> 
 
 @functools.cache
 def records_of(device: str, triton: str) -> dict[Key, Record]:
-    """The records in force for a device and a version of Triton: of the table that ships, under the user's, under those
-    that `use_table` named.
-
-    Raises: ConfigError for a broken table.
-    """
+    """The usable records for a device and a Triton version, of all tables. Raises: ConfigError for an invalid table."""
     shipped = files("deltazoo.backends.triton") / "tuned" / f"{slug(device)}.json"
-    tables = [_parsed(shipped.read_text(encoding="utf-8"), str(shipped))] if shipped.is_file() else []
-    own = [*_of_user(device), *(table for table in _named if table.device == device)]
-    found = {key: record for table in (*tables, *own) for key, record in table.of(triton).items()}
-    stale = {record.key for table in own for record in table.records} - found.keys()
+    tables = [_parse_table(shipped.read_text(encoding="utf-8"), str(shipped))] if shipped.is_file() else []
+    own = [*_of_user(device), *(table for table in _named_tables if table.device == device)]
+    records = {key: record for table in (*tables, *own) for key, record in table.usable(triton).items()}
+    stale = {record.key for table in own for record in table.records} - records.keys()
     if stale:
         _log.warning(
-            "%d records of launch tables for %s are for another Triton than %s, or other kernels, and are ignored: "
-            "`deltazoo tune` measures again", len(stale), device, triton,
+            "%d records of launch tables for %s are ignored: they were measured with another Triton version than %s or "
+            "other kernel revisions; `deltazoo tune` measures them again", len(stale), device, triton,
         )  # fmt: skip
-    return found
+    return records
 
 
 def _of_user(device: str) -> list[Table]:
-    """The user's table, where there is one: a home that is missing, or may not be looked into, has none."""
+    """The user's table; none if the home folder is missing or may not be read."""
     try:
         path = user_table(device)
     except ConfigError:
         return []
-    return [read_table(path)] if os.path.isfile(path) else []  # where that is denied, Path.is_file raises
+    return [read_table(path)] if os.path.isfile(path) else []  # Path.is_file raises where access is denied
 
 
-def _parsed(text: str, name: str) -> Table:
+def _parse_table(text: str, name: str) -> Table:
     try:
         return Table.model_validate_json(text)
     except ValidationError as error:
@@ -335,11 +333,11 @@ def _parsed(text: str, name: str) -> Table:
         raise ConfigError(f"{name} is not a launch table: {sentences}") from error
 
 
-def _order(at: tuple[str, Key]) -> tuple[object, ...]:
-    triton, key = at
-    return (triton, *key[1:-2], KERNELS.index(key.kernel), *key[-2:])
+def _order(record: Record) -> tuple[object, ...]:
+    kernel, *traits, programs, chunks = (value for _, value in record.key)
+    return record.triton, *traits, KERNELS.index(kernel), programs, chunks
 
 
-def _rounded(n: int, most: int) -> int:
-    """Down to a power of two."""
-    return min(most, 1 << (max(n, 1).bit_length() - 1))
+def _rounded(n: int, largest: int) -> int:
+    """Round down to a power of two."""
+    return min(largest, 1 << (max(n, 1).bit_length() - 1))

@@ -1,1 +1,1 @@
-"""The tuner of the triton backend's launches; it checks against the reference, so it stands beside the backends."""
+"""The tuner of the triton backend's launches; it checks candidates against the float64 reference."""

@@ -1,30 +1,23 @@
-"""What the tuner may try: the problem that a target will be to the backend, and the candidates of each kernel.
+"""What the tuner tries: the problem of a target, and the candidate configs of each kernel.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
 
 import itertools
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.backend import TritonBackend
-from deltazoo.backends.triton.config import (
-    Device,
-    Launch,
-    LaunchConfig,
-    Problem,
-    by_hopper,
-    for_hopper,
-    heuristic,
-    least_keys,
-    may_replay,
-    power_of_two,
-)
+from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, min_key_tile, value_tile
+from deltazoo.backends.triton.heuristic import heuristic, on_hopper
+from deltazoo.backends.triton.plan import Problem, make_plan, takes
+from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 from deltazoo.backends.triton.table import STEPS, Kernel
 
 _STATE_LIKE = ("log_decay", "step", "rate")
@@ -38,25 +31,23 @@ class Target(NamedTuple):
     dtype: torch.dtype
 
 
-def problem_of(target: Target, kernel: Kernel, device: str = "cuda") -> Problem:
+def problem_of(target: Target, kernel: Kernel) -> Problem:
     """The problem that the backend will look up for a target."""
-    spec, shape, dtype = target
-    x, kind = TritonBackend()._operands(spec, blank(target, kernel, torch.device("meta")), padded=kernel not in STEPS)
-    if kernel in STEPS:
-        return Problem(
-            device, dtype, shape.sequences, 1, shape.H, shape.HV, shape.K, shape.V, kind.delta, x.e is not None,
-            spec.decay != "none", False, kind.precise and kernel == "decode",
-        )  # fmt: skip
-    if kind.precise and dtype == torch.float16:  # which the backend then widens
-        dtype = torch.float32
-    return Problem(
-        device, dtype, shape.sequences, x.v.shape[1], shape.H, shape.HV, x.q.shape[-1], x.v.shape[-1], kind.delta,
-        x.e is not None, spec.decay != "none", bool(shape.lengths), kind.precise,
-    )  # fmt: skip
+    spec, _, dtype = target
+    step = kernel in STEPS
+    x, kind = TritonBackend()._operands(spec, blank(target, kernel, torch.device("meta")), padded=not step)
+    problem = problem_of_operands(x, kind)
+    if step:  # of one token; the fused step has no second term
+        return problem._replace(T=1, split_terms=kind.split_terms and kernel == "decode")
+    if kind.split_terms and dtype == torch.float16:  # the backend computes it in float32
+        problem = problem._replace(dtype=torch.float32)
+    if spec.householders > 1 and problem.decay == "fixed":  # spread over the micro-steps
+        problem = problem._replace(decay="head")
+    return problem._replace(T=x.v.shape[1])
 
 
 def blank(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
-    """The operands of a target, all zero, with an initial state; each sequence a row of one token for a step."""
+    """The operands of a target, all zero, with an initial state; for a step each sequence is a row of one token."""
     spec, shape, dtype = target
     B, T, lengths = (shape.sequences, 1, ()) if kernel in STEPS else (shape.B, shape.T, shape.lengths)
     operands = {
@@ -70,34 +61,52 @@ def blank(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
 
 
 def candidates(
-    kernel: Kernel, problem: Problem, base: LaunchConfig, device: Device, effort: str = "quick"
+    kernel: Kernel, problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str = "quick"
 ) -> list[LaunchConfig]:
-    """The configs to try for a kernel, `base` first; tiles wider than the problem are left out.
-
-    Where half the device has work without parts, none are tried.
-    """
+    """The configs to try for a kernel, `base` first; only `base` if the plan does not launch the kernel."""
     if kernel == "split":
-        if device.processors < 2 * problem.N * problem.HV:
+        return _splits(problem, base, device, effort)
+    if kernel not in STEPS:
+        plan = make_plan(problem, device, base, grad=True)
+        unused = {
+            "prepare": plan.prepare == "gates",
+            "recompute": plan.recompute is None,
+            "gradients": plan.gradients is None,
+        }
+        if unused.get(kernel):
             return [base]
-        chunks = -(-problem.T // base.chunk) // (max(1, problem.N) if problem.packed else 1)
-        steps = [0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)]
-        scratch = {0: LaunchConfig().scratch}
-        replays = {s: base.reverse.model_copy(update={"replays": base.reverse.replays and not s}) for s in steps}
-        return _unique(base, [{"split": s, "scratch": scratch.get(s, 2**29), "reverse": replays[s]} for s in steps])
-    together = base.together(problem.K, problem.V)
-    if {"gradients": together, "replay": base.reverse.replays, "prepare": not problem.delta}.get(kernel):
-        return [base]  # whose reverse scan does that, too, or where there are gates alone to prepare
-    wide_V, wide_K = max(16, power_of_two(problem.V)), max(64, power_of_two(problem.K))
-    tried = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _launches(kernel, effort)]
+    launches = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _grid(kernel, effort)]
+    if kernel != "prepare":
+        launches = [launch for launch in launches if launch.tile == value_tile(launch.tile, problem.V)]
     if kernel == "gradients":
-        tried = [x for x in tried if least_keys(problem.kept) <= x.keys <= wide_K]
-    narrow = [x for x in tried if kernel == "prepare" or x.tile <= wide_V]
+        widest = max(64, value_tile(2**30, problem.K))
+        launches = [launch for launch in launches if min_key_tile(problem.saved_dtype) <= launch.keys <= widest]
     best = getattr(heuristic(problem, device, base.split), kernel)
-    if for_hopper(kernel, device, problem, base.chunk):  # where the heuristic does not take it, too
-        narrow.append(best if best.hopper else by_hopper(kernel, best))
-    if kernel == "reverse" and best.hopper and not base.split and may_replay(problem):
-        narrow.append(best.model_copy(update={"replays": not best.replays}))
-    return _unique(base, [{kernel: launch} for launch in narrow])
+    if takes_hopper(kernel, problem, device, base.chunk):
+        launches.append(best if best.kernel != "portable" else on_hopper(kernel, best))
+        if kernel == "reverse" and not base.split and takes("reverse", "fused", problem, device, base.chunk):
+            other = "hopper" if best.kernel == "fused" else "fused"
+            launches.append(best.model_copy(update={"kernel": other}))
+    return _unique(base, [{kernel: launch} for launch in launches])
+
+
+def takes_hopper(kernel: Kernel, problem: Problem, device: DeviceSpec, chunk: int) -> bool:
+    """Whether there is a Hopper version of a kernel for a problem."""
+    return kernel not in ("split", *STEPS) and takes(kernel, "hopper", problem, device, chunk)  # type: ignore[arg-type]
+
+
+def _splits(problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str) -> list[LaunchConfig]:
+    """Chunks per segment; none is tried if sequences and heads alone fill half of the SMs."""
+    if device.processors < 2 * problem.N * problem.HV:
+        return [base]
+    chunks = cdiv(problem.T, base.chunk) // (max(1, problem.N) if problem.packed else 1)
+    changes = []
+    for split in (0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)):
+        fused = base.reverse.kernel == "fused"
+        reverse = base.reverse.model_copy(update={"kernel": "hopper"}) if split and fused else base.reverse
+        scratch = 2**29 if split else LaunchConfig().scratch
+        changes.append({"split": split, "scratch": scratch, "reverse": reverse})
+    return _unique(base, changes)
 
 
 _FIELDS = ("tile", "warps", "stages", "keys")
@@ -117,16 +126,11 @@ _FULL: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 
 
-def _launches(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
-    name = "scan" if kernel in ("replay", "reverse") else kernel
+def _grid(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
+    name = "scan" if kernel in ("recompute", "reverse") else kernel
     return _QUICK[name] if effort == "quick" else list(itertools.product(*_FULL[name]))
 
 
-def _unique(base: LaunchConfig, changes: list[dict[str, object]]) -> list[LaunchConfig]:
-    """The base, and the base with each change, once each; a config that is none is left out."""
-    found = [base]
-    for change in changes:
-        config = base.changed(**change)
-        if config not in found:
-            found.append(config)
-    return found
+def _unique(base: LaunchConfig, changes: list[dict[str, Any]]) -> list[LaunchConfig]:
+    """The base and its changed copies, without duplicates."""
+    return list(dict.fromkeys([base, *(base.changed(**change) for change in changes)]))

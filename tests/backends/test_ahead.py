@@ -8,13 +8,15 @@ from triton_cases import DEVICE, GATED, runs
 
 from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.triton import TritonBackend, config, op, table
+from deltazoo.backends.triton import TritonBackend, op
+from deltazoo.backends.triton import plan as plans
 from deltazoo.backends.triton import precompile as ahead
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.mixers import GatedDeltaNet
 
-HOPPER = config.Device("a Hopper GPU", 132, 232448, hopper=True)
+HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
 
 
 @pytest.fixture
@@ -50,8 +52,7 @@ def scan_arguments(shape, device="cpu"):
 def test_a_walk_on_sizes_alone_comes_to_the_kernels_of_a_device_that_is_not_here(
     monkeypatch, walked, heads, lengths, backward
 ):
-    for module in (config, table):
-        monkeypatch.setattr(module, "device_of", lambda index: HOPPER)
+    monkeypatch.setattr(plans, "device_spec", lambda index: HOPPER)
     shape = Shape("shape", B=1, T=1000, H=heads, HV=heads, K=128, V=128, lengths=lengths)
     operands, kind, arguments = scan_arguments(shape)
     walk(op._scan_impl, arguments)

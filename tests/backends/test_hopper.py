@@ -8,8 +8,10 @@ import torch
 from assembly import disassemble, forgotten, miscarried
 from compiling import Compiler
 
-from deltazoo.backends.triton.config import Device, Problem, heuristic
+from deltazoo.backends.triton.config import Device
+from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.plan import Problem
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only")

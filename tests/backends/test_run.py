@@ -1,4 +1,4 @@
-"""Launching by compiled handle: what a handle is kept by, and what it gets."""
+"""Launches by compiled handle: its cache key and its arguments; and the values that launch configs refuse."""
 
 from typing import Any
 
@@ -112,7 +112,7 @@ def test_no_program_is_no_launch():
 
 @pytest.mark.parametrize("keys", [16, 48])
 def test_a_tile_of_keys_that_a_compiler_may_miscarry_is_refused(keys):
-    with pytest.raises(ValidationError, match=f"keys must be 0 or a power of two from 32 on, got {keys}"):
+    with pytest.raises(ValidationError, match=f"keys must be 0 or a power of two >= 32, got {keys}"):
         Launch(tile=64, keys=keys)
 
 
@@ -128,11 +128,11 @@ def test_what_no_kernel_can_be_launched_with_is_refused(asked):
     [
         (
             "fused_step",
-            Launch(tile=64, hopper=True),
-            "fused_step.hopper must be false, for no such kernel is for Hopper",
+            Launch(tile=64, kernel="hopper"),
+            "fused_step.kernel must be one of 'portable', got 'hopper'",
         ),
-        ("decode", Launch(tile=64, hopper=True), "decode.hopper must be false"),
-        ("scan", Launch(tile=64, keys=64), "scan.keys must be 0, for gradients alone takes some at a time, got 64"),
+        ("decode", Launch(tile=64, kernel="hopper"), "decode.kernel must be one of 'portable', got 'hopper'"),
+        ("scan", Launch(tile=64, keys=64), "scan.keys must be 0: only gradients tiles the keys, got 64"),
     ],
 )
 def test_a_config_says_nothing_that_its_kernels_do_not_do(kernel, launch, said):

@@ -3,18 +3,16 @@
 import json
 import logging
 import math
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tune_cases import FORWARD, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
 
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.triton import config as configs
-from deltazoo.backends.triton import fingerprint
 from deltazoo.backends.triton import table as tables
-from deltazoo.backends.triton.config import Launch, heuristic
+from deltazoo.backends.triton.config import Launch
+from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.revisions import REVISIONS
 from deltazoo.backends.triton.table import Table, merge_tables, read_table, user_table
 from deltazoo.backends.tuning.candidates import problem_of
 from deltazoo.backends.tuning.tune import tune
@@ -29,85 +27,82 @@ def home(tmp_path, monkeypatch):
     tables.use_table(None)
 
 
-@pytest.fixture
-def on_t900(home, monkeypatch):
-    """As if on a T900, with a Triton of the tables' version."""
-    monkeypatch.setattr(tables, "device_of", lambda index: T900)
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0", __spec__="here"))
-    tables.forget()
-
-
-def test_the_table_goes_before_the_heuristic_for_its_class_alone(on_t900, tmp_path):
+def test_the_table_goes_before_the_heuristic_for_its_class_alone(home, tmp_path):
     narrow = Launch(tile=32, warps=4, stages=2)
     tune([PACK], FakeRunner({narrow: 0.2}), FORWARD, tmp_path / "t.json")
     problem = problem_of(PACK, "scan")
-    before = configs.launch_config(problem, 0)
+    before = tables.launch_config(problem, T900)
     assert before == heuristic(problem, T900)
     tables.use_table(tmp_path / "t.json")
-    found = configs.launch_config(problem, 0)
+    found = tables.launch_config(problem, T900)
     assert found == before.model_copy(update={"scan": narrow})
-    for other in ({"packed": False}, {"K": 64}, {"dtype": torch.float16}, {"delta": False}, {"HV": 32}, {"own": True}):
-        assert configs.launch_config(problem._replace(**other), 0).scan != narrow
-    assert configs.launch_config(problem._replace(T=30000), 0).scan == narrow
+    for other in (
+        {"packed": False},
+        {"K": 64},
+        {"dtype": torch.float16},
+        {"delta": False},
+        {"HV": 32},
+        {"erase_key": True},
+    ):
+        assert tables.launch_config(problem._replace(**other), T900).scan != narrow
+    assert tables.launch_config(problem._replace(T=30000), T900).scan == narrow
     tables.use_table(None)
-    assert configs.launch_config(problem, 0) == before
+    assert tables.launch_config(problem, T900) == before
 
 
-def test_a_table_may_change_the_parts_but_never_what_is_saved(on_t900, tmp_path):
+def test_a_table_may_change_the_parts_but_never_what_is_saved(home, tmp_path):
     tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
     tables.use_table(tmp_path / "t.json")
-    found = configs.launch_config(problem_of(LONG, "scan"), 0)
+    found = tables.launch_config(problem_of(LONG, "scan"), T900)
     default = heuristic(problem_of(LONG, "scan"), T900)
     assert (found.split, default.split) == (64, 32)
     assert (found.chunk, found.every) == (default.chunk, default.every)
 
 
-def test_kernels_are_tuned_with_the_tables_in_force(on_t900, tmp_path):
+def test_kernels_are_tuned_with_the_tables_in_force(home, tmp_path):
     tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "parts.json")
     tables.use_table(tmp_path / "parts.json")
     found = by_kernel(tune([LONG], FakeRunner(), FORWARD, tmp_path / "scans.json").records)
-    assert found["scan"].programs == 64  # 8 heads in 8 parts of 64 chunks, and not 16 of 32
+    assert found["scan"].key.programs == 64  # 8 heads in 8 parts of 64 chunks, and not 16 of 32
     tables.use_table(tmp_path / "scans.json")
-    assert configs.launch_config(problem_of(LONG, "scan"), 0).scan == found["scan"].launch
+    assert tables.launch_config(problem_of(LONG, "scan"), T900).scan == found["scan"].launch
 
 
-def test_the_user_s_table_goes_over_the_shipped_and_a_named_one_over_both(on_t900, tmp_path, monkeypatch):
+def test_the_user_s_table_goes_over_the_shipped_and_a_named_one_over_both(home, tmp_path, monkeypatch):
     shipped, narrow, wide = Launch(tile=64, stages=1), Launch(tile=32, warps=4, stages=2), Launch(tile=64, stages=3)
     problem = problem_of(PACK, "scan")
     package = tmp_path / "package"
     monkeypatch.setattr(tables, "files", lambda name: package)
-    monkeypatch.setattr(tables, "source_of", lambda kernel: "same")
-    monkeypatch.setattr("deltazoo.backends.tuning.tune.source_of", lambda kernel: "same")
     for launch, path in (
         (shipped, package / "tuned" / "nvidia-t900.json"),
         (narrow, user_table("NVIDIA T900")),
         (wide, tmp_path / "named.json"),
     ):
-        assert configs.launch_config(problem, 0).scan != launch
+        assert tables.launch_config(problem, T900).scan != launch
         tune([PACK], FakeRunner({launch: 0.1}), FORWARD, path)
         if path.name == "named.json":
             tables.use_table(path)
-        assert configs.launch_config(problem, 0).scan == launch
+        assert tables.launch_config(problem, T900).scan == launch
 
 
-@pytest.mark.parametrize("other", ["triton", "source"])
-def test_records_for_another_triton_or_other_kernels_are_ignored_with_one_line(on_t900, tmp_path, caplog, other):
+@pytest.mark.parametrize("other", ["triton", "revision"])
+def test_records_for_another_triton_or_other_kernels_are_ignored_with_one_line(home, tmp_path, caplog, other):
     path = tmp_path / "t.json"
     tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
     data = json.loads(path.read_text())
     for record in data["records"]:
-        record[other] = "9.9"
+        record[other] = "9.9" if other == "triton" else 99
     path.write_text(json.dumps(data))
     problem = problem_of(PACK, "scan")
     with caplog.at_level(logging.INFO, "deltazoo"):
         tables.use_table(path)
         for T in (100, 32768, 32769):
-            assert configs.launch_config(problem._replace(T=T), 0) == heuristic(problem._replace(T=T), T900)
+            assert tables.launch_config(problem._replace(T=T), T900) == heuristic(problem._replace(T=T), T900)
     assert len(caplog.records) == 1
     assert "2 records of launch tables for NVIDIA T900" in caplog.text
 
 
-def test_records_of_before_are_no_matter_where_newer_ones_are(on_t900, tmp_path, caplog):
+def test_records_of_before_are_no_matter_where_newer_ones_are(home, tmp_path, caplog):
     path = tmp_path / "t.json"
     tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
     data = json.loads(path.read_text())
@@ -115,12 +110,12 @@ def test_records_of_before_are_no_matter_where_newer_ones_are(on_t900, tmp_path,
     path.write_text(json.dumps(data))
     with caplog.at_level(logging.INFO, "deltazoo"):
         tables.use_table(path)
-        assert configs.launch_config(problem_of(PACK, "scan"), 0).scan == Launch(tile=32)
+        assert tables.launch_config(problem_of(PACK, "scan"), T900).scan == Launch(tile=32)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("denied", [True, False])
-def test_without_a_home_that_can_be_read_there_is_no_table_of_the_user(on_t900, monkeypatch, tmp_path, denied):
+def test_without_a_home_that_can_be_read_there_is_no_table_of_the_user(home, monkeypatch, tmp_path, denied):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -133,7 +128,7 @@ def test_without_a_home_that_can_be_read_there_is_no_table_of_the_user(on_t900, 
         monkeypatch.setattr(tables, "files", lambda name: _Nothing())
     else:
         monkeypatch.setattr(tables.Path, "home", no_home)
-    assert configs.launch_config(problem, 0) == heuristic(problem, T900)
+    assert tables.launch_config(problem, T900) == heuristic(problem, T900)
     if not denied:
         with pytest.raises(ConfigError, match="the user's launch table needs a home folder, and there is none"):
             tune([PACK], FakeRunner(), FORWARD)
@@ -161,27 +156,32 @@ def test_two_tuners_of_one_table_keep_each_others_records(tmp_path):
             return super().time(*asked)
 
     tune([PACK], Beside(), FORWARD, path)
-    assert sorted(record.kernel for record in read_table(path).records) == ["decode", "fused_step", "prepare", "scan"]
+    assert sorted(record.key.kernel for record in read_table(path).records) == [
+        "decode",
+        "fused_step",
+        "prepare",
+        "scan",
+    ]
 
 
-def test_a_record_of_a_kernel_that_does_not_take_the_problem_is_ignored_with_a_line(on_t900, tmp_path, caplog):
+def test_a_record_of_a_kernel_that_does_not_take_the_problem_is_ignored_with_a_line(home, tmp_path, caplog):
     path = tmp_path / "t.json"
     tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
     data = json.loads(path.read_text())
-    data["records"][-1]["launch"]["hopper"] = True
+    data["records"][-1]["launch"]["kernel"] = "hopper"
     path.write_text(json.dumps(data))
     tables.use_table(path)
     problem = problem_of(PACK, "scan")
     with caplog.at_level(logging.INFO, "deltazoo"):
-        assert configs.launch_config(problem, 0).scan == heuristic(problem, T900).scan
-    assert "is ignored: scan.hopper must be false but on a Hopper GPU" in caplog.text
+        assert tables.launch_config(problem, T900).scan == heuristic(problem, T900).scan
+    assert "is ignored: scan.kernel = 'hopper' needs a Hopper GPU" in caplog.text
 
 
-def test_a_look_up_that_was_made_before_reads_no_file(on_t900, monkeypatch):
+def test_a_look_up_that_was_made_before_reads_no_file(home, monkeypatch):
     problem = problem_of(PACK, "scan")
-    first = configs.launch_config(problem, 0)
+    first = tables.launch_config(problem, T900)
     monkeypatch.setattr(tables, "configured", lambda *_: pytest.fail("looked up again"))
-    assert configs.launch_config(problem, 0) is first
+    assert tables.launch_config(problem, T900) is first
 
 
 def test_tables_of_one_device_merge_the_later_over_the_earlier(tmp_path):
@@ -191,7 +191,7 @@ def test_tables_of_one_device_merge_the_later_over_the_earlier(tmp_path):
     tune([TOKEN], FakeRunner(), None, tmp_path / "c.json")
     merged = merge_tables([tmp_path / f"{name}.json" for name in "abc"], tmp_path / "out.json")
     assert read_table(tmp_path / "out.json") == merged
-    assert sorted(record.kernel for record in merged.records) == ["decode", "fused_step", "prepare", "scan"]
+    assert sorted(record.key.kernel for record in merged.records) == ["decode", "fused_step", "prepare", "scan"]
     assert by_kernel(merged.records)["scan"].launch == wide
 
 
@@ -206,13 +206,16 @@ def test_another_device_s_table_is_refused(tmp_path):
     assert not (tmp_path / "out.json").exists()
 
 
-def broken(**change):
+def broken(key=None, **change):
+    key = {
+        "kernel": "scan", "dtype": "bfloat16", "K": 128, "V": 128, "groups": 1, "delta": True, "erase_key": False,
+        "decay": "head", "packed": False, "split_terms": False, "segments": False, "programs": 128, "chunks": 0,
+    } | (key or {})  # fmt: skip
     record = {
-        "triton": "3.6.0", "source": "x", "kernel": "scan", "dtype": "bfloat16", "K": 128, "V": 128, "groups": 1,
-        "delta": True, "own": False, "decayed": True, "packed": False, "precise": False, "parts": False,
-        "programs": 128, "chunks": 0, "launch": {"tile": 64}, "shape": "s", "ms": 1.0, "tried": 1, "rejected": 0,
+        "key": key, "triton": "3.6.0", "revision": 1, "launch": {"tile": 64}, "shape": "s", "ms": 1.0, "tried": 1,
+        "rejected": 0,
     }  # fmt: skip
-    return json.dumps({"version": 1, "device": "NVIDIA T900", "records": [record | change]})
+    return json.dumps({"version": 2, "device": "NVIDIA T900", "records": [record | change]})
 
 
 @pytest.mark.parametrize(
@@ -221,13 +224,20 @@ def broken(**change):
         ("{", "t.json is not a launch table: .*Invalid JSON"),
         (broken(launch={"tile": 2}), r"records.0.launch.tile: Input should be greater than or equal to"),
         (broken(launch={"tile": 64, "chunk": 32}), r"records.0.launch.chunk: Extra inputs are not permitted"),
-        (broken(kernel="split"), r"records.0: kernel='split' needs split alone"),
-        (broken(kernel="split", launch=None, split=24), r"split must be 0 or a power of two and a multiple of every"),
-        (broken(dtype="float8"), r"records.0.dtype"),
+        (broken({"kernel": "split"}), r"records.0: kernel='split' needs split alone"),
+        (
+            broken({"kernel": "split"}, launch=None, split=24),
+            r"split must be 0 or a power of two and a multiple of every",
+        ),
+        (broken({"dtype": "float8"}), r"records.0.key.dtype"),
         (broken(ms=math.inf), r"records.0.ms: Input should be a finite number"),
         (
-            broken(launch={"tile": 64, "hopper": True, "replays": True}),
-            r"replays must be false but for kernel='reverse'",
+            broken(launch={"tile": 64, "kernel": "fused"}),
+            r"scan.kernel must be one of 'portable', 'hopper', got 'fused'",
+        ),
+        (
+            broken({"kernel": "reverse", "segments": True}, launch={"tile": 64, "kernel": "fused"}),
+            "launch.kernel must not be 'fused' with segments",
         ),
         (None, "t.json cannot be read"),
     ],
@@ -258,24 +268,5 @@ def test_the_shipped_tables_are_valid_and_hold_what_the_key_says():
         assert path.name == f"{tables.slug(table.device)}.json"
         assert table.records
         for record in table.records:
-            assert record.gain is None or record.gain >= 1
-            assert record.source == fingerprint.source_of(record.kernel), (
-                f"{path.name}: measured with another {record.kernel}"
-            )
-
-
-def test_comments_and_docstrings_of_a_kernel_do_not_count_but_its_blocks_do():
-    def code(text: str) -> list[str]:
-        return list(fingerprint._code_of(text))
-
-    plain = "def f(x):\n    if x:\n        y = 1\n        z = 'a'\n"
-    assert code(
-        '"""Of it."""\n\ndef f(x):  # so\n    """Says."""\n    if x:\n\n        y = 1\n        z = \'a\'\n'
-    ) == code(plain)
-    assert code(plain.replace("        z", "    z")) != code(plain)
-    assert code(plain.replace("'a'", "'b'")) != code(plain)
-
-
-def test_a_kernels_fingerprint_is_the_same_in_every_python():
-    nested = 'f"""{{a}} {b!r:>{c}}\n {f\'{d}\'}"""'  # Python 3.12 takes it apart
-    assert list(fingerprint._code_of(f"x = g({nested})\n"))[:6] == ["x", "=", "g", "(", nested, ")"]
+            assert record.gain is None or record.gain >= 1.01, "records without a gain are not shipped"
+            assert record.revision == REVISIONS[record.key.kernel], f"{path.name}: {record.key.kernel} is outdated"

@@ -1,20 +1,19 @@
-"""The tuner without a GPU: what it measures, rejects, stores and resumes, with a runner that makes times up."""
+"""The tuner without a GPU: what it measures, rejects, stores and resumes, with made-up times."""
 
 import math
-import queue
-import threading
-import time
 
 import pytest
 import torch
-from tune_cases import FORWARD, GATED, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
+from tune_cases import FORWARD, GATED, HOPPER, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
 
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
-from deltazoo.backends.triton.config import Launch, LaunchConfig, heuristic
+from deltazoo.backends.triton.config import Launch, LaunchConfig
+from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.plan import make_plan
 from deltazoo.backends.triton.table import configured, key_of, read_table
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
@@ -22,7 +21,7 @@ from deltazoo.backends.tuning.measure import CudaRunner, checks_of
 from deltazoo.backends.tuning.tune import TuneConfig, kernels_of, plan, tune
 
 
-def test_the_quickest_right_launch_of_each_kernel_is_chosen_with_its_gain(tmp_path):
+def test_fastest_correct_launch_of_each_kernel_is_stored_with_its_gain(tmp_path):
     narrow, wide = Launch(tile=32, warps=4, stages=2), Launch(tile=64, warps=4, stages=3)
     found = tune([PACK], FakeRunner({narrow: 0.2, wide: 0.5}), FORWARD, tmp_path / "t.json")
     assert list(by_kernel(found.records)) == ["prepare", "scan"]
@@ -34,7 +33,7 @@ def test_the_quickest_right_launch_of_each_kernel_is_chosen_with_its_gain(tmp_pa
     assert read_table(tmp_path / "t.json").records == tuple(found.records)
 
 
-def test_what_fails_the_numeric_check_is_never_timed_nor_chosen(tmp_path):
+def test_candidate_that_fails_the_numeric_check_is_not_timed(tmp_path):
     wrong, right = Launch(tile=32, warps=4, stages=2), Launch(tile=64, warps=4, stages=3)
     runner = FakeRunner({wrong: 0.0, right: 0.5}, [wrong])
     found = tune([PACK], runner, FORWARD, tmp_path / "t.json")
@@ -44,7 +43,7 @@ def test_what_fails_the_numeric_check_is_never_timed_nor_chosen(tmp_path):
     assert found.rejected == ["pack_8x4096 scan tile=32 warps=4 stages=2: o has relative RMS error 1, above 5e-3"]
 
 
-def test_a_wrong_heuristic_is_replaced_and_has_no_gain(tmp_path):
+def test_record_has_no_gain_if_the_heuristic_fails_the_check(tmp_path):
     default = heuristic(problem_of(PACK, "scan"), T900).scan
     found = tune([PACK], FakeRunner(wrong=[default]), FORWARD, tmp_path / "t.json")
     scan = by_kernel(found.records)["scan"]
@@ -52,7 +51,7 @@ def test_a_wrong_heuristic_is_replaced_and_has_no_gain(tmp_path):
     assert scan.gain is None
 
 
-def test_where_all_candidates_fail_none_is_chosen_and_it_is_said(tmp_path):
+def test_kernel_whose_candidates_all_fail_is_reported(tmp_path):
     every = [config.scan for config in candidates("scan", problem_of(PACK, "scan"), LaunchConfig(), T900)]
     every.append(heuristic(problem_of(PACK, "scan"), T900).scan)
     found = tune([PACK], FakeRunner(wrong=every), FORWARD, tmp_path / "t.json")
@@ -60,7 +59,7 @@ def test_where_all_candidates_fail_none_is_chosen_and_it_is_said(tmp_path):
     assert found.failures == ["scan of pack_8x4096: no candidate runs and is right; none is chosen"]
 
 
-def test_where_no_time_is_a_number_none_is_chosen_and_the_table_can_be_read(tmp_path):
+def test_infinite_times_are_not_stored(tmp_path):
     default = heuristic(problem_of(PACK, "prepare"), T900).prepare
     found = tune([PACK], FakeRunner({default: math.inf}), FORWARD, tmp_path / "t.json")
     prepare = by_kernel(found.records)["prepare"]
@@ -72,56 +71,33 @@ def test_where_no_time_is_a_number_none_is_chosen_and_the_table_can_be_read(tmp_
     assert read_table(tmp_path / "t.json").records
 
 
-def test_an_interrupted_check_waits_for_none_of_those_to_come(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    runner, ran = CudaRunner.__new__(CudaRunner), []
-    runner._bench, runner._verdicts, runner._count, runner.on = None, {}, 2, "cuda"
-
-    def ask(one, until):
-        ran.append(one)
-        time.sleep(0.05)
-        if len(ran) > 3:
-            raise KeyboardInterrupt
-        return ""
-
-    runner._ask = ask
-    tried = [LaunchConfig(scan=Launch(tile=64, warps=w, stages=s)) for w in (4, 8) for s in range(1, 17)]
-    with pytest.raises(KeyboardInterrupt):
-        runner.check(PACK, "scan", tried)
-    assert len(ran) < 10
-    assert len(runner._verdicts) >= 1  # what is known is kept
-
-
-def test_a_replay_is_tuned_where_the_reverse_scan_was_chosen_without(tmp_path):
+def test_recomputation_is_tuned_if_the_fused_backward_lost(tmp_path):
     runner = FakeRunner()
-    runner.device = T900._replace(hopper=True)
+    runner.device = HOPPER
     replays = heuristic(problem_of(PACK, "reverse"), runner.device).reverse
-    assert replays.replays
-    runner.quick[replays.model_copy(update={"replays": False})] = 0.1
+    assert replays.kernel == "fused"
+    runner.quick[replays.model_copy(update={"kernel": "hopper"})] = 0.1
     found = tune([PACK], runner, TuneConfig(directions=("backward",)), tmp_path / "t.json")
-    assert [record.kernel for record in found.records] == ["reverse", "replay"]
-    assert not found.records[0].launch.replays
+    assert [record.key.kernel for record in found.records] == ["reverse", "recompute"]
+    assert found.records[0].launch.kernel == "hopper"
 
 
-def test_less_than_a_hundredth_is_noise(tmp_path):
+def test_gain_below_one_percent_is_ignored(tmp_path):
     default = heuristic(problem_of(PACK, "scan"), T900).scan
     found = tune([PACK], FakeRunner({Launch(tile=64): 0.9}), FORWARD, tmp_path / "t.json")
     assert by_kernel(found.records)["scan"].launch == default
     assert by_kernel(found.records)["scan"].gain == 1
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+def test_interrupted_run_resumes_from_the_table(tmp_path):
     out = tmp_path / "t.json"
     first = FakeRunner(stop_after=3)
     with pytest.raises(KeyboardInterrupt):
         tune([LONG], first, None, out)
-    assert first.closed
     assert set(by_kernel(read_table(out).records)) == {"split", "prepare", "scan"}
     second = FakeRunner()
     found = tune([LONG], second, None, out)
-    assert [kernel for _, kernel in second.checked] == ["reverse", "replay", "gradients", "decode", "fused_step"]
-    assert second.heard == [[(LONG, kernel) for kernel in ("reverse", "replay", "gradients", "decode", "fused_step")]]
+    assert [kernel for _, kernel in second.checked] == ["reverse", "recompute", "gradients", "decode", "fused_step"]
     assert (found.kept, found.left) == (3, 0)
     assert len(read_table(out).records) == 8
     third = FakeRunner()
@@ -130,64 +106,15 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert len(tune([LONG], FakeRunner(), TuneConfig(again=True), out).records) == 8
 
 
-def test_no_kernel_is_begun_after_the_budget(tmp_path, monkeypatch):
+def test_no_kernel_is_tuned_after_the_budget(tmp_path, monkeypatch):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr("deltazoo.backends.tuning.tune.time.monotonic", lambda: next(clock))
     found = tune([LONG], FakeRunner(), TuneConfig(budget=25), tmp_path / "t.json")
-    assert [record.kernel for record in found.records] == ["split", "prepare"]
+    assert [record.key.kernel for record in found.records] == ["split", "prepare"]
     assert found.left == 6
 
 
-def test_nothing_is_checked_ahead_after_the_budget(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("deltazoo.backends.tuning.tune.time.monotonic", lambda: now[0])
-
-    class Slow(FakeRunner):
-        def ahead(self, steps, until):
-            assert until == 25
-            now[0] = 26.0
-
-    runner = Slow()
-    found = tune([LONG], runner, TuneConfig(budget=25), tmp_path / "t.json")
-    assert (found.records, found.left, runner.checked) == ([], 8, [])
-
-
-def test_a_check_that_would_begin_too_late_has_no_verdict_and_may_be_asked_again(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-
-    class Worker:
-        def ask(self, job):
-            return "wrong"
-
-    runner = CudaRunner.__new__(CudaRunner)
-    runner._bench, runner._verdicts, runner._count, runner.on = None, {}, 1, "cuda"
-    runner._answering, runner._free, runner._job = threading.Lock(), queue.Queue(), lambda *one: one
-    runner._free.put(Worker())
-    asked = [(PACK, "scan", LaunchConfig(scan=Launch(tile=64, warps=w))) for w in (4, 8)]
-    runner._check(asked, until=time.monotonic() - 1)
-    assert runner._verdicts == {}
-    assert runner.check(PACK, "scan", [config for _, _, config in asked]) == ["wrong", "wrong"]
-
-
-def test_what_had_no_memory_beside_others_is_checked_again_alone(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
-    runner, asked = CudaRunner.__new__(CudaRunner), []
-    runner.on, runner._count, runner._verdicts, runner._bench = torch.device("cuda"), 2, {}, None
-
-    def ask(one, until):
-        asked.append(one[2].scan.tile)
-        if one[2].scan.tile == 64:
-            return "failed with OutOfMemoryError: CUDA out of memory."
-        return "failed with OutOfMemoryError: CUDA out of memory." if asked.count(32) == 1 else ""
-
-    monkeypatch.setattr(runner, "_ask", ask)
-    configs = [LaunchConfig(scan=Launch(tile=tile)) for tile in (32, 64)]
-    assert [bool(verdict) for verdict in runner.check(PACK, "scan", configs)] == [False, True]
-    assert sorted(asked) == [32, 32, 64, 64]
-
-
-def test_a_comparison_without_memory_has_no_times_and_the_next_begins_anew(monkeypatch):
+def test_comparison_that_runs_out_of_memory_has_infinite_times(monkeypatch):
     class Full:
         def __init__(self, target, timed, device):
             self.target, self.timed = target, timed
@@ -213,23 +140,23 @@ def test_shapes_of_one_class_are_measured_once(tmp_path):
     assert found.left == 0
 
 
-def test_parts_are_chosen_first_and_the_scans_are_measured_with_them(tmp_path):
+def test_segments_are_tuned_before_the_scans(tmp_path):
     found = tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
     records = by_kernel(found.records)
-    assert found.records[0].kernel == "split"
+    assert found.records[0].key.kernel == "split"
     assert records["split"].split == 64
-    assert records["scan"].parts
-    assert records["scan"].programs == 64  # 8 heads in 8 parts of 64 chunks
-    assert records["split"].chunks == 512
+    assert records["scan"].key.segments
+    assert records["scan"].key.programs == 64  # 8 heads in 8 parts of 64 chunks
+    assert records["split"].key.chunks == 512
 
 
-def test_no_parts_are_tried_where_half_the_device_has_work_without(tmp_path):
+def test_no_segments_are_tried_if_sequences_and_heads_fill_half_of_the_gpu(tmp_path):
     assert plan([PACK], FakeRunner(), None, tmp_path / "t.json")[0].kernel == "prepare"
     found = tune([PACK], FakeRunner({16: 0.1}), None, tmp_path / "t.json")
     assert "split" not in by_kernel(found.records)
 
 
-def test_an_additive_update_in_one_part_prepares_nothing():
+def test_kernels_of_a_target_depend_on_spec_and_length():
     additive = PACK._replace(spec=UpdateSpec(decay="head", transition="additive"))
     assert "prepare" not in kernels_of(additive, TuneConfig())
     assert "prepare" in kernels_of(PACK, TuneConfig())
@@ -239,11 +166,11 @@ def test_an_additive_update_in_one_part_prepares_nothing():
     assert kernels_of(TOKEN._replace(spec=UpdateSpec(householders=2)), TuneConfig()) == ["decode"]
 
 
-def test_a_plan_lists_what_would_be_measured_and_measures_nothing(tmp_path):
+def test_dry_run_lists_kernels_and_measures_nothing(tmp_path):
     out, runner = tmp_path / "t.json", FakeRunner()
     listed = plan([LONG, TOKEN], runner, None, out)
     assert [step.kernel for step in listed] == [
-        "split", "prepare", "scan", "reverse", "replay", "gradients", "decode", "fused_step", "decode", "fused_step",
+        "split", "prepare", "scan", "reverse", "recompute", "gradients", "decode", "fused_step", "decode", "fused_step",
     ]  # fmt: skip
     assert not any(step.done for step in listed)
     assert listed[2].candidates == 7
@@ -252,7 +179,7 @@ def test_a_plan_lists_what_would_be_measured_and_measures_nothing(tmp_path):
     assert [step.kernel for step in plan([LONG], runner, None, out) if step.done] == ["prepare", "scan"]
 
 
-def test_full_effort_tries_all_that_quick_does_and_more():
+def test_full_effort_includes_all_quick_candidates():
     problem = problem_of(PACK, "scan")
     for kernel in ("prepare", "scan", "gradients", "decode", "fused_step"):
         quick = {getattr(config, kernel) for config in candidates(kernel, problem, LaunchConfig(), T900)}
@@ -262,101 +189,116 @@ def test_full_effort_tries_all_that_quick_does_and_more():
         assert (config.chunk, config.every) == (LaunchConfig().chunk, LaunchConfig().every)
 
 
-def test_no_tile_is_wider_than_the_values():
+def test_tiles_are_not_wider_than_the_values():
     narrow = problem_of(PACK._replace(shape=PACK.shape._replace(K=64, V=32)), "scan")
     assert {config.scan.tile for config in candidates("scan", narrow, LaunchConfig(scan=Launch(tile=32)), T900)} == {32}
     gradients = candidates("gradients", narrow, LaunchConfig(gradients=Launch(tile=32, keys=32)), T900)
     assert all(config.gradients.tile <= 32 and config.gradients.keys <= 64 for config in gradients)
 
 
-WIDTHS = {"V": 136}, {"K": 64}, {"K": 136}  # where the reverse scan is not one with the gradients
+HOPPER_KERNELS = ("prepare", "scan", "recompute", "reverse", "gradients")
 
 
-def test_only_a_hopper_gpu_gets_the_kernel_for_it_and_only_for_what_that_takes():
-    hopper = T900._replace(hopper=True)
-    never = [{"dtype": torch.float32}, {"precise": True}, {"own": True}]
+def on_hopper(config, kernel):
+    """Whether a config launches the Hopper version of a kernel."""
+    return getattr(config, kernel).kernel != "portable"
+
+
+def test_hopper_kernels_are_chosen_and_tried_only_on_hopper_and_for_problems_they_take():
+    never = [{"dtype": torch.float32}, {"split_terms": True}, {"erase_key": True}]
     beyond = {
         "prepare": [],
         "scan": [{"V": 32}, {"V": 520}],
-        "replay": [{"V": 32}, {"V": 520}],
+        "recompute": [{"V": 32}, {"V": 520}],
         "reverse": [{"V": 32}, {"V": 520}],
         "gradients": [{"V": 520}],
     }
-    assert heuristic(problem_of(PACK, "scan")._replace(N=0, T=0), hopper).split == 0
+    problem = problem_of(PACK, "scan")
+    assert heuristic(problem._replace(N=0, T=0), HOPPER).split == 0
     for kernel, others in beyond.items():
-        problem = problem_of(PACK, "scan")
-        assert problem.dtype.itemsize == 2
-        assert getattr(heuristic(problem, hopper), kernel).hopper
-        assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
-        for other, device in [(problem, T900), *((problem._replace(**change), hopper) for change in never + others)]:
-            assert not getattr(heuristic(other, device), kernel).hopper
-            tried = candidates(kernel, other, LaunchConfig(), device)
-            assert not any(getattr(config, kernel).hopper for config in tried)
-    few = problem_of(PACK, "scan")._replace(V=64)
-    assert heuristic(few, hopper).scan.hopper
-    assert not heuristic(few._replace(delta=False), hopper).scan.hopper
-    assert heuristic(few._replace(K=32), hopper).scan.hopper
-    assert heuristic(few._replace(delta=False), hopper).reverse.hopper
-    wide = heuristic(few._replace(K=200, V=400), hopper)
-    assert all(getattr(wide, kernel).hopper for kernel in ("prepare", "scan", "replay", "reverse", "gradients"))
-    by_itself = [heuristic(problem_of(PACK, "scan")._replace(**asked), hopper).reverse for asked in WIDTHS]
-    assert all(reverse.hopper and not reverse.replays for reverse in by_itself)
+        # a sweep computes the gradients itself, so that K = 136 is needed to tune them
+        tunable = problem._replace(K=136, H=8)
+        assert on_hopper(heuristic(problem, HOPPER), kernel)
+        assert any(on_hopper(config, kernel) for config in candidates(kernel, tunable, LaunchConfig(), HOPPER))
+        for other, device in [(problem, T900), *((problem._replace(**change), HOPPER) for change in never + others)]:
+            assert not on_hopper(heuristic(other, device), kernel)
+            assert not any(on_hopper(config, kernel) for config in candidates(kernel, other, LaunchConfig(), device))
 
 
-def test_a_long_sequence_is_split_where_its_heads_and_tiles_of_values_are_few():
-    h200 = T900._replace(hopper=True, processors=132)
+@pytest.mark.parametrize(
+    ("change", "kernel", "hopper"),
+    [
+        ({"V": 64}, "scan", True),
+        ({"V": 64, "delta": False}, "scan", False),
+        ({"V": 64, "K": 32}, "scan", True),
+        ({"V": 64, "delta": False}, "reverse", True),
+        *(({"K": 200, "V": 400}, kernel, True) for kernel in HOPPER_KERNELS),
+    ],
+)
+def test_heuristic_prefers_hopper_kernels_except_few_values_without_erase(change, kernel, hopper):
+    assert on_hopper(heuristic(problem_of(PACK, "scan")._replace(**change), HOPPER), kernel) is hopper
+
+
+@pytest.mark.parametrize("change", [{"V": 136}, {"K": 64}, {"K": 136}])
+def test_reverse_and_gradients_are_separate_launches_where_the_sweep_does_not_take_the_widths(change):
+    problem = problem_of(PACK, "scan")._replace(**change)
+    config = heuristic(problem, HOPPER)
+    assert config.reverse.kernel == "hopper"
+    assert make_plan(problem, HOPPER, config, grad=True).backward == "reverse+gradients"
+
+
+def test_long_sequences_are_split_into_segments_if_heads_and_value_tiles_are_few():
     problem = problem_of(PACK, "scan")._replace(N=8, T=4096, H=6, HV=6, packed=False)
-    assert [heuristic(problem._replace(V=V), h200).split for V in (128, 129, 384)] == [32, 0, 0]
-    assert heuristic(problem._replace(V=512, HV=2, H=2), h200).split == 0
-    assert heuristic(problem._replace(V=512, HV=1, H=1), h200).split == 16
+    assert [heuristic(problem._replace(V=V), HOPPER).split for V in (128, 129, 384)] == [32, 0, 0]
+    assert heuristic(problem._replace(V=512, HV=2, H=2), HOPPER).split == 0
+    assert heuristic(problem._replace(V=512, HV=1, H=1), HOPPER).split == 16
 
 
-@pytest.mark.parametrize("kernel", ["scan", "replay"])
-def test_the_kernel_for_a_hopper_gpu_is_tried_where_the_heuristic_does_not_take_it(kernel):
-    hopper, problem = T900._replace(hopper=True), problem_of(PACK, "scan")._replace(V=64, delta=False)
-    assert not getattr(heuristic(problem, hopper), kernel).hopper
-    assert any(getattr(config, kernel).hopper for config in candidates(kernel, problem, LaunchConfig(), hopper))
+@pytest.mark.parametrize("kernel", ["scan", "recompute"])
+def test_hopper_version_is_a_candidate_where_the_heuristic_prefers_the_portable_one(kernel):
+    problem = problem_of(PACK, "scan")._replace(V=64, delta=False)
+    assert not on_hopper(heuristic(problem, HOPPER), kernel)
+    assert any(on_hopper(config, kernel) for config in candidates(kernel, problem, LaunchConfig(), HOPPER))
 
 
-def test_decode_is_tuned_on_a_hopper_gpu_as_anywhere():
-    hopper, problem = T900._replace(hopper=True), problem_of(PACK, "decode")
-    assert problem.dtype.itemsize == 2
-    tried = candidates("decode", problem, LaunchConfig(), hopper)
+def test_decode_has_the_same_candidates_on_every_gpu():
+    problem = problem_of(PACK, "decode")
+    tried = candidates("decode", problem, LaunchConfig(), HOPPER)
     assert tried == candidates("decode", problem, LaunchConfig(), T900)
     assert len(tried) > 1
 
 
-def test_where_gates_alone_are_prepared_there_is_nothing_to_try():
+def test_gates_have_no_candidates():
     additive = problem_of(PACK, "scan")._replace(delta=False)
-    assert candidates("prepare", additive, LaunchConfig(), T900._replace(hopper=True)) == [LaunchConfig()]
+    assert candidates("prepare", additive, LaunchConfig(), HOPPER) == [LaunchConfig()]
 
 
-def test_gradients_that_the_reverse_scan_makes_are_not_tuned():
-    base = LaunchConfig(reverse=Launch(tile=128, warps=8, hopper=True))
-    problem, hopper = problem_of(PACK, "scan"), T900._replace(hopper=True)
-    assert candidates("gradients", problem, base, hopper) == [base]
-    assert len(candidates("gradients", problem._replace(K=136), base, hopper)) > 1
+def test_gradients_have_no_candidates_if_the_sweep_computes_them():
+    base = LaunchConfig(reverse=Launch(tile=128, warps=8, kernel="hopper"))
+    problem = problem_of(PACK, "scan")
+    assert candidates("gradients", problem, base, HOPPER) == [base]
+    assert len(candidates("gradients", problem._replace(K=136), base, HOPPER)) > 1
 
 
-def test_replay_and_reverse_scan_in_one_launch_are_a_choice_of_the_reverse_scan_alone():
-    hopper, problem = T900._replace(hopper=True), problem_of(PACK, "scan")
-    base = heuristic(problem, hopper)
-    assert base.reverse.replays
-    assert candidates("replay", problem, base, hopper) == [base]
-    tried = {config.reverse.replays for config in candidates("reverse", problem, base, hopper)}
-    assert tried == {True, False}
-    fewer = problem._replace(N=3)
+def test_fused_backward_is_a_candidate_of_the_reverse_scan_without_segments_and_grouped_heads():
+    def tried(problem, base):
+        return {config.reverse.kernel for config in candidates("reverse", problem, base, HOPPER)}
+
+    problem = problem_of(PACK, "scan")
+    base = heuristic(problem, HOPPER)
+    assert base.reverse.kernel == "fused"
+    assert candidates("recompute", problem, base, HOPPER) == [base]
+    assert tried(problem, base) == {"portable", "hopper", "fused"}
     for other in (problem._replace(H=8), problem._replace(N=4), problem._replace(N=17)):
-        assert not heuristic(other, hopper).reverse.replays
-    assert not any(config.reverse.replays for config in candidates("reverse", problem._replace(H=8), base, hopper)[1:])
-    assert {config.split > 0: config.reverse.replays for config in candidates("split", fewer, base, hopper)} == {
-        False: True, True: False,
-    }  # fmt: skip
-    in_parts = heuristic(fewer, hopper, 16)
-    assert not any(config.reverse.replays for config in candidates("reverse", fewer, in_parts, hopper))
+        assert heuristic(other, HOPPER).reverse.kernel == "hopper"
+    grouped, few = problem._replace(H=8), problem._replace(N=3)
+    assert tried(grouped, heuristic(grouped, HOPPER)) == {"portable", "hopper"}
+    assert tried(few, heuristic(few, HOPPER, 16)) == {"portable", "hopper"}
+    splits = {config.split > 0: config.reverse.kernel for config in candidates("split", few, base, HOPPER)}
+    assert splits == {False: "fused", True: "hopper"}
 
 
-def test_a_check_runs_the_code_of_the_target_on_a_short_case():
+def test_check_uses_short_cases_with_the_target_s_kernels():
     config, cases = checks_of(PACK, "scan", LaunchConfig())
     assert config == LaunchConfig(every=2, scratch=0)  # several segments
     assert [case.regime for case in cases] == ["ordinary", "parallel", "decays"]
@@ -379,21 +321,19 @@ def test_a_check_runs_the_code_of_the_target_on_a_short_case():
     ],
     ids=str,
 )
-def test_the_fused_step_tuned_for_is_the_one_looked_up(spec, monkeypatch):
+def test_tuner_and_fused_step_look_up_the_same_problem(spec, monkeypatch):
     looked_up, chosen = [], LaunchConfig(fused_step=Launch(tile=32))
-    monkeypatch.setattr(fused, "launch_config", lambda problem, index: looked_up.append(problem) or chosen)
+    monkeypatch.setattr(fused, "launch_config", lambda problem, device: looked_up.append(problem) or chosen)
     shape = Shape("rows", 5, 1, 1, 2, 12, 20)
     step = typical_step(spec, shape)
     given = draw_step(step, (), shape.B, torch.bfloat16)
-    found = fused._resolve(given.inputs, given.states, fused.StepKind.of(step), 1, "")
-    assert (found, looked_up) == (
-        chosen.fused_step,
-        [problem_of(Target(spec, shape, torch.bfloat16), "fused_step", "cpu")],
-    )
+    launch = fused._resolve(given.inputs, given.states, fused.StepKind.of(step), 1, "")
+    assert launch == chosen.fused_step
+    assert looked_up == [problem_of(Target(spec, shape, torch.bfloat16), "fused_step")]
 
 
-def test_a_fused_step_of_which_neither_config_nor_table_speaks_is_launched_by_its_sizes(monkeypatch):
-    monkeypatch.setattr(fused, "launch_config", lambda problem, index: LaunchConfig(fused_step=Launch(tile=16)))
+def test_fused_step_without_config_or_record_uses_the_heuristic(monkeypatch):
+    monkeypatch.setattr(fused, "launch_config", lambda problem, device: LaunchConfig(fused_step=Launch(tile=16)))
     step = typical_step(GATED, Shape("rows", 2, 1, 1, 1, 256, 64))
     given = draw_step(step, (), 2)
     speaks = LaunchConfig(fused_step=Launch(tile=32)).model_dump_json()
@@ -417,28 +357,25 @@ def test_a_fused_step_of_which_neither_config_nor_table_speaks_is_launched_by_it
     ids=lambda spec: f"{spec.decay}-{spec.transition}-{spec.erase_key}-{spec.householders}",
 )
 @pytest.mark.parametrize("shape", [Shape("dense", 2, 70, 1, 2, 12, 20), Shape("pack", 1, 70, 1, 2, 16, 8, (30, 40))])
-def test_the_problem_tuned_for_is_the_one_looked_up(spec, shape, monkeypatch):
-    launch = pytest.importorskip("deltazoo.backends.triton.forward")
+def test_tuner_and_backend_look_up_the_same_problem(spec, shape):
     from deltazoo.backends.conformance.cases import Case, draw
     from deltazoo.backends.triton import backend as triton_backend
+    from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 
-    looked_up = []
-    monkeypatch.setattr(launch.configs, "launch_config", lambda problem, index: looked_up.append(problem))
     x, kind = triton_backend.TritonBackend()._operands(spec, draw(Case(spec, shape)))
     if spec.householders > 1:
         x = triton_backend._by_micro_steps(spec, x, spec.householders)
-    launch.resolve(x, kind)
-    assert looked_up == [problem_of(Target(spec, shape, torch.float32), "scan", "cpu")]
+    assert problem_of_operands(x, kind) == problem_of(Target(spec, shape, torch.float32), "scan")
 
 
-def test_tuning_nothing_is_a_mistake(tmp_path):
+def test_tuning_without_shapes_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="tuning needs at least one shape, got none"):
         tune([], FakeRunner(), None, tmp_path / "t.json")
 
 
-def test_a_key_s_programs_count_what_the_kernel_can_run_at_once():
+def test_key_counts_the_programs_that_run_at_once():
     problem = problem_of(LONG, "scan")
-    assert [key_of(kernel, problem, 32).programs for kernel in ("split", "prepare", "replay", "scan")] == [
+    assert [key_of(kernel, problem, 32).programs for kernel in ("split", "prepare", "recompute", "scan")] == [
         8,
         256,
         256,

@@ -1,16 +1,18 @@
-"""What tests of the tuner and of its tables share: targets, a device, and a runner that makes times up."""
+"""Shared by the tests of the tuner and of its tables: targets, a device, and a runner with made-up times."""
 
 import torch
 
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.measure.environment import environment
 from deltazoo.backends.shapes import SHAPES
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.config import Device, Launch
+from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.tune import Runner, TuneConfig
 
 GATED = UpdateSpec(decay="head", beta="head")
-T900 = Device("NVIDIA T900", 132, 232448)
+T900 = DeviceSpec("NVIDIA T900", "cuda", (8, 0), 132, 232448, "3.6.0")
+HOPPER = T900._replace(capability=(9, 0))
 PACK = Target(GATED, SHAPES["pack_8x4096"], torch.bfloat16)
 LONG = Target(GATED, SHAPES["dense_1x32768"], torch.bfloat16)
 TOKEN = Target(GATED, SHAPES["decode_64"], torch.bfloat16)
@@ -18,35 +20,27 @@ FORWARD = TuneConfig(directions=("forward",))
 
 
 class FakeRunner(Runner):
-    """Each kernel's time is its warps, but for `quick`; what `wrong` names fails the check."""
+    """Each launch takes a second, or what `quick` says; the choices in `wrong` fail the check."""
 
-    device, triton = T900, "3.6.0"
+    device = T900
 
     def __init__(self, quick=None, wrong=(), stop_after=None):
         self.quick, self.wrong, self.stop_after = quick or {}, wrong, stop_after
-        self.checked, self.timed, self.closed, self.heard = [], [], False, []
+        self.checked, self.timed = [], []
 
     def environment(self):
         return environment().model_copy(update={"device": self.device.name})
 
-    def ahead(self, steps, until):
-        self.heard.append([(step.target, step.kernel) for step in steps])
-
-    def check(self, target, kernel, configs):
-        if self.stop_after is not None and len(self.checked) == self.stop_after:
-            raise KeyboardInterrupt
-        self.checked.append((target, kernel))
-        return ["o has relative RMS error 1, above 5e-3" if self._of(c, kernel) in self.wrong else "" for c in configs]
+    def check(self, target, kernel, config):
+        if (target, kernel) not in self.checked:
+            if self.stop_after is not None and len(self.checked) == self.stop_after:
+                raise KeyboardInterrupt
+            self.checked.append((target, kernel))
+        return "o has relative RMS error 1, above 5e-3" if getattr(config, kernel) in self.wrong else ""
 
     def time(self, target, kernel, configs, rounds):
         self.timed.append((target, kernel, configs))
         return [self._seconds(config) for config in configs]
-
-    def close(self):
-        self.closed = True
-
-    def _of(self, config, kernel):
-        return config.split if kernel == "split" else getattr(config, kernel)
 
     def _seconds(self, config):
         split = self.quick.get(config.split, 10.0) if isinstance(config.split, int) else 10.0
@@ -55,4 +49,4 @@ class FakeRunner(Runner):
 
 
 def by_kernel(records):
-    return {record.kernel: record for record in records}
+    return {record.key.kernel: record for record in records}

@@ -1,0 +1,94 @@
+"""The launch config for a problem on a device, from its sizes alone; a table of measured launches overrides it.
+
+N sequences, T tokens, H key heads, HV value heads, K key width, V value width
+"""
+
+import torch
+
+from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, power_of_two
+from deltazoo.backends.triton.plan import KERNELS, Phase, Problem, takes
+
+
+def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) -> LaunchConfig:
+    """Choose a launch config that is valid everywhere and near the best on a Hopper GPU for K = V = 128.
+
+    Args: split: chunks per segment, if a table gives it.
+    Source: docs/notes/triton-kernels/NOTES.md.
+    """
+    split = _split(problem, device) if split is None else split
+    scan, gradients = _portable_launches(problem, device)
+    launches: dict[Phase, Launch] = {
+        "prepare": LaunchConfig().prepare, "scan": scan, "recompute": scan, "reverse": scan, "gradients": gradients,
+    }  # fmt: skip
+    for phase in KERNELS:
+        if takes(phase, "hopper", problem, device) and not _portable_is_faster(phase, problem):
+            launches[phase] = on_hopper(phase, launches[phase])
+    if not split and takes("reverse", "fused", problem, device) and _fills(problem, device):
+        launches["reverse"] = launches["reverse"].model_copy(update={"kernel": "fused"})
+    few_rows = problem.N * problem.HV < 64
+    return LaunchConfig(
+        every=checkpoint_distance(problem.packed),
+        split=split,
+        scratch=2**29 if split else LaunchConfig().scratch,
+        **launches,
+        decode=Launch(tile=16, warps=2, stages=1) if few_rows else Launch(tile=64, warps=4, stages=1),
+        # one warp per 32 keys, so that two tiles stay in registers
+        fused_step=Launch(tile=64, warps=max(1, min(8, power_of_two(problem.K) // 32)), stages=1),
+    )
+
+
+def on_hopper(phase: str, launch: Launch) -> Launch:
+    """The launch of a Hopper kernel; a portable kernel that runs beside it keeps the parameters of `launch`."""
+    launch = Launch(tile=64, keys=64, stages=1) if phase == "gradients" else launch
+    return launch.model_copy(update={"kernel": "hopper"})
+
+
+def checkpoint_distance(packed: bool) -> int:
+    """Chunks between two checkpoints of the state.
+
+    Fewer for packed sequences: a window of the backward may need the chunks of one checkpoint for every sequence.
+    """
+    return 8 if packed else 16
+
+
+def _portable_launches(problem: Problem, device: DeviceSpec) -> tuple[Launch, Launch]:
+    """The launches of the scans and of the gradients."""
+    if problem.dtype == torch.float32:
+        return Launch(tile=32, stages=1), Launch(tile=32, stages=1, keys=32)
+    if problem.split_terms:
+        return Launch(tile=64, stages=1), Launch(tile=32, stages=1, keys=32)
+    if problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
+        # one program per SM with loads two chunks ahead; beside an erase key there is space for one chunk ahead
+        scan = Launch(tile=128, warps=8, stages=2 if problem.erase_key else 3)
+        # both V tiles at once where two programs per SM still fit: without decay their buffers are wider, and
+        # without an erase term three programs fit
+        gradients = Launch(tile=64, keys=64, stages=3 if problem.decay != "none" and problem.delta else 2)
+        return scan, gradients
+    return Launch(tile=64), Launch(tile=64, keys=64)
+
+
+def _portable_is_faster(phase: str, problem: Problem) -> bool:
+    """Gates alone need no Hopper kernel; with few values and no erase term smaller programs finish sooner."""
+    if phase == "prepare":
+        return not problem.delta
+    return phase in ("scan", "recompute") and problem.V <= 64 and not problem.delta
+
+
+def _fills(problem: Problem, device: DeviceSpec) -> bool:
+    """Whether one program per sequence and head keeps at least 90 % of the SMs busy to the end.
+
+    Otherwise a separate recomputation, which has more programs, finishes sooner.
+    """
+    programs = problem.N * problem.HV
+    return programs >= 0.9 * cdiv(programs, device.processors) * device.processors
+
+
+def _split(problem: Problem, device: DeviceSpec) -> int:
+    """Chunks per segment, a power of two, where sequences, heads and V tiles leave most SMs idle; else 0."""
+    programs = problem.N * problem.HV * cdiv(problem.V, 128)
+    chunks = problem.T // 64 // (max(problem.N, 1) if problem.packed else 1)
+    if programs * 5 >= device.processors * 2 or chunks < 32:
+        return 0
+    segments = max(2, device.processors // max(programs, 1))
+    return max(16, power_of_two(cdiv(chunks, segments)))

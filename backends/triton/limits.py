@@ -1,0 +1,81 @@
+"""Devices and Triton versions that the kernels do not support, refused before anything is compiled."""
+
+import torch
+
+from deltazoo.backends.devices import DeviceSpec, installed_triton
+from deltazoo.backends.triton.config import key_tiles
+
+SUPPORTED_TRITON = ((3, 6), (3, 7))
+_OLDEST_CAPABILITY = (8, 0)
+
+# Shared memory in bytes of the largest portable kernel for K > 192 in 16 bits, by the tile of value columns: forward
+# alone, and with the backward. Of what the heuristic launches on GPUs with less than 220 KiB per block, compiled for
+# sm_89 with Triton 3.7.1. For narrower keys and for float32 it is at most 93,188 bytes, which every supported GPU has.
+_WIDE_KEYS = {
+    "one term": {16: (93188, 99332), 32: (101380, 113668), 64: (117764, 142340)},
+    "two terms": {16: (65536, 90112), 32: (65536, 98304), 64: (81920, 114688)},
+    "two terms and an erase key": {16: (65536, 65536), 32: (73728, 73728), 64: (90112, 90112)},
+}
+
+
+def platform_refusals(device: DeviceSpec) -> list[str]:
+    """Say why no kernel runs on a device with its Triton version; [] if they run."""
+    if device.platform == "hip":
+        return [f"it needs an NVIDIA GPU, and {device.name} is an AMD GPU (ROCm); use backend='compile'."]
+    reasons = []
+    if device.triton_version not in SUPPORTED_TRITON:
+        versions = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_TRITON)
+        reasons.append(f"it is tested with Triton {versions}, and {device.triton or 'none'} is installed.")
+    if device.capability < _OLDEST_CAPABILITY:
+        reasons.append(f"it needs compute capability 8.0 or newer, and {device.name} has {_dotted(device.capability)}.")
+    return reasons
+
+
+def refusals(
+    device: DeviceSpec, dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool
+) -> tuple[str, ...]:
+    """Say why the kernels of a spec cannot run on a device.
+
+    Args: dtype: that of the products: float32 for float16 with split terms.
+    """
+    reasons = platform_refusals(device)
+    if reasons:
+        return tuple(reasons)
+    if grad and device.capability[0] == 10 and device.triton_version < (3, 9):
+        reasons.append(
+            f"training on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: before, the backward "
+            f"kernels exceed tensor memory; {device.triton} is installed."
+        )
+    need = shared_memory_needed(dtype, K, V, grad, split_terms, erase_key)
+    if need > device.shared_memory:
+        reasons.append(
+            f"K = {K} and V = {V} in {str(dtype).removeprefix('torch.')} need {need} bytes of shared memory per block"
+            f"{' for training' if grad else ''}, and {device.name} has {device.shared_memory}."
+        )
+    return tuple(reasons)
+
+
+def current_refusals(
+    dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool
+) -> tuple[str, ...]:
+    """`refusals` of the current GPU; without one, of the installed Triton alone."""
+    if torch.cuda.is_available():
+        return refusals(DeviceSpec.current(), dtype, K, V, grad, split_terms, erase_key)
+    return tuple(platform_refusals(DeviceSpec("this machine", "cuda", _OLDEST_CAPABILITY, 1, 0, installed_triton())))
+
+
+# torch.compile evaluates it while tracing, like torch.compiler.assume_constant_result, which imports the compiler
+vars(current_refusals)["_dynamo_marked_constant"] = True
+
+
+def shared_memory_needed(dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool) -> int:
+    """The shared memory per block of the largest portable kernel, in bytes; 0 if it fits every supported GPU."""
+    if dtype == torch.float32 or sum(key_tiles(K)) <= 192:
+        return 0
+    kind = "one term" if not split_terms else "two terms and an erase key" if erase_key else "two terms"
+    forward, both = _WIDE_KEYS[kind][16 if V <= 16 else 32 if V <= 32 else 64]
+    return both if grad else forward
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,251 @@
+"""Kernel plans: which kernels compute one update, decided once from the problem, the device and the launch config.
+
+A new kernel is one entry in `KERNELS`: the phase it computes, the problems and devices it takes. Launch code, the
+heuristic, the tuner and `explain` read the resulting `Plan`; README.md lists every route.
+
+B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Literal, NamedTuple
+
+import torch
+
+from deltazoo.backends.devices import INTERPRETER, DeviceSpec
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.triton.config import CHUNK, KernelChoice, LaunchConfig, cdiv
+
+Decay = Literal["none", "fixed", "head"]
+Version = Literal["portable", "hopper"]
+Backward = Literal["none", "fused", "sweep", "reverse+gradients"]
+Phase = Literal["prepare", "scan", "recompute", "reverse", "gradients"]
+
+
+class Problem(NamedTuple):
+    """The sizes and traits of one update, as far as kernels and launch configs depend on them.
+
+    Args:
+        N: sequences. T: tokens per row of the batch.
+        delta: with an erase term. erase_key: the erase has a key of its own.
+        decay: none, one number per head ("fixed"), or one per token and head ("head").
+        packed: several sequences in one row (cu_seqlens).
+        split_terms: values that feed back into the state are split into two terms (hi + lo).
+    """
+
+    dtype: torch.dtype
+    N: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    delta: bool
+    erase_key: bool
+    decay: Decay
+    packed: bool
+    split_terms: bool = False
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """The dtype in which the backward stores states and their gradients."""
+        return torch.float32 if self.split_terms else self.dtype
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several value heads share a key head."""
+        return self.HV != self.H
+
+
+class Limits(NamedTuple):
+    """The problems that one kernel takes.
+
+    Args:
+        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key, chunks of 64
+            tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
+        keys, values: widths per head.
+        decays: kinds of decay.
+        grouped: takes grouped heads.
+    """
+
+    hopper: bool = False
+    keys: range = range(1, 257)
+    values: range = range(1, 2**31)
+    decays: tuple[str, ...] = ("none", "fixed", "head")
+    grouped: bool = True
+
+
+_HOPPER_SCAN = Limits(hopper=True, values=range(33, 513))
+# In order of preference. Kernels for a decay per channel are further entries with decays=("channel",).
+KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
+    "prepare": {"hopper": Limits(hopper=True), "portable": Limits()},
+    "scan": {"hopper": _HOPPER_SCAN, "portable": Limits()},
+    "recompute": {"hopper": _HOPPER_SCAN, "portable": Limits()},
+    "reverse": {
+        # one program per sequence and head, 128 values, and no other program adds to its key gradients
+        "fused": Limits(hopper=True, keys=range(65, 129), values=range(33, 129), grouped=False),
+        "hopper": _HOPPER_SCAN,
+        "portable": Limits(),
+    },
+    "gradients": {"hopper": Limits(hopper=True, values=range(1, 513)), "portable": Limits()},
+}
+
+
+def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int = CHUNK) -> bool:
+    """Whether a kernel takes a problem on a device."""
+    limits = KERNELS[phase].get(kernel)
+    if limits is None or problem.K not in limits.keys or problem.V not in limits.values:
+        return False
+    if problem.decay not in limits.decays or (problem.grouped and not limits.grouped):
+        return False
+    if not limits.hopper:
+        return True
+    same_dtype = problem.dtype == problem.saved_dtype and problem.dtype.itemsize == 2
+    aligned = problem.K % 8 == problem.V % 8 == 0
+    return device.is_hopper and same_dtype and not problem.erase_key and chunk == 64 and aligned
+
+
+def sweeps(K: int, V: int) -> bool:
+    """Whether the Hopper reverse scan computes the gradients, too.
+
+    More keys do not fit its registers, with fewer keys half of its work would be padding, and a program has 128 values.
+    """
+    return 64 < K <= 128 and (V <= 128 or V % 128 == 0)
+
+
+class Plan(NamedTuple):
+    """The kernels of one update.
+
+    Args:
+        prepare: "gates": no erase term, cumulative decays only; else also the WY tiles T and P.
+        forward: the scan that computes o and the final state.
+        backward: "none": without gradients. "fused": one launch recomputes the states, scans back and computes the
+            gradients. "sweep": recomputed states, then one launch for scan and gradients. "reverse+gradients": two.
+        recompute, reverse, gradients: the version of each kernel that the backward launches.
+        split: chunks per segment if the segments of a sequence are computed in parallel, else 0.
+        every: chunks between two checkpoints of the state; 0: none is stored.
+    """
+
+    prepare: Literal["gates", "portable", "hopper"]
+    forward: Version
+    backward: Backward = "none"
+    recompute: Version | None = None
+    reverse: Version | None = None
+    gradients: Version | None = None
+    split: int = 0
+    every: int = 0
+
+    @property
+    def route(self) -> "Route":
+        """The plan without its numbers."""
+        return Route(self.prepare, self.forward, self.backward, self.recompute, self.reverse, self.gradients)
+
+
+class Route(NamedTuple):
+    """The kernels of a plan; README.md has a row for each phase of each route."""
+
+    prepare: str
+    forward: str
+    backward: str
+    recompute: str | None
+    reverse: str | None
+    gradients: str | None
+
+
+def device_spec(index: int | None) -> DeviceSpec:
+    """The device of tensors with this CUDA index; None: CPU tensors, which Triton's interpreter computes on."""
+    return INTERPRETER if index is None else DeviceSpec.current(index)
+
+
+def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: bool) -> Plan:
+    """Decide which kernels run.
+
+    Raises: ConfigError if the config asks for a kernel that does not take the problem.
+    """
+    for phase in KERNELS:
+        kernel = getattr(config, phase).kernel
+        if not takes(phase, kernel, problem, device, config.chunk):
+            raise ConfigError(_refusal(phase, kernel, problem, device, config.chunk))
+    chunks = cdiv(problem.T, config.chunk)
+    split = config.split if config.split and chunks > config.split else 0
+    prepare = _version(config.prepare.kernel) if problem.delta else "gates"
+    plan = Plan(prepare, _version(config.scan.kernel), split=split)
+    if not grad:
+        return plan
+    plan = plan._replace(every=config.every)
+    if config.reverse.kernel == "fused":
+        return plan._replace(backward="fused")
+    plan = plan._replace(recompute=_version(config.recompute.kernel))
+    if config.reverse.kernel == "hopper" and sweeps(problem.K, problem.V):
+        return plan._replace(backward="sweep")
+    return plan._replace(
+        backward="reverse+gradients",
+        reverse=_version(config.reverse.kernel),
+        gradients=_version(config.gradients.kernel),
+    )
+
+
+def forward_kernels(plan: Plan) -> list[str]:
+    """The kernels of the forward pass in the order of their launches."""
+    names = [{"gates": "gates_kernel", "portable": "prepare_kernel", "hopper": "hopper_prepare_kernel"}[plan.prepare]]
+    if plan.split:
+        names += ["scan_kernel", "combine_kernel"]
+    return [*names, _SCAN[plan.forward]]
+
+
+def backward_kernels(plan: Plan, problem: Problem) -> list[str]:
+    """The kernels of the backward pass in the order of their launches, for one window."""
+    if plan.backward == "fused":
+        return ["hopper_fused_backward_kernel", "gate_gradients_kernel"]
+    assert plan.recompute is not None
+    names = [_SCAN[plan.recompute]]
+    if plan.split:
+        names += ["scan_kernel", "reverse_kernel", "combine_kernel"]
+    if plan.backward == "sweep":
+        names.append("hopper_backward_sweep_kernel")
+    else:
+        names.append("hopper_reverse_kernel" if plan.reverse == "hopper" else "reverse_kernel")
+        names.append("hopper_gradients_kernel" if plan.gradients == "hopper" else "gradients_kernel")
+    if problem.grouped or (plan.backward == "sweep" and problem.V > 128):
+        names.append("sum_groups_kernel")
+    return [*names, "gate_gradients_kernel"]
+
+
+_SCAN: dict[Version, str] = {"portable": "scan_kernel", "hopper": "hopper_scan_kernel"}
+
+
+def routes() -> Iterator[Route]:
+    """Enumerate the routes that a plan may take."""
+    versions: tuple[Version, ...] = ("portable", "hopper")
+    for prepare, forward in product(("gates", *versions), versions):
+        yield Route(prepare, forward, "none", None, None, None)
+        yield Route(prepare, forward, "fused", None, None, None)
+        for recompute in versions:
+            yield Route(prepare, forward, "sweep", recompute, None, None)
+            for reverse, gradients in product(versions, versions):
+                yield Route(prepare, forward, "reverse+gradients", recompute, reverse, gradients)
+
+
+def _version(kernel: KernelChoice) -> Version:
+    return "hopper" if kernel == "hopper" else "portable"
+
+
+def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int) -> str:
+    limits = KERNELS[phase][kernel]
+    needs = [f"K in {interval(limits.keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
+    needs += [] if limits.grouped else ["H = HV"]
+    if limits.hopper:
+        needs = [
+            "a Hopper GPU", "16-bit operands and saved states of one dtype", "no erase key", "chunks of 64 tokens",
+            "K and V that are multiples of 8", *needs,
+        ]  # fmt: skip
+    return (
+        f"{phase}.kernel = {kernel!r} needs {', '.join(needs)}; got {device.name}, {problem.dtype} saved in "
+        f"{problem.saved_dtype}, {'an' if problem.erase_key else 'no'} erase key, chunks of {chunk}, K = {problem.K}, "
+        f"V = {problem.V}, decay = {problem.decay}, H = {problem.H}, HV = {problem.HV}"
+    )
+
+
+def interval(widths: range) -> str:
+    """Print a range of widths."""
+    return f"{widths[0]} to {widths[-1]}" if widths[-1] < 2**31 - 1 else f"{widths[0]} and more"

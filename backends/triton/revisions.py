@@ -1,0 +1,16 @@
+"""The revision of each tuned kernel: a number that a record of a launch table must name to be used.
+
+Raise a kernel's revision when a change alters its performance or its numerics. tests/backends/test_revisions.py
+compares the compiled kernels with stored hashes and reports a change; renaming a variable needs no new revision.
+"""
+
+REVISIONS = {
+    "split": 1,  # scan, reverse scan and combination together
+    "prepare": 1,
+    "scan": 1,
+    "recompute": 1,
+    "reverse": 1,  # with the sweep and the fused backward
+    "gradients": 1,
+    "decode": 1,
+    "fused_step": 1,
+}

@@ -1,0 +1,81 @@
+"""Print the kernel plan of an update, for `deltazoo.explain`."""
+
+import torch
+
+from deltazoo.backends.base import UpdateMeta
+from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.plan import (
+    KERNELS,
+    Plan,
+    Problem,
+    backward_kernels,
+    forward_kernels,
+    interval,
+)
+from deltazoo.backends.triton.table import describe, look_up
+
+
+def explain_plan(
+    spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None, config: str, split_terms: bool
+) -> str:
+    """List the kernels of an update in order; without a shape, the conditions under which each version runs.
+
+    Args: device: None is the current GPU.
+    """
+    device = DeviceSpec.current() if device is None else device
+    if device.platform == "interpreter":
+        return "kernel plan: no GPU here; pass device, e.g. device='NVIDIA H200'"
+    capability = "".join(map(str, device.capability))
+    where = f"{device.name} (sm_{capability}, {device.processors} SMs, Triton {device.triton})"
+    if shape is None:
+        return "\n".join([f"kernel versions on {where}, in order of preference:", *_conditions(device)])
+    problem = problem_for(spec, meta, shape, split_terms)
+    try:
+        plan, launches = look_up(config, problem, device, meta.grad)
+    except ConfigError as error:
+        return f"kernel plan: {error}"
+    return "\n".join(
+        [f"kernel plan on {where} for {shape.name}: B = {shape.B}, T = {shape.T}:", *_rows(plan, problem, launches)]
+    )
+
+
+def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape, split_terms: bool) -> Problem:
+    """The problem of a spec on a shape, with widths padded to multiples of 8 as the backend pads them."""
+    dtype = torch.float32 if split_terms and meta.dtype == torch.float16 else meta.dtype
+    # a fixed decay is spread over the micro-steps
+    decay = "head" if spec.householders > 1 and spec.decay == "fixed" else spec.decay
+    return Problem(
+        dtype=dtype, N=shape.sequences, T=shape.T * spec.householders, H=meta.H, HV=meta.HV,
+        K=meta.K + -meta.K % 8, V=meta.V + -meta.V % 8, delta=spec.transition == "delta",
+        erase_key=spec.erase_key == "own", decay=decay, packed=bool(shape.lengths), split_terms=split_terms,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def _rows(plan: Plan, problem: Problem, config: LaunchConfig) -> list[str]:
+    rows = [f"  forward:  {' -> '.join(forward_kernels(plan))}"]
+    if plan.backward != "none":
+        rows.append(f"  backward: {' -> '.join(backward_kernels(plan, problem))}  ({plan.backward})")
+        rows.append(f"  checkpoints of the state every {plan.every} chunks of {config.chunk} tokens")
+    segments = f"{plan.split} chunks each, computed in parallel" if plan.split else "none"
+    rows.append(f"  segments: {segments}")
+    rows += [f"  {phase}: {describe(getattr(config, phase))}" for phase in KERNELS]
+    return rows
+
+
+def _conditions(device: DeviceSpec) -> list[str]:
+    rows = []
+    for phase, versions in KERNELS.items():
+        for kernel, limits in versions.items():
+            if limits.hopper and not device.is_hopper:
+                continue
+            needs = [f"K {interval(limits.keys)}", f"V {interval(limits.values)}"]
+            needs += [] if limits.grouped else ["H = HV", "no segments", "sequences x heads that fill the SMs"]
+            if limits.hopper:
+                needs += ["16-bit without split terms", "no erase key", "multiples of 8"]
+            rows.append(f"  {phase} {kernel}: {', '.join(needs)}")
+    rows.append("  segments in parallel: sequences x heads x V tiles below 40 % of the SMs, and 32 chunks or more")
+    return rows
