@@ -30,7 +30,7 @@ _SMALL = Launch(tile=16, stages=1)
 _TILES = {
     "prepare": _SMALL,
     "scan": _SMALL,
-    "replay": _SMALL,
+    "recompute": _SMALL,
     "reverse": _SMALL,
     "gradients": Launch(tile=16, stages=1, keys=32),
     "decode": _SMALL,
