@@ -86,10 +86,13 @@ class DeviceSpec(NamedTuple):
 
     @staticmethod
     def named(name: str) -> "DeviceSpec":
-        """Look up a known device, with the installed version of Triton. Raises: ConfigError that lists the names."""
+        """Look up a known device, with the installed version of Triton, or a tested one if none is installed.
+
+        Raises: ConfigError that lists the known names.
+        """
         for device in KNOWN_DEVICES:
             if device.name == name:
-                return device._replace(triton=installed_triton())
+                return device._replace(triton=installed_triton() or "3.7.1")
         known = ", ".join(repr(device.name) for device in KNOWN_DEVICES)
         raise ConfigError(f"device must be one of {known}, or a DeviceSpec, got {name!r}")
 

@@ -17,7 +17,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.limits import current_refusals, refusals
+from deltazoo.backends.triton.limits import current_platform_refusals, current_refusals, refusals
 from deltazoo.backends.triton.op import chunk_scan, step_
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 from deltazoo.backends.triton.show import explain_plan
@@ -61,7 +61,8 @@ class TritonBackend(Backend):
 
     def unsupported_on(self, spec: UpdateSpec, meta: UpdateMeta, device: DeviceSpec | None) -> list[str]:
         """Like `unsupported`, on a given device; None: the current GPU, if there is one."""
-        reasons = self._tensors_unsupported(meta.device, meta.dtype)
+        interpreted = self._interpreted and device is None
+        reasons = self._tensors_unsupported(meta.device, meta.dtype, interpreted, self._installed or device is not None)
         if spec.decay in ("channel", "rate"):
             reasons.append(f"decay must be 'none', 'fixed' or 'head', got '{spec.decay}'.")
         if meta.decay_channels:
@@ -72,7 +73,7 @@ class TritonBackend(Backend):
             reasons.append("beta must be 'none' or 'head', got 'channel'.")
         if meta.K > _MAX_KEY_WIDTH:
             reasons.append(f"K must be at most {_MAX_KEY_WIDTH}, got {meta.K}.")
-        if reasons or self._interpreted or meta.device != "cuda":
+        if reasons or interpreted or meta.device != "cuda":
             return reasons
         split_terms = _splits_terms(spec, meta.K, meta.dtype)
         dtype = torch.float32 if split_terms and meta.dtype == torch.float16 else meta.dtype
@@ -82,7 +83,7 @@ class TritonBackend(Backend):
             found = refusals(device, dtype, meta.K, meta.V, meta.grad, split_terms, spec.erase_key == "own")
         return reasons + list(found)
 
-    def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str:
+    def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
         return explain_plan(spec, meta, shape, device, self.config, _splits_terms(spec, meta.K, meta.dtype))
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
@@ -123,7 +124,10 @@ class TritonBackend(Backend):
             return fused.fused_decode_step_(step, inputs, states, slots, self.config)
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
-        reasons = self._tensors_unsupported(meta.device, meta.dtype) + conv.too_many_taps(meta.taps)
+        reasons = self._tensors_unsupported(meta.device, meta.dtype, self._interpreted, self._installed)
+        if not reasons and not self._interpreted:
+            reasons += current_platform_refusals()
+        reasons += conv.too_many_taps(meta.taps)
         too_wide = [part.unit for part in meta.parts if part.unit > conv.WIDEST_UNIT]
         if too_wide:
             reasons.append(f"heads with a norm must have at most {conv.WIDEST_UNIT} channels, got {too_wide[0]}.")
@@ -135,16 +139,15 @@ class TritonBackend(Backend):
         refuse_forward_mode(self.name, inputs)
         return conv.short_conv(inputs, parts)
 
-    def _tensors_unsupported(self, device: str, dtype: torch.dtype) -> list[str]:
+    @staticmethod
+    def _tensors_unsupported(device: str, dtype: torch.dtype, interpreted: bool, installed: bool) -> list[str]:
         reasons = []
-        if not self._installed:
+        if not installed:
             reasons.append("it needs the package triton, which is not installed.")
-        if device != ("cpu" if self._interpreted else "cuda"):
+        if device != ("cpu" if interpreted else "cuda"):
             reasons.append(f"it needs tensors on 'cuda', got '{device}'.")
-        if dtype == torch.float64 or (self._interpreted and dtype == torch.bfloat16):
-            takes = (
-                "float32 or float16 under Triton's interpreter" if self._interpreted else "float32, bfloat16 or float16"
-            )
+        if dtype == torch.float64 or (interpreted and dtype == torch.bfloat16):
+            takes = "float32 or float16 under Triton's interpreter" if interpreted else "float32, bfloat16 or float16"
             reasons.append(f"it computes in {takes}, got {str(dtype).removeprefix('torch.')}.")
         return reasons
 

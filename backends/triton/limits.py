@@ -43,8 +43,8 @@ def refusals(
         return tuple(reasons)
     if grad and device.capability[0] == 10 and device.triton_version < (3, 9):
         reasons.append(
-            f"training on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: before, the backward "
-            f"kernels exceed tensor memory; {device.triton} is installed."
+            f"training on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: with older versions "
+            f"the backward exceeds tensor memory; {device.triton} is installed."
         )
     need = shared_memory_needed(dtype, K, V, grad, split_terms, erase_key)
     if need > device.shared_memory:
@@ -61,11 +61,19 @@ def current_refusals(
     """`refusals` of the current GPU; without one, of the installed Triton alone."""
     if torch.cuda.is_available():
         return refusals(DeviceSpec.current(), dtype, K, V, grad, split_terms, erase_key)
+    return current_platform_refusals()
+
+
+def current_platform_refusals() -> tuple[str, ...]:
+    """`platform_refusals` of the current GPU; without one, of the installed Triton alone."""
+    if torch.cuda.is_available():
+        return tuple(platform_refusals(DeviceSpec.current()))
     return tuple(platform_refusals(DeviceSpec("this machine", "cuda", _OLDEST_CAPABILITY, 1, 0, installed_triton())))
 
 
-# torch.compile evaluates it while tracing, like torch.compiler.assume_constant_result, which imports the compiler
-vars(current_refusals)["_dynamo_marked_constant"] = True
+# torch.compile evaluates these while tracing, like torch.compiler.assume_constant_result, which imports the compiler
+for _function in (current_refusals, current_platform_refusals):
+    vars(_function)["_dynamo_marked_constant"] = True
 
 
 def shared_memory_needed(dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool) -> int:

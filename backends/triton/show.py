@@ -21,14 +21,14 @@ from deltazoo.backends.triton.table import describe, look_up
 
 def explain_plan(
     spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None, config: str, split_terms: bool
-) -> str:
+) -> str | None:
     """List the kernels of an update in order; without a shape, the conditions under which each version runs.
 
-    Args: device: None is the current GPU.
+    Args: device: None is the current GPU; without a GPU there is no plan.
     """
     device = DeviceSpec.current() if device is None else device
     if device.platform == "interpreter":
-        return "kernel plan: no GPU here; pass device, e.g. device='NVIDIA H200'"
+        return None
     capability = "".join(map(str, device.capability))
     where = f"{device.name} (sm_{capability}, {device.processors} SMs, Triton {device.triton})"
     if shape is None:

@@ -1,0 +1,150 @@
+"""Kernel plans: which kernels run on which device, what is refused before anything compiles, and the map in README.md."""
+
+import pytest
+import torch
+
+from deltazoo import UpdateSpec, explain
+from deltazoo.backends.base import UpdateMeta
+from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.triton import TritonBackend
+from deltazoo.backends.triton import limits as triton_limits
+from deltazoo.backends.triton.config import CHOICES
+from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.plan import KERNELS, Problem, make_plan
+
+pytest.importorskip("triton", reason="the kernels need the package triton")
+
+GATED = UpdateSpec(decay="head", beta="head")
+H200, A100, RTX4090, B200 = (
+    DeviceSpec.named(name)._replace(triton="3.7.1")
+    for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA B200")
+)
+MI300X = DeviceSpec.named("AMD Instinct MI300X")._replace(triton="3.7.1")
+
+
+@pytest.fixture
+def backend():
+    """A backend that is not interpreted, whatever the environment says."""
+    backend = TritonBackend()
+    backend._interpreted = False
+    return backend
+
+
+def meta(K=128, V=128, dtype=torch.bfloat16, grad=True):
+    return UpdateMeta("cuda", dtype, H=16, HV=16, K=K, V=V, grad=grad)
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "message"),
+    [
+        (MI300X, {}, "it needs an NVIDIA GPU, and AMD Instinct MI300X is an AMD GPU"),
+        (H200._replace(triton="3.9.0"), {}, "it is tested with Triton 3.6 and 3.7, and 3.9.0 is installed"),
+        (H200._replace(triton="3.5.1"), {}, "it is tested with Triton 3.6 and 3.7, and 3.5.1 is installed"),
+        (
+            H200._replace(name="NVIDIA T4", capability=(7, 5)),
+            {},
+            "it needs compute capability 8.0 or newer, and NVIDIA T4 has 7.5",
+        ),
+        (
+            RTX4090,
+            {"K": 256, "V": 256},
+            "K = 256 and V = 256 in bfloat16 need 142340 bytes of shared memory per block for training, and NVIDIA "
+            "GeForce RTX 4090 has 101376",
+        ),
+        (RTX4090, {"K": 256, "V": 256, "grad": False}, "need 117764 bytes of shared memory per block, and"),
+        (B200, {}, "training on compute capability 10.0 needs Triton 3.9 or newer"),
+    ],
+)
+def test_unsupported_devices_are_refused_with_the_limit_and_the_need(backend, device, arguments, message):
+    (reason,) = backend.unsupported_on(GATED, meta(**arguments), device)
+    assert message in reason
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments"),
+    [
+        (H200, {}),
+        (H200._replace(triton="3.6.0"), {"K": 256, "V": 512}),
+        (A100, {"K": 256, "V": 256}),
+        (RTX4090, {}),
+        (RTX4090, {"K": 256, "V": 256, "dtype": torch.float32}),
+        (B200, {"grad": False}),
+    ],
+)
+def test_supported_devices_are_not_refused(backend, device, arguments):
+    assert backend.unsupported_on(GATED, meta(**arguments), device) == []
+
+
+def test_unsupported_reads_the_current_gpu(backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, refused in ((MI300X, True), (H200, False)):
+        monkeypatch.setattr(triton_limits.DeviceSpec, "current", staticmethod(lambda device=device: device))
+        assert bool(backend.unsupported(GATED, meta())) is refused
+
+
+def test_untested_triton_is_refused_without_a_gpu(backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton_limits, "installed_triton", lambda: "3.8.0")
+    assert backend.unsupported(GATED, meta()) == ["it is tested with Triton 3.6 and 3.7, and 3.8.0 is installed."]
+
+
+def test_unsupported_does_not_initialise_cuda_without_a_gpu(backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    backend.unsupported(GATED, meta())
+
+
+def problem(**change):
+    sizes = {"N": 8, "T": 4096, "H": 16, "HV": 16, "K": 128, "V": 128}
+    traits = {"delta": True, "erase_key": False, "decay": "head", "packed": False}
+    return Problem(**({"dtype": torch.bfloat16} | sizes | traits | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "prepare", "forward", "backward"),
+    [
+        ({}, H200, "hopper", "hopper", "fused"),
+        ({"HV": 32}, H200, "hopper", "hopper", "sweep"),
+        ({"K": 64}, H200, "hopper", "hopper", "reverse+gradients"),
+        ({"delta": False}, H200, "gates", "hopper", "fused"),
+        ({"dtype": torch.float32}, H200, "portable", "portable", "reverse+gradients"),
+        ({"split_terms": True}, H200, "portable", "portable", "reverse+gradients"),
+        ({"erase_key": True}, H200, "portable", "portable", "reverse+gradients"),
+        ({}, A100, "portable", "portable", "reverse+gradients"),
+        ({}, H200._replace(platform="hip", capability=(9, 4)), "portable", "portable", "reverse+gradients"),
+    ],
+)
+def test_plan_follows_from_problem_and_device(change, device, prepare, forward, backward):
+    case = problem(**change)
+    plan = make_plan(case, device, heuristic(case, device), grad=True)
+    assert (plan.prepare, plan.forward, plan.backward) == (prepare, forward, backward)
+    without_grad = make_plan(case, device, heuristic(case, device), grad=False)
+    assert (without_grad.backward, without_grad.every) == ("none", 0)
+
+
+def test_plan_refuses_a_config_whose_kernel_does_not_take_the_problem():
+    config = heuristic(problem(), H200)
+    with pytest.raises(ConfigError, match=r"prepare\.kernel = 'hopper' needs a Hopper GPU, .*; got NVIDIA A100"):
+        make_plan(problem(), A100, config, grad=True)
+
+
+def test_launch_configs_and_plans_name_the_same_kernels():
+    assert {phase: set(choices) for phase, choices in CHOICES.items()} == {
+        phase: set(kernels) for phase, kernels in KERNELS.items()
+    }
+
+
+def test_explain_prints_the_plan_of_a_named_device():
+    text = str(explain(GATED, meta(), "triton", shape=(8, 4096), device=H200))
+    assert "kernel plan on NVIDIA H200 (sm_90, 132 SMs, Triton 3.7.1)" in text
+    assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
+    assert "backward: hopper_fused_backward_kernel -> gate_gradients_kernel  (fused)" in text
+    conditions = str(explain(GATED, meta(), "triton", device=H200))
+    assert "reverse fused: K 65 to 128, V 33 to 128, H = HV" in conditions
+    assert "hopper" not in str(explain(GATED, meta(), "triton", device=A100))
+
+
+def test_explain_refuses_an_unknown_device_with_the_known_names():
+    with pytest.raises(ConfigError, match=r"device must be one of 'NVIDIA H200', .*, got 'NVIDIA Q1'"):
+        explain(GATED, meta(), "triton", device="NVIDIA Q1")
