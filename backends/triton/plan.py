@@ -1,13 +1,11 @@
 """Kernel plans: which kernels compute one update, decided once from the problem, the device and the launch config.
 
 A new kernel is one entry in `KERNELS`: the phase it computes, the problems and devices it takes. Launch code, the
-heuristic, the tuner and `explain` read the resulting `Plan`; README.md lists every route.
+heuristic, the tuner and `explain` read the resulting `Plan`; README.md lists every step.
 
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width
 """
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Literal, NamedTuple
 
 import torch
@@ -135,22 +133,6 @@ class Plan(NamedTuple):
     split: int = 0
     every: int = 0
 
-    @property
-    def route(self) -> "Route":
-        """The plan without its numbers."""
-        return Route(self.prepare, self.forward, self.backward, self.recompute, self.reverse, self.gradients)
-
-
-class Route(NamedTuple):
-    """The kernels of a plan; README.md has a row for each phase of each route."""
-
-    prepare: str
-    forward: str
-    backward: str
-    recompute: str | None
-    reverse: str | None
-    gradients: str | None
-
 
 def device_spec(index: int | None) -> DeviceSpec:
     """The device of tensors with this CUDA index; None: CPU tensors, which Triton's interpreter computes on."""
@@ -185,45 +167,51 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     )
 
 
+# The kernels of each step and version, in the order of their launches; README.md has a row for each.
+LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("prepare", "gates"): ("gates_kernel",),
+    ("prepare", "portable"): ("prepare_kernel",),
+    ("prepare", "hopper"): ("hopper_prepare_kernel",),
+    ("segments", "forward"): ("scan_kernel", "combine_kernel"),
+    ("forward", "portable"): ("scan_kernel",),
+    ("forward", "hopper"): ("hopper_scan_kernel",),
+    ("recompute", "portable"): ("scan_kernel",),
+    ("recompute", "hopper"): ("hopper_scan_kernel",),
+    ("segments", "backward"): ("scan_kernel", "reverse_kernel", "combine_kernel"),
+    ("backward", "fused"): ("hopper_fused_backward_kernel",),
+    ("backward", "sweep"): ("hopper_backward_sweep_kernel",),
+    ("reverse", "portable"): ("reverse_kernel",),
+    ("reverse", "hopper"): ("hopper_reverse_kernel",),
+    ("gradients", "portable"): ("gradients_kernel",),
+    ("gradients", "hopper"): ("hopper_gradients_kernel",),
+    ("groups", "portable"): ("sum_groups_kernel",),
+    ("gates", "portable"): ("gate_gradients_kernel",),
+}
+
+
 def forward_kernels(plan: Plan) -> list[str]:
     """The kernels of the forward pass in the order of their launches."""
-    names = [{"gates": "gates_kernel", "portable": "prepare_kernel", "hopper": "hopper_prepare_kernel"}[plan.prepare]]
-    if plan.split:
-        names += ["scan_kernel", "combine_kernel"]
-    return [*names, _SCAN[plan.forward]]
+    segments = [("segments", "forward")] if plan.split else []
+    return _names([("prepare", plan.prepare), *segments, ("forward", plan.forward)])
 
 
 def backward_kernels(plan: Plan, problem: Problem) -> list[str]:
     """The kernels of the backward pass in the order of their launches, for one window."""
     if plan.backward == "fused":
-        return ["hopper_fused_backward_kernel", "gate_gradients_kernel"]
-    assert plan.recompute is not None
-    names = [_SCAN[plan.recompute]]
-    if plan.split:
-        names += ["scan_kernel", "reverse_kernel", "combine_kernel"]
+        return _names([("backward", "fused"), ("gates", "portable")])
+    steps = [("recompute", str(plan.recompute))]
+    steps += [("segments", "backward")] if plan.split else []
     if plan.backward == "sweep":
-        names.append("hopper_backward_sweep_kernel")
+        steps.append(("backward", "sweep"))
     else:
-        names.append("hopper_reverse_kernel" if plan.reverse == "hopper" else "reverse_kernel")
-        names.append("hopper_gradients_kernel" if plan.gradients == "hopper" else "gradients_kernel")
+        steps += [("reverse", str(plan.reverse)), ("gradients", str(plan.gradients))]
     if problem.grouped or (plan.backward == "sweep" and problem.V > 128):
-        names.append("sum_groups_kernel")
-    return [*names, "gate_gradients_kernel"]
+        steps.append(("groups", "portable"))
+    return _names([*steps, ("gates", "portable")])
 
 
-_SCAN: dict[Version, str] = {"portable": "scan_kernel", "hopper": "hopper_scan_kernel"}
-
-
-def routes() -> Iterator[Route]:
-    """Enumerate the routes that a plan may take."""
-    versions: tuple[Version, ...] = ("portable", "hopper")
-    for prepare, forward in product(("gates", *versions), versions):
-        yield Route(prepare, forward, "none", None, None, None)
-        yield Route(prepare, forward, "fused", None, None, None)
-        for recompute in versions:
-            yield Route(prepare, forward, "sweep", recompute, None, None)
-            for reverse, gradients in product(versions, versions):
-                yield Route(prepare, forward, "reverse+gradients", recompute, reverse, gradients)
+def _names(steps: list[tuple[str, str]]) -> list[str]:
+    return [name for step in steps for name in LAUNCHES[step]]
 
 
 def _version(kernel: KernelChoice) -> Version:

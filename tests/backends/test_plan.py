@@ -1,4 +1,7 @@
-"""Kernel plans: which kernels run on which device, what is refused before anything compiles, and the map in README.md."""
+"""Kernel plans: which kernels run on which device, what is refused before it compiles, and the table in README.md."""
+
+import re
+from importlib.resources import files
 
 import pytest
 import torch
@@ -11,7 +14,15 @@ from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton import limits as triton_limits
 from deltazoo.backends.triton.config import CHOICES
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.plan import KERNELS, Problem, make_plan
+from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
+from deltazoo.backends.triton.plan import (
+    KERNELS,
+    LAUNCHES,
+    Problem,
+    backward_kernels,
+    forward_kernels,
+    make_plan,
+)
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 
@@ -148,3 +159,58 @@ def test_explain_prints_the_plan_of_a_named_device():
 def test_explain_refuses_an_unknown_device_with_the_known_names():
     with pytest.raises(ConfigError, match=r"device must be one of 'NVIDIA H200', .*, got 'NVIDIA Q1'"):
         explain(GATED, meta(), "triton", device="NVIDIA Q1")
+
+
+def test_readme_has_one_row_per_step_with_its_kernels():
+    text = (files("deltazoo.backends.triton") / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("| step | version |") :].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    listed = {(step, version): tuple(re.findall(r"`(\w+)`", kernels)) for step, version, kernels, *_ in rows}
+    assert listed == LAUNCHES
+    assert all(len(row) == 7 and all(row) for row in rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"HV": 4},
+        {"K": 64},
+        {"K": 64, "HV": 4, "N": 1, "T": 4200},
+        {"N": 1, "T": 4200},
+        {"V": 256},
+        {"delta": False},
+        {"packed": True},
+        {"dtype": torch.float32, "N": 1, "T": 4200},
+    ],
+    ids=str,
+)
+def test_plan_lists_the_kernels_that_are_launched(monkeypatch, change):
+    from deltazoo.backends.triton import backward, forward
+
+    launched = []
+
+    def recorder(kernel, *arguments, **options):
+        return lambda *numbers: launched.append(kernel.__name__)
+
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "launcher", recorder)
+    case = problem(**({"N": 2, "T": 200, "H": 2, "HV": 2} | change))
+    device = H200._replace(processors=4 if case.T == 200 else 132)
+    config = heuristic(case, device)
+    plan = make_plan(case, device, config, grad=True)
+    assert (plan.split > 0) is (case.T == 4200)
+    B, T, H, HV, K, V = 1 if case.packed else case.N, case.T, case.H, case.HV, case.K, case.V
+    strength = torch.empty(B, T, HV)
+    x = ScanOperands(
+        q=torch.empty(B, T, H, K, dtype=case.dtype), k=torch.empty(B, T, H, K, dtype=case.dtype),
+        v=torch.empty(B, T, HV, V, dtype=case.dtype), log_decay=strength, b=strength, w=strength,
+        cu_seqlens=torch.tensor([0, 90, T], dtype=torch.int32) if case.packed else None,
+    )  # fmt: skip
+    kind = ScanKind(case.delta, False, False, False, False, 0.1)
+    _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
+    assert launched == forward_kernels(plan)
+    launched.clear()
+    saved = Saved(Prepared(*prepared), checkpoints)
+    backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+    assert launched == backward_kernels(plan, case)
