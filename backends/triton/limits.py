@@ -43,8 +43,8 @@ def refusals(
         return tuple(reasons)
     if grad and device.capability[0] == 10 and device.triton_version < (3, 9):
         reasons.append(
-            f"training on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: with older versions "
-            f"the backward exceeds tensor memory; {device.triton} is installed."
+            f"training on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: with older "
+            f"versions the backward exceeds tensor memory; {device.triton} is installed."
         )
     need = shared_memory_needed(dtype, K, V, grad, split_terms, erase_key)
     if need > device.shared_memory:

@@ -1,18 +1,20 @@
-"""A stand-in for `launcher` where there is no GPU: it compiles for compute capability 9.0, and launches nothing."""
+"""A stand-in for `launcher` on machines without a GPU: it compiles for compute capability 9.0 and launches nothing."""
 
+import hashlib
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-NUMBERS = {"scale": "fp32"}  # the others are int32
-POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+FLOATS = ("scale",)  # numbers of other names are int32
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
 
 class Compiler:
-    """What stands in; `compiled`: the kernels by name, of those in Gluon alone unless `all`."""
+    """Compiles the kernels in Gluon, or with `all` every kernel. compiled: names and results, in order."""
 
     def __init__(self, all: bool = False) -> None:
         self.all = all
@@ -21,33 +23,53 @@ class Compiler:
     def __call__(
         self,
         kernel: Any,
-        tensors: Sequence[torch.Tensor | None],
+        tensors: Sequence[Any],
         constants: Sequence[Hashable],
         warps: int = 4,
         stages: int = 1,
         registers: int | None = None,
     ) -> Callable[..., None]:
-        gluon = getattr(kernel, "is_gluon", bool)()
-        if gluon or self.all:
-            from triton.backends.compiler import GPUTarget
-            from triton.compiler import ASTSource, compile
-            from triton.experimental.gluon._runtime import GluonASTSource
-
-            names = kernel.arg_names
-            of_tensors, of_constants = names[: len(tensors)], names[len(names) - len(constants) :]
-            signature = {name: NUMBERS.get(name, "i32") for name in names}
-            signature |= {
-                name: "constexpr" if x is None else POINTERS[x.dtype]
-                for name, x in zip(of_tensors, tensors, strict=True)
-            }
-            signature |= dict.fromkeys(of_constants, "constexpr")
-            values = dict(zip(of_constants, constants, strict=True))
-            values |= {name: None for name, x in zip(of_tensors, tensors, strict=True) if x is None}
-            wide = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(tensors) if x is not None}
-            source = (GluonASTSource if gluon else ASTSource)(
-                kernel, signature, {(names.index(name),): value for name, value in values.items()}, wide
-            )
-            options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-            found = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            self.compiled.append((kernel.__name__, found))
+        if self.all or getattr(kernel, "is_gluon", bool)():
+            self.compiled.append((kernel.__name__, compiled(kernel, tensors, constants, warps, stages, registers)))
         return lambda *_: None
+
+
+def compiled(
+    kernel: Any, tensors: Sequence[Any], constants: Sequence[Hashable], warps: int, stages: int, registers: int | None
+) -> Any:
+    """Compile a kernel for sm_90 as `launcher` would: pointers are multiples of 16 bytes, numbers not specialised."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    names = kernel.arg_names
+    of_tensors, of_constants = names[: len(tensors)], names[len(names) - len(constants) :]
+    signature = {name: "fp32" if name in FLOATS else "i32" for name in names}
+    signature |= {name: _type(x) for name, x in zip(of_tensors, tensors, strict=True)}
+    signature |= dict.fromkeys(of_constants, "constexpr")
+    values = dict(zip(of_constants, constants, strict=True))
+    values |= {name: None for name, x in zip(of_tensors, tensors, strict=True) if x is None}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(tensors) if isinstance(x, torch.Tensor)}
+    source_type = GluonASTSource if getattr(kernel, "is_gluon", bool)() else ASTSource
+    source = source_type(kernel, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
+    options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _type(x: Any) -> str:
+    if x is None:
+        return "constexpr"
+    if isinstance(x, torch.Tensor):
+        return f"*{NAMES[x.dtype]}"
+    return f"tensordesc<{NAMES[x.base.dtype]}[{','.join(map(str, x.block_shape))}]>"
+
+
+_NOT_CODE = re.compile(r"//[^\n]*|^\s*\.(loc|file|version|target)\b[^\n]*|^\s*\$L__(tmp|func)\w*:", re.MULTILINE)
+
+
+def ptx_hash(kernel: Any) -> str:
+    """Hash a compiled kernel's PTX without its name, comments and debug information."""
+    ptx = re.sub(r"\.section\s+\.debug.*", "", kernel.asm["ptx"], flags=re.DOTALL)
+    ptx = _NOT_CODE.sub("", ptx).replace(kernel.metadata.name, "kernel")
+    text = "\n".join(line.strip() for line in ptx.splitlines() if line.strip())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,126 @@
+"""The compiled kernels are those that the revisions were given to: hashes of their PTX for sm_90.
+
+A difference means that the compiled code changed. If that changes performance or numerics, raise the kernel's revision
+in backends/triton/revisions.py; in any case regenerate the hashes: python tests/backends/test_revisions.py
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compiling import Compiler, ptx_hash
+
+from deltazoo.backends.conformance.decode_step import draw_step, typical_step
+from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.triton import decode_step as fused
+from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
+from deltazoo.backends.triton.plan import Problem, make_plan
+from deltazoo.backends.triton.revisions import REVISIONS
+
+TRITON = "3.7.1"
+STORED = Path(__file__).with_name("compiled_kernels.json")
+COMMAND = "python tests/backends/test_revisions.py"
+HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 4, 232448, TRITON)
+AMPERE = DeviceSpec("an Ampere GPU", "cuda", (8, 0), 4, 166912, TRITON)
+# name: the device of the plan, and what differs from a gated delta rule of 2 sequences of 200 tokens, 2 heads of 128
+CASES = {
+    "fused": (HOPPER, {}),
+    "sweep": (HOPPER, {"HV": 4}),
+    "reverse": (HOPPER, {"K": 64, "V": 64}),
+    "portable segments": (AMPERE, {"T": 4200, "N": 1, "HV": 1, "H": 1}),
+    "portable additive": (AMPERE, {"delta": False, "HV": 4}),
+}
+
+
+def compile_case(name: str) -> dict[str, str]:
+    """Compile what one case launches forward and backward. Returns the hash of each kernel by case and position."""
+    from deltazoo.backends.triton import backward, forward
+
+    device, change = CASES[name]
+    sizes = {"N": 2, "T": 200, "H": 2, "HV": 2, "K": 128, "V": 128}
+    traits = {"dtype": torch.bfloat16, "delta": True, "erase_key": False, "decay": "head", "packed": False}
+    problem = Problem(**(sizes | traits | change))
+    # segments need a GPU with more SMs than programs
+    device = device._replace(processors=132) if problem.T > 1000 else device
+    config = heuristic(problem, device)
+    plan = make_plan(problem, device, config, grad=True)
+    N, T, H, HV, K, V = problem.N, problem.T, problem.H, problem.HV, problem.K, problem.V
+    strength = torch.empty(N, T, HV)
+    x = ScanOperands(
+        q=torch.empty(N, T, H, K, dtype=problem.dtype), k=torch.empty(N, T, H, K, dtype=problem.dtype),
+        v=torch.empty(N, T, HV, V, dtype=problem.dtype), log_decay=strength, b=strength, w=strength,
+        state=torch.empty(N, HV, K, V),
+    )  # fmt: skip
+    kind = ScanKind(problem.delta, False, False, False, False, 0.1)
+    compiler = Compiler(all=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (forward, backward):
+            patch.setattr(module, "launcher", compiler)
+        _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
+        saved = Saved(Prepared(*prepared), checkpoints)
+        backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+    return hashes(name, compiler)
+
+
+def compile_steps() -> dict[str, str]:
+    """Compile the kernels of a decode step, of the update and of a mixer."""
+    from deltazoo.backends.triton import decode
+
+    spec = UpdateSpec(decay="head", beta="head")
+    x = ScanOperands(
+        q=torch.empty(4, 2, 128, dtype=torch.bfloat16), k=torch.empty(4, 1, 2, 128, dtype=torch.bfloat16),
+        v=torch.empty(4, 1, 2, 128, dtype=torch.bfloat16), log_decay=torch.empty(4, 2), b=torch.empty(4, 1, 2),
+        w=torch.empty(4, 1, 2),
+    )  # fmt: skip
+    kind = ScanKind(True, False, False, False, False, 0.1)
+    step = typical_step(spec, Shape("rows", 4, 1, 2, 4, 128, 128))
+    compiler = Compiler(all=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "launcher", compiler)
+        patch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
+        decode.step_(x, torch.empty(4, 2, 128, 128), None, kind, heuristic(Problem(
+            torch.bfloat16, 4, 1, 2, 2, 128, 128, True, False, "head", False), HOPPER).decode)  # fmt: skip
+        fused.fused_decode_step_(step, *draw_step(step, (), 4, torch.bfloat16, torch.device("cpu"))[:2], None)
+    return hashes("step", compiler)
+
+
+def hashes(case: str, compiler: Compiler) -> dict[str, str]:
+    """Hashes by case and position: a kernel may be renamed."""
+    return {f"{case} {n}": ptx_hash(kernel) for n, (_, kernel) in enumerate(compiler.compiled)}
+
+
+def supported() -> bool:
+    """Whether the pinned Triton is installed with its compiler."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return sys.platform == "linux" and triton.__version__ == TRITON and not triton.knobs.runtime.interpret
+
+
+@pytest.mark.skipif(not supported(), reason=f"needs the compiler of Triton {TRITON}, and not its interpreter")
+@pytest.mark.parametrize("case", [*CASES, "step"])
+def test_compiled_kernels_are_those_of_their_revisions(case):
+    stored = json.loads(STORED.read_text())
+    found = compile_steps() if case == "step" else compile_case(case)
+    expected = {name: value for name, value in stored["hashes"].items() if name.rpartition(" ")[0] == case}
+    changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    assert not changed, (
+        f"the compiled code of {', '.join(changed)} changed: if performance or numerics changed, raise the revision in "
+        f"backends/triton/revisions.py; then regenerate {STORED.name} by: {COMMAND}"
+    )
+
+
+def test_stored_hashes_belong_to_the_present_revisions():
+    assert json.loads(STORED.read_text())["revisions"] == REVISIONS, f"regenerate {STORED.name} by: {COMMAND}"
+
+
+if __name__ == "__main__":
+    found = {key: value for case in CASES for key, value in compile_case(case).items()} | compile_steps()
+    text = json.dumps({"triton": TRITON, "revisions": REVISIONS, "hashes": found}, indent=1)
+    STORED.write_text(text + "\n")
