@@ -1,4 +1,9 @@
-"""Launch a kernel with little work on the host where a call like it has been made before."""
+"""Launch a kernel by its compiled handle, with little host work if an equal call was made before.
+
+Triton's own launch examines each argument anew, which takes longer than a small kernel runs. Measured on an H200 with
+eager gated delta rule, packed, forward and backward: 5.45 -> 2.88 ms. Tested with torch 2.11 / Triton 3.6 and torch 2.13
+/ Triton 3.7.1, whose compiled kernels take (grid)(*arguments, stream=...). `CACHED_LAUNCH = False` uses Triton's launch.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -7,11 +12,12 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltazoo.backends.triton import precompile as ahead
+from deltazoo.backends.triton import precompile
 from deltazoo.backends.watch import RunRecord, is_watched, record_run
 
+CACHED_LAUNCH = True
 _compiled: dict[Hashable, Any] = {}
-_WIDE = 16  # bytes; Triton compiles another kernel for a pointer that is no multiple
+_ALIGNMENT = 16  # bytes; Triton compiles another kernel for other pointers
 
 
 def launcher(
@@ -22,13 +28,14 @@ def launcher(
     stages: int = 1,
     registers: int | None = None,
 ) -> Callable[..., None]:
-    """What runs a Triton kernel on the current stream: a function of how many programs, and of the kernel's numbers.
+    """Prepare launches of a Triton kernel on the current stream.
 
-    The kernel's parameters are tensors or descriptors of such, numbers (none specialised), constants. Triton's own
-    launch looks at each argument anew, which takes longer than a small kernel runs. Here the compiled kernel is kept by
-    all that it was compiled for (constants, the tensors' dtypes and alignment, the device), and gets bare pointers;
-    what is launched several times looks its kernel up once. Debugging knobs of Triton count when a kernel first runs.
-    Where a body is walked to compile its kernels ahead, they are compiled, and not run.
+    The kernel's parameters are tensors or tensor descriptors, numbers (none specialised), constants, in this order. The
+    compiled kernel is cached by everything that it depends on: constants, dtypes and alignment of the tensors, and the
+    device. It gets bare pointers. Triton's debugging knobs take effect when a kernel first runs. While `precompile`
+    traces an operator, kernels are compiled, and not launched.
+
+    Returns: a function of the number of programs and the kernel's numbers.
     """
     pointers: list[Any] = []
     key: list[Hashable] = [kernel.fn, warps, stages, registers, *constants]
@@ -36,38 +43,40 @@ def launcher(
         if isinstance(x, Tensor):
             pointer = x.data_ptr()
             pointers.append(pointer)
-            key += (x.dtype, pointer % _WIDE == 0)
+            key += (x.dtype, pointer % _ALIGNMENT == 0)
         else:
             pointers.append(x)
             key.append(None if x is None else (x.base.dtype, *x.block_shape))
     first = tensors[0]
     assert isinstance(first, Tensor)
-    walked = ahead.walk.device
-    device = first.get_device() if walked is None else walked.index
+    traced_device = precompile.tracing.device
+    device = first.get_device() if traced_device is None else traced_device.index
     key.append(device)
-    known = tuple(key)
-    compiled = _compiled.get(known)
-    stream = None if compiled is None or walked is not None else _stream(device)
+    cache_key = tuple(key)
+    compiled = _compiled.get(cache_key) if CACHED_LAUNCH else None
+    stream = None if compiled is None or traced_device is not None else _stream(device)
 
     def launch(programs: int, *numbers: int | float) -> None:
         nonlocal compiled, stream
         if programs == 0:
             return
-        if walked is None and is_watched():
+        if traced_device is None and is_watched():
             record_run(RunRecord("triton", kernel.__name__, programs, warps))
         if compiled is not None:
-            if walked is None:
+            if traced_device is None:
                 compiled[(programs, 1, 1)](*pointers, *numbers, *constants, stream=stream)
             return
-        given = (*tensors, *numbers, *constants)
+        arguments = (*tensors, *numbers, *constants)
         options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
-        if walked is not None:
-            ahead.compile_kernel(known, kernel, lambda: kernel.warmup(*given, grid=(programs,), **options))
+        if traced_device is not None:
+            warm_up = lambda: kernel.warmup(*arguments, grid=(programs,), **options)  # noqa: E731
+            precompile.compile_kernel(cache_key, kernel, warm_up)
             return
-        ahead.await_kernel(known)
-        found = kernel[(programs,)](*given, **options)
-        if found is not None and all(abs(x) < 2**31 for x in numbers):  # the interpreter compiles nothing
-            compiled = _compiled[known] = found
+        precompile.await_kernel(cache_key)
+        handle = kernel[(programs,)](*arguments, **options)
+        # the interpreter returns no handle; numbers beyond 32 bits are compiled as int64
+        if CACHED_LAUNCH and handle is not None and all(abs(x) < 2**31 for x in numbers):
+            compiled = _compiled[cache_key] = handle
             stream = _stream(device)
 
     return launch

@@ -1,8 +1,10 @@
-"""Compile kernels while torch.compile is still at work on the graph that launches them, in threads of their own.
+"""Compile kernels in threads while torch.compile still compiles the graph that will launch them.
 
-A graph is traced on tensors that have sizes alone, and an operator says by its fake what it returns. Here its body is
-walked at the same time, on tensors without storage, in a thread; each kernel that it would launch compiles in another.
-Whoever launches one meanwhile waits for it. What is walked in vain costs time of the CPU, and changes nothing.
+When a graph is traced, the fake implementation of an operator only computes shapes. Here the operator's body also runs
+at that time, in a thread and on meta tensors: `launcher` then submits each kernel to a pool of compiling threads instead
+of launching it. A launch waits for a kernel that is being compiled. A body that fails to run costs CPU time and changes
+nothing. Measured on a gated DeltaNet layer (H200, 16 cores): the first training step falls from 24 to 17 s. Tested with
+torch 2.11 / Triton 3.6 and torch 2.13 / Triton 3.7.1. `PRECOMPILE = False` disables it.
 """
 
 import functools
@@ -17,49 +19,50 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-_log = logging.getLogger(__name__)
+PRECOMPILE = True
 _THREADS = 8
+_log = logging.getLogger(__name__)
 
 
-class Walk(threading.local):
-    """What this thread walks a body for: `device` is that of the kernels to compile, None where it launches them."""
+class _Tracing(threading.local):
+    """The device for which this thread traces a body; None: kernels are launched."""
 
     device: torch.device | None = None
 
 
-walk = Walk()
+tracing = _Tracing()
 
 
-class _Work:
-    """The threads, what has been walked, and what is under way."""
+class _Pool:
+    """The threads, the calls that were traced, and the kernels that were submitted."""
 
     def __init__(self) -> None:
-        self.walker = ThreadPoolExecutor(1, "deltazoo-walk")
+        self.tracer = ThreadPoolExecutor(1, "deltazoo-trace")
         self.compilers = ThreadPoolExecutor(_THREADS, "deltazoo-compile")
-        self.walked: set[Hashable] = set()
-        self.walks: set[Future[None]] = set()
+        self.traced: set[Hashable] = set()
+        self.traces: set[Future[None]] = set()
         self.kernels: dict[Hashable, Future[None]] = {}
 
 
-_work = _Work()
+_pool = _Pool()
 
 
-def _forget() -> None:
-    """A process that was forked has none of these threads."""
-    global _work
-    _work = _Work()
+def _renew() -> None:
+    """A forked process has none of its parent's threads."""
+    global _pool
+    _pool = _Pool()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_renew)
 
 
 def compiled_ahead(body: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake of an operator, which has the body's kernels compiled where a graph is traced for a CUDA device."""
+    """Wrap the fake of an operator so that tracing a graph for a CUDA device compiles the kernels of its body."""
 
     @functools.wraps(fake)
     def traced(*arguments: Any) -> Any:
-        if TracingContext.try_get() is not None:
+        if PRECOMPILE and TracingContext.try_get() is not None:
             begin(body, arguments)
         return fake(*arguments)
 
@@ -67,75 +70,73 @@ def compiled_ahead(body: Callable[..., Any], fake: Callable[..., Any]) -> Callab
 
 
 def begin(body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Walk a body, once for such arguments; of their tensors, devices, dtypes, sizes and strides count, or hints."""
+    """Trace a body in a thread, once per devices, dtypes, sizes and strides; of symbolic sizes their hints."""
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     if device.type != "cuda" or not torch.cuda.is_available():
         return
     try:
-        sizes = [_sizes(x) for x in arguments]
-    except Exception:  # of a size that only the run will tell there may be no hint
-        _log.debug("%s is not walked", body, exc_info=True)
+        layouts = [_layout(x) for x in arguments]
+    except Exception:  # an unbacked size has no hint
+        _log.debug("%s is not traced", body, exc_info=True)
         return
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = (body, device, repr(sizes))
-    if key in _work.walked:
+    key = (body, device, repr(layouts))
+    if key in _pool.traced:
         return
-    _work.walked.add(key)
-    under_way = _work.walker.submit(_walk, body, sizes, device)
-    _work.walks.add(under_way)
-    under_way.add_done_callback(_work.walks.discard)
+    _pool.traced.add(key)
+    trace = _pool.tracer.submit(_trace, body, layouts, device)
+    _pool.traces.add(trace)
+    trace.add_done_callback(_pool.traces.discard)
 
 
-def compile_kernel(known: Hashable, kernel: Any, compile: Callable[[], Any]) -> None:
-    """Compile one in another thread, for the device that this thread walks for, unless that is under way or done."""
-    if known not in _work.kernels:
-        assert walk.device is not None
-        # in one thread: what Triton's cache knows it by depends on which functions have been read before
-        _ = kernel.cache_key
-        _work.kernels[known] = _work.compilers.submit(_compile, walk.device, compile)
+def compile_kernel(key: Hashable, kernel: Any, warm_up: Callable[[], Any]) -> None:
+    """Compile a kernel in another thread for the device that this thread traces for, once."""
+    if key not in _pool.kernels:
+        assert tracing.device is not None
+        _ = kernel.cache_key  # computed in one thread: it depends on the order in which functions are first read
+        _pool.kernels[key] = _pool.compilers.submit(_compile, tracing.device, warm_up)
 
 
-def await_kernel(known: Hashable) -> None:
-    """Return once nobody compiles this kernel any more."""
-    wait(tuple(_work.walks))  # which may come to it
-    if known in _work.kernels:
-        wait([_work.kernels[known]])
+def await_kernel(key: Hashable) -> None:
+    """Wait until no thread compiles this kernel."""
+    wait(tuple(_pool.traces))  # each may still submit it
+    if key in _pool.kernels:
+        wait([_pool.kernels[key]])
 
 
 def device_of(x: Tensor) -> torch.device:
-    """Where a tensor is; of one without storage, where it would be."""
-    return x.device if walk.device is None else walk.device
+    """The device of a tensor; while a body is traced, the device that its meta tensors stand for."""
+    return x.device if tracing.device is None else tracing.device
 
 
-def _compile(device: torch.device, compile: Callable[[], Any]) -> None:
+def _compile(device: torch.device, warm_up: Callable[[], Any]) -> None:
     try:
         with torch.cuda.device(device):
-            compile()
-    except Exception:  # its launch will say the same to whom it concerns
+            warm_up()
+    except Exception:  # the launch raises it again
         _log.debug("a kernel does not compile", exc_info=True)
 
 
-def _walk(body: Callable[..., Any], sizes: list[Any], device: torch.device) -> None:
-    walk.device = device
+def _trace(body: Callable[..., Any], layouts: list[Any], device: torch.device) -> None:
+    tracing.device = device
     try:
-        body(*(_without_storage(x) for x in sizes))
+        body(*(_meta_tensor(x) for x in layouts))
     except Exception:
-        _log.debug("%s cannot be walked", body, exc_info=True)
+        _log.debug("%s cannot be traced", body, exc_info=True)
     finally:
-        walk.device = None
+        tracing.device = None
 
 
-class _Sizes(tuple[Any, ...]):
-    """dtype, sizes and strides of a tensor; what is made of them while a graph is traced would be a part of that."""
+class _Layout(tuple[Any, ...]):
+    """dtype, sizes and strides of a tensor. A meta tensor made while a graph is traced would become part of it."""
 
 
-def _sizes(x: Any) -> Any:
-    """Numbers and flags as they are; of a tensor what `_without_storage` makes one of."""
+def _layout(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return _Sizes((x.dtype, tuple(map(_number, x.shape)), tuple(map(_number, x.stride()))))
+        return _Layout((x.dtype, tuple(map(_number, x.shape)), tuple(map(_number, x.stride()))))
     if isinstance(x, list):
-        return [_sizes(y) for y in x]
+        return [_layout(y) for y in x]
     return _number(x) if isinstance(x, torch.SymInt) else x
 
 
@@ -144,15 +145,16 @@ def _number(x: int | torch.SymInt) -> int:
 
 
 def _hint(x: torch.SymInt) -> int:
-    """What it is in this call: a graph for any length is traced with one."""
-    from torch.fx.experimental import symbolic_shapes as sizes  # slow to import, and there when there is a SymInt
+    """The value of a symbolic size in the call that is traced."""
+    from torch.fx.experimental import symbolic_shapes  # slow to import, and imported already if there is a SymInt
 
-    hint = getattr(sizes, "optimization_hint", None) or getattr(sizes, "size_hint")  # noqa: B009, before torch 2.12
+    hint = getattr(symbolic_shapes, "optimization_hint", None)
+    hint = hint or getattr(symbolic_shapes, "size_hint")  # noqa: B009, before torch 2.12
     return int(hint(x))
 
 
-def _without_storage(x: Any) -> Any:
-    if isinstance(x, _Sizes):
+def _meta_tensor(x: Any) -> Any:
+    if isinstance(x, _Layout):
         dtype, shape, stride = x
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return [_without_storage(y) for y in x] if isinstance(x, list) else x
+    return [_meta_tensor(y) for y in x] if isinstance(x, list) else x

@@ -1,4 +1,4 @@
-"""Kernels compile while torch.compile traces: the same that will be launched, and nothing else is done differently."""
+"""Precompiling: torch.compile compiles, while it traces, exactly the kernels that are launched later."""
 
 import pytest
 import torch
@@ -20,18 +20,18 @@ HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
 
 
 @pytest.fixture
-def walked(monkeypatch):
-    """The kernels that a walk would compile, by what they are known by, none of which is compiled."""
+def traced(monkeypatch):
+    """The cache keys of the kernels that tracing would compile; none is compiled."""
     found = []
-    monkeypatch.setattr(ahead, "_work", ahead._Work())
-    monkeypatch.setattr(ahead, "compile_kernel", lambda known, kernel, compile: found.append(known))
+    monkeypatch.setattr(ahead, "_pool", ahead._Pool())
+    monkeypatch.setattr(ahead, "compile_kernel", lambda key, kernel, warm_up: found.append(key))
     return found
 
 
-def walk(body, arguments):
-    """Walk a body as torch.compile has it walked, and wait."""
-    sizes = [ahead._sizes(x) for x in arguments]
-    ahead._work.walker.submit(ahead._walk, body, sizes, torch.device("cuda", 0)).result()
+def trace(body, arguments):
+    """Walk a body as torch.compile has it traced, and wait."""
+    layouts = [ahead._layout(x) for x in arguments]
+    ahead._pool.tracer.submit(ahead._trace, body, layouts, torch.device("cuda", 0)).result()
 
 
 def scan_arguments(shape, device="cpu"):
@@ -49,16 +49,14 @@ def scan_arguments(shape, device="cpu"):
     ],
     ids=["dense", "packed"],
 )
-def test_a_walk_on_sizes_alone_comes_to_the_kernels_of_a_device_that_is_not_here(
-    monkeypatch, walked, heads, lengths, backward
-):
+def test_tracing_on_meta_tensors_compiles_the_kernels_of_another_device(monkeypatch, traced, heads, lengths, backward):
     monkeypatch.setattr(plans, "device_spec", lambda index: HOPPER)
     shape = Shape("shape", B=1, T=1000, H=heads, HV=heads, K=128, V=128, lengths=lengths)
     operands, kind, arguments = scan_arguments(shape)
-    walk(op._scan_impl, arguments)
+    trace(op._scan_impl, arguments)
     o, final, *kept = op._scan_fake(*arguments)
-    walk(op._backward_impl, (*operands, *kept, o, final, *kind))
-    names = [known[0].__name__ for known in walked]
+    trace(op._backward_impl, (*operands, *kept, o, final, *kind))
+    names = [key[0].__name__ for key in traced]
     assert names == ["hopper_prepare_kernel", "hopper_scan_kernel", *backward, "gate_gradients_kernel"]
 
 
@@ -69,8 +67,8 @@ def conv_arguments():
 
 @runs
 @pytest.mark.parametrize("what", ["dense", "packed", "step", "conv"])
-def test_a_walk_comes_to_the_kernels_that_are_launched(monkeypatch, walked, what):
-    """By all that they are compiled for, but the device's number."""
+def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, what):
+    """Equal cache keys, except for the device index."""
     if what == "conv":
         inputs, kind = conv_arguments()
         out = conv._conv_impl(*inputs, *kind)
@@ -87,16 +85,16 @@ def test_a_walk_comes_to_the_kernels_that_are_launched(monkeypatch, walked, what
     launched = []
     monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
     monkeypatch.setattr(ahead, "await_kernel", launched.append)
-    for body, given in calls:
-        body(*given)
+    for body, arguments in calls:
+        body(*arguments)
         monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
-        walk(body, given)
+        trace(body, arguments)
     assert launched
-    assert [known[:-1] for known in walked] == [known[:-1] for known in launched]
+    assert [key[:-1] for key in traced] == [key[:-1] for key in launched]
 
 
 @runs
-def test_torch_compile_walks_forward_and_backward_and_eager_code_walks_nothing(monkeypatch):
+def test_torch_compile_traces_forward_and_backward_and_eager_code_traces_nothing(monkeypatch):
     begun = []
     monkeypatch.setattr(ahead, "begin", lambda body, arguments: begun.append(body))
     x = draw(Case(GATED, Shape("short", B=1, T=20, H=1, HV=1, K=16, V=16), torch.float16), DEVICE)
@@ -109,25 +107,25 @@ def test_torch_compile_walks_forward_and_backward_and_eager_code_walks_nothing(m
     assert not begun
 
 
-def test_a_size_that_only_the_run_will_tell_is_no_error(monkeypatch, walked):
+def test_unbacked_size_is_not_traced(monkeypatch, traced):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ahead, "_hint", lambda size: 1 // 0)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         x = torch.empty(mode.shape_env.create_unbacked_symint(), device="cuda")
         ahead.begin(op._scan_impl, (x,))
-    assert not ahead._work.walked
+    assert not ahead._pool.traced
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_compiled_layer_launches_no_kernel_that_was_not_compiled_ahead(monkeypatch):
-    monkeypatch.setattr(ahead, "_work", ahead._Work())
+def test_compiled_layer_launches_only_precompiled_kernels(monkeypatch):
+    monkeypatch.setattr(ahead, "_pool", ahead._Pool())
     monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
     launched = []
 
-    def watched_await(known):
-        launched.append(known)
-        return await_kernel(known)
+    def watched_await(key):
+        launched.append(key)
+        return await_kernel(key)
 
     await_kernel = ahead.await_kernel
     monkeypatch.setattr(ahead, "await_kernel", watched_await)
@@ -136,5 +134,14 @@ def test_a_compiled_layer_launches_no_kernel_that_was_not_compiled_ahead(monkeyp
     torch._dynamo.reset()
     torch.compile(lambda x: layer(x)[0], fullgraph=True)(x).sum().backward()
     assert len(launched) >= 5
-    assert set(launched) <= set(ahead._work.kernels)
-    assert all(done.result() is None for done in ahead._work.kernels.values())
+    assert set(launched) <= set(ahead._pool.kernels)
+    assert all(done.result() is None for done in ahead._pool.kernels.values())
+
+
+@runs
+def test_without_precompile_tracing_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(ahead, "PRECOMPILE", False)
+    monkeypatch.setattr(ahead, "begin", lambda body, arguments: pytest.fail("traced"))
+    x = draw(Case(GATED, Shape("short", B=1, T=20, H=1, HV=1, K=16, V=16), torch.float16), DEVICE)
+    bound = bind(GATED, TritonBackend())
+    torch.compile(lambda x: bound(x).o, fullgraph=True, backend="aot_eager")(x)

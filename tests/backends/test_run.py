@@ -12,7 +12,7 @@ from deltazoo.backends.triton import launcher as running
 
 
 class Kernel:
-    """Counts what it compiles, as a Triton kernel does; compiled, it notes what it is launched with."""
+    """Imitates a Triton kernel: records compilations, and launches of its compiled handle."""
 
     def __init__(self, compiles: bool = True) -> None:
         self.fn = object()
@@ -42,7 +42,7 @@ def no_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_stream", lambda device: 0)
 
 
-def test_a_call_like_one_before_gets_bare_pointers():
+def test_repeated_call_passes_bare_pointers():
     kernel, x, y = Kernel(), torch.zeros(64), torch.zeros(64)
     running.launcher(kernel, (x, None), (True, "head"), warps=8, stages=2)(3, 7, 0.5)
     running.launcher(kernel, (y, None), (True, "head"), warps=8, stages=2)(5, 9, 0.25)
@@ -50,7 +50,7 @@ def test_a_call_like_one_before_gets_bare_pointers():
     assert kernel.launches == [((5, 1, 1), (y.data_ptr(), None, 9, 0.25, True, "head"))]
 
 
-def test_a_descriptor_is_handed_on_and_counts_by_its_dtype_and_tile():
+def test_descriptor_is_passed_on_and_cached_by_dtype_and_tile():
     def tiles(rows: int, dtype: torch.dtype = torch.float32) -> TensorDescriptor:
         return TensorDescriptor(torch.zeros(8, 8, dtype=dtype), [8, 8], [8, 1], [rows, 8])
 
@@ -74,7 +74,7 @@ def test_a_descriptor_is_handed_on_and_counts_by_its_dtype_and_tile():
     ],
     ids=["dtype", "alignment", "another operand", "constant", "warps", "stages", "registers"],
 )
-def test_what_a_kernel_is_compiled_for_makes_another_handle(other):
+def test_call_that_compiles_differently_has_its_own_handle(other):
     kernel = Kernel()
     call = {"tensors": (torch.zeros(64), None), "constants": (True,)}
     running.launcher(kernel, **call)(1, 1)
@@ -86,7 +86,7 @@ def test_what_a_kernel_is_compiled_for_makes_another_handle(other):
     assert len(kernel.launches) == 1
 
 
-def test_a_kernel_that_one_launcher_compiled_is_the_next_ones():
+def test_launchers_share_compiled_handles():
     kernel, x = Kernel(), torch.zeros(64)
     first = running.launcher(kernel, (x,), (True,))
     first(1, 1)
@@ -96,7 +96,7 @@ def test_a_kernel_that_one_launcher_compiled_is_the_next_ones():
     assert len(kernel.compilations) == 1
 
 
-def test_nothing_is_kept_of_the_interpreter_nor_of_numbers_beyond_32_bits():
+def test_interpreted_kernels_and_64_bit_numbers_are_not_cached():
     interpreted, wide = Kernel(compiles=False), Kernel()
     for _ in range(2):
         running.launcher(interpreted, (torch.zeros(4),), ())(1, 1)
@@ -104,27 +104,36 @@ def test_nothing_is_kept_of_the_interpreter_nor_of_numbers_beyond_32_bits():
     assert len(interpreted.compilations) == len(wide.compilations) == 2
 
 
-def test_no_program_is_no_launch():
+def test_without_cached_launch_triton_launches_every_time(monkeypatch):
+    monkeypatch.setattr(running, "CACHED_LAUNCH", False)
+    kernel, x = Kernel(), torch.zeros(64)
+    for n in range(2):
+        running.launcher(kernel, (x,), (True,))(1, n)
+    assert len(kernel.compilations) == 2
+    assert not kernel.launches
+
+
+def test_zero_programs_launch_nothing():
     kernel = Kernel()
     running.launcher(kernel, (torch.zeros(4),), ())(0, 1)
     assert not kernel.compilations
 
 
 @pytest.mark.parametrize("keys", [16, 48])
-def test_a_tile_of_keys_that_a_compiler_may_miscarry_is_refused(keys):
+def test_key_tiles_that_ptxas_miscompiles_are_refused(keys):
     with pytest.raises(ValidationError, match=f"keys must be 0 or a power of two >= 32, got {keys}"):
         Launch(tile=64, keys=keys)
 
 
-@pytest.mark.parametrize("asked", [{"tile": 48}, {"tile": 64, "warps": 3}])
-def test_what_no_kernel_can_be_launched_with_is_refused(asked):
-    name, number = list(asked.items())[-1]
+@pytest.mark.parametrize("fields", [{"tile": 48}, {"tile": 64, "warps": 3}])
+def test_sizes_that_are_no_power_of_two_are_refused(fields):
+    name, number = list(fields.items())[-1]
     with pytest.raises(ValidationError, match=f"{name} must be a power of two, got {number}"):
-        Launch(**asked)
+        Launch(**fields)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "launch", "said"),
+    ("kernel", "launch", "message"),
     [
         (
             "fused_step",
@@ -135,6 +144,6 @@ def test_what_no_kernel_can_be_launched_with_is_refused(asked):
         ("scan", Launch(tile=64, keys=64), "scan.keys must be 0: only gradients tiles the keys, got 64"),
     ],
 )
-def test_a_config_says_nothing_that_its_kernels_do_not_do(kernel, launch, said):
-    with pytest.raises(ValidationError, match=said):
+def test_fields_that_a_kernel_does_not_use_are_refused(kernel, launch, message):
+    with pytest.raises(ValidationError, match=message):
         LaunchConfig(**{kernel: launch})
