@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import UnsupportedError
+from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.spec import UpdateSpec
 
@@ -119,6 +121,19 @@ class Backend(ABC):
 
         A reason names the argument, the rule and the value.
         """
+
+    def unsupported_on(self, spec: UpdateSpec, meta: UpdateMeta, device: DeviceSpec | None) -> list[str]:
+        """Like `unsupported`, for a given device; None means this machine's. By default the device does not matter."""
+        return self.unsupported(spec, meta)
+
+    def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
+        """Describe the kernels that would run, for `explain`.
+
+        Args:
+            shape: for the exact plan; None: the condition of each kernel.
+        Returns: None if the backend has no plan to describe.
+        """
+        return None
 
     @abstractmethod
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:

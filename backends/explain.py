@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateMeta
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.dispatch import requested_backend
 from deltazoo.backends.errors import DuplicateNameError, PluginError
+from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -18,29 +20,48 @@ class Verdict(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """The verdicts on all installed backends: first those to try, in order, then the others by name."""
+    """The verdicts on all installed backends: first those to try, in order, then the others by name.
+
+    plan: the kernels that the chosen backend would run; None if it does not describe them.
+    """
 
     verdicts: list[Verdict]
+    plan: str | None = None
 
     @property
     def chosen(self) -> str | None:
         return next((verdict.backend for verdict in self.verdicts if verdict.chosen), None)
 
     def __str__(self) -> str:
-        return "\n".join(
+        lines = [
             f"{verdict.backend}: {'chosen' if verdict.chosen else ' '.join(verdict.reasons)}"
             for verdict in self.verdicts
-        )
+        ]
+        return "\n".join(lines if self.plan is None else [*lines, self.plan])
 
 
-def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = None) -> Explanation:
-    """Return which backend would compute an update, and for every other one the reasons against it.
+def explain(
+    spec: UpdateSpec,
+    meta: UpdateMeta,
+    backend: str | Backend | None = None,
+    shape: Shape | tuple[int, int] | None = None,
+    device: DeviceSpec | str | None = None,
+) -> Explanation:
+    """Return which backend would compute an update, the reasons against every other one, and the kernel plan.
 
     Args:
         meta: a description of the tensors, such as UpdateMeta("cuda", torch.bfloat16, H=8, HV=8, K=128, V=128).
         backend: as for `bind`.
-    Raises: UnknownNameError.
+        shape: a Shape or (B, T), for the exact kernel plan; without one the condition of each kernel is listed.
+        device: overrides meta.device: the name of a known device, such as "NVIDIA H200", or a DeviceSpec. No GPU is
+            needed.
+    Raises: UnknownNameError; ConfigError for an unknown device.
     """
+    device = DeviceSpec.named(device) if isinstance(device, str) else device
+    if device is not None:
+        meta = meta._replace(device="cuda")
+    if shape is not None and not isinstance(shape, Shape):
+        shape = Shape("the given shape", *shape, meta.H, meta.HV, meta.K, meta.V)
     requested = requested_backend(backend)
     installed = registry.names(registry.BACKENDS)
     if requested is None:
@@ -50,26 +71,29 @@ def explain(spec: UpdateSpec, meta: UpdateMeta, backend: str | Backend | None = 
         candidates = [requested]
     tried = [backend if isinstance(backend, str) else backend.name for backend in candidates]
     verdicts: list[Verdict] = []
+    plan: str | None = None
     for candidate, name in zip(candidates, tried, strict=True):
-        reasons = _reasons(candidate, spec, meta)
+        reasons = _reasons(candidate, spec, meta, device)
         chosen = not reasons and not any(verdict.chosen for verdict in verdicts)
+        if chosen:
+            plan = registry.resolve(candidate).plan(spec, meta, shape, device)
         if not chosen and not reasons:
             reasons = ["supported; an earlier backend was chosen."]
         verdicts.append(Verdict(name, chosen, reasons))
     for name in installed:
         if name not in tried:
-            reasons = _reasons(name, spec, meta) or ["supported; runs when asked for by name."]
+            reasons = _reasons(name, spec, meta, device) or ["supported; runs when asked for by name."]
             verdicts.append(Verdict(name, False, reasons))
-    return Explanation(verdicts)
+    return Explanation(verdicts, plan)
 
 
-def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta, device: DeviceSpec | None) -> list[str]:
     """The reasons against a backend. A plug-in that fails must not hide the verdicts on the others."""
     try:
         plugin = registry.resolve(backend)
     except (PluginError, DuplicateNameError) as error:
         return [str(error)]
     try:
-        return plugin.unsupported(spec, meta)
+        return plugin.unsupported_on(spec, meta, device)
     except Exception as error:
         return [f"its `unsupported` failed: {type(error).__name__}: {error}"]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, beyond
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.torch_ext.custom_op import operator, written
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse, power_of_two, warps_apart
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.plan import Problem
+from deltazoo.backends.triton.plan import Problem, device_spec
 from deltazoo.backends.triton.precompile import compiled_ahead, device_of
-from deltazoo.backends.triton.precompile import device_of as properties
 from deltazoo.backends.triton.short_conv import too_many_taps
 from deltazoo.backends.triton.table import launch_config
 
@@ -189,17 +189,19 @@ def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int,
     if requested is not None:
         return requested
     B, (_, HV, K, V), device = x.qkv.shape[0], states.shape, device_of(x.qkv)
-    own, decays = x.feedback is not None, x.decay is not None
-    problem = Problem(device.type, x.qkv.dtype, B, 1, options.heads, HV, K, V, options.delta, own, decays, packed=False)
+    problem = Problem(
+        x.qkv.dtype, B, 1, options.heads, HV, K, V, options.delta, erase_key=x.feedback is not None,
+        decay="none" if x.decay is None else "head", packed=False,
+    )  # fmt: skip
     select = launch_config if n == 1 and not config else _heuristic
-    launch = select(problem, device.index).fused_step
+    launch = select(problem, device_spec(device.index)).fused_step
     assert launch is not None
     return launch
 
 
 @functools.lru_cache(maxsize=1024)
-def _heuristic(problem: Problem, index: int | None) -> LaunchConfig:
-    return heuristic(problem, properties(index))
+def _heuristic(problem: Problem, device: DeviceSpec) -> LaunchConfig:
+    return heuristic(problem, device)
 
 
 def _row_stride(x: Tensor | None) -> int:
