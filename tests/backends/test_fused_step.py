@@ -178,21 +178,19 @@ def test_the_result_does_not_depend_on_the_launch_config(name, launch):
 
 @runs
 @pytest.mark.parametrize("spec", [GATED, UpdateSpec(decay="head", transition="additive")], ids=["delta", "additive"])
-def test_the_tuner_accepts_a_correct_launch_and_reports_the_error_of_a_wrong_one(spec, tmp_path, monkeypatch):
+def test_the_tuner_accepts_a_correct_launch_and_reports_the_error_of_a_wrong_one(spec, monkeypatch):
     target = Target(spec, Shape("rows", 5, 1, 2, 4, 12, 20), torch.float16)
     config = LaunchConfig(fused_step=Launch(tile=16, warps=1, stages=1))
     checked, cases = checks_of(target, "fused_step", config)
-    torch.save(measure._answers(cases[0], "fused_step", DEVICE), tmp_path / "answers.pt")
-    files = [(cases[0], str(tmp_path / "answers.pt"))]
-    job = measure._Job(target, "fused_step", checked.model_dump_json(), config.model_dump_json(), files)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    answers = measure.answers(cases[0], "fused_step", DEVICE)
     with watch() as record:
-        assert measure._verdict(job, DEVICE) == ""
+        assert measure.disagreement(checked, cases[0], answers, DEVICE) == ""
+        measure._run_once(target, "fused_step", config, DEVICE)
     assert [(ran.programs, ran.warps) for ran in record.runs if ran.what == "fused_step_kernel"] == [(12, 1), (20, 1)]
     correct = fused.fused_decode_step_
     monkeypatch.setattr(fused, "fused_decode_step_", lambda *arguments: 1.02 * correct(*arguments))
-    assert re.match(r"o has relative RMS error 2\.0e-02, above 5e-03, on ", measure._verdict(job, DEVICE))
+    reason = measure.disagreement(checked, cases[0], answers, DEVICE)
+    assert re.match(r"o has relative RMS error 2\.0e-02, above 5e-03, on ", reason)
 
 
 @runs

@@ -8,26 +8,25 @@ import torch
 from assembly import disassemble, forgotten, miscarried
 from compiling import Compiler
 
-from deltazoo.backends.triton.config import Device
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
-from deltazoo.backends.triton.plan import Problem
+from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.plan import Problem, make_plan
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only")
 
-DEVICE = Device("a small Hopper GPU", 4, 232448, hopper=True)
+DEVICE = DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 4, 232448)
 
 
 @pytest.fixture
 def compiler(monkeypatch):
     """Compile what the backend launches, for a Hopper GPU that is not there."""
-    from deltazoo.backends.triton import backward, config, forward
+    from deltazoo.backends.triton import backward, forward
 
     compiler = Compiler()
     for module in forward, backward:
         monkeypatch.setattr(module, "launcher", compiler)
-    monkeypatch.setattr(config, "device_of", lambda index: DEVICE)
     return compiler
 
 
@@ -79,7 +78,7 @@ def test_the_kernels_of_the_heuristic_compile_and_fit(compiler, delta, early, gr
     from deltazoo.backends.triton import backward, forward
 
     H, HV, T = 2, 2 * groups, 200
-    problem = Problem("cuda", dtype, N, T, H, HV, K, V, delta, False, True, packed)
+    problem = Problem(dtype, N, T, H, HV, K, V, delta, erase_key=False, decay="head", packed=packed)
     config = heuristic(problem, DEVICE)
     B = 1 if packed else N
     beta = torch.empty(B, T, HV)
@@ -90,9 +89,10 @@ def test_the_kernels_of_the_heuristic_compile_and_fit(compiler, delta, early, gr
         cu_seqlens=torch.tensor([0, 90, T], dtype=torch.int32) if packed else None,
     )  # fmt: skip
     kind = ScanKind(delta, early, early, False, False, 0.1, config.model_dump_json())
-    _, _, *saved = forward.forward(x, kind, True, config)
-    *prepared, checkpoints = saved
-    backward.backward(x, kind, Prepared(*prepared), checkpoints, torch.empty_like(x.v), None, config)
+    plan = make_plan(problem, DEVICE, config, grad=True)
+    _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
+    saved = Saved(Prepared(*prepared), checkpoints)
+    backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
     for name, kernel in compiler.compiled:
         assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
         assert "wgmma.mma_async" in kernel.asm["ptx"]

@@ -9,9 +9,9 @@ from gluon_on_cpu import LAUNCHED, PACKAGE, Timing, kernels, launcher
 from triton_cases import IN_16_BITS, INTERPRETED, SPECS, conforms
 
 from deltazoo.backends.conformance import Case
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
-from deltazoo.backends.triton.config import Device
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch):
-    from deltazoo.backends.triton import backward, config, forward
+    from deltazoo.backends.triton import backward, forward, plan
 
     names = (
         "hopper.prepare",
@@ -34,15 +34,16 @@ def _on_cpu(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     for module in forward, backward:
         monkeypatch.setattr(module, "launcher", launcher(module.launcher))
-    monkeypatch.setattr(config, "device_of", lambda index: Device("a Hopper GPU", 4, 232448, hopper=True))
+    hopper = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 4, 232448)
+    monkeypatch.setattr(plan, "device_spec", lambda index: hopper)
 
 
-SCAN_LAUNCH = Launch(tile=64, hopper=True)
-PREPARE = {"prepare": Launch(tile=16, stages=1, hopper=True)}
-SCANS = PREPARE | {"scan": SCAN_LAUNCH, "replay": SCAN_LAUNCH}
+SCAN_LAUNCH = Launch(tile=64, kernel="hopper")
+PREPARE = {"prepare": Launch(tile=16, stages=1, kernel="hopper")}
+SCANS = PREPARE | {"scan": SCAN_LAUNCH, "recompute": SCAN_LAUNCH}
 SWEEP = SCANS | {"reverse": SCAN_LAUNCH}
-FUSED = SWEEP | {"reverse": Launch(tile=64, hopper=True, replays=True)}
-GRADIENTS = {"gradients": Launch(tile=64, keys=64, stages=1, hopper=True)}
+FUSED = SWEEP | {"reverse": Launch(tile=64, kernel="fused")}
+GRADIENTS = {"gradients": Launch(tile=64, keys=64, stages=1, kernel="hopper")}
 BY_SCANS = ["hopper_prepare_kernel", "hopper_scan_kernel"]
 BY_REVERSE = [*BY_SCANS, "hopper_reverse_kernel"]
 BY_SWEEP = [*BY_SCANS, "hopper_backward_sweep_kernel"]
@@ -109,7 +110,7 @@ def test_the_fused_backward_needs_no_scratch_memory():
 @pytest.mark.parametrize(
     ("kernel", "module", "name", "launches"),
     [
-        ("replay", "hopper.scan", "load_checkpoint", SWEEP),
+        ("recompute", "hopper.scan", "load_checkpoint", SWEEP),
         ("reverse", "hopper.fused_backward", "load_interval_state", FUSED),
     ],
 )

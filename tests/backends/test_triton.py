@@ -309,7 +309,7 @@ def test_gradients_of_small_step_sizes_of_long_keys(reparam):
 )
 def test_narrow_keys_without_decay_split_terms_in_bfloat16(spec, K, dtype, splits):
     x = draw(Case(spec, Shape("few", 1, 3, 1, 1, K, 8), dtype), "cpu")
-    assert TritonBackend()._operands(spec, x)[1].precise is splits
+    assert TritonBackend()._operands(spec, x)[1].split_terms is splits
 
 
 @pytest.mark.parametrize("config", CONFIGS if INTERPRETED else ["one segment"])
@@ -331,7 +331,7 @@ def test_the_stride_of_an_axis_of_size_one_is_ignored(dtype):
 def test_decode_ignores_the_launches_of_other_kernels():
     x = draw(Case(GATED, Shape("token", 3, 1, 2, 2, 12, 20)), DEVICE)
     states, step = x.state, x._replace(state=None)
-    hopper = TritonBackend(LaunchConfig(scan=Launch(tile=64, hopper=True)))  # invalid without Hopper, and for 12 keys
+    hopper = TritonBackend(LaunchConfig(scan=Launch(tile=64, kernel="hopper")))  # invalid without Hopper, and for 12 keys
     got, want = (bind(GATED, of).step_(step, states.clone()) for of in (hopper, TritonBackend(LaunchConfig())))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 

@@ -13,11 +13,11 @@ from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 
 pytestmark = runs
 FOR_HOPPER = {
-    "prepare": Launch(tile=16, stages=1, hopper=True),
-    "scan": Launch(tile=64, hopper=True),
-    "replay": Launch(tile=64, hopper=True),
-    "reverse": Launch(tile=64, hopper=True),
-    "gradients": Launch(tile=64, keys=64, hopper=True),
+    "prepare": Launch(tile=16, stages=1, kernel="hopper"),
+    "scan": Launch(tile=64, kernel="hopper"),
+    "recompute": Launch(tile=64, kernel="hopper"),
+    "reverse": Launch(tile=64, kernel="hopper"),
+    "gradients": Launch(tile=64, keys=64, kernel="hopper"),
 }
 on_hopper = pytest.mark.skipif(
     INTERPRETED or not ABLE or torch.cuda.get_device_capability()[0] != 9,
@@ -55,7 +55,7 @@ def test_a_delta_rule_without_decay_and_with_few_keys(K, beta, regime):
         conforms(TritonBackend(), case._replace(seed=seed))
 
 
-FUSED = {"reverse": Launch(tile=64, hopper=True, replays=True)}
+FUSED = {"reverse": Launch(tile=64, kernel="fused")}
 ROUTES = {
     "one token more than a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "grouped": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
@@ -115,17 +115,15 @@ def test_a_hopper_launch_is_refused_where_the_kernel_cannot_run(kernel):
     x = gated(1, 5)  # float32
     x.q.requires_grad_()
     bound = bind(GATED, TritonBackend(LaunchConfig(**{kernel: FOR_HOPPER[kernel]})))
-    with pytest.raises(ConfigError, match=rf"{kernel}\.hopper must be false but on a Hopper GPU"):
+    with pytest.raises(ConfigError, match=rf"{kernel}\.kernel = 'hopper' needs a Hopper GPU"):
         bound(x).o.sum().backward()
 
 
 def test_a_fused_backward_is_refused_where_the_kernel_cannot_run():
     x = gated(1, 5)
-    with pytest.raises(ConfigError, match=r"replays must be false where H is not HV, V is above 128, or K is"):
+    with pytest.raises(ConfigError, match=r"reverse\.kernel = 'fused' needs .*, K in 65 to 128, .*, H = HV"):
         bind(GATED, TritonBackend(LaunchConfig(**FUSED)))(x)
-    with pytest.raises(ValueError, match=r"split must be 0 where reverse\.replays is true, got 16"):
+    with pytest.raises(ValueError, match=r"split must be 0 with reverse\.kernel = 'fused', got 16"):
         LaunchConfig(split=16, **FUSED)
-    with pytest.raises(ValueError, match="replays must be false where hopper is false, got true"):
-        Launch(tile=64, replays=True)
-    with pytest.raises(ValueError, match=r"scan\.replays must be false, for reverse alone replays, got true"):
+    with pytest.raises(ValueError, match=r"scan\.kernel must be one of 'portable', 'hopper', got 'fused'"):
         LaunchConfig(scan=FUSED["reverse"])
