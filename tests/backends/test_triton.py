@@ -331,7 +331,9 @@ def test_the_stride_of_an_axis_of_size_one_is_ignored(dtype):
 def test_decode_ignores_the_launches_of_other_kernels():
     x = draw(Case(GATED, Shape("token", 3, 1, 2, 2, 12, 20)), DEVICE)
     states, step = x.state, x._replace(state=None)
-    hopper = TritonBackend(LaunchConfig(scan=Launch(tile=64, kernel="hopper")))  # invalid without Hopper, and for 12 keys
+    hopper = TritonBackend(
+        LaunchConfig(scan=Launch(tile=64, kernel="hopper"))
+    )  # invalid without Hopper, and for 12 keys
     got, want = (bind(GATED, of).step_(step, states.clone()) for of in (hopper, TritonBackend(LaunchConfig())))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
