@@ -411,23 +411,9 @@ def hopper_scan_kernel(
         checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
     if has_work:
         traits: gl.constexpr = make_traits(
-            H,
-            HV,
-            K,
-            V,
-            NK,
-            NUM_STAGES,
-            DECAY,
-            DELTA,
-            WRITE,
-            HAS_STATE,
-            EARLY,
-            READ_EARLY,
-            CHECKPOINT_EVERY,
-            SPLIT,
-            OUTPUT,
-            dtype,
-        )
+            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, WRITE, HAS_STATE, EARLY, READ_EARLY, CHECKPOINT_EVERY, SPLIT,
+            OUTPUT, dtype,
+        )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)
         gmem = GlobalPointers(state, o, final, checkpoints, states, xs, starts)

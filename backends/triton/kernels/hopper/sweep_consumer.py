@@ -392,21 +392,9 @@ def chunk_gradients(
 
 @gluon.jit
 def sweep_chunk(
-    dS,
-    v,
-    b,
-    grads,
-    scale,
-    smem,
-    chunks_left,
-    stage,
-    phase,
-    state_phase,
-    opaque_one,
-    slots,
-    num_scratch_slots,
+    dS, v, b, grads, scale, smem, chunks_left, stage, phase, state_phase, opaque_one, slots, num_scratch_slots,
     traits: gl.constexpr,
-):
+):  # fmt: skip
     """Process a chunk: return the accumulators of dS^T before it, and the number of chunks that remain.
 
     opaque_one: a positive integer the compiler does not know. The number of chunks is read from chunk_info: as a loop
