@@ -1,9 +1,9 @@
 #!/bin/bash
-# What a commit is checked and measured by on a GPU: bash all.sh [suite] [large] [check] [times] [tune] [peers]
+# Check and measure a commit on a GPU: bash all.sh [suite] [large] [check] [times] [tune] [peers]
 #
-# From the repository's root, with the package and pytest-xdist installed; without words all of it, one after the other:
+# From the repository's root, with the package and pytest-xdist installed. Without arguments all parts run in order:
 # the whole suite and what is slow 10 minutes each, then 3 + 4 + 2 + 3, on 16 cores beside an H200. Each part says what it
-# found, and goes on where one fails.
+# found; a failure does not stop the others.
 
 notes=$(dirname "$0")
 tests=tests/backends

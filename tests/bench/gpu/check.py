@@ -1,7 +1,7 @@
-"""Conformance of the triton backend on a GPU, in fifteen processes: python check.py [WORD OF A CASE'S NAME]...
+"""Check the triton backend on a GPU against float64, in fifteen processes: python check.py [WORD OF A CASE'S NAME]...
 
-Specs by widths from 5/9 to 256/256, dtypes and regimes, each against float64; LIMIT=SECONDS stops it. Prints what is
-wrong, and how near to its limit the worst came.
+Specs by widths from 5/9 to 256/256, dtypes and regimes. LIMIT=SECONDS stops it. Prints the failures, and the largest
+errors relative to their limits.
 """
 
 import multiprocessing
@@ -51,7 +51,7 @@ BY_TWO = {
 
 
 def cases():
-    """Name and case; of a spec and a shape one after the other, for they have the same kernels."""
+    """Names and cases; those that share compiled kernels follow each other."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for spec in SPECS:
             for shape in BY_ALL:
@@ -67,7 +67,7 @@ def cases():
 
 
 def one(name):
-    """The name, the largest error by its limit (None where there is none), and what there is to say."""
+    """Run one case. Returns its name, the largest error over its limit (None without errors), and details."""
     torch.set_num_threads(1)
     try:
         report = compare(TritonBackend(), dict(cases())[name], device="cuda")

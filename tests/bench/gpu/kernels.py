@@ -1,12 +1,12 @@
-"""Times of a step and of each of its kernels: python kernels.py [LETTERS] [KERNELS...]
+"""Time a step and each of its kernels: python kernels.py [LETTERS] [KERNELS...]
 
 d gated delta 8 x 4096 dense, p packed, g packed 4 x 8192 16/64, x delta without decay, a additive, r RetNet, 1 1 x
-8192 16/32, 3 1 x 32768 2/8; other widths, 8 x 4096 where no more is said: 2 6 heads of 192/384, 0 of 200/400, 5 of
+8192 16/32, 3 1 x 32768 2/8; other widths, 8 x 4096 unless stated: 2 6 heads of 192/384, 0 of 200/400, 5 of
 256/512, k 8 x 2048, 32 heads of 256/256 (K additive), f 1 x 8192, 8 of 256/256 (F additive), 6 16 of 64/64, h 16 of
 32/64, b and t these two additive, n 9 and w 8 of 128/256 (W additive), v 8 of 128/200, l 8 of 256/64, m as Mamba-2.
-ms captured with L2 flushed (as perf.py), then microseconds x launches of a step. With names of kernels (scan replay)
-those are asked for by their code for Hopper GPUs, whatever the heuristic says; with a sign (-scan) by that for every
-GPU. And numbers of a config: split=0.
+Prints ms captured in a CUDA graph with L2 flushed (as perf.py), then microseconds x launches of each kernel. A phase
+(scan recompute) requests its Hopper version, with a minus (-scan) its portable version, whatever the heuristic chooses;
+NAME=NUMBER sets a field of the launch config: split=0.
 """
 
 import collections
@@ -18,8 +18,8 @@ from perf import SHAPES, bench, both, inputs
 
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.triton import TritonBackend
-from deltazoo.backends.triton import forward as launch
-from deltazoo.backends.triton.config import by_hopper
+from deltazoo.backends.triton.heuristic import on_hopper
+from deltazoo.backends.triton.resolve import resolve
 
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]
 ADDITIVE = UpdateSpec(decay="head", transition="additive")
@@ -54,21 +54,21 @@ JOBS = {
 
 
 def config_for(spec, x):
-    """The heuristic's, with the kernels that were named."""
+    """The heuristic's config with the changes of the command line; None without changes."""
     operands, kind = TritonBackend()._operands(spec, x)
-    config = launch.resolve(operands, kind)
-    named = {}
+    _, config = resolve(operands, kind, grad=True)
+    changes = {}
     for word in sys.argv[2:]:
         name, _, number = word.removeprefix("-").partition("=")
-        given = getattr(config, name)
+        launch = getattr(config, name)
         if number:
-            named[name] = int(number)
+            changes[name] = int(number)
         elif word[0] == "-":
-            plain = {"hopper": False, "replays": False} | ({"stages": 2} if name == "gradients" else {})
-            named[name] = given.model_copy(update=plain)
+            portable = {"kernel": "portable"} | ({"stages": 2} if name == "gradients" else {})
+            changes[name] = launch.model_copy(update=portable)
         else:
-            named[name] = by_hopper(name, given)
-    return config.model_copy(update=named) if named else None
+            changes[name] = on_hopper(name, launch)
+    return config.changed(**changes) if changes else None
 
 
 for letter in sys.argv[1] if len(sys.argv) > 1 else JOBS:
@@ -79,15 +79,15 @@ for letter in sys.argv[1] if len(sys.argv) > 1 else JOBS:
     forward = bench(lambda bound=bound, x=x: bound(x), n=15)
     x = inputs(spec, *shape, grad=True)
     step = both(bound, x, torch.randn_like(x.v))
-    whole = bench(step, n=15)
+    both_ms = bench(step, n=15)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             step()
         torch.cuda.synchronize()
-    took, launches = collections.Counter(), collections.Counter()
+    times, launches = collections.Counter(), collections.Counter()
     for event in profile.key_averages():
         name = event.key.removesuffix("_kernel")[:40]
-        took[name] += event.self_device_time_total / 3
+        times[name] += event.self_device_time_total / 3
         launches[name] += event.count // 3
-    kernels = ", ".join(f"{name} {us:.0f} x {launches[name]}" for name, us in took.most_common(9) if us > 3)
-    print(f"{letter} forward {forward:.3f} both {whole:.3f} | {kernels} [{time.time() - began:.0f} s]", flush=True)
+    kernels = ", ".join(f"{name} {us:.0f} x {launches[name]}" for name, us in times.most_common(9) if us > 3)
+    print(f"{letter} forward {forward:.3f} both {both_ms:.3f} | {kernels} [{time.time() - began:.0f} s]", flush=True)

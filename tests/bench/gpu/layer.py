@@ -1,7 +1,7 @@
 """Time a gated_deltanet layer compiled as one graph: python layer.py
 
-Width 2048, 16 heads of 128, B = 8, T = 4096, bf16. First a step in a process without any
-cache and what torch says of its compilation, then medians of further steps; needs a CUDA device.
+Width 2048, 16 heads of 128, B = 8, T = 4096, bf16. The first step runs in a process without caches, with torch's
+compilation metrics; then medians of further steps. Needs a CUDA device.
 """
 
 import os
@@ -44,7 +44,7 @@ def steps(name: str) -> None:
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
     def median(call: object, queued: bool, n: int = 20) -> float:
-        """Of calls one after the other as in training, or each on a device that stands still, with the host's time."""
+        """The median of queued calls as in training, or of calls on an idle device, which includes host time."""
         events = [(torch.cuda.Event(True), torch.cuda.Event(True)) for _ in range(n)]
         for begin, end in events:
             flush.zero_()

@@ -1,9 +1,9 @@
 """Time the triton backend beside its peers: python peers.py OUT.json LETTERS BACKEND,BACKEND,... [eager] [warm]
 
 p gated delta 8 x 4096 packed, d dense, g packed 4 x 8192 16/64, 1 1 x 8192 16/32, 3 1 x 32768 2/8, x delta without
-decay, a additive, s a decode step of 64 rows. Captured in CUDA graphs, or queued if eager; warm: compiles alone. Needs
-a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. FlashQLA compiles for up to 40 s a kernel the
-first time, minutes in all; flash-linear-attention for two minutes at its first call, and tunes in each process.
+decay, a additive, s a decode step of 64 rows. Calls are captured in CUDA graphs, or queued with eager; warm only fills
+the compilation caches. Needs a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. At the first call
+FlashQLA compiles for up to 40 s per kernel, and flash-linear-attention for two minutes; it tunes in each process.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Times of the triton backend through autograd: python perf.py [BEGINNING OF A SHAPE'S NAME | specs]...
+"""Time the triton backend through autograd: python perf.py [PREFIX OF A SHAPE'S NAME | specs]...
 
-Gated delta rule on five shapes, then other specs on 8 x 4096 dense; bf16, K = V = 128; forward and forward with
-backward, captured in a CUDA graph and as eager calls, L2 emptied before each; and what a step takes of memory, its
-gradients counted. Needs a CUDA device.
+Gated delta rule on five shapes, then other specs on 8 x 4096 dense, bf16, K = V = 128. Prints ms of the forward and of
+forward and backward, captured in a CUDA graph and eager, with L2 flushed before each call; and the peak memory of a
+step, gradients included. Needs a CUDA device. Uses the public API only, so that it also measures other versions.
 """
 
 import statistics
@@ -31,7 +31,7 @@ OTHERS = {
 
 
 def bench(call, n=25, graph=True):
-    """The median of n calls, ms."""
+    """The median time of n calls in ms."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -54,7 +54,7 @@ def bench(call, n=25, graph=True):
 
 
 def inputs(spec, B, T, H, HV, lengths, K=128, V=128, grad=False, dtype=torch.bfloat16):
-    """Operands without a state, the same for the same sizes."""
+    """Random operands without a state, equal for equal sizes."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(*sizes):
@@ -80,7 +80,7 @@ def inputs(spec, B, T, H, HV, lengths, K=128, V=128, grad=False, dtype=torch.bfl
 
 
 def both(bound, x, do):
-    """A call that makes o and the gradients of all operands."""
+    """A call that computes o and the gradients of all operands."""
     leaves = [tensor for tensor in x if tensor is not None and tensor.requires_grad]
 
     def step():
@@ -91,23 +91,23 @@ def both(bound, x, do):
 
 
 def peak(call):
-    """MiB that a call takes at most, what it returns included."""
+    """The peak memory of a call in MiB, its results included."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    kept = call()
+    results = call()
     torch.cuda.synchronize()
-    most = torch.cuda.max_memory_allocated() - before
-    del kept
-    return most / 2**20
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    del results
+    return peak_bytes / 2**20
 
 
-def main(asked):
+def main(words):
     began = time.time()
     bound = bind(GATED, TritonBackend())
     for name, shape in SHAPES.items():
-        if asked and not any(name.startswith(word) for word in asked):
+        if words and not any(name.startswith(word) for word in words):
             continue
         x = inputs(GATED, *shape)
         forward = [bench(lambda x=x: bound(x), graph=graph) for graph in (True, False)]
@@ -119,7 +119,7 @@ def main(asked):
             f"{steps[1]:.3f}; peak {peak(step):.0f} MiB  [{time.time() - began:.0f} s]",
             flush=True,
         )
-    for name, spec in OTHERS.items() if not asked or "specs" in asked else ():
+    for name, spec in OTHERS.items() if not words or "specs" in words else ():
         bound = bind(spec, TritonBackend())
         x = inputs(spec, *SHAPES["8x4096 16/16"])
         forward = bench(lambda x=x, bound=bound: bound(x))
