@@ -1,6 +1,6 @@
-"""Two faults of ptxas 12.8.93 that no result of a small test need show, looked for in what it made of a kernel.
+"""Search SASS for two faults of ptxas 12.8.93 that small tests may not reveal.
 
-docs/notes/triton-kernels/NOTES.md tells of both: "Miscarried" and "Forgotten waits".
+docs/notes/triton-kernels/NOTES.md describes both: "Miscarried" and "Forgotten waits".
 """
 
 import re
@@ -19,71 +19,71 @@ _NO_REGISTER = _STORES | {
 
 
 def disassemble(cubin: bytes) -> str:
-    """The text of a cubin, each instruction with its bits, by the nvdisasm that comes with Triton."""
+    """Disassemble a cubin, with the encoding of each instruction, by the nvdisasm in Triton's package."""
     import triton
 
     nvdisasm = Path(triton.__path__[0]) / "backends/nvidia/bin/nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([nvdisasm, "-c", "-hex", file.name], capture_output=True, text=True, check=True)
-    return done.stdout
+        result = subprocess.run([nvdisasm, "-c", "-hex", file.name], capture_output=True, text=True, check=True)
+    return result.stdout
 
 
 def miscarried(text: str) -> list[str]:
-    """Where the high half of a 64-bit sum takes the low half's register in place of its own."""
-    low: dict[str, str] = {}  # by predicate: the register that the carry comes from, as long as it holds the same
-    found = []
+    """Find 64-bit additions whose high half reads the register of the low half instead of its own."""
+    low: dict[str, str] = {}  # by predicate: the low register of the carry, until it is overwritten
+    faults = []
     for line in text.splitlines():
         if (m := re.search(r"UIADD3\.X UR\d+, (UR\d+), .*?, URZ, (UP\d)", line)) and low.get(m[2]) == m[1]:
-            found.append(line.strip())
+            faults.append(line.strip())
         if m := re.search(r"\s(?:U\w+|R2UR|S2UR)(?:\.\w+)* (?:UP\d, )?(UR\d+)", line):
             wide = ".64" in line or ".128" in line
             changed = {m[1], f"UR{int(m[1][2:]) + 1}"} if wide else {m[1]}
             low = {predicate: register for predicate, register in low.items() if register not in changed}
         if m := re.search(r"UIADD3 UR\d+, (UP\d), (UR\d+), ", line):
             low[m[1]] = m[2]
-    return found
+    return faults
 
 
 def forgotten(text: str) -> list[str]:
-    """Where a result that takes no fixed time (of a load, exp2, ...) is used with no wait for it in between.
+    """Find uses of a variable-latency result (a load, exp2, ...) without a wait for it.
 
-    Each such instruction has one of six counters, and the first that uses its result must wait until that counter is 0.
-    Branches are not followed: what comes after one that is always taken starts anew.
+    Each such instruction increments one of six scoreboards; the first use of its result must wait until that scoreboard
+    is 0. Branches are not followed: the search restarts after an unconditional branch.
     """
-    pending: dict[int, tuple[int, int, str]] = {}  # by register: the counter, the place, the instruction
-    found = []
-    for place, (instruction, counter, awaited) in enumerate(_instructions(text)):
-        pending = {register: p for register, p in pending.items() if p[0] not in awaited}
-        if m := re.match(r"DEPBAR\.LE SB(\d), (0x[0-9a-f]+)", instruction):  # all but the last few of a counter
-            places = sorted({p[1] for p in pending.values() if p[0] == int(m[1])})
-            left = set(places[len(places) - int(m[2], 16) :])
+    pending: dict[int, tuple[int, int, str]] = {}  # by register: scoreboard, position, instruction
+    faults = []
+    for position, (instruction, scoreboard, waits) in enumerate(_instructions(text)):
+        pending = {register: p for register, p in pending.items() if p[0] not in waits}
+        if m := re.match(r"DEPBAR\.LE SB(\d), (0x[0-9a-f]+)", instruction):  # all but the last few of a scoreboard
+            positions = sorted({p[1] for p in pending.values() if p[0] == int(m[1])})
+            left = set(positions[len(positions) - int(m[2], 16) :])
             pending = {register: p for register, p in pending.items() if p[0] != int(m[1]) or p[1] in left}
         written, read = _registers(instruction)
-        found += [f"{instruction} does not wait for {pending[r][2]}" for r in sorted(read) if r in pending]
+        faults += [f"{instruction} does not wait for {pending[r][2]}" for r in sorted(read) if r in pending]
         pending = {register: p for register, p in pending.items() if register not in written}
-        if counter != 7:
-            pending |= dict.fromkeys(written, (counter, place, instruction))
+        if scoreboard != 7:
+            pending |= dict.fromkeys(written, (scoreboard, position, instruction))
         if re.match(r"(BRA|EXIT|RET)\b", instruction):
             pending = {}
-    return found
+    return faults
 
 
 def _instructions(text: str) -> Iterator[tuple[str, int, set[int]]]:
-    """Each instruction, the counter that its result sets (7: none), and those it waits for."""
+    """Each instruction, the scoreboard of its result (7: none), and the scoreboards that it waits for."""
     low = None
     for line in text.splitlines():
         if m := _LOW.match(line):
             low = m[2].strip()
         elif low is not None and (m := _HIGH.match(line)):
             control = int(m[1], 16) >> 41
-            yield low, control >> 5 & 7, {counter for counter in range(6) if control >> 11 + counter & 1}
+            yield low, control >> 5 & 7, {scoreboard for scoreboard in range(6) if control >> 11 + scoreboard & 1}
             low = None
 
 
 def _registers(instruction: str) -> tuple[set[int], set[int]]:
-    """What an instruction writes and reads; nothing of products, which have waits of their own."""
+    """The registers that an instruction writes and reads; none of wgmma, which has its own waits."""
     name, _, rest = re.sub(r"^@!?U?P\w+\s+", "", instruction).replace(".reuse", "").partition(" ")
     kind = name.split(".")[0]
     if kind == "HGMMA":
@@ -99,7 +99,7 @@ def _registers(instruction: str) -> tuple[set[int], set[int]]:
         arguments.pop(0)
     read: set[int] = set()
     for argument in arguments:
-        stored = kind in _STORES and "[" not in argument
+        is_stored_value = kind in _STORES and "[" not in argument
         for number, pair in re.findall(r"\bR(\d+)(\.64)?(?!\d)", argument):
-            read |= {int(number) + n for n in range(width if stored else 2 if pair else 1)}
+            read |= {int(number) + n for n in range(width if is_stored_value else 2 if pair else 1)}
     return written, read

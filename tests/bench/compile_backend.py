@@ -1,8 +1,8 @@
 """Measure the compile backend on a CPU and print Markdown: python tests/bench/compile_backend.py [PART ...]
 
-Parts: speed, memory, length, cold; all of them without a name, in about five minutes. Needs Linux and transformers.
-Every part runs in fresh processes of its own. The shape is B = 1, T = 2048, 8 heads, K = V = 64, float32, two threads;
-the peer is transformers' `torch_chunk_gated_delta_rule`. Run on quiet cores: the load average is beside the figures.
+Parts: speed, memory, length, cold; by default all, in about five minutes. Needs Linux and transformers.
+Every part runs in new processes. The shape is B = 1, T = 2048, 8 heads, K = V = 64, float32, two threads;
+the peer is transformers' `torch_chunk_gated_delta_rule`. Run on idle cores: the load average is printed, too.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from statistics import median
 
 HEADS, WIDTH, LENGTH, THREADS, ROUNDS = 8, 64, 2048, 2, 15
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
-CHILDREN = 5  # processes whose peaks are told
+CHILDREN = 5  # processes whose peak memory is reported
 DIRECTIONS = ("forward", "forward + backward")
 
 
-# What a child process does: it prints one line of JSON.
+# Child processes: each prints one line of JSON.
 
 
 def call_of(which: str, direction: str, T: int) -> Callable[[], object]:
-    """One call of "compile", "reference" or "transformers" on the same numbers."""
+    """A call of "compile", "reference" or "transformers" on equal inputs."""
     import torch
 
     from deltazoo import UpdateInputs, UpdateSpec, bind
@@ -69,8 +69,8 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def speed() -> object:
-    """Milliseconds of every call: ours and theirs in turns, then ours and the reference in turns."""
-    found = []
+    """Milliseconds of each call, alternating with transformers, then with the reference."""
+    results = []
     for other, rounds in (("transformers", ROUNDS), ("reference", 5)):
         for direction in DIRECTIONS:
             calls = {name: call_of(name, direction, LENGTH) for name in ("compile", other)}
@@ -81,16 +81,16 @@ def speed() -> object:
             for _ in range(rounds):
                 for name, call in calls.items():
                     times[name].append(timed(call))
-            found.append([direction, other, times["compile"], times[other]])
-    return found
+            results.append([direction, other, times["compile"], times[other]])
+    return results
 
 
 def memory(which: str, direction: str, T: int) -> object:
-    """MiB that the second call took above what was resident before it; the first compiles."""
+    """Peak MiB of the second call above the resident memory before it; the first call compiles."""
     call = call_of(which, direction, T)
     call()
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # else what the first call freed counts as resident
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # otherwise memory freed by the first call counts as resident
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
@@ -104,14 +104,14 @@ def resident(name: str) -> float:
 
 
 def length() -> object:
-    """Milliseconds, for each length, of the first call and of three more; and the graphs that served them all."""
+    """For each length the ms of the first call and the median of three more; and the number of compiled graphs."""
     import torch
 
-    found = []
+    results = []
     for T in LENGTHS:
         call = call_of("compile", "forward + backward", T)
-        found.append([T, timed(call), median(timed(call) for _ in range(3))])
-    return [found, torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+        results.append([T, timed(call), median(timed(call) for _ in range(3))])
+    return [results, torch._dynamo.utils.counters["stats"]["unique_graphs"]]
 
 
 def cold(direction: str) -> object:
@@ -120,7 +120,7 @@ def cold(direction: str) -> object:
     return timed(call) / 1e3
 
 
-# What the parent makes of it.
+# The parent process.
 
 
 def child(part: str, *arguments: object, caches: str | None = None) -> object:
@@ -146,17 +146,17 @@ def spread(values: list[float], digits: int = 1) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def tell_speed() -> None:
-    before, found = load(), child("speed")
-    asked = {("transformers", 0): "1.5", ("transformers", 1): "2.5", ("reference", 0): "8", ("reference", 1): "50"}
+def report_speed() -> None:
+    before, results = load(), child("speed")
+    required = {("transformers", 0): "1.5", ("transformers", 1): "2.5", ("reference", 0): "8", ("reference", 1): "50"}
     rows = [
         [direction, other, spread(ours), spread(theirs), f"{median(theirs) / median(ours):.2f}", want, before]
-        for (direction, other, ours, theirs), want in zip(found, asked.values(), strict=True)
+        for (direction, other, ours, theirs), want in zip(results, required.values(), strict=True)
     ]
     table(["speed", "against", "ours, ms", "theirs, ms", "ratio of medians", "asked", "load"], rows)
 
 
-def tell_memory() -> None:
+def report_memory() -> None:
     rows = []
     for direction in DIRECTIONS:
         before = load()
@@ -171,9 +171,9 @@ def tell_memory() -> None:
     table(["peak", "ours, MiB", "theirs, MiB", "ratio of medians", "asked at most", "load"], rows)
 
 
-def tell_length() -> None:
+def report_length() -> None:
     before = load()
-    found, graphs = child("length")
+    results, graphs = child("length")
     rows = [
         [
             str(T),
@@ -182,13 +182,13 @@ def tell_length() -> None:
             f"{first / 1e3:.2f}",
             f"{child('memory', 'compile', DIRECTIONS[1], T):.0f}",
         ]
-        for T, first, ms in found
+        for T, first, ms in results
     ]
     table(["T", "forward + backward, ms", "us a token", "first call, s", "peak, MiB"], rows)
     print(f"\nGraphs compiled for all lengths: {graphs}. Load {before}.")
 
 
-def tell_cold() -> None:
+def report_cold() -> None:
     rows = []
     for direction in DIRECTIONS:
         before = load()
@@ -201,24 +201,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=[], help="speed, memory, length, cold")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        part, *arguments = given.child
-        what = {"speed": speed, "memory": memory, "length": length, "cold": cold}[part]
-        print(json.dumps(what(*(int(x) if x.isdigit() else x for x in arguments))))
+    options = parser.parse_args()
+    if options.child:
+        part, *arguments = options.child
+        measure = {"speed": speed, "memory": memory, "length": length, "cold": cold}[part]
+        print(json.dumps(measure(*(int(x) if x.isdigit() else x for x in arguments))))
         return
-    told = {"speed": tell_speed, "memory": tell_memory, "length": tell_length, "cold": tell_cold}
-    unknown = set(given.parts) - set(told)
+    reports = {"speed": report_speed, "memory": report_memory, "length": report_length, "cold": report_cold}
+    unknown = set(options.parts) - set(reports)
     if unknown:
-        parser.error(f"parts are {', '.join(told)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"parts are {', '.join(reports)}, got {', '.join(sorted(unknown))}")
     import torch
     import transformers
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     shape = f"B=1 T={LENGTH} H={HEADS} K=V={WIDTH} float32, {THREADS} threads of {os.cpu_count()} cores"
     print(f"{time.strftime('%Y-%m-%d')}, {versions}, {processor()}, {shape}")
-    for part in given.parts or told:
-        told[part]()
+    for part in options.parts or reports:
+        reports[part]()
 
 
 def processor() -> str:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the device, a call that waits for it, and the figures it leaves beside the times."""
+"""Shared by the benchmarks: the device, and a fixture that times calls on it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,14 @@ Timed = Callable[[Callable[[], object]], Any]
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Keep out of what is saved the machine's name, and builds that say nothing of speed."""
+    """Remove the machine's name and irrelevant build fields from the saved results."""
     for name in ("node", "release", "python_build"):
         machine_info.pop(name, None)
 
 
 @pytest.fixture
 def timed(benchmark: Any) -> Timed:
-    """Time a call after three untimed ones; on a GPU wait for it, and keep event times beside the host's."""
+    """Time a call after three warm-up calls; on a GPU synchronise, and record event times beside host times."""
 
     def run(call: Callable[[], object]) -> Any:
         for _ in range(3):
@@ -29,14 +29,14 @@ def timed(benchmark: Any) -> Timed:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         events: list[float] = []
 
-        def waited() -> None:
+        def synchronised() -> None:
             start.record()
             call()
             end.record()
             end.synchronize()
             events.append(start.elapsed_time(end))
 
-        benchmark(waited)
+        benchmark(synchronised)
         benchmark.extra_info["event_ms"] = sorted(events)[len(events) // 2]
         return None
 

@@ -1,7 +1,7 @@
-"""Every installed mixer as it stands without arguments: a training step's forward and backward.
+"""Every installed mixer with default arguments: forward and backward of a training step.
 
-Compiled on a GPU. On a CPU uncompiled, for Inductor would take a quarter of an hour for them all; `test_bench_backends`
-and `test_bench_stacks` time what it makes there.
+Compiled on a GPU. Eager on a CPU, because Inductor needs a quarter of an hour for all of them; `test_bench_backends`
+and `test_bench_stacks` time compiled code there.
 """
 
 from typing import Any
