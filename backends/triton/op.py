@@ -169,7 +169,8 @@ class _ChunkScan(torch.autograd.Function):
         d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
         present = iter(_backward_op(*flat, d_o, d_final, *ctx.kind))
         grads = []
-        for operand, exists, needed in zip(x, Gradients.existing(x, call.kind), ctx.needs_input_grad, strict=False):
-            grad = next(present) if exists else None
-            grads.append(grad.to(operand.dtype) if grad is not None and needed else None)
+        exists = Gradients.existing(x, call.kind).values()
+        for operand, has_grad, needed in zip(x, exists, ctx.needs_input_grad, strict=False):
+            grad = next(present) if has_grad else None
+            grads.append(grad.to(operand.dtype) if operand is not None and grad is not None and needed else None)
         return (*grads, None, *(None for _ in ctx.kind))

@@ -186,19 +186,25 @@ class Gradients(NamedTuple):
 
         def like(name: str) -> Any:
             operand = getattr(x, name)
-            if not getattr(exists, name):
+            if not exists[name]:
                 return None
             return operand.new_empty(operand.shape, dtype=torch.float32 if name in gates else None)
 
         return cls(*(like(name) for name in cls._fields))
 
-    @classmethod
-    def existing(cls, x: ScanOperands, kind: ScanKind) -> Any:
-        """A flag per operand: whether it has a gradient."""
-        return cls(
-            q=True, k=True, v=True, log_decay=x.log_decay is not None, b=kind.delta and x.b is not None,
-            w=x.w is not None and not kind.tied, e=x.e is not None, state=x.state is not None,
-        )  # type: ignore[arg-type]  # fmt: skip
+    @staticmethod
+    def existing(x: ScanOperands, kind: ScanKind) -> dict[str, bool]:
+        """Whether each operand has a gradient."""
+        return {
+            "q": True,
+            "k": True,
+            "v": True,
+            "log_decay": x.log_decay is not None,
+            "b": kind.delta and x.b is not None,
+            "w": x.w is not None and not kind.tied,
+            "e": x.e is not None,
+            "state": x.state is not None,
+        }
 
     def present(self) -> list[Tensor]:
         """Those that are not None: an operator cannot return None."""

@@ -10,6 +10,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.plan import (
     KERNELS,
+    Decay,
     Plan,
     Problem,
     backward_kernels,
@@ -46,13 +47,14 @@ def explain_plan(
 def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape, split_terms: bool) -> Problem:
     """The problem of a spec on a shape, with widths padded to multiples of 8 as the backend pads them."""
     dtype = torch.float32 if split_terms and meta.dtype == torch.float16 else meta.dtype
-    # a fixed decay is spread over the micro-steps
-    decay = "head" if spec.householders > 1 and spec.decay == "fixed" else spec.decay
+    decay: Decay = "none" if spec.decay == "none" else "head"
+    if spec.decay == "fixed" and spec.householders == 1:  # else it is spread over the micro-steps
+        decay = "fixed"
     return Problem(
         dtype=dtype, N=shape.sequences, T=shape.T * spec.householders, H=meta.H, HV=meta.HV,
         K=meta.K + -meta.K % 8, V=meta.V + -meta.V % 8, delta=spec.transition == "delta",
         erase_key=spec.erase_key == "own", decay=decay, packed=bool(shape.lengths), split_terms=split_terms,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def _rows(plan: Plan, problem: Problem, config: LaunchConfig) -> list[str]:

@@ -95,7 +95,7 @@ def key_of(kernel: Kernel, problem: Problem, split: int) -> Key:
         packed=problem.packed, split_terms=problem.split_terms,
         segments=bool(split) and kernel not in ("split", *STEPS), programs=_rounded(programs, _MAX_PROGRAMS),
         chunks=_rounded(chunks, _MAX_CHUNKS) if kernel == "split" else 0,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 class Record(BaseModel):

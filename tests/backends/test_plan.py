@@ -214,3 +214,15 @@ def test_plan_lists_the_kernels_that_are_launched(monkeypatch, change):
     saved = Saved(Prepared(*prepared), checkpoints)
     backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
     assert launched == backward_kernels(plan, case)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_unsupported_is_traced_in_one_graph(backend, monkeypatch, dynamic):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton_limits, "installed_triton", lambda: "3.8.0")
+
+    def count(x):
+        return x + len(backend.unsupported(GATED, meta(K=x.shape[-1], dtype=x.dtype)))
+
+    compiled = torch.compile(count, fullgraph=True, backend="eager", dynamic=dynamic)
+    assert compiled(torch.zeros(2, 64)).unique().item() == 1
