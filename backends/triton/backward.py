@@ -18,6 +18,7 @@ from deltazoo.backends.triton.forward import (
     scan,
     segment_states,
     tf32_precision,
+    zero_tail,
 )
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
@@ -374,6 +375,7 @@ def _gate_gradients(run: _Pass) -> None:
     d_log_decay = empty(x.q, *x.v.shape[:3]) if x.decay == "fixed" else d.log_decay
     needed = (d_log_decay is not None, d.b is not None, d.w is not None)
     if not any(needed):
+        zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e)
         return
     gate_gradients = launcher(
         gate_gradients_kernel,
@@ -385,5 +387,6 @@ def _gate_gradients(run: _Pass) -> None:
         warps=1,
     )  # fmt: skip
     gate_gradients(s.slots * s.HV, s.N, s.slots, s.T)
+    zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e, log_decay=d_log_decay, b=d.b, w=d.w)
     if d_log_decay is not None and x.decay == "fixed":
         torch.sum(d_log_decay, (0, 1), out=d.log_decay)

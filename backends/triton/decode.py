@@ -30,5 +30,5 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind,
         warps_apart(launch.warps, power_of_two(K) * BV),
         launch.stages,
     )  # fmt: skip
-    decode(B * HV * cdiv(V, BV), kind.scale)
+    decode(B * HV * cdiv(V, BV), kind.scale, states.shape[0])
     return o

@@ -20,6 +20,7 @@ from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, key_tile
 from deltazoo.backends.triton.kernels.combine import combine_kernel
 from deltazoo.backends.triton.kernels.prepare import gates_kernel, prepare_kernel
 from deltazoo.backends.triton.kernels.scan import scan_kernel
+from deltazoo.backends.triton.kernels.zero_tail import zero_tail_kernel
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan, Version
@@ -88,7 +89,23 @@ def forward(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig) -
         plan.forward, x, kind, prepared, s, config.scan, "output", Span(segments, plan.split, plan.every), o=o,
         final=final, checkpoints=checkpoints, starts=starts,
     )()  # fmt: skip
+    zero_tail(s, x.cu_seqlens, v=o)
     return o, final, *(prepared if save else Prepared.nothing(x.q)), checkpoints
+
+
+def zero_tail(
+    s: Sizes, cu_seqlens: Tensor | None, *, v: Tensor, q: Tensor | None = None, k: Tensor | None = None,
+    e: Tensor | None = None, log_decay: Tensor | None = None, b: Tensor | None = None, w: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Zero the rows from cu_seqlens[-1] on of tensors shaped like the operands of these names.
+
+    Only packed sequences have such rows. cu_seqlens[-1] = T, the normal case, costs one launch that writes nothing.
+    """
+    if cu_seqlens is None:
+        return
+    block, programs = 1024, 64
+    zero = launcher(zero_tail_kernel, (v, q, k, e, log_decay, b, w, cu_seqlens), (s.H * s.K, s.HV, s.V, block))
+    zero(programs, s.N, s.T)
 
 
 def prepare(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig, save: bool) -> Prepared:

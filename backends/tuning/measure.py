@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -170,7 +170,7 @@ def _computed(
 ) -> dict[str, Tensor]:
     bound = bind(case.spec, backend)
     if isinstance(operands, FusedOperands):
-        own = FusedOperands(*map(_cloned, operands))  # the step changes states and history in place
+        own: FusedOperands = _cloned(operands)  # the step changes states and history in place
         return _step_results(bound.fused_decode_step_(typical_step(case.spec, case.shape), *own), own)
     if cotangents is not None:
         return run(backend, case.spec, operands, cotangents)
@@ -181,7 +181,7 @@ def _computed(
     return {"o": o, "state": states}
 
 
-def _cloned(x: object) -> object:
+def _cloned(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.clone()
     return type(x)(*map(_cloned, x)) if isinstance(x, tuple) else x

@@ -14,7 +14,17 @@ from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.mixer import Context, Mixer
-from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, ResizesHeads, Stateful
+from deltazoo.mixers.core.part import (
+    HasBackend,
+    HeadShape,
+    LinearPart,
+    OutputArguments,
+    Parts,
+    ResizesHeads,
+    Stateful,
+    is_unmodified,
+    project_jointly,
+)
 from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import write_back
 
@@ -121,8 +131,13 @@ class DeltaMixer(Mixer):
                 return self._project_out(fused_o, x_BTD, order), state
         inputs, new["project"] = self.project(x_BTD, old.get("project"), context)
         projected = inputs
+        linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
+        raw = project_jointly(x_BTD, {name: part.proj for name, part in linear_parts.items() if is_unmodified(part)})
         for name, part in self.operands.items():
-            inputs, new[name] = part(x_BTD, inputs, old.get(name), context)
+            if name in raw:
+                inputs = linear_parts[name].prepare(raw[name], inputs)
+            else:
+                inputs, new[name] = part(x_BTD, inputs, old.get(name), context)
         o, new["update"] = self.update(inputs, old.get("update"), context)
         arguments = OutputArguments(x_BTD, projected, inputs)
         for name, part in self.outputs.items():

@@ -15,7 +15,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, mask_padding
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, together
+from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, project_jointly
 from deltazoo.mixers.core.sequences import left_align, undo_left_align
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 from deltazoo.mixers.parts.complex_decays import LRUDecay, S5Decay
@@ -234,12 +234,12 @@ def test_narrow_maps_share_one_product_with_equal_outputs_and_gradients() -> Non
 def test_only_plain_narrow_maps_share_a_product() -> None:
     x = torch.randn(2, 3, 64)
     narrow, other = (nn.Linear(64, size, bias=False) for size in (2, 8))
-    outputs = together(x, {"a": narrow, "b": other})
+    outputs = project_jointly(x, {"a": narrow, "b": other})
     for name, layer in ("a", narrow), ("b", other):
         torch.testing.assert_close(outputs[name], layer(x))
     wide, biased, nested = nn.Linear(64, 9, bias=False), nn.Linear(64, 2), nn.Sequential(nn.Linear(64, 2, bias=False))
     for excluded in (wide, biased, nested):
-        assert together(x, {"a": narrow, "b": excluded}) == {}
+        assert project_jointly(x, {"a": narrow, "b": excluded}) == {}
 
 
 def reset(module: nn.Module) -> None:

@@ -1,9 +1,8 @@
-"""Times of a decode step, in one kernel and part by part: python decode.py [LAYER]... [TILE,WARPS]...
+"""Time a decode step, fused and in separate parts: python decode.py [LAYER]... [TILE,WARPS]...
 
-Of layers of width 2048, bf16, a float32 state: the update and the fused step alone, then the layer, eager, captured,
-and compiled and captured. A CUDA graph of 16 steps, or 16 calls, by the step; medians; what either path gives is
-compared. Layers by how their names begin; launches of the fused step that are named are measured beside the one that is
-taken. Needs a CUDA device.
+Layers of width 2048, bf16, float32 state: the update and the fused step alone, then the layer, eager, captured,
+compiled, and compiled and captured. Medians per step of 16 steps in a CUDA graph, or 16 calls. The results of both ways
+are compared. LAYER is a prefix of a name below; TILE,WARPS are further launches of the fused step. Needs a CUDA device.
 """
 
 import statistics
@@ -28,14 +27,14 @@ LAYERS = {
 
 
 class PartByPart(TritonBackend):
-    """The same kernels for the update, and none around it."""
+    """The same update kernels without the fused step."""
 
     def fused_decode_unsupported(self, step, dtype):
-        return ["it is asked not to."]
+        return ["disabled for this measurement."]
 
 
 def median(call, times=30):
-    """Of so many calls, in us a step."""
+    """The median of the calls in us per step."""
     torch.cuda.synchronize()
     found = []
     for _ in range(times):
@@ -49,7 +48,7 @@ def median(call, times=30):
 
 
 def captured(step):
-    """What replays a graph of steps."""
+    """A call that replays a CUDA graph of 16 steps."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -61,37 +60,37 @@ def captured(step):
 
 
 def repeated(step):
-    """What calls steps one after the other."""
+    """A call that runs 16 eager steps."""
     for _ in range(3):
         step()
     return lambda: [step() for _ in range(STEPS)]
 
 
 def operands(mixer, x, state):
-    """The fused step of a mixer, what it takes, and the update's operands, as its parts make them."""
+    """The fused step of a mixer, its inputs, and the operands of the update from the mixer's parts."""
     fusion = mixer.decode_fusion()
     inputs = fusion.inputs(x, state["project"].clone())
     q, k, v = mixer.project(x, state["project"].clone(), deltazoo.mixers.Context(intermediates={}))[0][:3]
-    given = deltazoo.UpdateInputs(q.contiguous(), k.contiguous(), v.contiguous())
+    update_inputs = deltazoo.UpdateInputs(q.contiguous(), k.contiguous(), v.contiguous())
     for part in mixer.operands.values():
-        given = part(x, given, None, deltazoo.mixers.Context(intermediates={}))[0]
-    return fusion.step, inputs, given
+        update_inputs = part(x, update_inputs, None, deltazoo.mixers.Context(intermediates={}))[0]
+    return fusion.step, inputs, update_inputs
 
 
 @torch.no_grad()
 def alone(mixer, B, variants):
-    """The update and the fused step by themselves."""
+    """Time the update and the fused step alone."""
     x = torch.randn(B, 1, 2048, device="cuda", dtype=torch.bfloat16)
-    step, inputs, given = operands(mixer, x, mixer.init_state(B))
+    step, inputs, update_inputs = operands(mixer, x, mixer.init_state(B))
     bound, states = mixer.update.bound, mixer.init_state(B)["update"]
-    line = [f"update {median(captured(lambda: bound.step_(given, states))):.1f}"]
+    line = [f"update {median(captured(lambda: bound.step_(update_inputs, states))):.1f}"]
     line.append(f"fused {median(captured(lambda: bound.fused_decode_step_(step, inputs, states))):.1f}")
     for tile, warps in variants:
         launch = Launch(tile=tile, warps=warps, stages=1)
-        asked = bind(step.spec, TritonBackend(LaunchConfig(fused_step=launch)))
+        other = bind(step.spec, TritonBackend(LaunchConfig(fused_step=launch)))
         began = time.perf_counter()
         try:
-            found = f"{median(captured(lambda asked=asked: asked.fused_decode_step_(step, inputs, states))):.1f}"
+            found = f"{median(captured(lambda other=other: other.fused_decode_step_(step, inputs, states))):.1f}"
         except Exception as error:
             found = f"{type(error).__name__}: {str(error)[:60]}"
         took = time.perf_counter() - began
@@ -101,7 +100,7 @@ def alone(mixer, B, variants):
 
 @torch.no_grad()
 def decoding(mixer, backend, x, state):
-    """Times of a layer's step, and what it gives: outputs, and the state of the update."""
+    """Time the step of a layer; returns the times, its outputs and the state of the update."""
     mixer.rebind(backend)
     torch._dynamo.reset()
     compiled = torch.compile(mixer, fullgraph=True, dynamic=False)
@@ -113,7 +112,7 @@ def decoding(mixer, backend, x, state):
 
 @torch.no_grad()
 def layer(mixer, B):
-    """The whole layer, part by part and in one."""
+    """Time the whole layer, in separate parts and fused."""
     x = torch.randn(B, 3, 2048, device="cuda", dtype=torch.bfloat16)
     state = mixer(x, mixer.init_state(B))[1]
     (parts, want), (one, got) = (
@@ -122,7 +121,7 @@ def layer(mixer, B):
     kinds = ("eager", "captured", "compiled", "compiled and captured")
     words = [f"{kind} {p:.1f} -> {o:.1f}" for kind, p, o in zip(kinds, parts, one, strict=True)]
     apart = [f"{float((a - b).float().norm() / b.float().norm()):.1e}" for a, b in zip(got, want, strict=True)]
-    return f"{'; '.join(words)}; apart {' and '.join(apart)}"
+    return f"{'; '.join(words)}; relative difference {' and '.join(apart)}"
 
 
 def main():

@@ -1,136 +1,133 @@
-"""Compile the package's kernels for sm_90 without a GPU; report registers, spills and shared memory.
+"""Compile the kernels for sm_90 without a GPU; report registers, spills, shared memory and known faults of ptxas.
 
-In a venv with triton==3.6.0 and numpy only (torch is a stub here), from the repository's root:
-python tests/bench/gpu/offline.py "module='gradients',kernel='gradients_kernel',BV=64,BK=64,stages=3"
-(module='hopper.gradients',kernel='hopper_gradients_kernel' for the one in Gluon). Further names: warps, stages, decay
-('head', 'fixed', 'none'), delta, strengths, own, packed, dtype, maxnreg, dump=PATH (writes TTGIR, PTX, cubin) and any
-constexpr.
+From the repository's root, with torch and Triton installed:
+    python tests/bench/gpu/offline.py all [WORD]...      every plan of the grid below whose name has the words;
+                                                         prints kernels that spill, fail or have a fault
+    python tests/bench/gpu/offline.py [WORD]...          the plans of K = V = 128, every kernel
+    DUMP=FOLDER writes TTGIR, PTX and cubin of each kernel.
 """
 
-import importlib
+import os
 import re
 import subprocess
 import sys
 import tempfile
-import types
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
-for name in ("deltazoo", "deltazoo.backends", "deltazoo.backends.triton"):  # folders, without what they import
-    package = sys.modules[name] = types.ModuleType(name)
-    package.__path__ = [str(Path.cwd().joinpath(*name.split(".")[1:]))]
-sys.modules["torch"] = types.ModuleType("torch")
-sys.modules["torch"].Tensor = object
+sys.path.insert(0, str(Path(__file__).parents[2] / "backends"))
 
-sys.path.insert(0, "tests/backends")
-import triton  # noqa: E402
-from assembly import disassemble, forgotten, miscarried  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+import torch
+import triton
+from assembly import disassemble, forgotten, miscarried
+from compiling import Compiler
+
+from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.triton import backward, forward
+from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
+from deltazoo.backends.triton.plan import Problem, make_plan
 
 PTXAS = Path(triton.__path__[0]) / "backends/nvidia/bin/ptxas"
-POINTERS = {"bf16": "*bf16:16", "fp16": "*fp16:16", "fp32": "*fp32:16"}
-OPERANDS = (
-    "q", "k", "v", "do", "wy_tiles", "o", "checkpoints", "spare", "states", "xs", "dstates", "dv", "du", "dq", "dk",
-    "partial",
+WIDTHS = (
+    (16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (72, 104), (104, 40), (128, 32), (128, 64), (128, 128),
+    (128, 256), (192, 384), (200, 400), (256, 256),
 )  # fmt: skip
-IN_FLOAT32 = (
-    "gates", "decay_bounds", "dgates", "state_products", "dw", "dlog_decay", "final", "starts", "ends", "begins", "dstate", "sums", "db",
-    "state",
-)  # fmt: skip
-NUMBERS = ("T", "segment", "segments", "parts", "N", "slots", "held")
+DEVICES = {
+    "hopper": DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 4, 232448),
+    "portable": DeviceSpec("a small GPU", "cuda", (8, 0), 4, 232448),
+}
+MAX_SPILL = 600  # bytes of spill stores
 
 
-def compiled(kernel, types_, constants, options):
-    """What Triton makes of a kernel; types_ of the parameters that it has, by name, all others are constants."""
-    names = kernel.arg_names
-    signature = {name: types_[name].removesuffix(":16") if name in types_ else "constexpr" for name in names}
-    constexprs = {(i,): constants.get(name) for i, name in enumerate(names) if name not in types_}
-    aligned = [["tt.divisibility", 16]]
-    attrs = {(i,): aligned for i, name in enumerate(names) if types_.get(name, "").endswith(":16")}
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = source(kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+def problems(every: bool) -> Iterator[tuple[str, str, Problem, bool]]:
+    """Names, devices, problems, and whether erase and read are early."""
+    widths = WIDTHS if every else [(128, 128)]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,)
+    flags = (False, True)
+    for device, dtype, (K, V), delta, erase_key, split_terms, packed, groups, decay, early, T in product(
+        DEVICES, dtypes, widths, (True, False), flags, flags, flags, (1, 2), ("head", "none"), flags, (200, 4200)
+    ):
+        if (erase_key or split_terms) and (not delta or device == "hopper"):
+            continue
+        if (split_terms and dtype != torch.bfloat16) or (erase_key and dtype == torch.bfloat16 and not split_terms):
+            continue
+        if (packed or groups > 1 or decay == "none" or early) and (K, V) not in ((16, 16), (128, 128)):
+            continue
+        N, H = (2, 2) if T == 200 else (1, 1)
+        problem = Problem(dtype, N, T, H, H * groups, K, V, delta, erase_key, decay, packed, split_terms)
+        traits = [name for name in ("erase_key", "packed", "split_terms") if getattr(problem, name)]
+        words = [device, str(dtype)[6:], f"K={K} V={V}", "delta" if delta else "additive", decay, f"groups={groups}"]
+        words += traits + (["early"] if early else []) + (["segments"] if T > 200 else [])
+        yield " ".join(words), device, problem, early
 
 
-def assembled(ptx):
-    """What ptxas says of it."""
+def compile_problem(device: DeviceSpec, problem: Problem, early: bool) -> list[tuple[str, object]]:
+    """Compile what a forward and a backward pass launch."""
+    device = device._replace(processors=132) if problem.T > 200 else device
+    config = heuristic(problem, device)
+    plan = make_plan(problem, device, config, grad=True)
+    B, T, H, HV, K, V = 1 if problem.packed else problem.N, *problem[2:7]
+    dtype, strength = problem.dtype, torch.empty(B, T, HV)
+    x = ScanOperands(
+        q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
+        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=strength if problem.decay == "head" else None, b=strength,
+        w=strength, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
+        state=torch.empty(problem.N, HV, K, V),
+        cu_seqlens=torch.linspace(0, T, problem.N + 1).int() if problem.packed else None,
+    )  # fmt: skip
+    kind = ScanKind(problem.delta, early and problem.delta, early, problem.split_terms, False, 0.1)
+    forward.launcher = backward.launcher = compiler = Compiler(all=True)
+    _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
+    saved = Saved(Prepared(*prepared), checkpoints)
+    backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+    return compiler.compiled
+
+
+def report(kernel: object) -> dict[str, object]:
+    """Registers, bytes of spills and shared memory, instructions, faults, and ptxas's warnings."""
+    asm = kernel.asm
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+        file.write(asm["ptx"])
         file.flush()
         command = [PTXAS, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        return subprocess.run(command, capture_output=True, text=True).stderr
-
-
-def report(kernel):
-    """Registers, bytes of spills (stores, loads) and of shared memory, instructions, faults, and ptxas's warnings."""
-    asm = kernel.asm
-    log, sass = assembled(asm["ptx"]), disassemble(asm["cubin"])
-    counts = {
-        "wgmma": ("ptx", "wgmma.mma_async"), "mma": ("ptx", "mma.sync"), "bar": ("ptx", "bar.sync"),
-        "cvt": ("ttgir", "convert_layout"), "alloc": ("ttgir", "local_alloc"), "store": ("ttgir", "local_store"),
-        "cp": ("ttgir", "async_copy_global_to_local"),
-    }  # fmt: skip
+        log = subprocess.run(command, capture_output=True, text=True).stderr
+    sass = disassemble(asm["cubin"])
     info = {
-        "regs": int(re.search(r"Used (\d+) registers", log).group(1)),
-        "spill": re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups(),
-        "smem": kernel.metadata.shared,
-        **{name: asm[text].count(word) for name, (text, word) in counts.items()},
-        "miscarried": len(miscarried(sass)),
-        "forgotten": len(forgotten(sass)),
-        "sass": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
+        "registers": int(re.search(r"Used (\d+) registers", log).group(1)),
+        "spill": int(re.search(r"(\d+) bytes spill stores", log).group(1)),
+        "shared": kernel.metadata.shared,
+        "wgmma": asm["ptx"].count("wgmma.mma_async"),
+        "mma": asm["ptx"].count("mma.sync"),
+        "barriers": asm["ptx"].count("bar.sync"),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
+        "faults": len(miscarried(sass)) + len(forgotten(sass)),
     }
-    warned = [line for line in log.splitlines() if "C75" in line or "erialized" in line]
-    return info | ({"log": warned[:2]} if warned else {})
+    warnings = [line for line in log.splitlines() if "C75" in line or "erialized" in line]
+    return info | ({"warnings": warnings[:2]} if warnings else {})
 
 
-def go(
-    module="gradients", kernel="gradients_kernel", dtype="bf16", warps=4, stages=2, decay="head", delta=True,
-    strengths=True, packed=False, own=False, half=True, dump=None, maxnreg=None, **asked,
-):  # fmt: skip
-    """Compile one; half: T in float16 beside bfloat16 operands."""
-    function = getattr(importlib.import_module("deltazoo.backends.triton.kernels." + module), kernel)
-    terms = asked.get("TERMS", 1)
-    constants = {
-        "H": 16, "HV": 16, "K": 128, "V": 128, "C": 64, "K0": 128, "K1": 0, "BV": 128, "BK": 128, "DECAY": decay,
-        "DELTA": delta, "OWN": own, "ERASE": strengths and delta, "WRITE": strengths, "ERASE_EARLY": False,
-        "READ_EARLY": False, "PACKED": packed, "MIN_BETA": 2.0**-24, "DU_IS_DV": delta and dtype != "fp16" and terms == 1,
-        "CHECKPOINT_EVERY": 16, "UNIT": 16, "SPLIT": 0, "ENDS": False, "TERMS": 1, "PREC": "tf32", "STAGES": stages,
-        "MODE": "replay", "HAS_STATE": False, "TILED": True, "BOUND_DECAYS": False,
-    } | asked  # fmt: skip
-    of_operands, of_float32, of_int32 = POINTERS[dtype], POINTERS["fp32"], "*i32:16"
-    types_ = dict.fromkeys(OPERANDS, of_operands) | dict.fromkeys(IN_FLOAT32, of_float32)
-    types_ |= dict.fromkeys(NUMBERS, "i32") | {"scale": "fp32"}
-    if half and dtype == "bf16" and terms == 1:
-        types_["wy_tiles"] = POINTERS["fp16"]
-    if decay != "none":
-        types_["log_decay"] = of_float32
-    if strengths:
-        types_ |= {"b": of_float32, "w": of_float32}
-    if own:
-        types_ |= {"e": of_operands, "de": of_operands}
-    if packed:
-        types_["cu"] = of_int32
-    names = function.arg_names
-    if constants["TILED"] and "TILED" in names:
-        types_["v"] = f"tensordesc<{dtype}[1,{constants['C']},1,{constants['BV']}]>"
-    options = {"num_warps": warps, "num_stages": stages, "maxnreg": maxnreg}
-    found = compiled(
-        function,
-        {name: type_ for name, type_ in types_.items() if name in names},
-        {name: value for name, value in constants.items() if name in names},
-        options,
-    )
-    if dump:
-        for kind in ("ttgir", "ptx"):
-            Path(f"{dump}.{kind}").write_text(found.asm[kind])
-        Path(f"{dump}.cubin").write_bytes(found.asm["cubin"])
-    return report(found)
+def main(words: list[str]) -> None:
+    every = words[:1] == ["all"]
+    for name, device, problem, early in problems(every):
+        if not all(word in name for word in words[every:]):
+            continue
+        try:
+            kernels = compile_problem(DEVICES[device], problem, early)
+        except Exception as error:
+            print(f"{name}: {str(error)[-300:]}", flush=True)
+            continue
+        for n, (kernel, found) in enumerate(kernels):
+            info = report(found)
+            if not every or info["spill"] > MAX_SPILL or info["faults"] or "warnings" in info:
+                print(f"{name}: {kernel}", *(f"{key} {value}" for key, value in info.items()), flush=True)
+            if folder := os.environ.get("DUMP"):
+                path = Path(folder) / f"{name} {n} {kernel}".replace(" ", "_")
+                for kind in ("ttgir", "ptx"):
+                    path.with_suffix(f".{kind}").write_text(found.asm[kind])
+                path.with_suffix(".cubin").write_bytes(found.asm["cubin"])
 
 
 if __name__ == "__main__":
-    for asked in sys.argv[1:]:
-        try:
-            print(asked, go(**eval(f"dict({asked})")), flush=True)
-        except Exception as error:
-            print(asked, "ERR", str(error)[-700:], flush=True)
+    main(sys.argv[1:])
