@@ -200,9 +200,9 @@ def is_unmodified(module: nn.Module) -> bool:
 def project_jointly(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Apply the narrow linear maps among `maps` to x [B, T, D] by one product; {} if there are fewer than two.
 
-    A narrow map has at most D / 8 outputs, such as the maps to decay and beta. Separate products read x once each in the
-    forward, and each adds a gradient of x's size in the backward: a compiled gated_deltanet layer of width 2048 takes
-    8.35 ms with them and 8.18 ms with one product (H200, torch 2.11, four runs). A single token gains nothing.
+    A narrow map has at most D / 8 outputs, such as the maps to decay and beta. Separate products read x once each in
+    the forward, and each adds a gradient of x's size in the backward: a compiled gated_deltanet layer of width 2048
+    takes 8.35 ms with them and 8.18 ms with one product (H200, torch 2.11, four runs). A single token gains nothing.
     """
     narrow = {name: layer for name, layer in maps.items() if type(layer) is nn.Linear and _is_narrow(layer)}
     if len(narrow) < 2 or x.shape[1] == 1:

@@ -62,7 +62,7 @@ class QKVProjection(Fusible, Stateful):
         return None if self.conv is None else self.conv.init_state(batch, like)
 
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
-        """QKVProjection x [B, T, D]; k and v get an axis n after T if there are several Householder steps."""
+        """Project x [B, T, D]; k and v get an axis n after T if there are several Householder steps."""
         qkv_BTC = self.to_qkv(x)
         convolved: tuple[Tensor, ...] = ()
         if self.conv is not None:
@@ -81,7 +81,7 @@ class QKVProjection(Fusible, Stateful):
             v = rearrange(v, "b t (n h v) -> b t n h v", n=n, h=HV)
         return UpdateInputs(q_BTHK, k, v), state
 
-    def fused(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if self.conv is None:
             return step._replace(parts=tuple(self.unconvolved)) if self.keys else None
         if not self.keys or self.unconvolved or type(self.conv) is not ShortConv or not is_unmodified(self.conv):
