@@ -13,13 +13,17 @@ def command(
     width: Annotated[int, typer.Option(min=1, help="Width of the layer that a mixer's costs are for.")] = 1024,
     device: Device = "cpu",
     dtype: OperandDtype = Dtype.float32,
+    device_name: Annotated[
+        str | None,
+        typer.Option(help='Print the kernel plan of a mixer for this GPU, such as "NVIDIA H200". Needs no GPU.'),
+    ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the equation, fields and costs of a mixer, backend or stack, and which backends compute it."""
     from deltazoo.blocks.inspect.show import details
 
-    shown = details(name, width, device, dtype.torch, trust)
+    shown = details(name, width, device, dtype.torch, trust, device_name)
     if as_json:
         print_json(shown)
         return
@@ -28,7 +32,9 @@ def command(
     print_table(["field", "default", ""], [row.model_dump().values() for row in shown.fields])
     print_table(["cost", ">"], [(title, f"{figure:,}") for title, figure in shown.cost.items()])
     verdicts = [(row.backend, "chosen" if row.chosen else " ".join(row.reasons)) for row in shown.backends]
-    print_table([f"backend on {device}", ""], verdicts)
+    print_table([f"backend on {device_name or device}", ""], verdicts)
+    if shown.plan is not None:
+        print_line(shown.plan)
     supported = [(mixer, " ".join(reasons) or "yes") for mixer, reasons in shown.takes.items()]
     print_table([f"mixer on {device}", ""], supported)
     if shown.description is not None:

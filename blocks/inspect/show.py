@@ -50,6 +50,7 @@ class Details(BaseModel):
         fields: the fields of a mixer's config.
         cost: the costs of a mixer; the titles give the units.
         backends: for a mixer, which backend computes its update on the device, and why the others do not.
+        plan: the kernels of a mixer's update on a named device, and their conditions.
         takes: for a backend, the reasons why it cannot compute each mixer's update at width 1024; [] if it can.
         description: the layers of a stack.
     """
@@ -63,12 +64,18 @@ class Details(BaseModel):
     fields: list[FieldRow] = []
     cost: dict[str, int] = {}
     backends: list[BackendRow] = []
+    plan: str | None = None
     takes: dict[str, list[str]] = {}
     description: Description | None = None
 
 
 def details(
-    name: str, width: int = _WIDTH, device: str = "cpu", dtype: torch.dtype = torch.float32, trust: bool = False
+    name: str,
+    width: int = _WIDTH,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust: bool = False,
+    device_name: str | None = None,
 ) -> Details:
     """Return the details of a mixer, a backend, a preset or a stack file.
 
@@ -78,27 +85,27 @@ def details(
         device: device for which the backends are examined; it need not exist on this machine.
         dtype: dtype of the operands.
         trust: as for `StackSpec.load`.
+        device_name: a known GPU such as "NVIDIA H200", for the kernel plan of a mixer; it overrides `device`.
     Raises: UnknownNameError: gives the nearest name; ConfigError; PluginError.
     """
     mixers, backends = registry.names(registry.MIXERS), registry.names(registry.BACKENDS)
     if name in mixers:
-        return _mixer(name, width, device, dtype)
+        return _mixer(name, width, device, dtype, device_name)
     if name in backends:
         return _backend(name, device, dtype)
     if name in presets.names() or name.endswith(document.SUFFIXES):
         return _stack(name, trust)
     if ":" in name:
-        return _plug_in(name, width, device, dtype)
+        loaded = registry.load(registry.MIXERS, name)
+        if isinstance(loaded, type) and issubclass(loaded, MixerConfig):
+            return _mixer(name, width, device, dtype, device_name)
+        return _backend(name, device, dtype)
     raise UnknownNameError("mixer, backend or preset", name, [*mixers, *backends, *presets.names()])
 
 
-def _plug_in(name: str, width: int, device: str, dtype: torch.dtype) -> Details:
-    loaded = registry.load(registry.MIXERS, name)
-    is_mixer = isinstance(loaded, type) and issubclass(loaded, MixerConfig)
-    return _mixer(name, width, device, dtype) if is_mixer else _backend(name, device, dtype)
-
-
-def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Details:
+def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: str | None) -> Details:
+    if device_name is not None:
+        device = "cuda"
     config_type = config_class(name)
     config = config_type()
     spec = config.spec()
@@ -109,7 +116,10 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Details:
     mixer = _build_on_meta(config, width)
     about |= _convolution(mixer, device, dtype)
     cost = config.cost(width)
-    verdicts = [] if spec is None else explain(spec, _update_meta(mixer, device, dtype)).verdicts
+    explanation = None
+    if spec is not None:
+        explanation = explain(spec, _update_meta(mixer, device, dtype), device=device_name)
+    verdicts = [] if explanation is None else explanation.verdicts
     about |= _decode_step(mixer, device, dtype, next((v.backend for v in verdicts if v.chosen), None))
     return Details(
         kind="mixer",
@@ -126,6 +136,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype) -> Details:
             "additional FLOPs per token for each token of context": cost.flops_context,
         },
         backends=[BackendRow(**verdict._asdict()) for verdict in verdicts],
+        plan=None if explanation is None or device_name is None else explanation.plan,
     )
 
 

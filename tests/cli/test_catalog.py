@@ -80,6 +80,16 @@ def test_show_lists_the_verdicts_of_explain(ok):
     assert "chosen" in ok("show", "kda").out
 
 
+def test_show_prints_the_kernel_plan_for_a_named_gpu(ok, run):
+    options = ("show", "gated_deltanet", "--dtype", "bfloat16", "--device-name", "NVIDIA H200")
+    update = config_class("gated_deltanet")().build(1024).update
+    expected = explain(update.spec, update.meta("cuda", torch.bfloat16, grad=True), device="NVIDIA H200").plan
+    assert expected
+    assert ok(*options, "--json").json["plan"] == expected
+    assert expected in ok(*options).out
+    assert run(*options[:-1], "NVIDIA H300").code == 2
+
+
 def test_show_names_the_implementation_of_the_short_convolution(ok):
     def convolution(name: str, *options: str) -> str | None:
         return ok("show", name, *options, "--json").json["about"].get("short convolution")
