@@ -44,7 +44,7 @@ def test_tune_without_a_gpu_is_refused(run, monkeypatch):
 def test_tune_prints_gains_rejections_and_how_to_load_the_table(ok, gpu, tmp_path):
     out = tmp_path / "t.json"
     printed = ok("tune", "--shape", "pack_8x4096", "--directions", "forward", "--out", out).out
-    assert "tile 32, 4 w, 2 st" in printed
+    assert "tile=32 warps=4 stages=2" in printed
     assert "1.05" in printed
     assert "pack_8x4096 scan tile=64 warps=4 stages=3: o has relative RMS error" in printed
     assert "2 measured in" in printed
@@ -54,7 +54,7 @@ def test_tune_prints_gains_rejections_and_how_to_load_the_table(ok, gpu, tmp_pat
 
 def test_the_default_table_is_loaded_automatically(ok, gpu, tmp_path):
     result = ok("tune", "--shape", "decode_64", "--json").json
-    assert result["records"][0]["kernel"] == "decode"
+    assert result["records"][0]["key"]["kernel"] == "decode"
     assert ok("tune", "--shape", "decode_64", "--json").json["kept"] == 2
     assert ok("tune", "--shape", "decode_64").out.splitlines()[-1].startswith("# used from now on")
 
