@@ -17,7 +17,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.limits import current_platform_refusals, current_refusals, refusals
+from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
 from deltazoo.backends.triton.op import chunk_scan, step_
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 from deltazoo.backends.triton.show import explain_plan
@@ -77,11 +77,9 @@ class TritonBackend(Backend):
             return reasons
         split_terms = _splits_terms(spec, meta.K, meta.dtype)
         dtype = torch.float32 if split_terms and meta.dtype == torch.float16 else meta.dtype
-        if device is None:
-            found = current_refusals(dtype, meta.K, meta.V, meta.grad, split_terms, spec.erase_key == "own")
-        else:
-            found = refusals(device, dtype, meta.K, meta.V, meta.grad, split_terms, spec.erase_key == "own")
-        return reasons + list(found)
+        unsupported, name, memory = current_limits(meta.grad) if device is None else limits_of(device, meta.grad)
+        own = spec.erase_key == "own"
+        return [*unsupported, *size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad, split_terms, own)]
 
     def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
         return explain_plan(spec, meta, shape, device, self.config, _splits_terms(spec, meta.K, meta.dtype))
@@ -126,7 +124,7 @@ class TritonBackend(Backend):
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
         reasons = self._tensors_unsupported(meta.device, meta.dtype, self._interpreted, self._installed)
         if not reasons and not self._interpreted:
-            reasons += current_platform_refusals()
+            reasons += current_limits(False)[0]
         reasons += conv.too_many_taps(meta.taps)
         too_wide = [part.unit for part in meta.parts if part.unit > conv.WIDEST_UNIT]
         if too_wide:

@@ -3,7 +3,6 @@
 import torch
 
 from deltazoo.backends.devices import DeviceSpec, installed_triton
-from deltazoo.backends.triton.config import key_tiles
 
 SUPPORTED_TRITON = ((3, 6), (3, 7))
 _OLDEST_CAPABILITY = (8, 0)
@@ -31,58 +30,60 @@ def platform_refusals(device: DeviceSpec) -> list[str]:
     return reasons
 
 
-def refusals(
-    device: DeviceSpec, dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool
-) -> tuple[str, ...]:
-    """Say why the kernels of a spec cannot run on a device.
+def training_refusals(device: DeviceSpec) -> list[str]:
+    """Say why the backward kernels do not run on a device whose platform is supported."""
+    if device.capability[0] != 10 or device.triton_version >= (3, 9):
+        return []
+    return [
+        f"training on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: with older versions "
+        f"the backward exceeds tensor memory; {device.triton} is installed."
+    ]
+
+
+def limits_of(device: DeviceSpec, grad: bool) -> tuple[tuple[str, ...], str, int]:
+    """The refusals of a device for any sizes, its name and its shared memory per block in bytes."""
+    reasons = platform_refusals(device) or (training_refusals(device) if grad else [])
+    return tuple(reasons), device.name, device.shared_memory
+
+
+def current_limits(grad: bool) -> tuple[tuple[str, ...], str, int]:
+    """`limits_of` the current GPU; without one, of the installed Triton alone."""
+    return limits_of(DeviceSpec.current() if torch.cuda.is_available() else _no_gpu(), grad)
+
+
+# torch.compile evaluates it while tracing, like torch.compiler.assume_constant_result, which imports the compiler. Its
+# arguments must be constants, which widths are not under dynamic=True.
+vars(current_limits)["_dynamo_marked_constant"] = True
+
+
+def size_refusals(
+    name: str, shared_memory: int, dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool
+) -> list[str]:
+    """Say why the kernels for these widths do not fit the shared memory of a device.
 
     Args: dtype: that of the products: float32 for float16 with split terms.
     """
-    reasons = platform_refusals(device)
-    if reasons:
-        return tuple(reasons)
-    if grad and device.capability[0] == 10 and device.triton_version < (3, 9):
-        reasons.append(
-            f"training on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: with older "
-            f"versions the backward exceeds tensor memory; {device.triton} is installed."
-        )
     need = shared_memory_needed(dtype, K, V, grad, split_terms, erase_key)
-    if need > device.shared_memory:
-        reasons.append(
-            f"K = {K} and V = {V} in {str(dtype).removeprefix('torch.')} need {need} bytes of shared memory per block"
-            f"{' for training' if grad else ''}, and {device.name} has {device.shared_memory}."
-        )
-    return tuple(reasons)
-
-
-def current_refusals(
-    dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool
-) -> tuple[str, ...]:
-    """`refusals` of the current GPU; without one, of the installed Triton alone."""
-    if torch.cuda.is_available():
-        return refusals(DeviceSpec.current(), dtype, K, V, grad, split_terms, erase_key)
-    return current_platform_refusals()
-
-
-def current_platform_refusals() -> tuple[str, ...]:
-    """`platform_refusals` of the current GPU; without one, of the installed Triton alone."""
-    if torch.cuda.is_available():
-        return tuple(platform_refusals(DeviceSpec.current()))
-    return tuple(platform_refusals(DeviceSpec("this machine", "cuda", _OLDEST_CAPABILITY, 1, 0, installed_triton())))
-
-
-# torch.compile evaluates these while tracing, like torch.compiler.assume_constant_result, which imports the compiler
-for _function in (current_refusals, current_platform_refusals):
-    vars(_function)["_dynamo_marked_constant"] = True
+    if need <= shared_memory:
+        return []
+    training = " for training" if grad else ""
+    return [
+        f"K = {K} and V = {V} in {str(dtype).removeprefix('torch.')} need {need} bytes of shared memory per block"
+        f"{training}, and {name} has {shared_memory}."
+    ]
 
 
 def shared_memory_needed(dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool) -> int:
     """The shared memory per block of the largest portable kernel, in bytes; 0 if it fits every supported GPU."""
-    if dtype == torch.float32 or sum(key_tiles(K)) <= 192:
+    if dtype == torch.float32 or K <= 192:
         return 0
     kind = "one term" if not split_terms else "two terms and an erase key" if erase_key else "two terms"
     forward, both = _WIDE_KEYS[kind][16 if V <= 16 else 32 if V <= 32 else 64]
     return both if grad else forward
+
+
+def _no_gpu() -> DeviceSpec:
+    return DeviceSpec("this machine", "cuda", _OLDEST_CAPABILITY, 1, 2**31, installed_triton())
 
 
 def _dotted(capability: tuple[int, int]) -> str:
