@@ -157,7 +157,7 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
     x, kind, s, plan, config = run.x, run.kind, run.s, run.plan, run.config
     sweep = plan.backward == "sweep"
     max_slots = config.scratch // max(bytes_per_slot(x, kind, s, sweep), 1)
-    unit, windows, slots = segments_of(s, config.every, plan.split, max_slots)
+    unit, windows, slots = windows_of(s, config.every, plan.split, max_slots)
     chunks = cdiv(cdiv(cdiv(s.T, s.C), unit), windows) * unit  # of one sequence in a window, at most
     segments = cdiv(chunks, plan.split) if plan.split else 1
     scratch = _Scratch.empty(x, kind, s, slots, run.d.v, sweep)
@@ -196,7 +196,7 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
             launch(window)
 
 
-def segments_of(s: Sizes, every: int, split: int, max_slots: int) -> tuple[int, int, int]:
+def windows_of(s: Sizes, every: int, split: int, max_slots: int) -> tuple[int, int, int]:
     """Divide the chunks into windows that fit `max_slots` chunk slots of scratch.
 
     A window has at least one unit of each sequence: a segment, or the chunks between two checkpoints. Lengths of packed

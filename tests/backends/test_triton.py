@@ -356,15 +356,15 @@ def test_unsupported_specs_are_refused_with_reasons():
 
 
 def test_window_units_of_a_pack_grow_with_the_number_of_sequences():
-    from deltazoo.backends.triton.backward import segments_of
+    from deltazoo.backends.triton.backward import windows_of
 
     def sizes(N: int, T: int) -> Sizes:
         return Sizes(N, T, T // 64 + N, 16, 16, 128, 128, 64, True)
 
-    assert segments_of(sizes(8, 32768), 8, 0, 128) == (1, 5, 112)
-    assert segments_of(sizes(64, 32768), 8, 0, 128)[0] == 8
-    assert segments_of(sizes(8, 32768), 8, 32, 128)[0] == 32
-    assert segments_of(Sizes(8, 4096, 512, 16, 16, 128, 128, 64, False), 16, 0, 128) == (16, 4, 128)
+    assert windows_of(sizes(8, 32768), 8, 0, 128) == (1, 5, 112)
+    assert windows_of(sizes(64, 32768), 8, 0, 128)[0] == 8
+    assert windows_of(sizes(8, 32768), 8, 32, 128)[0] == 32
+    assert windows_of(Sizes(8, 4096, 512, 16, 16, 128, 128, 64, False), 16, 0, 128) == (16, 4, 128)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_gradients_do_not_depend_on_the_number_of_windows(lengths, heads):
 
 @pytest.mark.parametrize(("lengths", "heads"), [((300, 41), 2), ((341,), 1), ((200, 141), 1)], ids=str)
 def test_a_window_may_start_between_checkpoints(lengths, heads):
-    from deltazoo.backends.triton.backward import segments_of
+    from deltazoo.backends.triton.backward import windows_of
 
     x = draw(Case(GATED, Shape("between", 1, 341, 1, heads, 16, 16, lengths=lengths)), DEVICE)
     leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
@@ -400,7 +400,7 @@ def test_a_window_may_start_between_checkpoints(lengths, heads):
 
     N = len(lengths)
     s = Sizes(N, 341, 341 // 16 + N, 1, heads, 16, 16, 16, True)
-    unit, windows, _ = segments_of(s, 4, 0, 8 * N)
+    unit, windows, _ = windows_of(s, 4, 0, 8 * N)
     assert unit < 4 and windows > 1
     bytes_per_slot = heads * 16 * (2 * 16 + 16) * 4
     for got, want in zip(gradients(8 * N * bytes_per_slot), gradients(2**30), strict=True):
