@@ -1,4 +1,4 @@
-"""Tables of launches: how they are looked up, merged, read and written, and what is wrong with one."""
+"""Launch tables: lookup, merging, reading and writing, and errors in a table."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ def home(tmp_path, monkeypatch):
     tables.use_table(None)
 
 
-def test_the_table_goes_before_the_heuristic_for_its_class_alone(home, tmp_path):
+def test_record_overrides_the_heuristic_for_its_class_only(home, tmp_path):
     narrow = Launch(tile=32, warps=4, stages=2)
     tune([PACK], FakeRunner({narrow: 0.2}), FORWARD, tmp_path / "t.json")
     problem = problem_of(PACK, "scan")
@@ -50,7 +50,7 @@ def test_the_table_goes_before_the_heuristic_for_its_class_alone(home, tmp_path)
     assert tables.launch_config(problem, T900) == before
 
 
-def test_a_table_may_change_the_parts_but_never_what_is_saved(home, tmp_path):
+def test_record_may_change_segments_but_not_what_is_saved(home, tmp_path):
     tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
     tables.use_table(tmp_path / "t.json")
     found = tables.launch_config(problem_of(LONG, "scan"), T900)
@@ -59,7 +59,7 @@ def test_a_table_may_change_the_parts_but_never_what_is_saved(home, tmp_path):
     assert (found.chunk, found.every) == (default.chunk, default.every)
 
 
-def test_kernels_are_tuned_with_the_tables_in_force(home, tmp_path):
+def test_kernels_are_tuned_with_the_tables_in_use(home, tmp_path):
     tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "parts.json")
     tables.use_table(tmp_path / "parts.json")
     found = by_kernel(tune([LONG], FakeRunner(), FORWARD, tmp_path / "scans.json").records)
@@ -68,7 +68,7 @@ def test_kernels_are_tuned_with_the_tables_in_force(home, tmp_path):
     assert tables.launch_config(problem_of(LONG, "scan"), T900).scan == found["scan"].launch
 
 
-def test_the_user_s_table_goes_over_the_shipped_and_a_named_one_over_both(home, tmp_path, monkeypatch):
+def test_user_table_overrides_the_shipped_one_and_a_named_table_both(home, tmp_path, monkeypatch):
     shipped, narrow, wide = Launch(tile=64, stages=1), Launch(tile=32, warps=4, stages=2), Launch(tile=64, stages=3)
     problem = problem_of(PACK, "scan")
     package = tmp_path / "package"
@@ -86,7 +86,7 @@ def test_the_user_s_table_goes_over_the_shipped_and_a_named_one_over_both(home, 
 
 
 @pytest.mark.parametrize("other", ["triton", "revision"])
-def test_records_for_another_triton_or_other_kernels_are_ignored_with_one_line(home, tmp_path, caplog, other):
+def test_records_of_another_triton_or_revision_are_ignored_with_one_warning(home, tmp_path, caplog, other):
     path = tmp_path / "t.json"
     tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
     data = json.loads(path.read_text())
@@ -102,7 +102,7 @@ def test_records_for_another_triton_or_other_kernels_are_ignored_with_one_line(h
     assert "2 records of launch tables for NVIDIA T900" in caplog.text
 
 
-def test_records_of_before_are_no_matter_where_newer_ones_are(home, tmp_path, caplog):
+def test_outdated_records_beside_usable_ones_cause_no_warning(home, tmp_path, caplog):
     path = tmp_path / "t.json"
     tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
     data = json.loads(path.read_text())
@@ -115,7 +115,7 @@ def test_records_of_before_are_no_matter_where_newer_ones_are(home, tmp_path, ca
 
 
 @pytest.mark.parametrize("denied", [True, False])
-def test_without_a_home_that_can_be_read_there_is_no_table_of_the_user(home, monkeypatch, tmp_path, denied):
+def test_unreadable_home_folder_means_no_user_table(home, monkeypatch, tmp_path, denied):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -144,16 +144,16 @@ class _Nothing:
         return False
 
 
-def test_two_tuners_of_one_table_keep_each_others_records(tmp_path):
+def test_concurrent_tuners_keep_each_others_records(tmp_path):
     path = tmp_path / "t.json"
 
     class Beside(FakeRunner):
-        """While it times, another tuner writes."""
+        """Another tuner writes while this one times."""
 
-        def time(self, *asked):
+        def time(self, *arguments):
             if not path.exists():
                 tune([TOKEN], FakeRunner(), None, path)
-            return super().time(*asked)
+            return super().time(*arguments)
 
     tune([PACK], Beside(), FORWARD, path)
     assert sorted(record.key.kernel for record in read_table(path).records) == [
@@ -164,7 +164,7 @@ def test_two_tuners_of_one_table_keep_each_others_records(tmp_path):
     ]
 
 
-def test_a_record_of_a_kernel_that_does_not_take_the_problem_is_ignored_with_a_line(home, tmp_path, caplog):
+def test_record_of_a_kernel_that_does_not_take_the_problem_is_ignored_with_a_warning(home, tmp_path, caplog):
     path = tmp_path / "t.json"
     tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
     data = json.loads(path.read_text())
@@ -177,14 +177,14 @@ def test_a_record_of_a_kernel_that_does_not_take_the_problem_is_ignored_with_a_l
     assert "is ignored: scan.kernel = 'hopper' needs a Hopper GPU" in caplog.text
 
 
-def test_a_look_up_that_was_made_before_reads_no_file(home, monkeypatch):
+def test_repeated_lookup_reads_no_file(home, monkeypatch):
     problem = problem_of(PACK, "scan")
     first = tables.launch_config(problem, T900)
     monkeypatch.setattr(tables, "configured", lambda *_: pytest.fail("looked up again"))
     assert tables.launch_config(problem, T900) is first
 
 
-def test_tables_of_one_device_merge_the_later_over_the_earlier(tmp_path):
+def test_later_table_overrides_an_earlier_one_in_a_merge(tmp_path):
     narrow, wide = Launch(tile=32), Launch(tile=64, stages=3)
     tune([PACK], FakeRunner({narrow: 0.1}), FORWARD, tmp_path / "a.json")
     tune([PACK], FakeRunner({wide: 0.1}), FORWARD, tmp_path / "b.json")
@@ -195,7 +195,7 @@ def test_tables_of_one_device_merge_the_later_over_the_earlier(tmp_path):
     assert by_kernel(merged.records)["scan"].launch == wide
 
 
-def test_another_device_s_table_is_refused(tmp_path):
+def test_table_of_another_device_is_refused(tmp_path):
     Table(device="NVIDIA B200").write(tmp_path / "b200.json")
     tune([PACK], FakeRunner(), FORWARD, tmp_path / "t900.json")
     message = r"tables of two devices do not merge: 'NVIDIA T900' and 'NVIDIA B200'"
@@ -219,7 +219,7 @@ def broken(key=None, **change):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "t.json is not a launch table: .*Invalid JSON"),
         (broken(launch={"tile": 2}), r"records.0.launch.tile: Input should be greater than or equal to"),
@@ -242,15 +242,15 @@ def broken(key=None, **change):
         (None, "t.json cannot be read"),
     ],
 )
-def test_a_broken_table_is_an_error_that_names_the_file_and_the_field(tmp_path, text, says):
+def test_invalid_table_error_names_file_and_field(tmp_path, text, message):
     path = tmp_path / "t.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         tables.use_table(path)
 
 
-def test_a_table_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     tune([PACK], FakeRunner(), FORWARD, path)
     before = path.read_text()
@@ -261,7 +261,7 @@ def test_a_table_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monke
     assert sorted(found.name for found in tmp_path.iterdir()) == [".t.json.lock", "t.json"]
 
 
-def test_the_shipped_tables_are_valid_and_hold_what_the_key_says():
+def test_shipped_records_have_a_gain_and_the_present_revision():
     folder = tables.files("deltazoo.backends.triton") / "tuned"
     for path in folder.iterdir() if folder.is_dir() else []:
         table = read_table(path)
