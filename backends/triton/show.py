@@ -64,8 +64,14 @@ def _rows(plan: Plan, problem: Problem, config: LaunchConfig) -> list[str]:
         rows.append(f"  checkpoints of the state every {plan.every} chunks of {config.chunk} tokens")
     segments = f"{plan.split} chunks each, computed in parallel" if plan.split else "none"
     rows.append(f"  segments: {segments}")
-    rows += [f"  {phase}: {describe(getattr(config, phase))}" for phase in KERNELS]
-    return rows
+    launched = {
+        "prepare": plan.prepare != "gates",
+        "scan": True,
+        "recompute": plan.recompute is not None,
+        "reverse": plan.backward != "none",
+        "gradients": plan.gradients is not None,
+    }
+    return rows + [f"  {phase}: {describe(getattr(config, phase))}" for phase in KERNELS if launched[phase]]
 
 
 def _conditions(device: DeviceSpec) -> list[str]:
