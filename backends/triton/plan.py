@@ -186,19 +186,20 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("gradients", "hopper"): ("hopper_gradients_kernel",),
     ("groups", "portable"): ("sum_groups_kernel",),
     ("gates", "portable"): ("gate_gradients_kernel",),
+    ("tail", "portable"): ("zero_tail_kernel",),
 }
 
 
-def forward_kernels(plan: Plan) -> list[str]:
+def forward_kernels(plan: Plan, problem: Problem) -> list[str]:
     """The kernels of the forward pass in the order of their launches."""
     segments = [("segments", "forward")] if plan.split else []
-    return _names([("prepare", plan.prepare), *segments, ("forward", plan.forward)])
+    return _names([("prepare", plan.prepare), *segments, ("forward", plan.forward), *_tail(problem)])
 
 
 def backward_kernels(plan: Plan, problem: Problem) -> list[str]:
     """The kernels of the backward pass in the order of their launches, for one window."""
     if plan.backward == "fused":
-        return _names([("backward", "fused"), ("gates", "portable")])
+        return _names([("backward", "fused"), ("gates", "portable"), *_tail(problem)])
     steps = [("recompute", str(plan.recompute))]
     steps += [("segments", "backward")] if plan.split else []
     if plan.backward == "sweep":
@@ -207,7 +208,11 @@ def backward_kernels(plan: Plan, problem: Problem) -> list[str]:
         steps += [("reverse", str(plan.reverse)), ("gradients", str(plan.gradients))]
     if problem.grouped or (plan.backward == "sweep" and problem.V > 128):
         steps.append(("groups", "portable"))
-    return _names([*steps, ("gates", "portable")])
+    return _names([*steps, ("gates", "portable"), *_tail(problem)])
+
+
+def _tail(problem: Problem) -> list[tuple[str, str]]:
+    return [("tail", "portable")] if problem.packed else []
 
 
 def _names(steps: list[tuple[str, str]]) -> list[str]:

@@ -58,7 +58,7 @@ def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape, split_terms: b
 
 
 def _rows(plan: Plan, problem: Problem, config: LaunchConfig) -> list[str]:
-    rows = [f"  forward:  {' -> '.join(forward_kernels(plan))}"]
+    rows = [f"  forward:  {' -> '.join(forward_kernels(plan, problem))}"]
     if plan.backward != "none":
         rows.append(f"  backward: {' -> '.join(backward_kernels(plan, problem))}  ({plan.backward})")
         rows.append(f"  checkpoints of the state every {plan.every} chunks of {config.chunk} tokens")

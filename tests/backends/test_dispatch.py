@@ -17,6 +17,7 @@ from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain
 from deltazoo.backends import dispatch, registry
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
+from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import SHAPES, Shape
@@ -141,6 +142,7 @@ def test_refusal_of_tensors_is_logged_by_the_first_call(monkeypatch, caplog):
 def test_refusal_by_triton_is_logged_by_bind_if_there_is_a_gpu(has_gpu, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "_logged", set())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(DeviceSpec, "current", lambda index=None: DeviceSpec.named("NVIDIA H200"))
     bind(GDN)
     bind(DPLR, "reference")
     assert "must be" not in caplog.text

@@ -14,7 +14,10 @@ from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOpe
 from deltazoo.backends.triton.plan import Problem, make_plan
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only"),
+]
 
 DEVICE = DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 4, 232448)
 

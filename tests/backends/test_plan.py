@@ -209,7 +209,7 @@ def test_plan_lists_the_kernels_that_are_launched(monkeypatch, change):
     )  # fmt: skip
     kind = ScanKind(case.delta, False, False, False, False, 0.1)
     _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
-    assert launched == forward_kernels(plan)
+    assert launched == forward_kernels(plan, case)
     launched.clear()
     saved = Saved(Prepared(*prepared), checkpoints)
     backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)

@@ -22,6 +22,7 @@ from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOpe
 from deltazoo.backends.triton.plan import Problem, make_plan
 from deltazoo.backends.triton.revisions import REVISIONS
 
+pytestmark = pytest.mark.kernels
 TRITON = "3.7.1"
 STORED = Path(__file__).with_name("compiled_kernels.json")
 COMMAND = "python tests/backends/test_revisions.py"

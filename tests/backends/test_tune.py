@@ -327,7 +327,7 @@ def test_tuner_and_fused_step_look_up_the_same_problem(spec, monkeypatch):
     shape = Shape("rows", 5, 1, 1, 2, 12, 20)
     step = typical_step(spec, shape)
     given = draw_step(step, (), shape.B, torch.bfloat16)
-    launch = fused._resolve(given.inputs, given.states, fused.StepKind.of(step), 1, "")
+    launch = fused._resolve(given.inputs, given.states, fused.StepOptions.of(step), 1, "")
     assert launch == chosen.fused_step
     assert looked_up == [problem_of(Target(spec, shape, torch.bfloat16), "fused_step")]
 
@@ -339,7 +339,7 @@ def test_fused_step_without_config_or_record_uses_the_heuristic(monkeypatch):
     speaks = LaunchConfig(fused_step=Launch(tile=32)).model_dump_json()
     silent = LaunchConfig(split=16).model_dump_json()
     found = [
-        fused._resolve(given.inputs, given.states, fused.StepKind.of(step), n, config)
+        fused._resolve(given.inputs, given.states, fused.StepOptions.of(step), n, config)
         for n, config in ((1, ""), (2, ""), (1, silent), (2, speaks))
     ]
     by_sizes = Launch(tile=64, warps=8, stages=1)

@@ -214,7 +214,7 @@ def test_a_saved_state_can_be_loaded_and_continued(model, tokens, tmp_path):
         save(state, tmp_path / "state.pt")
         loaded = load_(model.init_state(2, capacity=9), tmp_path / "state.pt")
         assert_close(model(tokens_BT[:, 7:], loaded)[0], model(tokens_BT)[0][:, 7:])
-    with pytest.raises(StateError, match="another structure or other sizes"):
+    with pytest.raises(StateError, match="got other tensors or shapes"):
         load_(model.init_state(3, capacity=9), tmp_path / "state.pt")
 
 
