@@ -79,10 +79,16 @@ class DeviceSpec(NamedTuple):
 
     @staticmethod
     def current(index: int | None = None) -> "DeviceSpec":
-        """Read the properties of a GPU once; None is the current GPU. Without a GPU: Triton's interpreter."""
-        if not torch.cuda.is_available():
+        """Read the properties of a GPU, once per GPU.
+
+        Args: index: None: the current GPU, or Triton's interpreter without a GPU.
+        """
+        if index is not None:
+            return _properties(index)
+        # `is_available` takes the driver about as long as a small kernel runs
+        if not torch.cuda.is_initialized() and not torch.cuda.is_available():
             return INTERPRETER
-        return _properties(torch.cuda.current_device() if index is None else index)
+        return _properties(torch.cuda.current_device())
 
     @staticmethod
     def named(name: str) -> "DeviceSpec":

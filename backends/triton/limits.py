@@ -1,8 +1,10 @@
 """Devices and Triton versions that the kernels do not support, refused before anything is compiled."""
 
+import functools
+
 import torch
 
-from deltazoo.backends.devices import DeviceSpec, installed_triton
+from deltazoo.backends.devices import INTERPRETER, DeviceSpec, installed_triton
 
 SUPPORTED_TRITON = ((3, 6), (3, 7))
 _OLDEST_CAPABILITY = (8, 0)
@@ -40,6 +42,7 @@ def training_refusals(device: DeviceSpec) -> list[str]:
     ]
 
 
+@functools.cache
 def limits_of(device: DeviceSpec, grad: bool) -> tuple[tuple[str, ...], str, int]:
     """The refusals of a device for any sizes, its name and its shared memory per block in bytes."""
     reasons = platform_refusals(device) or (training_refusals(device) if grad else [])
@@ -47,8 +50,9 @@ def limits_of(device: DeviceSpec, grad: bool) -> tuple[tuple[str, ...], str, int
 
 
 def current_limits(grad: bool) -> tuple[tuple[str, ...], str, int]:
-    """`limits_of` the current GPU; without one, of the installed Triton alone."""
-    return limits_of(DeviceSpec.current() if torch.cuda.is_available() else _no_gpu(), grad)
+    """`limits_of` the current GPU; without one, of the installed Triton alone. Runs on every eager call."""
+    device = DeviceSpec.current()
+    return limits_of(_no_gpu() if device is INTERPRETER else device, grad)
 
 
 # torch.compile evaluates it while tracing, like torch.compiler.assume_constant_result, which imports the compiler. Its
