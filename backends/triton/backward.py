@@ -165,7 +165,7 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
     assert plan.recompute is not None
     stored = config.every if plan.split else max(config.every, _RECOMPUTED)
     recompute = scan(
-        plan.recompute, x, kind, run.prepared, s, config.recompute, "replay",
+        plan.recompute, x, kind, run.prepared, s, config.recompute, "recompute",
         Span(cdiv(chunks, stored), stored, config.every, unit, windows),
         checkpoints=run.checkpoints, states=scratch.states, xs=scratch.xs,
     )  # fmt: skip

@@ -169,7 +169,7 @@ def scan(
     """Build the launch of the scan.
 
     Args:
-        mode: "output": o and the final state. "replay": recompute the state before each chunk from checkpoints.
+        mode: "output": o and the final state. "recompute": recompute the state before each chunk from checkpoints.
             "ends": the contribution and map of each segment. "maps": the maps alone. The last two are portable only.
         tensors: o, final, checkpoints, states, xs, starts, ends: what the mode reads and writes.
     """

@@ -1,8 +1,8 @@
 """Scan over the chunks of a sequence: outputs, recomputed states for the backward, or the maps of segments.
 
-    x = T (w v - c (S0^T e)),    o = scale e^G'' (S0^T q) + P x,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
+    x = T (w v - c (S0^T e)),    o = scale 2^G'' (S0^T q) + P x,    S' = 2^Gend S0 + (2^(Gend - G) k)^T x
 
-S0 and S' are the states before and after a chunk. T, P, c = b e^G' and G'' are those of prepare.py; an additive update
+S0 and S' are the states before and after a chunk. T, P, c = b 2^G' and G'' are those of prepare.py; an additive update
 has x = w v. The state stays in registers as S^T, so that the left operand of every product comes from registers.
 C chunk, G cumulative log2 decay in the chunk, H key heads, HV value heads, K key width, V value width
 """
@@ -33,7 +33,7 @@ def scan_kernel(
     scale, T, window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, HAS_STATE: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, HAS_STATE: tl.constexpr,
     READ_EARLY: tl.constexpr, PACKED: tl.constexpr, CHECKPOINT_EVERY: tl.constexpr, UNIT: tl.constexpr,
     SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr, TILED: tl.constexpr,
@@ -46,7 +46,7 @@ def scan_kernel(
     MODE "output": writes o [B, T, HV, V], the state after the last token final [N, HV, K, V], and S^T before every
         CHECKPOINT_EVERY-th chunk (0: never) except the first, whose state is an operand, to
         checkpoints [.., HV, V, K]. With SPLIT > 0 it starts from starts [N segments, HV, V, K].
-    MODE "replay": recomputes states for the backward from the checkpoint at or before the segment. Writes the state
+    MODE "recompute": recomputes states for the backward from the checkpoint at or before the segment. Writes the state
         before each chunk of the segment to states [scratch slot, HV, V, K] and, with DELTA, x to
         xs [scratch slot, C, HV, V].
     MODE "ends": writes ends [N segments, HV, V + K, K]: S^T at the end of each segment from a zero state (of the first
@@ -56,7 +56,7 @@ def scan_kernel(
     TERMS = 2: what feeds back into the state is split in two terms (hi + lo). TILED: v is a tensor descriptor.
     """
     OUTPUT: tl.constexpr = MODE == "output"
-    RECOMPUTE: tl.constexpr = MODE == "replay"
+    RECOMPUTE: tl.constexpr = MODE == "recompute"
     ENDS: tl.constexpr = MODE == "ends" or MODE == "maps"
     V_TILES: tl.constexpr = 0 if MODE == "maps" else (V + BV - 1) // BV
     TILES: tl.constexpr = V_TILES + (K + BV - 1) // BV if ENDS else V_TILES
@@ -171,7 +171,7 @@ def scan_kernel(
         if K1 > 0:
             S_b = Sb.to(dtype)
         if DELTA:
-            if OWN:
+            if ERASE_KEY:
                 e_a = load_rows(e + key_offset, i, ka, in_time, in_ka, H * K)
                 if K1 > 0:
                     e_b = load_rows(e + key_offset, i, kb, in_time, in_kb, H * K)
@@ -216,7 +216,7 @@ def scan_kernel(
             )
 
         if OUTPUT:
-            # o = scale e^G'' S0^T q + P x
+            # o = scale 2^G'' S0^T q + P x
             out = tl.dot(S_a, tl.trans(q_a), input_precision=PREC)
             if K1 > 0:
                 out = tl.dot(S_b, tl.trans(q_b), out, input_precision=PREC)
@@ -236,7 +236,7 @@ def scan_kernel(
             out = dot_split_both(x, P_T_hi, P_T_lo, out, dtype, TERMS, PREC)
             store_transposed(o + value_offset, out, length - c * C, column, HV * V, V)
 
-        # S' = e^Gend S0 + (e^(Gend - G) k)^T x
+        # S' = 2^Gend S0 + (2^(Gend - G) k)^T x
         if DECAY != "none":
             x *= tl.exp2(G_end - G)[None, :]
             Sa *= tl.exp2(G_end)

@@ -3,8 +3,8 @@
 For a chunk with initial state S [K, V], WY tiles T and P and gates G, G'', c and w (../prepare.py), per value head:
 
     x  = T (w v - c (S^T k))                  x = w v for an additive update
-    o  = scale e^G'' (S^T q) + P x            OUTPUT
-    S' = e^Gend S + (e^(Gend - G) k)^T x
+    o  = scale 2^G'' (S^T q) + P x            OUTPUT
+    S' = 2^Gend S + (2^(Gend - G) k)^T x
 
 Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. A CTA
 takes an SM for itself. A segment is SPLIT consecutive chunks of a sequence; segments are computed in parallel. A window
@@ -29,7 +29,7 @@ Stores to global memory go through a staging tile that belongs to the consumer (
 one barrier of the warp group each.
 
 Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256, K and V multiples of 8, erase keys equal to
-k, modes "output" and "replay" (recompute states).
+k, modes "output" and "recompute" (recompute states).
 """
 
 from triton.experimental import gluon
@@ -273,7 +273,7 @@ def scan_chunk(
         decay_to_end = gl.exp2(G_end - G)
     else:
         S0 = S
-    # o^T = scale e^G'' S^T q^T + x^T P^T
+    # o^T = scale 2^G'' S^T q^T + x^T P^T
     if OUTPUT:
         if not BY_KEY_TILES:
             out, _, _ = warpgroup_mma_wait(1 if DELTA else 0, deps=[out, a_S[0], a_S[NK - 1]])
@@ -294,7 +294,7 @@ def scan_chunk(
         a_x_decayed = a_x
     if OUTPUT:
         out = warpgroup_mma(a_x, P_s.index(stage if DELTA else 0), out, is_async=True)
-    # S'^T = e^Gend S^T + (e^(Gend - G) x)^T k
+    # S'^T = 2^Gend S^T + (2^(Gend - G) x)^T k
     S1 = (warpgroup_mma(a_x_decayed, smem.k[0].index(stage), S0[0], is_async=True),)
     for tk in gl.static_range(NK - 1):
         S1 = S1 + (warpgroup_mma(a_x_decayed, smem.k[tk + 1].index(stage), S0[tk + 1], is_async=True),)
@@ -370,13 +370,13 @@ def hopper_scan_kernel(
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
     SPLIT: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../scan.py, modes "output" and "replay".
+    """Parameters and results as in ../scan.py, modes "output" and "recompute".
 
     Launch with 4 warps and 168 registers per thread. warp_specialize adds two warp groups of 4 warps and reallocates
     the registers: 232 per thread in a consumer and 40 in the producer, or 240 and 24 with four tiles of keys.
     """
     OUTPUT: gl.constexpr = MODE == "output"
-    gl.static_assert(OUTPUT or (MODE == "replay" and CHECKPOINT_EVERY > 0))
+    gl.static_assert(OUTPUT or (MODE == "recompute" and CHECKPOINT_EVERY > 0))
     gl.static_assert(C == 64 and K <= K0 + K1)
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
