@@ -168,7 +168,7 @@ def _launch(
         NORM_QK_EPS=EPS, BETA=x.beta is not None, BETA_MAX=options.beta_max, DECAY=x.decay is not None,
         DECAY_BOUND=options.decay_bound, SCALE_V_BY_DT=options.scale_v_by_dt, DELTA=options.delta,
         REPARAM=options.reparam, ERASE_FACTOR=options.erase_factor, WRITE_FACTOR=options.write_factor,
-        OWN=x.feedback is not None, ERASE_EARLY=options.erase_early, READ_EARLY=options.read_early,
+        ERASE_KEY=x.feedback is not None, ERASE_EARLY=options.erase_early, READ_EARLY=options.read_early,
         SKIP=x.skip is not None, NORM=options.norm,
         NORM_PER_HEAD=x.norm_weight is not None and x.norm_weight.numel() != V, NORM_BIAS=x.norm_bias is not None,
         NORM_EPS=options.eps, GATE=options.activation, GATE_BEFORE_NORM=options.gate_before_norm,

@@ -1,9 +1,9 @@
 """Gradients of the operands of a chunk, in parallel over chunks, from S0, dS', x and du.
 
-    dP = tril(do x^T) scale e^(G''_i - G_j),    dA = -tril(du x^T, -1) b_i e^(G'_i - G_j)
-    dq = scale e^G'' do S0^T + dP k,    de = dA k - b e^G' du S0^T
-    dk = dP^T q + dA^T e + e^(Gend - G) x dS'^T,    db = e . de / b,    dw = v . du
-    d log_decay_t = sum_{i >= t} (q . dq - k . dk + e . de)_i + <dS', S'>,    S' = e^Gend S0 + (e^(Gend - G) k)^T x
+    dP = tril(do x^T) scale 2^(G''_i - G_j),    dA = -tril(du x^T, -1) b_i 2^(G'_i - G_j)
+    dq = scale 2^G'' do S0^T + dP k,    de = dA k - b 2^G' du S0^T
+    dk = dP^T q + dA^T e + 2^(Gend - G) x dS'^T,    db = e . de / b,    dw = v . du
+    d log_decay_t = sum_{i >= t} (q . dq - k . dk + e . de)_i + <dS', S'>,    S' = 2^Gend S0 + (2^(Gend - G) k)^T x
 
 S0 is the state before the chunk, S' the state after it, dS' the gradient of S'. dP and dA are the gradients of q k^T
 and e k^T: x = (I + A)^-1 u makes -du x^T the gradient of A. G, G', G'' are those of prepare.py. Terms of a read or an
@@ -74,7 +74,7 @@ def gradients_kernel(
     slots, num_scratch_slots, scale, T, window, windows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr, UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +164,9 @@ def gradients_kernel(
         in_row_i = row_i < length - c * C
         row_t, row_erases = stacked_token_of(mma_rows(R, LANES), DELTA)
         k_tile = load_mma_rows(k + key_offset, row_i, ks, in_row_i, in_k, H * K).to(dtype)
-        qe_base = tl.where(row_erases, (e if OWN else k) + key_offset, q + key_offset) if DELTA else q + key_offset
+        qe_base = q + key_offset
+        if DELTA:
+            qe_base = tl.where(row_erases, (e if ERASE_KEY else k) + key_offset, qe_base)
         qe = load_mma_rows(qe_base, row_t, ks, row_t < length - c * C, in_k, H * K).to(dtype)
         if WRITE and not DELTA:
             write = tl.load(gates + (chunk * 3 + 2) * C + i)
@@ -221,12 +223,12 @@ def gradients_kernel(
             partial_size = tl.cast(num_scratch_slots, tl.int64) * C * HV * K
             dq_at, dk_at, de_at = partial_dq, partial_dq + partial_size, partial_dq + 2 * partial_size
         else:
-            dq_at, dk_at, de_at = dq + key_offset, dk + key_offset, de + key_offset if OWN else dk
+            dq_at, dk_at, de_at = dq + key_offset, dk + key_offset, de + key_offset if ERASE_KEY else dk
         STRIDE: tl.constexpr = HV * K
         if DELTA:
             pair = tl.permute(tl.reshape(dqe, [2, C // 16, 2, 8, BK]), [1, 0, 3, 4, 2])
             dq_tile, de_tile = tl.split(tl.reshape(pair, [C, BK, 2]))
-            if OWN:
+            if ERASE_KEY:
                 store_mma_rows(de_at, de_tile, row_i, ks, in_row_i, in_k, STRIDE)
             else:
                 dk_tile += de_tile
@@ -249,7 +251,7 @@ def gradients_kernel(
 @triton.jit(do_not_specialize=["N", "T", "window", "windows", "num_scratch_slots"])
 def sum_groups_kernel(
     partial, dq, dk, de, cu, N, T, window, windows, num_scratch_slots,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, OWN: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, ERASE_KEY: tl.constexpr,
     PACKED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Sum dq, dk and de [B, T, H, K] over the value heads of each key head, always in the same order.
@@ -268,7 +270,7 @@ def sum_groups_kernel(
             ks = tile * BK + tl.arange(0, BK)
             in_k = ks < K
             key_offset = ((start + c * C) * H + h) * K
-            for which in tl.static_range(3 if OWN else 2):
+            for which in tl.static_range(3 if ERASE_KEY else 2):
                 out = dq if which == 0 else dk if which == 1 else de
                 first_head = (tl.cast(which, tl.int64) * num_scratch_slots + scratch_slot) * C * HV + h * GROUP
                 heads = partial + first_head * K

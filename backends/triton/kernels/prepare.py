@@ -1,6 +1,6 @@
 """Chunk-local preparation: cumulative decays and, for delta updates, the WY tiles T and P.
 
-    A_ij = b_i e^(G'_i - G_j) e_i.k_j  (j < i),   T = (I + A)^-1,   P_ij = scale e^(G''_i - G_j) q_i.k_j  (j <= i)
+    A_ij = b_i 2^(G'_i - G_j) e_i.k_j  (j < i),   T = (I + A)^-1,   P_ij = scale 2^(G''_i - G_j) q_i.k_j  (j <= i)
 
 G' is G, or G before the token where the erase reads the state before the decay (ERASE_EARLY). G'' is G, or G before
 the token, and then j < i, where the output is read before the update (READ_EARLY). C chunk, G cumulative log2 decay in
@@ -91,7 +91,7 @@ def dot_key_tiles(x_a, y_a, x_b, y_b, K1: tl.constexpr, PREC: tl.constexpr):
 def prepare_kernel(
     q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
-    DECAY: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
+    DECAY: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
     TERMS: tl.constexpr, BOUND_DECAYS: tl.constexpr,
@@ -101,7 +101,7 @@ def prepare_kernel(
     Grid: chunk slot, key head. Each program owns one chunk of a key head and loops over its value heads.
 
     Reads q, k, e [B, T, H, K]; b, w [B, T, HV]; log_decay [B, T, HV] or [HV].
-    Writes gates [slots, HV, 3, C] = G, b e^G', w; wy_tiles [slots, HV, TERMS, C, C + 8], see wy_tiles.py;
+    Writes gates [slots, HV, 3, C] = G, b 2^G', w; wy_tiles [slots, HV, TERMS, C, C + 8], see wy_tiles.py;
     decay_bounds [slots, HV]: an upper bound of the log2 of the factor by which the chunk scales any state, 0 unless
     BOUND_DECAYS.
     """
@@ -119,18 +119,18 @@ def prepare_kernel(
         key_offset = (row * H + h) * K
         k_a = load_rows(k + key_offset, i, ka, in_time, in_ka, H * K)
         q_a = load_rows(q + key_offset, i, ka, in_time, in_ka, H * K)
-        if OWN:
+        if ERASE_KEY:
             e_a = load_rows(e + key_offset, i, ka, in_time, in_ka, H * K)
         if K1 > 0:
             kb = K0 + tl.arange(0, K1)
             in_kb = kb < K
             k_b = load_rows(k + key_offset, i, kb, in_time, in_kb, H * K)
             q_b = load_rows(q + key_offset, i, kb, in_time, in_kb, H * K)
-            if OWN:
+            if ERASE_KEY:
                 e_b = load_rows(e + key_offset, i, kb, in_time, in_kb, H * K)
         else:
             k_b, q_b = k_a, q_a
-            if OWN:
+            if ERASE_KEY:
                 e_b = e_a
         GROUP: tl.constexpr = HV // H
         gate_offset = (row + i) * HV + h * GROUP
@@ -142,7 +142,7 @@ def prepare_kernel(
         if WRITE:
             write = tl.load(w + gate_offset, mask=in_time, other=0.0).to(tl.float32)
 
-        A = dot_key_tiles(e_a if OWN else k_a, k_a, e_b if OWN else k_b, k_b, K1, PREC)
+        A = dot_key_tiles(e_a if ERASE_KEY else k_a, k_a, e_b if ERASE_KEY else k_b, k_b, K1, PREC)
         below = i[:, None] > i[None, :]
         causal_T = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
         for g in tl.range(0, GROUP, num_stages=1):
@@ -159,7 +159,7 @@ def prepare_kernel(
             tl.store(gates + (chunk * 3 + 2) * C + i, write)
             # A step scales a state by at most max(1, |1 - b k.k|); with an erase key e != k there is no such bound.
             decay_bound = 0.0
-            if BOUND_DECAYS and not (OWN or ERASE_EARLY):
+            if BOUND_DECAYS and not (ERASE_KEY or ERASE_EARLY):
                 k_dot_k = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
                 factor = tl.maximum(tl.abs(1 - erase * k_dot_k), 1.0, propagate_nan=tl.PropagateNan.ALL)
                 decay_bound = tl.sum(log2_decay, 0) + tl.sum(tl.log2(factor), 0)

@@ -1,9 +1,9 @@
 """Reverse scan over the chunks of a sequence: the gradient dS of the state, from the last chunk to the first.
 
-    dx = P^T do + (e^(Gend - G) k) dS',    du = T^T dx,    dv = w du
-    dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
+    dx = P^T do + (2^(Gend - G) k) dS',    du = T^T dx,    dv = w du
+    dS0 = 2^Gend dS' + scale (2^G'' q)^T do - (c e)^T du
 
-dS' is the gradient of the state after a chunk, dS0 of the state before it. T, P, c = b e^G' and G'' are those of
+dS' is the gradient of the state after a chunk, dS0 of the state before it. T, P, c = b 2^G' and G'' are those of
 prepare.py; an additive update has du = dx. C chunk, G cumulative log2 decay in the chunk, H key heads, HV
 value heads, K key width, V value width
 """
@@ -36,7 +36,7 @@ def reverse_kernel(
     window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
     PACKED: tl.constexpr, DU_IS_DV: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
     MIN_BETA: tl.constexpr, ENDS: tl.constexpr,
     TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
@@ -121,7 +121,7 @@ def reverse_kernel(
                 P_hi = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 0))
                 if TERMS == 2:
                     P_lo = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1))
-            # dx = P^T do + (e^(Gend - G) k) dS'
+            # dx = P^T do + (2^(Gend - G) k) dS'
             dx = dot_split_lhs(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if K1 > 0:
                 dx = dot_split_lhs(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
@@ -145,7 +145,7 @@ def reverse_kernel(
                 dx = dot_inverse(dx, T_hi, T_lo, dtype, TERMS, PREC)
             if (DELTA or WRITE) and not DU_IS_DV and not ENDS:
                 store_transposed(du + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V)
-            # dS0 = e^Gend dS' + scale (e^G'' q)^T do - (c e)^T du
+            # dS0 = 2^Gend dS' + scale (2^G'' q)^T do - (c e)^T du
             doq = do_T.to(tl.float32) * scale
             if DECAY != "none":
                 doq *= tl.exp2(G_read)[None, :]
@@ -162,7 +162,7 @@ def reverse_kernel(
                     dvalue = dx * (clamp_away_from_zero(write, MIN_BETA) if DU_IS_DV else write)[None, :]
                 store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
             if DELTA:
-                if OWN:
+                if ERASE_KEY:
                     e_a = load_rows(e + key_offset, i, ka, in_time, in_ka, H * K)
                     if K1 > 0:
                         e_b = load_rows(e + key_offset, i, kb, in_time, in_kb, H * K)

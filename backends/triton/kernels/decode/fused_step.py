@@ -50,7 +50,7 @@ class StepTraits(NamedTuple):
     REPARAM: str  # "none", "efla" or "longhorn"
     ERASE_FACTOR: float  # erase strength = ERASE_FACTOR beta, write strength = WRITE_FACTOR beta
     WRITE_FACTOR: float
-    OWN: bool  # erase key sigmoid(feedback) k, and q - correction k
+    ERASE_KEY: bool  # erase key sigmoid(feedback) k, and q - correction k
     ERASE_EARLY: bool
     READ_EARLY: bool
     SKIP: bool
@@ -246,12 +246,12 @@ def fused_step_kernel(
             else:
                 strength /= 1.0 + time
         e = k * (strength * traits.ERASE_FACTOR)
-        if traits.OWN:
+        if traits.ERASE_KEY:
             e *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
         keys = keys + (k,)
         erases = erases + (e,)
         writes = writes + (strength * traits.WRITE_FACTOR,)
-    if traits.OWN:
+    if traits.ERASE_KEY:
         q -= tl.load(correction + h).to(tl.float32) * keys[STEPS - 1]
     decay_factor = 1.0
     if traits.DECAY:

@@ -13,7 +13,7 @@ from deltazoo.backends.triton.kernels.decode.micro_step import micro_step
 def decode_kernel(
     q, k, e, v, log_decay, b, w, states, slots, o, scale, pool_rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    STEPS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, OWN: tl.constexpr, ERASE: tl.constexpr,
+    STEPS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr,
     WRITE: tl.constexpr, ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Make STEPS micro-steps of one token, with the decay in the first and the output read after the last.
@@ -59,7 +59,7 @@ def decode_kernel(
         if WRITE:
             u *= tl.load(w + step * HV + hv).to(tl.float32)
         e_k = k_k
-        if OWN:
+        if ERASE_KEY:
             e_k = tl.load(e + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
         if ERASE:
             e_k *= tl.load(b + step * HV + hv).to(tl.float32)

@@ -282,7 +282,7 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
         x, a_u = warpgroup_mma_wait(0, deps=[x, a_u])
         if SCALED:
             x *= scales[:, None]
-    # S'^T = e^Gend S^T + (e^(Gend - G) x)^T k
+    # S'^T = 2^Gend S^T + (2^(Gend - G) x)^T k
     if DECAY != "none":
         a_x = gl.convert_layout(to_16_bits(x * decay_to_end[None, :], dtype), A_VK, assert_trivial=True)
     else:

@@ -3,9 +3,9 @@
 With S the state before the chunk, dS' the gradient of the state after it, x and du [64, V], and G', G'' as in
 prepare.py:
 
-    dP = scale e^(G''_i - G_j) do x^T  (j <= i, or j < i),   dA = -b e^(G'_i - G_j) du x^T  (j < i)
-    dq = scale e^G'' do S^T + dP k,   de = -b e^G' du S^T + dA k
-    dk = e^(Gend - G) x dS' + dP^T q + dA^T k + de
+    dP = scale 2^(G''_i - G_j) do x^T  (j <= i, or j < i),   dA = -b 2^(G'_i - G_j) du x^T  (j < i)
+    dq = scale 2^G'' do S^T + dP k,   de = -b 2^G' du S^T + dA k
+    dk = 2^(Gend - G) x dS' + dP^T q + dA^T k + de
 
 and the sums over keys from which ../gradients.py computes the gradients of the gates: dG = q . dq + e . de - k . dk, e
 . de, v . du, and <dS', S'>. An additive update has du = dx and no dA or de.

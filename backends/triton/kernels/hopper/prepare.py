@@ -111,7 +111,7 @@ def store_gates(
     gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0,
     DECAY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Store G, c = b e^G' and w in gates; leave b, G and, if it is needed, G before each token in shared memory."""
+    """Store G, c = b 2^G' and w in gates; leave b, G and, if it is needed, G before each token in shared memory."""
     i = gl.arange(0, 64, GATE_TOKEN)[None, :]
     gates_at = gates + gate_row * 3 * 64 + i
     if DECAY != "none":

@@ -3,10 +3,10 @@
 For a chunk with final-state gradient dS' [K, V], output gradient do and WY tiles T and P (P includes scale), per value
 head:
 
-    dx = P^T do + e^(Gend - G) k dS'
+    dx = P^T do + 2^(Gend - G) k dS'
     du = T^T dx                                                     du = dx for an additive update
     dv = w du
-    dS = e^Gend dS' + (scale e^G'' q)^T do - (c k)^T du
+    dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du
 
 dS' and du of every chunk go to scratch memory for gradients.py.
 
@@ -100,7 +100,7 @@ def reverse_chunk(
     mbarrier.wait(smem.k_full.index(stage), phase)
     if not DELTA:
         store_p_tile(issue_kq(smem, stage, traits), 0, P_s, smem, stage, scale, traits)
-    # dx = P^T do + e^(Gend - G) k dS', transposed
+    # dx = P^T do + 2^(Gend - G) k dS', transposed
     dx = store_dstate(dS, gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K, smem, stage, columns, traits)
     mbarrier.wait(smem.v_full.index(stage), phase)
     do_T = smem.v[HALF].index(stage).permute((1, 0)).load(ACC)
@@ -114,7 +114,7 @@ def reverse_chunk(
     a_do = gl.convert_layout(do_T, A_OPERAND, assert_trivial=True)
     P = P_s.index(stage if DELTA else 0).permute((1, 0))
     dx = warpgroup_mma(a_do, P, dx, is_async=True)
-    # dS = e^Gend dS' + (scale e^G'' q)^T do - (c k)^T du, transposed
+    # dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du, transposed
     if DECAY != "none":
         chunk_decay = gl.exp2(G_end)[None, :]
         dS0 = (dS[0] * chunk_decay,)

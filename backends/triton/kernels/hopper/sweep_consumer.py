@@ -1,10 +1,10 @@
 """One chunk of the backward sweep in the consumers (sweep.py): the step of the reverse scan, then the gradients.
 
-    dx = P^T do + e^(Gend - G) k dS',   du = T^T dx,   dv = w du,   dS = e^Gend dS' + (scale e^G'' q)^T do - (c k)^T du
+    dx = P^T do + 2^(Gend - G) k dS',   du = T^T dx,   dv = w du,   dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du
 
-    dP = scale e^(G''_i - G_j) do x^T  (j <= i, or j < i),   dA = -b e^(G'_i - G_j) du x^T  (j < i)
-    dq = scale e^G'' do S^T + dP k,   de = -b e^G' du S^T + dA k
-    dk = e^(Gend - G) x dS' + dP^T q + dA^T k + de
+    dP = scale 2^(G''_i - G_j) do x^T  (j <= i, or j < i),   dA = -b 2^(G'_i - G_j) du x^T  (j < i)
+    dq = scale 2^G'' do S^T + dP k,   de = -b 2^G' du S^T + dA k
+    dk = 2^(Gend - G) x dS' + dP^T q + dA^T k + de
 
 where S is the state before the chunk, dS' the gradient of the state after it, and G', G'' are G or G before each token
 (ERASE_EARLY, READ_EARLY). dG = q . dq + e . de - k . dk; terms of an early read or erase go to dG_prev. An additive
@@ -92,7 +92,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         dS0 = dS * gl.exp2(end)[None, :]
     else:
         dS0 = dS
-    # dx = P^T do + e^(Gend - G) k dS', transposed
+    # dx = P^T do + 2^(Gend - G) k dS', transposed
     dx = gl.zeros([128, 64], gl.float32, ACC_VT)
     a_dS = gl.convert_layout(dS_low, A_VT, assert_trivial=True)
     dx = warpgroup_mma(a_dS, smem.k.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
@@ -122,7 +122,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         dP = warpgroup_mma(smem.do.index(stage), smem.x.index(zero).permute((1, 0)), dP, use_acc=False, is_async=True)
         P = gl.zeros([64, 64], gl.float32, ACC_TT)
         P = warpgroup_mma(smem.q.index(stage), smem.k.index(stage).permute((1, 0)), P, use_acc=False, is_async=True)
-    # dS = e^Gend dS' + (scale e^G'' q)^T do, transposed
+    # dS = 2^Gend dS' + (scale 2^G'' q)^T do, transposed
     dS = warpgroup_mma(a_doq, smem.q.index(stage), dS0, is_async=True)
     if DECAY != "none":
         # sums of the previous chunk of the sweep, which has the next row of gates

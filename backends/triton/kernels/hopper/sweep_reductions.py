@@ -64,7 +64,7 @@ def read_chunk_info(chunk_info_s, FIELD: gl.constexpr):
 
 @gluon.jit
 def decay_to_chunk_end(G_s, layout: gl.constexpr):
-    """Return the decay of each token up to the end of the chunk: e^(Gend - G) [64]."""
+    """Return the decay of each token up to the end of the chunk: 2^(Gend - G) [64]."""
     return gl.exp2(G_s.slice(63, 1).load(layout) - G_s.load(layout))
 
 
@@ -142,7 +142,7 @@ ROW_DOTS_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 16))
 
 @gluon.jit
 def reduce_state_dot(G_s, S_s, dS_s, sums_s):
-    """Leave e^Gend <dS', S> in sums_s, one partial sum per warp.
+    """Leave 2^Gend <dS', S> in sums_s, one partial sum per warp.
 
     The dot products of rows are the diagonal of (16 rows of dS') (16 rows of S)^T, which takes a sixth of the
     instructions of loads and multiplications. With reduce_write_dot the sum is <dS', S'>. It is not computed from S' as
@@ -166,7 +166,7 @@ def reduce_state_dot(G_s, S_s, dS_s, sums_s):
 
 @gluon.jit
 def reduce_write_dot(dk_state, k_s, sums_s):
-    """Leave <dS', (e^(Gend - G) k)^T x> in sums_s, one partial sum per warp."""
+    """Leave <dS', (2^(Gend - G) k)^T x> in sums_s, one partial sum per warp."""
     dots = sum_halves(to_float32(k_s.load(ACC_TK)) * dk_state, ACC_TK_HALVES)
     sums_s.slice(4, 4, dim=1).store(gl.permute(gl.sum(gl.reshape(dots, [4, 16, 2]), 1), (1, 0)))
 
