@@ -1,8 +1,9 @@
-"""A model of mbarriers: python barriers.py counts the random interleavings of a kernel's warp groups that deadlock.
+"""A model of the mbarriers of the backward sweep: python barriers.py counts the random interleavings that deadlock.
 
-A wait on an mbarrier distinguishes only the last completed phase from the one before it, by parity: a thread that waits
-for a phase after the next one has completed waits for ever. The two consumer warp groups run in lockstep and are one
-generator here. Each model states where its kernel waits and arrives, and asserts that it reads the chunk it expects.
+A wait on an mbarrier compares parities, so it cannot tell a phase from the one two phases before it: a thread that
+waits for a phase after the next one has completed, too, waits forever. The two consumer warp groups run in step and are
+one generator here. Barriers are named as in the kernels, and each model asserts that the consumer reads the chunk that
+it expects.
 """
 
 import random
@@ -10,59 +11,63 @@ import random
 
 class Barrier:
     def __init__(self):
-        self.phases = 0
+        self.completed = 0  # phases
 
     def arrive(self):
-        self.phases += 1
+        self.completed += 1
 
     def wait(self, parity):
-        while self.phases & 1 == parity:
+        while self.completed & 1 == parity:
             yield "waits"
 
 
 class Sweep:
-    """hopper/sweep.py. early: the producer waits for the release of the previous chunk before it loads states."""
+    """hopper/sweep.py.
 
-    def __init__(self, chunks, early=True):
-        self.chunks, self.early = chunks, early
-        self.full, self.rest_full = [Barrier(), Barrier()], [Barrier(), Barrier()]
-        self.states_full, self.empty, self.states_empty = Barrier(), Barrier(), Barrier()
-        self.buffers, self.states = [None, None], None
+    release_first: the producer waits for the release of the previous chunk before it arrives on state_full, as the
+    kernel does, instead of after it.
+    """
 
-    def fill(self, stage, chunk):
+    def __init__(self, chunks, release_first=True):
+        self.chunks, self.release_first = chunks, release_first
+        self.k_full, self.q_full = [Barrier(), Barrier()], [Barrier(), Barrier()]  # one per stage
+        self.state_full, self.state_empty, self.empty = Barrier(), Barrier(), Barrier()
+        self.buffers, self.state = [None, None], None
+
+    def copy_chunk(self, stage, chunk):
         self.buffers[stage] = chunk
         yield
-        self.full[stage].arrive()
+        self.k_full[stage].arrive()
         yield
-        self.rest_full[stage].arrive()
+        self.q_full[stage].arrive()
         yield
 
     def producer(self):
-        yield from self.fill(0, self.chunks - 1)
-        for back in range(self.chunks):
-            chunk = self.chunks - 1 - back
-            yield from self.states_empty.wait((back & 1) ^ 1)
-            self.states = chunk
+        yield from self.copy_chunk(0, self.chunks - 1)
+        for i in range(self.chunks):
+            chunk = self.chunks - 1 - i
+            yield from self.state_empty.wait((i & 1) ^ 1)
+            self.state = chunk
             yield
-            if self.early:
-                yield from self.empty.wait((back & 1) ^ 1)
-            self.states_full.arrive()
+            if self.release_first:
+                yield from self.empty.wait((i & 1) ^ 1)
+            self.state_full.arrive()
             yield
-            if not self.early:
-                yield from self.empty.wait((back & 1) ^ 1)
+            if not self.release_first:
+                yield from self.empty.wait((i & 1) ^ 1)
             if chunk > 0:
-                yield from self.fill(1 - back % 2, chunk - 1)
+                yield from self.copy_chunk(1 - i % 2, chunk - 1)
 
     def consumer(self):
         stage = phase = 0
         for chunk in reversed(range(self.chunks)):
-            yield from self.full[stage].wait(phase)
+            yield from self.k_full[stage].wait(phase)
             assert self.buffers[stage] == chunk
-            yield from self.rest_full[stage].wait(phase)
-            yield from self.states_full.wait(stage)
+            yield from self.q_full[stage].wait(phase)
+            yield from self.state_full.wait(stage)
             yield
-            assert self.states == chunk
-            self.states_empty.arrive()
+            assert self.state == chunk
+            self.state_empty.arrive()
             yield
             assert self.buffers[stage] == chunk
             self.empty.arrive()
@@ -72,105 +77,107 @@ class Sweep:
 
 
 class FusedBackward(Sweep):
-    """hopper/fused_backward.py: windows of `every` chunks. An empty barrier per buffer, or one for both buffers."""
+    """hopper/fused_backward.py, with intervals of `every` chunks.
 
-    def __init__(self, chunks, every, apart=True):
+    per_stage: an empty barrier per stage, as in the kernel, instead of one for both stages.
+    """
+
+    def __init__(self, chunks, every, per_stage=True):
         super().__init__(chunks)
-        self.every, self.recomputed = every, Barrier()
-        self.empty = [Barrier(), Barrier()] if apart else [self.empty] * 2
-        self.apart = apart
+        self.every, self.per_stage, self.states_stored = every, per_stage, Barrier()
+        self.empty = [Barrier(), Barrier()] if per_stage else [self.empty] * 2
 
-    def acquire(self, filled):
-        """Wait until the consumer has released the buffer of the fill before last."""
-        parity = (filled // 2 & 1) ^ 1 if self.apart else filled & 1
-        if self.apart or filled > 1:
-            yield from self.empty[filled % 2].wait(parity)
+    def wait_empty(self, fills):
+        """Wait until the consumer has released the stage that is filled next."""
+        parity = (fills // 2 & 1) ^ 1 if self.per_stage else fills & 1
+        if self.per_stage or fills > 1:
+            yield from self.empty[fills % 2].wait(parity)
 
     def producer(self):
-        filled = windows = loaded = 0
+        fills = intervals = swept = 0
         end = self.chunks
         while end > 0:
-            begin = (end - 1) // self.every * self.every
-            for chunk in range(begin, end):
-                yield from self.acquire(filled)
-                yield from self.fill(filled % 2, ("recompute", chunk))
-                filled += 1
-            for back in range(end - begin + 1):
-                chunk = end - 1 - back
-                if back > 0:
-                    if back == 1:
-                        yield from self.recomputed.wait(windows & 1)
-                    yield from self.states_empty.wait((loaded & 1) ^ 1)
-                    self.states = chunk + 1
+            first = (end - 1) // self.every * self.every
+            for chunk in range(first, end):
+                yield from self.wait_empty(fills)
+                yield from self.copy_chunk(fills % 2, ("recompute", chunk))
+                fills += 1
+            for step in range(end - first + 1):
+                chunk = end - 1 - step
+                if step > 0:
+                    if step == 1:
+                        yield from self.states_stored.wait(intervals & 1)
+                    yield from self.state_empty.wait((swept & 1) ^ 1)
+                    self.state = chunk + 1
                     yield
-                    self.states_full.arrive()
-                    loaded += 1
+                    self.state_full.arrive()
+                    swept += 1
                     yield
-                if chunk >= begin:
-                    yield from self.acquire(filled)
-                    yield from self.fill(filled % 2, ("sweep", chunk))
-                    filled += 1
-            windows += 1
-            end = begin
+                if chunk >= first:
+                    yield from self.wait_empty(fills)
+                    yield from self.copy_chunk(fills % 2, ("sweep", chunk))
+                    fills += 1
+            intervals += 1
+            end = first
 
     def consumer(self):
-        stage = phase = odd = 0
+        stage = phase = state_phase = 0
         end = self.chunks
         while end > 0:
-            begin = (end - 1) // self.every * self.every
-            self.states = "parked"  # the buffer holds the gradient of the state until the recomputation is over
-            for chunk in range(begin, end):
-                yield from self.full[stage].wait(phase)
+            first = (end - 1) // self.every * self.every
+            self.state = "parked"  # the buffer holds dS while states are recomputed
+            for chunk in range(first, end):
+                yield from self.k_full[stage].wait(phase)
                 assert self.buffers[stage] == ("recompute", chunk)
-                yield from self.rest_full[stage].wait(phase)
+                yield from self.q_full[stage].wait(phase)
                 yield
-                assert self.states == "parked"
+                assert self.state == "parked"
                 assert self.buffers[stage] == ("recompute", chunk)
                 self.empty[stage].arrive()
                 yield
                 phase ^= stage
                 stage ^= 1
-            self.recomputed.arrive()
+            self.states_stored.arrive()
             yield
-            for chunk in reversed(range(begin, end)):
-                yield from self.full[stage].wait(phase)
+            for chunk in reversed(range(first, end)):
+                yield from self.k_full[stage].wait(phase)
                 assert self.buffers[stage] == ("sweep", chunk)
-                yield from self.rest_full[stage].wait(phase)
-                yield from self.states_full.wait(odd)
+                yield from self.q_full[stage].wait(phase)
+                yield from self.state_full.wait(state_phase)
                 yield
-                assert self.states == chunk
-                self.states_empty.arrive()
+                assert self.state == chunk
+                self.state_empty.arrive()
                 yield
                 assert self.buffers[stage] == ("sweep", chunk)
                 self.empty[stage].arrive()
                 yield
                 phase ^= stage
                 stage ^= 1
-                odd ^= 1
-            end = begin
+                state_phase ^= 1
+            end = first
 
 
 def deadlocks(kernel, seed):
     choose = random.Random(seed)
-    groups, idle = [kernel.producer(), kernel.consumer()], 0
-    while groups and idle < 500:
-        group = choose.choice(groups)
+    warp_groups, idle = [kernel.producer(), kernel.consumer()], 0
+    while warp_groups and idle < 500:
+        warp_group = choose.choice(warp_groups)
         try:
-            idle = idle + 1 if next(group) == "waits" else 0
+            idle = idle + 1 if next(warp_group) == "waits" else 0
         except StopIteration:
-            groups.remove(group)
-    return bool(groups)
+            warp_groups.remove(warp_group)
+    return bool(warp_groups)
 
 
-def count(name, kernels):
-    tries = [deadlocks(kernel, seed) for seed, kernel in enumerate(kernels)]
-    print(f"{name}: {sum(tries)} of {len(tries)} deadlock")
+def report(name, kernels):
+    runs = [deadlocks(kernel, seed) for seed, kernel in enumerate(kernels)]
+    print(f"{name}: {sum(runs)} of {len(runs)} interleavings deadlock")
 
 
 if __name__ == "__main__":
-    for early in (False, True):
-        kernels = (Sweep(chunks, early) for chunks in range(1, 30) for _ in range(200))
-        count(f"sweep, waits {'before' if early else 'after'} it arrives", kernels)
-    for apart in (False, True):
-        kernels = (FusedBackward(n, every, apart) for n in range(1, 40) for every in (1, 2, 8, 16) for _ in range(30))
-        count(f"fused backward, {'a barrier per buffer' if apart else 'one barrier for both buffers'}", kernels)
+    for first in (False, True):
+        kernels = (Sweep(chunks, first) for chunks in range(1, 30) for _ in range(200))
+        report(f"sweep, producer waits for empty {'before' if first else 'after'} it arrives on state_full", kernels)
+    for per_stage in (False, True):
+        kernels = (FusedBackward(n, m, per_stage) for n in range(1, 40) for m in (1, 2, 8, 16) for _ in range(30))
+        report(f"fused backward, {'one empty barrier per stage' if per_stage else 'one for both stages'}", kernels)
