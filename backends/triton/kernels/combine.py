@@ -4,7 +4,7 @@
     reverse:  dS^T after segment p - 1 = (dS^T after segment p) M_p^T + N_p
 
 M_p [K, K] is the map that segment p applies to a state, and N_p [V, K] what it produces from a zero state.
-C chunk, HV value heads, K key width, V value width
+C tokens in a chunk, HV value heads, K key width, V value width
 """
 
 import triton
@@ -38,9 +38,10 @@ def combine_kernel(
     Grid: sequence, value head, V tile. Each program owns S^T [BV, K] as tiles of K0 and K1 keys and loops over the
     segments of its sequence.
 
-    Reads ends [N segments, HV, V + K, K], N_p above M_p; decay_bounds [slots, HV]; with INITIAL what the first segment
-    (REVERSE: the last one) starts from, initial [N, HV, K, V].
-    Writes starts [N segments, HV, V, K].
+    Reads ends [N segments, HV, V + K, K], which holds N_p in rows 0 to V - 1 and M_p in the rows after them;
+    decay_bounds [slots, HV]; with INITIAL the state before the first segment (REVERSE: its gradient after the last),
+    initial [N, HV, K, V].
+    Writes starts [N segments, HV, V, K], the state before (REVERSE: its gradient after) each segment.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -78,7 +79,7 @@ def combine_kernel(
                 Nb = load_rows(N_p, vs, kb, in_v, in_kb, K)
             count = tl.minimum(SPLIT, chunks - segment * SPLIT)
             negligible = negligible_prefix(decay_bounds, slot + segment * SPLIT, count, hv, HV, SPLIT)
-            # forward, the first segment has no map: the scan computed N_0 from the initial state
+            # forward, the first segment needs no map: the scan computed its N_p from the initial state
             if (negligible == 0) & ((step > 0) | REVERSE):
                 M_p = N_p + V * K
                 Na = tl.dot(Sa, load_map(M_p, ka, ka, in_ka, in_ka, K, REVERSE), Na, input_precision=PREC)

@@ -9,7 +9,7 @@ S0 is the state before the chunk, S' the state after it, dS' the gradient of S'.
 and e k^T: x = (I + A)^-1 u makes -du x^T the gradient of A. G, G', G'' are those of prepare.py. Terms of a read or an
 erase that precedes the decay count for i > t only. An additive update has x = w v and needs du for dw alone. Where w is
 b, x_i = b_i z_i, and db and dw add up to du . z = du . x / b, whose numerator is the diagonal of a product that is
-computed anyway. C chunk, H key heads, HV value heads, K key width, V value width
+computed anyway. C tokens in a chunk, H key heads, HV value heads, K key width, V value width
 
 gradients_kernel      dq, dk, de and, for each key tile, the sums of the gate gradients
 sum_groups_kernel     sums dq, dk, de over the value heads of a key head
@@ -82,14 +82,16 @@ def gradients_kernel(
 
     Grid: scratch slot, value head, K tile. Each program owns [C, BK] of dq, dk and de and loops over V tiles.
 
-    The rows of the read (q, do) and of the erase (e, du) are stacked [2 C], so that one product serves both. Eight rows
-    of one alternate with eight of the other, and the tokens of tiles [C, ..] are permuted (`token_of`), so that the
-    three rows of a token belong to the same thread. dq, de and dk are made from one matrix, dP stacked with dA, so that
-    what cancels in d log_decay cancels exactly. In dA b is clamped away from 0, because db is divided by it.
+    The rows of the read (q, do) and of the erase (e, du) are stacked [2 C], so that one product computes both. Eight
+    rows of one alternate with eight of the other, and the tokens of tiles [C, ..] are permuted (`token_of`), so that
+    the three rows of a token belong to the same thread. dq, de and dk are computed from one 16-bit matrix, dP stacked
+    with dA, so that the terms that cancel in d log_decay cancel exactly. dA uses b clamped away from 0, because db is
+    divided by it.
     DU_IS_DV: du holds dv, which contains the factor w (w is b, or absent). The dtype of the
     scratch buffers (states, dstates, xs, du) may be wider than that of the operands; products are computed in it.
 
-    Reads states, dstates [scratch slot, HV, V, K]; xs, du [scratch slot, C, HV, V]; gates; the operands and do.
+    Reads states, dstates [scratch slot, HV, V, K]; xs (x of each chunk), du [scratch slot, C, HV, V]; gates; the
+    operands and do.
     Writes dq, dk, de [B, T, H, K], or with grouped heads partial [3, num_scratch_slots, C, HV, K] for
     sum_groups_kernel; for gate_gradients_kernel dgates [K tiles, slots, HV, 3 or 4, C] and
     state_products [K tiles, slots, HV] = <dS', S'>. Rows of dgates: 0 the terms of d log_decay that count for i >= t;
@@ -237,7 +239,7 @@ def gradients_kernel(
         store_mma_rows(dq_at, dq_tile, row_i, ks, in_row_i, in_k, STRIDE)
         store_mma_rows(dk_at, dk_tile, row_i, ks, in_row_i, in_k, STRIDE)
         if WRITE and not DU_IS_DV:
-            # The K tiles divide the values among them.
+            # Each K tile sums a share of the values.
             BW: tl.constexpr = BK if BK * NK >= V else BV
             dwrite = tl.zeros([C], tl.float32)
             for tw in range(tile, (V + BW - 1) // BW, NK):
@@ -290,7 +292,7 @@ def gate_gradients_kernel(
     """Sum the gate gradients of a chunk over tiles: d log_decay, db and dw [B, T, HV].
 
     Grid: chunk slot, value head.
-    Reads dgates and state_products of all TILES: K_TILES key tiles for each V tile that gradients were computed by.
+    Reads dgates and state_products of all TILES: K_TILES key tiles for each V tile of the gradients.
     The terms in row 0 of dgates count for the tokens up to their own, those in row 3 for the tokens before it, and
     state_products for all tokens.
 

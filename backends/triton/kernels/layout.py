@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# A decay of 2^-96 leaves nothing of a state. Larger magnitudes would lose float32 precision in the cumulative sum.
+# After a decay of 2^-96 a state is negligible. Larger magnitudes would lose float32 precision in the cumulative sum.
 MIN_LOG2_DECAY = tl.constexpr(-96.0)
 
 
@@ -162,8 +162,8 @@ def opaque_zero(x, BITS: tl.constexpr):
     """Return 0, computed from x < 2^BITS so that the compiler cannot fold it.
 
     Added to a pointer it keeps address arithmetic inside or after a loop. Otherwise the compiler hoists the addresses
-    of all loads and stores out of the loop and runs out of registers. Spills are slow here: shared memory leaves
-    almost nothing of L1, so they go through L2.
+    of all loads and stores out of the loop and spills. Spills are slow here: shared memory takes almost all of L1, so
+    they go through L2.
     """
     return x >> BITS
 
@@ -294,8 +294,8 @@ def clamp_log2_decay(log2_decay):
 def load_gate(gates, chunk, which: tl.constexpr, i, C: tl.constexpr):
     """Load one of a chunk's rows G, c, w [C] from gates [slots, HV, 3, C]; chunk: index slot * HV + hv.
 
-    The row is loaded four times. A tile with fewer elements than threads would be loaded redundantly by every thread,
-    all elements that the thread needs; the larger tile is copied once to shared memory.
+    The row is loaded as four copies, because the compiler stages a tile with at least one element per thread in shared
+    memory. Of a smaller tile every thread would load all elements that it needs.
     """
     copies = tl.broadcast_to((gates + (chunk * 3 + which) * C + i)[None, :], [4, C])
     first, _ = tl.split(tl.reshape(tl.trans(tl.load(copies)), [C, 2, 2]))
@@ -320,9 +320,9 @@ def clamp_away_from_zero(b, MIN_BETA: tl.constexpr):
 
 @triton.jit
 def negligible_prefix(decay_bounds, slot, count, hv, HV: tl.constexpr, MAX_CHUNKS: tl.constexpr):
-    """Return the first of `count` chunks from `slot` on such that the state before it counts after the last one.
+    """Return the first of `count` chunks from `slot` on whose initial state is not negligible after the last one.
 
-    The states before earlier chunks decay below 2^-40; returns `count` if no state counts. decay_bounds [slots, HV]:
+    The states before earlier chunks decay below 2^-40. Returns `count` if all states do. decay_bounds [slots, HV]:
     upper bounds of the log2 of the factor by which a chunk scales any state. A NaN bound makes no state negligible.
     """
     c = tl.arange(0, MAX_CHUNKS)

@@ -2,9 +2,9 @@
 
     A_ij = b_i 2^(G'_i - G_j) e_i.k_j  (j < i),   T = (I + A)^-1,   P_ij = scale 2^(G''_i - G_j) q_i.k_j  (j <= i)
 
-G' is G, or G before the token where the erase reads the state before the decay (ERASE_EARLY). G'' is G, or G before
-the token, and then j < i, where the output is read before the update (READ_EARLY). C chunk, G cumulative log2 decay in
-the chunk, H key heads, HV value heads, K key width
+G is the cumulative log2 decay in the chunk. G' is G, or with ERASE_EARLY (the erase reads the state before the decay) G
+before the token. G'' is G, or with READ_EARLY (the output is read before the update) G before the token; P then has
+j < i. C tokens in a chunk, H key heads, HV value heads, K key width
 """
 
 import triton
@@ -110,7 +110,7 @@ def prepare_kernel(
     h = pid % H
     start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
     if t0 < length:
-        # All loads precede the first dot: a dot waits for its operands, and delays the loads that follow it.
+        # All loads precede the first dot: a dot waits for its operands and delays the loads after it.
         i = tl.arange(0, C)
         in_time = i < length - t0
         row = start + t0
@@ -148,7 +148,7 @@ def prepare_kernel(
         for g in tl.range(0, GROUP, num_stages=1):
             hv = h * GROUP + g
             chunk = tl.cast(slot, tl.int64) * HV + hv
-            # summed in float64 and rounded once, so that strong decays cost later tokens few digits
+            # summed in float64 and rounded once, so that later tokens stay accurate after strong decays
             cumulative = tl.cumsum(log2_decay.to(tl.float64), 0)
             G = cumulative.to(tl.float32)
             G_before = (cumulative - log2_decay).to(tl.float32)

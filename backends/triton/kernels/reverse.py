@@ -4,8 +4,8 @@
     dS0 = 2^Gend dS' + scale (2^G'' q)^T do - (c e)^T du
 
 dS' is the gradient of the state after a chunk, dS0 of the state before it. T, P, c = b 2^G' and G'' are those of
-prepare.py; an additive update has du = dx. C chunk, G cumulative log2 decay in the chunk, H key heads, HV
-value heads, K key width, V value width
+prepare.py; an additive update has du = dx. C tokens in a chunk, G cumulative log2 decay in the chunk, H key
+heads, HV value heads, K key width, V value width
 """
 
 import triton
@@ -52,8 +52,8 @@ def reverse_kernel(
     Writes dv [B, T, HV, V]; dS'^T of each chunk, dstates [scratch slot, HV, V, K]; with DELTA or WRITE du
     [scratch slot, C, HV, V], unless DU_IS_DV (w du = dv determines it); dstate, the gradient before the window.
 
-    ENDS: a launch before that, which writes only ends [N segments, HV, V + K, K]: dS^T before each segment but the
-    first, for a zero gradient after it.
+    ENDS: an earlier launch, which only writes ends [N segments, HV, V + K, K]: in rows 0 to V - 1, dS^T before each
+    segment but the first, computed from a zero gradient after the segment. combine_kernel reads ends and writes starts.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)

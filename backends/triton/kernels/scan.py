@@ -4,7 +4,7 @@
 
 S0 and S' are the states before and after a chunk. T, P, c = b 2^G' and G'' are those of prepare.py; an additive update
 has x = w v. The state stays in registers as S^T, so that the left operand of every product comes from registers.
-C chunk, G cumulative log2 decay in the chunk, H key heads, HV value heads, K key width, V value width
+C tokens in a chunk, G cumulative log2 decay in the chunk, H key heads, HV value heads, K key width, V value width
 """
 
 import triton
@@ -49,11 +49,13 @@ def scan_kernel(
     MODE "recompute": recomputes states for the backward from the checkpoint at or before the segment. Writes the state
         before each chunk of the segment to states [scratch slot, HV, V, K] and, with DELTA, x to
         xs [scratch slot, C, HV, V].
-    MODE "ends": writes ends [N segments, HV, V + K, K]: S^T at the end of each segment from a zero state (of the first
-        segment, from the initial state) above the map from the state before to the state after the segment, which
-        additional V tiles compute. MODE "maps": the maps alone.
+    MODE "ends": writes ends [N segments, HV, V + K, K]. Rows 0 to V - 1: S^T at the end of each segment, computed from
+        a zero state (in the first segment from the initial state). Rows V to V + K - 1, computed by additional V tiles:
+        the map [K, K] from the state before the segment to the state after it. combine_kernel reads ends and writes
+        starts.
+    MODE "maps": the maps alone.
 
-    TERMS = 2: what feeds back into the state is split in two terms (hi + lo). TILED: v is a tensor descriptor.
+    TERMS = 2: values that feed back into the state are split in two terms (hi + lo). TILED: v is a tensor descriptor.
     """
     OUTPUT: tl.constexpr = MODE == "output"
     RECOMPUTE: tl.constexpr = MODE == "recompute"

@@ -1,4 +1,4 @@
-"""Zeros in the rows of outputs and gradients that belong to no sequence of a pack."""
+"""Zero the rows of outputs and gradients that belong to no sequence of a pack."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def zero_rows(x, first, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Zero rows `first` to `last` - 1 of x [.., WIDTH], which all programs divide among them."""
+    """Zero rows `first` to `last` - 1 of x [.., WIDTH]; each program zeroes a share of them."""
     end = last * WIDTH
     for block in range(first * WIDTH + tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
         offset = block + tl.arange(0, BLOCK)

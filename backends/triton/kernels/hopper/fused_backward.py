@@ -1,6 +1,6 @@
-"""Whole backward of a sequence and head in one launch on sm_90: recompute states, then backward sweep.
+"""Backward pass of a sequence and head in one launch on sm_90: recompute states, then backward sweep.
 
-Grid: one CTA for each (sequence, head), which takes an SM for itself. It loops over the intervals of CHECKPOINT_EVERY
+Grid: one CTA for each (sequence, head); one CTA occupies an SM. It loops over the intervals of CHECKPOINT_EVERY
 chunks between two checkpoints, the last first: it recomputes the state before each chunk and x (equations in scan.py)
 from the checkpoint at the interval's start, then runs the backward sweep of sweep.py over the interval.
 

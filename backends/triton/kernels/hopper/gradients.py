@@ -10,12 +10,12 @@ prepare.py:
 and the sums over keys from which ../gradients.py computes the gradients of the gates: dG = q . dq + e . de - k . dk, e
 . de, v . du, and <dS', S'>. An additive update has du = dx and no dA or de.
 
-Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over the values in tiles of 64, of
-which it has two stages in shared memory. It is not warp specialised: all copies of the first two value tiles, of k and
-of q are issued before the first wgmma, each tile has its own buffer, and most wgmma operands are read from there.
+Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over tiles of 64 values, two stages of
+which are in shared memory. It is not warp specialised: all copies of the first two value tiles, of k and of q are
+issued before the first wgmma, each tile has its own buffer, and most wgmma operands are in shared memory.
 
-The products of reads (q, do) and of erases (k, du) are separate, not stacked as in ../gradients.py, so that the values
-of one token are in the same threads.
+The products of the read (q, do) and of the erase (k, du) have separate accumulators, not stacked rows as in
+../gradients.py: the rows of one token are then in the same threads without a permutation.
 
 Supported: operands and scratch of one 16-bit dtype, chunks of 64, V <= 512, erase keys equal to k.
 """
@@ -210,7 +210,8 @@ def hopper_gradients_kernel(
             write_sums = gl.sum(gl.where(t[:, None] == j[None, :], intra_e, 0.0), 1)
             gl.store(dgates_at + 2 * C + t, write_sums)
         if DELTA:
-            # -1, hidden from the compiler: it would emit sign changes between the wgmmas, which serialises them (C7514)
+            # a -1 that the compiler cannot fold: otherwise it emits sign changes between the wgmmas, which serialises
+            # them (C7514)
             minus_one = gl.where(windows > 0, -1.0, 0.0)
             if ERASE and not (DU_IS_DV and WRITE):
                 erase_scale = -clamp_away_from_zero(erase, MIN_BETA)

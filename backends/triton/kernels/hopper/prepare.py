@@ -3,15 +3,16 @@
 Grid: one CTA of 4 warps for each (chunk slot, key head); it computes q k^T and k k^T once and loops over the value
 heads of the key head.
 
-T = (I - L)^-1 with L = -A is computed by blocks of 16 x 16; warp w has row block w. It inverts its diagonal block X_w
-alone (ptx.py) and computes N_w = X_w L_w for the blocks left of the diagonal. Two levels then combine blocks of
-different warps through shared memory, with wgmma on column blocks [64, 16]:
+T = (I - L)^-1 with L = -A is computed by blocks of 16 x 16; warp w has row block w. In registers (ptx.py), each warp
+computes X_w, the inverse of its diagonal block of I - L, and N_w = X_w L_w for the blocks left of the diagonal. Two
+levels then combine blocks of different warps through shared memory, with wgmma on column blocks [64, 16]; the last
+column names the variables:
 
     T_10 = N_10 X_0,   T_32 = N_32 X_2                                             u
     Z_2 = N_2,   Z_3 = N_3 + N_32 N_2,   T_(2:4, 0:2) = Z_(2:4, 0:2) T_(0:2, 0:2)    z0, z1 and T0, T1
 
-These are the level doublings of ../prepare.py block by block. P has the accumulator layout of A and shares its decays;
-it is transposed when it is stored.
+These are the level doublings of ../prepare.py, block by block. P has the accumulator layout of A, so both use the same
+decays; P is transposed when it is stored.
 
 Supported: 16-bit operands, one term, chunks of 64, K <= 256, K a multiple of 8, erase keys equal to k.
 """

@@ -14,7 +14,7 @@ Grid, warp groups, ring buffer and barrier protocol are those of scan.py, with t
 buffers of v. Each consumer keeps the float32 accumulators of dS^T [64 values, K].
 
 Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256, K and V multiples of 8, erase keys equal to
-k. Shapes that sweep.py takes (64 < K <= 128, V <= 128 or a multiple of 128) are dispatched to sweep.py.
+k. Shapes that sweep.py takes (64 < K <= 128, V <= 128 or a multiple of 128) run sweep.py instead.
 """
 
 from typing import Any, NamedTuple
@@ -44,8 +44,8 @@ class GlobalPointers(NamedTuple):
     """Global memory that the consumers read and write.
 
     dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; starts [N segments,
-    HV, V, K]: dS after each segment; dstates [chunk slot, HV, V, K], du [chunk slot, 64, HV, V]: dS' and du of every
-    chunk; dv.
+    HV, V, K]: dS^T after each segment; dstates [scratch slot, HV, V, K], du [scratch slot, 64, HV, V]: dS'^T and du of
+    every chunk; dv [B, T, HV, V].
     """
 
     dstate: Any
@@ -56,8 +56,8 @@ class GlobalPointers(NamedTuple):
 
 
 @gluon.jit
-def store_dstate(dS, at, smem, stage, columns, traits: gl.constexpr):
-    """Return dS'^T k^T, one tile of 64 keys after the other, and store dS'^T meanwhile."""
+def multiply_keys(dS, at, smem, stage, columns, traits: gl.constexpr):
+    """Return dS'^T k^T, one tile of 64 keys after the other. Each tile of dS'^T is stored while its wgmma runs."""
     K: gl.constexpr = traits.K
     NK: gl.constexpr = traits.NK
     dx = gl.zeros([64, 64], gl.float32, ACC)
@@ -70,8 +70,8 @@ def store_dstate(dS, at, smem, stage, columns, traits: gl.constexpr):
 
 
 @gluon.jit
-def issue_products(a, tiles, stage, dS, traits: gl.constexpr):
-    """Issue dS^T += a B for each tile B of 64 keys."""
+def issue_outer_products(a, tiles, stage, dS, traits: gl.constexpr):
+    """Issue the wgmmas dS^T += a B, one for each tile B of 64 keys."""
     NK: gl.constexpr = traits.NK
     out = (warpgroup_mma(a, tiles[0].index(stage), dS[0], is_async=True),)
     for tk in gl.static_range(NK - 1):
@@ -101,7 +101,9 @@ def reverse_chunk(
     if not DELTA:
         store_p_tile(issue_kq(smem, stage, traits), 0, P_s, smem, stage, scale, traits)
     # dx = P^T do + 2^(Gend - G) k dS', transposed
-    dx = store_dstate(dS, gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K, smem, stage, columns, traits)
+    dx = multiply_keys(
+        dS, gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K, smem, stage, columns, traits
+    )
     mbarrier.wait(smem.v_full.index(stage), phase)
     do_T = smem.v[HALF].index(stage).permute((1, 0)).load(ACC)
     doq = to_float32(do_T) * scale
@@ -123,7 +125,7 @@ def reverse_chunk(
     else:
         dS0 = dS
     a_doq = gl.convert_layout(to_16_bits(doq, dtype), A_OPERAND, assert_trivial=True)
-    dS1 = issue_products(a_doq, smem.q, stage, dS0, traits)
+    dS1 = issue_outer_products(a_doq, smem.q, stage, dS0, traits)
     dx, a_do = warpgroup_mma_wait(NK, deps=[dx, a_do])
     # du = T^T dx
     if DELTA:
@@ -134,7 +136,7 @@ def reverse_chunk(
             dx *= scales[:, None]
         erase = smem.c.index(stage).load(ACC_COLUMNS)
         a_du = gl.convert_layout(to_16_bits(dx * -erase[None, :], dtype), A_OPERAND, assert_trivial=True)
-        dS1 = issue_products(a_du, smem.k, stage, dS1, traits)
+        dS1 = issue_outer_products(a_du, smem.k, stage, dS1, traits)
     else:
         a_du = a_doq
     if (DELTA or WRITE) and not DU_IS_DV:

@@ -6,13 +6,13 @@ For a chunk with initial state S [K, V], WY tiles T and P and gates G, G'', c an
     o  = scale 2^G'' (S^T q) + P x            OUTPUT
     S' = 2^Gend S + (2^(Gend - G) k)^T x
 
-Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. A CTA
-takes an SM for itself. A segment is SPLIT consecutive chunks of a sequence; segments are computed in parallel. A window
+Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. One
+CTA occupies an SM. A segment is SPLIT consecutive chunks of a sequence; segments are computed in parallel. A window
 is the chunks of each sequence whose states scratch memory holds at a time (../layout.py).
 
-Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 values and keeps its S^T [64, K] as
-float32 accumulators. It keeps all of its matrices transposed, so that S^T and x^T are A operands in registers and the
-tiles of the chunk are B operands in shared memory. The producer copies the tiles of chunk after chunk with cp.async.
+Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 values and keeps its S^T [64, K] in
+float32 accumulators. All of its matrices are transposed, so that S^T and x^T are A operands in registers and the tiles
+of the chunk are B operands in shared memory. The producer copies the tiles of one chunk after the other with cp.async.
 
 Barriers (scan_traits.SharedStorage), each an array over the stages of the ring buffer, NUM_STAGES = 3 (2 for K > 128):
 
@@ -25,8 +25,8 @@ Barriers (scan_traits.SharedStorage), each an array over the stages of the ring 
 The consumers start with phase 0 and the producer with phase 1, so its first wait on each empty barrier returns at once;
 a phase flips when the stage wraps to 0. The consumers share no data and drift apart by up to the depth of the ring.
 
-Stores to global memory go through a staging tile that belongs to the consumer (state_copies.store_tile), which costs
-one barrier of the warp group each.
+Each store to global memory goes through the consumer's own staging tile (state_copies.store_tile) and takes one barrier
+of the warp group.
 
 Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256, K and V multiples of 8, erase keys equal to
 k, modes "output" and "recompute" (recompute states).

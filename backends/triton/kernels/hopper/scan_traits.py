@@ -18,11 +18,11 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 class KernelTraits(NamedTuple):
     """Compile-time constants of a kernel: heads, widths and the variant of the update.
 
-    NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", or per token or fixed per head. DELTA:
-    the update erases. WRITE: there is a w. HAS_STATE: there is an initial state. READ_EARLY: the output is read from
-    the state before the token's update. EARLY: G before each token is needed. CHECKPOINT_EVERY: chunks between
-    checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute o and the final
-    state, else recompute the states of chunks.
+    NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", "fixed" per head, or "head": per token
+    and head. DELTA: the update has an erase term. WRITE: there is a w. HAS_STATE: there is an initial state.
+    READ_EARLY: the output is read from the state before the token's update. EARLY: G before each token is needed.
+    CHECKPOINT_EVERY: chunks between checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute
+    o and the final state, else recompute the states of chunks.
     """
 
     H: Any
@@ -74,8 +74,8 @@ class GlobalPointers(NamedTuple):
     """Global memory that the consumers read and write.
 
     state [N, HV, K, V]: initial state; o [B, T, HV, V]; final [N, HV, K, V]: final state; checkpoints [checkpoint, HV,
-    V, K]; states [chunk slot, HV, V, K] and xs [chunk slot, 64, HV, V]: recomputed S^T and x; starts [N segments, HV,
-    V, K]: the state that each segment starts from.
+    V, K]; states [scratch slot, HV, V, K] and xs [scratch slot, 64, HV, V]: recomputed S^T and x of each chunk; starts
+    [N segments, HV, V, K]: S^T at the start of each segment.
     """
 
     state: Any
@@ -92,9 +92,9 @@ class WorkTile(NamedTuple):
 
     start, length: first token and length of the sequence. window_first, first_scratch_slot: first chunk of the window
     whose states are in scratch memory, and that chunk's slot there. first_stored: first chunk whose state is stored.
-    checkpoint: index that a checkpoint of chunk 0 would have; it is not stored, for it is the initial state. segment,
-    num_segments: segment of the sequence and number of segments. is_last: the program stores the final state.
-    value_tile: which 128 values.
+    checkpoint: index of the checkpoint of chunk 0, which is not stored: it is the initial state. segment, num_segments:
+    segment of the sequence and number of segments. is_last: the program stores the final state. value_tile: which 128
+    values.
     """
 
     start: Any
@@ -117,8 +117,8 @@ class WorkTile(NamedTuple):
 def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     """Allocate the ring buffers, their mbarriers and the private buffers of the two consumer warp groups.
 
-    Returns: the SharedStorage, and for each consumer a buffer of P^T (its own where the update is additive, for it
-    computes P there), a staging tile, and NK staging tiles for a state (the one staging tile with OUTPUT).
+    Returns: the SharedStorage, and for each consumer a buffer of P^T (private where the update is additive, because
+    each consumer then computes P), a staging tile, and NK staging tiles for a state (the one staging tile with OUTPUT).
     """
     NK: gl.constexpr = traits.NK
     NUM_STAGES: gl.constexpr = traits.NUM_STAGES

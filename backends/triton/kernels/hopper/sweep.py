@@ -4,12 +4,12 @@ The equations are those of reverse.py and ../gradients.py. Fused, neither dS nor
 do, T and the gates of a chunk are read once.
 
 Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens, the
-last first. A CTA takes an SM for itself. Segments and windows as in scan.py.
+last first. One CTA occupies an SM. Segments and windows as in scan.py.
 
 Warp groups: two consumers, which run the same code in step as one partition of 8 warps, and a producer. In the reverse
-scan each consumer has half of the values and keeps the float32 accumulators of dS^T [64 values, 128 keys]; in the
-gradients it has half of the keys. What one computes for the other goes through shared memory, with three barriers of
-the partition (bar.sync over 8 warps) per chunk. The producer copies with cp.async, one chunk ahead.
+scan each consumer computes half of the values and keeps the float32 accumulators of dS^T [64 values, 128 keys]; in the
+gradients it computes half of the keys. They exchange data through shared memory, with three barriers of the partition
+(bar.sync over 8 warps) per chunk. The producer copies with cp.async, one chunk ahead.
 
 Barriers (sweep_traits.SharedStorage); k_full and q_full are arrays over the two stages of the ring buffer:
 
@@ -58,8 +58,8 @@ def consumer(
     dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
     if SPLIT > 0:
         segment_index = (n * num_segments + segment).to(gl.int64)
-        part_at = starts + (segment_index * traits.HV + hv) * traits.V * traits.K
-        dS = gl.load(part_at + (i * traits.K + j), mask=inside, other=0.0)
+        start_at = starts + (segment_index * traits.HV + hv) * traits.V * traits.K
+        dS = gl.load(start_at + (i * traits.K + j), mask=inside, other=0.0)
     else:
         dS = gl.load(dstate_at + (j * traits.V + i), mask=inside, other=0.0)
     half_stride = slots.to(gl.int64) * traits.HV
@@ -90,7 +90,7 @@ def hopper_backward_sweep_kernel(
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
     UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
 ):  # fmt: skip
-    """Parameters as in ../reverse.py; results as in ../gradients.py with two tiles of keys for each tile of values.
+    """Parameters as in ../reverse.py and ../gradients.py; results as in ../gradients.py, with two K tiles per V tile.
 
     Launch with 8 warps and 168 registers per thread. warp_specialize adds the producer's 4 warps and reallocates the
     registers: 240 per thread in the consumers and 24 in the producer, or 232 and 40 (sweep_traits.producer_registers).

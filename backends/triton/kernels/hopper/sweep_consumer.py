@@ -111,8 +111,8 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     else:
         do_tile *= scale
     a_doq = gl.convert_layout(to_16_bits(do_tile, dtype), A_VK, assert_trivial=True)
-    # Every warp is done with the shared buffers of the previous chunk. Placed here because the compiler emits a barrier
-    # between the two waits anyway.
+    # All warps have finished reading the shared buffers of the previous chunk. The barrier is here because the compiler
+    # emits one between the two waits anyway.
     barrier()
     mbarrier.wait(smem.q_full.index(stage), phase)
     if not DELTA:
@@ -266,7 +266,8 @@ def chunk_gradients(
         erase = gl.load(b + read_chunk_info(info, V_ROW) + t * HV, mask=t < tokens_left, other=0.0).to(gl.float32)
         erase_scale = -clamp_away_from_zero(erase, MIN_BETA)
     else:
-        # -1, hidden from the compiler: it would emit sign changes between the wgmmas, which serialises them (C7514)
+        # a -1 that the compiler cannot fold: otherwise it emits sign changes between the wgmmas, which serialises them
+        # (C7514)
         erase_scale = gl.full([64], gl.where(opaque_one > 0, -1.0, 0.0), gl.float32, ACC_TK_ROWS)
     if DELTA:
         i = gl.arange(0, 64, ACC_TT_ROWS)[:, None]
@@ -293,8 +294,8 @@ def chunk_gradients(
             intra_q *= scale
         dA_s.store(to_16_bits(gl.where(i > j, intra_e, 0.0), dtype))
         dP_s.store(to_16_bits(gl.where(i >= j + DIAGONAL, intra_q, 0.0), dtype))
-        # Not directly before warpgroup_mma_wait: there ptxas 12.8 lets instructions read the result of exp2 before it
-        # is ready.
+        # Not directly before warpgroup_mma_wait: there ptxas 12.8 omits the wait for the result of exp2
+        # (docs/compiler-bugs.md).
         fence_async_shared()
         inter_e = gl.zeros([64, 128], gl.float32, ACC_TK)
         inter_e = warpgroup_mma(du_T, smem.S.index(zero), inter_e, use_acc=False, is_async=True)
@@ -397,8 +398,8 @@ def sweep_chunk(
 ):  # fmt: skip
     """Process a chunk: return the accumulators of dS^T before it, and the number of chunks that remain.
 
-    opaque_one: a positive integer the compiler does not know. The number of chunks is read from chunk_info: as a loop
-    variable of the consumers it would be spilled, and every chunk would wait for the reload.
+    opaque_one: a positive integer that the compiler cannot fold. The number of chunks is read from chunk_info: as a
+    loop variable of the consumers it would be spilled, and every chunk would wait for the reload.
     """
     dS, intra_q, inter_q = reverse_scan_chunk(
         dS, grads, scale, smem, opaque_zero(chunks_left, 20), stage, phase, state_phase, slots, traits

@@ -43,8 +43,8 @@ STORE_TRANSPOSED = gl.constexpr(
     )
 )  # fmt: skip
 # Fields of chunk_info, which the producer stores in shared memory because the consumers would spill them: the chunk's
-# first row of v, its first row of k (or of partial), its row of gates, the tokens from its first to the end of the
-# sequence, the chunks that remain after it, and whether it is the first that is processed.
+# first row of v, its first row of k (or of partial), its row of gates, the number of tokens from its first to the end
+# of the sequence, the number of chunks that remain after it, and whether it is the first chunk processed.
 V_ROW = gl.constexpr(0)
 K_ROW = gl.constexpr(1)
 GATE_ROW = gl.constexpr(2)
@@ -96,7 +96,7 @@ def store_diagonal(base, tile):
 
 @gluon.jit
 def store_write_gradient(base, half_stride, v, du, tokens_left, HV: gl.constexpr, V: gl.constexpr):
-    """Store the dot product v . du of each token, for each half of the values in the place of one half of the keys."""
+    """Store v . du of each token for each half of the values; the halves are stored where two K tiles store sums."""
     i = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, LOAD_HALVES)))
     half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, LOAD_HALVES)))
     vs = half[None, :, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, LOAD_HALVES)))[None, None, :]

@@ -22,10 +22,10 @@ class KernelTraits(NamedTuple):
     """Compile-time constants of a kernel: heads, widths and the variant of the update.
 
     V: values per head. SHARES: programs that contribute to dq and dk of all key heads, one for each value head and tile
-    of 128 values; their sum is taken later where SHARES > H. DECAY, DELTA: as in scan_traits.py. ERASE, WRITE: there is
-    a b, a w. ERASE_EARLY, READ_EARLY: erase or read the state before the token's decay or update. DU_IS_DV: du is not
-    stored because dv = w du and w is b, or there is no w. MIN_BETA: |b| and |w| are clamped to at least this where a
-    result is divided by them. dtype: of the tiles.
+    of 128 values; where SHARES > H, sum_groups_kernel adds their results. DECAY, DELTA: as in scan_traits.py. ERASE,
+    WRITE: there is a b, a w. ERASE_EARLY, READ_EARLY: erase or read the state before the token's decay or update.
+    DU_IS_DV: du is not stored because dv = w du and w is b, or there is no w. MIN_BETA: |b| and |w| are clamped to at
+    least this where a result is divided by them. dtype: of the tiles.
     """
 
     H: Any
@@ -97,7 +97,7 @@ class SharedStorage(NamedTuple):
 
 
 class GradientPointers(NamedTuple):
-    """Global memory of the gradients: as in ../gradients.py, with two tiles of keys."""
+    """Global memory of the gradients, as in ../gradients.py with two K tiles."""
 
     dq: Any
     dk: Any
