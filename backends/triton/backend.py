@@ -46,7 +46,7 @@ class TritonBackend(Backend):
 
     Args:
         config: a launch config for every update; None: the table's, else the heuristic's.
-    Source: Gated DeltaNet 2412.06464 section 3.3 (the chunked form); docs/notes/triton-kernels; README.md (kernels).
+    Source: Gated DeltaNet 2412.06464 section 3.3 (the chunked form); docs/kernels.md; README.md (kernels).
     """
 
     name = "triton"

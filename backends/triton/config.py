@@ -130,7 +130,7 @@ def value_tile(tile: int, V: int) -> int:
 def min_key_tile(dtype: torch.dtype) -> int:
     """Return the smallest key tile of the gradients kernel: 128 bytes of the saved states.
 
-    ptxas 12.8 miscompiled address arithmetic of narrower tiles (docs/notes/triton-kernels/NOTES.md).
+    ptxas 12.8 miscompiled address arithmetic of narrower tiles (docs/compiler-bugs.md).
     """
     return 128 // dtype.itemsize
 
@@ -138,8 +138,7 @@ def min_key_tile(dtype: torch.dtype) -> int:
 def key_tiles(K: int) -> tuple[int, int]:
     """Split K into one or two power-of-two tiles: 64 -> (64, 0), 128 -> (128, 0), 192 -> (128, 64), 200 -> (128, 128).
 
-    No tile is narrower than 64: ptxas 12.8 miscompiled products of 16 and 32 columns
-    (docs/notes/triton-kernels/NOTES.md, "Miscarried").
+    No tile is narrower than 64: ptxas 12.8 miscompiled products of 16 and 32 columns (docs/compiler-bugs.md).
     """
     narrowest, widest = 64, 128
     first = min(widest, max(narrowest, power_of_two(K)))

@@ -14,7 +14,7 @@ def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) ->
     """Choose a launch config that is valid everywhere and near the best on a Hopper GPU for K = V = 128.
 
     Args: split: chunks per segment, if a table gives it.
-    Source: docs/notes/triton-kernels/NOTES.md.
+    Source: docs/kernels.md, docs/decisions.md and docs/benchmarks (measurements on an H200).
     """
     split = _split(problem, device) if split is None else split
     scan, gradients = _portable_launches(problem, device)

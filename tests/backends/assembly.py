@@ -1,7 +1,4 @@
-"""Search SASS for two faults of ptxas 12.8.93 that small tests may not reveal.
-
-docs/notes/triton-kernels/NOTES.md describes both: "Miscarried" and "Forgotten waits".
-"""
+"""Search SASS for two bugs of ptxas 12.8.93 that small tests may not reveal; docs/compiler-bugs.md describes both."""
 
 import re
 import subprocess
@@ -30,9 +27,9 @@ def disassemble(cubin: bytes) -> str:
     return result.stdout
 
 
-def miscarried(text: str) -> list[str]:
-    """Find 64-bit additions whose high half reads the register of the low half instead of its own."""
-    low: dict[str, str] = {}  # by predicate: the low register of the carry, until it is overwritten
+def wrong_descriptor_addresses(text: str) -> list[str]:
+    """Find 64-bit additions whose high half (UIADD3.X) reads the register of the low half, where it must read zero."""
+    low: dict[str, str] = {}  # by carry predicate: the register of the low half, until it is overwritten
     faults = []
     for line in text.splitlines():
         if (m := re.search(r"UIADD3\.X UR\d+, (UR\d+), .*?, URZ, (UP\d)", line)) and low.get(m[2]) == m[1]:
@@ -46,8 +43,8 @@ def miscarried(text: str) -> list[str]:
     return faults
 
 
-def forgotten(text: str) -> list[str]:
-    """Find uses of a variable-latency result (a load, exp2, ...) without a wait for it.
+def missing_waits(text: str) -> list[str]:
+    """Find instructions that read a variable-latency result (of a load, exp2, ...) without a wait for it.
 
     Each such instruction increments one of six scoreboards; the first use of its result must wait until that scoreboard
     is 0. Branches are not followed: the search restarts after an unconditional branch.
@@ -56,7 +53,7 @@ def forgotten(text: str) -> list[str]:
     faults = []
     for position, (instruction, scoreboard, waits) in enumerate(_instructions(text)):
         pending = {register: p for register, p in pending.items() if p[0] not in waits}
-        if m := re.match(r"DEPBAR\.LE SB(\d), (0x[0-9a-f]+)", instruction):  # all but the last few of a scoreboard
+        if m := re.match(r"DEPBAR\.LE SB(\d), (0x[0-9a-f]+)", instruction):  # waits for all but the last few
             positions = sorted({p[1] for p in pending.values() if p[0] == int(m[1])})
             left = set(positions[len(positions) - int(m[2], 16) :])
             pending = {register: p for register, p in pending.items() if p[0] != int(m[1]) or p[1] in left}
@@ -83,7 +80,7 @@ def _instructions(text: str) -> Iterator[tuple[str, int, set[int]]]:
 
 
 def _registers(instruction: str) -> tuple[set[int], set[int]]:
-    """The registers that an instruction writes and reads; none of wgmma, which has its own waits."""
+    """The registers that an instruction writes and reads; none for wgmma, which has its own waits."""
     name, _, rest = re.sub(r"^@!?U?P\w+\s+", "", instruction).replace(".reuse", "").partition(" ")
     kind = name.split(".")[0]
     if kind == "HGMMA":

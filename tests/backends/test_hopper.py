@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from assembly import disassemble, forgotten, miscarried
+from assembly import disassemble, missing_waits, wrong_descriptor_addresses
 from compiling import Compiler
 
 from deltazoo.backends.devices import DeviceSpec
@@ -100,13 +100,13 @@ def test_the_kernels_of_the_heuristic_compile_and_fit(compiler, delta, early, gr
         assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
         assert "wgmma.mma_async" in kernel.asm["ptx"]
         sass = disassemble(kernel.asm["cubin"])
-        assert not miscarried(sass)
-        assert not forgotten(sass)
+        assert not wrong_descriptor_addresses(sass)
+        assert not missing_waits(sass)
     assert [name for name, _ in compiler.compiled] == kernels
 
 
 # SASS of ptxas 12.8.93: the second FMUL reads the result of exp2 without a wait; the first waits for its own operand
-FORGOTTEN = """
+MISSING_WAIT = """
         /*a1e0*/                   MUFU.EX2 R0, R8 ;                /* 0x0000000800007308 */
                                                                     /* 0x004ea20000000800 */
         /*a2b0*/                   MUFU.EX2 R5, R5 ;                /* 0x0000000500057308 */
@@ -117,17 +117,17 @@ FORGOTTEN = """
                                                                     /* 0x000fe20008400000 */
 """
 # SASS of ptxas 12.8.93: the upper half of the sum adds UR25, the lower half, where it should add zero
-MISCARRIED = """
+WRONG_ADDRESS = """
         /*0010*/                   UIADD3 UR4, UP0, UR25, 0x20, URZ ;
         /*0020*/                   UIADD3.X UR5, UR25, 0xc0000010, URZ, UP0, !UPT ;
 """
 
 
 def test_the_known_faults_of_ptxas_are_detected():
-    assert forgotten(FORGOTTEN) == ["FMUL R215, R5, UR58 does not wait for MUFU.EX2 R5, R5"]
-    assert forgotten(FORGOTTEN.replace("0x000fe20008400000", "0x008fe20008400000")) == []
-    assert len(miscarried(MISCARRIED)) == 1
-    assert miscarried(MISCARRIED.replace("UIADD3.X UR5, UR25", "UIADD3.X UR5, URZ")) == []
+    assert missing_waits(MISSING_WAIT) == ["FMUL R215, R5, UR58 does not wait for MUFU.EX2 R5, R5"]
+    assert missing_waits(MISSING_WAIT.replace("0x000fe20008400000", "0x008fe20008400000")) == []
+    assert len(wrong_descriptor_addresses(WRONG_ADDRESS)) == 1
+    assert wrong_descriptor_addresses(WRONG_ADDRESS.replace("UIADD3.X UR5, UR25", "UIADD3.X UR5, URZ")) == []
 
 
 def test_prepared_tensors_have_the_same_shapes_with_and_without_a_backward():

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "backends"))
 
 import torch
 import triton
-from assembly import disassemble, forgotten, miscarried
+from assembly import disassemble, missing_waits, wrong_descriptor_addresses
 from compiling import Compiler
 
 from deltazoo.backends.devices import DeviceSpec
@@ -102,7 +102,7 @@ def report(kernel: object) -> dict[str, object]:
         "mma": asm["ptx"].count("mma.sync"),
         "barriers": asm["ptx"].count("bar.sync"),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
-        "faults": len(miscarried(sass)) + len(forgotten(sass)),
+        "faults": len(wrong_descriptor_addresses(sass)) + len(missing_waits(sass)),
     }
     warnings = [line for line in log.splitlines() if "C75" in line or "erialized" in line]
     return info | ({"warnings": warnings[:2]} if warnings else {})
