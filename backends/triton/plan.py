@@ -25,7 +25,7 @@ class Problem(NamedTuple):
 
     Args:
         N: sequences. T: tokens per row of the batch.
-        delta: with an erase term. erase_key: the erase has a key of its own.
+        delta: with an erase term. erase_key: the erase key is an operand, not k.
         decay: none, one number per head ("fixed"), or one per token and head ("head").
         packed: several sequences in one row (cu_seqlens).
         split_terms: values that feed back into the state are split into two terms (hi + lo).

@@ -2,6 +2,7 @@
 
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +169,15 @@ def test_readme_has_one_row_per_step_with_its_kernels():
     listed = {(step, version): tuple(re.findall(r"`(\w+)`", kernels)) for step, version, kernels, *_ in rows}
     assert listed == LAUNCHES
     assert all(len(row) == 7 and all(row) for row in rows)
+
+
+def test_readme_names_every_kernel():
+    package = files("deltazoo.backends.triton")
+    text = (package / "README.md").read_text(encoding="utf-8")
+    sources = (path.read_text(encoding="utf-8") for path in Path(str(package / "kernels")).rglob("*.py"))
+    defined = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
+    assert {*re.findall(r"^\|.*`(\w+_kernel)`", text, re.MULTILINE)} <= defined
+    assert defined <= {*re.findall(r"`(\w+_kernel)`", text)}
 
 
 @pytest.mark.parametrize(
