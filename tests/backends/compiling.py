@@ -1,4 +1,4 @@
-"""A stand-in for `launcher` on machines without a GPU: it compiles for compute capability 9.0 and launches nothing."""
+"""A replacement of `launcher` for machines without a GPU: it compiles for sm_90 and launches nothing."""
 
 import hashlib
 import re
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-FLOATS = ("scale",)  # numbers of other names are int32
+FLOATS = ("scale",)  # other scalar arguments are int32
 NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
 
 class Compiler:
-    """Compiles the kernels in Gluon, or with `all` every kernel. compiled: names and results, in order."""
+    """Compiles Gluon kernels, or with `all` every kernel. compiled: (name, result) in the order of the launches."""
 
     def __init__(self, all: bool = False) -> None:
         self.all = all
@@ -30,25 +30,27 @@ class Compiler:
         registers: int | None = None,
     ) -> Callable[..., None]:
         if self.all or getattr(kernel, "is_gluon", bool)():
-            self.compiled.append((kernel.__name__, compiled(kernel, tensors, constants, warps, stages, registers)))
+            self.compiled.append(
+                (kernel.__name__, compile_kernel(kernel, tensors, constants, warps, stages, registers))
+            )
         return lambda *_: None
 
 
-def compiled(
+def compile_kernel(
     kernel: Any, tensors: Sequence[Any], constants: Sequence[Hashable], warps: int, stages: int, registers: int | None
 ) -> Any:
-    """Compile a kernel for sm_90 as `launcher` would: pointers are multiples of 16 bytes, numbers not specialised."""
+    """Compile a kernel for sm_90 as `launcher` does: pointers are 16-byte aligned, scalars not specialised."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
-    of_tensors, of_constants = names[: len(tensors)], names[len(names) - len(constants) :]
+    tensor_names, constant_names = names[: len(tensors)], names[len(names) - len(constants) :]
     signature = {name: "fp32" if name in FLOATS else "i32" for name in names}
-    signature |= {name: _type(x) for name, x in zip(of_tensors, tensors, strict=True)}
-    signature |= dict.fromkeys(of_constants, "constexpr")
-    values = dict(zip(of_constants, constants, strict=True))
-    values |= {name: None for name, x in zip(of_tensors, tensors, strict=True) if x is None}
+    signature |= {name: _type(x) for name, x in zip(tensor_names, tensors, strict=True)}
+    signature |= dict.fromkeys(constant_names, "constexpr")
+    values = dict(zip(constant_names, constants, strict=True))
+    values |= {name: None for name, x in zip(tensor_names, tensors, strict=True) if x is None}
     aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(tensors) if isinstance(x, torch.Tensor)}
     source_type = GluonASTSource if getattr(kernel, "is_gluon", bool)() else ASTSource
     source = source_type(kernel, signature, {(names.index(name),): value for name, value in values.items()}, aligned)

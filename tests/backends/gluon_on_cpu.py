@@ -1,9 +1,9 @@
-"""Stand-in for Gluon that runs the Hopper kernels on a CPU, one program at a time, on torch operations.
+"""Emulation of Gluon on torch operations, which runs the Hopper kernels on a CPU, one program at a time.
 
-It emulates what operations compute, not how: layouts have no effect. Asynchronous copies and products take effect
-either at their issue or as late as the wait for them (`Timing`), and read shared memory as it is at that time; reading
-a pending product raises. Partitions of warp_specialize are threads and mbarriers block. Loads and stores outside every
-tensor raise. Shared memory is NaN, or -1, until it is written.
+It emulates results, not the hardware: layouts have no effect. An asynchronous copy or product takes effect either when
+it is issued or when it is waited for (`Timing`), and reads shared memory at that time; reading a pending product
+raises. Each partition of warp_specialize is a thread, and waits for mbarriers block. Loads and stores outside every
+tensor raise. Shared memory is NaN (integers: -1) until it is written.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ TIMEOUT = 120.0  # seconds after which a wait for an mbarrier counts as a deadlo
 
 
 class DType:
-    """Gluon dtype of a torch dtype."""
+    """Gluon dtype that wraps a torch dtype."""
 
-    def __init__(self, of: torch.dtype) -> None:
-        self.of = of
-        self.itemsize = of.itemsize
-        self.primitive_bitwidth = 8 * of.itemsize
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.torch = dtype
+        self.itemsize = dtype.itemsize
+        self.primitive_bitwidth = 8 * dtype.itemsize
 
     def __repr__(self) -> str:
-        return str(self.of)
+        return str(self.torch)
 
 
 class Pointer:
@@ -47,11 +47,11 @@ DTYPES = {
     name: DType(getattr(torch, name))
     for name in ("float16", "bfloat16", "float32", "float64", "int8", "int32", "int64", "bool")
 }
-BY_TORCH = {dtype.of: dtype for dtype in DTYPES.values()}
+BY_TORCH = {dtype.torch: dtype for dtype in DTYPES.values()}
 
 
 class Timing:
-    """When asynchronous copies and products take effect: late is at the wait for them, else at their issue."""
+    """When asynchronous copies and products take effect: with `late` when they are waited for, else when issued."""
 
     late = False
 
@@ -85,7 +85,7 @@ class Array:
         if self.pointer:
             return Array(self.x)
         assert not bitcast or self.x.dtype.itemsize == dtype.itemsize
-        return Array(self.x.view(dtype.of) if bitcast else self.x.to(dtype.of))
+        return Array(self.x.view(dtype.torch) if bitcast else self.x.to(dtype.torch))
 
     def __getitem__(self, at):
         return Array(self.x[at], self.pointer)
@@ -172,7 +172,7 @@ class Shared:
         return Shared(self.x.view(shape))
 
     def _reinterpret(self, dtype, shape, layout=None):
-        return Shared(self.x.view(-1).view(dtype.of).view(shape))
+        return Shared(self.x.view(-1).view(dtype.torch).view(shape))
 
     def load(self, layout=None):
         return Array(self.x.clone())
@@ -218,7 +218,7 @@ def _tensors_at(at, mask, dtype):
         if hits.any():
             offset = at[hits] - start
             assert not (offset % dtype.itemsize).any()
-            yield memory.view(dtype.of), hits, offset // dtype.itemsize
+            yield memory.view(dtype.torch), hits, offset // dtype.itemsize
             unresolved &= ~hits
     assert not unresolved.any(), f"{int(unresolved.sum())} addresses are outside every tensor"
 
@@ -230,7 +230,7 @@ def _broadcast(pointer, *others):
 
 def load(pointer, mask=True, other=0.0, **_):
     dtype, at, mask, other = _broadcast(pointer, mask, other)
-    out = other.to(dtype.of).clone()
+    out = other.to(dtype.torch).clone()
     for memory, hits, indices in _tensors_at(at, mask, dtype):
         out[hits] = memory[indices]
     return Array(out)
@@ -239,7 +239,7 @@ def load(pointer, mask=True, other=0.0, **_):
 def store(pointer, value, mask=True, **_):
     dtype, at, mask, value = _broadcast(pointer, mask, value)
     for memory, hits, indices in _tensors_at(at, mask, dtype):
-        memory[indices] = value[hits].to(dtype.of)
+        memory[indices] = value[hits].to(dtype.torch)
 
 
 def copy(shared, pointer, mask=True):
@@ -290,7 +290,7 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
     """Emulate the kernels' inline PTX, recognised by its text."""
     x = args[0].x
     if "shl.b32" in text or "cvt.rn.bf16x2" in text or "cvt.rn.f16x2" in text:
-        return Array(x.to(dtype.of))
+        return Array(x.to(dtype.torch))
     if "movmatrix" in text:  # transpose each block of 8 x 8
         rows, columns = x.shape
         return Array(x.view(rows // 8, 8, columns // 8, 8).permute(0, 3, 2, 1).reshape(rows, columns))
@@ -337,8 +337,8 @@ def init_barrier(barrier, count):
 def wait(barrier, phase):
     program, state = THREAD.program, _barrier_state(barrier)
     with program.changed:
-        is_over = program.changed.wait_for(lambda: program.failure or state.completed % 2 != int(phase), TIMEOUT)
-    assert is_over, "timeout in a wait for an mbarrier"
+        has_ended = program.changed.wait_for(lambda: program.failure or state.completed % 2 != int(phase), TIMEOUT)
+    assert has_ended, "timeout in a wait for an mbarrier"
     if program.failure:
         raise RuntimeError("another partition failed")
 
@@ -361,7 +361,7 @@ def array_range(*bounds):
 
 
 def _allocate(dtype, shape, layout=None):
-    return Shared(torch.full(shape, float("nan") if dtype.of.is_floating_point else -1, dtype=dtype.of))
+    return Shared(torch.full(shape, float("nan") if dtype.torch.is_floating_point else -1, dtype=dtype.torch))
 
 
 class _Layout:
@@ -397,8 +397,8 @@ def _language() -> types.ModuleType:
         barrier=lambda: None, thread_barrier=lambda: None,
         program_id=lambda axis: Array(THREAD.program.pid), num_programs=lambda axis: Array(THREAD.program.programs),
         arange=lambda first, last, layout=None: Array(torch.arange(first, last, dtype=torch.int32)),
-        zeros=lambda shape, dtype, layout=None: Array(torch.zeros(shape, dtype=dtype.of)),
-        full=lambda shape, value, dtype, layout=None: Array(torch.full(shape, 0, dtype=dtype.of) + raw(value)),
+        zeros=lambda shape, dtype, layout=None: Array(torch.zeros(shape, dtype=dtype.torch)),
+        full=lambda shape, value, dtype, layout=None: Array(torch.full(shape, 0, dtype=dtype.torch) + raw(value)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         cast=lambda x, dtype: (x if isinstance(x, Array) else Array(x)).to(dtype),
         cdiv=lambda x, y: -(-x // y),
@@ -470,8 +470,8 @@ def _row_blocks(x):
 
 def _round_causal(P, dtype, early):
     i, j = torch.arange(64)[:, None], torch.arange(64)[None, :]
-    unseen = (i // 8 == j // 8) & (i < j + int(early))
-    return Array(torch.where(unseen, 0.0, P.x).to(dtype.of))
+    non_causal = (i // 8 == j // 8) & (i < j + int(early))
+    return Array(torch.where(non_causal, 0.0, P.x).to(dtype.torch))
 
 
 def _zero_except(warp):

@@ -1,4 +1,4 @@
-"""The Gluon kernels compile offline for sm_90 as launched, fit in shared memory, and show no known fault of ptxas."""
+"""The Gluon kernels compile offline for sm_90 as launched, fit in shared memory, and show no known bug of ptxas."""
 
 import sys
 from itertools import product
@@ -24,7 +24,7 @@ DEVICE = DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 4, 232448)
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Compile what the backend launches, for a Hopper GPU that is not there."""
+    """Compile what the backend would launch on a Hopper GPU."""
     from deltazoo.backends.triton import backward, forward
 
     compiler = Compiler()
@@ -123,7 +123,7 @@ WRONG_ADDRESS = """
 """
 
 
-def test_the_known_faults_of_ptxas_are_detected():
+def test_the_known_bugs_of_ptxas_are_detected():
     assert missing_waits(MISSING_WAIT) == ["FMUL R215, R5, UR58 does not wait for MUFU.EX2 R5, R5"]
     assert missing_waits(MISSING_WAIT.replace("0x000fe20008400000", "0x008fe20008400000")) == []
     assert len(wrong_descriptor_addresses(WRONG_ADDRESS)) == 1

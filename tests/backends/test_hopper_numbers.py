@@ -1,4 +1,4 @@
-"""Numerics of the Hopper kernels on a CPU, against float64: Gluon kernels on a stand-in, the others interpreted."""
+"""The Hopper kernels on a CPU against float64: Gluon kernels emulated (gluon_on_cpu.py), the others interpreted."""
 
 import sys
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 
 
 @pytest.fixture(autouse=True)
-def _on_cpu(monkeypatch):
+def _emulated(monkeypatch):
     from deltazoo.backends.triton import backward, forward, plan
 
     names = (
@@ -134,7 +134,7 @@ def test_the_cases_of_the_tuner_start_from_checkpoints(monkeypatch, kernel, modu
 
 
 @pytest.mark.parametrize("fault", ["value", "address", "barrier", "product", "copy"])
-def test_the_stand_in_detects_faults(monkeypatch, fault):
+def test_the_emulation_detects_faults(monkeypatch, fault):
     scan = sys.modules[f"{PACKAGE}.hopper.scan"]
     to_16_bits, store_tile, producer_arrive = scan.to_16_bits, scan.store_tile, scan.producer_arrive
     name, replacement, message = {

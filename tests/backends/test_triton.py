@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from triton_cases import (
-    ABLE,
+    CAN_RUN,
     CONFIGS,
     DEVICE,
     DTYPES,
@@ -81,7 +81,7 @@ def test_adversarial_inputs_conform(spec, dtype, regime):
     agrees(spec, "one segment", "pack", dtype, regime)
 
 
-# STATE is a flag of the scan alone, so one spec per branch of the kernels is enough.
+# HAS_STATE is a flag of the scan alone, so one spec per branch of the kernels is enough.
 @pytest.mark.parametrize(
     ("spec", "config"),
     [("gated delta", "segments and windows"), ("retnet", "segments and windows"), ("comba", "one segment")],
@@ -92,7 +92,7 @@ def test_without_initial_or_final_state(spec, config):
 
 @pytest.mark.parametrize("spec", ["gated delta", "retnet", "comba"])
 def test_rows_beyond_the_last_sequence_are_zero(spec):
-    """cu_seqlens ends before T. Uninitialised memory is NaN, so a row that no kernel writes is found."""
+    """cu_seqlens ends before T. Uninitialised memory is NaN, so the test detects a row that no kernel writes."""
     lengths, end = (17, 0, 1, 19), 37
     shape = Shape("short pack", 1, end, 1, 2, 16, 16, lengths=lengths)
     whole = draw(Case(SPECS[spec], shape), DEVICE)
@@ -105,7 +105,7 @@ def test_rows_beyond_the_last_sequence_are_zero(spec):
 
     def results(x: UpdateInputs) -> dict[str, torch.Tensor]:
         leaves = {n: t.requires_grad_() for n, t in x._asdict().items() if t is not None and t.is_floating_point()}
-        out = backend("windows").forward(SPECS[spec], x)  # past the checks, which refuse such bounds on the CPU
+        out = backend("windows").forward(SPECS[spec], x)  # not through bind, which refuses such bounds on the CPU
         d = torch.linspace(-1, 1, out.o.shape[-1], device=DEVICE).expand_as(out.o)
         grads = torch.autograd.grad([out.o, out.state], list(leaves.values()), [d, torch.ones_like(out.state)])
         return {"o": out.o, "final": out.state} | dict(zip(leaves, grads, strict=True))
@@ -156,7 +156,7 @@ def test_a_run_of_strong_decays_does_not_change_later_tokens(name, decay, tokens
 # The interpreter runs small shapes, and no graph through Inductor; a test below compiles one without Inductor.
 _SMALL_SHAPES = [shape for shape in TINY if shape.name in ("plain", "one_token", "column")]
 _CHECKS = (_SMALL_SHAPES, DTYPES[:1], ["compiles_to_one_graph"], DEVICE) if INTERPRETED else (TINY, DTYPES, [], DEVICE)
-test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHECKS) if ABLE else [], DEVICE)
+test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHECKS) if CAN_RUN else [], DEVICE)
 
 
 def operands(x: UpdateInputs) -> ScanOperands:
@@ -251,7 +251,7 @@ def test_decode_with_a_slot_outside_the_pool_accesses_no_state(spec):
     memory[[0, 6]] = 7.0
     before, pool = memory.clone(), memory[1:6]
     slots = torch.tensor([3, -1, 5, 0], device=DEVICE)
-    o = backend().step_(spec, x, pool, slots)  # past the checks, which refuse such slots on the CPU
+    o = backend().step_(spec, x, pool, slots)  # not through bind, which refuses such slots on the CPU
     assert not o[[1, 2]].any()
     assert torch.equal(memory[[0, 2, 3, 5, 6]], before[[0, 2, 3, 5, 6]])
     valid = UpdateInputs(*(t if t is None or t.shape[0] != 4 else t[[0, 3]] for t in x))
@@ -274,7 +274,7 @@ def test_splitting_the_feedback_in_two_terms_reduces_the_error():
         errors.append([conformance.relative_error(got, expected, expected) for got, expected in pairs])
     (_, one), (_, two) = errors
     assert two < one / 8
-    assert all(error < 1e-3 for error in errors[1])  # what remains is one rounding of the output to float16
+    assert all(error < 1e-3 for error in errors[1])  # the rest is the rounding of the output to float16
 
 
 @pytest.mark.parametrize("reparam", ["efla", "longhorn"])
@@ -287,7 +287,7 @@ def test_gradients_of_small_step_sizes_of_long_keys(reparam):
         leaves = {name: t.double() if of == "reference" else t for name, t in x._asdict().items() if t is not None}
         leaves = {name: t.clone().requires_grad_() for name, t in leaves.items()}
         bind(spec, of)(UpdateInputs(**leaves)).o.sum().backward()
-        found.append({name: t.grad for name, t in leaves.items() if name != "beta"})  # rounding is all of that one
+        found.append({name: t.grad for name, t in leaves.items() if name != "beta"})  # d_beta is rounding noise here
     for name, got in found[0].items():
         want = found[1][name]
         assert (got - want).norm() < 1e-4 * want.norm(), name
@@ -408,15 +408,15 @@ def test_a_window_may_start_between_checkpoints(lengths, heads):
 
 
 def test_a_pack_of_more_sequences_than_one_round_of_the_search():
-    lengths = (3, 0, 17, 1, 16, 33, 0) * 5 + (40,)  # 36; a round of the search compares 32
+    lengths = (3, 0, 17, 1, 16, 33, 0) * 5 + (40,)  # 36 sequences; find_sequence compares 32 per round
     case = Case(GATED, Shape("many", 1, sum(lengths), 1, 1, 16, 16, lengths=lengths))
     report = conformance.compare(backend("windows"), case, device=DEVICE)
     assert report.errors and not report.failures, report.failures
 
 
 @pytest.mark.parametrize("spec", ["gated delta", "delta with a beta"])
-def test_gradients_are_right_where_beta_is_zero(spec):
-    """There x = b z does not determine z, nor dv = b du the value of du."""
+def test_gradients_match_the_reference_where_beta_is_zero(spec):
+    """Where b is 0, z cannot be computed from x = b z, nor du from dv = b du."""
     spec = {"delta with a beta": UpdateSpec(beta="head")}.get(spec) or SPECS[spec]
     x = gated(2, 45, spec=spec)
     x.beta[:, ::3] = 0

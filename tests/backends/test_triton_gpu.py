@@ -58,16 +58,16 @@ def test_a_captured_decode_step_updates_the_states_in_place():
     bound = bind(GATED, TritonBackend())
     want_states = states.clone()
     want = [bound.step_(x, want_states, slots) for _ in range(3)]
-    held = states.clone()
-    bound.step_(x, held, slots)
+    pool = states.clone()
+    bound.step_(x, pool, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = bound.step_(x, held, slots)
-    held.copy_(states)
+        o = bound.step_(x, pool, slots)
+    pool.copy_(states)
     for expected in want:
         graph.replay()
         assert torch.equal(o, expected)
-    assert torch.equal(held, want_states)
+    assert torch.equal(pool, want_states)
 
 
 def test_packed_sequences_are_deterministic_without_host_sync():
@@ -84,7 +84,7 @@ def test_packed_sequences_are_deterministic_without_host_sync():
 
 
 def test_rows_beyond_the_last_sequence_are_zero():
-    """cu_seqlens ends before T; the Hopper kernels write none of these rows, either."""
+    """cu_seqlens ends before T; the scan and gradient kernels do not write the rows beyond it."""
     x = draw(Case(GATED, PACK, torch.bfloat16), "cuda")
     x = x._replace(cu_seqlens=x.cu_seqlens.clamp(max=700))
     leaves(x)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_cases import ABLE, GATED, IN_16_BITS, INTERPRETED, SHAPES, SPECS, case_of, conforms, errors, gated, runs
+from triton_cases import CAN_RUN, GATED, IN_16_BITS, INTERPRETED, SHAPES, SPECS, case_of, conforms, errors, gated, runs
 
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.conformance import Case, draw
@@ -20,7 +20,7 @@ FOR_HOPPER = {
     "gradients": Launch(tile=64, keys=64, kernel="hopper"),
 }
 on_hopper = pytest.mark.skipif(
-    INTERPRETED or not ABLE or torch.cuda.get_device_capability()[0] != 9,
+    INTERPRETED or not CAN_RUN or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper GPU; test_hopper_numbers.py runs these kernels on a CPU",
 )
 

@@ -19,9 +19,9 @@ from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-ABLE = INTERPRETED or torch.cuda.is_available()
+CAN_RUN = INTERPRETED or torch.cuda.is_available()
 runs = pytest.mark.skipif(
-    not ABLE,
+    not CAN_RUN,
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
@@ -85,10 +85,10 @@ def gated(B: int, T: int, dtype: torch.dtype = torch.float32, seed: int = 0, spe
 
 
 def case_of(spec: str, shape: str, dtype: torch.dtype, regime: str = "ordinary") -> Case:
-    """Return a case of SPECS and SHAPES, with seed 0 but for one.
+    """Return a case of SPECS and SHAPES, with seed 0 except for one case.
 
     d_log_decay of retnet at odd widths is one sum over all tokens. With seed 0 it cancels to a fifth, so rounding to
-    bfloat16 alone costs every kernel up to 3.2e-2 (limit 2e-2). With seed 10 it does not cancel in any regime.
+    bfloat16 alone causes an error of up to 3.2e-2 (limit 2e-2). With seed 10 it does not cancel in any regime.
     """
     seed = 10 if (spec, shape) == ("retnet", "odd widths") else 0
     return Case(SPECS[spec], SHAPES[shape], dtype, regime, seed=seed)

@@ -1,7 +1,7 @@
-"""Check the triton backend on a GPU against float64, in fifteen processes: python check.py [WORD OF A CASE'S NAME]...
+"""Check the triton backend on a GPU against float64, in fifteen processes: python check.py [WORD]...
 
-Specs by widths from 5/9 to 256/256, dtypes and regimes. LIMIT=SECONDS stops it. Prints the failures, and the largest
-errors relative to their limits.
+Cases are specs by widths (K/V from 5/9 to 256/256), dtypes and regimes; WORD selects the cases whose names contain it.
+LIMIT=SECONDS stops the run. Prints the failures, and the largest errors relative to their limits.
 """
 
 import multiprocessing
@@ -34,12 +34,12 @@ SPECS = {
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
     "longhorn": UpdateSpec(decay="fixed", beta="head", reparam="longhorn"),
 }
-BY_ALL = {  # specs
+ALL_SPECS = {  # shapes that run with every spec
     "128": Shape("128", 2, 200, 2, 4, 128, 128),
     "pack": Shape("pack", 1, 700, 1, 2, 128, 128, lengths=(300, 0, 1, 64, 335)),
     "busy": Shape("busy", 4, 330, 32, 32, 128, 128),
 }
-BY_TWO = {
+TWO_SPECS = {  # shapes that run with gdn and mamba2
     "64x96": Shape("64x96", 1, 130, 2, 2, 64, 96),
     "192x384": Shape("192x384", 1, 130, 1, 1, 192, 384),
     "200x400": Shape("200x400", 1, 130, 1, 2, 200, 400),
@@ -51,22 +51,22 @@ BY_TWO = {
 
 
 def cases():
-    """Names and cases; those that share compiled kernels follow each other."""
+    """Names and cases, ordered so that those that share compiled kernels are adjacent."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for spec in SPECS:
-            for shape in BY_ALL:
+            for shape in ALL_SPECS:
                 for regime in ("ordinary", "decays", "parallel"):
                     if dtype != torch.bfloat16 and spec not in ("gdn", "neg", "house"):
                         continue
                     if shape != "pack" or regime != "ordinary":
                         name = f"{spec} {shape} {regime} {str(dtype)[6:]}"
-                        yield name, Case(SPECS[spec], BY_ALL[shape], dtype, regime)
+                        yield name, Case(SPECS[spec], ALL_SPECS[shape], dtype, regime)
         for spec in ("gdn", "mamba2"):
-            for shape in BY_TWO:
-                yield f"{spec} {shape} ordinary {str(dtype)[6:]}", Case(SPECS[spec], BY_TWO[shape], dtype)
+            for shape in TWO_SPECS:
+                yield f"{spec} {shape} ordinary {str(dtype)[6:]}", Case(SPECS[spec], TWO_SPECS[shape], dtype)
 
 
-def one(name):
+def run_case(name):
     """Run one case. Returns its name, the largest error over its limit (None without errors), and details."""
     torch.set_num_threads(1)
     try:
@@ -84,10 +84,10 @@ def one(name):
 
 def main(words):
     began, results = time.time(), []
-    todo = [name for name, _ in cases() if all(word in name for word in words)]
+    names = [name for name, _ in cases() if all(word in name for word in words)]
     with ProcessPoolExecutor(15, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            futures = [pool.submit(one, name) for name in todo]
+            futures = [pool.submit(run_case, name) for name in names]
             for future in as_completed(futures, timeout=float(os.environ.get("LIMIT", 400))):
                 results.append(future.result())
         except TimeoutError:
@@ -96,14 +96,14 @@ def main(words):
             pool.shutdown(wait=False, cancel_futures=True)
             for process in running:
                 process.kill()
-    bad = [result for result in results if result[1] is None or not result[1] <= 1]
-    print(f"{len(results)} of {len(todo)} done in {time.time() - began:.0f} s, {len(bad)} bad")
-    for result in sorted(bad):
-        print("BAD", *result)
+    failed = [result for result in results if result[1] is None or not result[1] <= 1]
+    print(f"{len(results)} of {len(names)} done in {time.time() - began:.0f} s, {len(failed)} failed")
+    for result in sorted(failed):
+        print("FAILED", *result)
     for result in sorted(results, key=lambda result: -(result[1] or 0))[:12]:
         print("worst", *result)
     sys.stdout.flush()
-    os._exit(len(bad) > 0)  # without waiting for what was killed
+    os._exit(len(failed) > 0)  # without waiting for the killed processes
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Time a decode step, fused and in separate parts: python decode.py [LAYER]... [TILE,WARPS]...
 
 Layers of width 2048, bf16, float32 state: the update and the fused step alone, then the layer, eager, captured,
-compiled, and compiled and captured. Medians per step of 16 steps in a CUDA graph, or 16 calls. The results of both ways
-are compared. LAYER is a prefix of a name below; TILE,WARPS are further launches of the fused step. Needs a CUDA device.
+compiled, and compiled and captured. Medians per step over 16 steps in a CUDA graph, or 16 calls. The results of the
+fused and the separate step are compared. LAYER is a prefix of a name below; TILE,WARPS adds a launch config of the
+fused step. Needs a CUDA device.
 """
 
 import statistics
@@ -26,7 +27,7 @@ LAYERS = {
 }
 
 
-class PartByPart(TritonBackend):
+class Unfused(TritonBackend):
     """The same update kernels without the fused step."""
 
     def fused_decode_unsupported(self, step, dtype):
@@ -36,15 +37,15 @@ class PartByPart(TritonBackend):
 def median(call, times=30):
     """The median of the calls in us per step."""
     torch.cuda.synchronize()
-    found = []
+    samples = []
     for _ in range(times):
         start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
         start.record()
         call()
         stop.record()
         torch.cuda.synchronize()
-        found.append(start.elapsed_time(stop))
-    return 1000 * statistics.median(found) / STEPS
+        samples.append(start.elapsed_time(stop))
+    return 1000 * statistics.median(samples) / STEPS
 
 
 def captured(step):
@@ -78,7 +79,7 @@ def operands(mixer, x, state):
 
 
 @torch.no_grad()
-def alone(mixer, B, variants):
+def time_kernels(mixer, B, variants):
     """Time the update and the fused step alone."""
     x = torch.randn(B, 1, 2048, device="cuda", dtype=torch.bfloat16)
     step, inputs, update_inputs = operands(mixer, x, mixer.init_state(B))
@@ -90,38 +91,38 @@ def alone(mixer, B, variants):
         other = bind(step.spec, TritonBackend(LaunchConfig(fused_step=launch)))
         began = time.perf_counter()
         try:
-            found = f"{median(captured(lambda other=other: other.fused_decode_step_(step, inputs, states))):.1f}"
+            result = f"{median(captured(lambda other=other: other.fused_decode_step_(step, inputs, states))):.1f}"
         except Exception as error:
-            found = f"{type(error).__name__}: {str(error)[:60]}"
+            result = f"{type(error).__name__}: {str(error)[:60]}"
         took = time.perf_counter() - began
-        line.append(f"{tile},{warps}: {found}" + (f" ({took:.0f} s)" if took > 5 else ""))
+        line.append(f"{tile},{warps}: {result}" + (f" ({took:.0f} s)" if took > 5 else ""))
     return "; ".join(line)
 
 
 @torch.no_grad()
-def decoding(mixer, backend, x, state):
-    """Time the step of a layer; returns the times, its outputs and the state of the update."""
+def time_steps(mixer, backend, x, state):
+    """Time the step of a layer. Returns the times, its outputs and the state of the update."""
     mixer.rebind(backend)
     torch._dynamo.reset()
     compiled = torch.compile(mixer, fullgraph=True, dynamic=False)
     y = torch.cat([mixer(x[:, t : t + 1], state)[0] for t in range(x.shape[1])], 1)
     after, now = state["update"].clone(), x[:, :1].contiguous()
     steps = [lambda: mixer(now, state), lambda: compiled(now, state)]
-    return [median(way(step)) for step in steps for way in (repeated, captured)], (y, after)
+    return [median(mode(step)) for step in steps for mode in (repeated, captured)], (y, after)
 
 
 @torch.no_grad()
-def layer(mixer, B):
+def time_layer(mixer, B):
     """Time the whole layer, in separate parts and fused."""
     x = torch.randn(B, 3, 2048, device="cuda", dtype=torch.bfloat16)
     state = mixer(x, mixer.init_state(B))[1]
-    (parts, want), (one, got) = (
-        decoding(mixer, backend, x, snapshot(state)) for backend in (PartByPart(), TritonBackend())
+    (separate, want), (fused, got) = (
+        time_steps(mixer, backend, x, snapshot(state)) for backend in (Unfused(), TritonBackend())
     )
     kinds = ("eager", "captured", "compiled", "compiled and captured")
-    words = [f"{kind} {p:.1f} -> {o:.1f}" for kind, p, o in zip(kinds, parts, one, strict=True)]
-    apart = [f"{float((a - b).float().norm() / b.float().norm()):.1e}" for a, b in zip(got, want, strict=True)]
-    return f"{'; '.join(words)}; relative difference {' and '.join(apart)}"
+    times = [f"{kind} {s:.1f} -> {f:.1f}" for kind, s, f in zip(kinds, separate, fused, strict=True)]
+    differences = [f"{float((a - b).float().norm() / b.float().norm()):.1e}" for a, b in zip(got, want, strict=True)]
+    return f"{'; '.join(times)}; relative difference {' and '.join(differences)}"
 
 
 def main():
@@ -134,9 +135,9 @@ def main():
         torch.manual_seed(0)
         mixer = config.build(2048, backend="triton").to("cuda", torch.bfloat16)
         for B in (1, 8, 64, 256):
-            print(f"{name}, B = {B}: {alone(mixer, B, variants)}", flush=True)
+            print(f"{name}, B = {B}: {time_kernels(mixer, B, variants)}", flush=True)
             if B in (1, 64):
-                print(f"    layer: {layer(mixer, B)}", flush=True)
+                print(f"    layer: {time_layer(mixer, B)}", flush=True)
 
 
 if __name__ == "__main__":

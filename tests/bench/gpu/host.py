@@ -18,21 +18,21 @@ from deltazoo.backends.triton.operands import Gradients, Prepared, Saved
 from deltazoo.backends.triton.resolve import resolve
 
 
-def report(what, call, n=300):
+def report(name, call, n=300):
     for _ in range(10):
         call()
     times = []
     for i in range(n):
         if i % 20 == 0:
-            torch.cuda.synchronize()  # before the queue is full
+            torch.cuda.synchronize()  # before the launch queue is full
         began = time.perf_counter()
         call()
         times.append(time.perf_counter() - began)
     torch.cuda.synchronize()
-    print(f"{what:44s} {sorted(times)[n // 5] * 1e6:8.1f}", flush=True)
+    print(f"{name:44s} {sorted(times)[n // 5] * 1e6:8.1f}", flush=True)
 
 
-class Nothing(torch.autograd.Function):
+class EmptyFunction(torch.autograd.Function):
     """An autograd.Function with the same number of operands that computes nothing."""
 
     @staticmethod
@@ -60,17 +60,17 @@ report("choice of the backend", lambda: bound.backend_for(UpdateMeta.of(x)))
 report("operands of the kernels", lambda: backend._operands(spec, x))
 xo, kind = backend._operands(spec, x)
 xgo, _ = backend._operands(spec, xg)
-nothing = Nothing.apply(*[t for t in xgo if t is not None], *kind)
-report("an empty autograd.Function", lambda: Nothing.apply(*[t for t in xgo if t is not None], *kind))
-report("its backward", lambda: torch.autograd.grad(nothing, [xg.q], do, retain_graph=True))
+empty = EmptyFunction.apply(*[t for t in xgo if t is not None], *kind)
+report("an empty autograd.Function", lambda: EmptyFunction.apply(*[t for t in xgo if t is not None], *kind))
+report("backward of an empty autograd.Function", lambda: torch.autograd.grad(empty, [xg.q], do, retain_graph=True))
 report("the autograd.Function", lambda: op._ChunkScan.apply(*xgo, *kind))
 with torch.no_grad():
     report("the operator", lambda: op._scan_op(*xo, *kind, True))
-    report("its body", lambda: op._scan_impl(*xo, *kind, True))
+    report("the body of the operator", lambda: op._scan_impl(*xo, *kind, True))
     out = op._scan_op(*xo, *kind, True)
     saved = (*xo, *out[2:], do, None, *kind)
     report("the backward's operator", lambda: op._backward_op(*saved))
-    report("its body", lambda: op._backward_impl(*saved))
+    report("the body of the backward's operator", lambda: op._backward_impl(*saved))
     written = kind.with_write(xo)
     plan, config = resolve(written, kind, True)
     saved = Saved(Prepared(*out[2:5]), out[5])

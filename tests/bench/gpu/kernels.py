@@ -1,9 +1,7 @@
 """Time a step and each of its kernels: python kernels.py [LETTERS] [KERNELS...]
 
-d gated delta 8 x 4096 dense, p packed, g packed 4 x 8192 16/64, x delta without decay, a additive, r RetNet, 1 1 x
-8192 16/32, 3 1 x 32768 2/8; other widths, 8 x 4096 unless stated: 2 6 heads of 192/384, 0 of 200/400, 5 of
-256/512, k 8 x 2048, 32 heads of 256/256 (K additive), f 1 x 8192, 8 of 256/256 (F additive), 6 16 of 64/64, h 16 of
-32/64, b and t these two additive, n 9 and w 8 of 128/256 (W additive), v 8 of 128/200, l 8 of 256/64, m as Mamba-2.
+LETTERS select jobs of JOBS below; KERNELS change the launch config.
+
 Prints ms captured in a CUDA graph with L2 flushed (as perf.py), then microseconds x launches of each kernel. A phase
 (scan recompute) requests its Hopper version, with a minus (-scan) its portable version, whatever the heuristic chooses;
 NAME=NUMBER sets a field of the launch config: split=0.
@@ -24,7 +22,7 @@ from deltazoo.backends.triton.resolve import resolve
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]
 ADDITIVE = UpdateSpec(decay="head", transition="additive")
 WIDE, FEW = (8, 2048, 32, 32, None, 256, 256), (1, 8192, 8, 8, None, 256, 256)
-JOBS = {
+JOBS = {  # letter: spec, and B, T, H, HV, lengths, K, V
     "d": (GATED, DENSE),
     "p": (GATED, SHAPES["8x4096p 16/16"]),
     "g": (GATED, SHAPES["4x8192p 16/64"]),

@@ -1,7 +1,7 @@
 """Time a gated_deltanet layer compiled as one graph: python layer.py
 
-Width 2048, 16 heads of 128, B = 8, T = 4096, bf16. The first step runs in a process without caches, with torch's
-compilation metrics; then medians of further steps. Needs a CUDA device.
+Width 2048, 16 heads of 128, B = 8, T = 4096, bf16. The first step is timed in a process without caches, with
+torch's compilation metrics, and in one with caches on disk; then medians of further steps. Needs a CUDA device.
 """
 
 import os
@@ -14,9 +14,9 @@ import time
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as caches:
-        where = {"TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
+        cache_folders = {"TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
         for name in ("cold", "caches on disk"):
-            subprocess.run([sys.executable, __file__, name], env={**os.environ, **where}, check=True)
+            subprocess.run([sys.executable, __file__, name], env={**os.environ, **cache_folders}, check=True)
 
 
 def steps(name: str) -> None:
@@ -62,7 +62,7 @@ def steps(name: str) -> None:
     both = [median(step, queued) for queued in (True, False)]
     print(
         f"{name}: first step {first:.1f} s; forward {forward[0]:.2f} ms, forward + backward {both[0]:.2f} ms, "
-        f"alone on an idle device {forward[1]:.2f} and {both[1]:.2f} ms; torch "
+        f"on an idle device {forward[1]:.2f} and {both[1]:.2f} ms; torch "
         f"{torch.__version__}, {torch.cuda.get_device_name()}, deltazoo {deltazoo.__version__}",
         flush=True,
     )

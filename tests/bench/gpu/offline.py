@@ -118,15 +118,15 @@ def main(words: list[str]) -> None:
         except Exception as error:
             print(f"{name}: {str(error)[-300:]}", flush=True)
             continue
-        for n, (kernel, found) in enumerate(kernels):
-            info = report(found)
+        for n, (kernel_name, kernel) in enumerate(kernels):
+            info = report(kernel)
             if not every or info["spill"] > MAX_SPILL or info["faults"] or "warnings" in info:
-                print(f"{name}: {kernel}", *(f"{key} {value}" for key, value in info.items()), flush=True)
+                print(f"{name}: {kernel_name}", *(f"{key} {value}" for key, value in info.items()), flush=True)
             if folder := os.environ.get("DUMP"):
-                path = Path(folder) / f"{name} {n} {kernel}".replace(" ", "_")
+                path = Path(folder) / f"{name} {n} {kernel_name}".replace(" ", "_")
                 for kind in ("ttgir", "ptx"):
-                    path.with_suffix(f".{kind}").write_text(found.asm[kind])
-                path.with_suffix(".cubin").write_bytes(found.asm["cubin"])
+                    path.with_suffix(f".{kind}").write_text(kernel.asm[kind])
+                path.with_suffix(".cubin").write_bytes(kernel.asm["cubin"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Time the triton backend beside its peers: python peers.py OUT.json LETTERS BACKEND,BACKEND,... [eager] [warm]
 
-p gated delta 8 x 4096 packed, d dense, g packed 4 x 8192 16/64, 1 1 x 8192 16/32, 3 1 x 32768 2/8, x delta without
-decay, a additive, s a decode step of 64 rows. Calls are captured in CUDA graphs, or queued with eager; warm only fills
-the compilation caches. Needs a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. At the first call
+LETTERS select jobs of JOBS below. Calls are captured in CUDA graphs, or with `eager` queued; `warm` only fills the
+compilation caches. Needs a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. At the first call
 FlashQLA compiles for up to 40 s per kernel, and flash-linear-attention for two minutes; it tunes in each process.
 """
 
@@ -30,23 +29,23 @@ JOBS = {
 
 
 def main() -> None:
-    out, letters, backends, *how = sys.argv[1:]
-    found = []
+    out, letters, backends, *options = sys.argv[1:]
+    results = []
     for letter in letters:
         spec, shape = JOBS[letter]
         config = BenchConfig(
             directions=("decode",) if letter == "s" else ("forward", "backward"),
             device="cuda",
             dtype="bfloat16",
-            seconds=0.01 if "warm" in how else 1.0,
-            graphs=not {"eager", "warm"} & {*how},
+            seconds=0.01 if "warm" in options else 1.0,
+            graphs=not {"eager", "warm"} & {*options},
             errors=letter == "p",
         )
         result = bench(spec, [SHAPES[shape]], backends.split(","), config)
         print(result.markdown(), flush=True)
-        found.append(json.loads(result.model_dump_json()))
+        results.append(json.loads(result.model_dump_json()))
         with open(out, "w") as file:
-            json.dump(found, file)
+            json.dump(results, file)
         torch.cuda.empty_cache()
 
 

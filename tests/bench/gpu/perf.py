@@ -80,7 +80,7 @@ def inputs(spec, B, T, H, HV, lengths, K=128, V=128, grad=False, dtype=torch.bfl
 
 
 def both(bound, x, do):
-    """A call that computes o and the gradients of all operands."""
+    """Return a call that computes o and the gradients of all operands."""
     leaves = [tensor for tensor in x if tensor is not None and tensor.requires_grad]
 
     def step():
