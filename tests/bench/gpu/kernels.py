@@ -1,10 +1,8 @@
-"""Time a step and each of its kernels: python kernels.py [LETTERS] [KERNELS...]
+"""Time a step and each of its kernels: python kernels.py [LETTERS] [CHANGE]...
 
-LETTERS select jobs of JOBS below; KERNELS change the launch config.
-
-Prints ms captured in a CUDA graph with L2 flushed (as perf.py), then microseconds x launches of each kernel. A phase
-(scan recompute) requests its Hopper version, with a minus (-scan) its portable version, whatever the heuristic chooses;
-NAME=NUMBER sets a field of the launch config: split=0.
+LETTERS select jobs of JOBS below. Each CHANGE modifies the heuristic's launch config: a phase (scan, recompute)
+selects its Hopper version, a phase after a minus (-scan) its portable version, and NAME=NUMBER sets a field (split=0).
+Prints ms captured in a CUDA graph with L2 flushed (as perf.py), then microseconds x launches of each kernel.
 """
 
 import collections
