@@ -1,4 +1,4 @@
-"""TritonBackend: the specs and devices it takes, and the operands that its kernels get."""
+"""TritonBackend: the specs and devices that it supports, and the operands of its kernels."""
 
 import importlib.util
 import os
@@ -34,18 +34,18 @@ class TritonBackend(Backend):
     synchronisation, CUDA-graph safe. Nothing is tuned at the first call: launch configs come from a table, else from a
     heuristic.
 
-    Some specs keep rounding errors in the state: negative eigenvalues, an own erase key, several householders, and a
-    delta rule with up to 16 keys without decay or beta (32 without both). There bfloat16 values that feed back into the
-    state are split into two terms (hi + lo), and float16 is computed in float32.
+    Some specs keep rounding errors in the state: negative eigenvalues, an erase key other than k, several householders,
+    and a delta rule with up to 16 keys without decay or beta (32 without both). There bfloat16 values that feed back
+    into the state are split into two terms (hi + lo), and float16 is computed in float32.
 
     On Hopper GPUs 16-bit operands use kernels in Gluon, which Triton's interpreter does not run; `plan` says which
     kernels run. A decode step of a mixer with its convolution, norms and gates is one kernel
     (`backends/decode_step.py`), two if value heads share the key heads of a convolution. The short convolution has
-    kernels for up to 8 taps and heads of 1024 channels; plain torch computes that of a single token, and Inductor fuses
-    it with its neighbours.
+    kernels for up to 8 taps and heads of 1024 channels; for a single token plain torch computes it, which Inductor
+    fuses with neighbouring operations.
 
     Args:
-        config: a launch config for every update; None: the table's, else the heuristic's.
+        config: a launch config for every update; None: that of the table, else of the heuristic.
     Source: Gated DeltaNet 2412.06464 section 3.3 (the chunked form); docs/kernels.md; README.md (kernels).
     """
 
@@ -66,7 +66,7 @@ class TritonBackend(Backend):
         if spec.decay in ("channel", "rate"):
             reasons.append(f"decay must be 'none', 'fixed' or 'head', got '{spec.decay}'.")
         if meta.decay_channels:
-            reasons.append("a fixed decay must be a number a head, log_decay [HV], got [HV, K].")
+            reasons.append("a fixed decay must be one number per head, log_decay [HV], got [HV, K].")
         if spec.transition == "dplr":
             reasons.append("transition must be 'additive' or 'delta', got 'dplr'.")
         if spec.beta == "channel":
@@ -88,7 +88,7 @@ class TritonBackend(Backend):
         refuse_forward_mode(self.name, inputs)
         n, T, V, dtype = spec.householders, inputs.q.shape[1], inputs.v.shape[-1], inputs.v.dtype
         if _keeps_rounding_errors(spec) and dtype == torch.float16:
-            # the second of two terms would be below float16's smallest number
+            # the low term would underflow in float16
             wide = {name: getattr(inputs, name).float() for name in ("q", "k", "v")}
             wide["erase_key"] = None if inputs.erase_key is None else inputs.erase_key.float()
             inputs = inputs._replace(**wide)

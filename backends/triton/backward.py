@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, min_key_tile, value_tile
 from deltazoo.backends.triton.forward import (
-    REGISTERS_OF_THREE_GROUPS,
+    WARP_SPECIALIZED_REGISTERS,
     Span,
     WindowLaunch,
     combine,
@@ -26,11 +26,11 @@ from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import Gradients, Prepared, Saved, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan
 
-_RECOMPUTED = 16  # chunks that a program of the recomputation stores, without segments: amortises its start
+_RECOMPUTED_CHUNKS = 16  # per program of the recomputation, without segments; amortises the load of a checkpoint
 
 
 class _Scratch(NamedTuple):
-    """What a window stores for its gradients, in `saved_dtype`.
+    """The scratch buffers of a window, in `saved_dtype`.
 
     Args:
         slots: chunk slots of a window.
@@ -80,10 +80,10 @@ def bytes_per_slot(x: ScanOperands, kind: ScanKind, s: Sizes, sweep: bool) -> in
 
 
 class _GateSums(NamedTuple):
-    """What the gradients of the gates need of each tile.
+    """The partial sums of each tile, from which gate_gradients_kernel computes the gate gradients.
 
     Args:
-        keys: key columns per tile. key_tiles: tiles of the keys. tiles: those, times the V tiles of the sweep.
+        keys: key columns per tile. key_tiles: number of K tiles. tiles: key_tiles times the V tiles of the sweep.
         early: with an early read or erase, which adds a row.
         dgates: [tiles, slots, HV, 3 or 4, C]. state_products: [tiles, slots, HV], <dS, S>.
     """
@@ -109,7 +109,7 @@ class _GateSums(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What the launches of one backward pass share.
+    """Operands and results that the launches of one backward pass share.
 
     Args:
         d_state: [N, HV, K, V], the gradient of the state: of the final one at first, of the initial one at the end.
@@ -163,7 +163,7 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
     scratch = _Scratch.empty(x, kind, s, slots, run.d.v, sweep)
 
     assert plan.recompute is not None
-    stored = config.every if plan.split else max(config.every, _RECOMPUTED)
+    stored = config.every if plan.split else max(config.every, _RECOMPUTED_CHUNKS)
     recompute = scan(
         plan.recompute, x, kind, run.prepared, s, config.recompute, "recompute",
         Span(cdiv(chunks, stored), stored, config.every, unit, windows),
@@ -262,7 +262,7 @@ def _reverse_on_hopper(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None, kind.read_early,
             s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(x.q.dtype),
         ),
-        registers=REGISTERS_OF_THREE_GROUPS,
+        registers=WARP_SPECIALIZED_REGISTERS,
     )  # fmt: skip
     programs = s.N * span.segments * s.HV * cdiv(s.V, 128)
     return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments)
@@ -325,7 +325,7 @@ def _sweep(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> 
             kind.read_early, s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(x.q.dtype),
         ),
         warps=8,
-        registers=REGISTERS_OF_THREE_GROUPS,
+        registers=WARP_SPECIALIZED_REGISTERS,
     )  # fmt: skip
     programs = s.N * span.segments * scratch.programs
     return lambda window: sweep(programs, s.slots, scratch.slots, kind.scale, s.T, window, span.windows, span.segments)
@@ -353,7 +353,7 @@ def _fused(run: _Pass) -> None:
             kind.min_b(x.q.dtype),
         ),
         warps=8,
-        registers=REGISTERS_OF_THREE_GROUPS,
+        registers=WARP_SPECIALIZED_REGISTERS,
     )  # fmt: skip
     fused(s.N * s.HV, s.slots, kind.scale, s.T)
 

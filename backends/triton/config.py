@@ -22,8 +22,8 @@ class Launch(BaseModel):
         warps: warps of 32 threads per program.
         stages: stages of the software pipeline; decode kernels ignore them.
         keys: gradients only: key columns per program, a power of two >= 32, raised to `min_key_tile`; 0: all.
-        kernel: "portable": Triton, any GPU. "hopper": Gluon for sm_90, with tiles and warps of its own; the combination
-            of segments stays portable and takes its parameters from here. "fused": reverse only: recomputation,
+        kernel: "portable": Triton, any GPU. "hopper": Gluon for sm_90, with fixed tiles and warps; the portable kernels
+            that prepare segments use the parameters given here. "fused": reverse only: recomputation,
             reverse scan and gradients in one Hopper kernel, without scratch. `plan.py` resolves and checks the choice.
     """
 
@@ -103,7 +103,7 @@ CHOICES: dict[str, tuple[KernelChoice, ...]] = {
     "recompute": ("portable", "hopper"),
     "reverse": ("portable", "hopper", "fused"),
     "gradients": ("portable", "hopper"),
-}  # of the remaining kernels there is one version each
+}  # the other kernels have one version each
 
 
 @functools.lru_cache(maxsize=1024)
@@ -146,9 +146,9 @@ def key_tiles(K: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(narrowest, power_of_two(rest))
 
 
-def warps_apart(warps: int, numbers: int) -> int:
+def limit_warps(warps: int, elements: int) -> int:
     """Limit warps so that each thread owns at least 16 bytes of a float32 tile that is updated in place.
 
-    With more warps several threads own the same number, and one could load it after another has stored it.
+    With more warps several threads own the same element, and one could load it after another has stored it.
     """
-    return max(1, min(warps, numbers // 128))
+    return max(1, min(warps, elements // 128))

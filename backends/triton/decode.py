@@ -5,7 +5,7 @@ B batch, n micro-steps, H key heads, HV value heads, K key width, V value width
 
 from torch import Tensor
 
-from deltazoo.backends.triton.config import Launch, cdiv, power_of_two, warps_apart
+from deltazoo.backends.triton.config import Launch, cdiv, limit_warps, power_of_two
 from deltazoo.backends.triton.kernels.decode.step import decode_kernel
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
@@ -27,7 +27,7 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind,
             H, HV, K, V, power_of_two(K), BV, n, x.decay, kind.delta, x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, slots is not None,
         ),
-        warps_apart(launch.warps, power_of_two(K) * BV),
+        limit_warps(launch.warps, power_of_two(K) * BV),
         launch.stages,
     )  # fmt: skip
     decode(B * HV * cdiv(V, BV), kind.scale, states.shape[0])

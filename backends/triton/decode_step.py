@@ -13,7 +13,7 @@ from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, be
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.torch_ext.custom_op import operator, written
-from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse, power_of_two, warps_apart
+from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, limit_warps, parse, power_of_two
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Problem, device_spec
 from deltazoo.backends.triton.precompile import compiled_ahead, device_of
@@ -174,7 +174,7 @@ def _launch(
         NORM_EPS=options.eps, GATE=options.activation, GATE_BEFORE_NORM=options.gate_before_norm,
         SLOTS=slots is not None,
     )  # fmt: skip
-    step = launcher(fused_step_kernel, (*x, states, slots, o), (traits,), warps_apart(launch.warps, BK * BV))
+    step = launcher(fused_step_kernel, (*x, states, slots, o), (traits,), limit_warps(launch.warps, BK * BV))
     step(B * HV, options.scale, states.shape[0])
     if H < HV and W > 1:
         channels = (1 + n) * H * K

@@ -25,9 +25,9 @@ from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan, Version
 
-# Registers per thread that a warp-specialised kernel is compiled with. Its three warp groups redistribute them:
+# Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
 # 232, 232 and 40, or 240, 240 and 24.
-REGISTERS_OF_THREE_GROUPS = 168
+WARP_SPECIALIZED_REGISTERS = 168
 WindowLaunch = Callable[..., None]  # launches a kernel for one window, by its number; 0 by default
 
 
@@ -109,7 +109,7 @@ def zero_tail(
 
 
 def prepare(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig, save: bool) -> Prepared:
-    """Compute what depends on one chunk alone."""
+    """Launch prepare, or for additive updates the gates kernel. Returns what depends on a single chunk."""
     s = Sizes.of(x, config.chunk)
     out = Prepared.empty(x, kind, s, save)
     launch = {"gates": _gates, "portable": _prepare, "hopper": _prepare_on_hopper}[plan.prepare]
@@ -171,7 +171,7 @@ def scan(
     Args:
         mode: "output": o and the final state. "recompute": recompute the state before each chunk from checkpoints.
             "ends": the contribution and map of each segment. "maps": the maps alone. The last two are portable only.
-        tensors: o, final, checkpoints, states, xs, starts, ends: what the mode reads and writes.
+        tensors: o, final, checkpoints, states, xs, starts, ends (kernels/scan.py), as far as the mode uses them.
     """
     t = tensors.get
     if version == "hopper":
@@ -187,7 +187,7 @@ def scan(
                 s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None,
                 x.state is not None, kind.read_early, s.packed, span.every, span.unit, span.split, mode,
             ),
-            registers=REGISTERS_OF_THREE_GROUPS,
+            registers=WARP_SPECIALIZED_REGISTERS,
         )  # fmt: skip
         columns = cdiv(s.V, 128)
     else:

@@ -1,7 +1,8 @@
-"""Launch a kernel by its compiled handle, with little host work if an equal call was made before.
+"""Launch a kernel by the handle of its first compilation, to save host time.
 
-Triton's own launch examines each argument anew, which takes longer than a small kernel runs. Measured on an H200 with
-the eager gated delta rule, packed, forward and backward: 5.45 -> 2.88 ms. Tested with torch 2.11 / Triton 3.6 and torch
+Triton's own launch inspects every argument of every call, which takes longer than a small kernel runs. Measured on an
+H200 with the eager gated delta rule, forward and backward: packed 5.45 -> 2.88 ms; later, 1 x 2048 tokens with 16/32
+heads, 1.92 -> 1.47 ms. Tested with torch 2.11 / Triton 3.6 and torch
 2.13 / Triton 3.7.1, whose compiled kernels are called as handle[grid](*arguments, stream=...). `CACHED_LAUNCH = False`
 uses Triton's launch.
 """

@@ -1,4 +1,4 @@
-"""The kernels behind torch.library operators: torch.compile, export and CUDA graphs see one node each.
+"""torch.library operators around the kernels: torch.compile, export and CUDA graphs see one node each.
 
 Triton is imported when a kernel first runs. B batch, T time, N sequences, H key heads, HV value heads, K key width,
 V value width, C chunk
@@ -119,7 +119,7 @@ def _step_fake(*arguments: Any) -> Tensor:
 
 
 def _saved_steps(config: str, packed: bool) -> tuple[int, int]:
-    """Tokens per chunk and chunks per checkpoint. No table changes them: they shape what is saved."""
+    """Tokens per chunk and chunks per checkpoint. No table changes them: saved tensors have these shapes."""
     if config:
         return parse(config).chunk, parse(config).every
     return LaunchConfig().chunk, checkpoint_distance(packed)

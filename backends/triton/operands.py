@@ -1,4 +1,4 @@
-"""What the operators take, store for the backward and return, and the sizes that follow; does not need Triton.
+"""Operands, saved tensors, gradients and sizes of the operators, as NamedTuples; does not import Triton.
 
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
@@ -52,9 +52,9 @@ class ScanKind(NamedTuple):
         erase_early: the erase reads the state before the decay.
         read_early: q reads the state before the token's update.
         split_terms: values that feed back into the state are split into two terms (hi + lo).
-        tied: w is b, and is not given.
+        tied: w equals b and is passed as None.
         scale: of q.
-        config: a LaunchConfig as JSON; "": the table's, else the heuristic's.
+        config: a LaunchConfig as JSON; "": that of the table, else of the heuristic.
     """
 
     delta: bool
@@ -135,7 +135,7 @@ class Sizes(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What depends on one chunk alone.
+    """The results of prepare: what depends on a single chunk.
 
     Args:
         gates: [slots, HV, 3, C], cumulative log2 decay, scaled erase strength, write strength.
@@ -149,7 +149,7 @@ class Prepared(NamedTuple):
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> Self:
-        """Allocate them; save: the backward reads them, too."""
+        """Allocate the results. save: the backward reads them, too."""
         terms = kind.terms(x.q.dtype)
         half = save and terms == 1 and x.q.dtype == torch.bfloat16
         return cls(
@@ -162,7 +162,7 @@ class Prepared(NamedTuple):
 
     @classmethod
     def nothing(cls, like: Tensor) -> Self:
-        """Empty tensors, if no backward needs them."""
+        """Return empty tensors, for a forward without a backward."""
         return cls(*(like.new_empty(0, dtype=torch.float32) for _ in cls._fields))
 
 
@@ -207,7 +207,7 @@ class Gradients(NamedTuple):
         }
 
     def present(self) -> list[Tensor]:
-        """Those that are not None: an operator cannot return None."""
+        """Return the gradients that are not None: an operator cannot return None."""
         return [x for x in self if x is not None]
 
 

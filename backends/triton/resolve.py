@@ -1,4 +1,4 @@
-"""Read the problem off the operands of a call, and look up its kernel plan and launch config."""
+"""Derive the problem from the operands of a call, and look up its kernel plan and launch config."""
 
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton import plan as plans
@@ -22,7 +22,7 @@ def resolve_decode(x: ScanOperands, kind: ScanKind) -> Launch:
 
 
 def problem_of(x: ScanOperands, kind: ScanKind) -> Problem:
-    """Read the problem off the operands."""
+    """Derive the problem from the operands."""
     s = Sizes.of(x, CHUNK)
     return Problem(
         dtype=x.q.dtype, N=s.N, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, delta=kind.delta, erase_key=x.e is not None,

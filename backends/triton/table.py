@@ -261,13 +261,13 @@ def clear_caches() -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def look_up(given: str, problem: Problem, device: DeviceSpec, grad: bool) -> tuple[Plan, LaunchConfig]:
+def look_up(requested: str, problem: Problem, device: DeviceSpec, grad: bool) -> tuple[Plan, LaunchConfig]:
     """Look up the plan and the launch config of a problem. Runs on every eager call: a dict lookup after the first.
 
-    Args: given: a launch config as JSON; "": the tables' and the heuristic's.
-    Raises: ConfigError for an invalid table, or a given config with a kernel that does not take the problem.
+    Args: requested: a launch config as JSON; "": that of the tables, else of the heuristic.
+    Raises: ConfigError for an invalid table, or a requested kernel that does not take the problem.
     """
-    config = parse(given) if given else launch_config(problem, device)
+    config = parse(requested) if requested else launch_config(problem, device)
     return make_plan(problem, device, config, grad), config
 
 
@@ -280,7 +280,8 @@ def launch_config(problem: Problem, device: DeviceSpec) -> LaunchConfig:
 
 
 def configured(problem: Problem, device: DeviceSpec, records: dict[Key, Record]) -> LaunchConfig:
-    """The heuristic's config with the choices of the records; chunk and every remain: they shape what is saved.
+    """The heuristic's config with the choices of the records, except chunk and every: saved tensors have their
+    shapes.
 
     A record that asks for a kernel that does not take the problem is ignored with a warning.
     """

@@ -37,7 +37,7 @@ from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvPart
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton import decode_step as fused
-from deltazoo.backends.triton.config import power_of_two, warps_apart
+from deltazoo.backends.triton.config import limit_warps, power_of_two
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
@@ -91,7 +91,7 @@ STEPS = {
     "layer norm": make_fused_step(norm="layer", gate="gelu"),
     "layer norm after the gate": make_fused_step(norm="layer", gate="none", gate_first=True),
     "gate alone": make_fused_step(norm="", gate="sigmoid"),
-    "one number a head": make_fused_step(K=1, V=1, unit=""),
+    "one number per head": make_fused_step(K=1, V=1, unit=""),
 }
 WIDE = {"K = V = 128": (128, 128), "200/400": (200, 400), "256/512": (256, 512), "64/64": (64, 64)}
 # optional operands
@@ -163,15 +163,15 @@ def test_results_in_16_bits_are_rounded_once(name, dtype):
 @runs
 @pytest.mark.parametrize(
     ("name", "launch"),
-    cover(["gated delta", "layer norm", "householders", "mamba2", "one number a head"], [(16, 1), (32, 8), (64, 4)]),
+    cover(["gated delta", "layer norm", "householders", "mamba2", "one number per head"], [(16, 1), (32, 8), (64, 4)]),
 )
 def test_the_result_does_not_depend_on_the_launch_config(name, launch):
     tile, warps = launch
     backend = TritonBackend(LaunchConfig(fused_step=Launch(tile=tile, warps=warps, stages=1)))
     with watch() as record:
-        agrees(STEPS[name], OPTIONS["all"] if name != "one number a head" else (), backend=backend)
+        agrees(STEPS[name], OPTIONS["all"] if name != "one number per head" else (), backend=backend)
     numbers = power_of_two(STEPS[name].K) * min(tile, power_of_two(STEPS[name].V))
-    assert {ran.warps for ran in record.runs if ran.what == "fused_step_kernel"} == {warps_apart(warps, numbers)}
+    assert {ran.warps for ran in record.runs if ran.what == "fused_step_kernel"} == {limit_warps(warps, numbers)}
 
 
 @runs
