@@ -4,8 +4,14 @@ import hashlib
 import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
+
+from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
+from deltazoo.backends.triton.plan import Plan, Problem, make_plan
 
 FLOATS = ("scale",)  # other scalar arguments are int32
 NAMES = {
@@ -34,6 +40,32 @@ class Compiler:
                 (kernel.__name__, compile_kernel(kernel, tensors, constants, warps, stages, registers))
             )
         return lambda *_: None
+
+
+def launch_update(problem: Problem, device: DeviceSpec, launcher: Any, early: bool = False) -> Plan:
+    """Run the launch code of an update with gradients, forward and backward, with this launcher on CPU tensors.
+
+    Args: early: the erase reads the state before the decay, and q the state before the update.
+    """
+    from deltazoo.backends.triton import backward, forward
+
+    config = heuristic(problem, device)
+    plan = make_plan(problem, device, config, grad=True)
+    B, T, H, HV, K, V = 1 if problem.packed else problem.N, *problem[2:7]
+    dtype, strength = problem.dtype, torch.empty(B, T, HV)
+    x = ScanOperands(
+        q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
+        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=strength if problem.decay == "head" else None, b=strength,
+        w=strength, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
+        state=torch.empty(problem.N, HV, K, V),
+        cu_seqlens=torch.linspace(0, T, problem.N + 1).int() if problem.packed else None,
+    )  # fmt: skip
+    kind = ScanKind(problem.delta, early and problem.delta, early, problem.split_terms, False, 0.1)
+    with patch.object(forward, "launcher", launcher), patch.object(backward, "launcher", launcher):
+        _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
+        saved = Saved(Prepared(*prepared), checkpoints)
+        backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+    return plan
 
 
 def compile_kernel(

@@ -6,12 +6,11 @@ from itertools import product
 import pytest
 import torch
 from assembly import disassemble, missing_waits, wrong_descriptor_addresses
-from compiling import Compiler
+from compiling import Compiler, launch_update
 
 from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands, Sizes
-from deltazoo.backends.triton.plan import Problem, make_plan
+from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.plan import Problem
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = [
@@ -20,17 +19,6 @@ pytestmark = [
 ]
 
 DEVICE = DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 4, 232448)
-
-
-@pytest.fixture
-def compiler(monkeypatch):
-    """Compile what the backend would launch on a Hopper GPU."""
-    from deltazoo.backends.triton import backward, forward
-
-    compiler = Compiler()
-    for module in forward, backward:
-        monkeypatch.setattr(module, "launcher", compiler)
-    return compiler
 
 
 PREPARE, SCAN = "hopper_prepare_kernel", "hopper_scan_kernel"
@@ -77,25 +65,10 @@ def slow(*values):
         (True, False, 2, 1, False, fp16, 128, 24, [PREPARE, GRADIENTS]),
     ],
 )  # fmt: skip
-def test_the_kernels_of_the_heuristic_compile_and_fit(compiler, delta, early, groups, N, packed, dtype, K, V, kernels):
-    from deltazoo.backends.triton import backward, forward
-
-    H, HV, T = 2, 2 * groups, 200
-    problem = Problem(dtype, N, T, H, HV, K, V, delta, erase_key=False, decay="head", packed=packed)
-    config = heuristic(problem, DEVICE)
-    B = 1 if packed else N
-    beta = torch.empty(B, T, HV)
-    x = ScanOperands(
-        q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
-        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=torch.empty(B, T, HV), b=beta, w=beta.clone(),
-        state=torch.empty(N, HV, K, V),
-        cu_seqlens=torch.tensor([0, 90, T], dtype=torch.int32) if packed else None,
-    )  # fmt: skip
-    kind = ScanKind(delta, early, early, False, False, 0.1, config.model_dump_json())
-    plan = make_plan(problem, DEVICE, config, grad=True)
-    _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
-    saved = Saved(Prepared(*prepared), checkpoints)
-    backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+def test_the_kernels_of_the_heuristic_compile_and_fit(delta, early, groups, N, packed, dtype, K, V, kernels):
+    compiler = Compiler()
+    problem = Problem(dtype, N, 200, 2, 2 * groups, K, V, delta, erase_key=False, decay="head", packed=packed)
+    launch_update(problem, DEVICE, compiler, early)
     for name, kernel in compiler.compiled:
         assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
         assert "wgmma.mma_async" in kernel.asm["ptx"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiling import Compiler, ptx_hash
+from compiling import Compiler, launch_update, ptx_hash
 
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.devices import DeviceSpec
@@ -18,8 +18,8 @@ from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
-from deltazoo.backends.triton.plan import Problem, make_plan
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.plan import Problem
 from deltazoo.backends.triton.revisions import REVISIONS
 
 pytestmark = pytest.mark.kernels
@@ -40,31 +40,13 @@ CASES = {
 
 def compile_case(name: str) -> dict[str, str]:
     """Compile what one case launches forward and backward. Returns the hash of each kernel by case and position."""
-    from deltazoo.backends.triton import backward, forward
-
     device, change = CASES[name]
     sizes = {"N": 2, "T": 200, "H": 2, "HV": 2, "K": 128, "V": 128}
     traits = {"dtype": torch.bfloat16, "delta": True, "erase_key": False, "decay": "head", "packed": False}
     problem = Problem(**(sizes | traits | change))
     # segments need a GPU with more SMs than programs
-    device = device._replace(processors=132) if problem.T > 1000 else device
-    config = heuristic(problem, device)
-    plan = make_plan(problem, device, config, grad=True)
-    N, T, H, HV, K, V = problem.N, problem.T, problem.H, problem.HV, problem.K, problem.V
-    strength = torch.empty(N, T, HV)
-    x = ScanOperands(
-        q=torch.empty(N, T, H, K, dtype=problem.dtype), k=torch.empty(N, T, H, K, dtype=problem.dtype),
-        v=torch.empty(N, T, HV, V, dtype=problem.dtype), log_decay=strength, b=strength, w=strength,
-        state=torch.empty(N, HV, K, V),
-    )  # fmt: skip
-    kind = ScanKind(problem.delta, False, False, False, False, 0.1)
     compiler = Compiler(all=True)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward):
-            patch.setattr(module, "launcher", compiler)
-        _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
-        saved = Saved(Prepared(*prepared), checkpoints)
-        backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+    launch_update(problem, device._replace(processors=132) if problem.T > 1000 else device, compiler)
     return hashes(name, compiler)
 
 

@@ -21,13 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "backends"))
 import torch
 import triton
 from assembly import disassemble, missing_waits, wrong_descriptor_addresses
-from compiling import Compiler
+from compiling import Compiler, launch_update
 
 from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.triton import backward, forward
-from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
-from deltazoo.backends.triton.plan import Problem, make_plan
+from deltazoo.backends.triton.plan import Problem
 
 PTXAS = Path(triton.__path__[0]) / "backends/nvidia/bin/ptxas"
 WIDTHS = (
@@ -65,23 +62,8 @@ def problems(every: bool) -> Iterator[tuple[str, str, Problem, bool]]:
 
 def compile_problem(device: DeviceSpec, problem: Problem, early: bool) -> list[tuple[str, object]]:
     """Compile what a forward and a backward pass launch."""
-    device = device._replace(processors=132) if problem.T > 200 else device
-    config = heuristic(problem, device)
-    plan = make_plan(problem, device, config, grad=True)
-    B, T, H, HV, K, V = 1 if problem.packed else problem.N, *problem[2:7]
-    dtype, strength = problem.dtype, torch.empty(B, T, HV)
-    x = ScanOperands(
-        q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
-        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=strength if problem.decay == "head" else None, b=strength,
-        w=strength, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
-        state=torch.empty(problem.N, HV, K, V),
-        cu_seqlens=torch.linspace(0, T, problem.N + 1).int() if problem.packed else None,
-    )  # fmt: skip
-    kind = ScanKind(problem.delta, early and problem.delta, early, problem.split_terms, False, 0.1)
-    forward.launcher = backward.launcher = compiler = Compiler(all=True)
-    _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
-    saved = Saved(Prepared(*prepared), checkpoints)
-    backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+    compiler = Compiler(all=True)
+    launch_update(problem, device._replace(processors=132) if problem.T > 200 else device, compiler, early)
     return compiler.compiled
 
 
