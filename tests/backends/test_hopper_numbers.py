@@ -6,7 +6,7 @@ import gluon_on_cpu
 import pytest
 import torch
 from gluon_on_cpu import LAUNCHED, PACKAGE, Timing, kernels, launcher
-from triton_cases import IN_16_BITS, INTERPRETED, SPECS, conforms
+from triton_cases import IN_16_BITS, INTERPRETED, SPECS, assert_conforms
 
 from deltazoo.backends.conformance import Case
 from deltazoo.backends.devices import DeviceSpec
@@ -80,7 +80,7 @@ def test_every_kernel_matches_float64_for_every_spec(monkeypatch, route, name, r
     launches, shape, expected = ROUTES[route]
     inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
     LAUNCHED.clear()
-    conforms(
+    assert_conforms(
         TritonBackend(LaunchConfig(every=2, scratch=2**20, **launches)),
         Case(SPECS[name], shape, torch.float16, **inputs),
     )
@@ -93,14 +93,14 @@ def test_every_kernel_matches_float64_for_every_spec(monkeypatch, route, name, r
 )
 def test_sequences_in_segments(launches, V):
     shape = Shape("segments", 1, 400, 1, 1, 72, V)
-    conforms(
+    assert_conforms(
         TritonBackend(LaunchConfig(every=2, split=4, **launches)), Case(SPECS["gated delta"], shape, torch.float16)
     )
 
 
 def test_the_fused_backward_needs_no_scratch_memory():
     LAUNCHED.clear()
-    conforms(
+    assert_conforms(
         TritonBackend(LaunchConfig(every=2, scratch=0, **FUSED)),
         Case(SPECS["gated delta"], Shape("short", 2, 150, 1, 1, 72, 72), torch.float16),
     )
@@ -118,7 +118,7 @@ def test_the_fused_backward_needs_no_scratch_memory():
 def test_the_cases_of_the_tuner_start_from_checkpoints(monkeypatch, kernel, module, name, launches, lengths):
     target = Target(SPECS["gated delta"], Shape("tuned", 1, 512, 1, 1, 128, 128, lengths), torch.float16)
     config, cases = checks_of(target, kernel, LaunchConfig(**launches))
-    conforms(TritonBackend(config), cases[0])
+    assert_conforms(TritonBackend(config), cases[0])
     module = sys.modules[f"{PACKAGE}.{module}"]
     load = getattr(module, name)
 
@@ -130,7 +130,7 @@ def test_the_cases_of_the_tuner_start_from_checkpoints(monkeypatch, kernel, modu
 
     monkeypatch.setattr(module, name, load_wrong)
     with pytest.raises(AssertionError, match="above"):
-        conforms(TritonBackend(config), cases[0])
+        assert_conforms(TritonBackend(config), cases[0])
 
 
 @pytest.mark.parametrize("fault", ["value", "address", "barrier", "product", "copy"])
@@ -153,7 +153,7 @@ def test_the_emulation_detects_faults(monkeypatch, fault):
     monkeypatch.setattr(Timing, "late", True)
     shape = Shape("more chunks than stages", 1, 300, 1, 1, 128, 128)
     with pytest.raises(AssertionError, match=message):
-        conforms(TritonBackend(LaunchConfig(every=2, **SCANS)), Case(SPECS["gated delta"], shape, torch.float16))
+        assert_conforms(TritonBackend(LaunchConfig(every=2, **SCANS)), Case(SPECS["gated delta"], shape, torch.float16))
 
 
 @pytest.mark.parametrize("address", [2**31 - 8, 2**47 - 8])

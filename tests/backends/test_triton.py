@@ -15,9 +15,9 @@ from triton_cases import (
     INTERPRETED,
     SHAPES,
     SPECS,
+    assert_conforms,
     backend,
     case_of,
-    conforms,
     errors,
     gated,
     runs,
@@ -44,7 +44,7 @@ COMBINATIONS += [(spec, _OTHERS[i % len(_OTHERS)], _LONG[i // 2 % 2]) for i, spe
 
 @pytest.mark.parametrize(("spec", "config", "shape"), COMBINATIONS)
 def test_each_spec_conforms_with_two_launch_configs(spec, config, shape):
-    agrees(spec, config, shape)
+    assert_case_conforms(spec, config, shape)
 
 
 @pytest.mark.slow  # the full product; the test above covers each spec, config and shape
@@ -54,7 +54,7 @@ def test_each_spec_conforms_with_two_launch_configs(spec, config, shape):
 def test_all_combinations_of_spec_config_and_shape_conform(config, shape):
     for spec in SPECS:
         for dtype in DTYPES:
-            agrees(spec, config, shape, dtype)
+            assert_case_conforms(spec, config, shape, dtype)
 
 
 # One case for each phase of the kernels: prepare, scan, recompute, combine, reverse, gradients; delta and additive.
@@ -68,7 +68,7 @@ SMOKE = [
 @pytest.mark.kernel_smoke
 @pytest.mark.parametrize(("spec", "config", "shape"), SMOKE, ids=[spec for spec, *_ in SMOKE])
 def test_each_kernel_conforms(spec, config, shape):
-    conforms(backend(config), Case(SPECS[spec], shape, DTYPES[0]))
+    assert_conforms(backend(config), Case(SPECS[spec], shape, DTYPES[0]))
 
 
 @pytest.mark.parametrize("regime", ["parallel", "decays"])
@@ -78,7 +78,7 @@ def test_each_kernel_conforms(spec, config, shape):
     ids=str,
 )
 def test_adversarial_inputs_conform(spec, dtype, regime):
-    agrees(spec, "one segment", "pack", dtype, regime)
+    assert_case_conforms(spec, "one segment", "pack", dtype, regime)
 
 
 # HAS_STATE is a flag of the scan alone, so one spec per branch of the kernels is enough.
@@ -87,7 +87,7 @@ def test_adversarial_inputs_conform(spec, dtype, regime):
     [("gated delta", "segments and windows"), ("retnet", "segments and windows"), ("comba", "one segment")],
 )
 def test_without_initial_or_final_state(spec, config):
-    conforms(backend(config), Case(SPECS[spec], SHAPES["pack"], DTYPES[0], state="none"))
+    assert_conforms(backend(config), Case(SPECS[spec], SHAPES["pack"], DTYPES[0], state="none"))
 
 
 @pytest.mark.parametrize("spec", ["gated delta", "retnet", "comba"])
@@ -123,8 +123,10 @@ def test_rows_beyond_the_last_sequence_are_zero(spec):
             torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def agrees(spec: str, config: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
-    conforms(backend(config), case_of(spec, shape, dtype, regime))
+def assert_case_conforms(
+    spec: str, config: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary"
+) -> None:
+    assert_conforms(backend(config), case_of(spec, shape, dtype, regime))
 
 
 @pytest.mark.parametrize("at", [6, 7, 21])

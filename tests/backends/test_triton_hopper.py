@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from triton_cases import CAN_RUN, GATED, IN_16_BITS, INTERPRETED, SHAPES, SPECS, case_of, conforms, errors, gated, runs
+from triton_cases import (
+    CAN_RUN,
+    GATED,
+    IN_16_BITS,
+    INTERPRETED,
+    SHAPES,
+    SPECS,
+    assert_conforms,
+    case_of,
+    errors,
+    gated,
+    runs,
+)
 
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.conformance import Case, draw
@@ -32,7 +44,7 @@ on_hopper = pytest.mark.skipif(
 def test_hopper_prepare_and_gradients_match_float64(shape, dtype, regime):
     config = LaunchConfig(**{kernel: FOR_HOPPER[kernel] for kernel in ("prepare", "gradients")})
     for name in supported_specs(SHAPES[shape], dtype):
-        conforms(TritonBackend(config), case_of(name, shape, dtype, regime))
+        assert_conforms(TritonBackend(config), case_of(name, shape, dtype, regime))
 
 
 def supported_specs(shape: Shape, dtype: torch.dtype) -> list[str]:
@@ -52,7 +64,7 @@ def supported_specs(shape: Shape, dtype: torch.dtype) -> list[str]:
 def test_a_delta_rule_without_decay_and_with_few_keys(K, beta, regime):
     case = Case(UpdateSpec(beta=beta), Shape("few", B=1, T=330, H=2, HV=2, K=K, V=40), torch.bfloat16, regime)
     for seed in range(3):
-        conforms(TritonBackend(), case._replace(seed=seed))
+        assert_conforms(TritonBackend(), case._replace(seed=seed))
 
 
 FUSED = {"reverse": Launch(tile=64, kernel="fused")}
@@ -92,7 +104,7 @@ def test_hopper_scans_and_backward_match_float64(route, dtype, regime):
     config = LaunchConfig(**(FOR_HOPPER | launches))
     inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
     for name in supported_specs(shape, dtype):
-        conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **inputs))
+        assert_conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **inputs))
 
 
 @on_hopper

@@ -102,7 +102,7 @@ def errors(backend: TritonBackend, case: Case, x: UpdateInputs) -> dict[str, flo
     return {name: relative_error(got[name], want[name], want[name]) for name in want}
 
 
-def conforms(backend: TritonBackend, case: Case) -> None:
+def assert_conforms(backend: TritonBackend, case: Case) -> None:
     """Assert that results and gradients are within the tolerances."""
     outputs = "both" if case.state == "given" else "o"  # "o": as in training, without initial or final state
     report = conformance.compare(backend, case, device=DEVICE, outputs=outputs)

@@ -109,12 +109,12 @@ def scan_kernel(
     if K1 > 0:
         Sb = tl.zeros([BV, K1], tl.float32)
     if CHECKPOINT_EVERY > 0:
-        # No checkpoint is stored before chunk 0, because that state is an operand; hence - 1.
-        before_checkpoints = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
+        # index that a checkpoint of chunk 0 would have; it is not stored, because that state is an operand
+        checkpoint_offset = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
     if RECOMPUTE:
         if (first > 0) & (first < last):
             checkpoint = (
-                checkpoints + (tl.cast(before_checkpoints + first // CHECKPOINT_EVERY, tl.int64) * HV + hv) * V * K
+                checkpoints + (tl.cast(checkpoint_offset + first // CHECKPOINT_EVERY, tl.int64) * HV + hv) * V * K
             )
             Sa += load_rows(checkpoint, vs, ka, in_v, in_ka, K)
             if K1 > 0:
@@ -151,7 +151,7 @@ def scan_kernel(
                 q_b = load_rows(q + key_offset, i, kb, in_time, in_kb, H * K)
         if OUTPUT and CHECKPOINT_EVERY > 0:
             if (c > 0) & (c % CHECKPOINT_EVERY == 0):
-                at = checkpoints + (tl.cast(before_checkpoints + c // CHECKPOINT_EVERY, tl.int64) * HV + hv) * V * K
+                at = checkpoints + (tl.cast(checkpoint_offset + c // CHECKPOINT_EVERY, tl.int64) * HV + hv) * V * K
                 store_state(at, Sa, column, ka, in_ka, V, K, True)
                 if K1 > 0:
                     store_state(at, Sb, column, kb, in_kb, V, K, True)

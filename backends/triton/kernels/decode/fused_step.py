@@ -110,7 +110,7 @@ def l2_normalize(y, NORM: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)), accurate in relative terms for x far below 0, too."""
+    """Return log(1 + exp(x)), with a small relative error also for x far below 0."""
     y = tl.exp(-tl.abs(x))
     u = 1.0 + y
     # log1p(y), with the rounding error of u = 1 + y corrected
@@ -240,11 +240,11 @@ def fused_step_kernel(
             strength = tl.sigmoid(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv).to(tl.float32))
             strength = tl.minimum(strength, traits.BETA_MAX, propagate_nan=tl.PropagateNan.ALL)
         if traits.REPARAM != "none":
-            time = strength * tl.sum(k * k, 0)
+            b_k_k = strength * tl.sum(k * k, 0)
             if traits.REPARAM == "efla":
-                strength *= efla_factor(time)
+                strength *= efla_factor(b_k_k)
             else:
-                strength /= 1.0 + time
+                strength /= 1.0 + b_k_k
         e = k * (strength * traits.ERASE_FACTOR)
         if traits.ERASE_KEY:
             e *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
@@ -317,12 +317,12 @@ def fused_step_kernel(
         for m in tl.static_range(STEPS):
             taps = taps + (load_taps(x, history, first_value + (m * HV + hv) * V + vs, in_v, C, W),)
         tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
-        OF_KEYS: tl.constexpr = 1 + STEPS if H == HV else 0
-        for m in tl.static_range(OF_KEYS):
+        NUM_KEY_TAPS: tl.constexpr = 1 + STEPS if H == HV else 0
+        for m in tl.static_range(NUM_KEY_TAPS):
             push_token(taps[m], history, (m * H + h) * K + ks, in_k, C, W)
         for m in tl.static_range(STEPS):
             channel = first_value + (m * HV + hv) * V + vs
-            push_token(taps[OF_KEYS + m], history, channel, in_v, C, W)
+            push_token(taps[NUM_KEY_TAPS + m], history, channel, in_v, C, W)
 
 
 @triton.jit(do_not_specialize=["pool_rows"])

@@ -48,17 +48,17 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def find_sequence(place, cu, N, windows, unit, C: gl.constexpr):
-    """Gluon version of the function of this name in layout.py."""
+def find_sequence(slot, cu, N, windows, unit, C: gl.constexpr):
+    """Gluon version of layout.find_sequence."""
     lane = gl.arange(0, 32, ONE_PER_THREAD)
     low = 0
     high = N
     while high - low > 1:
         step = (high - low + 31) // 32
         n = low + lane * step
-        inside = n < high
-        first = (gl.load(cu + n, mask=inside, other=0) // C + n) // windows + n * unit
-        low += (gl.sum(gl.where(inside & (first <= place), 1, 0), 0) - 1) * step
+        in_range = n < high
+        first = (gl.load(cu + n, mask=in_range, other=0) // C + n) // windows + n * unit
+        low += (gl.sum(gl.where(in_range & (first <= slot), 1, 0), 0) - 1) * step
         high = gl.minimum(low + step, high)
     return low
 
