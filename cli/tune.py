@@ -43,19 +43,19 @@ def command(
 ) -> None:
     """Measure launch configs of the triton backend's kernels on this GPU. A second run continues an unfinished one."""
     from deltazoo.backends.tuning.tune import TuneConfig
-    from deltazoo.blocks.inspect.tuning import plan_on, targets_of, tune_on
+    from deltazoo.blocks.inspect.tuning import plan_targets, build_targets, tune_targets
 
     config = TuneConfig(directions=split(directions), effort=effort, budget=budget, again=again)
-    targets = targets_of(stack, shape or [], split(mixer) or [], split(dtype) or [], (batch, length), trust)
+    targets = build_targets(stack, shape or [], split(mixer) or [], split(dtype) or [], (batch, length), trust)
     if dry_run:
-        planned = plan_on(device, targets, config, out)
+        planned = plan_targets(device, targets, config, out)
         if as_json:
             print_json(planned)
         else:
             print_table(["kernel", "shape", "class", ">candidates", ""], [step.cells() for step in planned])
         return
     with progress() as report_progress:
-        tuned = tune_on(device, targets, config, out, report_progress)
+        tuned = tune_targets(device, targets, config, out, report_progress)
     print_json(tuned) if as_json else _print(tuned)
 
 

@@ -21,7 +21,7 @@ from deltazoo.mixers.core.delta_mixer import Update
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def targets_of(
+def build_targets(
     stack: str | None,
     shapes: Sequence[str],
     mixers: Sequence[str],
@@ -41,7 +41,7 @@ def targets_of(
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     if unknown or not dtypes:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {', '.join(unknown) or 'none'}")
-    pairs = [] if stack is None else _updates_of(StackSpec.load(stack, trust), stack, *tokens)
+    pairs = [] if stack is None else _stack_updates(StackSpec.load(stack, trust), stack, *tokens)
     for mixer, shape in product(mixers, shapes):
         spec = config_class(mixer)().spec()
         if spec is None:
@@ -50,7 +50,7 @@ def targets_of(
     return list(dict.fromkeys(Target(spec, shape, DTYPES[dtype]) for (spec, shape), dtype in product(pairs, dtypes)))
 
 
-def tune_on(
+def tune_targets(
     device: str, targets: Sequence[Target], config: TuneConfig, out: Path | None, progress: Progress = silent
 ) -> Tuned:
     """Tune on a CUDA device; see `tune`. Raises: ConfigError: there is no CUDA device."""
@@ -58,8 +58,8 @@ def tune_on(
     return tune(_supported(targets, runner), runner, config, out, progress)
 
 
-def plan_on(device: str, targets: Sequence[Target], config: TuneConfig, out: Path | None) -> list[Planned]:
-    """List the measurements that `tune_on` would make. Raises: ConfigError: there is no CUDA device."""
+def plan_targets(device: str, targets: Sequence[Target], config: TuneConfig, out: Path | None) -> list[Planned]:
+    """List the measurements that `tune_targets` would make. Raises: ConfigError: there is no CUDA device."""
     runner = CudaRunner(device)
     return plan(_supported(targets, runner), runner, config, out)
 
@@ -74,7 +74,7 @@ def _supported(targets: Sequence[Target], runner: CudaRunner) -> list[Target]:
     return supported
 
 
-def _updates_of(spec: StackSpec, name: str, batch: int, length: int) -> list[tuple[UpdateSpec, Shape]]:
+def _stack_updates(spec: StackSpec, name: str, batch: int, length: int) -> list[tuple[UpdateSpec, Shape]]:
     with torch.device("meta"):
         model = spec.build()
     updates: dict[tuple[UpdateSpec, Shape], None] = {}

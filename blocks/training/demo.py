@@ -21,7 +21,7 @@ from deltazoo.blocks.training.train import TrainConfig, Training, train
 from deltazoo.mixers.core.delta_mixer import Update
 
 HYBRID = "gated-deltanet-h1-small"
-UNMIXED = ("transformer-pp-small", "gated-deltanet-small")
+BASELINES = ("transformer-pp-small", "gated-deltanet-small")
 BACKENDS = ("reference", "compile")
 
 
@@ -38,7 +38,7 @@ class DemoConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    stacks: tuple[str, ...] = Field(default=(HYBRID, *UNMIXED), min_length=1)
+    stacks: tuple[str, ...] = Field(default=(HYBRID, *BASELINES), min_length=1)
     train: TrainConfig = TrainConfig(learning_rate=4e-3)
     sampling: Sampling = Sampling(max_bytes=500)
     prompt: str = "def "

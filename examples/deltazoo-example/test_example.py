@@ -23,13 +23,13 @@ def test_mixer_has_the_same_output_on_both_backends_and_in_pieces():
     mixers = {name: CONFIG.build(32, backend=name) for name in ("reference", "prefix")}
     mixers["prefix"].load_state_dict(mixers["reference"].state_dict())
     x = torch.randn(3, 20, 32)
-    want, _ = mixers["reference"](x)
-    torch.testing.assert_close(mixers["prefix"](x)[0], want, rtol=1e-4, atol=1e-5)
+    expected, _ = mixers["reference"](x)
+    torch.testing.assert_close(mixers["prefix"](x)[0], expected, rtol=1e-4, atol=1e-5)
     state, pieces = mixers["prefix"].init_state(3), []
     for piece in x.split([7, 1, 12], dim=1):
         y, state = mixers["prefix"](piece, state)
         pieces.append(y)
-    torch.testing.assert_close(torch.cat(pieces, 1), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_mixer_learns_to_output_the_previous_token():

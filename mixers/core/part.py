@@ -91,7 +91,7 @@ class OutputPart(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [B, T, HV, V] and the new state (None for a part without a state)."""
 
@@ -103,9 +103,9 @@ class StatelessOutputPart(OutputPart):
     """
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        return self.transform(o, flow.x), None
+        return self.transform(o, arguments.x), None
 
     @abstractmethod
     def transform(self, o: Tensor, x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class FromRotatingFrame(OutputPart):
     """o_t <- exp(i w t) o_t, with the note "angle" of `ToRotatingFrame`."""
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         return _rotate(o, context.intermediate("angle")), None
 
@@ -68,7 +68,7 @@ class ComplexConjugate(OutputPart):
     """o <- conj(o): a real linear map of (re, -im) with weights (Re C, Im C) then computes Re(C s)."""
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         return torch.stack([o[..., 0], -o[..., 1]], -1), None
 

@@ -38,16 +38,16 @@ class Normalise(OutputPart):
         self.eps, self.floor = eps, floor
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         if self.floor is None:
-            return (o[..., :-1] / (o[..., -1:] + self.eps)).to(flow.projected.v.dtype), None
+            return (o[..., :-1] / (o[..., -1:] + self.eps)).to(arguments.projected.v.dtype), None
         wide = o.to(state_dtype(o.dtype))
         if isinstance(self.floor, str):
             normaliser = torch.maximum(wide[..., -1:].abs(), context.intermediate(self.floor)[..., None])
         else:
             normaliser = wide[..., -1:].abs().clamp(min=self.floor)
-        return (wide[..., :-1] / (normaliser + self.eps)).to(flow.projected.v.dtype), None
+        return (wide[..., :-1] / (normaliser + self.eps)).to(arguments.projected.v.dtype), None
 
     def extra_repr(self) -> str:
         return f"eps={self.eps:g}, floor={self.floor!r}"

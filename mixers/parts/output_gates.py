@@ -54,7 +54,7 @@ class PrecomputedGate(OutputPart):
         self.activation: Activation = activation
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         return _apply_gate(o, context.intermediate("gate"), self.activation), None
 

@@ -110,10 +110,10 @@ class WKVBonus(OutputPart):
         self.u.copy_(torch.full((channels,), 0.3).log() + 0.5 * zigzag)
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         past = context.intermediate("previous_max")
         current = context.intermediate("key").to(past.dtype) + self.u.to(past.dtype)
         largest = torch.maximum(past, current.detach())
-        value = F.pad(flow.projected.v, (0, 1), value=1.0)
+        value = F.pad(arguments.projected.v, (0, 1), value=1.0)
         return o.to(past.dtype) * (past - largest).exp()[..., None] + (current - largest).exp()[..., None] * value, None

@@ -31,9 +31,9 @@ class Skip(OutputPart, Fusible):
         nn.init.ones_(self.D)
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        return (o + self.D[:, None] * flow.projected.v).to(o.dtype), None
+        return (o + self.D[:, None] * arguments.projected.v).to(o.dtype), None
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step if not step.norm and not step.gate and step.spec.householders == 1 else None
@@ -66,10 +66,10 @@ class Bonus(OutputPart):
             self.u.fill_(self.start)
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         wide = state_dtype(o.dtype)
-        q, k, v = (x.to(wide) for x in (flow.inputs.q, flow.inputs.k, flow.inputs.v))
+        q, k, v = (x.to(wide) for x in (arguments.inputs.q, arguments.inputs.k, arguments.inputs.v))
         weight = (q * self.u * k).sum(-1, keepdim=True)
         return (o + weight * v).to(o.dtype), None
 

@@ -61,13 +61,13 @@ class SlotValuePass(OutputPart, Stateful):
         return self.update.init_state(batch, like)
 
     def forward(
-        self, o: Tensor, flow: OutputArguments, state: Tensor | None, context: Context
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         def by_head(x: Tensor) -> Tensor:
             return rearrange(x, "b t (h m) -> b t h m", h=self.heads)
 
-        assert flow.inputs.log_decay is not None  # set by `SlotKeyPass`
+        assert arguments.inputs.log_decay is not None  # set by `SlotKeyPass`
         q = by_head(o.squeeze(-1).to(state_dtype(o.dtype))).softmax(-1).to(o.dtype)
-        k = by_head(flow.inputs.v.squeeze(-1))
-        inputs = UpdateInputs(q, k, context.intermediate("values"), log_decay=by_head(flow.inputs.log_decay))
+        k = by_head(arguments.inputs.v.squeeze(-1))
+        inputs = UpdateInputs(q, k, context.intermediate("values"), log_decay=by_head(arguments.inputs.log_decay))
         return self.update(inputs, state, context)

@@ -10,7 +10,7 @@ from deltazoo.backends.measure.benchmark import BenchConfig
 from deltazoo.blocks.generation.completion import Sampling, complete, load_for_completion
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import demo as demo_module
-from deltazoo.blocks.training.demo import HYBRID, UNMIXED, Demo, DemoConfig, demo
+from deltazoo.blocks.training.demo import HYBRID, BASELINES, Demo, DemoConfig, demo
 from deltazoo.blocks.training.text import load_text
 from deltazoo.blocks.training.train import TrainConfig
 
@@ -98,7 +98,7 @@ def test_a_hybrid_without_an_update_is_refused(finished):
 
 
 def test_the_demo_compares_models_of_equal_size():
-    specs = [StackSpec.load(name) for name in (HYBRID, *UNMIXED)]
+    specs = [StackSpec.load(name) for name in (HYBRID, *BASELINES)]
     mixers = [{type(config).name for layer in spec.expand() for config in layer.mixers} for spec in specs]
     assert mixers == [{"gated_deltanet", "sliding_window"}, {"attention"}, {"gated_deltanet"}]
     sizes = [spec.describe().parameters for spec in specs]

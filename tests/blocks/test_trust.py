@@ -11,7 +11,7 @@ from deltazoo.blocks import document
 from deltazoo.blocks.assemble import assemble
 from deltazoo.blocks.generation.completion import load_for_completion
 from deltazoo.blocks.inspect.show import details
-from deltazoo.blocks.inspect.tuning import targets_of
+from deltazoo.blocks.inspect.tuning import build_targets
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.training.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
 from deltazoo.blocks.training.text import load_text
@@ -91,7 +91,7 @@ def test_every_reader_of_stack_files_refuses_code(tmp_path, module):
     readers = [
         lambda trust: assemble(path, {"depth": 2}, trust),
         lambda trust: details(path, trust=trust),
-        lambda trust: targets_of(path, [], [], ["bfloat16"], (1, 8), trust),
+        lambda trust: build_targets(path, [], [], ["bfloat16"], (1, 8), trust),
     ]
     for read in readers:
         with pytest.raises(ConfigError, match="trust=True"):

@@ -39,16 +39,16 @@ def assert_equals_equation(
         for parameter in mixer.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)
     x = torch.randn(2, T, width, dtype=torch.float64, requires_grad=True)
-    want = equation(dict(mixer.named_parameters()) | dict(mixer.named_buffers()), x)
-    assert_same_with_gradients(mixer(x)[0], want, [x, *mixer.parameters()], rtol)
+    expected = equation(dict(mixer.named_parameters()) | dict(mixer.named_buffers()), x)
+    assert_same_with_gradients(mixer(x)[0], expected, [x, *mixer.parameters()], rtol)
 
 
-def assert_same_with_gradients(got: Tensor, want: Tensor, leaves: Iterable[Tensor], rtol: float) -> None:
+def assert_same_with_gradients(actual: Tensor, expected: Tensor, leaves: Iterable[Tensor], rtol: float) -> None:
     """Compare two outputs, and their gradients at `leaves` with a tolerance a hundred times as large."""
-    torch.testing.assert_close(got, want, rtol=rtol, atol=rtol / 100)
-    leaves, weight = list(leaves), torch.randn_like(want)
-    got_gradients, want_gradients = (torch.autograd.grad((y * weight).sum(), leaves) for y in (got, want))
-    torch.testing.assert_close(got_gradients, want_gradients, rtol=100 * rtol, atol=rtol)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 100)
+    leaves, weight = list(leaves), torch.randn_like(expected)
+    actual_gradients, expected_gradients = (torch.autograd.grad((y * weight).sum(), leaves) for y in (actual, expected))
+    torch.testing.assert_close(actual_gradients, expected_gradients, rtol=100 * rtol, atol=rtol)
 
 
 def linear(w: Weights, name: str, x: Tensor) -> Tensor:

@@ -73,9 +73,9 @@ def test_attention_equals_softmax_over_visible_tokens(name: str, T: int) -> None
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
-    want = looped_attention(mixer, config, x, getattr(config, "window", T))
+    expected = looped_attention(mixer, config, x, getattr(config, "window", T))
     leaves = [x, *(p for name, p in mixer.named_parameters() if "norm" not in name)]
-    assert_same_with_gradients(mixer(x)[0], want, leaves, 1e-9)
+    assert_same_with_gradients(mixer(x)[0], expected, leaves, 1e-9)
 
 
 def in_pieces(
@@ -118,10 +118,10 @@ def test_packed_window_stays_within_each_sequence() -> None:
     mixer = config.build(WIDTH).double()
     x = torch.randn(1, 23, WIDTH, dtype=torch.float64)
     bounds = [0, 2, 9, 10, 21, 23]
-    got, _ = mixer(x, None, Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32)))
+    actual, _ = mixer(x, None, Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32)))
     for start, stop in itertools.pairwise(bounds):
-        want = looped_attention(mixer, config, x[:, start:stop], 3)
-        torch.testing.assert_close(got[:, start:stop], want, rtol=1e-9, atol=1e-11)
+        expected = looped_attention(mixer, config, x[:, start:stop], 3)
+        torch.testing.assert_close(actual[:, start:stop], expected, rtol=1e-9, atol=1e-11)
 
 
 def test_cache_can_be_filled_to_the_last_slot() -> None:

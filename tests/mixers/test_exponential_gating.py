@@ -31,10 +31,10 @@ def test_running_max_of_rows_equals_a_loop() -> None:
     first = torch.tensor([[1.0, -50.0, 30.0], [0.0, 2.0, INITIAL_MAX]], dtype=torch.float64)
     m, previous_m, state = running_max(log_decay, log_input, first.clone(), Context())
     for n in range(2):
-        want = looped_max(log_decay[n], log_input[n], first[n])
-        torch.testing.assert_close(m[n], want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(previous_m[n], torch.cat([first[n : n + 1], want[:-1]]), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(state[n], want[-1], rtol=1e-12, atol=1e-12)
+        expected = looped_max(log_decay[n], log_input[n], first[n])
+        torch.testing.assert_close(m[n], expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(previous_m[n], torch.cat([first[n : n + 1], expected[:-1]]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state[n], expected[-1], rtol=1e-12, atol=1e-12)
 
 
 def test_running_max_stays_within_each_packed_sequence() -> None:
@@ -46,9 +46,9 @@ def test_running_max_stays_within_each_packed_sequence() -> None:
     context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     m, previous_m, state = running_max(log_decay, log_input, first.clone(), context)
     for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        want = looped_max(log_decay[0, start:stop], log_input[0, start:stop], first[n])
-        torch.testing.assert_close(m[0, start:stop], want, rtol=1e-12, atol=1e-11)
-        torch.testing.assert_close(state[n], want[-1] if stop > start else first[n], rtol=1e-12, atol=1e-11)
+        expected = looped_max(log_decay[0, start:stop], log_input[0, start:stop], first[n])
+        torch.testing.assert_close(m[0, start:stop], expected, rtol=1e-12, atol=1e-11)
+        torch.testing.assert_close(state[n], expected[-1] if stop > start else first[n], rtol=1e-12, atol=1e-11)
         if stop > start:
             torch.testing.assert_close(previous_m[0, start], first[n], rtol=0, atol=0)
 
@@ -74,10 +74,10 @@ def test_large_exponents_are_accurate_in_float32(config: MLSTM | RWKV4) -> None:
     exact.load_state_dict({name: value.double() for name, value in mixer.state_dict().items()})
     x = torch.randn(2, 40, 16)
     weight = torch.randn(2, 40, 16)
-    got, want = mixer(x)[0], exact(x.double())[0]
-    assert got.isfinite().all()
-    assert ((got - want).norm() / want.norm()).item() < 1e-4
-    (got * weight).sum().backward()
-    (want * weight).sum().backward()
+    actual, expected = mixer(x)[0], exact(x.double())[0]
+    assert actual.isfinite().all()
+    assert ((actual - expected).norm() / expected.norm()).item() < 1e-4
+    (actual * weight).sum().backward()
+    (expected * weight).sum().backward()
     for (name, left), right in zip(mixer.named_parameters(), exact.parameters(), strict=True):
         assert (left.grad - right.grad).norm().item() < 2e-3 * right.grad.norm().item() + 1e-6, name

@@ -59,10 +59,10 @@ def operands(B: int = 2, T: int = 7) -> UpdateInputs:
 def test_short_conv_equals_conv1d(taps: int, bias: bool) -> None:
     conv = ShortConv(6, taps, bias).double()
     x = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
-    want = F.conv1d(x.mT, conv.weight[:, None], conv.bias, padding=taps - 1, groups=6).mT[:, :9]
-    (got,), state = conv(x, None, Context())
+    expected = F.conv1d(x.mT, conv.weight[:, None], conv.bias, padding=taps - 1, groups=6).mT[:, :9]
+    (actual,), state = conv(x, None, Context())
     assert state is None
-    assert_same_with_gradients(got, want, [x, *conv.parameters()], 1e-12)
+    assert_same_with_gradients(actual, expected, [x, *conv.parameters()], 1e-12)
 
 
 def test_short_conv_of_no_packed_sequences_is_empty() -> None:
@@ -132,8 +132,8 @@ def test_decays_are_finite_and_at_most_one(dtype: torch.dtype) -> None:
 
 def test_fixed_decay_equals_retnets() -> None:
     log_decay = FixedDecay(SHAPE)(torch.empty(1, 1, 8), operands(), None, Context())[0].log_decay
-    want = [1 - 2.0**-5, 1 - 2.0**-6, 1 - 2.0**-7, 1 - 2.0**-8]
-    torch.testing.assert_close(log_decay.exp(), torch.tensor(want, dtype=torch.float64), rtol=1e-14, atol=0)
+    expected = [1 - 2.0**-5, 1 - 2.0**-6, 1 - 2.0**-7, 1 - 2.0**-8]
+    torch.testing.assert_close(log_decay.exp(), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
 
 
 def test_rotary_keeps_lengths_and_depends_on_the_distance_only() -> None:
@@ -153,9 +153,9 @@ def test_rotary_keeps_lengths_and_depends_on_the_distance_only() -> None:
 
 def test_dpfp_is_nonnegative_and_six_times_as_wide() -> None:
     part = FeatureMap("dpfp")
-    got = part(torch.empty(0), operands(), None, Context())[0]
-    assert part.resize_heads(SHAPE).key_width == got.k.shape[-1] == 36
-    assert got.k.min() >= 0
+    actual = part(torch.empty(0), operands(), None, Context())[0]
+    assert part.resize_heads(SHAPE).key_width == actual.k.shape[-1] == 36
+    assert actual.k.min() >= 0
 
 
 @pytest.mark.parametrize("decay", ["head", "channel", "rate", "fixed"])

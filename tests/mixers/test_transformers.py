@@ -20,8 +20,8 @@ def built(oracle: type[Oracle]) -> Oracle:
     return module
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float(((got - want).norm() / want.norm()).detach())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float(((actual - expected).norm() / expected.norm()).detach())
 
 
 @pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle.__name__)
@@ -32,12 +32,12 @@ def test_outputs_and_gradients_equal_theirs(oracle: type[Oracle], backend: str |
     weight = torch.randn(2, 37, WIDTH)
     x_ours = torch.randn(2, 37, WIDTH, requires_grad=True)
     x_theirs = x_ours.detach().clone().requires_grad_(case.differentiable)
-    got, want = ours(x_ours)[0], case.call(x_theirs, None)
-    assert relative_error(got, want) < OUTPUT_TOLERANCE
+    actual, expected = ours(x_ours)[0], case.call(x_theirs, None)
+    assert relative_error(actual, expected) < OUTPUT_TOLERANCE
     if not case.differentiable:
         return
-    (got * weight).sum().backward()
-    (want * weight).sum().backward()
+    (actual * weight).sum().backward()
+    (expected * weight).sum().backward()
     assert relative_error(x_ours.grad, x_theirs.grad) < GRADIENT_TOLERANCE
     gradients = case.gradients()
     parameters = dict(ours.named_parameters())
@@ -57,5 +57,5 @@ def test_cached_decoding_equals_theirs(oracle: type[Oracle], backend: str | Back
     with torch.no_grad():
         state = ours.init_state(2, capacity=9)
         for piece in x.split([5, 1, 1, 1, 1], dim=1):
-            got, state = ours(piece, state)
-            assert relative_error(got, case.call(piece, cache)) < OUTPUT_TOLERANCE
+            actual, state = ours(piece, state)
+            assert relative_error(actual, case.call(piece, cache)) < OUTPUT_TOLERANCE
