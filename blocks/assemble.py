@@ -22,5 +22,5 @@ def assemble(source: str | None = None, changes: Mapping[str, Any] | None = None
         return StackSpec(**spec.model_dump(mode="json") | fields) if fields else spec
     missing = [field for field, info in StackSpec.model_fields.items() if info.is_required() and field not in fields]
     if missing:
-        raise ConfigError(f"a stack without a file or preset needs {', '.join(missing)} too, got {fields}")
+        raise ConfigError(f"a stack without a file or preset also needs {', '.join(missing)}, got {fields}")
     return StackSpec(**fields)

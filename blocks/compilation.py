@@ -16,8 +16,8 @@ _counter = itertools.count()
 def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "inductor") -> LanguageModel:
     """Compile every layer with fullgraph=True, once for each distinct LayerSpec, and return the model.
 
-    The embedding, the last norm and the head stay eager, because little is left to fuse there. Parameters and state
-    dict do not change.
+    The embedding, the last norm and the head stay eager, because they offer little to fuse. The parameters and the
+    state dict do not change.
 
     Args: compiler: the `backend` argument of torch.compile.
     """

@@ -1,7 +1,7 @@
 """Reading and writing of plain data as YAML 1.2 and JSON files.
 
-PyYAML implements YAML 1.1. This loader follows 1.2: only true and false are booleans (`off` is a word), 1e-5 is a
-number, 010 is ten. A repeated key is an error.
+PyYAML implements YAML 1.1. This loader follows 1.2: only true and false are booleans (`off` is a string), 1e-5 is
+a number, 010 is ten. A repeated key is an error.
 """
 
 import json

@@ -77,7 +77,7 @@ class LayerSpec(PlainDataModel, Term):
         return data
 
     def _check(self) -> None:
-        """No rule relates the fields of a layer."""
+        """Check nothing: the fields of a layer are independent."""
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""SwiGLU: the config and the module of a layer's feed-forward half.
+"""SwiGLU: the config and the module of a layer's MLP.
 
 B batch, T time, D width, F hidden width
 """

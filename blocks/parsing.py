@@ -1,4 +1,4 @@
-"""Parsing of plain data, as YAML and JSON hold it, into configs. Errors begin with the path of the wrong key."""
+"""Parsing of plain data from YAML and JSON into configs. Errors begin with the path of the wrong key."""
 
 import difflib
 from abc import ABC, abstractmethod

@@ -1,16 +1,17 @@
 """Parser of the layer patterns: text to the terms of `deltazoo.mixers.core.patterns`, and terms to a list of layers.
 
-    pattern = layer "@" "[" int {"," int} "]" "else" pattern                 at these layers, from 0; -1 is the last
-            | "spread" "(" layer "," (int | number "%") ")" "else" pattern   this many layers, evenly spread
+    pattern = layer "@" "[" int {"," int} "]" "else" pattern                 at these indices, from 0; -1 is the last
+            | "spread" "(" layer "," (int | number "%") ")" "else" pattern   this many layers, evenly spaced
             | layer
     layer   = chain {"|" chain}                 parallel mixers in one layer, outputs summed
-    chain   = product {"+" product}             in sequence
+    chain   = product {"+" product}             consecutive layers
     product = factor {"*" factor}               one of two factors is a count: 3*gdn, (gdn + swa)*2
     factor  = int | name [ "(" field "=" value {"," field "=" value} ")" ] | "(" layer ")"
     value   = number | true | false | null | word | "string" | "[" value {"," value} "]"
 
 The operators have Python's precedence: `*`, then `+`, then `|`. A pattern is repeated up to the depth; the last
-repetition may be cut. The layers before `else` replace layers of the pattern after it; the others keep their index.
+repetition may be truncated. The layer before `else` replaces layers of the pattern after it, which is expanded to the
+full depth first.
 """
 
 import itertools
@@ -91,7 +92,7 @@ def names(pattern: Term) -> Iterator[Name]:
 
 
 def pattern_error(sentence: str, text: str, position: int) -> PatternError:
-    """Make an error that shows the pattern with a caret under the position."""
+    """Return an error that shows the pattern with a caret under the position."""
     return PatternError(f"{sentence}\n    {_flat(text)}\n    {' ' * position}^")
 
 
@@ -145,7 +146,7 @@ class _Parser:
         if start.kind == "name" and start.text == "spread" and self.tokens[self.next + 1].kind == "(":
             self.next += 2
             part = self.layer()
-            self.expect(",", "',' and how many")
+            self.expect(",", "',' and a count or a percentage")
             amount = self.amount()
             self.expect(")", "')'")
             return self.compose(start, Spread, part, amount, self.else_pattern())
@@ -154,10 +155,10 @@ class _Parser:
         if at.kind != "@":
             return part
         self.next += 1
-        self.expect("[", "'[' and layers, as attn@[2, 7]")
-        layers = [self.integer("a layer, as attn@[2, 7]")]
+        self.expect("[", "'[' and layers, such as attn@[2, 7]")
+        layers = [self.integer("a layer index, such as attn@[2, 7]")]
         while self.accept(","):
-            layers.append(self.integer("a layer, as attn@[2, 7]"))
+            layers.append(self.integer("a layer index, such as attn@[2, 7]"))
         self.expect("]", "',' or ']'")
         return self.compose(at, At, part, layers, self.else_pattern())
 
@@ -200,7 +201,7 @@ class _Parser:
     def factor(self) -> Term | int:
         token = self.token
         if token.kind == "number":
-            return self.integer("a count without a fraction")
+            return self.integer("an integer count")
         if self.accept("("):
             term = self.layer()
             self.expect(")", "')', '+', '*' or '|'")
@@ -213,10 +214,10 @@ class _Parser:
             while not self.accept(")"):
                 if fields:
                     self.expect(",", "',' or ')'")
-                name = self.expect("name", "a field, as gdn(heads=6)").text
+                name = self.expect("name", "a field, such as gdn(heads=6)").text
                 if name in dict(fields):
                     self.next -= 1
-                    raise self.unexpected(f"a field that {token.text} does not have yet")
+                    raise self.unexpected(f"a field of {token.text} that is not set yet")
                 self.expect("=", "'=' and a value")
                 fields.append((name, self.value()))
         return Name(token.text, tuple(fields), token.position)
@@ -231,7 +232,7 @@ class _Parser:
                 return json.loads(token.text)
             except ValueError:
                 self.next -= 1
-                raise self.unexpected("a string as in JSON") from None
+                raise self.unexpected("a JSON string") from None
         if token.kind == "name":
             return _WORDS.get(token.text, token.text)
         if token.kind == "[":
@@ -247,7 +248,7 @@ class _Parser:
     def amount(self) -> int | float:
         percent = self.tokens[self.next + 1].kind == "%"
         if self.token.kind != "number" or not percent:
-            return self.integer("a count, or a share as 8%")
+            return self.integer("a count, or a percentage such as 8%")
         self.next += 2
         return float(self.tokens[self.next - 2].text) / 100
 
@@ -272,7 +273,7 @@ class _Parser:
         return token
 
     def compose(self, token: _Token, make: Any, *parts: Any) -> Term:
-        """Make a term, and add the position in the text to its PatternError."""
+        """Construct a term, and add the position in the text to its PatternError."""
         try:
             return make(*parts)
         except PatternError as error:

@@ -1,4 +1,4 @@
-"""StackSpec: the config of a language model, equal in Python, YAML and JSON, which builds the model."""
+"""StackSpec: the config of a language model, from Python, YAML or JSON."""
 
 import itertools
 import re
@@ -33,7 +33,7 @@ class StackSpec(PlainDataModel):
                   layers={"gdn": GatedDeltaNet(heads=6), "swa": SlidingWindow(window=2048)})
         StackSpec(width=768, depth=12, vocab=256, pattern=3 * GatedDeltaNet(heads=6) + SlidingWindow(window=2048))
 
-    The two are equal: specs that describe the same model are equal, whatever the names of their layers.
+    The two are equal: equality compares the models that the specs describe, not the names of their layers.
 
     Args:
         width: D, the width of the residual stream.
@@ -43,11 +43,11 @@ class StackSpec(PlainDataModel):
             (`deltazoo.mixers.core.patterns`); it is repeated up to `depth` layers.
         layers: the mixer or layer of each name in the pattern. A name that is missing here is a registered mixer or
             "module:Class".
-        mlp: a `SwiGLU`, or "none"; the default of every layer.
-        norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default of every layer.
+        mlp: a `SwiGLU`, or "none"; the default for all layers.
+        norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default for all layers.
         tied: whether the head shares the embedding's weights.
-        backend: name of the backend of the mixers' updates, the default of every layer; None lets `deltazoo.bind`
-            choose.
+        backend: name of the backend of the mixers' updates, the default for all layers; None: `deltazoo.bind` chooses
+            by device.
     Raises: ConfigError: gives the path of the key and the nearest known key; PatternError: marks the position.
     """
 
@@ -133,7 +133,7 @@ class StackSpec(PlainDataModel):
         return hash(self._model())
 
     def _model(self) -> tuple[object, ...]:
-        """Everything that determines the model; the names of the layers do not."""
+        """Return everything that determines the model; the names of the layers do not."""
         return self.width, self.vocab, self.tied, self.norm_eps, tuple(self.expand())
 
     def _check(self) -> None:
@@ -195,7 +195,7 @@ def _dump_layer(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
 def _pattern_text(pattern: Term, layers: dict[str, MixerConfig | LayerSpec]) -> str:
     """Format a pattern of configs as text. Adds each config to `layers` under its mixer's name, numbered if taken."""
 
-    def name_of(config: Term) -> Name:
+    def layer_name(config: Term) -> Name:
         if not isinstance(config, MixerConfig | LayerSpec):
             raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {config!r}")
         for name, layer in layers.items():
@@ -207,7 +207,7 @@ def _pattern_text(pattern: Term, layers: dict[str, MixerConfig | LayerSpec]) -> 
         layers[unused] = config
         return Name(unused)
 
-    return str(with_names(pattern, name_of))
+    return str(with_names(pattern, layer_name))
 
 
 def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: str) -> MixerConfig | LayerSpec:
@@ -232,7 +232,7 @@ def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: st
 
 
 def _as_layer(parallel: list[MixerConfig | LayerSpec], text: str) -> LayerSpec:
-    """Make one layer of a single config, or of several parallel mixers."""
+    """Return one layer with a single mixer or layer config, or with several parallel mixers."""
     if len(parallel) == 1:
         return parallel[0] if isinstance(parallel[0], LayerSpec) else LayerSpec(mixer=parallel[0])
     for config in parallel:

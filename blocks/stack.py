@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
     def __init__(self, spec: ModelSpec, backend: str | Backend | None = None) -> None:
         super().__init__()
         self.spec = spec
-        # init_weights draws in the order of definition, so construction has to draw in the same order.
+        # init_weights draws in the order of registration, so the constructor must draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)
         self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps)
         self.head = None if spec.tied else nn.Linear(spec.width, spec.vocab, bias=False)
@@ -167,7 +167,7 @@ class LanguageModel(nn.Module):
         return self
 
     def checkpoint_layers(self, on: bool = True) -> Self:
-        """Turn activation checkpointing on: save only each layer's input and recompute the layer in the backward."""
+        """Switch activation checkpointing: save only each layer's input, and recompute the layer in the backward."""
         self.stack.checkpointed = on
         return self
 

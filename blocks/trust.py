@@ -1,7 +1,7 @@
 """Refusal of "module:Class" names in stack files and training settings, because importing a module runs its code.
 
-A name that the caller passes in Python or types on the command line is consent. A name in a file is refused unless
-the caller passes trust=True.
+A name that the caller passes in Python or on the command line is trusted. A name in a file is refused unless the caller
+passes trust=True.
 """
 
 from collections.abc import Iterator, Mapping

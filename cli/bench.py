@@ -29,12 +29,12 @@ def command(
     graphs: Annotated[bool, typer.Option(help="Time replays of CUDA graphs.")] = False,
     markdown: Annotated[
         Path | None,
-        typer.Option(help="Write the table to this Markdown file; an existing file needs the markers for it."),
+        typer.Option(help="Write the table to this Markdown file; an existing file must contain the table's markers."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot the medians to this PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time backends on the update of a mixer, interleaved, and report times, ratios and errors."""
+    """Time backends on the update of a mixer, interleaved; report times, ratios and errors."""
     from deltazoo.backends.measure.benchmark import BenchConfig
     from deltazoo.blocks.inspect.benchmark import DEFAULT_SHAPE, measure
     from deltazoo.blocks.training.report import save_benchmark

@@ -19,7 +19,7 @@ def command(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small hybrid and its two unmixed counterparts, sample from it, time the backends, and write a report."""
+    """Train a small hybrid and two baselines, sample from the hybrid, time the backends, and write a report."""
     let_idle_threads_sleep()
     from deltazoo.blocks.training.demo import DemoConfig, demo
     from deltazoo.blocks.training.text import load_text

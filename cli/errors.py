@@ -24,7 +24,7 @@ class Debug:
 
 
 def report_user_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a command so that user errors become a sentence. Other errors keep their traceback, as they are bugs."""
+    """Wrap a command to print user errors as one sentence. Other errors are bugs and keep their traceback."""
 
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:

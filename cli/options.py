@@ -44,7 +44,7 @@ BackendNames = Annotated[
 Directions = Annotated[str, typer.Option(help="Comma-separated list of forward, backward (with forward) and decode.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 OptionalStack = Annotated[
-    str | None, typer.Argument(metavar="FILE|PRESET", help="YAML or JSON file of a stack, or the name of a preset.")
+    str | None, typer.Argument(metavar="FILE|PRESET", help="Stack file (YAML or JSON), or the name of a preset.")
 ]
 TextFile = Annotated[
     Path | None, typer.Option("--text", help="Text file. Default: the sources of Python's standard library.")

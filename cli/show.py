@@ -9,8 +9,8 @@ from deltazoo.cli.output import print_json, print_layers, print_line, print_tabl
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="Mixer, backend, preset, module:Class, or YAML or JSON file of a stack.")],
-    width: Annotated[int, typer.Option(min=1, help="Width of the layer that a mixer's costs are for.")] = 1024,
+    name: Annotated[str, typer.Argument(help="Mixer, backend, preset, module:Class, or a stack file (YAML or JSON).")],
+    width: Annotated[int, typer.Option(min=1, help="Layer width for the costs of a mixer.")] = 1024,
     device: Device = "cpu",
     dtype: OperandDtype = Dtype.float32,
     device_name: Annotated[
@@ -23,19 +23,19 @@ def command(
     """Show the equation, fields and costs of a mixer, backend or stack, and which backends compute it."""
     from deltazoo.blocks.inspect.show import details
 
-    shown = details(name, width, device, dtype.torch, trust, device_name)
+    result = details(name, width, device, dtype.torch, trust, device_name)
     if as_json:
-        print_json(shown)
+        print_json(result)
         return
-    print_line(f"{shown.name}, a {shown.kind} of {shown.owner}\n")
-    print_table(["", ""], shown.about.items())
-    print_table(["field", "default", ""], [row.model_dump().values() for row in shown.fields])
-    print_table(["cost", ">"], [(title, f"{figure:,}") for title, figure in shown.cost.items()])
-    verdicts = [(row.backend, "chosen" if row.chosen else " ".join(row.reasons)) for row in shown.backends]
+    print_line(f"{result.name}, a {result.kind} of {result.owner}\n")
+    print_table(["", ""], result.about.items())
+    print_table(["field", "default", ""], [row.model_dump().values() for row in result.fields])
+    print_table(["cost", ">"], [(title, f"{figure:,}") for title, figure in result.cost.items()])
+    verdicts = [(row.backend, "chosen" if row.chosen else " ".join(row.reasons)) for row in result.backends]
     print_table([f"backend on {device_name or device}", ""], verdicts)
-    if shown.plan is not None:
-        print_line(shown.plan)
-    supported = [(mixer, " ".join(reasons) or "yes") for mixer, reasons in shown.takes.items()]
+    if result.plan is not None:
+        print_line(result.plan)
+    supported = [(mixer, " ".join(reasons) or "yes") for mixer, reasons in result.takes.items()]
     print_table([f"mixer on {device}", ""], supported)
-    if shown.description is not None:
-        print_layers(shown.description)
+    if result.description is not None:
+        print_layers(result.description)

@@ -27,11 +27,12 @@ def command(
     directions: Directions = "forward,backward,decode",
     device: Annotated[str, typer.Option(help="Device: cuda or cuda:1.")] = "cuda",
     effort: Annotated[
-        str, typer.Option(help="quick: candidates that were near the best on some problem; full: every candidate.")
+        str,
+        typer.Option(
+            help="quick: the candidates that were close to the fastest on earlier problems; full: every candidate."
+        ),
     ] = "quick",
-    budget: Annotated[
-        float | None, typer.Option(help="Time budget in seconds, after which no further kernel is started.")
-    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Time budget in seconds; no kernel is started after it.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Launch table to write. Default: the user's table, which is loaded automatically."),
@@ -43,7 +44,7 @@ def command(
 ) -> None:
     """Measure launch configs of the triton backend's kernels on this GPU. A second run continues an unfinished one."""
     from deltazoo.backends.tuning.tune import TuneConfig
-    from deltazoo.blocks.inspect.tuning import plan_targets, build_targets, tune_targets
+    from deltazoo.blocks.inspect.tuning import build_targets, plan_targets, tune_targets
 
     config = TuneConfig(directions=split(directions), effort=effort, budget=budget, again=again)
     targets = build_targets(stack, shape or [], split(mixer) or [], split(dtype) or [], (batch, length), trust)
@@ -81,6 +82,7 @@ def _print(tuned: "Tuned") -> None:
     print_table(COLUMNS, [record.cells() for record in tuned.records])
     for sentence in (*tuned.failures, *tuned.rejected):
         print_line(sentence)
-    counts = f"{len(tuned.records)} measured in {tuned.seconds:.0f} s, {tuned.kept} kept, {tuned.left} left"
-    print_line(f"{counts}; gain: time with the heuristic's launch over time with the chosen one, other launches equal")
+    measured = f"{len(tuned.records)} measured in {tuned.seconds:.0f} s"
+    counts = f"{measured}, {tuned.kept} already in the table, {tuned.left} not reached"
+    print_line(f"{counts}; gain: time with the heuristic's launch / time with the chosen launch, other launches equal")
     print_line(tuned.last_line)

@@ -1,7 +1,7 @@
 """Token mixers: modules that mix information along time, and the configs that build them.
 
-The attributes are the mixer classes that the distribution `deltazoo` registers as entry points, and the names in
-`_OTHER_NAMES`. They are imported when first used. `__init__.pyi` lists them for type checkers.
+Attributes: the mixer classes that the distribution `deltazoo` registers as entry points, and the names in
+`_OTHER_NAMES`. Each is imported at its first use. `__init__.pyi` lists them for type checkers.
 """
 
 import functools

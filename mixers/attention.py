@@ -48,7 +48,7 @@ class AttentionConfig(MixerConfig, ABC):
 
     @abstractmethod
     def window_or_none(self) -> int | None:
-        """Return the number of tokens to attend to, the current one included; None: all."""
+        """Return the number of tokens to attend to, including the current one; None: all."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:

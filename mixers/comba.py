@@ -1,4 +1,4 @@
-"""Comba: a delta rule with feedback, which erases with a scaled key and corrects the query."""
+"""Comba: a gated delta rule that erases with a scaled key and subtracts a multiple of the key from the query."""
 
 from typing import ClassVar
 
@@ -17,7 +17,8 @@ from deltazoo.mixers.parts.output_gates import OutputGate
 class Comba(DeltaRuleConfig):
     """S_t = (a_t - beta_t k_t e_t^T) S_(t-1) + beta_t k_t v_t^T with e = sigmoid(b) k, and o_t = S_t^T (q_t - d k_t).
 
-    The erase reads the state before the decay. b and d are learned per head.
+    The erase reads the state before the decay. b and d are learned per head. The paper calls the scaled erase key
+    state feedback, and the corrected query output feedback.
     """
 
     name: ClassVar[str] = "comba"

@@ -1,4 +1,4 @@
-"""Gated DeltaNet-2: a delta rule with separate strengths of erase and write per channel."""
+"""Gated DeltaNet-2: a delta rule with separate erase and write gates per channel."""
 
 from typing import ClassVar
 

@@ -23,7 +23,7 @@ class GatedRetNet(HeadConfig):
 
     name: ClassVar[str] = "gated_retnet"
     source: ClassVar[str] = "Sun 2024 (YOCO), arXiv 2405.05254"
-    temperature: float = Field(default=16.0, gt=0, description="a higher one forgets more slowly")
+    temperature: float = Field(default=16.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")
 
     def spec(self) -> UpdateSpec:

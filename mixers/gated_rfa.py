@@ -24,7 +24,9 @@ class GatedRFA(HeadConfig):
     name: ClassVar[str] = "gated_rfa"
     source: ClassVar[str] = "Peng 2021, arXiv 2103.02143"
     features: int = Field(default=64, ge=1, description="random directions per head; keys get twice that width")
-    floor: float = Field(default=0.05, gt=0, description="minimum of the divisor, which random features can make small")
+    floor: float = Field(
+        default=0.05, gt=0, description="lower bound of |phi(q)^T z|, which random features can make small"
+    )
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
 
     def spec(self) -> UpdateSpec:

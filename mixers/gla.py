@@ -23,7 +23,7 @@ class GLA(HeadConfig):
     name: ClassVar[str] = "gla"
     source: ClassVar[str] = "Yang 2024, arXiv 2312.06635"
     gate_rank: int = Field(default=16, ge=1, description="rank of the decay's map W_2 W_1")
-    temperature: float = Field(default=16.0, gt=0, description="a higher one forgets more slowly")
+    temperature: float = Field(default=16.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="channel", transition="additive", scale=self.scale)

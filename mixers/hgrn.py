@@ -18,13 +18,15 @@ from deltazoo.mixers.parts.projections import ChannelProjection
 class HGRN(ChannelConfig):
     """h_t = f_t exp(i w) h_(t-1) + (1 - f_t) c_t with c = silu(W x), f = g + (1 - g) sigmoid(W x + b).
 
-    g is a learned lower bound, whose initial value rises with the layer. The output gets a
-    sigmoid gate and a layer norm.
+    w is a learned angle per channel. g is a learned lower bound, whose initial value rises with the layer. The output
+    gets a sigmoid gate and a layer norm.
     """
 
     name: ClassVar[str] = "hgrn"
     source: ClassVar[str] = "Qin 2023, arXiv 2311.04823"
-    turning: bool = Field(default=True, description="complex states that rotate by a learned angle w; False: real")
+    turning: bool = Field(
+        default=True, description="complex states that rotate by a learned angle w per token; False: real"
+    )
     theta: float = Field(default=10000.0, gt=1, description="base of the initial angles w")
 
     def spec(self) -> UpdateSpec:

@@ -111,7 +111,7 @@ class LongConv(nn.Module, CachingFilter):
         if state is None and context.cu_seqlens is None:
             return self._with_bias(fft_convolve(x, self.kernel(x.shape[1], x)), x), None
         old = self._unpacked_state(x, context) if state is None else state
-        # the history is the keys of a cache with one head and empty values
+        # The history is stored as the keys of a cache with one head and values of width 0.
         cache = KVCache(old["history"][:, :, None], x.new_zeros(*old["history"].shape[:2], 1, 0), old["seen"])
         count = token_counts(x, context)
         self._check_capacity(cache, count)

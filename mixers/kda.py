@@ -21,9 +21,9 @@ class KDA(DeltaRuleConfig):
 
     name: ClassVar[str] = "kda"
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
-    gate_rank: int | None = Field(default=None, ge=1, description="rank of the maps of decay and gate; None: K and V")
+    gate_rank: int | None = Field(default=None, ge=1, description="rank of the maps to decay and gate; None: K and V")
     decay_bound: float | None = Field(
-        default=None, lt=0, description="minimum of log_decay, -5 in Ling 2.5; None: none"
+        default=None, lt=0, description="lower bound of log_decay, -5 in Ling 2.5; None: no bound"
     )
 
     def spec(self) -> UpdateSpec:

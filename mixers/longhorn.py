@@ -17,7 +17,7 @@ from deltazoo.mixers.parts.projections import QKVProjection
 class Longhorn(HeadConfig):
     """S_t = (I - f_t k_t k_t^T) S_(t-1) + f_t k_t v_t^T with f_t = beta_t / (1 + beta_t |k_t|^2).
 
-    q and k are not normalised. This is the exact step; the paper trains the diagonal approximation, `LonghornDiagonal`.
+    q and k are not normalised. This is the exact step; the paper trains its diagonal approximation, `LonghornDiagonal`.
     `GatedLonghorn` adds a decay.
     """
 

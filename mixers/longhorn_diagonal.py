@@ -1,4 +1,4 @@
-"""Longhorn as trained in its paper: the implicit Euler step with a diagonal erase, per channel."""
+"""Longhorn as trained in its paper: the implicit Euler step with a diagonal approximation of the erase."""
 
 from typing import ClassVar
 

@@ -18,8 +18,8 @@ from deltazoo.mixers.parts.rotary import Rotary
 class RetNet(HeadConfig):
     """S_t = g_h S_(t-1) + k_t v_t^T with g_h = 1 - 2^(-5-h) for head h.
 
-    q and k get rotary position embeddings, which with the decay are xPos. The output gets a layer norm per head and a
-    swish gate.
+    q and k get rotary position embeddings; together with the decay these are xPos. The output gets a layer norm per
+    head and a swish gate.
     """
 
     name: ClassVar[str] = "retnet"

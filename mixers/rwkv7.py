@@ -18,9 +18,10 @@ from deltazoo.mixers.parts.skips import Bonus
 class RWKV7(HeadConfig):
     """S_t = (Diag(w_t) - (kappa_t * eta_t) kappa_t^T) S_(t-1) + k_t v_t^T.
 
-    The output gets a layer norm per head, a bonus for the current token and a gate. The values of each layer are mixed
-    with those of the first RWKV-7 layer, which should be the first layer of the model: only layer 0 is built without
-    the parameters of that mix, and in any other first RWKV-7 layer they stay unused.
+    w is the decay, kappa the normalised removal key and eta the in-context learning rate. The output gets a layer norm
+    per head, a bonus for the current token and a gate. The values of each layer are interpolated towards those of the
+    first RWKV-7 layer, which should be layer 0 of the model: only layer 0 is built without the parameters of that
+    interpolation, and they stay unused in any other first RWKV-7 layer.
     """
 
     name: ClassVar[str] = "rwkv7"

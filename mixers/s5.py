@@ -16,7 +16,7 @@ from deltazoo.mixers.parts.skips import Feedthrough
 
 
 class S5(ChannelConfig):
-    """s_t = a * s_(t-1) + b * (B x_t) and y_t = Re(C s_t) + D * x_t, with a and b from lambda and dt.
+    """s_t = a * s_(t-1) + b * (B x_t) and y_t = Re(C s_t) + D * x_t, where a and b discretise lambda.
 
     Initialisation: real and imaginary parts of B N(0, 1 / (4 channels)), those of C N(0, 2 / channels), where the 2
     accounts for the conjugate pairs.

@@ -22,7 +22,7 @@ from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.token_scan import TokenScan
 
-GATE_BIASES = (0.0, -2.0, -4.0)  # eta, theta, alpha: little weight decay at first
+GATE_BIASES = (0.0, -2.0, -4.0)  # eta, theta, alpha; the initial weight decay alpha is small
 
 
 class Titans(FilterConfig):
@@ -36,8 +36,10 @@ class Titans(FilterConfig):
     source: ClassVar[str] = "Behrouz 2024, arXiv 2501.00663"
     heads: int | None = Field(default=None, ge=1, description="number of memories; None: width // 64, at least 1")
     depth: int = Field(default=2, ge=1, le=2, description="layers of the memory; 1: a matrix")
-    inner_factor: int = Field(default=2, ge=1, description="inner width of a two-layer memory over the head width")
-    chunk: int = Field(default=16, ge=1, description="tokens whose gradients are computed at the same memory")
+    inner_factor: int = Field(
+        default=2, ge=1, description="inner width of a two-layer memory divided by the head width"
+    )
+    chunk: int = Field(default=16, ge=1, description="tokens whose gradients are taken at the same memory")
     conv_width: int = Field(default=4, ge=1, description="taps of the short convolutions")
 
     def equation(self) -> str:
@@ -55,7 +57,7 @@ class TitansMixer(FastWeightMixer):
     """Module of `Titans`.
 
     Initialisation: layers of the memory N(0, 1 / inputs); biases of the gates 0 for eta, -2 for theta, -4 for alpha.
-    State: the layers of M, M' and S, the convolution's, and the number of tokens so far.
+    State: the layers of M, M' and S; the last inputs of the convolution; the number of tokens so far.
     Source: section 3.1, equations 8 to 15; chunks, section 3.2, equations 16 to 18; surrounding layer, section 4.4.
     """
 

@@ -1,4 +1,4 @@
-"""TTT-Linear: a linear model, trained by a gradient step on every mini-batch of tokens, as the state.
+"""TTT-Linear: the state is a linear model, trained by one gradient step per mini-batch of tokens.
 
 B batch, T time, D width, H heads, E head width (K = V)
 """
@@ -33,7 +33,9 @@ class TTTLinear(FilterConfig):
     name: ClassVar[str] = "ttt_linear"
     source: ClassVar[str] = "Sun 2024, arXiv 2407.04620"
     heads: int | None = Field(default=None, ge=1, description="number of models; None: width // 64, at least 1")
-    batch: int = Field(default=16, ge=1, description="tokens per mini-batch, which share one gradient point")
+    batch: int = Field(
+        default=16, ge=1, description="tokens per mini-batch; their gradients are taken at the same state"
+    )
     rate: float = Field(default=1.0, gt=0, description="learning rate of the inner model, before the gate")
     conv_width: int = Field(default=4, ge=1, description="taps of the short convolutions of q and k")
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles, within a mini-batch")
@@ -52,8 +54,8 @@ class TTTLinearMixer(FastWeightMixer):
     """Module of `TTTLinear`.
 
     Initialisation, as published: W and w N(0, 0.02^2); b, c and p 0; gain of ln 1, its bias 0.
-    State: W' and the sum of the mini-batch's steps so far, both [B, H, E, E]; the same for b, [B, H, E]; the
-    convolution's; the number of tokens so far.
+    State: W' and the sum of the mini-batch's steps so far, both [B, H, E, E]; the same for b, [B, H, E]; the last
+    inputs of the convolution; the number of tokens so far.
     Source: sections 2.1 to 2.5; residual, layer norm and learned rate, section 2.7; p, the shared projection, the final
     norm and the gate as in the published code.
     """

@@ -1,4 +1,4 @@
-"""Completion of text with a model of bytes, streamed as the bytes are generated."""
+"""Text completion with a byte-level model, streamed as the bytes are generated."""
 
 import codecs
 import time
@@ -60,8 +60,8 @@ def load_for_completion(
     """Load the model of a checkpoint for `complete`.
 
     Args:
-        backend: None selects the device's default. On the CPU that is `compile` without torch.compile, because a
-            single prompt takes less time than its compilation.
+        backend: None selects the device's default. On the CPU that is `compile` without torch.compile, because
+            compilation takes longer than a single prompt.
         trust: as for `StackSpec.load`.
     Raises: ConfigError; UnknownNameError.
     """
@@ -116,7 +116,7 @@ def complete(
 
 
 def encode(name: str, text: str) -> bytes:
-    """Encode text as UTF-8. Raises: ConfigError: it holds surrogates, as from a terminal with another encoding."""
+    """Encode text as UTF-8. Raises: ConfigError: it holds surrogates, for example from a terminal without UTF-8."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

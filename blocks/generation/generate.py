@@ -20,7 +20,7 @@ from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import rollback_, snapshot
 
-# Fills the columns of a row that has stopped while other rows continue; not a token.
+# Marks the columns after the end of a row that has stopped while other rows continue; not a token.
 STOPPED = -1
 
 Prompt = Tensor | Sequence[Tensor]
@@ -37,7 +37,7 @@ def generate(
     stop: Stop = (),
     generator: torch.Generator | int | None = None,
 ) -> Tensor:
-    """Continue prompts.
+    """Generate continuations of prompts.
 
     Args:
         model: a model, or a `Decoder`, whose compiled or captured step is reused.

@@ -23,8 +23,8 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
 def filter_logits(logits_BL: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
     """Divide by the temperature and set excluded tokens to -inf; the softmax of the result is sampled from.
 
-    top_k keeps the k most likely tokens. top_p keeps, of those, the smallest set with total probability p. Of equally
-    likely tokens the first ones are kept.
+    top_k keeps the k most likely tokens. top_p keeps, of those, the smallest set with total probability p. Among
+    equally likely tokens the first ones are kept.
 
     Args: temperature: above 0.
     Returns: [B, L], the dtype of `logits_BL`.

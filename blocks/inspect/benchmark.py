@@ -1,4 +1,4 @@
-"""Benchmark of a mixer's update, with the mixer, the shapes and the backends given by name."""
+"""Benchmark of a mixer's update; the mixer, shapes and backends are given by name."""
 
 import re
 from collections.abc import Sequence

@@ -69,7 +69,7 @@ def _problems() -> list[str]:
         problems.append("No C++ compiler: torch.compile cannot run on the CPU. Install g++ or clang++ (Windows: cl).")
     for group in (registry.BACKENDS, registry.MIXERS):
         for name in registry.duplicates(group):
-            problems.append(f"{group}: {name!r} is claimed by more than one package. Uninstall all but one.")
+            problems.append(f"{group}: {name!r} is registered by more than one package. Uninstall all but one.")
     installed = catalog()
     entries: list[Any] = [*installed.backends, *installed.mixers]
     for entry in entries:

@@ -43,7 +43,7 @@ class BackendRow(BaseModel):
 
 
 class Details(BaseModel):
-    """Everything that is known about a mixer, a backend or a stack.
+    """Details of a mixer, a backend or a stack.
 
     Args:
         about: equation, source and other text, by title.
@@ -81,7 +81,7 @@ def details(
 
     Args:
         name: a registered name, "module:Class", the name of a preset, or a file.
-        width: width of the layer that the costs of a mixer are for.
+        width: layer width for the costs of a mixer.
         device: device for which the backends are examined; it need not exist on this machine.
         dtype: dtype of the operands.
         trust: as for `StackSpec.load`.
@@ -111,7 +111,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: 
     spec = config.spec()
     about = {"equation": config.equation(), "source": config_type.source}
     if spec is not None:
-        about |= {"update of": "; ".join(papers(spec)) or "no paper that deltazoo knows"}
+        about |= {"papers with this update": "; ".join(papers(spec)) or "none known"}
         about |= {"eigenvalue of the erased direction": str(spec.spectrum()), "spec": repr(spec)}
     mixer = _build_on_meta(config, width)
     about |= _convolution(mixer, device, dtype)
@@ -201,7 +201,7 @@ def _device_type(device: str) -> str:
     try:
         return torch.device(device).type
     except RuntimeError as error:
-        raise ConfigError(f"device must be cpu, cuda, mps or another that torch knows, got {device!r}") from error
+        raise ConfigError(f"device must be cpu, cuda, mps or another torch device, got {device!r}") from error
 
 
 def _build_on_meta(config: MixerConfig, width: int) -> Mixer:

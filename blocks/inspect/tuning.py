@@ -1,4 +1,4 @@
-"""Tuning of the triton backend, with stacks, mixers, shapes and dtypes given by name."""
+"""Tuning of the triton backend for stacks, mixers, shapes and dtypes given by name."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -70,7 +70,7 @@ def _supported(targets: Sequence[Target], runner: CudaRunner) -> list[Target]:
     supported = [target for target in targets if not reasons[target]]
     if not supported:
         sentences = "; ".join(sorted({sentence for refusals in reasons.values() for sentence in refusals}))
-        raise ConfigError(f"the triton backend takes none of the shapes: {sentences or 'no shape was given'}")
+        raise ConfigError(f"the triton backend supports none of the shapes: {sentences or 'got no shapes'}")
     return supported
 
 

@@ -63,7 +63,7 @@ class ZooEntry(BaseModel):
     Args:
         about: the summary of the config's docstring.
         state: state bytes per sequence; cache: cache bytes per token; flops: FLOPs per token in the forward pass.
-        backends: those that can compute the update on the CPU.
+        backends: those that support the update on the CPU.
         lines: length of the file of the mixer.
     """
 
@@ -119,8 +119,8 @@ def _zoo_entry(entry: MixerEntry) -> ZooEntry:
 
 
 def _can_run(reasons: list[str]) -> bool:
-    """Whether `explain` says that a backend can run and only was not chosen."""
-    return all(reason.startswith(("can, ", "can; ")) for reason in reasons)
+    """Whether `explain` reports a backend as supported, although it chose another one."""
+    return all(reason.startswith("supported; ") for reason in reasons)
 
 
 def _line_count(config_type: type[MixerConfig]) -> int:

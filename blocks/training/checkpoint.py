@@ -42,14 +42,14 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     """
     missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
     if missing:
-        raise ConfigError(f"{folder} is no checkpoint folder: it has no {' and no '.join(missing)}")
+        raise ConfigError(f"{folder} is not a checkpoint folder: it has no {' and no '.join(missing)}")
     spec, settings = StackSpec.load(folder / STACK, trust), document.read(folder / SETTINGS)
     if not trust:
         refuse_untrusted(settings, folder / SETTINGS)
     try:
         checkpoint = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
     except Exception as error:  # the type of torch's error depends on the damage
-        raise ConfigError(f"{folder / CHECKPOINT} cannot be read: it is damaged or no checkpoint") from error
+        raise ConfigError(f"{folder / CHECKPOINT} cannot be read: it is damaged or not a checkpoint") from error
     _check_has(folder / CHECKPOINT, checkpoint, ("model", "optimizer", "step", "points", "rng"))
     _check_has(folder / SETTINGS, settings, ("text", "train"))
     _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))

@@ -1,4 +1,4 @@
-"""The demo: train a hybrid and its two unmixed counterparts, sample from the hybrid, time the backends, and report."""
+"""The demo: train a hybrid and two baselines with one mixer each, sample from the hybrid, time the backends, report."""
 
 import time
 from collections.abc import Mapping
@@ -89,7 +89,7 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
         (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
         renamed = _with_task_name(f"train {name}", progress)
         trainings[name] = train(spec, text, config.train, folder / name, progress=renamed)
-    # The folder was written above, so it names no code that the caller did not pass.
+    # This function wrote the folder, so it can only name code that the caller passed.
     model = load_for_completion(folder / next(iter(specs)), config.train.device, trust=True)
     progress("generate", 0, 1)
     completion = complete(model, config.prompt, config.sampling)
@@ -108,7 +108,7 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
 
 
 def _with_task_name(name: str, progress: Progress) -> Progress:
-    """Report progress under another task name."""
+    """Return a progress callback that reports under another task name."""
 
     def renamed(task: str, done: int, total: int, note: str = "") -> None:
         progress(name, done, total, note)

@@ -1,4 +1,4 @@
-"""Text as bytes: disjoint training and validation parts, and batches of windows of them.
+"""Text as bytes: disjoint training and validation parts, and batches of crops.
 
 B batch, T time
 """
@@ -66,7 +66,7 @@ def load_text(path: str | Path | None = None) -> Text:
 
 
 def random_crops(tokens: Tensor, batch: int, length: int, seed: int, step: int) -> Batch:
-    """Cut `batch` random windows. The same (seed, step) gives the same windows, whatever was drawn before.
+    """Cut `batch` random windows. The windows depend only on the seed and the step.
 
     Args: tokens: uint8 [n] with n > length.
     Raises: ConfigError: the text is too short.

@@ -28,7 +28,7 @@ class TrainConfig(BaseModel):
         steps: number of steps of the schedule.
         batch: sequences per step.
         length: bytes per sequence.
-        learning_rate: peak; it rises linearly over `warmup` steps and then falls as a cosine to a tenth of the peak.
+        learning_rate: peak; linear warm-up over `warmup` steps, then cosine decay to a tenth of the peak.
         weight_decay: applied to matrices only.
         clip: maximum norm of the gradient of all parameters.
         seed: random seed of the weights and of the crops.
@@ -58,7 +58,7 @@ class TrainConfig(BaseModel):
 
 
 class Point(BaseModel):
-    """One point of the training curves, after `step` steps. Fields of a first point before any step are None.
+    """One point of the training curves, after `step` steps. Fields that describe steps are None in the first point.
 
     Args:
         train_bits: mean training loss since the previous point, in bits per byte.
@@ -137,7 +137,7 @@ def train(
     if folder is not None:
         origin = {"source": text.source, "path": text.path, "digest": text.digest}
         checkpoint.create(Path(folder), spec, {"train": config.model_dump(), "text": origin})
-    return run.go(until, folder, progress)
+    return run.train(until, folder, progress)
 
 
 def resume(
@@ -161,7 +161,7 @@ def resume(
         raise ConfigError(f"{folder} was trained on another text ({origin['source']}), got {text.source}")
     run = _Run(spec, text, TrainConfig(**settings["train"]))
     run.restore(saved)
-    return run.go(until, folder, progress)
+    return run.train(until, folder, progress)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -190,15 +190,14 @@ class _Run:
         self.device = usable_device(config.device)
         if config.compile and self.device.type == "cpu" and cxx_compiler() is None:
             raise ConfigError(
-                "torch.compile needs a C++ compiler on the CPU and found none: install g++ or clang++ (Windows: cl), "
+                "torch.compile needs a C++ compiler on the CPU, got none: install g++ or clang++ (Windows: cl), "
                 "or train with compile=False and backend='reference'"
             )
         torch.manual_seed(config.seed)
         self.model = spec.build(backend=config.backend).to(self.device)
         for update in self.model.modules():
-            if isinstance(
-                update, Update
-            ):  # an unsupported update raises one sentence here, and a long trace in a graph
+            # An unsupported update raises a one-sentence error here, but a long traceback in a compiled graph.
+            if isinstance(update, Update):
                 update.bound.backend_for(update.meta(self.device.type, getattr(torch, config.dtype), grad=True))
         if config.compile:
             compile_layers(self.model)
@@ -207,7 +206,7 @@ class _Run:
         self.validation_batches = [self._to_device(batch) for batch in batches]
         self.points: list[Point] = []
 
-    def go(self, until: int | None, folder: str | Path | None, progress: Progress) -> Training:
+    def train(self, until: int | None, folder: str | Path | None, progress: Progress) -> Training:
         """Train up to step `until` or the end of the schedule, with a point and a checkpoint after every `every`."""
         last = self.config.steps if until is None else min(until, self.config.steps)
         progress("training", self.step, last, "compiling" if self.config.compile else "")
@@ -316,7 +315,7 @@ class _Run:
 
 
 def _adamw(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
-    """Make AdamW with weight decay on matrices only, without those that a module lists in `no_weight_decay`."""
+    """Build AdamW with weight decay on matrices only, without those that a module lists in `no_weight_decay`."""
     excluded = {
         id(getattr(module, name)) for module in model.modules() for name in getattr(module, "no_weight_decay", ())
     }

@@ -4,8 +4,7 @@ import torch
 
 import deltazoo
 from deltazoo.backends import registry
-from deltazoo.mixers import parse
-from deltazoo.mixers.core import conformance
+from deltazoo.mixers import conformance, parse
 
 CONFIG = parse({"mixer": "decayed_deltanet", "heads": 2})
 

@@ -1,1 +1,1 @@
-"""What every mixer is built on: Mixer, DeltaMixer, states, sequences, configs and layer patterns."""
+"""The base of every mixer: Mixer, DeltaMixer, states, sequences, configs and layer patterns."""

@@ -78,7 +78,7 @@ def plan_fusion(
     for name, part in parts.items():
         if name == "update":
             continue
-        extended = _extend(step, part) if type(part) not in fused.values() else None  # one place per kind of part
+        extended = _extend(step, part) if type(part) not in fused.values() else None  # a step holds one part per class
         if extended is None:
             break
         step, fused[name] = extended, type(part)

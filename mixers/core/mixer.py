@@ -62,10 +62,10 @@ class Context(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """Token mixer: `(x [B, T, D], state, context) -> (y [B, T, D], new state)`; without a state, it returns none.
+    """Token mixer: `(x [B, T, D], state, context) -> (y [B, T, D], new state)`; the new state is None without a state.
 
-    Passing a state consumes it: without gradients the mixer may update its tensors in place. Continue with the returned
-    state, and take a `snapshot` first if the old one is still needed.
+    Without gradients the mixer may update the tensors of the state in place. Continue with the returned state, and take
+    a `snapshot` first if the old one is still needed.
 
     Submodules name parameters of two or more dimensions that weight decay must skip (decay rates, per-head biases) in
     a class attribute, `no_weight_decay = ("A_log",)`. Submodules with parameters or buffers initialise them in

@@ -109,7 +109,7 @@ class At(Term):
     def __post_init__(self) -> None:
         _require_single_layer("@", self.part)
         if not self.layers or any(isinstance(index, bool) or not isinstance(index, int) for index in self.layers):
-            raise PatternError(f"'@' needs a list of layers, as attn@[2, 7], got {self.layers!r}")
+            raise PatternError(f"'@' needs a list of layers, such as attn@[2, 7], got {self.layers!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Spread(Term):
         _require_single_layer("spread", self.part)
         whole = isinstance(self.amount, int) and not isinstance(self.amount, bool) and self.amount >= 1
         if not whole and not (isinstance(self.amount, float) and 0 < self.amount < 1):
-            raise PatternError(f"spread needs a count of at least 1 or a share between 0 and 1, got {self.amount!r}")
+            raise PatternError(f"spread needs a count of at least 1 or a fraction between 0 and 1, got {self.amount!r}")
 
     def __str__(self) -> str:
         amount = f"{100 * self.amount:g}%" if isinstance(self.amount, float) else self.amount
@@ -158,9 +158,7 @@ def _refuse_placements(operator: str, parts: tuple[Term, ...]) -> None:
 
 def _require_single_layer(operator: str, part: Term) -> None:
     if isinstance(part, Chain | Repeat | At | Spread):
-        raise PatternError(
-            f"{operator!r} takes single layers, got '{_to_text(part)}'; parentheses say what belongs together"
-        )
+        raise PatternError(f"{operator!r} takes single layers, got '{_to_text(part)}'; use parentheses to group")
 
 
 def _parenthesised(part: Term) -> str:

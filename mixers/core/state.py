@@ -58,13 +58,8 @@ def load_(state: State, path: str | Path) -> State:
     return rollback_(state, torch.load(path, map_location="cpu", weights_only=True))
 
 
-def write_back(old: Tensor | None, new: Tensor) -> Tensor | None:
-    """Return the new value of a tensor of a state, or None without an old one.
-
-    Without gradients the old tensor is overwritten, so that it keeps its address.
-    """
-    if old is None:
-        return None
+def write_back(old: Tensor, new: Tensor) -> Tensor:
+    """Return the new value of a state tensor. Without gradients overwrite the old one, so that it keeps its address."""
     return new.to(old.dtype) if torch.is_grad_enabled() else old.copy_(new)
 
 

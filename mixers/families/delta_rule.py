@@ -11,7 +11,7 @@ from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.beta import Beta, ChannelBeta
 from deltazoo.mixers.parts.projections import QKVProjection
 
-NEGATIVE_EIGENVALUES = "off; both: double the erase and the write; erase: double only the erase"
+NEGATIVE_EIGENVALUES = "off; both: double the erase and write strengths; erase: double only the erase strength"
 REPARAM = "step of the delta rule: none: explicit Euler; efla: exact; longhorn: implicit Euler"
 DELTA_STEPS = "delta steps per token"
 
@@ -26,15 +26,15 @@ class DeltaRuleConfig(HeadConfig, ABC):
 
     @property
     def unit(self) -> Literal["q", "qk"]:
-        """Streams divided by their L2 norm. With a `reparam`, the length of k affects the step, so k keeps it."""
+        """Streams divided by their L2 norm. A `reparam` needs the length of k for its step, so k is not normalised."""
         return "qk" if self.reparam == "none" else "q"
 
     def qkv_projection(self, shape: HeadShape) -> QKVProjection:
-        """Create the map to q, k and v, with a convolution, SiLU, and q and k divided by their L2 norm."""
+        """Create the projection to q, k and v with a short convolution, SiLU, and L2 norms of the streams in `unit`."""
         return QKVProjection(shape, self.conv_width, silu="qkv", unit=self.unit)
 
     def beta(self, shape: HeadShape) -> dict[str, OperandPart]:
-        """Create the part that computes the strengths of erase and write, per head or per channel as in the spec."""
+        """Create the part that computes the erase and write strengths, per head or per channel as in the spec."""
         spec = self.spec()
         return {"beta": ChannelBeta(shape, spec) if spec.beta == "channel" else Beta(shape, spec)}
 

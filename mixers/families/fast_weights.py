@@ -20,7 +20,7 @@ from deltazoo.mixers.parts.token_scan import TokenScan
 class FastWeightMixer(FilterMixer, ABC):
     """Mixer around a `TokenScan` whose initial state is learned.
 
-    State, besides the filters': the tensors of the model, "model i", and the number of tokens so far, "seen" [B] int64.
+    State: the tensors of the filters; those of the model, "model i"; the number of tokens so far, "seen" [B] int64.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -37,12 +37,11 @@ class FastWeightMixer(FilterMixer, ABC):
         state = super().init_state(batch, capacity)
         like = next(self.parameters())
         for i, tensor in enumerate(self.initial_model()):
-            repeated = tensor.detach().to(state_dtype(tensor.dtype)).repeat(batch, *[1] * tensor.dim())
-            state[f"model {i}"] = repeated
+            state[f"model {i}"] = tensor.detach().to(state_dtype(tensor.dtype)).repeat(batch, *[1] * tensor.dim())
         return state | {"seen": like.new_zeros(batch, dtype=torch.int64)}
 
     def token_count(self, state: dict[str, Tensor] | None) -> Tensor | None:
-        """Return how many tokens each sequence has had."""
+        """Return the number of tokens that each sequence has processed, [B]."""
         return None if state is None else state["seen"]
 
     def scan(
@@ -57,8 +56,8 @@ class FastWeightMixer(FilterMixer, ABC):
     ) -> Tensor:
         """Run the scan from the state, or from the initial model.
 
-        A sequence without tokens so far starts from the parameters rather than from their copy in the state, so that
-        the parameters get a gradient.
+        A sequence without tokens so far starts from the parameters instead of their copy in the state, so that the
+        parameters get a gradient.
         """
         dtype = operands[-1].dtype
         initial = self.initial_model()
@@ -70,15 +69,13 @@ class FastWeightMixer(FilterMixer, ABC):
         seen = state["seen"]
         old = [state[f"model {i}"] for i in range(len(initial))]
         start = [
-            torch.where((seen == 0).view(-1, *[1] * (held.dim() - 1)), first, held.to(first.dtype))
-            for first, held in zip(fresh, old, strict=True)
+            torch.where((seen == 0).view(-1, *[1] * (stored.dim() - 1)), first, stored.to(first.dtype))
+            for first, stored in zip(fresh, old, strict=True)
         ]
         o, model = token_scan(start, operands, parameters, context)
         updates = [*((f"model {i}", *pair) for i, pair in enumerate(zip(old, model, strict=True)))]
         for name, old_tensor, new_tensor in [*updates, ("seen", seen, seen + token_counts(x, context))]:
-            written = write_back(old_tensor, new_tensor)
-            assert written is not None
-            new[name] = written
+            new[name] = write_back(old_tensor, new_tensor)
         return o
 
 

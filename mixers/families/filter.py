@@ -37,7 +37,7 @@ class FilterConfig(MixerConfig, ABC):
         return 0
 
     def flops_context(self, width: int) -> int:
-        """Return the additional operations per token for each earlier token it reads."""
+        """Return the additional operations per token for each earlier token that the mixer reads."""
         return 0
 
 
@@ -52,7 +52,8 @@ class CachingFilter(ABC):
 class FilterMixer(Mixer, ABC):
     """Mixer made of filters. Its state holds the tensors of all filters: {"filter.tensor": tensor}.
 
-    A subclass creates its filters first, because they are registered before its other submodules.
+    A subclass must create its filters before its other submodules: `init_weights` draws in the order of registration,
+    and `filters` is registered here.
     """
 
     def __init__(self, width: int) -> None:

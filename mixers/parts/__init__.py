@@ -1,1 +1,1 @@
-"""Modules that mixers are assembled from: projections, decays, gates, norms, convolutions, caches."""
+"""Modules that mixers consist of: projections, decays, gates, norms, convolutions, caches."""

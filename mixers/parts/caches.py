@@ -50,7 +50,7 @@ def append_to_cache(cache: KVCache, k: Tensor, v: Tensor, count_B: Tensor, first
     end_B1 = (cache.position + count_B)[:, None]
     token_BS = count_B[:, None] - 1 - (end_B1 - 1 - slot_S) % S
     new_k, new_v = (_merge(old, new, token_BS, first_B) for old, new in ((cache.k, k), (cache.v, v)))
-    return KVCache(_update(cache.k, new_k), _update(cache.v, new_v), _update(cache.position, end_B1[:, 0]))
+    return KVCache(write_back(cache.k, new_k), write_back(cache.v, new_v), write_back(cache.position, end_B1[:, 0]))
 
 
 def token_in_slot(cache: KVCache) -> Tensor:
@@ -70,9 +70,3 @@ def _merge(old_BSHE: Tensor, new: Tensor, token_BS: Tensor, first_B: Tensor | No
     else:
         gathered = new[0, (first_B[:, None] + index_BS).clamp(max=new.shape[1] - 1)]
     return torch.where((token_BS >= 0)[..., None, None], gathered.to(old_BSHE.dtype), old_BSHE)
-
-
-def _update(old: Tensor, new: Tensor) -> Tensor:
-    updated = write_back(old, new)
-    assert updated is not None  # None only without an old state
-    return updated

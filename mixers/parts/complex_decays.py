@@ -1,7 +1,7 @@
 """Decays of complex diagonal recurrences: the LRU's exponential parametrisation, and S5's discretised state space.
 
-Each part sets the magnitude of the decay as `log_decay`, and passes its angle to `ToRotatingFrame` as the note
-"frequency".
+Each part sets the magnitude of the decay as `log_decay`, and stores its angle as the intermediate "frequency", which
+`ToRotatingFrame` reads.
 
 HV value heads (one per complex state)
 """
@@ -22,7 +22,7 @@ from deltazoo.mixers.parts.discretisation import Discretisation, discretise
 
 
 class LRUDecay(OperandPart):
-    """a = exp(-exp(nu) + i exp(theta)), v <- exp(gamma) v. Writes the note "frequency", exp(theta).
+    """a = exp(-exp(nu) + i exp(theta)), v <- exp(gamma) v. Stores the intermediate "frequency", exp(theta).
 
     Args: ring: smallest and largest |a| at initialisation; phase: largest angle of a at initialisation, in radians.
     Initialisation: |a|^2 uniform in [ring[0]^2, ring[1]^2], the angle uniform in [0, phase],
@@ -33,7 +33,7 @@ class LRUDecay(OperandPart):
     def __init__(self, shape: HeadShape, ring: tuple[float, float], phase: float) -> None:
         super().__init__()
         if not 0 <= ring[0] <= ring[1] <= 1:
-            raise ConfigError(f"ring must be two numbers that rise, from 0 to 1, got {ring}")
+            raise ConfigError(f"ring must be two increasing numbers between 0 and 1, got {ring}")
         self.ring, self.phase = ring, phase
         self.nu, self.theta, self.gamma = (nn.Parameter(torch.empty(shape.value_heads)) for _ in range(3))
         self.reset_parameters()
@@ -57,7 +57,7 @@ class LRUDecay(OperandPart):
 class S5Decay(OperandPart):
     """A diagonal state space with complex eigenvalues lambda: a and b from `discretise`, v <- b v.
 
-    Writes the note "frequency", the angle of a.
+    Stores the intermediate "frequency", the angle of a.
 
     Args: blocks: the number of HiPPO matrices that the eigenvalues are taken from.
     Initialisation: lambda are the eigenvalues with positive imaginary part of HiPPO-LegS's normal part, one set per
@@ -100,6 +100,6 @@ def hippo_eigenvalues(size: int) -> np.ndarray:
     """Return the eigenvalues with positive imaginary part of HiPPO-LegS's normal part, [size / 2] complex."""
     scale = np.sqrt(1 + 2 * np.arange(size))
     lower = np.tril(scale[:, None] * scale, -1)
-    skew = (lower.T - lower) / 2  # HiPPO plus half an outer product; its diagonal is -1/2
+    skew = (lower.T - lower) / 2  # the normal part of HiPPO-LegS without its diagonal of -1/2
     values = np.linalg.eigvalsh(-1j * skew)
     return -0.5 + 1j * values[values > 0][: size // 2]

@@ -22,11 +22,11 @@ from deltazoo.mixers.core.state import write_back
 class ToRotatingFrame(OperandPart, Stateful):
     """v_t <- exp(-i w t) v_t, with the angular frequencies w [HV] in radians per token.
 
-    w is learned if `theta` is given, otherwise it is the note "frequency". Writes the note "angle", w t.
+    w is learned if `theta` is given; otherwise it is the intermediate "frequency". Stores w t as "angle".
     Angles are computed in float64 modulo 2 pi, so that their error does not grow with the length of the sequence.
 
     Args: theta: base of the learned frequencies.
-    State: the number of tokens that each sequence has had, [B] int64.
+    State: the number of tokens that each sequence has processed, [B] int64.
     Initialisation of a learned w: theta^(-2 h / HV) (HGRN 2311.04823).
     """
 
@@ -56,7 +56,7 @@ class ToRotatingFrame(OperandPart, Stateful):
 
 
 class FromRotatingFrame(OutputPart):
-    """o_t <- exp(i w t) o_t, with the note "angle" of `ToRotatingFrame`."""
+    """o_t <- exp(i w t) o_t, with the intermediate "angle" of `ToRotatingFrame`."""
 
     def forward(
         self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context

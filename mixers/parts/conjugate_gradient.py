@@ -1,4 +1,4 @@
-"""The query of MesaNet: a least-squares solve for every token, by conjugate gradients on the covariance of the keys.
+"""MesaNet's query: a linear system with the key covariance, solved for every token by conjugate gradients.
 
 B batch, T time, D width, H heads, K key width
 """

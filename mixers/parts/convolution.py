@@ -21,7 +21,7 @@ class ShortConv(nn.Module, HasBackend):
     """y_t = sum_i weight_i x_(t - taps + 1 + i) + bias for each channel; x_t is zero before the first token.
 
     Computed in float32 (float64 for float64 inputs) together with each part's SiLU and norm, by the backend's kernel or
-    in plain PyTorch (`deltazoo.backends.short_conv`). In packed sequences the window stops at the sequence boundary.
+    in plain PyTorch (`deltazoo.backends.short_conv`). The window does not cross the boundaries of packed sequences.
 
     Args:
         channels: C.

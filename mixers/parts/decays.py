@@ -25,7 +25,7 @@ class SoftplusDecay(LinearPart, Fusible):
     Args:
         per: "head", log_decay is [B, T, HV]; "channel", [B, T, HV, K], with W of rank `rank` (KDA).
         rates: interval that exp(A_log) is drawn from uniformly, once per value head.
-        writes: also scale v <- dt v, Mamba-2's discretisation of the input; needs per="head".
+        writes: also scale v <- dt v (Mamba-2's discretisation of the input); needs per="head".
         bound: if given, log_decay = bound * sigmoid(exp(A_log) (W x + dt_bias)), which is never below `bound`
             (Ling 2.5's KDA).
     Initialisation: dt_bias such that dt is log-uniform in [1e-3, 1e-1], clamped at 1e-4 from below.
@@ -86,7 +86,7 @@ class SigmoidDecay(OperandPart):
     Args:
         per: as for `SoftplusDecay`.
         rank: rank of W; None: full rank.
-        temperature: a higher one forgets more slowly.
+        temperature: a higher value decays more slowly.
         floor: initial value of a learned lower bound g per channel, f = g + (1 - g) sigmoid(W x + b) (HGRN, where it
             rises from layer to layer); 0: no bound. The papers tie the bounds of all layers by a cumulative softmax.
             Here each layer learns its own, starting from the value of that softmax at initialisation.

@@ -130,9 +130,7 @@ class DiagonalSSM(nn.Module):
         )
         if state is None or seen is None or new_state is None:
             return o.squeeze(-1), None
-        new_seen = write_back(seen, seen + token_counts(x, context))
-        assert new_seen is not None
-        return o.squeeze(-1), {"update": new_state, "seen": new_seen}
+        return o.squeeze(-1), {"update": new_state, "seen": write_back(seen, seen + token_counts(x, context))}
 
     def _kernel(self, log_magnitude: Tensor, frequency: Tensor, b: Tensor, T: int) -> Tensor:
         """Return the convolution kernel sum_n Re(C_n b_n a_n^t), [T, D]."""

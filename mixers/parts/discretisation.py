@@ -16,7 +16,7 @@ def discretise(
     zoh:      a = exp(lambda dt),                            b = (a - 1) / lambda
     bilinear: a = (1 + lambda dt / 2) / (1 - lambda dt / 2),  b = dt / (1 - lambda dt / 2)
 
-    Complex products are written out in real arithmetic, because torch.compile handles complex tensors poorly.
+    Complex products are written in real arithmetic, because Inductor does not generate code for complex tensors.
 
     Returns: log |a|, the angle of a, Re b and Im b.
     """

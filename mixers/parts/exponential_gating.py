@@ -14,7 +14,7 @@ from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.decays import clamp_nonpositive
 
-# The running maximum of an empty state: low enough to lose to any gate, and exp(-INITIAL_MAX) is finite in float32.
+# Running maximum of an empty state: below every gate's exponent, and exp(-INITIAL_MAX) is finite in float32.
 INITIAL_MAX = -80.0
 SOFT_CAP = 15.0
 INPUT_BIAS, FORGET_BIAS = -10.0, (3.0, 6.0)
@@ -26,7 +26,7 @@ class ExponentialGate(OperandPart, Stateful):
     With m_t = max(m_(t-1) + log a_t, i_t), the state is stored divided by exp(m_t). The stored decay
     exp(log a_t + m_(t-1) - m_t) and the stored input gate exp(i_t - m_t) are then at most 1. cap(x) = 15 tanh(x / 15).
 
-    Writes the note "one": exp(-m), the number 1 in the units of the stored state.
+    Stores the intermediate "one": exp(-m), the value 1 in the scale of the stored state.
 
     State: m, [B, HV]. m cancels in the result, so it gets no gradient.
     Initialisation: W = 0; b is -10 for i, and rises from 3 to 6 over the heads for f.
@@ -73,8 +73,8 @@ def running_max(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """m_t = max(m_(t-1) + log_decay_t, log_input_t) for all t at once: m_t = A_t + cummax(log_input_t - A_t).
 
-    A is the cumulative sum of log_decay. Rounding errors of m cancel as long as every use takes the same m; so m_(t-1)
-    is m shifted by one token, not computed again.
+    A is the cumulative sum of log_decay. Rounding errors of m cancel only if every use reads the same m, so m_(t-1) is
+    m shifted by one token and not recomputed.
 
     Args: log_decay, log_input: [B, T, HV]; state: the maximum before the first token, [N, HV].
     Returns: m_t and m_(t-1), [B, T, HV], without gradients; the new state, None if `state` is None.
@@ -124,8 +124,8 @@ def _last(m: Tensor, state: Tensor, context: Context) -> Tensor:
 def _packed_cummax(x: Tensor, sequence_T: Tensor) -> Tensor:
     """Cumulative maximum within each packed sequence.
 
-    Each sequence is raised above the one before by more than the range of x, so that one cummax over all tokens never
-    picks a value of an earlier sequence.
+    An offset that grows by more than the range of x from one sequence to the next makes one cummax over all tokens
+    ignore the values of earlier sequences.
     """
     if not x.shape[1]:
         return x

@@ -1,4 +1,4 @@
-"""The normaliser of linear attention, as one more column of the state: o_t = S_t^T q_t / (z_t^T q_t).
+"""The normaliser of linear attention as an additional column of the state: o_t = S_t^T q_t / (z_t^T q_t).
 
 B batch, T time, HV value heads, V value width
 """
@@ -29,7 +29,7 @@ class Normalise(OutputPart):
 
     Args:
         floor: if given, divide by max(|z^T q|, floor) + eps, because z^T q may be small or negative. A number, or the
-            name of a note [B, T, HV].
+            name of an intermediate [B, T, HV].
     Source: Katharopoulos 2020, 2006.16236; xLSTM 2405.04517, equation 21 (floor).
     """
 

@@ -42,7 +42,7 @@ class HeadNorm(StatelessOutputPart, Fusible):
 
     Args:
         kind: "rms", or "layer", which subtracts the mean first (RetNet's group norm).
-        over: what is normalised together. "head": each head, with one weight [V] for all heads (Gated DeltaNet).
+        over: the channels that share one norm. "head": each head, with one weight [V] for all heads (Gated DeltaNet).
             "each": each head, with a weight per head (mLSTM, RWKV). "group": the HV / H value heads of a key head
             (Mamba-2). "all": all heads (MiniMax). The last three have weights [HV * V].
         bias: whether a bias is added after the weight.
@@ -93,7 +93,9 @@ class HeadNorm(StatelessOutputPart, Fusible):
 
 
 class UnitNorm(OperandPart):
-    """q, k <- q / |q|, k / |k|. With |k| <= 1 the eigenvalues of the delta rule stay in their interval.
+    """q, k <- q / |q|, k / |k|.
+
+    With |k| <= 1 the eigenvalues of the delta rule lie in [0, 1], or in [-1, 1] if beta is doubled.
 
     Args:
         norm: "l2", x / sqrt(sum x^2 + 1e-6); "l1", x / (sum |x| + 1e-6).

@@ -47,7 +47,7 @@ class OutputGate(StatelessOutputPart, Fusible):
 
 
 class PrecomputedGate(OutputPart):
-    """o <- o * activation(g), for the note "gate" of the projection, g [B, T, HV V]."""
+    """o <- o * activation(g), for the intermediate "gate" of the projection, g [B, T, HV V]."""
 
     def __init__(self, activation: Activation = "none") -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class Rotary(OperandPart, Stateful):
 
     Together with a decay this is xPos.
 
-    State: the number of tokens that each sequence has had, [B] int64.
+    State: the number of tokens that each sequence has processed, [B] int64.
     Source: RoPE 2104.09864; as the xPos of RetNet, 2307.08621, section 2.1.
     """
 

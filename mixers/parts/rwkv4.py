@@ -1,4 +1,4 @@
-"""RWKV-4: the projections of mixed tokens, and the WKV recurrence in stabilised form.
+"""RWKV-4: projections after the token shift, and the WKV recurrence in stabilised form.
 
 B batch, T time, D width, HV value heads (one per channel)
 """
@@ -17,7 +17,9 @@ from deltazoo.mixers.parts.exponential_gating import initial_max, running_max, s
 
 
 class RWKV4Projection(nn.Module, Stateful):
-    """k, v, r = W (mu x_t + (1 - mu) x_(t-1)), with one mu [D] each; q = 1. Writes the notes "key" and "gate" (r).
+    """k, v, r = W (mu x_t + (1 - mu) x_(t-1)), with one mu [D] each; q = 1.
+
+    Stores the intermediates "key" and "gate" (r).
 
     State: the token shift's, [B, 1, D].
     Initialisation, for channel i in layer l of L: mu = (i / D)^(1 - l / L) for k, 0.3 l / (L - 1) more for v, and half
@@ -55,9 +57,9 @@ class RWKV4Projection(nn.Module, Stateful):
 
 
 class WKVGate(OperandPart, Stateful):
-    """log_decay = -exp(w), v_t <- exp(k_t) v_t for the note "key", k [B, T, HV]; stabilised by the running maximum m.
+    """log_decay = -exp(w), v_t <- exp(k_t) v_t stabilised by the running maximum m.
 
-    Writes the note "previous_max", m_(t-1).
+    Reads the intermediate "key", k [B, T, HV], and stores "previous_max", m_(t-1).
 
     State: m, [B, HV].
     Initialisation: w rises from -5 to 3 over the channels, with an exponent that depends on the layer.
@@ -94,7 +96,7 @@ class WKVBonus(OutputPart):
 
     Both terms are divided by the larger of their exponentials.
 
-    Initialisation: u = log 0.3 - 1/2, log 0.3 or log 0.3 + 1/2, in turn over the channels.
+    Initialisation: u cycles through log 0.3, log 0.3 + 1/2 and log 0.3 - 1/2 over the channels.
     Source: RWKV 2305.13048.
     """
 

@@ -1,4 +1,4 @@
-"""RWKV-6: projections of tokens mixed with the previous one by data-dependent weights.
+"""RWKV-6: the data-dependent token shift, and the projections after it.
 
 B batch, T time, D width, H heads, K key width, V value width
 """
@@ -21,7 +21,7 @@ from deltazoo.mixers.parts.low_rank import LowRank, Ranks
 class RWKV6Projection(nn.Module, Stateful, HasFlops):
     """r, k, v, g and w of x_i = x_t + (x_(t-1) - x_t) (mu_i + lowrank_i(x_t + (x_(t-1) - x_t) mu_x)).
 
-    log_decay = -exp(w_0 + tanh(x_w A) B). Writes the note "gate", g.
+    log_decay = -exp(w_0 + tanh(x_w A) B). Stores the intermediate "gate", g.
 
     State: the token shift's, [B, 1, D].
     Initialisation, as in the published code: mu_i and w_0 by channel and layer; the first matrix of each low-rank map
@@ -80,7 +80,7 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
 def initial_bonus(shape: HeadShape, place: Place) -> Callable[[], Tensor]:
     """Return a function that computes RWKV-6's initial u, [H, K].
 
-    u = l / (L - 1) (1 - i / (H K - 1)) + (-0.1, 0 or 0.1 in turn) for channel i of H K in layer l of L.
+    u = l / (L - 1) (1 - i / (H K - 1)) + 0.1 ((i + 1) mod 3 - 1) for channel i of H K in layer l of L.
     """
     return partial(_initial_bonus, shape.heads, shape.key_width, place)
 

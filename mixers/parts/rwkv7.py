@@ -1,4 +1,4 @@
-"""RWKV-7: projections of tokens mixed with the previous one, and the operands of its generalised delta rule.
+"""RWKV-7: projections after the token shift, and the operands of its generalised delta rule.
 
 B batch, T time, D width, H heads, K key width, V value width
 """
@@ -30,8 +30,8 @@ class RWKV7Projection(nn.Module, Stateful):
 
     log_decay = -exp(-1/2) sigmoid(w), eta = sigmoid(..), kappa = unit(k * xi), k <- k (1 + (eta - 1) alpha),
     a = -kappa, b = kappa * eta. Later layers interpolate v towards the values of the first RWKV-7 layer, with weight
-    sigmoid(..). Writes the note "gate", and the first layer's values to `context.values`. The first RWKV-7 layer of a
-    stack should be layer 0, because only layer 0 is built without the weights of that interpolation.
+    sigmoid(..). Stores the intermediate "gate", and the first layer's values in `context.values`. The first RWKV-7 layer
+    of a stack should be layer 0, because only layer 0 is built without the weights of that interpolation.
 
     State: the token shift's, [B, 1, D].
     Initialisation, as in the published code: by channel and layer; the maps to r and v are uniform in +-0.5 / sqrt(D),
@@ -61,7 +61,7 @@ class RWKV7Projection(nn.Module, Stateful):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the own parameters, and override torch's initialisation of the maps to r, k and v."""
+        """Set mix, xi and alpha, and override torch's initialisation of the maps to r, k and v."""
         D, ratio = self.shape.width, 1 - self.place.layer / self.place.depth
         powers = torch.tensor([0.2, 0.9, 0.7, 0.7, 0.9, 0.2])[:, None]
         self.mix.copy_(1 - (torch.arange(D) / D) ** (powers * ratio))
@@ -93,7 +93,7 @@ class RWKV7Projection(nn.Module, Stateful):
         """Store the values of the first layer; interpolate those of a later layer towards them."""
         if context.values is None:
             return v
-        # Recognise the first layer by its index: activation checkpointing runs it again and finds its own values.
+        # Identify the first layer by its index: activation checkpointing runs it again, when its values are already stored.
         if context.values.setdefault(FIRST_LAYER, self.place.layer) == self.place.layer:
             context.values[FIRST_VALUE] = v
             return v
@@ -112,12 +112,12 @@ class RWKV7Projection(nn.Module, Stateful):
 
 
 def _ramp(size: int) -> Tensor:
-    """Return `size` numbers that rise linearly from 0 to 1."""
+    """Return `size` numbers from 0 to 1, evenly spaced."""
     return torch.arange(size) / max(1, size - 1)
 
 
 def _zigzag(keys: int, key_width: int) -> Tensor:
-    """Return x |x| for x that rises from -1 to 1 over the channels of each head."""
+    """Return x |x| for x from -1 to 1, evenly spaced over the channels of each head."""
     centred = (torch.arange(keys) % key_width) * 2 / max(1, key_width - 1) - 1
     return centred * centred.abs()
 

@@ -1,4 +1,4 @@
-"""Skip connections past the recurrence: the current token's value or input added to the output.
+"""Skip connections around the recurrence, which add the current token's value or input to the output.
 
 B batch, T time, D width, H key heads, HV value heads, K key width, V value width
 """

@@ -21,7 +21,7 @@ class SlotKeyPass(OperandPart, ResizesHeads):
     """The operands of the first pass, K_t = Diag(a_t) K_(t-1) + (1 - a_t) k_t^T.
 
     a = sigmoid(W x)^(1 / temperature). Each slot is a value head with V = 1 whose value is 1 - a, so that the state of
-    the update is K transposed. Writes the note "values": the projected values, for the second pass.
+    the update is K transposed. Stores the intermediate "values": the projected values, for the second pass.
     """
 
     def __init__(self, shape: HeadShape, slots: int, temperature: float) -> None:

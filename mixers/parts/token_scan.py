@@ -1,6 +1,6 @@
 """A recurrence that no update spec can express, run token by token as one custom operator with gradients.
 
-For states that follow the gradient of a loss (TTT, Titans). The compiler sees one node whatever the number of tokens.
+For states updated by gradient descent (TTT, Titans). The compiler sees one node for any number of tokens.
 The forward pass saves the state at the start of each segment of `SEGMENT` tokens, and the backward pass recomputes
 each segment from its saved state.
 
@@ -69,7 +69,7 @@ class TokenScan:
     def _packed(
         self, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], context: Context
     ) -> tuple[Tensor, list[Tensor]]:
-        """Scan with each packed sequence in a row of its own."""
+        """Scan with each packed sequence in a separate row."""
         bounds = context.cu_seqlens
         assert bounds is not None
         T, N = operands[0].shape[1], bounds.shape[0] - 1

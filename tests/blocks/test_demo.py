@@ -10,7 +10,7 @@ from deltazoo.backends.measure.benchmark import BenchConfig
 from deltazoo.blocks.generation.completion import Sampling, complete, load_for_completion
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import demo as demo_module
-from deltazoo.blocks.training.demo import HYBRID, BASELINES, Demo, DemoConfig, demo
+from deltazoo.blocks.training.demo import BASELINES, HYBRID, Demo, DemoConfig, demo
 from deltazoo.blocks.training.text import load_text
 from deltazoo.blocks.training.train import TrainConfig
 

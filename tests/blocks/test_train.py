@@ -177,15 +177,17 @@ def test_an_existing_checkpoint_is_not_overwritten(text, uninterrupted):
 
 
 def test_a_missing_or_damaged_checkpoint_is_reported(text, uninterrupted, tmp_path):
-    with pytest.raises(ConfigError, match=rf"{tmp_path} is no checkpoint folder: it has no {STACK} and no {SETTINGS}"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path} is not a checkpoint folder: it has no {STACK} and no {SETTINGS}"
+    ):
         load_model(tmp_path)
     for name in (STACK, SETTINGS):
         (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
     (tmp_path / CHECKPOINT).write_bytes((uninterrupted[0] / CHECKPOINT).read_bytes()[:1000])
-    with pytest.raises(ConfigError, match=rf"{CHECKPOINT} cannot be read: it is damaged or no checkpoint"):
+    with pytest.raises(ConfigError, match=rf"{CHECKPOINT} cannot be read: it is damaged or not a checkpoint"):
         load_model(tmp_path)
     (tmp_path / CHECKPOINT).write_text("hello")
-    with pytest.raises(ConfigError, match="damaged or no checkpoint"):
+    with pytest.raises(ConfigError, match="damaged or not a checkpoint"):
         resume(tmp_path, text)
 
 
@@ -224,5 +226,5 @@ def test_an_unsupported_backend_is_refused_before_compilation(text, compiled):
 
 def test_a_missing_cxx_compiler_is_reported(text, monkeypatch):
     monkeypatch.setattr("deltazoo.blocks.training.train.cxx_compiler", lambda: None)
-    with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler on the CPU and found none"):
+    with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler on the CPU, got none"):
         train(SPEC, text, CONFIG.model_copy(update={"compile": True}))

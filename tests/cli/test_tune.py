@@ -84,9 +84,9 @@ def test_merge_tables_writes_one_table(ok, run, gpu, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "takes none of the shapes: no shape was given"),
+        ((), "supports none of the shapes: got no shapes"),
         (("--shape", "pack_8x4097"), "did you mean 'pack_8x4096'?"),
-        (("--shape", "pack_8x4096", "--mixer", "kda"), "takes none of the shapes: decay must be"),
+        (("--shape", "pack_8x4096", "--mixer", "kda"), "supports none of the shapes: decay must be"),
         (("--shape", "pack_8x4096", "--mixer", "attention"), "'attention' has no update"),
         (("--shape", "pack_8x4096", "--dtype", "float64"), "dtype must be one of"),
         (("--shape", "pack_8x4096", "--effort", "some"), "effort: Input should be 'quick' or 'full'"),

@@ -284,7 +284,7 @@ def test_field_out_of_range_is_refused_by_name(name: str, fields: dict[str, obje
 
 @pytest.mark.parametrize("ring", [(0.9, 0.1), (-1.0, 2.0), (0.5, float("nan"))])
 def test_ring_of_lru_must_be_increasing(ring: tuple[float, float]) -> None:
-    with pytest.raises(ConfigError, match="ring must be two numbers that rise, from 0 to 1, got"):
+    with pytest.raises(ConfigError, match="ring must be two increasing numbers between 0 and 1, got"):
         registry.load(registry.MIXERS, "lru")(ring=ring).build(32)
 
 

@@ -22,9 +22,9 @@ class PrefixBackend(Backend):
         if spec.householders > 1:
             reasons.append(f"prefix computes one step per token, got householders={spec.householders}.")
         if spec.erase_from == "previous":
-            reasons.append("prefix erases from the decayed state, got erase_from='previous'.")
+            reasons.append("prefix supports only erase_from='decayed', got erase_from='previous'.")
         if meta.packed:
-            reasons.append("prefix has no packed sequences: give each sequence a row.")
+            reasons.append("prefix does not support packed sequences: pass each sequence as a row.")
         return reasons
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
