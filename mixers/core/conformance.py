@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_leaves
 from deltazoo.backends.base import Backend
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import UnknownNameError
-from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig
+from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place
 from deltazoo.mixers.core.state import rollback_, snapshot
 
 T, CAPACITY = 19, 32
 COMPILED_T = 3  # a short sequence: graphs of the plain-PyTorch backends grow with the number of chunks
+LATER_PLACE = Place(1, 2)  # some initial values depend on the layer
 EXACT, ROUNDED = 1e-9, 0.03
 
 
@@ -40,7 +41,7 @@ class Subject(NamedTuple):
 
 
 def trains(subject: Subject) -> float:
-    """Gradients of all parameters through the state of two pieces equal those of one call."""
+    """Gradients of all parameters through the state between two pieces equal those of one call."""
     mixer, x = subject.mixer(), subject.x()
     gradients = [_gradients(mixer, y, x) for y in (_run_pieces(mixer, x, [7, 12]), mixer(x)[0])]
     return relative_error(*gradients)
@@ -126,6 +127,26 @@ def rolls_back(subject: Subject) -> float:
     return relative_error(mixer(x[:, 9:], rollback_(state, saved))[0], mixer(x)[0][:, 9:])
 
 
+@torch.no_grad()
+def initialises(subject: Subject) -> float:
+    """After the meta device and `to_empty`, `init_weights` draws bitwise the weights of an ordinary build.
+
+    Raises: TypeError, if a submodule has parameters or buffers but no `reset_parameters`.
+    """
+    torch.manual_seed(0)
+    expected = _tensors(subject.config.build(subject.width, LATER_PLACE, subject.backend))
+    with torch.device("meta"):
+        mixer = subject.config.build(subject.width, LATER_PLACE, subject.backend)
+    mixer.to_empty(device="cpu")
+    tensors = _tensors(mixer)
+    for tensor in tensors.values():
+        tensor.fill_(77)  # a value that no initialisation sets
+    torch.manual_seed(0)
+    mixer.init_weights()
+    equal = tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in tensors)
+    return 0.0 if equal else float("inf")
+
+
 # Name of each property: the function that returns its relative error, and the bound of that error.
 PROPERTIES: dict[str, tuple[Callable[[Subject], float], float]] = {
     "train": (trains, EXACT),
@@ -138,13 +159,14 @@ PROPERTIES: dict[str, tuple[Callable[[Subject], float], float]] = {
     "fullgraph": (is_one_graph, EXACT),
     "export": (exports, EXACT),
     "rollback": (rolls_back, EXACT),
+    "init_weights": (initialises, EXACT),
 }
 
 
 def error(config: MixerConfig, name: str, width: int = 16, backend: str | Backend | None = None) -> float:
     """Return the relative error of one property.
 
-    Args: backend: None: the uncompiled chunk-parallel backend in plain PyTorch, which needs no compilation.
+    Args: backend: None: the chunk-parallel backend in plain PyTorch, without torch.compile.
     Raises: UnknownNameError.
     """
     if name not in PROPERTIES:
@@ -178,6 +200,10 @@ def suite(
 def relative_error(value: Tensor, expected: Tensor) -> float:
     """Return |value - expected| / |expected|."""
     return float(((value.double() - expected.double()).norm() / expected.double().norm()).detach())
+
+
+def _tensors(mixer: Mixer) -> dict[str, Tensor]:
+    return {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
 
 
 def _gradients(mixer: Mixer, y: Tensor, x: Tensor) -> Tensor:

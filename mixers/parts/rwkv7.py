@@ -30,8 +30,8 @@ class RWKV7Projection(nn.Module, Stateful):
 
     log_decay = -exp(-1/2) sigmoid(w), eta = sigmoid(..), kappa = unit(k * xi), k <- k (1 + (eta - 1) alpha),
     a = -kappa, b = kappa * eta. Later layers interpolate v towards the values of the first RWKV-7 layer, with weight
-    sigmoid(..). Stores the intermediate "gate", and the first layer's values in `context.values`. The first RWKV-7 layer
-    of a stack should be layer 0, because only layer 0 is built without the weights of that interpolation.
+    sigmoid(..). Stores the intermediate "gate", and the first layer's values in `context.values`. The first RWKV-7
+    layer of a stack should be layer 0, because only layer 0 is built without the weights of that interpolation.
 
     State: the token shift's, [B, 1, D].
     Initialisation, as in the published code: by channel and layer; the maps to r and v are uniform in +-0.5 / sqrt(D),
@@ -93,7 +93,7 @@ class RWKV7Projection(nn.Module, Stateful):
         """Store the values of the first layer; interpolate those of a later layer towards them."""
         if context.values is None:
             return v
-        # Identify the first layer by its index: activation checkpointing runs it again, when its values are already stored.
+        # Identify the first layer by its index: activation checkpointing runs it again after its values were stored.
         if context.values.setdefault(FIRST_LAYER, self.place.layer) == self.place.layer:
             context.values[FIRST_VALUE] = v
             return v

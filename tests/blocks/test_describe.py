@@ -1,4 +1,4 @@
-"""`describe` counts what a built model has."""
+"""`describe` counts the parameters, bytes and FLOPs of the built model."""
 
 import pytest
 import torch

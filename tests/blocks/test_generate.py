@@ -76,7 +76,7 @@ def test_top_k_and_top_p_equal_a_direct_computation(temperature, top_k, top_p):
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_of_equally_likely_tokens_the_first_k_are_kept():
+def test_top_k_keeps_the_first_of_equally_likely_tokens():
     assert filter_logits(torch.zeros(1, 5), 1.0, 2, None).isfinite().tolist() == [[True, True, False, False, False]]
 
 
@@ -186,7 +186,7 @@ def test_invalid_arguments_are_refused(model, tokens, error, sentence, change):
         generate(model, **{"prompt": tokens(1, 3), "max_tokens": 2} | change)
 
 
-def test_a_decoder_refuses_what_exceeds_its_sizes(model, tokens):
+def test_a_decoder_refuses_inputs_beyond_its_batch_or_capacity(model, tokens):
     decoder = Decoder(model, batch=2, capacity=8)
     assert generate(decoder, tokens(2, 5), 4).shape == (2, 4)
     with pytest.raises(StateError, match=r"capacity 8 is too small for 5 \+ 5 tokens"):

@@ -30,7 +30,7 @@ def benchmark_result():
     return bench(UpdateSpec(decay="head", beta="head"), [TINY[0]], ["reference"], config)
 
 
-def test_each_model_has_a_curve_of_its_colour(tmp_path):
+def test_each_model_has_a_curve_in_a_separate_colour(tmp_path):
     one = {"a": _training(8, 4, 3)}
     report.plot_curves(one, tmp_path / "one.png")
     report.plot_curves(one | {"b": _training(7, 5, 2)}, tmp_path / "two.png")

@@ -1,4 +1,4 @@
-"""A hybrid language model: pieces, packs and padding equal the plain forward pass; one graph under torch.compile."""
+"""A hybrid language model: pieces, packed and padded sequences equal one forward pass; one graph when compiled.
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_later_tokens_do_not_leak(model, tokens):
     assert not torch.allclose(model(changed)[0][0, 6], model(tokens_BT)[0][0, 6])
 
 
-def test_a_pack_equals_its_sequences(model, tokens):
+def test_packed_sequences_equal_separate_sequences(model, tokens):
     lengths = [4, 1, 6]
     packed = tokens(1, sum(lengths))
     context = Context(cu_seqlens=torch.tensor([0, 4, 5, 11], dtype=torch.int32))
@@ -296,7 +296,7 @@ def test_training_is_one_graph_for_every_length(hybrid, tokens):
     assert counter.frame_count == 1
 
 
-def test_checkpointed_training_on_a_pack_is_one_graph(hybrid, tokens):
+def test_checkpointed_training_on_packed_sequences_is_one_graph(hybrid, tokens):
     model, compiled, counter = hybrid
     loss = torch.compile(compiled.checkpoint_layers().loss, fullgraph=True, backend=counter)
     tokens_BT = tokens(1, 64)

@@ -1,4 +1,4 @@
-"""Texts: disjoint parts, and random_crops that depend only on the seed and the step."""
+"""Text: disjoint training and validation parts, and crops that depend only on the seed and the step."""
 
 import pytest
 import torch

@@ -36,8 +36,8 @@ class Backend(ReferenceBackend):
 STACK_FIELDS = {"width": 16, "depth": 2, "vocab": 256, "pattern": "a", "mlp": {"width": 16}}
 MIXER = {"mixer": "gated_deltanet", "heads": 1}
 
-# Every place of a stack file that can name code: the fields that differ from STACK_FIELDS, and the key in the message.
-DOORS = {
+# Each place in a stack file that can name code: the fields that differ from STACK_FIELDS, and the key in the message.
+CODE_REFERENCES = {
     "a layer": ({"layers": {"a": {"mixer": "MODULE:Mixer"}}}, "layers.a.mixer"),
     "a layer with an MLP": ({"layers": {"a": {"mixer": {"mixer": "MODULE:Mixer"}}}}, "layers.a.mixer.mixer"),
     "a parallel branch": ({"layers": {"a": {"mixer": [MIXER, {"mixer": "MODULE:Mixer"}]}}}, "layers.a.mixer.1.mixer"),
@@ -60,7 +60,7 @@ DOORS = {
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """The name of a module that leaves a file behind when its code runs."""
+    """The name of a module that creates a file when its code runs."""
     name = f"untrusted_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(MODULE.format(ran=str(tmp_path / "ran")))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -74,7 +74,7 @@ def write(path, fields, module):
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
-@pytest.mark.parametrize(("fields", "key"), DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize(("fields", "key"), CODE_REFERENCES.values(), ids=CODE_REFERENCES)
 def test_code_named_in_a_stack_file_runs_only_with_trust(tmp_path, module, fields, key, suffix):
     path = write(tmp_path / f"stack{suffix}", fields, module)
     with pytest.raises(ConfigError) as caught:

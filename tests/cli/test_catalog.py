@@ -10,7 +10,7 @@ from deltazoo.blocks import presets
 from deltazoo.mixers.core.config import config_class
 
 
-def test_list_holds_every_name_with_equation_source_and_owner(ok):
+def test_list_contains_every_name_with_equation_source_and_owner(ok):
     result = ok("list", "--json").json
     assert [entry["name"] for entry in result["mixers"]] == registry.names(registry.MIXERS)
     assert [entry["name"] for entry in result["backends"]] == registry.names(registry.BACKENDS)
@@ -27,7 +27,7 @@ def test_list_holds_every_name_with_equation_source_and_owner(ok):
     assert kda["spec"] == "decay=channel beta=head"
 
 
-def test_list_of_one_kind_holds_no_other(ok):
+def test_list_of_one_kind_contains_no_other(ok):
     assert list(ok("list", "backends", "--json").json) == ["backends"]
     printed = ok("list", "backends").out
     assert "reference" in printed
@@ -59,7 +59,7 @@ def broken_plug_in(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "mamba2", "attention"])
-def test_show_counts_what_the_module_of_a_mixer_has(ok, name):
+def test_show_counts_the_parameters_and_state_bytes_of_a_mixer(ok, name):
     result = ok("show", name, "--width", 256, "--json").json
     config = config_class(name)()
     module = config.build(256)

@@ -1,4 +1,4 @@
-"""--trust on the command line; a module:Class that is typed there needs none."""
+"""Files that name module:Class need --trust; names typed on the command line do not."""
 
 import pytest
 
@@ -35,28 +35,27 @@ def stack(tmp_path):
     return path
 
 
-def refused(result):
+def assert_refused(result):
     assert result.code == 2
     assert "'cli_trust_plug_in:Mixer' would import and run the code" in result.err
     assert "--trust" in result.err
-    return True
 
 
 def test_build_and_show_refuse_a_file_without_trust(run, ok, stack):
     for command in ("build", "show"):
-        assert refused(run(command, stack))
+        assert_refused(run(command, stack))
         assert "cli_plug_in" in ok(command, stack, "--trust").out
-    assert refused(run("tune", stack, "--dry-run"))
+    assert_refused(run("tune", stack, "--dry-run"))
 
 
 def test_train_resume_and_generate_refuse_a_checkpoint_without_trust(run, ok, stack, text_file, tmp_path):
     folder = tmp_path / "run"
     train = ("train", stack, "--text", text_file, "--out", folder, *QUICK)
-    assert refused(run(*train))
+    assert_refused(run(*train))
     ok(*train, "--trust")
-    assert refused(run("train", "--resume", folder))
+    assert_refused(run("train", "--resume", folder))
     ok("train", "--resume", folder, "--trust")
-    assert refused(run("generate", folder))
+    assert_refused(run("generate", folder))
     ok("generate", folder, "--max-bytes", 1, "--trust")
 
 

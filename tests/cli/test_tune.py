@@ -16,7 +16,7 @@ _PATH = Path(__file__).parents[1] / "backends" / "test_tune.py"
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """A simulated GPU with invented times."""
+    """A simulated GPU with fixed kernel times."""
     spec = importlib.util.spec_from_file_location("fake_gpu", _PATH)
     fake = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fake)
@@ -34,7 +34,7 @@ def gpu(monkeypatch, tmp_path):
 
 
 def test_tune_without_a_gpu_is_refused(run, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a machine with a GPU as well
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the machine of the test may have a GPU
     for more in ((), ("--dry-run",)):
         result = run("tune", "--shape", "dense_8x4096", *more)
         assert (result.code, result.out) == (2, "")

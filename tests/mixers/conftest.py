@@ -13,14 +13,14 @@ from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 
 WIDTH = 24
 
-# Small values of the fields; a mixer gets those that it has.
+# Small values of config fields; each mixer uses those that its config has.
 SMALL = {
     "batch": 3, "blocks": 2, "channels": 8, "chunk": 3, "convolution": False, "decay_rank": 3, "features": 8,
     "filter_width": 8, "gate_rank": 3, "head_width": 6, "heads": 2, "key_value_heads": 1, "key_width": 4,
     "max_length": 32, "mix_rank": 2, "shift": 4, "slots": 5, "state_size": 3, "states": 3, "steps": 4,
     "value_heads": 4, "value_width": 6, "window": 4,
 }  # fmt: skip
-# Mixers that need other values.
+# Fields of mixers that need other values.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "rwkv7": {"ranks": (3, 0, 3, 2, 4)},
     "mom": {"memory": {"mixer": "deltanet", "heads": 2, "key_width": 4}, "memories": 3, "balance": 0, "z": 0},
@@ -59,7 +59,7 @@ BACKENDS: dict[str, str | Backend] = {
     "reference": "reference",
     "chunked": CompileBackend(chunk=16, compiled=False),
 }
-# All configs run on the reference. These cover what mixers require of a backend, and also run on the chunked one.
+# All configs run on the reference backend. These also run on the chunked one; they cover all that mixers require of it.
 ALSO_CHUNKED = (
     "retnet",
     "mamba2",

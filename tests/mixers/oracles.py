@@ -1,4 +1,7 @@
-"""Modules of transformers that mixers must equal, and how their parameters map to ours."""
+"""Modules of transformers that mixers must equal, and the map from their parameters to ours.
+
+"Theirs" is the module of transformers, "ours" the mixer of deltazoo.
+"""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -48,7 +51,7 @@ class Oracle(ABC):
         return self.theirs(x, cache_params=cache)
 
     @abstractmethod
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         """Return their parameters, or the gradients of them, by our names."""
 
     def cache(self) -> Any:
@@ -58,19 +61,21 @@ class Oracle(ABC):
         return DynamicCache(config=self.config)
 
     def randomise(self) -> None:
-        """Draw all of their parameters, because some are initialised to constants."""
+        """Draw all parameters of their module, because some are initialised to constants."""
         with torch.no_grad():
             for parameter in self.theirs.parameters():
                 parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.5))
 
     def weights(self) -> Tensors:
         """Return a state dict for our mixer."""
-        return self.mapped({name: parameter.detach().clone() for name, parameter in self.theirs.named_parameters()})
+        return self.map_parameters(
+            {name: parameter.detach().clone() for name, parameter in self.theirs.named_parameters()}
+        )
 
     def gradients(self) -> Tensors:
         """Return their gradients by our names; zeros for parameters without one."""
         grads = {name: parameter.grad for name, parameter in self.theirs.named_parameters()}
-        return self.mapped({name: torch.zeros(()) if grad is None else grad for name, grad in grads.items()})
+        return self.map_parameters({name: torch.zeros(()) if grad is None else grad for name, grad in grads.items()})
 
     def shared(self, name: str, gradient: Tensor) -> Tensor | None:
         """Return the part of a gradient that both modules have; None if theirs has no such parameter."""
@@ -106,7 +111,7 @@ class GatedDelta(Oracle, ABC):
     def projections(self, w: Tensors) -> dict[str, Tensor]:
         """Return the weights of qkv, decay, beta, gate, norm and out."""
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         p = self.projections(w)
         return {
             "project.to_qkv.weight": p["qkv"],
@@ -187,7 +192,7 @@ class KimiLinear(Oracle):
         self.config = KimiLinearConfig(**sizes, layer_types=["linear_attention"], rms_norm_eps=1e-5)
         self.theirs = KimiLinearDeltaAttention(self.config, 0)
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         return self.low_rank_maps(w) | {
             "project.to_qkv.weight": separate_qkv(w),
             "project.conv.weight": w["conv1d.weight"].squeeze(1),
@@ -251,7 +256,7 @@ class Mamba2Oracle(Oracle):
         self.config = Mamba2Config(**sizes, chunk_size=16, num_hidden_layers=1, layer_norm_epsilon=1e-5)
         self.theirs = Mamba2Mixer(self.config, 0).eval()
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         def qkv(x: Tensor) -> Tensor:
             """Order x, B, C as q, k, v."""
             v, k, q = x.split([64, 12, 12])
@@ -289,7 +294,7 @@ class MambaOracle(Oracle):
         self.config.intermediate_size = 24  # the constructor overwrites it
         self.theirs = MambaMixer(self.config, 0).eval()
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         x, gate = w["in_proj.weight"].chunk(2)
         return {
             "project.to_v.weight": x,
@@ -331,7 +336,7 @@ class MiniMax(Oracle):
     def call(self, x: Tensor, cache: Any) -> Tensor:
         return self.theirs(x, position_embeddings=None, attention_mask=None, past_key_values=cache)[0]
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         return {
             "project.to_qkv.weight": rearrange(w["qkv_proj.weight"], "(h three e) d -> (three h e) d", h=4, three=3),
             "outputs.norm.weight": w["norm.weight"],
@@ -364,7 +369,7 @@ class XLSTM(Oracle):
     def call(self, x: Tensor, cache: Any) -> Tensor:
         return self.theirs(x)[0]
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         return {
             "project.to_qkv.weight": torch.cat([w[f"{name}.weight"] for name in "qkv"]),
             "operands.gates.proj.weight": torch.cat([w["igate_preact.weight"], w["fgate_preact.weight"]]),
@@ -393,7 +398,7 @@ class Rwkv(Oracle):
         with torch.no_grad():
             return self.theirs(x)[0]
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         return {
             "project.mix": torch.stack([w[f"time_mix_{name}"].flatten() for name in ("key", "value", "receptance")]),
             "project.to_k.weight": w["key.weight"],
@@ -428,7 +433,7 @@ class RecurrentGemma(Oracle):
         positions = torch.arange(1, x.shape[1] + 1).expand(x.shape[:2])
         return self.theirs(x, positions, None, use_cache=False)[0]
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         gates = ("recurrent_gate", "input_gate")
         return {
             "project.to_v.weight": w["linear_x.weight"],
@@ -467,7 +472,7 @@ class Llama(SoftmaxAttention):
         self.config._attn_implementation = "sdpa"
         self.theirs, self.rotary = LlamaAttention(self.config, 0), LlamaRotaryEmbedding(self.config)
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         return {"to_qkv.weight": separate_qkv(w), "out.weight": w["o_proj.weight"]}
 
 
@@ -489,7 +494,7 @@ class Qwen3NextAttention(SoftmaxAttention):
         self.theirs = modeling_qwen3_next.Qwen3NextAttention(self.config, 0)
         self.rotary = modeling_qwen3_next.Qwen3NextRotaryEmbedding(self.config)
 
-    def mapped(self, w: Tensors) -> Tensors:
+    def map_parameters(self, w: Tensors) -> Tensors:
         q, gate = rearrange(w["q_proj.weight"], "(h two e) d -> two (h e) d", h=4, two=2)
         return {
             "to_qkv.weight": torch.cat([q, w["k_proj.weight"], w["v_proj.weight"]]),

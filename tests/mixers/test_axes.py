@@ -30,7 +30,7 @@ SIZES = {"heads": 2, "value_heads": 4, "key_width": 4, "value_width": 3}
 
 
 def expected_refusal(name: str, reparam: str, negative: str) -> str | None:
-    """The error message of a combination without a meaning."""
+    """Return the error message of an invalid combination, or None if it is valid."""
     if reparam == "none":
         return None
     if negative != "off":
@@ -90,7 +90,7 @@ def test_combination_equals_its_recurrence_or_is_refused(name: str, reparam: str
     assert_equals_recurrence(config_class(name)(**SIZES, **axes))
 
 
-def test_longhorn_takes_householders() -> None:
+def test_longhorn_supports_householders() -> None:
     assert_equals_recurrence(Longhorn(**SIZES, householders=2))
 
 

@@ -1,4 +1,7 @@
-"""Mixers under torch.compile(fullgraph=True) beyond the conformance kit: serving, many lengths, packs, Inductor."""
+"""Mixers under torch.compile(fullgraph=True): cases beyond the conformance kit.
+
+Serving (padded prefill, then decoding), many lengths, packed sequences, Inductor.
+"""
 
 from types import SimpleNamespace
 
@@ -17,7 +20,7 @@ from deltazoo.mixers.core.mixer import Mixer, State
 
 WIDTH, T = 16, 3
 
-# One of each kind of state, and of each way to treat padding.
+# One mixer for each kind of state and each way to handle padding.
 STATE_KINDS = (
     "attention", "sliding_window", "gated_deltanet", "mamba", "mlstm", "rwkv7", "lru", "gsa", "s4d", "hyena", "titans",
     "mom of rwkv4, one active",
@@ -96,8 +99,8 @@ def test_packed_prefill_is_one_graph(zoo: dict[str, MixerConfig], name: str) -> 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", LENGTH_CASES)
-def test_lengths_share_graphs(zoo: dict[str, MixerConfig], name: str) -> None:
-    """At most three graphs: for the first length, for multiples of the chunk or window, and for other lengths."""
+def test_at_most_three_graphs_serve_all_lengths(zoo: dict[str, MixerConfig], name: str) -> None:
+    """One graph for the first length, one for multiples of the chunk or window, one for all other lengths."""
     mixer = build(zoo[name], CompileBackend(compiled=False))
     module, counter = compiled(mixer)
     for time in (70, 130, 192, 200, 256, 75):
@@ -118,8 +121,8 @@ def test_inductor_output_and_gradients_equal_eager(zoo: dict[str, MixerConfig], 
         torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-10)
 
 
-def test_a_fixed_decay_needs_a_decay_per_channel_only_with_a_mask() -> None:
-    """With a mask, a constant decay is passed per token, which is another spec. A backend may lack that spec."""
+def test_masked_fixed_decay_runs_on_a_backend_without_channel_decay() -> None:
+    """With a mask the constant decay per head is passed per token, which needs only the spec with a decay per head."""
 
     class HeadDecayOnly(ReferenceBackend):
         name = "head-decay-only"

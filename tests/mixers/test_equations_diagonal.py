@@ -171,7 +171,7 @@ def test_discretise_equals_scipy(method: Discretisation) -> None:
 
 
 @pytest.mark.parametrize("method", ["zoh", "bilinear"])
-def test_real_s4d_equals_scipys_simulation(method: Discretisation) -> None:
+def test_real_s4d_equals_the_simulation_of_scipy(method: Discretisation) -> None:
     """One channel, with its skip. Only A and B of scipy's bilinear system are used: its C and D differ from S4D's."""
     torch.manual_seed(0)
     ssm = S4D(states=2, start="real", discretisation=method).build(1, backend="reference").double().filters["ssm"]

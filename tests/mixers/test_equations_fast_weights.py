@@ -1,4 +1,4 @@
-"""Mixers whose state solves or descends a loss, and Hyena, against their equations in float64.
+"""MesaNet, TTT-Linear, Titans and Hyena against their equations in float64.
 
 B batch, T time, D width, H heads, E head width
 """
@@ -125,7 +125,7 @@ def test_mixer_equals_its_equation(name: str) -> None:
     assert_equals_equation(CASES[name], 1e-7, width=D, noise=0.2)
 
 
-def test_mesas_error_falls_with_the_number_of_conjugate_gradient_steps() -> None:
+def test_error_of_mesa_decreases_with_conjugate_gradient_steps() -> None:
     errors = []
     for steps in (1, 2, 4, 12):
         torch.manual_seed(0)

@@ -31,7 +31,7 @@ def cases() -> Iterator[object]:
             yield pytest.param(mixer, name, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.parametrize(("mixer_name", "name"), cases())
+@pytest.mark.parametrize(("mixer_name", "name"), list(cases()))
 def test_mixer_has_property(zoo: dict[str, MixerConfig], mixer_name: str, name: str) -> None:
     backend = "reference" if name in TRACED else None
     assert conformance.error(zoo[mixer_name], name, backend=backend) <= conformance.PROPERTIES[name][1]
@@ -55,6 +55,9 @@ class LeakyMixer(Mixer):
         super().__init__()
         self.gain = torch.nn.Parameter(torch.ones(width))
 
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.gain, 2.0)  # differs from the constructor
+
     def init_state(self, batch: int, capacity: int | None = None) -> State:
         return {"unused": self.gain.new_zeros(batch, 1)}
 
@@ -67,6 +70,10 @@ class LeakyMixer(Mixer):
 @pytest.mark.parametrize("name", ["train", "prefill in pieces", "decode", "packed", "padded", "causal, isolated"])
 def test_kit_detects_a_leak_between_tokens(name: str) -> None:
     assert not conformance.error(Leaky(), name) <= conformance.PROPERTIES[name][1]
+
+
+def test_kit_detects_weights_that_differ_from_an_ordinary_build() -> None:
+    assert conformance.error(Leaky(), "init_weights") == float("inf")
 
 
 def test_kit_detects_a_state_that_does_not_depend_on_the_tokens() -> None:

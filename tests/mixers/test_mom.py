@@ -78,8 +78,8 @@ def test_mixture_of_any_mixer_is_causal_and_isolated(one_of_each: MixerConfig) -
         assert_same(mixer(earlier, None, pack)[0][:, 5:], packed[:, 5:])
 
 
-def test_memories_of_any_kind_go_on_from_a_pack(one_of_each: MixerConfig) -> None:
-    """With a capacity that the longest sequence fills, and an empty sequence; then token by token."""
+def test_any_memory_continues_decoding_from_packed_sequences(one_of_each: MixerConfig) -> None:
+    """The longest sequence fills the capacity, and one sequence is empty."""
     mixer = build(one_of_each)
     x = torch.randn(1, T, WIDTH, dtype=torch.float64)
     bounds = [0, 5, 5, T]
@@ -97,7 +97,7 @@ def test_memories_of_any_kind_go_on_from_a_pack(one_of_each: MixerConfig) -> Non
 
 
 @pytest.mark.parametrize("width", [24, 100, 1024])
-def test_routes_are_bitwise_equal_in_pieces_and_for_single_rows(width: int) -> None:
+def test_routes_are_bitwise_equal_for_pieces_and_single_rows(width: int) -> None:
     """Prefill and decoding must route alike even if two scores are close."""
     torch.manual_seed(0)
     router = Router(MoM(), width)
@@ -139,10 +139,10 @@ def test_gradient_of_a_token_reaches_only_earlier_tokens_of_its_sequence(trainin
     y = mixer(x, None, context)[0]
     for t in range(T):
         (grad,) = torch.autograd.grad(y[0, t].sum(), x, retain_graph=True)
-        seen = grad[0].abs().sum(-1) > 0
-        assert not seen[t + 1 :].any()
-        assert not seen[: 5 if t >= 5 else 0].any()
-        assert seen[t]
+        nonzero = grad[0].abs().sum(-1) > 0
+        assert not nonzero[t + 1 :].any()
+        assert not nonzero[: 5 if t >= 5 else 0].any()
+        assert nonzero[t]
 
 
 def test_training_and_evaluation_give_equal_outputs() -> None:
@@ -170,11 +170,11 @@ def test_backward_adds_the_gradient_of_the_router_loss() -> None:
     weight = mixer.router.weight.detach().clone().requires_grad_()
     logits = x @ weight.mT
     p = logits.softmax(-1)
-    sent = torch.zeros(4, dtype=torch.float64)
+    fraction = torch.zeros(4, dtype=torch.float64)
     for token in p.flatten(0, 1):
         for m in token.topk(2).indices:
-            sent[m] += 1 / (2 * T * 2)
-    loss = 0.3 * 4 * (sent * p.mean((0, 1))).sum() + 0.2 * logits.logsumexp(-1).square().mean()
+            fraction[m] += 1 / (2 * T * 2)
+    loss = 0.3 * 4 * (fraction * p.mean((0, 1))).sum() + 0.2 * logits.logsumexp(-1).square().mean()
     torch.testing.assert_close(mixer.router(x, None).loss, loss, rtol=1e-12, atol=0)
     (expected,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(mixer.router.weight.grad, expected, rtol=1e-9, atol=1e-12)
@@ -202,7 +202,7 @@ def test_balance_loss_spreads_tokens_over_the_memories() -> None:
 
 
 @pytest.mark.slow
-def test_lengths_and_routes_share_graphs() -> None:
+def test_at_most_three_graphs_serve_all_lengths_and_routes() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     config = MoM(memory=LinearAttention(heads=2), memories=2, active=1, shared=False)

@@ -14,6 +14,7 @@ from deltazoo.backends.dispatch import update
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, mask_padding
+from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, project_jointly
 from deltazoo.mixers.core.sequences import left_align, undo_left_align
@@ -65,7 +66,7 @@ def test_short_conv_equals_conv1d(taps: int, bias: bool) -> None:
     assert_same_with_gradients(actual, expected, [x, *conv.parameters()], 1e-12)
 
 
-def test_short_conv_of_no_packed_sequences_is_empty() -> None:
+def test_short_conv_of_zero_packed_sequences_is_empty() -> None:
     conv = ShortConv(6, 4)
     (y,), state = conv(
         torch.randn(1, 0, 6), torch.zeros(0, 3, 6), Context(cu_seqlens=torch.zeros(1, dtype=torch.int32))
@@ -101,7 +102,7 @@ def test_head_norm_equals_torch(over: str) -> None:
         )
 
 
-def test_unit_norm_divides_by_the_length_and_maps_zero_to_zero() -> None:
+def test_unit_norm_divides_by_the_norm_and_maps_zero_to_zero() -> None:
     inputs = operands()
     inputs.k[0, 0, 0] = 0
     for norm, order in (("l2", 2), ("l1", 1)):
@@ -130,13 +131,13 @@ def test_decays_are_finite_and_at_most_one(dtype: torch.dtype) -> None:
         assert log_decay.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_fixed_decay_equals_retnets() -> None:
+def test_fixed_decay_equals_the_decay_of_retnet() -> None:
     log_decay = FixedDecay(SHAPE)(torch.empty(1, 1, 8), operands(), None, Context())[0].log_decay
     expected = [1 - 2.0**-5, 1 - 2.0**-6, 1 - 2.0**-7, 1 - 2.0**-8]
     torch.testing.assert_close(log_decay.exp(), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
 
 
-def test_rotary_keeps_lengths_and_depends_on_the_distance_only() -> None:
+def test_rotary_preserves_norms_and_depends_on_relative_positions_only() -> None:
     q, k = torch.randn(2, 1, 1, 1, 10, dtype=torch.float64)
 
     def rotated(y: Tensor, position: int) -> Tensor:
@@ -159,7 +160,7 @@ def test_dpfp_is_nonnegative_and_six_times_as_wide() -> None:
 
 
 @pytest.mark.parametrize("decay", ["head", "channel", "rate", "fixed"])
-def test_hidden_tokens_leave_the_state_unchanged(decay: str) -> None:
+def test_masked_tokens_leave_the_state_unchanged(decay: str) -> None:
     """Every transition and decay, also combinations that no mixer uses."""
     for transition in ("additive", "delta", "dplr"):
         spec = UpdateSpec(decay=decay, transition=transition)
@@ -175,7 +176,7 @@ def test_hidden_tokens_leave_the_state_unchanged(decay: str) -> None:
         torch.testing.assert_close(out.state, state, rtol=0, atol=0)
 
 
-def test_aligned_moves_real_tokens_first_and_restored_inverts_it() -> None:
+def test_left_align_moves_real_tokens_first_and_undo_restores_the_order() -> None:
     x = torch.arange(1, 13.0).view(2, 6, 1)
     mask = torch.tensor([[False, False, True, True, True, False], [True, True, False, False, False, False]])
     moved, context, order = left_align(x, 1, Context(mask=mask))
@@ -221,7 +222,7 @@ def test_narrow_maps_share_one_product_with_equal_outputs_and_gradients() -> Non
         return products.count, y
 
     shared_count, shared = run()
-    # Modules with a hook are called, so their maps do not share a product.
+    # Maps with a forward hook are called separately, so they do not share a product.
     called = []
     for name in ("beta", "decay"):
         mixer.operands[name].proj.register_forward_hook(lambda *_, name=name: called.append(name))
@@ -240,14 +241,6 @@ def test_only_plain_narrow_maps_share_a_product() -> None:
     wide, biased, nested = nn.Linear(64, 9, bias=False), nn.Linear(64, 2), nn.Sequential(nn.Linear(64, 2, bias=False))
     for excluded in (wide, biased, nested):
         assert project_jointly(x, {"a": narrow, "b": excluded}) == {}
-
-
-def reset(module: nn.Module) -> None:
-    """Reset a module's children before the module, because some parts override the initialisation of a child."""
-    for child in module.children():
-        reset(child)
-    if hasattr(module, "reset_parameters"):
-        module.reset_parameters()
 
 
 PLACE = Place(2, 4)
@@ -282,7 +275,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_reset_parameters_initialises_a_part_built_on_the_meta_device(name: str) -> None:
+def test_init_weights_initialises_a_part_built_on_the_meta_device(name: str) -> None:
     built, other = PARTS[name](), PARTS[name]()
     with torch.device("meta"):
         part = PARTS[name]()
@@ -290,7 +283,7 @@ def test_reset_parameters_initialises_a_part_built_on_the_meta_device(name: str)
     with torch.no_grad():
         for tensor in part.state_dict().values():
             tensor.fill_(torch.nan)
-    reset(part)
+    init_weights(part)
     for key, tensor in part.state_dict().items():
         assert tensor.isfinite().all(), key
         if torch.equal(built.state_dict()[key], other.state_dict()[key]):  # not random
@@ -298,8 +291,8 @@ def test_reset_parameters_initialises_a_part_built_on_the_meta_device(name: str)
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_reset_parameters_sets_tensors_in_place(name: str) -> None:
+def test_init_weights_sets_tensors_in_place(name: str) -> None:
     part = PARTS[name]()
     tensors = part.state_dict(keep_vars=True)
-    reset(part)
+    init_weights(part)
     assert all(tensor is tensors[key] for key, tensor in part.state_dict(keep_vars=True).items())

@@ -6,16 +6,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.base import Backend
+from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 
 
-def relative_error(value: Tensor, expected: Tensor) -> float:
-    return float(((value.double() - expected.double()).norm() / expected.double().norm()).detach())
-
-
 def without_zero_parameters(mixer: Mixer) -> Mixer:
-    """Draw parameters that are zero at first, because they block the gradient of the parameters before them."""
+    """Draw the parameters that are initialised to zero, because they make the gradients of other parameters zero."""
     with torch.no_grad():
         for parameter in mixer.parameters():
             if not parameter.any():

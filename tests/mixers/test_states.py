@@ -1,4 +1,4 @@
-"""States of every mixer: pieces, packs and padded batches give the outputs and states of separate rows.
+"""States of every mixer: pieces, packed sequences and padded batches give the outputs and states of separate rows.
 
 Gradients through a state, rollback, causality and isolation are checked by the conformance kit (test_matrix.py).
 """
@@ -123,7 +123,7 @@ def test_padded_rows_equal_unpadded_rows(mixer: Mixer, x: Tensor, side: str) -> 
     assert without_state.isfinite().all()
 
 
-def test_decoding_a_padded_token_keeps_the_state(mixer: Mixer, x: Tensor) -> None:
+def test_decoding_a_padded_token_does_not_change_the_state(mixer: Mixer, x: Tensor) -> None:
     with torch.no_grad():
         _, state = mixer(x[:, :4], mixer.init_state(3, CAPACITY))
         saved = states.snapshot(state)
@@ -154,7 +154,7 @@ def test_reordered_rows_continue_from_their_own_state(mixer: Mixer, x: Tensor) -
     assert_same(y, whole[order, 6:])
 
 
-def test_given_positions_replace_counted_ones(mixer: Mixer, x: Tensor) -> None:
+def test_context_positions_override_the_default_positions(mixer: Mixer, x: Tensor) -> None:
     counted = torch.arange(9).expand(3, 9)
     assert_same(mixer(x, None, Context(positions=counted))[0], mixer(x)[0])
     shifted = mixer(x, None, Context(positions=counted + 1000))[0]  # rotary embeddings are relative

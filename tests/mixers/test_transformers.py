@@ -3,9 +3,9 @@
 import pytest
 import torch
 from oracles import ORACLES, WIDTH, Oracle
-from torch import Tensor
 
 from deltazoo.backends.base import Backend
+from deltazoo.mixers.core.conformance import relative_error
 
 pytest.importorskip("transformers", minversion="5.17", reason="deltazoo[hf] needs transformers 5.17 or newer")
 
@@ -13,20 +13,16 @@ pytest.importorskip("transformers", minversion="5.17", reason="deltazoo[hf] need
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 2e-5, 1e-4
 
 
-def built(oracle: type[Oracle]) -> Oracle:
+def build(oracle: type[Oracle]) -> Oracle:
     module = oracle()
     torch.manual_seed(3)
     module.randomise()
     return module
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float(((actual - expected).norm() / expected.norm()).detach())
-
-
 @pytest.mark.parametrize("oracle", ORACLES, ids=lambda oracle: oracle.__name__)
-def test_outputs_and_gradients_equal_theirs(oracle: type[Oracle], backend: str | Backend) -> None:
-    case = built(oracle)
+def test_outputs_and_gradients_equal_those_of_transformers(oracle: type[Oracle], backend: str | Backend) -> None:
+    case = build(oracle)
     ours = case.mixer(backend)
     torch.manual_seed(4)
     weight = torch.randn(2, 37, WIDTH)
@@ -49,8 +45,8 @@ def test_outputs_and_gradients_equal_theirs(oracle: type[Oracle], backend: str |
 
 
 @pytest.mark.parametrize("oracle", [oracle for oracle in ORACLES if oracle.cached], ids=lambda oracle: oracle.__name__)
-def test_cached_decoding_equals_theirs(oracle: type[Oracle], backend: str | Backend) -> None:
-    case = built(oracle)
+def test_cached_decoding_equals_that_of_transformers(oracle: type[Oracle], backend: str | Backend) -> None:
+    case = build(oracle)
     ours, cache = case.mixer(backend), case.cache()
     torch.manual_seed(5)
     x = torch.randn(2, 9, WIDTH)
