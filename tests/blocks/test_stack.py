@@ -1,4 +1,4 @@
-"""A hybrid language model: pieces, packed and padded sequences equal one forward pass; one graph when compiled.
+"""A hybrid language model: pieces, packed and padded sequences equal one forward pass; one graph when compiled."""
 
 import pytest
 import torch
