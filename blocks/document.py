@@ -40,7 +40,7 @@ def parse(text: str, suffix: str, source: str) -> dict[str, Any]:
     except (json.JSONDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{source} cannot be read: {error}") from error
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{source} must hold a mapping with names as keys, got {reprlib.repr(data)}")
+        raise ConfigError(f"{source} must contain a mapping with names as keys, got {reprlib.repr(data)}")
     return data
 
 

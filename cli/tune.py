@@ -37,7 +37,7 @@ def command(
         Path | None,
         typer.Option(help="Launch table to write. Default: the user's table, which is loaded automatically."),
     ] = None,
-    again: Annotated[bool, typer.Option(help="Measure kernels that the table already holds again.")] = False,
+    again: Annotated[bool, typer.Option(help="Re-measure kernels that are already in the table.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the measurements without running them.")] = False,
     trust: Trust = False,
     as_json: AsJson = False,

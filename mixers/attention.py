@@ -161,7 +161,7 @@ class AttentionMixer(Mixer):
             o_BTHE = (o_BTHE * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o_BTHE.dtype)
         return undo_left_align(self.out(rearrange(o_BTHE, "b t h e -> b t (h e)")), order), state
 
-    def _operands(self, x_BTD: Tensor, seen_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _operands(self, x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (
             rearrange(stream, "b t (h e) -> b t h e", e=self.head_width)
             for stream in self.to_qkv(x_BTD).split(self.sizes, dim=-1)
@@ -169,7 +169,7 @@ class AttentionMixer(Mixer):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.theta is not None:
-            position_BT = positions(x_BTD, seen_N, context)
+            position_BT = positions(x_BTD, offset_N, context)
             angle = angles(position_BT, self.rotary_pairs, self.theta, state_dtype(q.dtype))
             q, k = apply_rotary(q, angle), apply_rotary(k, angle)
         return q, k, v

@@ -18,7 +18,7 @@ from deltazoo.mixers.parts.rotary import Rotary
 class GatedRetNet(HeadConfig):
     """S_t = a_t S_(t-1) + k_t v_t^T with a_t = sigmoid(w x_t)^(1 / temperature).
 
-    q and k get rotary position embeddings; the output gets a layer norm per head and a swish gate.
+    Rotary position embeddings are applied to q and k; a layer norm per head and a swish gate follow the update.
     """
 
     name: ClassVar[str] = "gated_retnet"

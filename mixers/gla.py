@@ -17,7 +17,7 @@ from deltazoo.mixers.parts.projections import QKVProjection
 class GLA(HeadConfig):
     """S_t = Diag(a_t) S_(t-1) + k_t v_t^T with a_t = sigmoid(W_2 W_1 x_t + b)^(1 / temperature).
 
-    The output gets an RMS norm per head and a swish gate.
+    An RMS norm per head and a swish gate follow the update.
     """
 
     name: ClassVar[str] = "gla"

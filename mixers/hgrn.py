@@ -18,8 +18,8 @@ from deltazoo.mixers.parts.projections import ChannelProjection
 class HGRN(ChannelConfig):
     """h_t = f_t exp(i w) h_(t-1) + (1 - f_t) c_t with c = silu(W x), f = g + (1 - g) sigmoid(W x + b).
 
-    w is a learned angle per channel. g is a learned lower bound, whose initial value rises with the layer. The output
-    gets a sigmoid gate and a layer norm.
+    w is a learned angle per channel. g is a learned lower bound, whose initial value rises with the layer. A sigmoid
+    gate and a layer norm follow the update.
     """
 
     name: ClassVar[str] = "hgrn"

@@ -115,11 +115,11 @@ class LongConv(nn.Module, CachingFilter):
         cache = KVCache(old["history"][:, :, None], x.new_zeros(*old["history"].shape[:2], 1, 0), old["seen"])
         count = token_counts(x, context)
         self._check_capacity(cache, count)
-        seen = cache.position.clone()
+        offset = cache.position.clone()
         starts = None if context.cu_seqlens is None else context.cu_seqlens[:-1].long()
         cache = append_to_cache(cache, x[:, :, None], x.new_zeros(*x.shape[:2], 1, 0), count, starts)
         history = cache.k[:, :, 0]
-        y = self._with_bias(self._read(history, seen, x, context), x)
+        y = self._with_bias(self._read(history, offset, x, context), x)
         return y, None if state is None else {"history": history, "seen": cache.position}
 
     def kernel(self, T: int, like: Tensor) -> Tensor:
@@ -139,21 +139,21 @@ class LongConv(nn.Module, CachingFilter):
             rate = torch.linspace(slow, fast, self.bias.shape[0], device=like.device, dtype=dtype)
             return F.linear(inner, self.last.weight.to(dtype)) * (-position * rate).exp()
 
-    def _read(self, history: Tensor, seen: Tensor, x: Tensor, context: Context) -> Tensor:
+    def _read(self, history: Tensor, offset: Tensor, x: Tensor, context: Context) -> Tensor:
         """Convolve the history, which includes x, and return the outputs at the tokens of x: [B, T, D]."""
         S, T = history.shape[1], x.shape[1]
         kernel = self.kernel(S, x)
         if T == 1 and context.cu_seqlens is None:
-            distance = seen[:, None] - torch.arange(S, device=x.device)
+            distance = offset[:, None] - torch.arange(S, device=x.device)
             weight = torch.where((distance >= 0)[..., None], kernel[distance.clamp(min=0)], 0.0)
             return (weight * history.to(weight.dtype)).sum(1, keepdim=True)
         y = fft_convolve(history, kernel)
         time = torch.arange(T, device=x.device)
         if context.cu_seqlens is None:
-            index = (seen[:, None] + time).clamp(max=S - 1)[..., None].expand(-1, -1, x.shape[2])
+            index = (offset[:, None] + time).clamp(max=S - 1)[..., None].expand(-1, -1, x.shape[2])
             return y.gather(1, index)
         sequence = sequence_index(context.cu_seqlens, T)
-        return y[sequence, seen[sequence] + time - context.cu_seqlens.long()[sequence]][None]
+        return y[sequence, offset[sequence] + time - context.cu_seqlens.long()[sequence]][None]
 
     def _unpacked_state(self, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Empty state for packed sequences; each may be as long as the pack."""

@@ -18,7 +18,7 @@ class LightningAttention(HeadConfig):
     """S_t = a_hl S_(t-1) + k_t v_t^T for head h in layer l, with SiLU on q, k and v.
 
     a_hl = exp(-2^(-8 (h + 1) / heads) (1 - l / (layers - 1) + 1e-5)): ALiBi's slopes, with slower decays in later
-    layers. The output gets an RMS norm over all heads and a sigmoid gate.
+    layers. An RMS norm over all heads and a sigmoid gate follow the update.
     """
 
     name: ClassVar[str] = "lightning_attention"

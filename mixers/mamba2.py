@@ -18,7 +18,7 @@ from deltazoo.mixers.parts.skips import Skip
 class Mamba2(HeadConfig):
     """S_t = a_t S_(t-1) + dt_t k_t v_t^T with a_t = exp(-dt_t exp(A_log)); q, k and v are C, B and x in the paper.
 
-    The output gets a skip connection D v, a SiLU gate and an RMS norm per group.
+    A skip connection D v, a SiLU gate and an RMS norm per group follow the update.
     """
 
     name: ClassVar[str] = "mamba2"

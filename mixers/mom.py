@@ -48,7 +48,7 @@ class MoM(MixerConfig):
     memory: Inner = Field(default_factory=_gated_deltanet, description="config of each memory: any mixer")
     memories: int = Field(default=4, ge=1, description="number of memories, without the shared one")
     active: int = Field(default=2, ge=1, description="memories per token")
-    shared: bool = Field(default=True, description="add a memory that gets every token")
+    shared: bool = Field(default=True, description="add a memory that processes every token")
     balance: float = Field(default=0.01, ge=0, description="weight of the load-balance loss")
     z: float = Field(default=0.001, ge=0, description="weight of the z-loss, the mean square of logsumexp(W x)")
 
@@ -71,7 +71,7 @@ class MoM(MixerConfig):
     def cost(self, width: int) -> Cost:
         """Return the cost of all memories, each of which runs on T tokens, and of the router."""
         one, count = self.memory.cost(width), self.memories + self.shared
-        return Cost(count * one.flops + 2 * width * self.memories, *(count * figure for figure in one[1:]))
+        return Cost(count * one.flops + 2 * width * self.memories, *(count * size for size in one[1:]))
 
 
 class Routes(NamedTuple):
@@ -85,7 +85,7 @@ class Routes(NamedTuple):
 class Router(nn.Module):
     """Choose `active` memories for each token.
 
-    Computed in float32 also under autocast, so that prefill and decoding route alike.
+    Computed in float32 also under autocast, so that prefill and decoding choose the same memories.
     loss = balance M sum_m f_m P_m + z mean(logsumexp^2), where f_m is the fraction of assignments to m and P_m its mean
     probability.
     Initialisation: N(0, 0.02^2). Source: MoM 2502.13685, section 3.2; Switch 2101.03961, section 2.2 (balance);
@@ -147,7 +147,7 @@ class MoMMixer(Mixer):
         self.names = tuple(f"memory {m}" for m in range(config.memories))
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, State]:
-        """Return the states of all memories; each gets the full `capacity`."""
+        """Return the states of all memories; each has the full `capacity`."""
         named = dict(zip(self.names, cast("Sequence[Mixer]", self.memories), strict=True))
         if self.shared is not None:
             named["shared"] = self.shared

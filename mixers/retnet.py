@@ -18,8 +18,8 @@ from deltazoo.mixers.parts.rotary import Rotary
 class RetNet(HeadConfig):
     """S_t = g_h S_(t-1) + k_t v_t^T with g_h = 1 - 2^(-5-h) for head h.
 
-    q and k get rotary position embeddings; together with the decay these are xPos. The output gets a layer norm per
-    head and a swish gate.
+    Rotary position embeddings are applied to q and k; together with the decay these are xPos. A layer norm per head and
+    a swish gate follow the update.
     """
 
     name: ClassVar[str] = "retnet"

@@ -18,7 +18,7 @@ from deltazoo.mixers.parts.skips import Bonus
 class RWKV6(HeadConfig):
     """o_t = (S_(t-1) + Diag(u) k_t v_t^T)^T r_t and S_t = Diag(a_t) S_(t-1) + k_t v_t^T.
 
-    The output gets a layer norm per head and a SiLU gate.
+    A layer norm per head and a SiLU gate follow the update.
     """
 
     name: ClassVar[str] = "rwkv6"

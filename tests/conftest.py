@@ -10,7 +10,7 @@ GPU_MEMORY_PER_WORKER = 5 * 2**30  # bytes: the CUDA context, the tensors of a t
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """For `-n auto`: one worker per core, and on a GPU no more than its memory holds."""
+    """For `-n auto`: one worker per core, on a GPU limited by its memory."""
     if not torch.cuda.is_available():
         return None
     _, memory = torch.cuda.mem_get_info()

@@ -79,7 +79,7 @@ def complete(
     """
     sampling = sampling or Sampling()
     if not prompt:
-        raise ConfigError("prompt must hold at least one character, got ''")
+        raise ConfigError("prompt must contain at least one character, got ''")
     if model.spec.vocab < BYTES:
         raise ConfigError(f"vocab must be at least {BYTES} to generate bytes, got {model.spec.vocab}")
     device = model.head_weight.device

@@ -191,7 +191,7 @@ def _pad_left(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
     if not all(isinstance(row, Tensor) for row in prompt):
         raise DtypeError(f"prompt must be a tensor [B, T], or a list of tensors [T], got {prompt!r:.80}")
     if not prompt or any(row.dim() != 1 or not len(row) for row in prompt):
-        raise ShapeError(f"prompt must hold tensors [T] with T >= 1, got {[list(row.shape) for row in prompt]}")
+        raise ShapeError(f"prompt must contain tensors [T] with T >= 1, got {[list(row.shape) for row in prompt]}")
     T = max(len(row) for row in prompt)
     tokens_BT = torch.stack([torch.cat([row.new_zeros(T - len(row)), row]) for row in prompt])
     lengths_B = torch.tensor([len(row) for row in prompt], device=tokens_BT.device)
@@ -205,7 +205,7 @@ def _stop_sequences(stop: Stop, vocab: int) -> list[tuple[int, ...]]:
     sequences = [tuple(entry) if isinstance(entry, Sequence) else (entry,) for entry in entries]
     valid = all(sequence and all(token in tokens for token in sequence) for sequence in sequences)
     if entries is not stop or not valid:
-        raise ValueRangeError(f"stop must hold tokens in [0, {vocab}) or non-empty sequences of them, got {stop!r}")
+        raise ValueRangeError(f"stop must contain tokens in [0, {vocab}) or non-empty sequences of them, got {stop!r}")
     return sequences
 
 

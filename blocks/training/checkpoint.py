@@ -16,9 +16,9 @@ STACK, SETTINGS, CHECKPOINT = "stack.yaml", "train.yaml", "checkpoint.pt"
 
 
 def create(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
-    """Create the folder with the stack and the settings. Raises: ConfigError: it holds a checkpoint already."""
+    """Create the folder with the stack and the settings. Raises: ConfigError: it already contains a checkpoint."""
     if (folder / CHECKPOINT).exists():
-        raise ConfigError(f"{folder} holds a checkpoint already: resume it, or choose another folder")
+        raise ConfigError(f"{folder} already contains a checkpoint: resume it, or choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     spec.save(folder / STACK)
     document.write(folder / SETTINGS, settings)

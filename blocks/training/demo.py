@@ -119,7 +119,7 @@ def _with_task_name(name: str, progress: Progress) -> Progress:
 def _benchmark(model: LanguageModel, config: DemoConfig, progress: Progress) -> Benchmark:
     update = next((module for module in model.modules() if isinstance(module, Update)), None)
     if update is None:
-        raise ConfigError(f"the first stack must hold a mixer with an update to time, got {config.stacks[0]}")
+        raise ConfigError(f"the first stack must contain a mixer with an update to time, got {config.stacks[0]}")
     _, H, HV, K, V, _ = update.shape
     shape = Shape("training", config.train.batch, config.train.length, H, HV, K, V)
     return bench(update.spec, [shape], BACKENDS, config.bench, progress)

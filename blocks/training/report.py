@@ -66,7 +66,7 @@ def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
 def save_benchmark(benchmark: Benchmark, table: Path | None = None, plot: Path | None = None) -> None:
     """Write the table to a Markdown file and the plot to a PNG file, if their paths are given.
 
-    An existing Markdown file must hold the markers `BEGIN` and `END`; the text between them is replaced.
+    An existing Markdown file must contain the markers `BEGIN` and `END`; the text between them is replaced.
 
     Raises: ConfigError; OSError.
     """
@@ -113,7 +113,7 @@ def _insert(table: str, path: Path) -> None:
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ConfigError(f"{path} exists and must hold the markers {BEGIN} and {END}, between which the table goes")
+        raise ConfigError(f"{path} exists and must contain the markers {BEGIN} and {END}, between which the table goes")
     path.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
 
 

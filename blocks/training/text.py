@@ -57,9 +57,9 @@ def load_text(path: str | Path | None = None) -> Text:
         return _standard_library()
     data = Path(path).read_bytes()
     if (zero := data.find(b"\0")) >= 0:
-        raise ConfigError(f"text file {path} must hold text, got a binary file: byte {zero} is 0")
+        raise ConfigError(f"text file {path} must contain text, got a binary file: byte {zero} is 0")
     if len(data) < _BLOCKS:
-        raise ConfigError(f"text file {path} must hold at least {_BLOCKS} bytes, got {len(data)}")
+        raise ConfigError(f"text file {path} must contain at least {_BLOCKS} bytes, got {len(data)}")
     bounds = np.linspace(0, len(data), _BLOCKS + 1).astype(int)
     blocks = [data[start:stop] for start, stop in itertools.pairwise(bounds)]
     return _split(blocks, str(path), str(Path(path).absolute()))

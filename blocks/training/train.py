@@ -130,7 +130,7 @@ def train(
     Args:
         folder: folder for the checkpoint; None saves none.
         until: stop after this step; `resume` continues the same schedule.
-    Raises: ConfigError: a setting is invalid, the folder holds a checkpoint already, or the loss is not finite.
+    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, or the loss is not finite.
     """
     config = config or TrainConfig()
     run = _Run(spec, text, config)

@@ -83,7 +83,7 @@ class Update(nn.Module, HasBackend):
 class DeltaMixer(Mixer):
     """Mix with a matrix state: y = W_o outputs(update(operands(project(x)))) + skip(x).
 
-    Args: shape: the sizes; spec: the recurrence; parts: everything around the update; backend: as for `deltazoo.bind`.
+    Args: shape: the sizes; spec: the recurrence; parts: the modules around the update; backend: as for `deltazoo.bind`.
     State: one tensor per part with a state, by the part's name; "update" is S [B, HV, K, V].
     """
 

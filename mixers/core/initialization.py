@@ -14,7 +14,7 @@ def init_weights(module: nn.Module) -> None:
     `self.reset_parameters()`, draws random numbers in the same order. The same seed then gives the same weights as
     building the module does.
 
-    Raises: TypeError, if a submodule has parameters or buffers of its own but no `reset_parameters`.
+    Raises: TypeError, if a submodule registers parameters or buffers but has no `reset_parameters`.
     """
     for submodule in _children_first(module, set()):
         reset = getattr(submodule, "reset_parameters", None)

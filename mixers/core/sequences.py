@@ -67,10 +67,10 @@ def token_counts(x_BTD: Tensor, context: Context) -> Tensor:
     return torch.full((x_BTD.shape[0],), x_BTD.shape[1], device=x_BTD.device, dtype=torch.int64)
 
 
-def positions(x_BTD: Tensor, seen_N: Tensor | None, context: Context) -> Tensor:
+def positions(x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> Tensor:
     """Return the absolute position of each token, [B, T] int64.
 
-    Args: seen_N: number of tokens before x in each sequence; None: 0. Ignored if the context has positions.
+    Args: offset_N: number of tokens before x in each sequence; None: 0. Ignored if the context has positions.
     """
     if context.positions is not None:
         return context.positions
@@ -79,8 +79,8 @@ def positions(x_BTD: Tensor, seen_N: Tensor | None, context: Context) -> Tensor:
     if context.cu_seqlens is not None:
         sequence_T = sequence_index(context.cu_seqlens, T)
         position_T = time_T - context.cu_seqlens.long()[sequence_T]
-        return (position_T if seen_N is None else position_T + seen_N[sequence_T])[None]
-    return time_T.expand(B, T) if seen_N is None else time_T + seen_N[:, None]
+        return (position_T if offset_N is None else position_T + offset_N[sequence_T])[None]
+    return time_T.expand(B, T) if offset_N is None else time_T + offset_N[:, None]
 
 
 def _permute(x_BTD: Tensor, order_BT: Tensor) -> Tensor:

@@ -81,9 +81,13 @@ class FilterMixer(Mixer, ABC):
         module = self.filters[name]
         if state is None:
             return _run(module, x, None, context)[0]
-        own = {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
-        y, own_new = _run(module, x, own.get("", own) if isinstance(module, ShortConv) else own, context)
-        new.update({f"{name}.{key}": tensor for key, tensor in _named(own_new).items()})
+        filter_state = {
+            key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")
+        }
+        y, new_filter_state = _run(
+            module, x, filter_state.get("", filter_state) if isinstance(module, ShortConv) else filter_state, context
+        )
+        new.update({f"{name}.{key}": tensor for key, tensor in _named(new_filter_state).items()})
         return y
 
     def forward(

@@ -1,4 +1,4 @@
-"""Decay gates, computed in float32 (float64 for float64 inputs) whatever the dtype of x.
+"""Decay gates, computed in float32 (float64 for float64 inputs) for any dtype of x.
 
 B batch, T time, D width, HV value heads, K key width, V value width
 """
@@ -208,5 +208,5 @@ def clamp_nonpositive(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)). Tracing gives the gradient of torch's own softplus the wrong strides."""
+    """Return log(1 + exp(x)). Not F.softplus: tracing gives its gradient the wrong strides."""
     return torch.logaddexp(x, x.new_zeros(()))

@@ -1,4 +1,4 @@
-"""Exponential gates with a running maximum stabiliser: the state is stored divided by exp(m), so nothing overflows.
+"""Exponential gates with a running maximum stabiliser: the state is stored divided by exp(m) to avoid overflow.
 
 B batch, T time, D width, HV value heads, V value width, N sequences
 """

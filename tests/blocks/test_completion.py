@@ -55,7 +55,7 @@ def test_generation_stops_after_the_stop_text(model):
 
 
 def test_an_empty_prompt_and_a_small_vocabulary_are_refused(model):
-    with pytest.raises(ConfigError, match="prompt must hold at least one character, got ''"):
+    with pytest.raises(ConfigError, match="prompt must contain at least one character, got ''"):
         complete(model, "")
     with pytest.raises(ConfigError, match="prompt must be text in UTF-8, got"):
         complete(model, b"\xff\xfe".decode(errors="surrogateescape"))

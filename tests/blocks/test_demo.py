@@ -93,7 +93,7 @@ def test_a_second_run_overwrites_the_report_with_equal_figures(finished, monkeyp
 def test_a_hybrid_without_an_update_is_refused(finished):
     result, folder, _ = finished
     config = result.config.model_copy(update={"stacks": (result.config.stacks[1],)})
-    with pytest.raises(ConfigError, match=r"the first stack must hold a mixer with an update to time, got .*pure"):
+    with pytest.raises(ConfigError, match=r"the first stack must contain a mixer with an update to time, got .*pure"):
         demo(load_text(folder.parent / "text.txt"), folder / "other", config)
 
 

@@ -84,7 +84,7 @@ def test_a_table_replaces_only_the_text_between_the_markers(benchmark_result, tm
     report.save_benchmark(benchmark_result, table=new)
     assert benchmark_result.markdown() in new.read_text()
     path.write_text("no marks")
-    with pytest.raises(ConfigError, match="exists and must hold the markers"):
+    with pytest.raises(ConfigError, match="exists and must contain the markers"):
         report.save_benchmark(benchmark_result, table=path)
     assert path.read_text() == "no marks"
 

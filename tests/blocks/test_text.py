@@ -79,14 +79,14 @@ def test_even_crops_reach_from_the_first_byte_to_the_last(numbered):
 def test_a_text_too_short_to_split_is_refused(tmp_path, data):
     path = tmp_path / "short.txt"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"short\.txt must hold at least 20 bytes, got {len(data)}"):
+    with pytest.raises(ConfigError, match=rf"short\.txt must contain at least 20 bytes, got {len(data)}"):
         load_text(path)
 
 
 def test_a_binary_file_is_refused(tmp_path):
     path = tmp_path / "image.png"
     path.write_bytes(b"\x89PNG\r\n" + bytes(100))
-    with pytest.raises(ConfigError, match="must hold text, got a binary file: byte 6 is 0"):
+    with pytest.raises(ConfigError, match="must contain text, got a binary file: byte 6 is 0"):
         load_text(path)
 
 

@@ -172,7 +172,7 @@ def test_a_loaded_model_has_the_validation_loss_of_the_run(text, uninterrupted):
 
 
 def test_an_existing_checkpoint_is_not_overwritten(text, uninterrupted):
-    with pytest.raises(ConfigError, match="holds a checkpoint already: resume it, or choose another folder"):
+    with pytest.raises(ConfigError, match="already contains a checkpoint: resume it, or choose another folder"):
         train(SPEC, text, CONFIG, uninterrupted[0])
 
 

@@ -20,7 +20,7 @@ class Result:
 
     @property
     def json(self) -> Any:
-        """The JSON document on stdout, which must hold nothing else."""
+        """The JSON document on stdout, which must contain nothing else."""
         return json.loads(self.out, parse_constant=_refuse)
 
 

@@ -62,7 +62,7 @@ def test_an_unknown_key_in_a_file_suggests_the_nearest(run, tmp_path):
 
 
 def test_binary_and_short_texts_are_refused(run, stack_file, tmp_path):
-    for data, message in ((b"\x7fELF\0\0" * 9, "must hold text, got a binary file"), (b"few", "at least 20 bytes")):
+    for data, message in ((b"\x7fELF\0\0" * 9, "must contain text, got a binary file"), (b"few", "at least 20 bytes")):
         path = tmp_path / "text"
         path.write_bytes(data)
         result = run("train", stack_file, "--text", path)

@@ -27,9 +27,9 @@ def looped_attention(mixer: AttentionMixer, config: AttentionConfig, x: Tensor, 
     q, k, v = (x @ mixer.to_qkv.weight.mT).split([H * E, G * E, G * E], dim=-1)
     heads = []
     for h in range(H):
-        own = slice(h * E, (h + 1) * E)
-        shared = slice(h * G // H * E, (h * G // H + 1) * E)
-        q_h, k_h, v_h = q[..., own], k[..., shared], v[..., shared]
+        query_channels = slice(h * E, (h + 1) * E)
+        key_channels = slice(h * G // H * E, (h * G // H + 1) * E)
+        q_h, k_h, v_h = q[..., query_channels], k[..., key_channels], v[..., key_channels]
         if config.qk_norm:
             q_h, k_h = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() for y in (q_h, k_h))
         if config.rotary_theta is not None:

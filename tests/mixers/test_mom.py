@@ -98,7 +98,7 @@ def test_any_memory_continues_decoding_from_packed_sequences(one_of_each: MixerC
 
 @pytest.mark.parametrize("width", [24, 100, 1024])
 def test_routes_are_bitwise_equal_for_pieces_and_single_rows(width: int) -> None:
-    """Prefill and decoding must route alike even if two scores are close."""
+    """Prefill and decoding must choose the same memories even if two scores are close."""
     torch.manual_seed(0)
     router = Router(MoM(), width)
     x = torch.randn(2, 70, width)
