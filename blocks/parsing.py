@@ -27,7 +27,7 @@ class PlainDataModel(BaseModel, ABC):
             try:
                 super().__init__(**self._parse_fields(data))
             except ValidationError as error:
-                raise ConfigError(describe_errors((), error)) from None
+                raise ConfigError(configs.describe_errors((), error)) from None
             self._check()
 
     @staticmethod
@@ -48,17 +48,6 @@ def check_keys(path: KeyPath, data: Mapping[str, Any], known: Iterable[str]) -> 
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
             hint = f" did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{join_path(path, key)}: unknown key;{hint} Known: {', '.join(names)}.")
-
-
-def describe_errors(path: KeyPath, error: ValidationError) -> str:
-    """Join pydantic's errors into one message, a sentence for each key."""
-    sentences = []
-    for problem in error.errors():
-        location = join_path(path, *problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        value = "" if problem["type"] == "missing" or not problem["loc"] else f", got {problem['input']!r}"
-        sentences.append(f"{location}: {message}{value}" if location else message)
-    return "; ".join(sentences)
 
 
 def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
@@ -82,7 +71,7 @@ def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
     try:
         return configs.from_fields(config_type, fields, trust=True)
     except ValidationError as error:
-        raise ConfigError(describe_errors(path, error)) from None
+        raise ConfigError(configs.describe_errors(path, error)) from None
 
 
 def parse_mlp(path: KeyPath, data: object) -> SwiGLU | Literal["none"]:
@@ -97,7 +86,7 @@ def parse_mlp(path: KeyPath, data: object) -> SwiGLU | Literal["none"]:
     try:
         return SwiGLU(**data)
     except ValidationError as error:
-        raise ConfigError(describe_errors(path, error)) from None
+        raise ConfigError(configs.describe_errors(path, error)) from None
 
 
 def join_path(path: KeyPath, *keys: object) -> str:

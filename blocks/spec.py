@@ -17,7 +17,7 @@ from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.mlp import SwiGLU
-from deltazoo.blocks.parsing import PlainDataModel, check_keys, describe_errors, parse_mixer, parse_mlp
+from deltazoo.blocks.parsing import PlainDataModel, check_keys, parse_mixer, parse_mlp
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
@@ -226,7 +226,7 @@ def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: st
         check_keys((term.name,), dict(term.fields), type(config).model_fields)
         return type(config)(**{**dict(config), **dict(term.fields)})
     except ValidationError as error:
-        raise pattern_error(f"pattern: {describe_errors((term.name,), error)}", text, term.position) from None
+        raise pattern_error(f"pattern: {configs.describe_errors((term.name,), error)}", text, term.position) from None
     except ConfigError as error:
         raise pattern_error(f"pattern: {error}", text, term.position) from None
 

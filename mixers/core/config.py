@@ -46,7 +46,7 @@ def parse(data: Mapping[str, Any] | MixerConfig, trust: bool = False) -> MixerCo
     try:
         return from_fields(config_type, fields, trust)
     except ValidationError as error:
-        raise ConfigError(_describe_errors(name, error)) from error
+        raise ConfigError(f"mixer {name!r}: {describe_errors((), error)}") from error
 
 
 def from_fields(config_type: type[MixerConfig], fields: Mapping[str, Any], trust: bool = False) -> MixerConfig:
@@ -82,12 +82,12 @@ def _unknown_field(name: str, field: object, config_type: type[MixerConfig]) -> 
     return f"mixer {name!r} has no field {field!r}{hint} It has: {', '.join(known)}."
 
 
-def _describe_errors(name: str, error: ValidationError) -> str:
-    """Join pydantic's errors into one message, a sentence for each field."""
-    lines = []
+def describe_errors(path: tuple[str, ...], error: ValidationError) -> str:
+    """Join pydantic's errors into one message, a sentence for each key, which begins with its path."""
+    sentences = []
     for problem in error.errors():
+        location = ".".join(map(str, (*path, *problem["loc"])))
         message = problem["msg"].removeprefix("Value error, ")
-        location = ".".join(str(part) for part in problem["loc"])
-        got = f", got {problem['input']!r}" if location else ""
-        lines.append(f"{location + ': ' if location else ''}{message}{got}")
-    return f"mixer {name!r}: " + "; ".join(lines)
+        value = "" if problem["type"] == "missing" or not problem["loc"] else f", got {problem['input']!r}"
+        sentences.append(f"{location}: {message}{value}" if location else message)
+    return "; ".join(sentences)

@@ -94,9 +94,8 @@ class TokenScan:
             state, o = self._token(state, [x[:, t] for x in operands], parameters, real[:, t])
             outputs.append(o)
         o = torch.stack(outputs, 1) if outputs else operands[-1].clone()
-        stacked = [torch.stack(column) for column in zip(*starts, strict=True)] if starts else []
-        if not starts:
-            stacked = [s.new_empty(0, *s.shape) for s in state]
+        empty = [s.new_empty(0, *s.shape) for s in state]
+        stacked = [torch.stack(column) for column in zip(*starts, strict=True)] if starts else empty
         return [o, *(s.clone() for s in state), *stacked]
 
     def _backward(

@@ -1,9 +1,6 @@
-"""Every mixer passes every check of the conformance kit. Run this file to print the errors as a table."""
+"""Every mixer passes every check of the conformance kit."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -88,21 +85,3 @@ def test_suite_checks_all_properties_except_the_excluded_ones() -> None:
     assert names == [name for name in conformance.PROPERTIES if name != "decode"]
     with pytest.raises(AssertionError, match="packed: the relative error is"):
         test("packed")
-
-
-def main() -> None:
-    """Print the table in Markdown."""
-    spec = importlib.util.spec_from_file_location("conftest", Path(__file__).with_name("conftest.py"))
-    assert spec is not None and spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    names = conformance.PROPERTIES
-    lines = ["| mixer | " + " | ".join(names) + " |", "| --- " * (1 + len(names)) + "|"]
-    for mixer in conftest.OURS:
-        errors = (f"{conformance.error(conftest.ZOO[mixer], name):.0e}" for name in names)
-        lines.append(f"| {mixer} | " + " | ".join(errors) + " |")
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
