@@ -22,7 +22,7 @@ def command(
     rounds: Annotated[int, typer.Option(help="Maximum number of timed calls per backend.")] = 20,
     seconds: Annotated[float, typer.Option(help="Time budget in seconds per shape and direction.")] = 20.0,
     baseline: Annotated[
-        str | None, typer.Option(help="Backend that the ratios compare with. Default: the first one.")
+        str | None, typer.Option(help="Backend that the ratios are relative to. Default: the first one.")
     ] = None,
     seed: Seed = 0,
     errors: Annotated[bool, typer.Option(help="Measure the error relative to float64.")] = True,

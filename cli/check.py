@@ -10,7 +10,7 @@ from deltazoo.cli.output import print_json, print_line, print_table, progress
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="YAML or JSON file with the format below.")],
+    file: Annotated[Path, typer.Argument(help="YAML or JSON file in the format above.")],
     backends: BackendNames = None,
     device: Device = "cpu",
     as_json: AsJson = False,

@@ -41,7 +41,9 @@ BackendNames = Annotated[
     str | None,
     typer.Option("--backends", help="Comma-separated backends, names or module:Class. Default: all installed."),
 ]
-Directions = Annotated[str, typer.Option(help="Comma-separated list of forward, backward (with forward) and decode.")]
+Directions = Annotated[
+    str, typer.Option(help="Comma-separated list of forward, backward (includes forward) and decode.")
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 OptionalStack = Annotated[
     str | None, typer.Argument(metavar="FILE|PRESET", help="Stack file (YAML or JSON), or the name of a preset.")

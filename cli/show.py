@@ -15,7 +15,7 @@ def command(
     dtype: OperandDtype = Dtype.float32,
     device_name: Annotated[
         str | None,
-        typer.Option(help='Print the kernel plan of a mixer for this GPU, such as "NVIDIA H200". Needs no GPU.'),
+        typer.Option(help='Print the kernel plan of a mixer for this GPU model, such as "NVIDIA H200". Needs no GPU.'),
     ] = None,
     trust: Trust = False,
     as_json: AsJson = False,

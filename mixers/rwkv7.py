@@ -19,8 +19,8 @@ class RWKV7(HeadConfig):
     """S_t = (Diag(w_t) - (kappa_t * eta_t) kappa_t^T) S_(t-1) + k_t v_t^T.
 
     w is the decay, kappa the normalised removal key, eta the in-context learning rate. A layer norm per head, a bonus
-    for the current token and a gate follow the update. The values of a layer are interpolated towards those of the first
-    RWKV-7 layer, which should be layer 0 of the model: only layer 0 is built without the parameters of that
+    for the current token and a gate follow the update. The values of a layer are interpolated towards those of the
+    first RWKV-7 layer, which should be layer 0 of the model: only layer 0 is built without the parameters of that
     interpolation, and they stay unused in any other first RWKV-7 layer.
     """
 
