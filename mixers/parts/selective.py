@@ -19,8 +19,8 @@ from deltazoo.mixers.parts.norms import RMSNorm
 class SelectiveOperands(OperandPart):
     """q, k and a step size per channel from the projected v: [r, k, q] = W v, step = activation(W_dt r + dt_bias).
 
-    kind "mamba": decay exp(step x rate) with rate = -exp(A_log) [C, N], never materialised over time; v <- step v.
-    kind "longhorn": log_decay = log(1 - d k^2) with d = step / (1 + step |k|^2), step = sigmoid(.); v <- d v.
+    kind "mamba": softplus; log_decay = step rate, rate = -exp(A_log) [C, N], not materialised over time; v <- step v.
+    kind "longhorn": sigmoid; log_decay = log(1 - d k^2) with d = step / (1 + step |k|^2); v <- d v.
 
     Args:
         rank: R.
