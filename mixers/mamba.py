@@ -17,8 +17,8 @@ from deltazoo.mixers.parts.skips import Skip
 class Mamba(ChannelConfig):
     """h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t^T h_t + D x_t per channel, with a SiLU gate.
 
-    As an update: k = B, q = C, v = dt x, and log_decay = step rate with step = dt and rate = A. The mixer includes a gate
-    and an expansion to 2 x width, so published models have no MLP.
+    As an update: k = B, q = C, v = dt x, and log_decay = step rate with step = dt and rate = A. The mixer includes a
+    gate and an expansion to 2 x width, so published models have no MLP.
     """
 
     name: ClassVar[str] = "mamba"

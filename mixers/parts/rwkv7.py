@@ -29,9 +29,9 @@ class RWKV7Projection(nn.Module, Stateful):
     """r, w, k, v, eta and g of x_i = x_t + (x_(t-1) - x_t) mu_i, and the operands of `dplr` from them.
 
     log_decay = -exp(-1/2) sigmoid(lowrank(x_w)), eta = sigmoid(lowrank(x_a)), kappa = unit(k * xi),
-    k <- k (1 + (eta - 1) alpha), a = -kappa, b = kappa * eta. Later layers interpolate v towards that of the first RWKV-7
-    layer with weight sigmoid(lowrank(x_v)). The first RWKV-7 layer of a stack should be layer 0, because only layer 0
-    is built without the weights of that interpolation.
+    k <- k (1 + (eta - 1) alpha), a = -kappa, b = kappa * eta. Later layers interpolate v towards that of the first
+    RWKV-7 layer with weight sigmoid(lowrank(x_v)). The first RWKV-7 layer of a stack should be layer 0, because only
+    layer 0 is built without the weights of that interpolation.
 
     Stores the intermediate "gate", and the first layer's values in `context.values`.
 
