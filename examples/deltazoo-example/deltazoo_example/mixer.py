@@ -23,6 +23,7 @@ class DecayedDeltaNet(DeltaRuleConfig):
         return self.delta_rule_spec("fixed")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        """Return the modules around the update: projection, then operands, then outputs, in this order."""
+        """Create the modules around the update. `init_weights` needs this order: projection, operands, outputs."""
+        projection = self.qkv_projection(shape)
         operands = {**self.beta(shape), "decay": FixedDecay(shape)}
-        return Parts(self.qkv_projection(shape), operands, {"norm": HeadNorm(shape, self.norm_eps)})
+        return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps)})
