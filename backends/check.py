@@ -86,8 +86,8 @@ def _check_sizes(step: FusedDecodeStep) -> None:
         raise ShapeError(f"parts must be of q, k and v, of {[keys, n * keys, n * values]} channels, got {got}")
     if step.HV % step.H:
         raise ShapeError(f"the heads of v must be a multiple of the heads of q, got HV={step.HV}, H={step.H}")
-    if step.writes and step.spec.decay != "head":
-        raise OperandError(f"writes must be False with decay={step.spec.decay!r}: there is no dt, got True")
+    if step.scale_v_by_dt and step.spec.decay != "head":
+        raise OperandError(f"scale_v_by_dt must be False with decay={step.spec.decay!r}: there is no dt, got True")
 
 
 def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[int, int, int]) -> None:

@@ -19,10 +19,10 @@ class FusedDecodeStep(NamedTuple):
 
         q, k, v = norm(silu(conv(qkv)))                   SiLU and norm of each part
         q, e = q - correction k, sigmoid(feedback) k      with the last of the n keys
-        beta = min(sigmoid(beta), top)
+        beta = min(sigmoid(beta), beta_max)
         log_decay = -exp(A_log) dt, with dt = softplus(decay + dt_bias);
-                    bound sigmoid(exp(A_log) (decay + dt_bias)) if `bound` is set
-        v~ = dt v                                         if `writes`
+                    decay_bound sigmoid(exp(A_log) (decay + dt_bias)) if `decay_bound` is set
+        v~ = dt v                                         if `scale_v_by_dt`
         S, o = the update of `spec`, including its output scale
         o = o + skip v
         o = norm_weight o / sqrt(mean(o^2) + eps) + norm_bias         over V; norm="layer" subtracts the mean first
@@ -33,9 +33,9 @@ class FusedDecodeStep(NamedTuple):
         H, HV, K, V: its sizes.
         parts: q, k and v, in this order, as consecutive channels of the projection.
         taps: W of the short convolution; 0 means none.
-        top: upper bound of beta.
-        writes: multiply the values by dt.
-        bound: lower bound of the log decay (negative); None means none.
+        beta_max: upper bound of beta.
+        scale_v_by_dt: multiply the values by dt.
+        decay_bound: lower bound of the log decay (negative); None means none.
         norm: norm of the output; "" means none.
         eps: of the norm.
         gate: activation of the output gate; "" means no gate.
@@ -49,9 +49,9 @@ class FusedDecodeStep(NamedTuple):
     V: int
     parts: tuple[ConvPart, ...]
     taps: int = 0
-    top: float = 1.0
-    writes: bool = False
-    bound: float | None = None
+    beta_max: float = 1.0
+    scale_v_by_dt: bool = False
+    decay_bound: float | None = None
     norm: Literal["", "rms", "layer"] = ""
     eps: float = 0.0
     gate: Literal["", "silu", "sigmoid", "gelu", "none"] = ""
@@ -125,7 +125,7 @@ class FusedDecodeInputs(NamedTuple):
     gate: Tensor | None = None
 
 
-def beyond(spec: UpdateSpec) -> list[str]:
+def fused_decode_spec_reasons(spec: UpdateSpec) -> list[str]:
     """Return the reasons why decode steps with this spec cannot be fused; [] if they can."""
     reasons = []
     if spec.decay not in ("none", "head"):

@@ -72,10 +72,10 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
     y_BTC = x_BTC.new_zeros((), dtype=compute_dtype) if bias is None else bias.to(compute_dtype)
     for i, tap in enumerate(taps):
         y_BTC = y_BTC + tap.to(compute_dtype) * weight[:, i].to(compute_dtype)
-    return tuple(y.to(x_BTC.dtype) for y in follow(y_BTC, parts))
+    return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
 
 
-def follow(y_BTC: Tensor, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:
+def apply_silu_and_norm(y_BTC: Tensor, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:
     """Apply the SiLU and the norm of each part. Returns: [B, T, channels] in the dtype of y for each part."""
     groups = y_BTC.split([part.channels for part in parts], dim=-1)
     return tuple(_normalize(_silu(y, part), part) for y, part in zip(groups, parts, strict=True))

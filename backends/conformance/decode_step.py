@@ -17,7 +17,7 @@ from deltazoo.backends.conformance.cache import REFERENCES
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import Report, error_report, refusal
 from deltazoo.backends.conformance.pairwise import pairwise_cases
-from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, beyond
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, fused_decode_spec_reasons
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.registry import resolve
@@ -56,8 +56,8 @@ def make_fused_step(
 # Forms of a step: its fields with `silu`, and its `OPTIONS`. Together they cover every field.
 _FORMS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"}, ()),
-    ({"taps": 2, "norm": "layer", "eps": 0.1, "gate": "sigmoid", "bound": -5.0}, OPTIONS),
-    ({"taps": 0, "gate": "gelu", "top": 0.5, "silu": "qk"}, ("skip",)),
+    ({"taps": 2, "norm": "layer", "eps": 0.1, "gate": "sigmoid", "decay_bound": -5.0}, OPTIONS),
+    ({"taps": 0, "gate": "gelu", "beta_max": 0.5, "silu": "qk"}, ("skip",)),
     (
         {"taps": 1, "norm": "rms", "eps": 0.1, "gate": "none", "gate_first": True, "silu": "v"},
         ("bias", "each", "slots"),
@@ -76,8 +76,8 @@ def typical_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedDecodeSt
     if form >= len(_FORMS):
         fields |= {"gate": "", "gate_first": False}
     if not has_decay:
-        fields.pop("bound", None)
-    fields["writes"] = is_additive and has_decay and "bound" not in fields
+        fields.pop("decay_bound", None)
+    fields["scale_v_by_dt"] = is_additive and has_decay and "decay_bound" not in fields
     unit = "" if is_additive or shape.K == 1 else "q" if spec.reparam != "none" else "qk"
     return make_fused_step(spec, shape.H, shape.HV, shape.K, shape.V, unit=unit, **fields)
 
@@ -147,13 +147,13 @@ def reference_step(step: FusedDecodeStep, operands: FusedOperands) -> tuple[Tens
     update: dict[str, Tensor] = {}
     skipped = v
     if x.beta is not None:
-        beta = x.beta.sigmoid().clamp(max=step.top)
+        beta = x.beta.sigmoid().clamp(max=step.beta_max)
         update["beta"] = beta.unflatten(-1, (n, -1)) if n > 1 else beta
     if x.decay is not None and x.A_log is not None and x.dt_bias is not None:
         rate, raw = x.A_log.exp(), x.decay + x.dt_bias
         dt = F.softplus(raw)
-        update["log_decay"] = -rate * dt if step.bound is None else step.bound * (rate * raw).sigmoid()
-        if step.writes:
+        update["log_decay"] = -rate * dt if step.decay_bound is None else step.decay_bound * (rate * raw).sigmoid()
+        if step.scale_v_by_dt:
             v = v * (dt[:, :, None, :, None] if n > 1 else dt[..., None])
     if x.feedback is not None and x.correction is not None:
         update["erase_key"] = x.feedback.sigmoid()[:, None] * k
@@ -176,7 +176,7 @@ def fused_cases(
     """Return a pairwise cover for `compare_step`; one case for a backend without a fused step."""
     if type(backend).fused_decode_step_ is Backend.fused_decode_step_:
         return [Case(specs[0], shapes[0], dtypes[0])]
-    fusible = [spec for spec in specs if not beyond(spec)]
+    fusible = [spec for spec in specs if not fused_decode_spec_reasons(spec)]
     return pairwise_cases(shapes, dtypes, fusible) if fusible else []
 
 
@@ -192,7 +192,7 @@ def compare_step(backend: str | Backend, case: Case, device: torch.device | str 
     if refused is not None:
         return refused
     step = typical_step(case.spec, case.shape, form)
-    reasons = beyond(case.spec) or backend.fused_decode_unsupported(step, case.dtype)
+    reasons = fused_decode_spec_reasons(case.spec) or backend.fused_decode_unsupported(step, case.dtype)
     if reasons:
         return Report(backend.name, case, [], [], reasons)
     operands = draw_step(step, options, 3, case.dtype, device, case.seed)

@@ -21,7 +21,7 @@ from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Workload
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.torch_ext.cuda_graph import Call, captured
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.backends.watch import watch
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -214,7 +214,7 @@ class _Comparison:
             error = self._error(results) if self.config.errors else None
             results.clear()
             peak = peak_bytes(call, self.device)
-            timed: Call = captured(call, self.device) if self.config.graphs else call
+            timed: Call = capture(call, self.device) if self.config.graphs else call
         except Exception as failure:  # one backend's failure must not end the benchmark
             sentence = str(failure).strip().partition("\n")[0]
             return row.model_copy(update={"refused": [f"failed with {type(failure).__name__}: {sentence}"]})

@@ -8,7 +8,7 @@ import torch
 Call = Callable[[], object]
 
 
-def captured(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 1) -> Call:
+def capture(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 1) -> Call:
     """Capture a call in a CUDA graph and return a function that replays it.
 
     Args:

@@ -50,7 +50,7 @@ def operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) ->
     return call
 
 
-def written(tensor: Tensor, result: Tensor) -> None:
+def mark_written(tensor: Tensor, result: Tensor) -> None:
     """Record that a kernel has changed `tensor` in place, or copy its `result` there if it wrote to a contiguous copy.
 
     Autograd's version counter is incremented, as by torch's own in-place operators.

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, beyond
+from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, fused_decode_spec_reasons
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.short_conv import EPS
-from deltazoo.backends.torch_ext.custom_op import operator, written
+from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, limit_warps, parse, power_of_two
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Problem, device_spec
@@ -44,7 +44,7 @@ def _tile(launch: Launch, V: int, householders: int) -> int:
 
 def unsupported(step: FusedDecodeStep) -> list[str]:
     """Return why the kernel does not support a step, beyond the limits of the update's spec; [] if it does."""
-    reasons = beyond(step.spec) + too_many_taps(step.taps)
+    reasons = fused_decode_spec_reasons(step.spec) + too_many_taps(step.taps)
     if step.V > WIDEST_VALUE:
         reasons.append(f"V must be at most {WIDEST_VALUE} in a fused step, got {step.V}.")
     n = step.spec.householders
@@ -95,7 +95,7 @@ class StepOptions(NamedTuple):
             delta=spec.transition == "delta",
             erase_early=spec.erase_from == "previous",
             read_early=spec.read == "before",
-            scale_v_by_dt=step.writes,
+            scale_v_by_dt=step.scale_v_by_dt,
             gate_before_norm=step.gate_first,
             reparam=spec.reparam,
             norm=step.norm,
@@ -103,9 +103,9 @@ class StepOptions(NamedTuple):
             scale=spec.scale_of(step.K),
             erase_factor=1.0 if spec.negative_eigenvalues == "off" else 2.0,
             write_factor=2.0 if spec.negative_eigenvalues == "both" else 1.0,
-            beta_max=step.top,
+            beta_max=step.beta_max,
             eps=step.eps,
-            decay_bound=step.bound,
+            decay_bound=step.decay_bound,
         )
 
 
@@ -134,9 +134,9 @@ def _fused_impl(*arguments: Any) -> Tensor:
     o = x.qkv.new_empty(x.qkv.shape[0], 1, states.shape[1], states.shape[3])
     with torch.cuda.device_of(x.qkv):
         _launch(x, pool, None if slots is None else slots.contiguous(), o, options, config)
-    written(states, pool)
+    mark_written(states, pool)
     if inputs.history is not None and x.history is not None:
-        written(inputs.history, x.history)
+        mark_written(inputs.history, x.history)
     return o
 
 

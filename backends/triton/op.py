@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator, written
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, mark_written, operator
 from deltazoo.backends.triton.config import LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import checkpoint_distance
 from deltazoo.backends.triton.operands import (
@@ -89,7 +89,7 @@ def _step_impl(*arguments: Any) -> Tensor:
     launch = resolve_decode(x, call.kind)
     with torch.cuda.device_of(x.q):
         o = step_(token, stepped, slots, call.kind, launch)
-    written(call.states, stepped)
+    mark_written(call.states, stepped)
     return o.unsqueeze(1)
 
 

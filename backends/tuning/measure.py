@@ -26,7 +26,7 @@ from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.timing import time_interleaved
 from deltazoo.backends.measure.workload import Direction, Workload
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.torch_ext.cuda_graph import Call, captured
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.table import STEPS, Kernel, key_of
@@ -233,5 +233,5 @@ class _Bench:
                 if not relative_error(got[name], want.double(), want) <= 2 * limit(self.case, name, self.device):
                     return False
         del got
-        self.graphs[config] = captured(call, self.device, self.pool)
+        self.graphs[config] = capture(call, self.device, self.pool)
         return True

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
-from deltazoo.backends.torch_ext.cuda_graph import Call, captured
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.blocks.generation.sampling import check_sampling, sample
 from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers.core.mixer import Context
@@ -158,7 +158,7 @@ class Decoder:
             raise UnsupportedError(f"a CUDA graph needs the model on a CUDA device, got {self.tokens.device}")
         state_before = snapshot(self.state)
         step = functools.partial(self._run, self.model, self.tokens, self.state, self.logits)
-        self._replay = captured(step, self.tokens.device, warm_ups=3)
+        self._replay = capture(step, self.tokens.device, warm_ups=3)
         rollback_(self.state, state_before)
         return self
 

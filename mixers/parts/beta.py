@@ -37,7 +37,7 @@ class Beta(LinearPart, Fusible):
         return inputs._replace(beta=beta)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
-        return step._replace(top=self.max_beta) if step.spec.beta == "head" else None
+        return step._replace(beta_max=self.max_beta) if step.spec.beta == "head" else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
         return {"beta": self.proj(x)}

@@ -71,7 +71,7 @@ class SoftplusDecay(LinearPart, Fusible):
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if step.spec.decay != "head" or self.per != "head":
             return None
-        return step._replace(bound=self.bound, writes=self.writes and self.bound is None)
+        return step._replace(decay_bound=self.bound, scale_v_by_dt=self.writes and self.bound is None)
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
         return {"decay": self.proj(x), "A_log": self.A_log, "dt_bias": self.dt_bias}

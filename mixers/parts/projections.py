@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.decode_step import FusedDecodeStep
-from deltazoo.backends.short_conv import ConvPart, follow
+from deltazoo.backends.short_conv import ConvPart, apply_silu_and_norm
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, is_unmodified
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -69,7 +69,7 @@ class QKVProjection(Fusible, Stateful):
             channels = self.conv.weight.shape[0]
             convolved, state = self.conv(qkv_BTC[..., :channels], state, context)
             qkv_BTC = qkv_BTC[..., channels:]
-        q, k, v = (*convolved, *follow(qkv_BTC, self.unconvolved))
+        q, k, v = (*convolved, *apply_silu_and_norm(qkv_BTC, self.unconvolved))
         k = k if self.keys else q
         H, HV = self.shape.heads, self.shape.value_heads
         q_BTHK = rearrange(q, "b t (h k) -> b t h k", h=H)
@@ -129,6 +129,6 @@ class ChannelProjection(nn.Module, Stateful):
         if self.conv is not None:
             (v,), state = self.conv(v, state, context)
         else:
-            (v,) = follow(v, self.parts)
+            (v,) = apply_silu_and_norm(v, self.parts)
         one = v.new_ones(*v.shape[:2], self.shape.heads, self.shape.key_width)
         return UpdateInputs(one, one, v.unflatten(-1, (self.shape.value_heads, -1))), state

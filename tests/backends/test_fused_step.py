@@ -63,14 +63,16 @@ STEPS = {
     "delta": make_fused_step(UpdateSpec(beta="head"), gate=""),
     "delta without beta": make_fused_step(UpdateSpec()),
     "additive": make_fused_step(UpdateSpec(transition="additive"), silu="", unit="", norm="", gate=""),
-    "mamba2": make_fused_step(UpdateSpec(decay="head", transition="additive"), unit="", writes=True, gate_first=True),
+    "mamba2": make_fused_step(
+        UpdateSpec(decay="head", transition="additive"), unit="", scale_v_by_dt=True, gate_first=True
+    ),
     "additive, householders": make_fused_step(
-        UpdateSpec(decay="head", transition="additive", householders=2), unit="", writes=True
+        UpdateSpec(decay="head", transition="additive", householders=2), unit="", scale_v_by_dt=True
     ),
     "additive with beta": make_fused_step(UpdateSpec(decay="head", transition="additive", beta="head"), unit="k"),
-    "bounded decay": make_fused_step(bound=-5.0),
-    "negative": make_fused_step(GATED.model_copy(update={"negative_eigenvalues": "both"}), top=1 - 2**-7),
-    "negative erase": make_fused_step(UpdateSpec(beta="head", negative_eigenvalues="erase"), top=0.5),
+    "bounded decay": make_fused_step(decay_bound=-5.0),
+    "negative": make_fused_step(GATED.model_copy(update={"negative_eigenvalues": "both"}), beta_max=1 - 2**-7),
+    "negative erase": make_fused_step(UpdateSpec(beta="head", negative_eigenvalues="erase"), beta_max=0.5),
     "negative without beta": make_fused_step(UpdateSpec(negative_eigenvalues="both")),
     "efla": make_fused_step(UpdateSpec(decay="head", beta="head", reparam="efla"), unit="q"),
     "efla without beta": make_fused_step(UpdateSpec(reparam="efla"), unit="q"),
@@ -615,9 +617,9 @@ def test_a_step_that_does_not_fit_the_bound_spec_is_refused():
     for match, fields in wrong.items():
         with pytest.raises(ShapeError, match=match):
             bind(GATED, "reference").fused_decode_step_(step._replace(**fields), **arguments)
-    with pytest.raises(OperandError, match="writes must be False with decay='none'"):
+    with pytest.raises(OperandError, match="scale_v_by_dt must be False with decay='none'"):
         bind(UpdateSpec(), "reference").fused_decode_step_(
-            STEPS["delta without beta"]._replace(writes=True), **arguments
+            STEPS["delta without beta"]._replace(scale_v_by_dt=True), **arguments
         )
 
 
