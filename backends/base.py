@@ -17,6 +17,7 @@ from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
+from deltazoo.backends.slots import step_in_slots
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -40,7 +41,8 @@ class UpdateInputs(NamedTuple):
         a, b: [B, T, HV, K] with transition="dplr", which adds b_t (a_t^T S_{t-1}).
         state: initial state [B, HV, K, V], or [N, HV, K, V] for packed sequences; None means zeros. dtype as
             log_decay.
-        cu_seqlens: [N + 1] int32, the boundaries of N sequences packed along T; then B = 1.
+        cu_seqlens: [N + 1] int32, the boundaries of N sequences packed along T; then B = 1. Rows after cu_seqlens[-1]
+            get zeros in o and in every gradient. (On a CPU outside torch.compile, cu_seqlens[-1] must be T.)
     """
 
     q: Tensor
@@ -144,17 +146,10 @@ class Backend(ABC):
 
         Args:
             states: [S, HV, K, V], updated in place.
-            slots: [B] int64, the row of `states` that each batch row uses, all different; None means row i uses
-                state i.
+            slots: [B] int64, the row of `states` that each batch row uses, -1 for none (`deltazoo.backends.slots`).
         """
         with torch.no_grad():
-            state = states if slots is None else states.index_select(0, slots)
-            out = self.forward(spec, inputs._replace(state=state))
-            if slots is None:
-                states.copy_(out.state)
-            else:
-                states.index_copy_(0, slots, out.state)
-        return out.o
+            return step_in_slots(lambda state: self.forward(spec, inputs._replace(state=state)), states, slots)
 
     def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
         """Return the reasons not to fuse this decode step of a mixer; [] means that `fused_decode_step_` does.

@@ -109,8 +109,11 @@ def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[
             raise DeviceError(f"slots must be on {x.device}, where the operands are, got {slots.device}")
         if values_are_readable(slots):
             values: list[int] = slots.tolist()
-            if len(set(values)) < B or any(not 0 <= slot < states.shape[0] for slot in values):
-                raise ValueRangeError(f"slots must be distinct rows of the {states.shape[0]} states, got {values}")
+            rows = [slot for slot in values if slot != -1]
+            if len(set(rows)) < len(rows) or any(not 0 <= row < states.shape[0] for row in rows):
+                raise ValueRangeError(
+                    f"slots must be -1 or distinct rows of the {states.shape[0]} states, got {values}"
+                )
 
 
 def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:

@@ -59,7 +59,8 @@ class BoundUpdate:
 
         Args:
             inputs: T = 1, no state.
-            slots: [B] int64, the row of `states` that each batch row uses; None means row i uses state i.
+            slots: [B] int64, the row of `states` that each batch row uses, -1 for none (`deltazoo.backends.slots`);
+                None means row i uses state i.
         """
         check(self.spec, inputs)
         check_step(self.spec, inputs, states, slots)
@@ -86,7 +87,7 @@ class BoundUpdate:
         Call it only if `can_fuse_decode` returns True. `inputs.history` and `states` [S, HV, K, V] are updated in
         place.
 
-        Args: slots: [B] int64, the row of `states` and of the history that each batch row uses.
+        Args: slots: as for `step_`; they also select the rows of the history.
         Returns: o [B, 1, HV, V] in the dtype of qkv.
         Raises: InputError or a subclass; UnsupportedError.
         """

@@ -13,6 +13,7 @@ from torch import Tensor
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
 from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.peers.common import common_reasons, missing_packages, strength, strength_or_ones, violations
+from deltazoo.backends.slots import step_in_slots
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -57,22 +58,17 @@ class FlaBackend(Backend):
         return UpdateOutput(*run(q, k, v, log_decay(spec, inputs), beta, **options))
 
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
-        with torch.no_grad():
+        def step(state: Tensor) -> tuple[Tensor, Tensor]:
             q, k, v = inputs.q, inputs.k, inputs.v
-            state = states if slots is None else states.index_select(0, slots)
             options = {"scale": spec.scale_of(q.shape[-1]), "initial_state": state, "output_final_state": True}
             if spec.transition == "additive":
                 run = _unwrapped("simple_gla", "fused_recurrent_simple_gla")
-                o, final = run(q, k, _scaled_values(spec, inputs), **_decay(spec, inputs), **options)
-            else:
-                run = _unwrapped("gated_delta_rule", "fused_recurrent_gated_delta_rule")
-                beta = strength_or_ones(spec, inputs)
-                o, final = run(q, k, v, g=log_decay(spec, inputs), beta=beta, **options)
-            if slots is None:
-                states.copy_(final)
-            else:
-                states.index_copy_(0, slots, final)
-        return o
+                return run(q, k, _scaled_values(spec, inputs), **_decay(spec, inputs), **options)
+            run = _unwrapped("gated_delta_rule", "fused_recurrent_gated_delta_rule")
+            return run(q, k, v, g=log_decay(spec, inputs), beta=strength_or_ones(spec, inputs), **options)
+
+        with torch.no_grad():
+            return step_in_slots(step, states, slots)
 
 
 _functions: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}

@@ -219,9 +219,9 @@ STEPS = [
     ({}, {}, {"slots": torch.zeros(3, dtype=torch.int64)}, ShapeError, "slots must have shape [2], got [3]"),
     ({}, {}, {"slots": torch.zeros(2, dtype=torch.int32)}, DtypeError, "slots must be int64, got torch.int32"),
     ({}, {}, {"slots": [0, 1]}, OperandError, "slots must be a tensor, got list"),
-    ({}, {}, {"slots": torch.tensor([1, 1])}, ValueRangeError, "slots must be distinct rows of the 2 states"),
-    ({}, {}, {"slots": torch.tensor([0, 2])}, ValueRangeError, "slots must be distinct rows of the 2 states"),
-    ({}, {}, {"slots": torch.tensor([0, -1])}, ValueRangeError, "got [0, -1]"),
+    ({}, {}, {"slots": torch.tensor([1, 1])}, ValueRangeError, "slots must be -1 or distinct rows of the 2 states"),
+    ({}, {}, {"slots": torch.tensor([0, 2])}, ValueRangeError, "slots must be -1 or distinct rows of the 2 states"),
+    ({}, {}, {"slots": torch.tensor([0, -2])}, ValueRangeError, "got [0, -2]"),
 ]
 
 

@@ -701,7 +701,7 @@ WRONG = [
     (
         {"slots": torch.tensor([0, 1, 1])},
         ValueRangeError,
-        r"slots must be distinct rows of the 5 states, got \[0, 1, 1\]",
+        r"slots must be -1 or distinct rows of the 5 states, got \[0, 1, 1\]",
     ),
     ({"slots": None}, ShapeError, r"history must have shape|states must have shape \[3, 4, 12, 20\]"),
 ]
