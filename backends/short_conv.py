@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from deltazoo.backends.torch_ext.modes import values_are_readable
-from deltazoo.backends.varlen import packing_problems, sequence_count, sequence_index
+from deltazoo.backends.varlen import is_in_sequence, packing_problems, sequence_count, sequence_index
 
 EPS = 1e-6  # added to the squared L2 norm
 
@@ -61,7 +61,8 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
     """Compute y_t = sum_i weight_i x_(t - W + 1 + i) + bias for each channel, then SiLU and norm of each part.
 
     The computation is in float32 (float64 for float64) with one rounding at the end. It is a sum of shifted products,
-    which Inductor fuses with the operations that follow. No tap crosses a boundary between packed sequences.
+    which Inductor fuses with the operations that follow. No tap crosses a boundary between packed sequences. Rows after
+    cu_seqlens[-1] get zeros in y and in the gradient of x.
 
     Args: parts: consecutive groups of the channels of x.
     Returns: [B, T, channels] in the dtype of x for each part.
@@ -70,6 +71,8 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
     compute_dtype = torch.promote_types(x_BTC.dtype, torch.float32)
     taps = shifted_taps(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
     y_BTC = x_BTC.new_zeros((), dtype=compute_dtype) if bias is None else bias.to(compute_dtype)
+    if bias is not None and cu_seqlens is not None:
+        y_BTC = torch.where(is_in_sequence(cu_seqlens, x_BTC.shape[1])[:, None], y_BTC, 0)
     for i, tap in enumerate(taps):
         y_BTC = y_BTC + tap.to(compute_dtype) * weight[:, i].to(compute_dtype)
     return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
@@ -153,13 +156,15 @@ def _shifted(x_BTC: Tensor, shift: int) -> Tensor:
 def _pack_with_history(x_1TC: Tensor, history: Tensor | None, past: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Insert `past` rows of history before each sequence of a pack.
 
-    Returns: the padded pack [1, T + N past, C], and the row of each token in it [T].
+    Returns: the padded pack [1, T + (N + 1) past, C], and the row of each token in it [T]. Rows after the last sequence
+        become a further sequence of zeros.
     """
     _, T, C = x_1TC.shape
     bounds = cu_seqlens.long()
     N = bounds.shape[0] - 1
     rows_T = torch.arange(T, device=x_1TC.device) + (sequence_index(cu_seqlens, T) + 1) * past
-    padded = x_1TC.new_zeros(1, T + N * past, C).index_copy(1, rows_T, x_1TC)
+    x_1TC = torch.where(is_in_sequence(cu_seqlens, T)[:, None], x_1TC, 0)
+    padded = x_1TC.new_zeros(1, T + (N + 1) * past, C).index_copy(1, rows_T, x_1TC)
     if history is not None:
         first_N = bounds[:-1] + torch.arange(N, device=x_1TC.device) * past
         first_NP = first_N[:, None] + torch.arange(past, device=x_1TC.device)

@@ -12,9 +12,14 @@ from deltazoo.backends.errors import ShapeError
 
 
 def sequence_index(cu_seqlens: Tensor, T: int) -> Tensor:
-    """Return the index of the sequence that each token belongs to: [T] int64."""
+    """Return the index of the sequence that each row belongs to, [T] int64; N for rows after cu_seqlens[-1]."""
     time_T = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:], time_T, right=True)
+
+
+def is_in_sequence(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Return whether each row belongs to a sequence, [T] bool; rows after cu_seqlens[-1] do not."""
+    return torch.arange(T, device=cu_seqlens.device) < cu_seqlens[-1]
 
 
 def sequence_count(cu_seqlens: Tensor | None, B: int) -> int:

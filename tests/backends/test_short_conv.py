@@ -209,10 +209,16 @@ def test_the_kernels_are_deterministic(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@kernels
+RUNS = [
+    pytest.param(short_conv, id="plain", marks=needs_no_interpreter),
+    pytest.param(conv.short_conv, id="kernels", marks=kernels),
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("history", [False, True], ids=["no history", "history"])
-def test_tokens_beyond_the_last_sequence_have_zero_results_and_gradients(history: bool) -> None:
-    """cu_seqlens ends before T. Uninitialised memory is NaN, so a row that no program writes is found."""
+def test_rows_after_the_last_sequence_have_zero_results_and_gradients(run: Run, history: bool) -> None:
+    """cu_seqlens ends before T. Uninitialised memory is NaN, so that a row that no program writes fails the test."""
     case = Case([Q, V], lengths=(3, 0, 10, 20), W=3, bias=True, history=history)
     whole, end = draw(case), sum(case.lengths)
     tail = torch.full((1, 19, whole.x.shape[2]), torch.nan, device=DEVICE)
@@ -220,7 +226,7 @@ def test_tokens_beyond_the_last_sequence_have_zero_results_and_gradients(history
 
     def results(inputs: ConvInputs) -> list[Tensor]:
         leaves = [t for t in inputs[:4] if t is not None]
-        ys = conv.short_conv(inputs, case.parts)
+        ys = run(inputs, case.parts)
         d = [torch.linspace(-1, 1, y.shape[2], device=DEVICE).expand_as(y) for y in ys]
         return [*ys, *torch.autograd.grad(ys, leaves, d)]
 
@@ -234,12 +240,6 @@ def test_tokens_beyond_the_last_sequence_have_zero_results_and_gradients(history
         torch.testing.assert_close(mine[:, :end], expected)
     for mine, expected in zip(got[3:], want[3:], strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
-
-
-RUNS = [
-    pytest.param(short_conv, id="plain", marks=needs_no_interpreter),
-    pytest.param(conv.short_conv, id="kernels", marks=kernels),
-]
 
 
 @pytest.mark.parametrize("run", RUNS)
