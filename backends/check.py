@@ -26,14 +26,14 @@ def check_integer(name: str, value: object, minimum: int = 1) -> None:
     # isinstance first: torch.compile can trace it, but not hasattr.
     is_integer = isinstance(value, int) or hasattr(value, "__index__")
     if not is_integer or isinstance(value, bool | Tensor) or value < minimum:  # type: ignore[operator]
-        raise ValueRangeError(f"{name} must be at least {minimum}, a whole number, got {value!r}")
+        raise ValueRangeError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
 def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     """Raise unless the operands match the spec: presence, shapes, dtypes and a common device.
 
     If the values may be read (CPU tensors, outside torch.compile and torch.func), it also checks that decays have the
-    right sign and are finite, and that cu_seqlens ascends. `validate` checks values on any device.
+    right sign and are finite, and that cu_seqlens rises from 0 to T. `validate` checks values on any device.
 
     Raises: OperandError, ShapeError, DtypeError, DeviceError, ValueRangeError.
     """
@@ -120,7 +120,7 @@ def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     """Check operands including their values, on any device. On a GPU this synchronises.
 
     In addition to the checks of every call: all operands are finite, decays are <= 0, beta is in the interval for
-    which the spectrum of the spec is stated, and cu_seqlens ascends from 0 to T.
+    which the spectrum of the spec is stated, and cu_seqlens rises from 0 to T.
 
     Raises: InputError or a subclass; ValueRangeError lists every violation.
     """

@@ -65,7 +65,7 @@ class FusedDecodeStep(NamedTuple):
     def operands(self, B: int, S: int, inputs: "FusedDecodeInputs") -> dict[str, tuple[int, ...]]:
         """Return the shape of every operand.
 
-        Biases and skip are optional, and norm_weight may be [V] or [HV V]: these follow `inputs`.
+        `inputs` determines which of the optional biases and skip exist, and whether norm_weight is [V] or [HV V].
 
         Args: B: batch rows. S: rows of the states.
         """

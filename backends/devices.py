@@ -27,7 +27,7 @@ def usable_device(device: str | torch.device) -> torch.device:
         parsed = None
     available = devices()
     if parsed is None or not any(str(parsed) in (name, name.split(":")[0]) for name in available):
-        raise ConfigError(f"device must be one that torch sees here ({', '.join(available)}), got {str(device)!r}")
+        raise ConfigError(f"device must be available to torch ({', '.join(available)}), got {str(device)!r}")
     return parsed
 
 
@@ -79,9 +79,9 @@ class DeviceSpec(NamedTuple):
 
     @staticmethod
     def current(index: int | None = None) -> "DeviceSpec":
-        """Read the properties of a GPU, once per GPU.
+        """Return the properties of a GPU, which are read once; None is the current GPU.
 
-        Args: index: None: the current GPU, or Triton's interpreter without a GPU.
+        Without a GPU they are those of Triton's interpreter.
         """
         if index is not None:
             return _properties(index)
@@ -117,13 +117,13 @@ KNOWN_DEVICES = (  # shared memory: opt-in maximum of a block, from the CUDA pro
 
 @functools.cache
 def _properties(index: int) -> DeviceSpec:
-    found = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)
     return DeviceSpec(
-        name=found.name,
+        name=properties.name,
         platform="hip" if torch.version.hip else "cuda",
-        capability=(found.major, found.minor),
-        processors=found.multi_processor_count,
-        shared_memory=int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)),
+        capability=(properties.major, properties.minor),
+        processors=properties.multi_processor_count,
+        shared_memory=int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)),
         triton=installed_triton(),
     )
 

@@ -70,13 +70,13 @@ class BoundUpdate:
             return backend.step_(self.spec, inputs, states, slots)
 
     def may_fuse_decode(self, device: str) -> bool:
-        """Whether any candidate for a device type implements fused decode steps."""
+        """Return whether any candidate for a device type implements fused decode steps."""
         return any(
             type(backend).fused_decode_step_ is not Backend.fused_decode_step_ for backend in self.candidates(device)
         )
 
     def can_fuse_decode(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> bool:
-        """Whether the chosen backend computes this decode step in one kernel. Args: dtype: of `qkv`."""
+        """Return whether the chosen backend computes this decode step in one kernel. Args: dtype: of `qkv`."""
         return not self._fused_decode_backend(step, device, dtype)[1]
 
     def fused_decode_step_(
@@ -225,7 +225,7 @@ def update(spec: UpdateSpec, inputs: UpdateInputs, backend: str | Backend | None
 def use_backend(backend: str | Backend) -> Iterator[None]:
     """Set the default backend of `update`, and of modules built inside the block.
 
-    The default is global to the process, not local to the thread. It does not change what was bound before.
+    The default is global to the process, not local to the thread. Updates that were bound before keep their backends.
     """
     registry.load_requested(backend) if isinstance(backend, str) else registry.resolve(backend)
     override = (backend,)
@@ -253,9 +253,9 @@ def _candidate_names(candidates: Candidates) -> dict[str, list[str]]:
     return {device or "other": [backend.name for backend in backends] for device, backends in candidates.items()}
 
 
-def _record(backend: str, what: str) -> None:
+def _record(backend: str, name: str) -> None:
     if not torch.compiler.is_compiling() and is_watched():
-        record_run(RunRecord(backend, what))
+        record_run(RunRecord(backend, name))
 
 
 def _diverse_metas(device: str) -> list[UpdateMeta]:
@@ -295,4 +295,4 @@ def _no_backend(spec: UpdateSpec, meta: UpdateMeta, refusals: Sequence[Refusal])
     # Field by field: torch.compile may trace this function and cannot trace pydantic's repr.
     fields = ", ".join(f"{name}={getattr(spec, name)!r}" for name in _SPEC_FIELDS)
     lines = [f"  {backend.name}: {' '.join(reasons)}" for backend, reasons in refusals]
-    return "\n".join([f"no backend takes UpdateSpec({fields}) on {meta}:", *lines])
+    return "\n".join([f"no backend supports UpdateSpec({fields}) on {meta}:", *lines])

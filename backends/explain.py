@@ -61,7 +61,7 @@ def explain(
     if device is not None:
         meta = meta._replace(device="cuda")
     if shape is not None and not isinstance(shape, Shape):
-        shape = Shape("the given shape", *shape, meta.H, meta.HV, meta.K, meta.V)
+        shape = Shape("requested shape", *shape, meta.H, meta.HV, meta.K, meta.V)
     requested = requested_backend(backend)
     installed = registry.names(registry.BACKENDS)
     if requested is None:
@@ -82,7 +82,7 @@ def explain(
         verdicts.append(Verdict(name, chosen, reasons))
     for name in installed:
         if name not in tried:
-            reasons = _reasons(name, spec, meta, device) or ["supported; runs when asked for by name."]
+            reasons = _reasons(name, spec, meta, device) or ["supported; runs only if requested by name."]
             verdicts.append(Verdict(name, False, reasons))
     return Explanation(verdicts, plan)
 

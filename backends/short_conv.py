@@ -93,10 +93,10 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
     if x.dim() != 3:
         raise ShapeError(f"x must have shape [B, T, C], got {list(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] < 1:
-        raise ShapeError(f"weight must have shape [C, W] with a tap or more, got {list(weight.shape)}")
+        raise ShapeError(f"weight must have shape [C, W] with W >= 1, got {list(weight.shape)}")
     C, W = x.shape[2], weight.shape[1]
     if sum(part.channels for part in parts) != C or any(part.unit and part.channels % part.unit for part in parts):
-        raise ShapeError(f"parts must share the {C} channels of x in whole heads, got {list(parts)}")
+        raise ShapeError(f"parts must have {C} channels in total, each a multiple of its unit, got {list(parts)}")
     N = sequence_count(cu_seqlens, x.shape[0])
     shapes = {"weight": (C, W), "bias": (C,), "history": (N, W - 1, C)}
     for name, shape in shapes.items():
@@ -149,8 +149,8 @@ def _shifted(x_BTC: Tensor, shift: int) -> Tensor:
     all taps.
     """
     T = x_BTC.shape[1]
-    kept = max(T - shift, 0)
-    return F.pad(x_BTC[:, :kept], (0, 0, T - kept, 0)) if shift else x_BTC
+    length = max(T - shift, 0)
+    return F.pad(x_BTC[:, :length], (0, 0, T - length, 0)) if shift else x_BTC
 
 
 def _pack_with_history(x_1TC: Tensor, history: Tensor | None, past: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

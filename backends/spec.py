@@ -85,15 +85,10 @@ class UpdateSpec(BaseModel):
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if self.transition != "delta":
-            transition = f"transition={self.transition!r}"
             reason = "has no erase term" if self.transition == "additive" else "erases with its operands a and b"
-            if self.reparam != "none":
-                raise ValueError(f"reparam={self.reparam!r} steps the delta rule; {transition} {reason}")
-            if self.erase_key == "own":
-                raise ValueError(f"erase_key='own' needs the delta rule; {transition} {reason}")
-            if self.negative_eigenvalues != "off":
-                negative = f"negative_eigenvalues={self.negative_eigenvalues!r}"
-                raise ValueError(f"{negative} needs the delta rule; {transition} {reason}")
+            for name, default in (("reparam", "none"), ("erase_key", "key"), ("negative_eigenvalues", "off")):
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(f"{name}={value!r} needs the delta rule; transition={self.transition!r} {reason}")
         if self.transition == "additive" and self.erase_from == "previous":
             raise ValueError("erase_from='previous' needs an erase term; transition='additive' has none")
         if self.transition == "dplr" and self.erase_from == "decayed":

@@ -10,13 +10,13 @@ class RunRecord(NamedTuple):
     """One call of a backend, or one launch of a kernel.
 
     Args:
-        backend: its name; "torch" for a short convolution in plain torch.
-        what: "update", "step", "fused step" or "short conv" for a call, the kernel's name for a launch.
+        backend: name of the backend; "torch" for a short convolution in plain torch.
+        name: "update", "step", "fused step" or "short conv" for a call, the kernel's name for a launch.
         programs, warps: the launch's grid size and warps per program; 0 for a call.
     """
 
     backend: str
-    what: str
+    name: str
     programs: int = 0
     warps: int = 0
 
@@ -30,13 +30,13 @@ class RunLog:
     @property
     def kernels(self) -> dict[str, int]:
         """Kernel name -> number of launches, in the order of the first launch."""
-        return dict(Counter(run.what for run in self.runs if run.programs))
+        return dict(Counter(run.name for run in self.runs if run.programs))
 
     def __str__(self) -> str:
         lines = []
-        for (backend, what, programs, warps), count in Counter(self.runs).items():
+        for (backend, name, programs, warps), count in Counter(self.runs).items():
             grid = f", {programs} programs of {warps} warps" if programs else ""
-            lines.append(f"{count} x {backend}: {what}{grid}")
+            lines.append(f"{count} x {backend}: {name}{grid}")
         return "\n".join(lines) or "nothing"
 
 

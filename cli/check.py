@@ -37,6 +37,6 @@ def command(
         refusals = sum(bool(row.refused) for row in report.rows)
         refused = f", {refusals} refused" if refusals else ""
         print_line(f"{len(report.failures)} failures on {report.cases} cases of {', '.join(report.backends)}{refused}")
-        for name in report.without:
+        for name in report.refusing:
             print_line(f"{name} refused every case, so it was not checked")
-    raise typer.Exit(1 if report.failures or report.without else 0)
+    raise typer.Exit(1 if report.failures or report.refusing else 0)

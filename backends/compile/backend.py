@@ -137,7 +137,7 @@ def _compile(spec: UpdateSpec) -> _Function:
             if not isinstance(error.inner_exception, torch._inductor.exc.InvalidCxxCompiler):
                 raise
             raise UnsupportedError(
-                "backend 'compile' needs a C++ compiler to run on the CPU from eager code, and torch found none: "
+                "backend 'compile' needs a C++ compiler to run on the CPU from eager code, and torch cannot find one: "
                 "install g++ or clang++ (Windows: cl), or use CompileBackend(compiled=False) or 'reference'"
             ) from error
 

@@ -105,7 +105,7 @@ def decayed_scores(rows: Tensor, row_decays: Tensor, columns: Tensor, column_dec
         block = rearrange(second, "n z r l i k -> n z l (r i) k") @ rearrange(first, "n z w l j k -> n z l k (w j)")
         block = rearrange(block, "n z l (r i) (w j) -> n z r w l i j", r=R, w=W)
         pairs = scores.unflatten(4, (-1, 2))
-        top = pad(pairs[..., 0, :, :], (0, s))
-        scores = torch.cat([top, torch.cat([block, pairs[..., 1, :, :]], -1)], -2)
+        upper = pad(pairs[..., 0, :, :], (0, s))
+        scores = torch.cat([upper, torch.cat([block, pairs[..., 1, :, :]], -1)], -2)
         s *= 2
     return scores[..., 0, :M, :M]

@@ -10,7 +10,7 @@ from deltazoo.backends.base import without_autocast
 def body(function: Any, strided: int = 0) -> Any:
     """Wrap an operator's body: disable autocast, which is otherwise active inside it, and make operands contiguous.
 
-    Args: strided: the number of leading operands that are passed with the strides they have.
+    Args: strided: number of leading operands that keep their strides.
     """
 
     def run(*arguments: Any) -> Any:

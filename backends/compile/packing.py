@@ -16,9 +16,11 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 class Packing(NamedTuple):
     """Index tables of packed sequences.
 
-    token_of_slot: [N C] int64, T for an empty slot. slot_of_token: [T] int64, N C for a row after the last
-    sequence. sequence: [N] int64, the sequence of
-    each chunk. sequences: Y. chunk: C.
+    Args:
+        token_of_slot: [N C] int64, T for an empty slot.
+        slot_of_token: [T] int64, N C for a row after the last sequence.
+        sequence: [N] int64, the sequence of each chunk.
+        sequences, chunk: Y and C.
     """
 
     token_of_slot: Tensor

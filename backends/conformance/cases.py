@@ -18,14 +18,14 @@ Regime = Literal["ordinary", "parallel", "decays"]
 REGIMES: tuple[Regime, ...] = ("ordinary", "parallel", "decays")
 
 _NEAR_BOUND = 0.995  # beta near its bound; 1.99 when doubled for negative eigenvalues
-_FORGETS = -1000.0  # log decay whose exp underflows to 0 in float64, and whose sums stay finite
+_LOG_DECAY_TO_ZERO = -1000.0  # its exp underflows to 0 in float64, and its sums stay finite
 
 
 class Case(NamedTuple):
     """One comparison.
 
     regime: "ordinary"; "parallel": near-parallel keys, beta near its bound and no decay; "decays": log decays of
-        0, -20 and -60 among ordinary ones, and one token that forgets everything.
+        0, -20 and -60 among ordinary ones, and one token whose decay is 0.
     layout: "strided": the last axis of every operand has stride 2, with NaN in between.
     state: whether there is an initial state.
     seed: random seed. An odd seed also draws the second form of operands that have two: a fixed decay [HV, K] instead
@@ -143,16 +143,15 @@ def _decay(case: Case, random: _Random, shapes: dict[str, tuple[int, ...]]) -> d
     if spec.decay == "none":
         return {}
     if spec.decay == "rate":
-        step = (-_log_decays(case, random, shapes["step"])).clamp(
-            max=150
-        )  # larger steps amplify the rounding of d_rate
+        # clamped, because larger steps amplify the rounding error of d_rate
+        step = (-_log_decays(case, random, shapes["step"])).clamp(max=150)
         return {"step": step, "rate": -(0.5 + random(shapes["rate"]).sigmoid())}
     if spec.decay == "fixed":
         form = (shape.HV, shape.K) if case.seed % 2 else (shape.HV,)
         if case.regime == "ordinary":  # the decays of RetNet
             return {"log_decay": torch.log1p(-(2.0 ** (-3 - 3 * random(form).sigmoid())))}
         decays = random.choice(form, [0.0, 0.0, -20.0, -60.0] if case.regime == "decays" else [0.0])
-        decays.view(-1)[0] = 0  # one head keeps its state; else every gradient would be rounding error
+        decays.view(-1)[0] = 0  # one head without decay: otherwise every gradient would be rounding error
         return {"log_decay": decays}
     return {"log_decay": _log_decays(case, random, shapes["log_decay"])}
 
@@ -165,7 +164,7 @@ def _log_decays(case: Case, random: _Random, shape: tuple[int, ...]) -> Tensor:
     if case.regime == "parallel":
         return torch.zeros_like(ordinary)
     decays = ordinary * random.choice(shape, [0.0, 1e-6, 1.0]) + random.choice(shape, [0.0] * 6 + [-20.0, -60.0])
-    decays[:, shape[1] // 2 : shape[1] // 2 + 1] = _FORGETS
+    decays[:, shape[1] // 2 : shape[1] // 2 + 1] = _LOG_DECAY_TO_ZERO
     return decays
 
 
@@ -179,13 +178,12 @@ def _strengths(
             continue
         shape = shapes[name]
         if case.spec.reparam != "none" and name != "write":
-            strengths[name] = _times(case, random, shape)
+            strengths[name] = _step_sizes(case, random, shape)
             continue
         strength = random(shape).sigmoid()
         if case.regime != "ordinary":
-            near = torch.full_like(strength, _NEAR_BOUND)
             is_near = random.choice(shape, [0.0, 1.0] if case.regime == "decays" else [1.0]) > 0
-            strength = torch.where(is_near, near, strength * random.choice(shape, [0.0, 1.0]))
+            strength = torch.where(is_near, _NEAR_BOUND, strength * random.choice(shape, [0.0, 1.0]))
         strengths[name] = strength
     if case.spec.erase_from == "previous" and case.spec.negative_eigenvalues != "off":
         for name in strengths.keys() & {"beta", "erase"}:
@@ -193,12 +191,12 @@ def _strengths(
     return strengths
 
 
-def _times(case: Case, random: _Random, shape: tuple[int, ...]) -> Tensor:
-    """Draw the times of EFLA and Longhorn: any for each head; over channels within a factor of two, for stability."""
-    times = random((*shape[:-1], 1) if case.spec.beta == "channel" else shape).exp()
+def _step_sizes(case: Case, random: _Random, shape: tuple[int, ...]) -> Tensor:
+    """Draw the step sizes of EFLA and Longhorn. Channels of a head differ by at most a factor of 2, for stability."""
+    sizes = random((*shape[:-1], 1) if case.spec.beta == "channel" else shape).exp()
     if case.regime != "ordinary":
-        times = times * random.choice(tuple(times.shape), [0.0, 1e-6, 1, 10])
-    return times * (1 + random(shape).sigmoid()) if case.spec.beta == "channel" else times
+        sizes = sizes * random.choice(tuple(sizes.shape), [0.0, 1e-6, 1, 10])
+    return sizes * (1 + random(shape).sigmoid()) if case.spec.beta == "channel" else sizes
 
 
 def _max_stable_erase(case: Case, x: dict[str, Tensor], strength: Tensor) -> Tensor:

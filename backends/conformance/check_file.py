@@ -145,12 +145,12 @@ class CheckRow(BaseModel):
         """Return the row as text: case, backend, tensor, error, limit, verdict."""
         if self.error is None or self.limit is None:
             return [self.case, self.backend, "", "", "", f"refused: {self.refused}"]
-        verdict = "" if self.ok else "TOO MUCH"
+        verdict = "" if self.ok else "ABOVE LIMIT"
         return [self.case, self.backend, self.tensor, f"{self.error:.1e}", f"{self.limit:.0e}", verdict]
 
 
-class Checked(BaseModel):
-    """Results of a check. failures: one sentence each, with the backend and the case."""
+class CheckResults(BaseModel):
+    """Results of a check file. failures: one sentence each, with the backend and the case."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -160,7 +160,7 @@ class Checked(BaseModel):
     failures: list[str]
 
     @property
-    def without(self) -> list[str]:
+    def refusing(self) -> list[str]:
         """The backends that refuse every case."""
         compared = {row.backend for row in self.rows if not row.refused}
         return [name for name in self.backends if name not in compared]
@@ -168,7 +168,7 @@ class Checked(BaseModel):
 
 def check_file(
     path: str | Path, backends: Sequence[str] | None = None, device: str = "cpu", progress: Progress = silent
-) -> Checked:
+) -> CheckResults:
     """Compare backends with the reference in float64 on the cases of a file.
 
     Args: backends: names; None is all installed backends.
@@ -184,7 +184,7 @@ def check_file(
         rows += _rows(report)
         failures += [f"{report.backend} on {report.case}: {failure}" for failure in report.failures]
         progress("check", done, total, report.backend)
-    return Checked(backends=names, cases=len(cases), rows=rows, failures=failures)
+    return CheckResults(backends=names, cases=len(cases), rows=rows, failures=failures)
 
 
 def _rows(report: Report) -> list[CheckRow]:

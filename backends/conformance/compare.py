@@ -63,7 +63,7 @@ class Report(NamedTuple):
         lines = [f"{self.backend} on {self.case}"]
         lines += [f"  refused: {reason}" for reason in self.refused]
         lines += [
-            f"  {error.tensor:12} {error.relative:.2e}  limit {error.limit:.0e}{'' if error.ok else '  TOO MUCH'}"
+            f"  {error.tensor:12} {error.relative:.2e}  limit {error.limit:.0e}{'' if error.ok else '  ABOVE LIMIT'}"
             for error in self.errors
         ]
         return "\n".join([*lines, *(f"  {failure}" for failure in self.failures)])
@@ -118,14 +118,14 @@ def error_report(
 
     Args: outputs: the outputs that had a cotangent; None without gradients.
     """
-    failures = _form_errors(case, results)
+    failures = _shape_and_dtype_errors(case, results)
     errors = []
     device = results["o"].device
     for tensor, value in expected.items():
         if results[tensor].shape != value.shape:
             continue
         error = Error(tensor, relative_error(results[tensor], value, value), limit(case, tensor, device))
-        if not error.ok and case.regime != "ordinary":  # only then may the floor matter, which needs a second reference
+        if not error.ok and case.regime != "ordinary":  # the floor needs a second reference
             ordinary = case_reference(case._replace(regime="ordinary"), outputs, device)
             error = error._replace(relative=relative_error(results[tensor], value, ordinary[tensor]))
         errors.append(error)
@@ -234,15 +234,15 @@ def _cotangents(case: Case, inputs: UpdateInputs, outputs: Outputs | None) -> Co
     return None if outputs == "state" else d_o, None if outputs == "o" else d_state
 
 
-def _form_errors(case: Case, results: dict[str, Tensor]) -> list[str]:
+def _shape_and_dtype_errors(case: Case, results: dict[str, Tensor]) -> list[str]:
     """Return a sentence for each output of the wrong shape or dtype; autograd checks those of the gradients."""
     _, B, T, _, HV, K, V, _ = case.shape
-    forms = {
+    expected = {
         "o": ([B, T, HV, V], case.dtype),
         "state": ([case.shape.sequences, HV, K, V], state_dtype(case.dtype)),
     }
     return [
         f"{name} must be {dtype} of shape {shape}, got {results[name].dtype} of shape {list(results[name].shape)}"
-        for name, (shape, dtype) in forms.items()
+        for name, (shape, dtype) in expected.items()
         if name in results and (list(results[name].shape) != shape or results[name].dtype != dtype)
     ]

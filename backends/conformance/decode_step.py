@@ -42,7 +42,9 @@ def make_fused_step(
 ) -> FusedDecodeStep:
     """Build a step of these sizes.
 
-    Args: silu, unit: those of the letters q, k, v with a SiLU or an L2 norm; fields: other fields of the step.
+    Args:
+        silu, unit: the parts with a SiLU, and those with an L2 norm, as letters of "qkv".
+        fields: other fields of the step.
     """
     n = spec.householders
     sizes, widths = (H * K, n * H * K, n * HV * V), (K, K, V)
@@ -197,22 +199,22 @@ def compare_step(backend: str | Backend, case: Case, device: torch.device | str 
         return Report(backend.name, case, [], [], reasons)
     operands = draw_step(step, options, 3, case.dtype, device, case.seed)
     rows = torch.arange(3, device=device) if operands.slots is None else operands.slots
-    others = torch.ones(len(operands.states), dtype=torch.bool, device=device).index_fill(0, rows, False)
+    unused = torch.ones(len(operands.states), dtype=torch.bool, device=device).index_fill(0, rows, False)
     for tensor in (operands.states, operands.inputs.history):
         if tensor is not None:
-            tensor[others] = torch.nan  # slots of no row: neither read nor written
+            tensor[unused] = torch.nan  # a step must neither read nor write them
     key = (step, options, case.dtype, case.seed, str(device))
     o, after = REFERENCES.get(key, partial(reference_step, step, operands))
     results = {"o": bind(case.spec, backend).fused_decode_step_(step, *operands), "state": operands.states[rows]}
     report = error_report(backend, case, results, {"o": o, "state": after.states[rows]})
     failures = []
-    if not operands.states[others].isnan().all():
+    if not operands.states[unused].isnan().all():
         failures.append("a fused step must write only to the slots of its rows")
     for name, x in operands.inputs._asdict().items():
         if x is not None and not torch.allclose(
             x.double(), getattr(after.inputs, name), rtol=0, atol=0, equal_nan=True
         ):
-            rule = "hold the last tokens of its rows, unchanged" if name == "history" else "not be modified"
+            rule = "hold the last inputs of its rows, unrounded" if name == "history" else "not be modified"
             failures.append(f"{name} must {rule}")
     return report._replace(failures=report.failures + failures)
 

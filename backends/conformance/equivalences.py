@@ -83,7 +83,7 @@ class RepeatedHeads(Equivalent):
 
 
 class SequenceBySequence(Equivalent):
-    """Compute each sequence of a pack in a call of its own."""
+    """Compute each sequence of a pack in a separate call."""
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         assert inputs.cu_seqlens is not None

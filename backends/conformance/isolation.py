@@ -106,7 +106,7 @@ def _differences(
             if leak > tolerance * rms(before[name]):
                 failures.append(f"{name} must be 0 where no output depends on {region.description}, got {leak:.1e}")
         elif poison:
-            continue  # a sum over the region and all else
+            continue  # the gradient is a sum that includes the region, so it is NaN
         else:
             outside = torch.ones_like(result, dtype=torch.bool)
         error = relative_error(result[outside], before[name][outside], before[name])

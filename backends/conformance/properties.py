@@ -81,9 +81,7 @@ def rows_after_the_last_sequence_are_zero(backend: str | Backend, case: Case, de
     if refused is not None:
         return refused
     inputs, T = draw(case, device), case.shape.T
-    rows = torch.arange(T + 70, device=inputs.q.device) % max(
-        T, 1
-    )  # repeats the tokens: more rows than one chunk holds
+    rows = torch.arange(T + 70, device=inputs.q.device) % max(T, 1)  # 70 more rows, which is more than one chunk
     names = [name for name in inputs._fields if has_time_axis(inputs, name)]
     padded = inputs._replace(**{name: getattr(inputs, name)[:, rows] for name in names})
     d_o, d_state = draw_cotangents(case, inputs)
@@ -226,7 +224,7 @@ def _packed(case: Case) -> Case:
 
 
 def _compare_with(backend: Backend, other: Backend, case: Case, device: Device) -> Report:
-    """Compare a backend with an equivalent computation, which takes the place of the reference."""
+    """Compare a backend with an equivalent computation instead of the reference."""
     refused = refusal(backend, case, device)
     if refused is not None:
         return refused

@@ -64,6 +64,6 @@ def strength(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:
 
 
 def strength_or_ones(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor:
-    """Return the common strength of erase and write [B, T, HV], as a tensor also if it is 1."""
+    """Return the common strength of erase and write [B, T, HV]; a tensor of ones if it is 1."""
     beta = strength(spec, inputs)
     return inputs.v.new_ones(inputs.v.shape[:-1]) if beta is None else beta

@@ -15,7 +15,7 @@ def capture(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 
         device: where the call runs; it need not be the current device.
         pool: handle from `torch.cuda.graph_pool_handle`, to share memory between graphs that never run concurrently.
         warm_ups: number of calls before the capture, for compilation and for allocations of libraries.
-    Raises: whatever the call raises during capture.
+    Raises: the exceptions of the call during capture.
     """
     side_stream = torch.cuda.Stream(device)
     side_stream.wait_stream(torch.cuda.current_stream(device))

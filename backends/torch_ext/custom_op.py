@@ -51,9 +51,9 @@ def operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) ->
 
 
 def mark_written(tensor: Tensor, result: Tensor) -> None:
-    """Record that a kernel has changed `tensor` in place, or copy its `result` there if it wrote to a contiguous copy.
+    """Finish an in-place operator: copy `result` to `tensor`, unless the kernel updated `tensor` directly.
 
-    Autograd's version counter is incremented, as by torch's own in-place operators.
+    Increments autograd's version counter, as torch's own in-place operators do.
     """
     if result is not tensor:
         tensor.copy_(result)

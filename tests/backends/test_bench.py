@@ -153,7 +153,7 @@ def test_two_backends_with_the_same_name_are_refused():
 def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match=r"baseline must be one of the backends reference, got 'fla'"):
         bench(GATED, [PLAIN], ["reference"], BenchConfig(baseline="fla"))
-    with pytest.raises(ConfigError, match=r"device must be one that torch sees here \(cpu.*\), got 'xpu:7'"):
+    with pytest.raises(ConfigError, match=r"device must be available to torch \(cpu.*\), got 'xpu:7'"):
         bench(GATED, [PLAIN], ["reference"], BenchConfig(device="xpu:7"))
     with pytest.raises(ConfigError, match="graphs needs a CUDA device, got 'cpu'"):
         bench(GATED, [PLAIN], ["reference"], BenchConfig(graphs=True))
@@ -177,7 +177,7 @@ def test_gpu_time_excludes_host_time_up_to_the_lead():
 
     calls = {"fast": x.neg_, "slow": slow_to_issue(0.004), "very slow": slow_to_issue(0.03)}
     times = time_interleaved(calls, torch.device("cuda"), 15, 5.0, lambda done, total, note: None)
-    device, host = ({name: min(of[i]) for name, of in times.items()} for i in range(2))
+    device, host = ({name: min(columns[i]) for name, columns in times.items()} for i in range(2))
     assert device["fast"] < 1e-4
     assert device["slow"] < 1e-3 < 4e-3 <= host["slow"]
     # max: work of other processes on the device lengthens the lead

@@ -66,7 +66,7 @@ WRONG_FILES = [
     (CHECK.replace("K: 4, lengths", "K: 4, B: 2, lengths"), "packed sequences (lengths) need B = 1, got B=2"),
     (CHECK.replace("bfloat16", "bf16"), "dtypes.1: Input should be 'float64', 'float32', 'bfloat16' or 'float16'"),
     (CHECK.replace("head", "haed", 1), "spec.decay: Input should be 'none', 'fixed', 'head', 'channel' or 'rate'"),
-    ("spec: {transition: additive, reparam: efla}\nshapes: [plain]", "reparam='efla' steps the delta rule"),
+    ("spec: {transition: additive, reparam: efla}\nshapes: [plain]", "reparam='efla' needs the delta rule"),
     ("spec: {", "cannot be read"),
     ("[]", "is not a valid check file"),
 ]

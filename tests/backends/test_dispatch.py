@@ -309,7 +309,7 @@ def test_explain_lists_all_backends_in_order(monkeypatch):
         ("reference", False),
     ]
     assert explanation.chosen == "powers"
-    assert explanation.verdicts[2].reasons == ["supported; runs when asked for by name."]
+    assert explanation.verdicts[2].reasons == ["supported; runs only if requested by name."]
     assert "never: it supports nothing." in str(explanation)
 
 

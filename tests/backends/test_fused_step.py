@@ -173,7 +173,7 @@ def test_the_result_does_not_depend_on_the_launch_config(name, launch):
     with watch() as record:
         agrees(STEPS[name], OPTIONS["all"] if name != "one number per head" else (), backend=backend)
     numbers = power_of_two(STEPS[name].K) * min(tile, power_of_two(STEPS[name].V))
-    assert {ran.warps for ran in record.runs if ran.what == "fused_step_kernel"} == {limit_warps(warps, numbers)}
+    assert {run.warps for run in record.runs if run.name == "fused_step_kernel"} == {limit_warps(warps, numbers)}
 
 
 @runs
@@ -186,7 +186,7 @@ def test_the_tuner_accepts_a_correct_launch_and_reports_the_error_of_a_wrong_one
     with watch() as record:
         assert measure.disagreement(checked, cases[0], answers, DEVICE) == ""
         measure._run_once(target, "fused_step", config, DEVICE)
-    assert [(ran.programs, ran.warps) for ran in record.runs if ran.what == "fused_step_kernel"] == [(12, 1), (20, 1)]
+    assert [(run.programs, run.warps) for run in record.runs if run.name == "fused_step_kernel"] == [(12, 1), (20, 1)]
     correct = fused.fused_decode_step_
     monkeypatch.setattr(fused, "fused_decode_step_", lambda *arguments: 1.02 * correct(*arguments))
     reason = measure.disagreement(checked, cases[0], answers, DEVICE)

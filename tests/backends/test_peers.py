@@ -234,7 +234,7 @@ def test_adapters_are_not_in_the_default_order(installed):
     verdicts = {v.backend: v for v in explain(GATED, UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)).verdicts}
     for name in ("fla", "flash_qla", "flashinfer"):
         assert not verdicts[name].chosen
-        assert verdicts[name].reasons == ["supported; runs when asked for by name."]
+        assert verdicts[name].reasons == ["supported; runs only if requested by name."]
 
 
 def test_benchmark_row_reports_a_missing_package():
@@ -262,5 +262,5 @@ def test_listing_and_explaining_do_not_import_the_packages(tmp_path):
     assert process.returncode == 0, process.stderr
     *reasons, imported = json.loads(process.stdout)
     assert imported == []
-    assert ["fla", ["supported; runs when asked for by name."]] in reasons
+    assert ["fla", ["supported; runs only if requested by name."]] in reasons
     assert ["flashinfer", None] in reasons

@@ -16,8 +16,8 @@ from deltazoo.backends.shapes import SHAPES
 from deltazoo.backends.spec import UpdateSpec
 
 REFUSED = [
-    ({"transition": "additive", "reparam": "efla"}, "reparam='efla' steps the delta rule"),
-    ({"transition": "dplr", "reparam": "longhorn"}, "reparam='longhorn' steps the delta rule"),
+    ({"transition": "additive", "reparam": "efla"}, "reparam='efla' needs the delta rule"),
+    ({"transition": "dplr", "reparam": "longhorn"}, "reparam='longhorn' needs the delta rule"),
     ({"transition": "additive", "erase_key": "own"}, "erase_key='own' needs the delta rule"),
     ({"transition": "dplr", "erase_key": "own"}, "erases with its operands a and b"),
     ({"transition": "additive", "negative_eigenvalues": "both"}, "has no erase term"),

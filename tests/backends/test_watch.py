@@ -35,7 +35,7 @@ def test_calls_inside_the_block_are_recorded_in_order():
         bind(GATED, "reference").step_(make_inputs(1), torch.zeros(2, 2, 16, 16))
         bind_conv([ConvPart(channels=8)])(ConvInputs(torch.randn(1, 5, 8), torch.randn(8, 4)))
     update(GATED, make_inputs(), backend="reference")
-    assert [(run.backend, run.what) for run in log.runs] == [
+    assert [(run.backend, run.name) for run in log.runs] == [
         ("compile", "update"), ("reference", "update"), ("reference", "step"), ("torch", "short conv"),
     ]  # fmt: skip
     assert log.kernels == {}

@@ -258,10 +258,10 @@ def test_invalid_tokens_targets_and_states_are_refused(spec, model, tokens):
     with pytest.raises(StateError, match="one entry for each of 3 layers, got 2"):
         model(tokens(1, 3), StackState(model.init_state(1, capacity=9).layers[:2]))
     for rows, capacity, sentence in [
-        (-1, 9, "batch must be at least 0, a whole number, got -1"),
-        (2.5, 9, "batch must be at least 0, a whole number, got 2.5"),
-        (1, 0, "capacity must be at least 1, a whole number, got 0"),
-        (1, "9", "capacity must be at least 1, a whole number, got '9'"),
+        (-1, 9, "batch must be an integer >= 0, got -1"),
+        (2.5, 9, "batch must be an integer >= 0, got 2.5"),
+        (1, 0, "capacity must be an integer >= 1, got 0"),
+        (1, "9", "capacity must be an integer >= 1, got '9'"),
     ]:
         with pytest.raises(ValueRangeError, match=sentence):
             model.init_state(rows, capacity)

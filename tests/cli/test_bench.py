@@ -119,7 +119,7 @@ def test_check_fails_if_a_backend_refuses_every_case(run, check_file):
 def test_check_prints_errors_and_a_summary(run, wrong, check_file):
     result = run("check", check_file, "--backends", wrong)
     assert result.code == 1
-    assert "TOO MUCH" in result.out
+    assert "ABOVE LIMIT" in result.out
     assert "failures on 2 cases of slightly_wrong" in result.out.splitlines()[-1]
 
 

@@ -159,7 +159,7 @@ def test_doctor_lists_versions_devices_and_backends(ok):
     assert result["devices"][0] == "cpu"
     verdicts = {(row["device"], row["dtype"], row["backend"]): row["verdict"] for row in result["backends"]}
     assert verdicts["cpu", "float32", "compile"] == "chosen"
-    assert "asked for by name" in verdicts["cpu", "bfloat16", "reference"]
+    assert "requested by name" in verdicts["cpu", "bfloat16", "reference"]
     assert "No problems found." in ok("doctor").out
 
 
