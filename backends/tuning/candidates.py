@@ -1,4 +1,4 @@
-"""What the tuner tries: the problem of a target, and the candidate configs of each kernel.
+"""Candidate launch configs of each kernel, and the problem that a target poses to the kernels.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
@@ -24,7 +24,7 @@ _STATE_LIKE = ("log_decay", "step", "rate")
 
 
 class Target(NamedTuple):
-    """What to tune for: the update of a spec on a shape."""
+    """An update to tune: spec, shape and dtype."""
 
     spec: UpdateSpec
     shape: Shape
@@ -32,12 +32,12 @@ class Target(NamedTuple):
 
 
 def problem_of(target: Target, kernel: Kernel) -> Problem:
-    """The problem that the backend will look up for a target."""
+    """Return the problem that the backend will look up for a target."""
     spec, _, dtype = target
     step = kernel in STEPS
-    x, kind = TritonBackend()._operands(spec, blank(target, kernel, torch.device("meta")), padded=not step)
+    x, kind = TritonBackend()._operands(spec, zero_operands(target, kernel, torch.device("meta")), padded=not step)
     problem = problem_of_operands(x, kind)
-    if step:  # of one token; the fused step has no second term
+    if step:  # one token; the fused step does not split terms
         return problem._replace(T=1, split_terms=kind.split_terms and kernel == "decode")
     if kind.split_terms and dtype == torch.float16:  # the backend computes it in float32
         problem = problem._replace(dtype=torch.float32)
@@ -46,8 +46,8 @@ def problem_of(target: Target, kernel: Kernel) -> Problem:
     return problem._replace(T=x.v.shape[1])
 
 
-def blank(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
-    """The operands of a target, all zero, with an initial state; for a step each sequence is a row of one token."""
+def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
+    """Return zeros for the operands and initial state of a target; in a step each sequence is a row of one token."""
     spec, shape, dtype = target
     B, T, lengths = (shape.sequences, 1, ()) if kernel in STEPS else (shape.B, shape.T, shape.lengths)
     operands = {
@@ -63,7 +63,7 @@ def blank(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
 def candidates(
     kernel: Kernel, problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str = "quick"
 ) -> list[LaunchConfig]:
-    """The configs to try for a kernel, `base` first; only `base` if the plan does not launch the kernel."""
+    """Return the configs to try for a kernel, `base` first; only `base` if the plan does not launch the kernel."""
     if kernel == "split":
         return _splits(problem, base, device, effort)
     if kernel not in STEPS:
@@ -81,22 +81,22 @@ def candidates(
     if kernel == "gradients":
         widest = max(64, value_tile(2**30, problem.K))
         launches = [launch for launch in launches if min_key_tile(problem.saved_dtype) <= launch.keys <= widest]
-    best = getattr(heuristic(problem, device, base.split), kernel)
-    if takes_hopper(kernel, problem, device, base.chunk):
-        launches.append(best if best.kernel != "portable" else on_hopper(kernel, best))
+    default = getattr(heuristic(problem, device, base.split), kernel)
+    if supports_hopper(kernel, problem, device, base.chunk):
+        launches.append(default if default.kernel != "portable" else on_hopper(kernel, default))
         if kernel == "reverse" and not base.split and takes("reverse", "fused", problem, device, base.chunk):
-            other = "hopper" if best.kernel == "fused" else "fused"
-            launches.append(best.model_copy(update={"kernel": other}))
+            other = "hopper" if default.kernel == "fused" else "fused"
+            launches.append(default.model_copy(update={"kernel": other}))
     return _unique(base, [{kernel: launch} for launch in launches])
 
 
-def takes_hopper(kernel: Kernel, problem: Problem, device: DeviceSpec, chunk: int) -> bool:
-    """Whether there is a Hopper version of a kernel for a problem."""
+def supports_hopper(kernel: Kernel, problem: Problem, device: DeviceSpec, chunk: int) -> bool:
+    """Return whether the Hopper version of a kernel supports a problem."""
     return kernel not in ("split", *STEPS) and takes(kernel, "hopper", problem, device, chunk)  # type: ignore[arg-type]
 
 
 def _splits(problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str) -> list[LaunchConfig]:
-    """Chunks per segment; none is tried if sequences and heads alone fill half of the SMs."""
+    """Return configs with other segment lengths; only `base` if sequences x heads fill half of the SMs."""
     if device.processors < 2 * problem.N * problem.HV:
         return [base]
     chunks = cdiv(problem.T, base.chunk) // (max(1, problem.N) if problem.packed else 1)
@@ -132,5 +132,5 @@ def _grid(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
 
 
 def _unique(base: LaunchConfig, changes: list[dict[str, Any]]) -> list[LaunchConfig]:
-    """The base and its changed copies, without duplicates."""
+    """Return the base and its changed copies, without duplicates."""
     return list(dict.fromkeys([base, *(base.changed(**change) for change in changes)]))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,40 +30,53 @@ from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.table import STEPS, Kernel, key_of
-from deltazoo.backends.tuning.candidates import Target, blank, problem_of
+from deltazoo.backends.tuning.candidates import Target, problem_of, zero_operands
 from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner
 
 _MAX_SECONDS = 2.0  # of timed calls for one comparison
-Answers = tuple[UpdateInputs | FusedOperands, Cotangents | None, dict[str, Tensor], dict[str, Tensor]]
+
+
+class Expected(NamedTuple):
+    """Operands of a case and the float64 results on them.
+
+    Args:
+        cotangents: of o and the final state; None for decode steps.
+        scale: the results on ordinary inputs, to which errors are relative at least.
+    """
+
+    operands: UpdateInputs | FusedOperands
+    cotangents: Cotangents | None
+    results: dict[str, Tensor]
+    scale: dict[str, Tensor]
 
 
 class CudaRunner(Runner):
-    """A CUDA device. Raises: ConfigError without such a GPU.
+    """Check and time configs on a CUDA device. Raises: ConfigError if there is none.
 
     A candidate that exceeds shared memory or registers raises before it runs, and is rejected. One that breaks the CUDA
-    context ends the run with an error that names it; the choices so far are in the table.
+    context ends the run with an error that names it; the records so far are in the table.
     """
 
     def __init__(self, device: str = "cuda", regimes: Sequence[Regime] = REGIMES) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError("tuning needs an NVIDIA GPU, and torch sees none on this machine")
-        self.on = usable_device(device)
-        if self.on.type != "cuda":
+            raise ConfigError("tuning needs an NVIDIA GPU, and torch finds none on this machine")
+        cuda = usable_device(device)
+        if cuda.type != "cuda":
             raise ConfigError(f"tuning needs a CUDA device, got {device!r}")
-        index = self.on.index if self.on.index is not None else torch.cuda.current_device()
-        self.on = torch.device("cuda", index)
+        index = cuda.index if cuda.index is not None else torch.cuda.current_device()
+        self.cuda = torch.device("cuda", index)
         self.device, self.regimes = DeviceSpec.current(index), regimes
         self._verdicts: dict[tuple[object, ...], str] = {}
-        self._answers: dict[tuple[Case, bool], Answers] = {}
+        self._expected: dict[tuple[Case, bool], Expected] = {}
         self._bench: _Bench | None = None
 
     def environment(self) -> Environment:
-        return environment(self.on)
+        return environment(self.cuda)
 
     def refusals(self, target: Target) -> list[str]:
-        """Why the kernels do not take a target; [] if they do."""
+        """Return why the kernels do not support a target; [] if they do."""
         _, _, _, H, HV, K, V, lengths = target.shape
-        meta = UpdateMeta(self.on.type, target.dtype, H, HV, K, V, packed=bool(lengths), grad=True)
+        meta = UpdateMeta(self.cuda.type, target.dtype, H, HV, K, V, packed=bool(lengths), grad=True)
         return TritonBackend().unsupported(target.spec, meta)
 
     def check(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
@@ -80,12 +93,12 @@ class CudaRunner(Runner):
             checked, cases = checks_of(target, kernel, config, self.regimes)
             for case in cases:
                 key = (case, kernel == "fused_step")
-                if key not in self._answers:
-                    self._answers[key] = answers(case, kernel, self.on)
-                if reason := disagreement(checked, case, self._answers[key], self.on):
+                if key not in self._expected:
+                    self._expected[key] = expected_results(case, kernel, self.cuda)
+                if reason := numeric_error(checked, case, self._expected[key], self.cuda):
                     return reason
-            _run_once(target, kernel, config, self.on)
-            torch.cuda.synchronize(self.on)
+            _run_once(target, kernel, config, self.cuda)
+            torch.cuda.synchronize(self.cuda)
         except torch.AcceleratorError as error:
             raise ConfigError(f"{kernel} {getattr(config, kernel)!r} broke the CUDA context: {error}") from error
         except Exception as error:
@@ -98,7 +111,7 @@ class CudaRunner(Runner):
         try:
             if self._bench is None or (self._bench.target, self._bench.timed) != (target, timed):
                 self._bench = None
-                self._bench = _Bench(target, timed, self.on)
+                self._bench = _Bench(target, timed, self.cuda)
             return self._bench.time(configs, rounds)
         except torch.OutOfMemoryError:  # compared configs hold the memory of several calls
             self._bench = None
@@ -109,7 +122,7 @@ class CudaRunner(Runner):
 def checks_of(
     target: Target, kernel: Kernel, config: LaunchConfig, regimes: Sequence[Regime] = REGIMES
 ) -> tuple[LaunchConfig, list[Case]]:
-    """The config and the short cases for the numeric check, which runs the same compiled kernels as the target.
+    """Return the config and the short cases of the numeric check, which runs the same compiled kernels as the target.
 
     The cases have several chunks, and two segments if the target has segments, else several windows that start at
     checkpoints; a T that is no multiple of the chunk; and packed sequences, one of them empty, if the target is packed.
@@ -122,32 +135,30 @@ def checks_of(
     T = 64 * split + 80 if split else 1040 if shape.lengths else 272  # windows of a pack are longer than sequences
     lengths = (T - 80, 0, 64, 16) if shape.lengths and not split else (T - 16, 0, 16) if shape.lengths else ()
     short = Shape("short", 1, T, 1, shape.HV // shape.H, shape.K, shape.V, lengths)
-    chosen = regimes if not split else regimes[:1]
+    checked_regimes = regimes if not split else regimes[:1]
     checked = config.changed(split=split) if split else config.changed(split=0, every=2, scratch=0)
-    return checked, [Case(spec, short, dtype, regime) for regime in chosen]
+    return checked, [Case(spec, short, dtype, regime) for regime in checked_regimes]
 
 
-def answers(case: Case, kernel: Kernel, device: torch.device) -> Answers:
-    """Operands, cotangents (None for steps), the float64 results, and those for ordinary inputs, as error scale."""
+def expected_results(case: Case, kernel: Kernel, device: torch.device) -> Expected:
+    """Compute what a config is checked against."""
     if kernel == "fused_step":
         operands = draw_step(typical_step(case.spec, case.shape), (), case.shape.B, case.dtype, device, case.seed)
-        want = _step_results(*reference_step(typical_step(case.spec, case.shape), operands))
-        return operands, None, want, want
+        results = _step_results(*reference_step(typical_step(case.spec, case.shape), operands))
+        return Expected(operands, None, results, results)
     inputs = draw(case, device)
     cotangents = None if kernel == "decode" else draw_cotangents(case, inputs)
-    want = reference_results(case.spec, inputs, cotangents)
-    scale = want
+    results = scale = reference_results(case.spec, inputs, cotangents)
     if case.regime != "ordinary":
         scale = reference_results(case.spec, draw(case._replace(regime="ordinary"), device), cotangents)
-    return inputs, cotangents, want, scale
+    return Expected(inputs, cotangents, results, scale)
 
 
-def disagreement(config: LaunchConfig, case: Case, given: Answers, device: torch.device) -> str:
-    """Say which result of a config differs too much from float64: "" if none."""
-    operands, cotangents, want, scale = given
-    got = _computed(TritonBackend(config), case, operands, cotangents)
-    for name in want:
-        error, allowed = relative_error(got[name], want[name], scale[name]), limit(case, name, device)
+def numeric_error(config: LaunchConfig, case: Case, expected: Expected, device: torch.device) -> str:
+    """Describe the first result of a config whose error is above its limit; "" if there is none."""
+    results = _compute(TritonBackend(config), case, expected.operands, expected.cotangents)
+    for name, exact in expected.results.items():
+        error, allowed = relative_error(results[name], exact, expected.scale[name]), limit(case, name, device)
         if not error <= allowed:
             return f"{name} has relative RMS error {error:.1e}, above {allowed:.0e}, on {case}"
     return ""
@@ -159,19 +170,19 @@ def _run_once(target: Target, kernel: Kernel, config: LaunchConfig, device: torc
     if kernel == "fused_step":
         _FusedWork(target, device).call(bind(case.spec, backend))()
         return
-    inputs = blank(target, kernel, device)
+    inputs = zero_operands(target, kernel, device)
     assert inputs.state is not None
     zeros = None if kernel == "decode" else (torch.zeros_like(inputs.v), torch.zeros_like(inputs.state))
-    _computed(backend, case, inputs, zeros)
+    _compute(backend, case, inputs, zeros)
 
 
-def _computed(
+def _compute(
     backend: TritonBackend, case: Case, operands: UpdateInputs | FusedOperands, cotangents: Cotangents | None
 ) -> dict[str, Tensor]:
     bound = bind(case.spec, backend)
     if isinstance(operands, FusedOperands):
-        own: FusedOperands = _cloned(operands)  # the step changes states and history in place
-        return _step_results(bound.fused_decode_step_(typical_step(case.spec, case.shape), *own), own)
+        copy: FusedOperands = _clone(operands)  # the step updates states and history in place
+        return _step_results(bound.fused_decode_step_(typical_step(case.spec, case.shape), *copy), copy)
     if cotangents is not None:
         return run(backend, case.spec, operands, cotangents)
     assert operands.state is not None
@@ -181,10 +192,10 @@ def _computed(
     return {"o": o, "state": states}
 
 
-def _cloned(x: Any) -> Any:
+def _clone(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.clone()
-    return type(x)(*map(_cloned, x)) if isinstance(x, tuple) else x
+    return type(x)(*map(_clone, x)) if isinstance(x, tuple) else x
 
 
 def _step_results(o: Tensor, after: FusedOperands) -> dict[str, Tensor]:
@@ -193,7 +204,7 @@ def _step_results(o: Tensor, after: FusedOperands) -> dict[str, Tensor]:
 
 
 class _FusedWork:
-    """The decode step of a mixer around a target's spec, as one kernel."""
+    """The fused decode step of a mixer whose update is the target's."""
 
     def __init__(self, target: Target, device: torch.device) -> None:
         self.step = typical_step(target.spec, target.shape)
@@ -204,7 +215,10 @@ class _FusedWork:
 
 
 class _Bench:
-    """A target in one direction, or a fused step, with the CUDA graphs of the configs that were compared last."""
+    """Time configs of a target in one direction, or of its fused step, by CUDA graphs.
+
+    It keeps the graphs of the configs that were compared last.
+    """
 
     def __init__(self, target: Target, timed: Direction | Literal["fused_step"], device: torch.device) -> None:
         self.target, self.timed, self.device = target, timed, device
@@ -215,23 +229,27 @@ class _Bench:
         self.first: dict[str, Tensor] | None = None
 
     def time(self, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
-        """The median seconds of each; infinity if the results differ from those of the first config ever timed."""
+        """Return the median seconds of each config; infinity if its results differ from those of the first config."""
         self.graphs = {config: graph for config, graph in self.graphs.items() if config in configs}
-        right = [config for config in configs if config in self.graphs or self._captured(config)]
-        calls: dict[str, Call] = {config.model_dump_json(): self.graphs[config] for config in right}
+        calls: dict[str, Call] = {
+            config.model_dump_json(): self.graphs[config]
+            for config in configs
+            if config in self.graphs or self._capture(config)
+        }
         times = time_interleaved(calls, self.device, rounds, _MAX_SECONDS, lambda done, total, note: None)
-        seconds = {name: median(of.seconds) for name, of in times.items()}
+        seconds = {name: median(measured.seconds) for name, measured in times.items()}
         return [seconds.get(config.model_dump_json(), math.inf) for config in configs]
 
-    def _captured(self, config: LaunchConfig) -> bool:
+    def _capture(self, config: LaunchConfig) -> bool:
+        """Capture a config in a graph. Returns False if its results are wrong."""
         call = self.work.call(bind(self.target.spec, TritonBackend(config)))
-        got = call()
+        results = call()
         if self.timed in ("forward", "backward"):  # a step changes its states from call to call
             if self.first is None:
-                self.first = {name: x.clone() for name, x in got.items()}
-            for name, want in self.first.items():
-                if not relative_error(got[name], want.double(), want) <= 2 * limit(self.case, name, self.device):
+                self.first = {name: x.clone() for name, x in results.items()}
+            for name, first in self.first.items():
+                if not relative_error(results[name], first.double(), first) <= 2 * limit(self.case, name, self.device):
                     return False
-        del got
+        del results
         self.graphs[config] = capture(call, self.device, self.pool)
         return True

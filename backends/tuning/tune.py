@@ -2,7 +2,7 @@
 
 Kernels are tuned one after the other, with the other kernels as the tables and the heuristic choose them. A candidate
 must pass the numeric check before it is timed. It replaces the best so far if it is at least 1 % faster, the two timed
-in alternation. chunk and every are not tuned: they shape what is saved.
+in alternation. chunk and every are not tuned, because they determine the saved tensors.
 """
 
 import functools
@@ -49,15 +49,15 @@ DIRECTION_OF: dict[Kernel, Direction] = {
 
 
 class TuneConfig(BaseModel):
-    """How to tune.
+    """Settings of the tuner.
 
     Args:
-        directions: tune the kernels of these directions; a shape with T = 1 has "decode" alone, and "decode" takes each
-            sequence as a row.
+        directions: tune the kernels of these directions. A shape with T = 1 has only "decode", where each sequence is a
+            row.
         effort: "quick" tries launches that were near the best on some shape, "full" every combination.
-        budget: seconds after which no further kernel is begun; None: no limit.
+        budget: seconds after which no further kernel is started; None: no limit.
         rounds: timed calls of each of two compared configs.
-        again: measure classes that the table already has, too.
+        again: also measure classes that the table already contains.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,7 +70,7 @@ class TuneConfig(BaseModel):
 
 
 class Runner(ABC):
-    """A device that checks and times configs; tests use one without a GPU."""
+    """Interface of a device that checks and times configs; tests use one without a GPU."""
 
     device: DeviceSpec
 
@@ -80,15 +80,15 @@ class Runner(ABC):
 
     @abstractmethod
     def check(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
-        """Run a config on short cases of the target and compare with float64: "", or what is wrong."""
+        """Run a config on short cases of the target and compare with float64. Returns the error, or "" if it passes."""
 
     @abstractmethod
     def time(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
-        """The median seconds of each config in alternation, of the direction or step that the kernel belongs to."""
+        """Return the median seconds of each config, timed in alternation, for the direction or step of the kernel."""
 
 
 class Planned(BaseModel):
-    """A kernel of a shape that `tune` would measure. done: the table has its class already."""
+    """A kernel of a shape that `tune` would measure. done: the table already contains its class."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -99,7 +99,7 @@ class Planned(BaseModel):
     done: bool
 
     def cells(self) -> list[str]:
-        """A table row: kernel, shape, class, candidates, whether it is in the table."""
+        """Format a table row: kernel, shape, class, candidates, whether it is in the table."""
         return [self.kernel, self.shape, self.key, str(self.candidates), "in the table" if self.done else ""]
 
 
@@ -107,8 +107,9 @@ class Tuned(BaseModel):
     """The result of tuning.
 
     Args:
-        records: measured now, also those whose choice is the heuristic's.
-        kept: classes that the table had already. left: kernels that the budget did not reach.
+        records: records of this run, including those that confirm the heuristic's choice.
+        kept: number of classes that the table already contained.
+        left: number of kernels that the budget did not reach.
         failures: a sentence for each kernel whose candidates all failed.
         rejected: a sentence for each candidate that did not run or failed the numeric check.
     """
@@ -126,14 +127,14 @@ class Tuned(BaseModel):
 
     @property
     def last_line(self) -> str:
-        """How to use the table."""
+        """How to use the table, as a comment or as code."""
         if self.table == user_table(self.environment.device):
             return f"# used from now on, unless you delete {self.table}"
         return f'from deltazoo.backends.triton import use_table; use_table("{self.table}")'
 
 
 class _Job(NamedTuple):
-    """One kernel of one target. configs: the candidates, the heuristic's first. done: the table has its class."""
+    """One kernel of one target. configs: the candidates, the default first. done: the table contains its class."""
 
     target: Target
     kernel: Kernel
@@ -153,35 +154,37 @@ def tune(
     out: str | Path | None = None,
     progress: Progress = silent,
 ) -> Tuned:
-    """Tune, and store each choice in the table as it is found: an interrupted run resumes where it stopped.
+    """Tune, and store each choice in the table immediately, so that an interrupted run resumes where it stopped.
 
-    Args: out: the table, extended if it exists; None: the user's, which every process reads.
-    Raises: ConfigError for no targets, an invalid table or another device's; OSError.
+    Args: out: the table, extended if it exists; None: the user's table, which every process reads.
+    Raises: ConfigError for no targets, an invalid table or one of another device; OSError.
     """
     config, start = config or TuneConfig(), time.monotonic()
     path = user_table(runner.device.name) if out is None else Path(out)
-    table = _begin(path, runner.device.name)
+    table = _read_or_create(path, runner.device.name)
     if not targets:
         raise ConfigError("tuning needs at least one shape, got none")
     pairs = [(target, kernel) for target in targets for kernel in kernels_of(target, config)]
     records: list[Record] = []
     failures: list[str] = []
     rejected: list[str] = []
-    kept, left, seen = 0, 0, set[Key]()
+    kept, left, measured = 0, 0, set[Key]()
     try:
         for done, (target, kernel) in enumerate(pairs):
             job = _job(target, kernel, runner, table, config)
-            if job.key in seen or len(job.configs) == 1 or (job.done and not config.again):
-                kept += job.key not in seen and job.done
+            if job.key in measured or len(job.configs) == 1 or (job.done and not config.again):
+                kept += job.key not in measured and job.done
                 continue
             if config.budget is not None and time.monotonic() - start > config.budget:
                 left = len(pairs) - done
                 break
-            seen.add(job.key)
+            measured.add(job.key)
             record, reasons = _search(job, runner, config.rounds, functools.partial(progress, "tune", done, len(pairs)))
             rejected += reasons
             if record is None:
-                failures.append(f"{kernel} of {target.shape.name}: no candidate runs and is right; none is chosen")
+                failures.append(
+                    f"{kernel} of {target.shape.name}: no candidate passes the numeric check; none is chosen"
+                )
                 continue
             table = _store(record, path, table.device)
             records.append(record)
@@ -199,10 +202,10 @@ def plan(
 ) -> list[Planned]:
     """List what `tune` would measure, with the table's segments, else the heuristic's.
 
-    Raises: ConfigError for an invalid table or another device's.
+    Raises: ConfigError for an invalid table or one of another device.
     """
     config = config or TuneConfig()
-    table = _begin(user_table(runner.device.name) if out is None else Path(out), runner.device.name)
+    table = _read_or_create(user_table(runner.device.name) if out is None else Path(out), runner.device.name)
     planned: dict[Key, Planned] = {}
     for target in targets:
         for kernel in kernels_of(target, config):
@@ -217,7 +220,7 @@ def plan(
 
 
 def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
-    """The kernels of a target in the order of tuning."""
+    """Return the kernels of a target in the order of tuning."""
     directions = {"decode"} & set(config.directions) if target.shape.T == 1 else set(config.directions)
     excluded = [] if target.spec.transition == "delta" else ["prepare"]
     # with several keys per token the heuristic limits the tile of the fused step by registers
@@ -242,27 +245,27 @@ def _search(job: _Job, runner: Runner, rounds: int, report: Callable[[str], None
     report(f"{job.name}: checking {len(configs)}")
     reasons = {config: runner.check(target, kernel, config) for config in configs}
     rejected = [f"{job.name} {_choice(config, kernel)}: {reason}" for config, reason in reasons.items() if reason]
-    right = [config for config, reason in reasons.items() if not reason]
+    correct = [config for config, reason in reasons.items() if not reason]
 
-    def timed(*compared: LaunchConfig) -> list[float]:
+    def measure(*compared: LaunchConfig) -> list[float]:
         return runner.time(target, kernel, compared, rounds)
 
-    if not right:
+    if not correct:
         return None, rejected
-    best = right[0]
-    for n, challenger in enumerate(right[1:], 2):
-        best_s, other_s = timed(best, challenger)
+    best = correct[0]
+    for n, challenger in enumerate(correct[1:], 2):
+        best_s, other_s = measure(best, challenger)
         if best_s > MARGIN * other_s:
             best, best_s = challenger, other_s
-        report(f"{job.name} {n}/{len(right)}: best {1e3 * best_s:.3f} ms, {_choice(best, kernel)}")
-    default = configs[0] if configs[0] in right else None
+        report(f"{job.name} {n}/{len(correct)}: best {1e3 * best_s:.3f} ms, {_choice(best, kernel)}")
+    default = configs[0] if configs[0] in correct else None
     default_s = None
     if default in (None, best):
-        (best_s,) = timed(best)
+        (best_s,) = measure(best)
         default_s = best_s if default is best else None
     else:
         assert default is not None
-        default_s, best_s = timed(default, best)
+        default_s, best_s = measure(default, best)
         if default_s < best_s:  # the difference was noise
             best, best_s = default, default_s
     if not math.isfinite(best_s):
@@ -279,8 +282,8 @@ def _choice(config: LaunchConfig, kernel: Kernel) -> str:
     return describe(getattr(config, kernel))
 
 
-def _begin(path: Path, device: str) -> Table:
-    """The table as an earlier run left it. Raises: ConfigError for another device's."""
+def _read_or_create(path: Path, device: str) -> Table:
+    """Read the table of earlier runs, or create an empty one. Raises: ConfigError for a table of another device."""
     table = read_table(path) if path.exists() else Table(device=device)
     return Table(device=device).merged(table)
 
@@ -289,6 +292,6 @@ def _store(record: Record, path: Path, device: str) -> Table:
     """Add a record to the table on disk, which other processes may have extended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
-        table = _begin(path, device).merged(Table(device=device, records=(record,)))
+        table = _read_or_create(path, device).merged(Table(device=device, records=(record,)))
         table.write(path)
     return table

@@ -1,4 +1,4 @@
-"""The tuner without a GPU: what it measures, rejects, stores and resumes, with made-up times."""
+"""The tuner with simulated times: measurements, rejections, records, resumption and candidates."""
 
 import math
 
@@ -23,30 +23,30 @@ from deltazoo.backends.tuning.tune import TuneConfig, kernels_of, plan, tune
 
 def test_fastest_correct_launch_of_each_kernel_is_stored_with_its_gain(tmp_path):
     narrow, wide = Launch(tile=32, warps=4, stages=2), Launch(tile=64, warps=4, stages=3)
-    found = tune([PACK], FakeRunner({narrow: 0.2, wide: 0.5}), FORWARD, tmp_path / "t.json")
-    assert list(by_kernel(found.records)) == ["prepare", "scan"]
-    scan = by_kernel(found.records)["scan"]
+    result = tune([PACK], FakeRunner({narrow: 0.2, wide: 0.5}), FORWARD, tmp_path / "t.json")
+    assert list(by_kernel(result.records)) == ["prepare", "scan"]
+    scan = by_kernel(result.records)["scan"]
     assert scan.launch == narrow
     assert scan.ms == pytest.approx(16.2)
     assert scan.gain == pytest.approx(17 / 16.2)
     assert (scan.tried, scan.rejected) == (7, 0)
-    assert read_table(tmp_path / "t.json").records == tuple(found.records)
+    assert read_table(tmp_path / "t.json").records == tuple(result.records)
 
 
 def test_candidate_that_fails_the_numeric_check_is_not_timed(tmp_path):
     wrong, right = Launch(tile=32, warps=4, stages=2), Launch(tile=64, warps=4, stages=3)
     runner = FakeRunner({wrong: 0.0, right: 0.5}, [wrong])
-    found = tune([PACK], runner, FORWARD, tmp_path / "t.json")
-    scan = by_kernel(found.records)["scan"]
+    result = tune([PACK], runner, FORWARD, tmp_path / "t.json")
+    scan = by_kernel(result.records)["scan"]
     assert (scan.launch, scan.rejected) == (right, 1)
     assert all(config.scan != wrong for _, _, timed in runner.timed for config in timed)
-    assert found.rejected == ["pack_8x4096 scan tile=32 warps=4 stages=2: o has relative RMS error 1, above 5e-3"]
+    assert result.rejected == ["pack_8x4096 scan tile=32 warps=4 stages=2: o has relative RMS error 1, above 5e-3"]
 
 
 def test_record_has_no_gain_if_the_heuristic_fails_the_check(tmp_path):
     default = heuristic(problem_of(PACK, "scan"), T900).scan
-    found = tune([PACK], FakeRunner(wrong=[default]), FORWARD, tmp_path / "t.json")
-    scan = by_kernel(found.records)["scan"]
+    result = tune([PACK], FakeRunner(wrong=[default]), FORWARD, tmp_path / "t.json")
+    scan = by_kernel(result.records)["scan"]
     assert scan.launch != default
     assert scan.gain is None
 
@@ -54,19 +54,19 @@ def test_record_has_no_gain_if_the_heuristic_fails_the_check(tmp_path):
 def test_kernel_whose_candidates_all_fail_is_reported(tmp_path):
     every = [config.scan for config in candidates("scan", problem_of(PACK, "scan"), LaunchConfig(), T900)]
     every.append(heuristic(problem_of(PACK, "scan"), T900).scan)
-    found = tune([PACK], FakeRunner(wrong=every), FORWARD, tmp_path / "t.json")
-    assert list(by_kernel(found.records)) == ["prepare"]
-    assert found.failures == ["scan of pack_8x4096: no candidate runs and is right; none is chosen"]
+    result = tune([PACK], FakeRunner(wrong=every), FORWARD, tmp_path / "t.json")
+    assert list(by_kernel(result.records)) == ["prepare"]
+    assert result.failures == ["scan of pack_8x4096: no candidate passes the numeric check; none is chosen"]
 
 
 def test_infinite_times_are_not_stored(tmp_path):
     default = heuristic(problem_of(PACK, "prepare"), T900).prepare
-    found = tune([PACK], FakeRunner({default: math.inf}), FORWARD, tmp_path / "t.json")
-    prepare = by_kernel(found.records)["prepare"]
+    result = tune([PACK], FakeRunner({default: math.inf}), FORWARD, tmp_path / "t.json")
+    prepare = by_kernel(result.records)["prepare"]
     assert prepare.launch != default
     assert prepare.gain is None
-    found = tune([PACK], FakeRunner({0: math.inf}), FORWARD, tmp_path / "none.json")
-    assert len(found.failures) == 2
+    result = tune([PACK], FakeRunner({0: math.inf}), FORWARD, tmp_path / "none.json")
+    assert len(result.failures) == 2
     assert not (tmp_path / "none.json").exists()
     assert read_table(tmp_path / "t.json").records
 
@@ -74,19 +74,19 @@ def test_infinite_times_are_not_stored(tmp_path):
 def test_recomputation_is_tuned_if_the_fused_backward_lost(tmp_path):
     runner = FakeRunner()
     runner.device = HOPPER
-    replays = heuristic(problem_of(PACK, "reverse"), runner.device).reverse
-    assert replays.kernel == "fused"
-    runner.quick[replays.model_copy(update={"kernel": "hopper"})] = 0.1
-    found = tune([PACK], runner, TuneConfig(directions=("backward",)), tmp_path / "t.json")
-    assert [record.key.kernel for record in found.records] == ["reverse", "recompute"]
-    assert found.records[0].launch.kernel == "hopper"
+    default = heuristic(problem_of(PACK, "reverse"), runner.device).reverse
+    assert default.kernel == "fused"
+    runner.quick[default.model_copy(update={"kernel": "hopper"})] = 0.1
+    result = tune([PACK], runner, TuneConfig(directions=("backward",)), tmp_path / "t.json")
+    assert [record.key.kernel for record in result.records] == ["reverse", "recompute"]
+    assert result.records[0].launch.kernel == "hopper"
 
 
 def test_gain_below_one_percent_is_ignored(tmp_path):
     default = heuristic(problem_of(PACK, "scan"), T900).scan
-    found = tune([PACK], FakeRunner({Launch(tile=64): 0.9}), FORWARD, tmp_path / "t.json")
-    assert by_kernel(found.records)["scan"].launch == default
-    assert by_kernel(found.records)["scan"].gain == 1
+    result = tune([PACK], FakeRunner({Launch(tile=64): 0.9}), FORWARD, tmp_path / "t.json")
+    assert by_kernel(result.records)["scan"].launch == default
+    assert by_kernel(result.records)["scan"].gain == 1
 
 
 def test_interrupted_run_resumes_from_the_table(tmp_path):
@@ -96,9 +96,9 @@ def test_interrupted_run_resumes_from_the_table(tmp_path):
         tune([LONG], first, None, out)
     assert set(by_kernel(read_table(out).records)) == {"split", "prepare", "scan"}
     second = FakeRunner()
-    found = tune([LONG], second, None, out)
+    result = tune([LONG], second, None, out)
     assert [kernel for _, kernel in second.checked] == ["reverse", "recompute", "gradients", "decode", "fused_step"]
-    assert (found.kept, found.left) == (3, 0)
+    assert (result.kept, result.left) == (3, 0)
     assert len(read_table(out).records) == 8
     third = FakeRunner()
     assert tune([LONG], third, None, out).kept == 8
@@ -109,9 +109,9 @@ def test_interrupted_run_resumes_from_the_table(tmp_path):
 def test_no_kernel_is_tuned_after_the_budget(tmp_path, monkeypatch):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr("deltazoo.backends.tuning.tune.time.monotonic", lambda: next(clock))
-    found = tune([LONG], FakeRunner(), TuneConfig(budget=25), tmp_path / "t.json")
-    assert [record.key.kernel for record in found.records] == ["split", "prepare"]
-    assert found.left == 6
+    result = tune([LONG], FakeRunner(), TuneConfig(budget=25), tmp_path / "t.json")
+    assert [record.key.kernel for record in result.records] == ["split", "prepare"]
+    assert result.left == 6
 
 
 def test_comparison_that_runs_out_of_memory_has_infinite_times(monkeypatch):
@@ -126,7 +126,7 @@ def test_comparison_that_runs_out_of_memory_has_infinite_times(monkeypatch):
 
     monkeypatch.setattr(measure, "_Bench", Full)
     runner = CudaRunner.__new__(CudaRunner)
-    runner.on, runner._bench = torch.device("cuda"), None
+    runner.cuda, runner._bench = torch.device("cuda"), None
     assert runner.time(PACK, "scan", [LaunchConfig(), LaunchConfig(split=16)], 3) == [math.inf] * 2
     assert runner._bench is None
     assert runner.time(PACK, "scan", [LaunchConfig()], 3) == [0.5]
@@ -135,25 +135,25 @@ def test_comparison_that_runs_out_of_memory_has_infinite_times(monkeypatch):
 def test_shapes_of_one_class_are_measured_once(tmp_path):
     shorter = PACK._replace(shape=Shape("shorter", 1, 24000, 16, 16, 128, 128, (3000,) * 8))
     runner = FakeRunner()
-    found = tune([PACK, shorter], runner, FORWARD, tmp_path / "t.json")
+    result = tune([PACK, shorter], runner, FORWARD, tmp_path / "t.json")
     assert {target.shape.name for target, _ in runner.checked} == {"pack_8x4096"}
-    assert found.left == 0
+    assert result.left == 0
 
 
 def test_segments_are_tuned_before_the_scans(tmp_path):
-    found = tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
-    records = by_kernel(found.records)
-    assert found.records[0].key.kernel == "split"
+    result = tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
+    records = by_kernel(result.records)
+    assert result.records[0].key.kernel == "split"
     assert records["split"].split == 64
     assert records["scan"].key.segments
-    assert records["scan"].key.programs == 64  # 8 heads in 8 parts of 64 chunks
+    assert records["scan"].key.programs == 64  # 8 heads in 8 segments of 64 chunks
     assert records["split"].key.chunks == 512
 
 
 def test_no_segments_are_tried_if_sequences_and_heads_fill_half_of_the_gpu(tmp_path):
     assert plan([PACK], FakeRunner(), None, tmp_path / "t.json")[0].kernel == "prepare"
-    found = tune([PACK], FakeRunner({16: 0.1}), None, tmp_path / "t.json")
-    assert "split" not in by_kernel(found.records)
+    result = tune([PACK], FakeRunner({16: 0.1}), None, tmp_path / "t.json")
+    assert "split" not in by_kernel(result.records)
 
 
 def test_kernels_of_a_target_depend_on_spec_and_length():
@@ -162,7 +162,7 @@ def test_kernels_of_a_target_depend_on_spec_and_length():
     assert "prepare" in kernels_of(PACK, TuneConfig())
     assert kernels_of(TOKEN, TuneConfig()) == ["decode", "fused_step"]
     retnet = TOKEN._replace(spec=UpdateSpec(decay="fixed", transition="additive"))
-    assert kernels_of(retnet, TuneConfig()) == ["decode"]  # no step of a mixer is around a fixed decay
+    assert kernels_of(retnet, TuneConfig()) == ["decode"]  # no mixer has a fused step with a fixed decay
     assert kernels_of(TOKEN._replace(spec=UpdateSpec(householders=2)), TuneConfig()) == ["decode"]
 
 
@@ -204,9 +204,9 @@ def on_hopper(config, kernel):
     return getattr(config, kernel).kernel != "portable"
 
 
-def test_hopper_kernels_are_chosen_and_tried_only_on_hopper_and_for_problems_they_take():
-    never = [{"dtype": torch.float32}, {"split_terms": True}, {"erase_key": True}]
-    beyond = {
+def test_hopper_kernels_are_chosen_and_tried_only_on_hopper_and_for_supported_problems():
+    portable_only = [{"dtype": torch.float32}, {"split_terms": True}, {"erase_key": True}]
+    unsupported = {
         "prepare": [],
         "scan": [{"V": 32}, {"V": 520}],
         "recompute": [{"V": 32}, {"V": 520}],
@@ -215,12 +215,15 @@ def test_hopper_kernels_are_chosen_and_tried_only_on_hopper_and_for_problems_the
     }
     problem = problem_of(PACK, "scan")
     assert heuristic(problem._replace(N=0, T=0), HOPPER).split == 0
-    for kernel, others in beyond.items():
+    for kernel, others in unsupported.items():
         # a sweep computes the gradients itself, so that K = 136 is needed to tune them
         tunable = problem._replace(K=136, H=8)
         assert on_hopper(heuristic(problem, HOPPER), kernel)
         assert any(on_hopper(config, kernel) for config in candidates(kernel, tunable, LaunchConfig(), HOPPER))
-        for other, device in [(problem, T900), *((problem._replace(**change), HOPPER) for change in never + others)]:
+        for other, device in [
+            (problem, T900),
+            *((problem._replace(**change), HOPPER) for change in portable_only + others),
+        ]:
             assert not on_hopper(heuristic(other, device), kernel)
             assert not any(on_hopper(config, kernel) for config in candidates(kernel, other, LaunchConfig(), device))
 
@@ -240,7 +243,7 @@ def test_heuristic_prefers_hopper_kernels_except_few_values_without_erase(change
 
 
 @pytest.mark.parametrize("change", [{"V": 136}, {"K": 64}, {"K": 136}])
-def test_reverse_and_gradients_are_separate_launches_where_the_sweep_does_not_take_the_widths(change):
+def test_reverse_and_gradients_are_separate_launches_where_the_sweep_does_not_support_the_widths(change):
     problem = problem_of(PACK, "scan")._replace(**change)
     config = heuristic(problem, HOPPER)
     assert config.reverse.kernel == "hopper"
@@ -326,8 +329,8 @@ def test_tuner_and_fused_step_look_up_the_same_problem(spec, monkeypatch):
     monkeypatch.setattr(fused, "launch_config", lambda problem, device: looked_up.append(problem) or chosen)
     shape = Shape("rows", 5, 1, 1, 2, 12, 20)
     step = typical_step(spec, shape)
-    given = draw_step(step, (), shape.B, torch.bfloat16)
-    launch = fused._resolve(given.inputs, given.states, fused.StepOptions.of(step), 1, "")
+    operands = draw_step(step, (), shape.B, torch.bfloat16)
+    launch = fused._resolve(operands.inputs, operands.states, fused.StepOptions.of(step), 1, "")
     assert launch == chosen.fused_step
     assert looked_up == [problem_of(Target(spec, shape, torch.bfloat16), "fused_step")]
 
@@ -335,15 +338,15 @@ def test_tuner_and_fused_step_look_up_the_same_problem(spec, monkeypatch):
 def test_fused_step_without_config_or_record_uses_the_heuristic(monkeypatch):
     monkeypatch.setattr(fused, "launch_config", lambda problem, device: LaunchConfig(fused_step=Launch(tile=16)))
     step = typical_step(GATED, Shape("rows", 2, 1, 1, 1, 256, 64))
-    given = draw_step(step, (), 2)
-    speaks = LaunchConfig(fused_step=Launch(tile=32)).model_dump_json()
-    silent = LaunchConfig(split=16).model_dump_json()
-    found = [
-        fused._resolve(given.inputs, given.states, fused.StepOptions.of(step), n, config)
-        for n, config in ((1, ""), (2, ""), (1, silent), (2, speaks))
+    operands = draw_step(step, (), 2)
+    with_launch = LaunchConfig(fused_step=Launch(tile=32)).model_dump_json()
+    without_launch = LaunchConfig(split=16).model_dump_json()
+    result = [
+        fused._resolve(operands.inputs, operands.states, fused.StepOptions.of(step), n, config)
+        for n, config in ((1, ""), (2, ""), (1, without_launch), (2, with_launch))
     ]
-    by_sizes = Launch(tile=64, warps=8, stages=1)
-    assert found == [Launch(tile=16), by_sizes, by_sizes, Launch(tile=32)]
+    by_heuristic = Launch(tile=64, warps=8, stages=1)
+    assert result == [Launch(tile=16), by_heuristic, by_heuristic, Launch(tile=32)]
 
 
 @pytest.mark.parametrize(

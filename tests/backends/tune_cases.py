@@ -1,4 +1,4 @@
-"""Shared by the tests of the tuner and of its tables: targets, a device, and a runner with made-up times."""
+"""Targets, a device and a runner with simulated times, for the tests of the tuner and of launch tables."""
 
 import torch
 
@@ -20,7 +20,13 @@ FORWARD = TuneConfig(directions=("forward",))
 
 
 class FakeRunner(Runner):
-    """Each launch takes a second, or what `quick` says; the choices in `wrong` fail the check."""
+    """A runner that launches nothing.
+
+    Args:
+        quick: the time of a launch or of a number of segments, where it differs from the default.
+        wrong: launches that fail the numeric check.
+        stop_after: number of checked kernels after which the run is interrupted.
+    """
 
     device = T900
 

@@ -38,7 +38,7 @@ def test_tune_without_a_gpu_is_refused(run, monkeypatch):
     for more in ((), ("--dry-run",)):
         result = run("tune", "--shape", "dense_8x4096", *more)
         assert (result.code, result.out) == (2, "")
-        assert result.err == "deltazoo: tuning needs an NVIDIA GPU, and torch sees none on this machine\n"
+        assert result.err == "deltazoo: tuning needs an NVIDIA GPU, and torch finds none on this machine\n"
 
 
 def test_tune_prints_gains_rejections_and_how_to_load_the_table(ok, gpu, tmp_path):
