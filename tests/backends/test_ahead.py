@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from triton_cases import DEVICE, GATED, runs
+from triton_cases import DEVICE, GATED, needs_triton
 
 from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
@@ -67,7 +67,7 @@ def conv_arguments():
     return (x, weight, None, None, None), ([16, 8], [True, False], [8, 0], [*conv.FORWARD, *conv.BACKWARD])
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize("what", ["dense", "packed", "step", "conv"])
 def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, what):
     """Equal cache keys, except for the device index."""
@@ -95,7 +95,7 @@ def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, wha
     assert [key[:-1] for key in traced] == [key[:-1] for key in launched]
 
 
-@runs
+@needs_triton
 def test_torch_compile_traces_forward_and_backward_and_eager_code_traces_nothing(monkeypatch):
     begun = []
     monkeypatch.setattr(ahead, "begin", lambda body, arguments: begun.append(body))
@@ -140,7 +140,7 @@ def test_compiled_layer_launches_only_precompiled_kernels(monkeypatch):
     assert all(done.result() is None for done in ahead._pool.kernels.values())
 
 
-@runs
+@needs_triton
 def test_without_precompile_tracing_compiles_nothing(monkeypatch):
     monkeypatch.setattr(ahead, "PRECOMPILE", False)
     monkeypatch.setattr(ahead, "begin", lambda body, arguments: pytest.fail("traced"))

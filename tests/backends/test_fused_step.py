@@ -15,7 +15,7 @@ from pairs import cover
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
-from triton_cases import DEVICE, DTYPES, INTERPRETED, runs
+from triton_cases import DEVICE, DTYPES, INTERPRETED, needs_triton
 
 from deltazoo import UpdateSpec, bind, mixers, watch
 from deltazoo.backends import registry
@@ -117,7 +117,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
-def agrees(
+def assert_agrees(
     step: FusedDecodeStep,
     options: tuple[str, ...],
     dtype: torch.dtype = torch.float32,
@@ -139,30 +139,30 @@ def agrees(
 SMOKE = [("gated delta", "slots"), ("comba", "all"), ("mamba2", "all")]
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize(("name", "options"), cover(list(STEPS), list(OPTIONS), SMOKE))
 def test_the_kernel_computes_the_definition(name, options):
-    agrees(STEPS[name], OPTIONS[options])
+    assert_agrees(STEPS[name], OPTIONS[options])
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize(
     ("form", "name"),
     cover(range(conformance.FORMS), ["gated delta", "mamba2", "comba", "householders", "efla"]),
 )
 def test_the_kernel_agrees_for_each_form_of_norm_and_gate(name, form):
     step = conformance.typical_step(STEPS[name].spec, Shape("sizes", 3, 1, H, HV, K, V), form)
-    agrees(step, conformance.OPTIONS if form % 2 else ())
+    assert_agrees(step, conformance.OPTIONS if form % 2 else ())
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("name", ["gated delta", "mamba2", "comba", "householders", "efla"])
 def test_results_in_16_bits_are_rounded_once(name, dtype):
-    agrees(STEPS[name], OPTIONS["all"], dtype)
+    assert_agrees(STEPS[name], OPTIONS["all"], dtype)
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize(
     ("name", "launch"),
     cover(["gated delta", "layer norm", "householders", "mamba2", "one number per head"], [(16, 1), (32, 8), (64, 4)]),
@@ -171,12 +171,12 @@ def test_the_result_does_not_depend_on_the_launch_config(name, launch):
     tile, warps = launch
     backend = TritonBackend(LaunchConfig(fused_step=Launch(tile=tile, warps=warps, stages=1)))
     with watch() as record:
-        agrees(STEPS[name], OPTIONS["all"] if name != "one number per head" else (), backend=backend)
+        assert_agrees(STEPS[name], OPTIONS["all"] if name != "one number per head" else (), backend=backend)
     numbers = power_of_two(STEPS[name].K) * min(tile, power_of_two(STEPS[name].V))
     assert {run.warps for run in record.runs if run.name == "fused_step_kernel"} == {limit_warps(warps, numbers)}
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize("spec", [GATED, UpdateSpec(decay="head", transition="additive")], ids=["delta", "additive"])
 def test_the_tuner_accepts_a_correct_launch_and_reports_the_error_of_a_wrong_one(spec, monkeypatch):
     target = Target(spec, Shape("rows", 5, 1, 2, 4, 12, 20), torch.float16)
@@ -193,22 +193,22 @@ def test_the_tuner_accepts_a_correct_launch_and_reports_the_error_of_a_wrong_one
     assert re.match(r"o has relative RMS error 2\.0e-02, above 5e-03, on ", reason)
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize("widths", WIDE)
 def test_widths_of_published_models(widths):
     K, V = WIDE[widths]
-    agrees(make_fused_step(H=1, HV=2, K=K, V=V), OPTIONS["all"], B=1)
+    assert_agrees(make_fused_step(H=1, HV=2, K=K, V=V), OPTIONS["all"], B=1)
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize("name", ["gated delta", "householders"])
 def test_batches_of_zero_and_one_rows(name):
-    agrees(STEPS[name], (), B=1)
+    assert_agrees(STEPS[name], (), B=1)
     arguments = draw(STEPS[name], (), B=0)
     assert bind(STEPS[name].spec, "triton").fused_decode_step_(STEPS[name], **arguments).shape == (0, 1, HV, V)
 
 
-@runs
+@needs_triton
 def test_small_step_sizes_are_accurate_in_relative_terms():
     """softplus far below 0, and the EFLA factor of short keys."""
     step = STEPS["mamba2"]._replace(norm="", gate="")
@@ -227,7 +227,7 @@ def test_small_step_sizes_are_accurate_in_relative_terms():
         assert error(arguments["states"], exact.states) < 1e-5
 
 
-@runs
+@needs_triton
 def test_only_the_requested_slots_change():
     step = STEPS["gated delta"]
     arguments = draw(step, ("slots",))
@@ -240,7 +240,7 @@ def test_only_the_requested_slots_change():
         assert not tensor[[0, 3, 4]].isnan().any()
 
 
-@runs
+@needs_triton
 @pytest.mark.kernel_smoke
 @pytest.mark.parametrize("name", ["gated delta", "householders, before"])
 def test_a_slot_outside_the_pool_accesses_no_state_and_no_history(name):
@@ -272,7 +272,7 @@ def test_a_slot_outside_the_pool_accesses_no_state_and_no_history(name):
         assert not torch.equal(tensor[4], before[part][4])
 
 
-@runs
+@needs_triton
 def test_tensors_that_are_not_contiguous():
     step = STEPS["gated delta"]
     arguments = draw(step, (*OPTIONS["all"], "slots"))
@@ -295,7 +295,7 @@ def test_tensors_that_are_not_contiguous():
     assert torch.equal(strided["inputs"].history, arguments["inputs"].history)
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize("name", ["gated delta", "no convolution", "comba"])
 def test_the_operator_passes_opcheck(name):
     step = STEPS[name]
@@ -380,7 +380,7 @@ def decoded(mixer: DeltaMixer, x: Tensor, prefilled: int = 4) -> tuple[Tensor, d
     return torch.cat(pieces, 1), state
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in GATED_VARIANTS)) for n in (*WHOLE, *PARTLY)]
@@ -473,7 +473,7 @@ def with_another_convolution(mixer: DeltaMixer) -> None:
     part.forward = negated
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 @pytest.mark.parametrize(
     "change", [with_another_norm, with_another_update, with_another_forward, with_another_convolution]
@@ -492,7 +492,7 @@ def hook(mixer: DeltaMixer, module: torch.nn.Module) -> list[Tensor]:
     return called
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["project", "project.conv", "operands.beta", "update", "outputs.norm"])
 def test_a_part_with_a_hook_is_not_fused(part):
@@ -504,7 +504,7 @@ def test_a_part_with_a_hook_is_not_fused(part):
     assert error(y, decoded(exact, x.double())[0]) < 1e-5
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 def test_the_projections_around_a_fused_step_are_called_as_modules():
     """Wrappers of and hooks on linear maps keep working."""
@@ -517,7 +517,7 @@ def test_the_projections_around_a_fused_step_are_called_as_modules():
     assert [len(calls) for calls in called] == [3] * len(maps)
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 def test_a_part_replaced_after_a_step_is_used():
     mixer, exact = built(WHOLE["gated_deltanet"])
@@ -538,7 +538,7 @@ def test_a_part_replaced_after_a_step_is_used():
     assert mixer.decode_fusion() is None
 
 
-@runs
+@needs_triton
 def test_calls_that_are_not_plain_decode_steps_are_not_fused():
     mixer, _ = built(WHOLE["gated_deltanet"])
     x = torch.randn(2, 1, 32, device=DEVICE)
@@ -556,7 +556,7 @@ def test_calls_that_are_not_plain_decode_steps_are_not_fused():
     assert list(record.kernels) == ["fused_step_kernel"]
 
 
-@runs
+@needs_triton
 @pytest.mark.parametrize("fuses", [True, False])
 def test_backward_through_a_state_that_a_step_has_changed_is_refused(fuses):
     """A step updates its state in place, which autograd must detect."""
@@ -575,7 +575,7 @@ def test_backward_through_a_state_that_a_step_has_changed_is_refused(fuses):
         y.square().sum().backward()
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 def test_float64_under_autocast_uses_the_backend_that_supports_it():
     mixer, _ = built(WHOLE["gated_deltanet"])
@@ -589,7 +589,7 @@ def test_float64_under_autocast_uses_the_backend_that_supports_it():
     assert torch.equal(got, want)
 
 
-@runs
+@needs_triton
 def test_forward_mode_differentiation_is_refused():
     step = STEPS["gated delta"]
     arguments = draw(step, ())
@@ -640,7 +640,7 @@ def test_a_backend_without_a_fused_step_decodes_unfused():
     assert reasons == ["it has no fused decode step; the mixer computes its parts one by one."]
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gated_deltanet", "mamba2"])
 def test_a_decode_step_of_a_mixer_is_one_graph(name):
@@ -660,7 +660,7 @@ def test_a_decode_step_of_a_mixer_is_one_graph(name):
     assert "triton_fused_step_" in str(counter.graphs[0].graph)
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 def test_a_decode_step_is_exported():
     mixer, _ = built(WHOLE["gated_deltanet"])
@@ -674,7 +674,7 @@ def test_a_decode_step_is_exported():
         torch.testing.assert_close(z, y, rtol=1e-5, atol=1e-6)
 
 
-@runs
+@needs_triton
 @torch.no_grad()
 def test_autocast_sets_the_dtype_of_a_fused_step():
     mixer, exact = built(WHOLE["gated_deltanet"])

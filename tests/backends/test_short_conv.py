@@ -40,8 +40,8 @@ from deltazoo.mixers.parts.norms import UnitNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-ABLE = importlib.util.find_spec("triton") is not None and (INTERPRETED or DEVICE == "cuda")
-kernels = pytest.mark.skipif(not ABLE, reason="needs a CUDA device, or TRITON_INTERPRET=1")
+CAN_RUN_KERNELS = importlib.util.find_spec("triton") is not None and (INTERPRETED or DEVICE == "cuda")
+needs_triton = pytest.mark.skipif(not CAN_RUN_KERNELS, reason="needs a CUDA device, or TRITON_INTERPRET=1")
 
 Parts = list[ConvPart]
 Run = Callable[[ConvInputs, Parts], tuple[Tensor, ...]]
@@ -141,7 +141,7 @@ def gradients(run: Run, inputs: ConvInputs, parts: Parts) -> tuple[Tensor, ...]:
     return *out, *grads
 
 
-def agrees(run: Run, case: Case, dtype: torch.dtype) -> None:
+def assert_agrees(run: Run, case: Case, dtype: torch.dtype) -> None:
     inputs = draw(case, dtype)
     got = gradients(run, inputs, case.parts)
     operands = [None if t is None else t.detach().double().requires_grad_() for t in inputs[:4]]
@@ -162,7 +162,7 @@ needs_no_interpreter = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_plain_torch_computes_the_definition(name: str, dtype: torch.dtype) -> None:
-    agrees(short_conv, CASES[name], dtype)
+    assert_agrees(short_conv, CASES[name], dtype)
 
 
 _DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
@@ -171,13 +171,13 @@ _DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, tor
 SMOKE = [("short pack with history", torch.float32), ("short", torch.float32)]
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize(("name", "dtype"), cover(list(CASES), _DTYPES, SMOKE))
 def test_the_kernels_compute_the_definition(name: str, dtype: torch.dtype) -> None:
-    agrees(conv.short_conv, CASES[name], dtype)
+    assert_agrees(conv.short_conv, CASES[name], dtype)
 
 
-@kernels
+@needs_triton
 def test_each_part_is_a_separate_contiguous_tensor() -> None:
     case = CASES["a strip"]
     out = conv.short_conv(draw(case), case.parts)
@@ -185,7 +185,7 @@ def test_each_part_is_a_separate_contiguous_tensor() -> None:
     assert len({y.untyped_storage().data_ptr() for y in out}) == len(case.parts)
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize(
     ("launch", "name"),
     cover(
@@ -198,10 +198,10 @@ def test_each_part_is_a_separate_contiguous_tensor() -> None:
     ),
 )
 def test_the_result_does_not_depend_on_the_launch_config(launch: conv.ConvLaunch, name: str) -> None:
-    agrees(lambda x, parts: conv.short_conv(x, parts, launch, launch), CASES[name], torch.float32)
+    assert_agrees(lambda x, parts: conv.short_conv(x, parts, launch, launch), CASES[name], torch.float32)
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize("name", ["a strip and a token", "short pack with history"])
 def test_the_kernels_are_deterministic(name: str) -> None:
     case = CASES[name]
@@ -211,7 +211,7 @@ def test_the_kernels_are_deterministic(name: str) -> None:
 
 RUNS = [
     pytest.param(short_conv, id="plain", marks=needs_no_interpreter),
-    pytest.param(conv.short_conv, id="kernels", marks=kernels),
+    pytest.param(conv.short_conv, id="kernels", marks=needs_triton),
 ]
 
 
@@ -264,7 +264,7 @@ def test_non_finite_values_stay_in_their_sequence_and_head(run: Run, lengths: tu
     torch.testing.assert_close(got[5][:-1], want[5][:-1])  # gradient of the other sequences' history
 
 
-@kernels
+@needs_triton
 def test_inputs_may_have_any_strides() -> None:
     case = Case([Q, V], 20, bias=True, history=True)
     x = draw(case)
@@ -286,7 +286,7 @@ def test_inputs_may_have_any_strides() -> None:
             assert torch.equal(mine, expected)
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize("name", ["short", "short pack with history"])
 def test_the_operators_pass_opcheck(name: str) -> None:
     case = CASES[name]
@@ -299,7 +299,7 @@ def test_the_operators_pass_opcheck(name: str) -> None:
     torch.library.opcheck(torch.ops.deltazoo.triton_short_conv_backward.default, arguments, test_utils=tests)
 
 
-@kernels
+@needs_triton
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     case = CASES["short"]
     inputs = draw(case)
@@ -308,7 +308,7 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         grad.sum().backward()
 
 
-@kernels
+@needs_triton
 def test_a_forward_derivative_is_refused() -> None:
     inputs = draw(CASES["short"])
     bound = bind_conv(CASES["short"].parts, TritonBackend())
@@ -317,7 +317,7 @@ def test_a_forward_derivative_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("compile", marks=needs_no_interpreter), pytest.param("triton", marks=kernels)]
+    "backend", [pytest.param("compile", marks=needs_no_interpreter), pytest.param("triton", marks=needs_triton)]
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_one_graph_forward_and_backward_for_every_length(backend: str, packed: bool) -> None:
@@ -344,7 +344,7 @@ def test_unsupported_convolutions_are_refused_with_reasons() -> None:
     def reasons(dtype: torch.dtype = torch.float16, taps: int = 4, unit: int = 128, device: str = DEVICE) -> list[str]:
         return TritonBackend().short_conv_unsupported(ConvMeta(device, dtype, taps, (ConvPart(2 * unit, True, unit),)))
 
-    assert reasons() == [] if ABLE else reasons() == ["it needs tensors on 'cuda', got 'cpu'."]
+    assert reasons() == [] if CAN_RUN_KERNELS else reasons() == ["it needs tensors on 'cuda', got 'cpu'."]
     assert "a short convolution must have at most 8 taps, got 9." in reasons(taps=9)
     assert "heads with a norm must have at most 1024 channels, got 1025." in reasons(unit=1025)
     assert any("got float64" in reason for reason in reasons(torch.float64))
@@ -474,7 +474,7 @@ LAYERS = {
 }
 
 
-@kernels
+@needs_triton
 @pytest.mark.parametrize(
     "name",  # the convolutions of the slow ones have the same traits, in other layers
     ["dense", "pack", *(pytest.param(name, marks=pytest.mark.slow) for name in ("padding", "v spared"))],

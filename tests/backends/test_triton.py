@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from triton_cases import (
-    CAN_RUN,
+    CAN_RUN_KERNELS,
     CONFIGS,
     DEVICE,
     DTYPES,
@@ -20,7 +20,7 @@ from triton_cases import (
     case_of,
     errors,
     gated,
-    runs,
+    needs_triton,
 )
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance, update, watch
@@ -32,7 +32,7 @@ from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.op import chunk_scan
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 
-pytestmark = runs
+pytestmark = needs_triton
 
 # Each spec runs with one segment and with one other launch config; the shapes alternate. Segments and windows need a
 # long shape.
@@ -123,9 +123,7 @@ def test_rows_beyond_the_last_sequence_are_zero(spec):
             torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def assert_case_conforms(
-    spec: str, config: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary"
-) -> None:
+def assert_case_conforms(spec: str, config: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
     assert_conforms(backend(config), case_of(spec, shape, dtype, regime))
 
 
@@ -158,7 +156,7 @@ def test_a_run_of_strong_decays_does_not_change_later_tokens(name, decay, tokens
 # The interpreter runs small shapes, and no graph through Inductor; a test below compiles one without Inductor.
 _SMALL_SHAPES = [shape for shape in TINY if shape.name in ("plain", "one_token", "column")]
 _CHECKS = (_SMALL_SHAPES, DTYPES[:1], ["compiles_to_one_graph"], DEVICE) if INTERPRETED else (TINY, DTYPES, [], DEVICE)
-test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHECKS) if CAN_RUN else [], DEVICE)
+test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHECKS) if CAN_RUN_KERNELS else [], DEVICE)
 
 
 def operands(x: UpdateInputs) -> ScanOperands:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from triton_cases import (
-    CAN_RUN,
+    CAN_RUN_KERNELS,
     GATED,
     IN_16_BITS,
     INTERPRETED,
@@ -13,7 +13,7 @@ from triton_cases import (
     case_of,
     errors,
     gated,
-    runs,
+    needs_triton,
 )
 
 from deltazoo import UpdateSpec, bind
@@ -23,7 +23,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 
-pytestmark = runs
+pytestmark = needs_triton
 FOR_HOPPER = {
     "prepare": Launch(tile=16, stages=1, kernel="hopper"),
     "scan": Launch(tile=64, kernel="hopper"),
@@ -32,7 +32,7 @@ FOR_HOPPER = {
     "gradients": Launch(tile=64, keys=64, kernel="hopper"),
 }
 on_hopper = pytest.mark.skipif(
-    INTERPRETED or not CAN_RUN or torch.cuda.get_device_capability()[0] != 9,
+    INTERPRETED or not CAN_RUN_KERNELS or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper GPU; test_hopper_numbers.py runs these kernels on a CPU",
 )
 

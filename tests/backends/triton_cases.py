@@ -19,9 +19,9 @@ from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-CAN_RUN = INTERPRETED or torch.cuda.is_available()
-runs = pytest.mark.skipif(
-    not CAN_RUN,
+CAN_RUN_KERNELS = INTERPRETED or torch.cuda.is_available()
+needs_triton = pytest.mark.skipif(
+    not CAN_RUN_KERNELS,
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
