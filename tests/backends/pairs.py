@@ -8,10 +8,9 @@ import pytest
 def cover(
     firsts: Sequence[object], seconds: Sequence[object], smoke: Collection[tuple[object, object]] = ()
 ) -> list[object]:
-    """Return all pairs; each first with one second, in turn, and the smoke pairs run by default, the others are slow.
+    """Return all pairs. Each first with one second in rotation, and the smoke pairs, run by default; others are slow.
 
-    Args:
-        smoke: pairs that belong to the smallest set of tests that runs every kernel.
+    Args: smoke: pairs of the smallest set of tests that runs every kernel.
     """
     pairs = []
     for i, first in enumerate(firsts):

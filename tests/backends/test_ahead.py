@@ -22,14 +22,14 @@ HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
 @pytest.fixture
 def traced(monkeypatch):
     """The cache keys of the kernels that tracing would compile; none is compiled."""
-    found = []
+    keys = []
     monkeypatch.setattr(ahead, "_pool", ahead._Pool())
-    monkeypatch.setattr(ahead, "compile_kernel", lambda key, kernel, warm_up: found.append(key))
-    return found
+    monkeypatch.setattr(ahead, "compile_kernel", lambda key, kernel, warm_up: keys.append(key))
+    return keys
 
 
 def trace(body, arguments):
-    """Walk a body as torch.compile has it traced, and wait."""
+    """Trace the body of an operator as torch.compile does, and wait for the result."""
     layouts = [ahead._layout(x) for x in arguments]
     ahead._pool.tracer.submit(ahead._trace, body, layouts, torch.device("cuda", 0)).result()
 
@@ -54,8 +54,8 @@ def test_tracing_on_meta_tensors_compiles_the_kernels_of_another_device(monkeypa
     shape = Shape("shape", B=1, T=1000, H=heads, HV=heads, K=128, V=128, lengths=lengths)
     operands, kind, arguments = scan_arguments(shape)
     trace(op._scan_impl, arguments)
-    o, final, *kept = op._scan_fake(*arguments)
-    trace(op._backward_impl, (*operands, *kept, o, final, *kind))
+    o, final, *saved = op._scan_fake(*arguments)
+    trace(op._backward_impl, (*operands, *saved, o, final, *kind))
     names = [key[0].__name__ for key in traced]
     tail = ["zero_tail_kernel"] if lengths else []
     forward = ["hopper_prepare_kernel", "hopper_scan_kernel", *tail]
@@ -82,8 +82,8 @@ def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, wha
         if what == "step":
             calls = [(op._step_impl, (*operands[:7], torch.zeros(1, 2, 16, 16, device=DEVICE), None, *kind))]
         else:
-            o, final, *kept = op._scan_impl(*arguments)
-            calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, *kept, o, final, *kind))]
+            o, final, *saved = op._scan_impl(*arguments)
+            calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, *saved, o, final, *kind))]
     launched = []
     monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
     monkeypatch.setattr(ahead, "await_kernel", launched.append)

@@ -21,7 +21,7 @@ QUICK = BenchConfig(rounds=3, seconds=0.1)
 
 
 class Slow(Backend):
-    """The reference with a delay of 0.1 s and a relative error of 1e-3."""
+    """The reference with a delay of 0.1 s and a relative error of 1e-3; refuses packed sequences."""
 
     name = "slow"
 

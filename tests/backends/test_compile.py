@@ -263,9 +263,8 @@ def test_value_heads_of_a_group_share_their_keys_in_memory() -> None:
     spec = SPECS["gated delta"]
     with KeySizes() as keys:
         CompileBackend(chunk=16, compiled=False).forward(spec, draw(spec, 2, 64))
-    assert keys.sizes == [
-        (2 * 64 * 2 * 8, 2 * 64 * 2 * 8)
-    ]  # [B, T, H, K] each, for two key heads and not for four value heads
+    BTHK = 2 * 64 * 2 * 8  # two key heads, not four value heads
+    assert keys.sizes == [(BTHK, BTHK)]
 
 
 @pytest.mark.parametrize("bounds", [[0, 5, 5, 40], [0, 0], [0]], ids=str)
@@ -285,7 +284,7 @@ def test_rows_after_the_last_sequence_are_zero_and_never_read(backend: Backend, 
     leaves = {
         field: x.requires_grad_() for field, x in inputs._asdict().items() if x is not None and x.is_floating_point()
     }
-    o, state = backend.forward(spec, inputs)  # below the check of cu_seqlens, which reads its values on a CPU
+    o, state = backend.forward(spec, inputs)  # bypasses the check of cu_seqlens
     assert not o[:, bounds[-1] :].any()
     cut = inputs._replace(**{field: leaves[field][:, : bounds[-1]] for field in in_time})
     expected = ReferenceBackend().forward(spec, cut)

@@ -1,4 +1,4 @@
-"""The reference and the compile backend pass the conformance kit; its inputs, limits and error measure are right."""
+"""The reference and the compile backend pass the conformance kit; tests of its inputs, limits and errors."""
 
 import math
 
@@ -63,7 +63,7 @@ def test_error_of_the_reference_is_the_rounding_of_its_stored_tensors(dtype):
             assert largest < max(0.5 * eps, 2e-5 if dtype == torch.float32 else 0), str(report)
 
 
-def test_limits_are_those_of_the_design():
+def test_limits_of_outputs_keys_and_gates():
     assert LIMITS[torch.float32] == (1e-4, 1e-4, 1e-4)
     assert LIMITS[torch.bfloat16] == LIMITS[torch.float16] == (5e-3, 1e-2, 2e-2)
     case = Case(UpdateSpec(), SHAPES["plain"], torch.bfloat16)
@@ -126,7 +126,7 @@ def test_error_of_a_vanishing_tensor_is_relative_to_ordinary_inputs():
 def test_floor_of_the_error_applies_to_adversarial_cases():
     """A gradient that vanishes at a strong decay may be off by rounding, but not by more."""
     spec = UpdateSpec(decay="head")
-    case = Case(spec, Shape("forgets", B=1, T=2, H=1, HV=1, K=4, V=4), regime="decays")
+    case = Case(spec, Shape("decay to zero", B=1, T=2, H=1, HV=1, K=4, V=4), regime="decays")
 
     def with_error(size):
         class Inexact(ReferenceBackend):
@@ -136,7 +136,7 @@ def test_floor_of_the_error_applies_to_adversarial_cases():
 
         return conformance.compare(Inexact(), case, outputs="state").failures
 
-    assert not draw(case).log_decay[0, 1].exp()  # the second token forgets the initial state: d_state is 0
+    assert not draw(case).log_decay[0, 1].exp()  # the decay of the second token is 0, so d_state is 0
     assert not with_error(1e-12)
     assert with_error(1e-6)
 

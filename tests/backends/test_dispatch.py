@@ -162,7 +162,7 @@ def test_error_lists_the_reasons_of_all_candidates(monkeypatch):
     assert re.search(r"never: it supports nothing.*\n.*powers: K must be a power of two", str(caught.value))
 
 
-def test_use_backend_applies_to_update_and_to_what_is_bound_inside(inputs):
+def test_use_backend_applies_to_update_and_to_updates_bound_inside(inputs):
     outer, inner = PowersOfTwo(), PowersOfTwo()
     before = bind(GDN)
     with use_backend(outer):

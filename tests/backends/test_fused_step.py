@@ -59,7 +59,7 @@ def make_fused_step(spec: UpdateSpec = GATED, silu: str = "qkv", unit: str = "qk
 
 STEPS = {
     "gated delta": make_fused_step(),
-    "one key head a value head": make_fused_step(HV=2),
+    "one key head per value head": make_fused_step(HV=2),
     "delta": make_fused_step(UpdateSpec(beta="head"), gate=""),
     "delta without beta": make_fused_step(UpdateSpec()),
     "additive": make_fused_step(UpdateSpec(transition="additive"), silu="", unit="", norm="", gate=""),
@@ -93,7 +93,7 @@ STEPS = {
     "layer norm": make_fused_step(norm="layer", gate="gelu"),
     "layer norm after the gate": make_fused_step(norm="layer", gate="none", gate_first=True),
     "gate alone": make_fused_step(norm="", gate="sigmoid"),
-    "one number per head": make_fused_step(K=1, V=1, unit=""),
+    "scalar heads": make_fused_step(K=1, V=1, unit=""),
 }
 WIDE = {"K = V = 128": (128, 128), "200/400": (200, 400), "256/512": (256, 512), "64/64": (64, 64)}
 # optional operands
@@ -141,7 +141,7 @@ SMOKE = [("gated delta", "slots"), ("comba", "all"), ("mamba2", "all")]
 
 @needs_triton
 @pytest.mark.parametrize(("name", "options"), cover(list(STEPS), list(OPTIONS), SMOKE))
-def test_the_kernel_computes_the_definition(name, options):
+def test_kernel_matches_the_reference_step(name, options):
     assert_agrees(STEPS[name], OPTIONS[options])
 
 
@@ -150,7 +150,7 @@ def test_the_kernel_computes_the_definition(name, options):
     ("form", "name"),
     cover(range(conformance.FORMS), ["gated delta", "mamba2", "comba", "householders", "efla"]),
 )
-def test_the_kernel_agrees_for_each_form_of_norm_and_gate(name, form):
+def test_kernel_matches_the_reference_for_each_norm_and_gate(name, form):
     step = conformance.typical_step(STEPS[name].spec, Shape("sizes", 3, 1, H, HV, K, V), form)
     assert_agrees(step, conformance.OPTIONS if form % 2 else ())
 
@@ -165,13 +165,13 @@ def test_results_in_16_bits_are_rounded_once(name, dtype):
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "launch"),
-    cover(["gated delta", "layer norm", "householders", "mamba2", "one number per head"], [(16, 1), (32, 8), (64, 4)]),
+    cover(["gated delta", "layer norm", "householders", "mamba2", "scalar heads"], [(16, 1), (32, 8), (64, 4)]),
 )
 def test_the_result_does_not_depend_on_the_launch_config(name, launch):
     tile, warps = launch
     backend = TritonBackend(LaunchConfig(fused_step=Launch(tile=tile, warps=warps, stages=1)))
     with watch() as record:
-        assert_agrees(STEPS[name], OPTIONS["all"] if name != "one number per head" else (), backend=backend)
+        assert_agrees(STEPS[name], OPTIONS["all"] if name != "scalar heads" else (), backend=backend)
     numbers = power_of_two(STEPS[name].K) * min(tile, power_of_two(STEPS[name].V))
     assert {run.warps for run in record.runs if run.name == "fused_step_kernel"} == {limit_warps(warps, numbers)}
 
@@ -256,7 +256,7 @@ def test_a_slot_outside_the_pool_accesses_no_state_and_no_history(name):
     memory = {"states": guarded(arguments["states"]), "history": guarded(arguments["inputs"].history)}
     before = {part: tensor.clone() for part, tensor in memory.items()}
     inputs = arguments["inputs"]._replace(history=memory["history"][1:6])
-    o = fused.fused_decode_step_(step, inputs, memory["states"][1:6], slots)  # past the checks, which refuse such slots
+    o = fused.fused_decode_step_(step, inputs, memory["states"][1:6], slots)  # bypasses the checks
     assert not o[1:].any()
     want = fused.fused_decode_step_(
         step,
@@ -330,14 +330,14 @@ def test_the_kernels_compile_for_hopper_without_spills(name, monkeypatch):
         fused.fused_decode_step_(step, **arguments)
     shares = step.taps > 1 and step.H < step.HV
     assert [kernel for kernel, _ in compiler.compiled] == 2 * ["fused_step_kernel", *["push_kernel"] * shares]
-    # little enough shared memory for several programs per SM
-    assert all(found.metadata.shared <= 2**15 for _, found in compiler.compiled)
-    assert not any("LDL" in disassemble(found.asm["cubin"]) for _, found in compiler.compiled)
+    # small enough for several programs per SM
+    assert all(kernel.metadata.shared <= 2**15 for _, kernel in compiler.compiled)
+    assert not any("LDL" in disassemble(kernel.asm["cubin"]) for _, kernel in compiler.compiled)
 
 
 # Mixers
 
-WHOLE = {
+FULLY_FUSED = {
     "gated_deltanet": mixers.GatedDeltaNet(heads=2, key_width=8, value_width=12),
     "shared key heads": mixers.GatedDeltaNet(heads=1, value_heads=3, key_width=8, value_width=12),
     "gated_efla": mixers.GatedEFLA(heads=2),
@@ -350,14 +350,14 @@ WHOLE = {
     "longhorn": mixers.Longhorn(heads=2),
     "comba": mixers.Comba(heads=2),
     "no convolution": mixers.GatedDeltaNet(heads=2, conv_width=0),
-    "mamba2, a norm for each head": mixers.Mamba2(heads=4, key_width=16, value_width=16),
+    "mamba2, one norm per head": mixers.Mamba2(heads=4, key_width=16, value_width=16),
 }
-# These differ from another mixer of the list by the decay alone, or by the lack of it.
+# These differ from another mixer of the list only in the decay.
 GATED_VARIANTS = ("gated_longhorn", "deltaproduct", "efla", "deltanet")
-PARTLY = {"mamba2": mixers.Mamba2(key_width=16, value_width=16)}
+PARTLY_FUSED = {"mamba2": mixers.Mamba2(key_width=16, value_width=16)}
 
 
-def built(config: MixerConfig) -> tuple[DeltaMixer, DeltaMixer]:
+def build_pair(config: MixerConfig) -> tuple[DeltaMixer, DeltaMixer]:
     """Build a mixer with the kernels and its float64 copy on the reference backend, with random weights."""
     torch.manual_seed(0)
     mixer = config.build(32, backend="reference").to(DEVICE)
@@ -369,28 +369,28 @@ def built(config: MixerConfig) -> tuple[DeltaMixer, DeltaMixer]:
     return mixer, exact
 
 
-def decoded(mixer: DeltaMixer, x: Tensor, prefilled: int = 4) -> tuple[Tensor, dict[str, Tensor]]:
+def decode(mixer: DeltaMixer, x: Tensor, prefilled: int = 4) -> tuple[Tensor, dict[str, Tensor]]:
     y, state = mixer(x[:, :prefilled], mixer.init_state(len(x)))
-    where = {name: tensor.data_ptr() for name, tensor in state.items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in state.items()}
     pieces = [y]
     for t in range(prefilled, x.shape[1]):
         y, state = mixer(x[:, t : t + 1], state)
         pieces.append(y)
-    assert where == {name: tensor.data_ptr() for name, tensor in state.items()}
+    assert addresses == {name: tensor.data_ptr() for name, tensor in state.items()}
     return torch.cat(pieces, 1), state
 
 
 @needs_triton
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in GATED_VARIANTS)) for n in (*WHOLE, *PARTLY)]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in GATED_VARIANTS)) for n in (*FULLY_FUSED, *PARTLY_FUSED)]
 )
 def test_a_fused_mixer_decodes_like_the_unfused_one(name):
-    mixer, exact = built((WHOLE | PARTLY)[name])
+    mixer, exact = build_pair((FULLY_FUSED | PARTLY_FUSED)[name])
     x = torch.randn(3, 9, 32, device=DEVICE)
     with watch() as record:
-        y, state = decoded(mixer, x)
-    want, state_want = decoded(exact, x.double())
+        y, state = decode(mixer, x)
+    want, state_want = decode(exact, x.double())
     assert error(y, want) < 1e-5
     for part, tensor in state.items():
         if tensor.numel():
@@ -400,11 +400,11 @@ def test_a_fused_mixer_decodes_like_the_unfused_one(name):
     shares = mixer.project.conv is not None and mixer.update.shape.heads < mixer.update.shape.value_heads
     assert record.kernels.get("push_kernel", 0) == (5 if shares else 0)
     assert "5 x triton: fused step" in str(record)
-    left = [type(part) for part in mixer.decode_fusion().remaining]
-    assert left == ([HeadNorm] if name in PARTLY else [])
+    remaining = [type(part) for part in mixer.decode_fusion().remaining]
+    assert remaining == ([HeadNorm] if name in PARTLY_FUSED else [])
 
 
-def test_which_mixers_fuse():
+def test_mixers_that_fuse():
     """With default configs; the others have a part that does not fuse before the update, or an unsupported spec."""
     builtin = [
         name
@@ -479,11 +479,11 @@ def with_another_convolution(mixer: DeltaMixer) -> None:
     "change", [with_another_norm, with_another_update, with_another_forward, with_another_convolution]
 )
 def test_a_replaced_part_is_used(change):
-    mixer, exact = built(WHOLE["gated_deltanet"])
+    mixer, exact = build_pair(FULLY_FUSED["gated_deltanet"])
     for m in (mixer, exact):
         change(m)
     x = torch.randn(2, 6, 32, device=DEVICE)
-    assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
+    assert error(decode(mixer, x)[0], decode(exact, x.double())[0]) < 1e-5
 
 
 def hook(mixer: DeltaMixer, module: torch.nn.Module) -> list[Tensor]:
@@ -496,23 +496,23 @@ def hook(mixer: DeltaMixer, module: torch.nn.Module) -> list[Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["project", "project.conv", "operands.beta", "update", "outputs.norm"])
 def test_a_part_with_a_hook_is_not_fused(part):
-    mixer, exact = built(WHOLE["gated_deltanet"])
+    mixer, exact = build_pair(FULLY_FUSED["gated_deltanet"])
     called = hook(mixer, mixer.get_submodule(part))
     x = torch.randn(2, 6, 32, device=DEVICE)
-    y, _ = decoded(mixer, x)
+    y, _ = decode(mixer, x)
     assert len(called) == 3
-    assert error(y, decoded(exact, x.double())[0]) < 1e-5
+    assert error(y, decode(exact, x.double())[0]) < 1e-5
 
 
 @needs_triton
 @torch.no_grad()
 def test_the_projections_around_a_fused_step_are_called_as_modules():
-    """Wrappers of and hooks on linear maps keep working."""
-    mixer, _ = built(WHOLE["gated_deltanet"])
+    """Wrappers of linear layers and hooks on them keep working."""
+    mixer, _ = build_pair(FULLY_FUSED["gated_deltanet"])
     maps = ["project.to_qkv", "operands.beta.proj", "operands.decay.proj", "outputs.gate.proj", "out"]
     called = [hook(mixer, mixer.get_submodule(name)) for name in maps]
     with watch() as record:
-        decoded(mixer, torch.randn(2, 6, 32, device=DEVICE))
+        decode(mixer, torch.randn(2, 6, 32, device=DEVICE))
     assert record.kernels["fused_step_kernel"] == 2
     assert [len(calls) for calls in called] == [3] * len(maps)
 
@@ -520,27 +520,27 @@ def test_the_projections_around_a_fused_step_are_called_as_modules():
 @needs_triton
 @torch.no_grad()
 def test_a_part_replaced_after_a_step_is_used():
-    mixer, exact = built(WHOLE["gated_deltanet"])
+    mixer, exact = build_pair(FULLY_FUSED["gated_deltanet"])
     x = torch.randn(2, 6, 32, device=DEVICE)
     for m in (mixer, exact):
         m.outputs["norm"].eps = 0.5
-    assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
+    assert error(decode(mixer, x)[0], decode(exact, x.double())[0]) < 1e-5
     for m in (mixer, exact):
         norm = m.outputs["norm"]
         m.outputs["norm"] = OtherNorm(m.update.shape, 0.1).to(norm.weight)
     assert mixer.decode_fusion() is None  # until `rebind` plans the fusion again
-    assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
+    assert error(decode(mixer, x)[0], decode(exact, x.double())[0]) < 1e-5
     mixer.rebind(mixer.update.bound.requested)
     # the gate follows a norm that does not fuse, so it does not fuse, either
     assert isinstance(mixer.decode_fusion().remaining[0], OtherNorm)
-    assert error(decoded(mixer, x)[0], decoded(exact, x.double())[0]) < 1e-5
+    assert error(decode(mixer, x)[0], decode(exact, x.double())[0]) < 1e-5
     mixer.project.conv = torch.nn.Identity()
     assert mixer.decode_fusion() is None
 
 
 @needs_triton
 def test_calls_that_are_not_plain_decode_steps_are_not_fused():
-    mixer, _ = built(WHOLE["gated_deltanet"])
+    mixer, _ = build_pair(FULLY_FUSED["gated_deltanet"])
     x = torch.randn(2, 1, 32, device=DEVICE)
     two = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
     with watch() as record:
@@ -560,7 +560,7 @@ def test_calls_that_are_not_plain_decode_steps_are_not_fused():
 @pytest.mark.parametrize("fuses", [True, False])
 def test_backward_through_a_state_that_a_step_has_changed_is_refused(fuses):
     """A step updates its state in place, which autograd must detect."""
-    mixer, _ = built(WHOLE["gated_deltanet"])
+    mixer, _ = build_pair(FULLY_FUSED["gated_deltanet"])
     if not fuses:
         hook(mixer, mixer.update)
     x = torch.randn(2, 6, 32, device=DEVICE)
@@ -578,14 +578,14 @@ def test_backward_through_a_state_that_a_step_has_changed_is_refused(fuses):
 @needs_triton
 @torch.no_grad()
 def test_float64_under_autocast_uses_the_backend_that_supports_it():
-    mixer, _ = built(WHOLE["gated_deltanet"])
+    mixer, _ = build_pair(FULLY_FUSED["gated_deltanet"])
     exact = copy.deepcopy(mixer).double()
     both = BoundUpdate(exact.update.spec, {"": (TritonBackend(), ReferenceBackend())}, None)
     exact.update.bound = both
     x = torch.randn(2, 6, 32, device=DEVICE, dtype=torch.float64)
-    want, _ = decoded(exact, x)
+    want, _ = decode(exact, x)
     with torch.autocast(DEVICE, dtype=torch.float16):
-        got, _ = decoded(exact, x)
+        got, _ = decode(exact, x)
     assert torch.equal(got, want)
 
 
@@ -600,7 +600,7 @@ def test_forward_mode_differentiation_is_refused():
             bound.fused_decode_step_(step, **arguments)
 
 
-def test_a_step_that_does_not_fit_the_bound_spec_is_refused():
+def test_step_that_does_not_match_the_bound_spec_is_refused():
     step = STEPS["gated delta"]
     arguments = draw(step, (), device="cpu")
     with pytest.raises(OperandError, match="spec must be the one that was bound"):
@@ -631,7 +631,7 @@ class WithoutFusedStep(ReferenceBackend):
 
 @torch.no_grad()
 def test_a_backend_without_a_fused_step_decodes_unfused():
-    mixer = WHOLE["gated_deltanet"].build(32, backend=WithoutFusedStep())
+    mixer = FULLY_FUSED["gated_deltanet"].build(32, backend=WithoutFusedStep())
     with watch() as record:
         mixer(torch.randn(2, 1, 32), mixer.init_state(2))
     assert "older: step" in str(record)
@@ -645,7 +645,7 @@ def test_a_backend_without_a_fused_step_decodes_unfused():
 @pytest.mark.parametrize("name", ["gated_deltanet", "mamba2"])
 def test_a_decode_step_of_a_mixer_is_one_graph(name):
     torch._dynamo.reset()
-    mixer, _ = built((WHOLE | PARTLY)[name])
+    mixer, _ = build_pair((FULLY_FUSED | PARTLY_FUSED)[name])
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(mixer, fullgraph=True, backend=counter)
     x = torch.randn(2, 6, 32, device=DEVICE)
@@ -663,7 +663,7 @@ def test_a_decode_step_of_a_mixer_is_one_graph(name):
 @needs_triton
 @torch.no_grad()
 def test_a_decode_step_is_exported():
-    mixer, _ = built(WHOLE["gated_deltanet"])
+    mixer, _ = build_pair(FULLY_FUSED["gated_deltanet"])
     state = mixer.init_state(2)
     exported = torch.export.export(mixer, (torch.randn(2, 1, 32, device=DEVICE), snapshot(state)))
     x = torch.randn(2, 3, 32, device=DEVICE)
@@ -677,13 +677,13 @@ def test_a_decode_step_is_exported():
 @needs_triton
 @torch.no_grad()
 def test_autocast_sets_the_dtype_of_a_fused_step():
-    mixer, exact = built(WHOLE["gated_deltanet"])
+    mixer, exact = build_pair(FULLY_FUSED["gated_deltanet"])
     low = torch.float16 if INTERPRETED else torch.bfloat16
     x = torch.randn(2, 6, 32, device=DEVICE)
     with watch() as record, torch.autocast(DEVICE, dtype=low):
-        y, state = decoded(mixer, x)
+        y, state = decode(mixer, x)
     assert record.kernels["fused_step_kernel"] == 2
-    assert error(y, decoded(exact, x.double())[0]) < 0.03
+    assert error(y, decode(exact, x.double())[0]) < 0.03
     assert state["project"].dtype == torch.float32
 
 
@@ -739,22 +739,22 @@ def test_unsupported_steps_are_refused_with_reasons():
 @pytest.mark.skipif(DEVICE != "cuda" or not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
 def test_a_decode_step_of_a_mixer_replays_in_a_cuda_graph():
-    mixer, exact = built(WHOLE["gated_deltanet"])
+    mixer, exact = build_pair(FULLY_FUSED["gated_deltanet"])
     x = torch.randn(3, 9, 32, device="cuda")
-    now, state = x[:, :1].clone(), mixer.init_state(3)
-    kept = snapshot(state)
-    mixer(now, state)
-    rollback_(state, kept)
+    token, state = x[:, :1].clone(), mixer.init_state(3)
+    initial = snapshot(state)
+    mixer(token, state)
+    rollback_(state, initial)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, _ = mixer(now, state)
-    rollback_(state, kept)
+        y, _ = mixer(token, state)
+    rollback_(state, initial)
     got = []
     for t in range(9):
-        now.copy_(x[:, t : t + 1])
+        token.copy_(x[:, t : t + 1])
         graph.replay()
         got.append(y.clone())
-    assert error(torch.cat(got, 1), decoded(exact, x.double(), 1)[0]) < 1e-5
+    assert error(torch.cat(got, 1), decode(exact, x.double(), 1)[0]) < 1e-5
 
 
 @pytest.mark.cuda
@@ -769,6 +769,6 @@ def test_repeated_steps_give_the_same_bits():
         for _ in range(50):
             again = copy.deepcopy(arguments)
             o = bound.fused_decode_step_(step, **again)
-            found = (o, again["states"], again["inputs"].history)
-            first = found if first is None else first
-            assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+            results = (o, again["states"], again["inputs"].history)
+            first = results if first is None else first
+            assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))

@@ -1,4 +1,4 @@
-"""Kernel plans: which kernels run on which device, what is refused before it compiles, and the table in README.md."""
+"""Kernel plans: the kernels for each device, refusals before compilation, and the table in README.md."""
 
 import re
 from importlib.resources import files
@@ -37,7 +37,7 @@ MI300X = DeviceSpec.named("AMD Instinct MI300X")._replace(triton="3.7.1")
 
 @pytest.fixture
 def backend():
-    """A backend that is not interpreted, whatever the environment says."""
+    """A backend that does not use the interpreter, regardless of TRITON_INTERPRET."""
     backend = TritonBackend()
     backend._interpreted = False
     return backend
@@ -68,7 +68,7 @@ def meta(K=128, V=128, dtype=torch.bfloat16, grad=True):
         (B200, {}, "training on compute capability 10.0 needs Triton 3.9 or newer"),
     ],
 )
-def test_unsupported_devices_are_refused_with_the_limit_and_the_need(backend, device, arguments, message):
+def test_unsupported_devices_are_refused_with_the_requirement(backend, device, arguments, message):
     (reason,) = backend.unsupported_on(GATED, meta(**arguments), device)
     assert message in reason
 
@@ -135,7 +135,7 @@ def test_plan_follows_from_problem_and_device(change, device, prepare, forward, 
     assert (without_grad.backward, without_grad.every) == ("none", 0)
 
 
-def test_plan_refuses_a_config_whose_kernel_does_not_take_the_problem():
+def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
     config = heuristic(problem(), H200)
     with pytest.raises(ConfigError, match=r"prepare\.kernel = 'hopper' needs a Hopper GPU, .*; got NVIDIA A100"):
         make_plan(problem(), A100, config, grad=True)

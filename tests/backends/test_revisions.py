@@ -1,7 +1,7 @@
-"""The compiled kernels are those that the revisions were given to: hashes of their PTX for sm_90.
+"""Hashes of the PTX of the kernels for sm_90, which may not change without notice.
 
-A difference means that the compiled code changed. If that changes performance or numerics, raise the kernel's revision
-in backends/triton/revisions.py; in any case regenerate the hashes: python tests/backends/test_revisions.py
+A different hash means that the compiled code changed. If that changes performance or numerics, raise the kernel's
+revision in backends/triton/revisions.py. In any case regenerate the hashes: python tests/backends/test_revisions.py
 """
 
 import json
@@ -73,7 +73,7 @@ def compile_steps() -> dict[str, str]:
 
 
 def hashes(case: str, compiler: Compiler) -> dict[str, str]:
-    """Hashes by case and position: a kernel may be renamed."""
+    """Return hashes by case and position, which do not change when a kernel is renamed."""
     return {f"{case} {n}": ptx_hash(kernel) for n, (_, kernel) in enumerate(compiler.compiled)}
 
 
@@ -88,22 +88,22 @@ def supported() -> bool:
 
 @pytest.mark.skipif(not supported(), reason=f"needs the compiler of Triton {TRITON}, and not its interpreter")
 @pytest.mark.parametrize("case", [*CASES, "step"])
-def test_compiled_kernels_are_those_of_their_revisions(case):
+def test_compiled_kernels_have_the_stored_hashes(case):
     stored = json.loads(STORED.read_text())
-    found = compile_steps() if case == "step" else compile_case(case)
+    current = compile_steps() if case == "step" else compile_case(case)
     expected = {name: value for name, value in stored["hashes"].items() if name.rpartition(" ")[0] == case}
-    changed = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    changed = sorted(name for name in {*current, *expected} if current.get(name) != expected.get(name))
     assert not changed, (
         f"the compiled code of {', '.join(changed)} changed: if performance or numerics changed, raise the revision in "
         f"backends/triton/revisions.py; then regenerate {STORED.name} by: {COMMAND}"
     )
 
 
-def test_stored_hashes_belong_to_the_present_revisions():
+def test_stored_hashes_belong_to_the_current_revisions():
     assert json.loads(STORED.read_text())["revisions"] == REVISIONS, f"regenerate {STORED.name} by: {COMMAND}"
 
 
 if __name__ == "__main__":
-    found = {key: value for case in CASES for key, value in compile_case(case).items()} | compile_steps()
-    text = json.dumps({"triton": TRITON, "revisions": REVISIONS, "hashes": found}, indent=1)
+    current = {key: value for case in CASES for key, value in compile_case(case).items()} | compile_steps()
+    text = json.dumps({"triton": TRITON, "revisions": REVISIONS, "hashes": current}, indent=1)
     STORED.write_text(text + "\n")

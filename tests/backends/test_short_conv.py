@@ -50,7 +50,7 @@ Q, V, BARE = ConvPart(32, True, 16), ConvPart(40, True), ConvPart(24)
 
 
 class Case(NamedTuple):
-    """B rows of T tokens, or with lengths one pack of sequences."""
+    """B rows of T tokens, or one pack of sequences if there are lengths."""
 
     parts: Parts
     T: int = 0
@@ -110,7 +110,7 @@ def bounds(lengths: tuple[int, ...], device: str = DEVICE) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
-def definition(inputs: ConvInputs, parts: Parts) -> tuple[Tensor, ...]:
+def conv1d_reference(inputs: ConvInputs, parts: Parts) -> tuple[Tensor, ...]:
     """Compute the convolution sequence by sequence with torch's conv1d."""
     x, weight, bias, history, cu = inputs
     W, C = weight.shape[1], x.shape[2]
@@ -145,23 +145,23 @@ def assert_agrees(run: Run, case: Case, dtype: torch.dtype) -> None:
     inputs = draw(case, dtype)
     got = gradients(run, inputs, case.parts)
     operands = [None if t is None else t.detach().double().requires_grad_() for t in inputs[:4]]
-    exact = gradients(definition, ConvInputs(*operands, inputs.cu_seqlens), case.parts)
+    exact = gradients(conv1d_reference, ConvInputs(*operands, inputs.cu_seqlens), case.parts)
     assert all(y.dtype == dtype for y in got[: len(case.parts)])
-    for mine, want in zip(got, exact, strict=True):
-        assert mine.shape == want.shape
-        error, size = (float(t.detach().norm()) for t in (mine.double() - want, want))
+    for actual, want in zip(got, exact, strict=True):
+        assert actual.shape == want.shape
+        error, size = (float(t.detach().norm()) for t in (actual.double() - want, want))
         assert error <= LIMITS[dtype] * size, (error, size)
 
 
 needs_no_interpreter = pytest.mark.skipif(
-    INTERPRETED, reason="runs no kernel; the suite without the interpreter has it"
+    INTERPRETED, reason="runs no kernel; the run without the interpreter covers it"
 )
 
 
 @needs_no_interpreter
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_plain_torch_computes_the_definition(name: str, dtype: torch.dtype) -> None:
+def test_plain_torch_matches_conv1d(name: str, dtype: torch.dtype) -> None:
     assert_agrees(short_conv, CASES[name], dtype)
 
 
@@ -173,7 +173,7 @@ SMOKE = [("short pack with history", torch.float32), ("short", torch.float32)]
 
 @needs_triton
 @pytest.mark.parametrize(("name", "dtype"), cover(list(CASES), _DTYPES, SMOKE))
-def test_the_kernels_compute_the_definition(name: str, dtype: torch.dtype) -> None:
+def test_kernels_match_conv1d(name: str, dtype: torch.dtype) -> None:
     assert_agrees(conv.short_conv, CASES[name], dtype)
 
 
@@ -235,11 +235,11 @@ def test_rows_after_the_last_sequence_have_zero_results_and_gradients(run: Run, 
         got, want = results(longer), results(whole)
     finally:
         torch.use_deterministic_algorithms(False)
-    for mine, expected in zip(got[:3], want[:3], strict=True):  # results, gradient of x
-        assert not mine[:, end:].any()
-        torch.testing.assert_close(mine[:, :end], expected)
-    for mine, expected in zip(got[3:], want[3:], strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(got[:3], want[:3], strict=True):  # results, gradient of x
+        assert not actual[:, end:].any()
+        torch.testing.assert_close(actual[:, :end], expected)
+    for actual, expected in zip(got[3:], want[3:], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -254,13 +254,13 @@ def test_non_finite_values_stay_in_their_sequence_and_head(run: Run, lengths: tu
         tainted.history[-1, :, 50] = torch.nan
     touched = torch.zeros_like(clean.x, dtype=torch.bool)
     touched[row, begin:end, [*range(16, 32), 40, 50]] = True
-    of_part = touched.split([32, 40], -1)
+    touched_by_part = touched.split([32, 40], -1)
     want, got = (gradients(run, inputs, case.parts) for inputs in (clean, tainted))
-    for mine, expected, taint in zip(got, want, (*of_part, touched), strict=False):  # results, gradient of x
-        assert torch.equal(mine[~taint], expected[~taint])
+    for actual, expected, taint in zip(got, want, (*touched_by_part, touched), strict=False):  # results, gradient of x
+        assert torch.equal(actual[~taint], expected[~taint])
     channels = [c for c in range(72) if c not in (*range(16, 32), 40, 50)]
-    for mine, expected in zip(got[3:5], want[3:5], strict=True):  # gradients of weight and bias
-        torch.testing.assert_close(mine[channels], expected[channels])
+    for actual, expected in zip(got[3:5], want[3:5], strict=True):  # gradients of weight and bias
+        torch.testing.assert_close(actual[channels], expected[channels])
     torch.testing.assert_close(got[5][:-1], want[5][:-1])  # gradient of the other sequences' history
 
 
@@ -282,8 +282,8 @@ def test_inputs_may_have_any_strides() -> None:
         strided = x._replace(
             x=layout.detach().requires_grad_(), weight=x.weight.detach().mT.contiguous().mT.requires_grad_()
         )
-        for mine, expected in zip(gradients(conv.short_conv, strided, case.parts), want, strict=True):
-            assert torch.equal(mine, expected)
+        for actual, expected in zip(gradients(conv.short_conv, strided, case.parts), want, strict=True):
+            assert torch.equal(actual, expected)
 
 
 @needs_triton
@@ -300,7 +300,7 @@ def test_the_operators_pass_opcheck(name: str) -> None:
 
 
 @needs_triton
-def test_a_gradient_of_a_gradient_is_refused() -> None:
+def test_second_derivative_is_refused() -> None:
     case = CASES["short"]
     inputs = draw(case)
     (grad,) = torch.autograd.grad(conv.short_conv(inputs, case.parts)[0].square().sum(), inputs.x, create_graph=True)
@@ -309,7 +309,7 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
 
 
 @needs_triton
-def test_a_forward_derivative_is_refused() -> None:
+def test_forward_mode_is_refused() -> None:
     inputs = draw(CASES["short"])
     bound = bind_conv(CASES["short"].parts, TritonBackend())
     with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
@@ -364,7 +364,7 @@ class Counting(ReferenceBackend):
 
     def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
         self.calls += 1
-        return definition(inputs, list(parts))
+        return conv1d_reference(inputs, list(parts))
 
 
 class WithoutShortConv(ReferenceBackend):
@@ -378,8 +378,8 @@ def test_plain_torch_computes_the_convolutions_that_a_backend_does_not_support()
         backend, inputs = Counting(), draw(Case([Q, V], 6, W=W))
         got = bind_conv([Q, V], backend)(inputs)
         assert backend.calls == calls
-        for mine, want in zip(got, short_conv(inputs, [Q, V]), strict=True):
-            torch.testing.assert_close(mine, want)
+        for actual, want in zip(got, short_conv(inputs, [Q, V]), strict=True):
+            torch.testing.assert_close(actual, want)
     meta = ConvMeta("cpu", torch.float32, 4, (Q,))
     assert WithoutShortConv().short_conv_unsupported(meta) == [
         "it has no kernel for the short convolution: plain torch computes it."
@@ -431,12 +431,12 @@ def test_invalid_shapes_are_refused_with_the_expected_shape() -> None:
 
 @pytest.mark.parametrize("bounds", [(0, 5, 3), (2, 4, 7), (0, 4, 99), (0, 1, 3)])
 def test_invalid_bounds_of_a_pack_are_refused(bounds: tuple[int, ...]) -> None:
-    x = draw(Case([Q, V], lengths=(4, 3), bias=True, history=True), device="cpu")  # values are checked on the CPU alone
+    x = draw(Case([Q, V], lengths=(4, 3), bias=True, history=True), device="cpu")  # values are checked on the CPU only
     with pytest.raises(ValueRangeError, match="cu_seqlens must rise from 0 to T = 7, got"):
         bind_conv([Q, V])(x._replace(cu_seqlens=torch.tensor(bounds, dtype=torch.int32)))
 
 
-def test_operands_of_other_dtypes_and_devices_are_named() -> None:
+def test_wrong_dtypes_and_devices_are_refused_by_name() -> None:
     x = draw(Case([Q, V], lengths=(4, 3), bias=True, history=True))
     bound = bind_conv([Q, V])
     with pytest.raises(DtypeError, match=r"x must be of a float dtype, got torch\.int64"):
@@ -470,14 +470,14 @@ LAYERS = {
         2,
         Context(mask=torch.tensor([[True] * 6, [False] * 2 + [True] * 4], device=DEVICE)),
     ),
-    "v spared": (Mesa(heads=2, steps=2), 2, None),
+    "mesa": (Mesa(heads=2, steps=2), 2, None),
 }
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name",  # the convolutions of the slow ones have the same traits, in other layers
-    ["dense", "pack", *(pytest.param(name, marks=pytest.mark.slow) for name in ("padding", "v spared"))],
+    "name",  # the slow layers have convolutions of the same traits
+    ["dense", "pack", *(pytest.param(name, marks=pytest.mark.slow) for name in ("padding", "mesa"))],
 )
 def test_a_layer_with_the_kernels_is_one_graph_and_agrees_with_the_reference(name: str) -> None:
     torch._dynamo.reset()
@@ -489,8 +489,8 @@ def test_a_layer_with_the_kernels_is_one_graph_and_agrees_with_the_reference(nam
     mixer.rebind(Kernels())
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     for run in (mixer, compiled):
-        for mine, expected in zip(outcome(run, mixer, x, context), want, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+        for actual, expected in zip(outcome(run, mixer, x, context), want, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def outcome(run: Callable, mixer: Mixer, x: Tensor, context: Context | None) -> list[Tensor]:
@@ -548,5 +548,5 @@ def test_tensors_of_more_than_two_to_the_31_elements() -> None:
     d = [torch.randn_like(y) for y in want]
     whole = [F.pad(y, (0, 0, T - 70, 0)) for y in d]
     got, expected = torch.autograd.grad(out, leaves, whole), torch.autograd.grad(want, tail, d)
-    for mine, y in zip((*(y[:, -70:] for y in out), got[0][:, -70:], got[1]), (*want, *expected), strict=True):
-        assert float((mine - y).float().norm()) <= LIMITS[torch.bfloat16] * float(y.float().norm())
+    for actual, y in zip((*(y[:, -70:] for y in out), got[0][:, -70:], got[1]), (*want, *expected), strict=True):
+        assert float((actual - y).float().norm()) <= LIMITS[torch.bfloat16] * float(y.float().norm())

@@ -91,8 +91,8 @@ def test_without_initial_or_final_state(spec, config):
 
 
 @pytest.mark.parametrize("spec", ["gated delta", "retnet", "comba"])
-def test_rows_beyond_the_last_sequence_are_zero(spec):
-    """cu_seqlens ends before T. Uninitialised memory is NaN, so the test detects a row that no kernel writes."""
+def test_rows_after_the_last_sequence_are_zero(spec):
+    """cu_seqlens ends before T. Uninitialised memory is NaN, so that a row that no kernel writes fails the test."""
     lengths, end = (17, 0, 1, 19), 37
     shape = Shape("short pack", 1, end, 1, 2, 16, 16, lengths=lengths)
     whole = draw(Case(SPECS[spec], shape), DEVICE)
@@ -105,7 +105,7 @@ def test_rows_beyond_the_last_sequence_are_zero(spec):
 
     def results(x: UpdateInputs) -> dict[str, torch.Tensor]:
         leaves = {n: t.requires_grad_() for n, t in x._asdict().items() if t is not None and t.is_floating_point()}
-        out = backend("windows").forward(SPECS[spec], x)  # not through bind, which refuses such bounds on the CPU
+        out = backend("windows").forward(SPECS[spec], x)  # bypasses the checks, which refuse such bounds on the CPU
         d = torch.linspace(-1, 1, out.o.shape[-1], device=DEVICE).expand_as(out.o)
         grads = torch.autograd.grad([out.o, out.state], list(leaves.values()), [d, torch.ones_like(out.state)])
         return {"o": out.o, "final": out.state} | dict(zip(leaves, grads, strict=True))
@@ -184,20 +184,20 @@ def test_a_benchmark_row_lists_its_kernels():
     assert [row.kernels for row in rows] == [{}, {"prepare_kernel": 1, "scan_kernel": 1}]
 
 
-def test_the_operators_pass_torchs_checks():
+def test_operators_pass_opcheck():
     x, config = operands(gated(2, 37)), backend("segments").config
     kind = ScanKind(True, False, False, False, False, 0.25, config)
     tests = ("test_schema", "test_faketensor")
-    for keep in (False, True):
-        torch.library.opcheck(torch.ops.deltazoo.triton_scan.default, (*x, *kind, keep), test_utils=tests)
-    o, state, *kept = torch.ops.deltazoo.triton_scan(*x, *kind, True)
-    arguments = (*x, *kept, torch.randn_like(o), torch.randn_like(state), *kind)
+    for save in (False, True):
+        torch.library.opcheck(torch.ops.deltazoo.triton_scan.default, (*x, *kind, save), test_utils=tests)
+    o, state, *saved = torch.ops.deltazoo.triton_scan(*x, *kind, True)
+    arguments = (*x, *saved, torch.randn_like(o), torch.randn_like(state), *kind)
     torch.library.opcheck(torch.ops.deltazoo.triton_scan_backward.default, arguments, test_utils=tests)
     one = operands(gated(2, 1))
     states = torch.randn(5, 2, 16, 16, device=DEVICE)
     for slots in (None, torch.tensor([3, 1], device=DEVICE)):
-        held = states if slots is not None else states[:2].clone()
-        arguments = (*one[:7], held, slots, *kind)
+        pool = states if slots is not None else states[:2].clone()
+        arguments = (*one[:7], pool, slots, *kind)
         torch.library.opcheck(torch.ops.deltazoo.triton_step_.default, arguments, test_utils=tests)
 
 
@@ -251,7 +251,7 @@ def test_decode_with_a_slot_outside_the_pool_accesses_no_state(spec):
     memory[[0, 6]] = 7.0
     before, pool = memory.clone(), memory[1:6]
     slots = torch.tensor([3, -1, 5, 0], device=DEVICE)
-    o = backend().step_(spec, x, pool, slots)  # not through bind, which refuses such slots on the CPU
+    o = backend().step_(spec, x, pool, slots)  # bypasses the checks, which refuse such slots on the CPU
     assert not o[[1, 2]].any()
     assert torch.equal(memory[[0, 2, 3, 5, 6]], before[[0, 2, 3, 5, 6]])
     valid = UpdateInputs(*(t if t is None or t.shape[0] != 4 else t[[0, 3]] for t in x))
@@ -278,18 +278,18 @@ def test_splitting_the_feedback_in_two_terms_reduces_the_error():
 
 
 @pytest.mark.parametrize("reparam", ["efla", "longhorn"])
-def test_gradients_of_small_step_sizes_of_long_keys(reparam):
+def test_gradients_are_accurate_for_small_step_sizes_of_long_keys(reparam):
     spec = UpdateSpec(decay="head", beta="head", reparam=reparam)
     x = draw(Case(spec, Shape("long keys", 1, 40, 1, 2, 16, 16)), DEVICE)
     x = x._replace(k=1e5 * x.k, beta=torch.ones_like(x.beta))
-    found = []
-    for of in (backend(), "reference"):
-        leaves = {name: t.double() if of == "reference" else t for name, t in x._asdict().items() if t is not None}
+    grads = []
+    for tested in (backend(), "reference"):
+        leaves = {name: t.double() if tested == "reference" else t for name, t in x._asdict().items() if t is not None}
         leaves = {name: t.clone().requires_grad_() for name, t in leaves.items()}
-        bind(spec, of)(UpdateInputs(**leaves)).o.sum().backward()
-        found.append({name: t.grad for name, t in leaves.items() if name != "beta"})  # d_beta is rounding noise here
-    for name, got in found[0].items():
-        want = found[1][name]
+        bind(spec, tested)(UpdateInputs(**leaves)).o.sum().backward()
+        grads.append({name: t.grad for name, t in leaves.items() if name != "beta"})  # d_beta is rounding error
+    for name, got in grads[0].items():
+        want = grads[1][name]
         assert (got - want).norm() < 1e-4 * want.norm(), name
 
 
@@ -331,10 +331,9 @@ def test_the_stride_of_an_axis_of_size_one_is_ignored(dtype):
 def test_decode_ignores_the_launches_of_other_kernels():
     x = draw(Case(GATED, Shape("token", 3, 1, 2, 2, 12, 20)), DEVICE)
     states, step = x.state, x._replace(state=None)
-    hopper = TritonBackend(
-        LaunchConfig(scan=Launch(tile=64, kernel="hopper"))
-    )  # invalid without Hopper, and for 12 keys
-    got, want = (bind(GATED, of).step_(step, states.clone()) for of in (hopper, TritonBackend(LaunchConfig())))
+    # invalid without a Hopper GPU, and for K = 12
+    hopper = TritonBackend(LaunchConfig(scan=Launch(tile=64, kernel="hopper")))
+    got, want = (bind(GATED, tested).step_(step, states.clone()) for tested in (hopper, TritonBackend(LaunchConfig())))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -407,7 +406,7 @@ def test_a_window_may_start_between_checkpoints(lengths, heads):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_a_pack_of_more_sequences_than_one_round_of_the_search():
+def test_pack_of_more_sequences_than_one_search_round_compares():
     lengths = (3, 0, 17, 1, 16, 33, 0) * 5 + (40,)  # 36 sequences; find_sequence compares 32 per round
     case = Case(GATED, Shape("many", 1, sum(lengths), 1, 1, 16, 16, lengths=lengths))
     report = conformance.compare(backend("windows"), case, device=DEVICE)
@@ -415,7 +414,7 @@ def test_a_pack_of_more_sequences_than_one_round_of_the_search():
 
 
 @pytest.mark.parametrize("spec", ["gated delta", "delta with a beta"])
-def test_gradients_match_the_reference_where_beta_is_zero(spec):
+def test_gradients_are_accurate_where_beta_is_zero(spec):
     """Where b is 0, z cannot be computed from x = b z, nor du from dv = b du."""
     spec = {"delta with a beta": UpdateSpec(beta="head")}.get(spec) or SPECS[spec]
     x = gated(2, 45, spec=spec)

@@ -58,16 +58,16 @@ def test_a_captured_decode_step_updates_the_states_in_place():
     bound = bind(GATED, TritonBackend())
     want_states = states.clone()
     want = [bound.step_(x, want_states, slots) for _ in range(3)]
-    pool = states.clone()
-    bound.step_(x, pool, slots)
+    current = states.clone()
+    bound.step_(x, current, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = bound.step_(x, pool, slots)
-    pool.copy_(states)
+        o = bound.step_(x, current, slots)
+    current.copy_(states)
     for expected in want:
         graph.replay()
         assert torch.equal(o, expected)
-    assert torch.equal(pool, want_states)
+    assert torch.equal(current, want_states)
 
 
 def test_packed_sequences_are_deterministic_without_host_sync():
@@ -83,8 +83,8 @@ def test_packed_sequences_are_deterministic_without_host_sync():
     assert all(torch.equal(got, want) for run in runs for got, want in zip(run, first, strict=True))
 
 
-def test_rows_beyond_the_last_sequence_are_zero():
-    """cu_seqlens ends before T; the scan and gradient kernels do not write the rows beyond it."""
+def test_rows_after_the_last_sequence_are_zero():
+    """cu_seqlens ends before T; the scan and gradient kernels do not write the rows after it."""
     x = draw(Case(GATED, PACK, torch.bfloat16), "cuda")
     x = x._replace(cu_seqlens=x.cu_seqlens.clamp(max=700))
     leaves(x)
