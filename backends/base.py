@@ -75,7 +75,7 @@ class UpdateMeta(NamedTuple):
         device: the device type, such as "cuda".
         dtype: of q.
         H, HV, K, V: key heads, value heads, key width, value width.
-        packed: whether cu_seqlens is given.
+        packed: whether there are cu_seqlens.
         grad: whether a gradient is required.
         decay_channels: whether a fixed decay has shape [HV, K] instead of [HV], which the spec does not determine.
     """
@@ -125,7 +125,7 @@ class Backend(ABC):
         """
 
     def unsupported_on(self, spec: UpdateSpec, meta: UpdateMeta, device: DeviceSpec | None) -> list[str]:
-        """Like `unsupported`, for a given device; None means this machine's. By default the device does not matter."""
+        """Like `unsupported`, for another device than this machine's; None means this machine's. Ignored by default."""
         return self.unsupported(spec, meta)
 
     def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
@@ -174,7 +174,7 @@ class Backend(ABC):
         raise NotImplementedError(f"backend {self.name!r} supports fused decode steps but does not implement them")
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
-        """Return the reasons not to compute a mixer's short convolution with a kernel; [] means that there is one.
+        """Return the reasons not to compute a short convolution with a kernel; [] means that `short_conv` has one.
 
         Without a kernel the convolution runs in plain torch (`deltazoo.backends.short_conv`), which Inductor fuses.
         """

@@ -169,7 +169,7 @@ def _check_presence(
     shapes: dict[str, tuple[int, ...]],
     optional: tuple[str, ...] = (),
 ) -> None:
-    """Check that every required operand is given, and no other. kind: the name of `spec` in error messages."""
+    """Check that exactly the required operands are present. kind: the name of `spec` in error messages."""
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if name in shapes and tensor is None:
             raise OperandError(f"{name} is missing: this {kind} needs it with shape {list(shapes[name])} ({spec!r})")

@@ -93,7 +93,7 @@ def refuse_untrusted(kind: str, name: str, where: str) -> None:
     Args:
         kind: "backend" or "mixer".
         name: the name as it was read.
-        where: the file or the key that held it, as the start of the error message.
+        where: the file or the key that contains it, as the start of the error message.
     Raises: ConfigError.
     """
     if ":" in name:

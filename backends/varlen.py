@@ -34,7 +34,7 @@ def sequence_count(cu_seqlens: Tensor | None, B: int) -> int:
 
 
 def packing_problems(cu_seqlens: Tensor | None, T: int) -> list[str]:
-    """Describe what is wrong with the boundaries; [] if nothing is. Synchronises with the device of cu_seqlens."""
+    """Describe the errors in the boundaries; [] if there are none. Synchronises with the device of cu_seqlens."""
     if cu_seqlens is None:
         return []
     bounds: list[int] = cu_seqlens.tolist()

@@ -89,7 +89,7 @@ def propagate(
         final_state: [Y, Z, G, K, V], where the states after the segment's sequences are stored.
     """
     n = S.shape[0] - 1
-    added = S[1:].flatten(0, 1)  # holds what each chunk adds to the decayed state, as far as it is known
+    added = S[1:].flatten(0, 1)  # what each chunk adds to the decayed state, without the term of V_new if W is not None
     if W is None:
         torch.bmm(K.mT, V_new, out=added)
         if transitions.kv is not None:

@@ -165,7 +165,7 @@ def numeric_error(config: LaunchConfig, case: Case, expected: Expected, device: 
 
 
 def _run_once(target: Target, kernel: Kernel, config: LaunchConfig, device: torch.device) -> None:
-    """Run a config on the target itself, which also compiles it for the timing."""
+    """Run a config on the full target, which also compiles it for the timing."""
     backend, case = TritonBackend(config), Case(*target)
     if kernel == "fused_step":
         _FusedWork(target, device).call(bind(case.spec, backend))()

@@ -1,4 +1,4 @@
-"""The conformance kit finds bugs planted in a correct backend, each by the property that is meant to find it."""
+"""The conformance kit finds bugs planted in a correct backend, each by its property."""
 
 import pytest
 import torch

@@ -216,7 +216,7 @@ def test_hopper_kernels_are_chosen_and_tried_only_on_hopper_and_for_supported_pr
     problem = problem_of(PACK, "scan")
     assert heuristic(problem._replace(N=0, T=0), HOPPER).split == 0
     for kernel, others in unsupported.items():
-        # a sweep computes the gradients itself, so that K = 136 is needed to tune them
+        # the sweep kernel also computes the gradients, so K = 136 is needed to tune their kernel
         tunable = problem._replace(K=136, H=8)
         assert on_hopper(heuristic(problem, HOPPER), kernel)
         assert any(on_hopper(config, kernel) for config in candidates(kernel, tunable, LaunchConfig(), HOPPER))
