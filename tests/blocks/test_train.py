@@ -76,6 +76,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(text, uninterrupt
     assert {point.step: point.validation_bits for point in resumed.points if point.step != 4} == validation
 
 
+def test_resume_restores_the_random_generator(text, tmp_path):
+    train(SPEC, text, CONFIG, tmp_path, until=1)
+    saved = _checkpoint(tmp_path)
+    saved["rng"] = torch.Generator().manual_seed(7).get_state()  # as if a layer had drawn random numbers
+    torch.save(saved, tmp_path / CHECKPOINT)
+    resume(tmp_path, text, until=2)
+    assert torch.equal(_checkpoint(tmp_path)["rng"], saved["rng"])
+
+
 def test_resume_reads_the_text_from_its_path_and_refuses_another(text, tmp_path):
     train(SPEC, text, CONFIG, tmp_path / "run", until=1)
     assert resume(tmp_path / "run", until=2).points[-1].step == 2
