@@ -273,8 +273,9 @@ def test_splitting_the_feedback_in_two_terms_reduces_the_error():
         pairs = ((o, want.o), (state, want.state))
         errors.append([conformance.relative_error(got, expected, expected) for got, expected in pairs])
     (_, one), (_, two) = errors
-    assert two < one / 8
-    assert all(error < 1e-3 for error in errors[1])  # the rest is the rounding of the output to float16
+    # In the interpreter the factor is 6,800, and 480 if the erase reads the state in one term.
+    assert two < one / (1000 if INTERPRETED else 8)
+    assert all(error < 1e-3 for error in errors[1])  # what remains is one rounding of the output to float16
 
 
 @pytest.mark.parametrize("reparam", ["efla", "longhorn"])
