@@ -21,7 +21,7 @@ LAYERS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
 INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_hopper hopper_numbers short_conv fused_step ahead)
 
-.PHONY: demo test test-kernels test-all lint bench bench-baseline readme-table conformance plugin setup clean
+.PHONY: demo test test-kernels test-all lint bench bench-baseline readme-table conformance mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -61,6 +61,10 @@ readme-table: $(READY)
 # make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'".
 conformance: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/backends -n auto $(ARGS)
+
+# Plant bugs in a copy of the source, one at a time; a test must catch each. ARGS="scan decay": those by name.
+mutations: $(READY)
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 # Install the example plug-in as a user would, and run its tests.
 plugin: $(READY)
