@@ -123,7 +123,9 @@ def test_rows_after_the_last_sequence_are_zero(spec):
             torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def assert_case_conforms(spec: str, config: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary") -> None:
+def assert_case_conforms(
+    spec: str, config: str, shape: str, dtype: torch.dtype = DTYPES[0], regime: str = "ordinary"
+) -> None:
     assert_conforms(backend(config), case_of(spec, shape, dtype, regime))
 
 

@@ -207,6 +207,7 @@ def fused_step_kernel(
     BV: tl.constexpr = traits.BV
     STEPS: tl.constexpr = traits.STEPS
     W: tl.constexpr = traits.W
+    GATE: tl.constexpr = traits.GATE  # Triton 3.6 cannot pass a str field of a constexpr tuple to a function
     C: tl.constexpr = H * K + STEPS * (H * K + HV * V)
     TILES: tl.constexpr = (V + BV - 1) // BV
     row = tl.cast(tl.program_id(0) // HV, tl.int64)
@@ -261,7 +262,7 @@ def fused_step_kernel(
         decay_factor = tl.exp(-rate * dt if traits.DECAY_BOUND is None else traits.DECAY_BOUND * tl.sigmoid(rate * raw))
 
     gates = ()
-    if traits.GATE != "":
+    if GATE != "":
         gates = load_head(gate + row * traits.GATE_STRIDE + hv * V, V, BV, TILES)  # before the loop, as a prefetch
 
     outs = ()
@@ -292,12 +293,12 @@ def fused_step_kernel(
             out += tl.load(skip + hv).to(tl.float32) * v
         outs = outs + (out,)
 
-    if traits.GATE != "" and traits.GATE_BEFORE_NORM:
-        outs = apply_gate(outs, gates, traits.GATE)
+    if GATE != "" and traits.GATE_BEFORE_NORM:
+        outs = apply_gate(outs, gates, GATE)
     if traits.NORM != "":
         outs = apply_norm(outs, norm_weight, norm_bias, hv * V if traits.NORM_PER_HEAD else 0, traits)
-    if traits.GATE != "" and not traits.GATE_BEFORE_NORM:
-        outs = apply_gate(outs, gates, traits.GATE)
+    if GATE != "" and not traits.GATE_BEFORE_NORM:
+        outs = apply_gate(outs, gates, GATE)
     for i in tl.static_range(TILES):
         vs = i * BV + tl.arange(0, BV)
         out = tl.where(in_pool, outs[i], 0.0) if traits.SLOTS else outs[i]
