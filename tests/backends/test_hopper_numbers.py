@@ -25,6 +25,7 @@ def _emulated(monkeypatch):
     names = (
         "hopper.prepare",
         "hopper.scan",
+        "hopper.scan_producer",
         "hopper.reverse",
         "hopper.sweep",
         "hopper.fused_backward",
@@ -135,8 +136,8 @@ def test_the_cases_of_the_tuner_start_from_checkpoints(monkeypatch, kernel, modu
 
 @pytest.mark.parametrize("fault", ["value", "address", "barrier", "product", "copy"])
 def test_the_emulation_detects_faults(monkeypatch, fault):
-    scan = sys.modules[f"{PACKAGE}.hopper.scan"]
-    to_16_bits, store_tile, producer_arrive = scan.to_16_bits, scan.store_tile, scan.producer_arrive
+    scan, producer = sys.modules[f"{PACKAGE}.hopper.scan"], sys.modules[f"{PACKAGE}.hopper.scan_producer"]
+    to_16_bits, store_tile, producer_arrive = scan.to_16_bits, scan.store_tile, producer.producer_arrive
     name, replacement, message = {
         "value": ("to_16_bits", lambda x, dtype: to_16_bits(x * 1.05, dtype), "above"),
         "address": (
@@ -148,7 +149,7 @@ def test_the_emulation_detects_faults(monkeypatch, fault):
         "product": ("warpgroup_mma_wait", lambda outstanding, deps: tuple(deps), "read before the wait for it"),
         "copy": ("producer_arrive", lambda full, pending, pred: producer_arrive(full, pending + 1, pred), "error nan"),
     }[fault]
-    monkeypatch.setattr(scan, name, replacement)
+    monkeypatch.setattr(producer if fault == "copy" else scan, name, replacement)
     monkeypatch.setattr(gluon_on_cpu, "TIMEOUT", 0.5 if fault == "barrier" else gluon_on_cpu.TIMEOUT)
     monkeypatch.setattr(Timing, "late", True)
     shape = Shape("more chunks than stages", 1, 300, 1, 1, 128, 128)

@@ -46,6 +46,17 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
+from deltazoo.backends.triton.kernels.hopper.interval_states import (
+    HIGH_ROWS,
+    LOW_ROWS,
+    distance,
+    load_interval_state,
+    park,
+    publish_states,
+    state_rows,
+    store_state,
+    unpark,
+)
 from deltazoo.backends.triton.kernels.hopper.sweep_consumer import sweep_chunk
 from deltazoo.backends.triton.kernels.hopper.sweep_producer import copy_chunk
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
@@ -70,37 +81,6 @@ from deltazoo.backends.triton.kernels.hopper.sweep_traits import (
     producer_registers,
 )
 from deltazoo.backends.triton.kernels.layout import first_chunk_slot, opaque_zero, sequence_bounds
-
-# global stores of S^T in 16 bits: the four threads of a row fill a 32-byte sector, as common.STORE_64_COLUMNS
-STORE_STATE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0], [64, 0]], [], [128, 128],
-    )
-)  # fmt: skip
-# Fields of chunk_info of a chunk to recompute, beside V_ROW and TOKENS_LEFT, in units of 16 bytes: the distance of the
-# first 64 rows of its S^T from dq, and of the other 64 rows from those.
-LOW_ROWS = gl.constexpr(1)
-HIGH_ROWS = gl.constexpr(2)
-SMEM_PARKED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 16, [1, 0]))
-
-
-@gluon.jit
-def state_rows(grads, spare, token, is_last, n, h, traits: gl.constexpr):
-    """Return pointers to rows 0 and 64 of S^T [V, K] before a chunk; rows are H K elements apart.
-
-    They are in the chunk's rows of dq and dk, or, for the last chunk of sequence n, in spare [N, 128, H, K].
-    """
-    key = (token * traits.H + h) * traits.K
-    spare_at = spare + (n.to(gl.int64) * (128 * traits.H) + h) * traits.K
-    low = gl.where(is_last, spare_at, grads.dq + key)
-    return low, gl.where(is_last, spare_at + 64 * traits.H * traits.K, grads.dk + key)
-
-
-@gluon.jit
-def distance(to, origin):
-    """Return the distance between two pointers in units of 16 bytes."""
-    return (to.to(gl.int64) - origin.to(gl.int64)) >> 4
 
 
 @gluon.jit
@@ -186,63 +166,6 @@ def producer(
 
 
 @gluon.jit
-def store_state(base, high_rows, S_low, zero, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """Store S^T [128 values, 128 keys] in 16 bits, up to `rows` and `columns`; row 64 is at base + high_rows."""
-    out = gl.convert_layout(S_low, STORE_STATE)
-    i = gl.arange(0, 128, gl.SliceLayout(1, STORE_STATE))[:, None]
-    j = gl.arange(0, 128, gl.SliceLayout(0, STORE_STATE))[None, :]
-    # a thread has rows of one half only: a product with i // 64 takes fewer registers than a select between two bases
-    at = base + i // 64 * high_rows + ((i // 16 % 4 * 16 + i % 8) * stride + (j // 64 * 64 + j % 16) + zero * 64)
-    at = at + (i // 8 % 2 * (8 * stride) + j // 16 % 4 * 16)
-    gl.store(at, out, mask=(i < rows) & (j < columns))
-
-
-@gluon.jit
-def opaque_copy(value):
-    """Return `value` in a form the compiler can neither fold nor hoist out of a loop."""
-    text: gl.constexpr = "mov.b32 $0, $1;"
-    return gl.inline_asm_elementwise(text, "=r,r", [value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def load_interval_state(
-    state, checkpoints, checkpoint, interval_first, n, hv, traits: gl.constexpr, HAS_STATE: gl.constexpr,
-    CHECKPOINT_EVERY: gl.constexpr,
-):  # fmt: skip
-    """Load accumulators of S^T [128 values, 128 keys] before an interval: a checkpoint, the initial state, or zero."""
-    HV: gl.constexpr = traits.HV
-    K: gl.constexpr = traits.K
-    V: gl.constexpr = traits.V
-    i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
-    j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
-    inside = (i < V) & (j < K)
-    at = checkpoints + ((checkpoint + interval_first // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
-    S = gl.load(at + (i * K + j), mask=inside & (interval_first > 0), other=0.0).to(gl.float32)
-    if HAS_STATE:
-        state_at = state + (n.to(gl.int64) * HV + hv) * K * V
-        i += opaque_zero(opaque_copy(interval_first), 20)
-        S += gl.load(state_at + (j * V + i), mask=inside & (interval_first == 0), other=0.0)
-    return S
-
-
-@gluon.jit
-def park(dS, low_s, high_s):
-    """Move the accumulators of dS^T to two idle buffers, to free their registers while states are recomputed."""
-    barrier()  # all warps have read the buffers
-    halves = gl.split(gl.permute(gl.reshape(dS, [128, 2, 64]), (0, 2, 1)))
-    low_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).store(gl.convert_layout(halves[0], ACC_VT))
-    high_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).store(gl.convert_layout(halves[1], ACC_VT))
-
-
-@gluon.jit
-def unpark(low_s, high_s):
-    """Load the accumulators of dS^T that `park` stored."""
-    low = low_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).load(ACC_VT)
-    high = high_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).load(ACC_VT)
-    return gl.convert_layout(gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [128, 128]), ACC_VK)
-
-
-@gluon.jit
 def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
     """Store S^T before a chunk and x of the chunk; return the accumulators of S^T after it. v is in smem.do."""
     K: gl.constexpr = traits.K
@@ -294,15 +217,6 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
         store_transposed(x_at, to_16_bits(x, dtype), zero, traits.HV * V, tokens_left, V, V % 128 != 0)
     S1, a_x = warpgroup_mma_wait(0, deps=[S1, a_x])
     return S1
-
-
-@gluon.jit
-def publish_states(states_stored):
-    """Make the consumers' global stores visible to the producer, whose cp.async reads bypass L1, and arrive."""
-    zero = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
-    gl.inline_asm_elementwise("fence.acq_rel.gpu;\nmov.b32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
-    barrier()
-    mbarrier.arrive(states_stored, count=1)
 
 
 @gluon.jit

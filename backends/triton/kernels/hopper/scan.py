@@ -34,7 +34,6 @@ k, modes "output" and "recompute" (recompute states).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -49,86 +48,14 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     ACC_ROWS,
     barrier,
     consumer_release,
-    copy_gates_async,
-    copy_pointers,
-    copy_tile_async,
-    copy_wy_tile_async,
     matmul_inverse_async,
-    producer_arrive,
     to_16_bits,
     to_float32,
 )
+from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer
 from deltazoo.backends.triton.kernels.hopper.scan_traits import GlobalPointers, WorkTile, allocate_smem, make_traits
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, sequence_and_segment
-
-
-@gluon.jit
-def advance(stage, phase, traits: gl.constexpr):
-    """Return the next stage of the ring buffer and its phase."""
-    wraps = stage == traits.NUM_STAGES - 1
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def producer(q, k, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr, REVERSED: gl.constexpr):
-    """Producer warp group: copy the tiles of each chunk, from the first to the last, or the other way if REVERSED.
-
-    Each chunk is two cp.async groups: k, the gates and q, then v, T and P. slot: slot of the sequence's first chunk.
-    """
-    H: gl.constexpr = traits.H
-    HV: gl.constexpr = traits.HV
-    K: gl.constexpr = traits.K
-    V: gl.constexpr = traits.V
-    NK: gl.constexpr = traits.NK
-    DECAY: gl.constexpr = traits.DECAY
-    DELTA: gl.constexpr = traits.DELTA
-    WRITE: gl.constexpr = traits.WRITE
-    EARLY: gl.constexpr = traits.EARLY
-    OUTPUT: gl.constexpr = traits.OUTPUT
-    dtype: gl.constexpr = traits.dtype
-    # with a spare stage, arrive on v_full only after the copies of the next chunk's first group have been issued
-    DEFER_V: gl.constexpr = traits.NUM_STAGES > 2
-    h = work.hv // (HV // H)
-    column = work.value_tile * 128
-    MASK_V: gl.constexpr = V % 128 != 0
-    stage = 0
-    phase = 1
-    deferred = 0  # the stage whose v_full has not been arrived on
-    for i in range(work.first, work.end):
-        c = work.first + work.end - 1 - i if REVERSED else i
-        rows = work.length - c * 64
-        token = work.start + c * 64
-        gate_row = (slot + c).to(gl.int64) * HV + work.hv
-        key = (token * H + h) * K
-        k_at = copy_pointers(k + key, H * K)
-        mbarrier.wait(smem.empty.index(stage), phase)
-        for tk in gl.static_range(NK):
-            copy_tile_async(smem.k[tk].index(stage), k_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
-        copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
-        if OUTPUT:
-            q_at = copy_pointers(q + key, H * K)
-            for tk in gl.static_range(NK):
-                copy_tile_async(smem.q[tk].index(stage), q_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
-        async_copy.commit_group()
-        if DEFER_V:
-            producer_arrive(smem.v_full.index(deferred), 1, i > work.first)
-        v_at = copy_pointers(v + ((token * HV + work.hv) * V + column), HV * V)
-        for half in gl.static_range(2):
-            copy_tile_async(smem.v[half].index(stage), v_at, half * 64, rows, V - column - half * 64, True, MASK_V)
-        if DELTA:
-            wy_tile = wy_tiles + gate_row * (64 * 72)
-            copy_wy_tile_async(smem.T.index(stage), wy_tile, True)
-            if OUTPUT:
-                copy_wy_tile_async(smem.P.index(stage), wy_tile.to(gl.pointer_type(dtype), bitcast=True), False)
-        async_copy.commit_group()
-        producer_arrive(smem.k_full.index(stage), 1, True)
-        if not DEFER_V:
-            producer_arrive(smem.v_full.index(stage), 0, True)
-        deferred = stage
-        stage, phase = advance(stage, phase, traits)
-    if DEFER_V:
-        producer_arrive(smem.v_full.index(deferred), 0, work.first < work.end)
 
 
 @gluon.jit

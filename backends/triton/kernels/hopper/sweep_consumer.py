@@ -1,6 +1,6 @@
 """One chunk of the backward sweep in the consumers (sweep.py): the step of the reverse scan, then the gradients.
 
-    dx = P^T do + 2^(Gend - G) k dS',   du = T^T dx,   dv = w du,   dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du
+sweep_reverse_scan.py computes dx, du, dv and dS. With these:
 
     dP = scale 2^(G''_i - G_j) do x^T  (j <= i, or j < i),   dA = -b 2^(G'_i - G_j) du x^T  (j < i)
     dq = scale 2^G'' do S^T + dP k,   de = -b 2^G' du S^T + dA k
@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -24,196 +23,31 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     SMEM_TILE,
     barrier,
     consumer_release,
-    matmul_inverse_async,
     store_accumulator,
     to_16_bits,
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
-    A_VK,
-    A_VT,
     ACC_TK,
     ACC_TK_HALVES,
     ACC_TK_ROWS,
     ACC_TT,
     ACC_TT_COLUMNS,
     ACC_TT_ROWS,
-    ACC_VK_COLUMNS,
-    ACC_VT,
-    ACC_VT_COLUMNS,
     CHUNKS_LEFT,
     GATE_ROW,
-    IS_FIRST,
     K_ROW,
     TOKENS_LEFT,
     V_ROW,
-    decay_to_chunk_end,
     read_chunk_info,
-    reduce_state_dot,
     reduce_write_dot,
     store_diagonal,
     store_half_sums,
-    store_state_products,
-    store_transposed,
     store_write_gradient,
     sum_halves,
 )
+from deltazoo.backends.triton.kernels.hopper.sweep_reverse_scan import keep_stores_before_wait, reverse_scan_chunk
 from deltazoo.backends.triton.kernels.layout import clamp_away_from_zero, opaque_zero
-
-
-@gluon.jit
-def keep_stores_before_wait(value):
-    """Keep ptxas from moving the wait for a product above the global stores that precede this call."""
-    text: gl.constexpr = "bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;"
-    gl.inline_asm_elementwise(text, "=r,r", [value], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, slots, traits: gl.constexpr):
-    """Reverse-scan step of a chunk: return the accumulators of dS^T before the chunk, from those after it.
-
-    Also returns the accumulators of do x^T and do S^T, still under way. Leaves in shared memory dS', du if the update
-    erases, and P and dP otherwise. state_phase: parity of the number of chunks processed before. zero: an opaque zero.
-    """
-    HV: gl.constexpr = traits.HV
-    V: gl.constexpr = traits.V
-    DECAY: gl.constexpr = traits.DECAY
-    DELTA: gl.constexpr = traits.DELTA
-    WRITE: gl.constexpr = traits.WRITE
-    READ_EARLY: gl.constexpr = traits.READ_EARLY
-    DU_IS_DV: gl.constexpr = traits.DU_IS_DV
-    MIN_BETA: gl.constexpr = traits.MIN_BETA
-    dtype: gl.constexpr = traits.dtype
-    dS_low = to_16_bits(dS, dtype)
-    mbarrier.wait(smem.k_full.index(stage), phase)
-    # before the first wgmma is issued: the compiler would wait for those under way
-    if DECAY != "none":
-        end = smem.G.index(stage).slice(63, 1).load(ACC_VK_COLUMNS)
-        dS0 = dS * gl.exp2(end)[None, :]
-    else:
-        dS0 = dS
-    # dx = P^T do + 2^(Gend - G) k dS', transposed
-    dx = gl.zeros([128, 64], gl.float32, ACC_VT)
-    a_dS = gl.convert_layout(dS_low, A_VT, assert_trivial=True)
-    dx = warpgroup_mma(a_dS, smem.k.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
-    do_T = smem.do.index(stage).permute((1, 0))
-    a_do = do_T.load(A_VT)
-    dx_intra = gl.zeros([128, 64], gl.float32, ACC_VT)
-    inter_q = gl.zeros([64, 128], gl.float32, ACC_TK)
-    if DELTA:
-        dx_intra = warpgroup_mma(do_T, smem.P.index(stage).permute((1, 0)), dx_intra, use_acc=False, is_async=True)
-    if DECAY != "none":
-        G = smem.G.index(stage).load(ACC_VT_COLUMNS)
-        G_read = smem.G_prev.index(stage).load(ACC_VT_COLUMNS) if READ_EARLY else G
-    do_tile = to_float32(gl.convert_layout(a_do, ACC_VT, assert_trivial=True))
-    if DECAY != "none":
-        do_tile *= (gl.exp2(G_read) * scale)[None, :]
-    else:
-        do_tile *= scale
-    a_doq = gl.convert_layout(to_16_bits(do_tile, dtype), A_VK, assert_trivial=True)
-    # All warps have finished reading the shared buffers of the previous chunk. The barrier is here because the compiler
-    # emits one between the two waits anyway.
-    barrier()
-    mbarrier.wait(smem.q_full.index(stage), phase)
-    if not DELTA:
-        # dP and P
-        mbarrier.wait(smem.state_full, state_phase)
-        dP = gl.zeros([64, 64], gl.float32, ACC_TT)
-        dP = warpgroup_mma(smem.do.index(stage), smem.x.index(zero).permute((1, 0)), dP, use_acc=False, is_async=True)
-        P = gl.zeros([64, 64], gl.float32, ACC_TT)
-        P = warpgroup_mma(smem.q.index(stage), smem.k.index(stage).permute((1, 0)), P, use_acc=False, is_async=True)
-    # dS = 2^Gend dS' + (scale 2^G'' q)^T do, transposed
-    dS = warpgroup_mma(a_doq, smem.q.index(stage), dS0, is_async=True)
-    if DECAY != "none":
-        # sums of the previous chunk of the sweep, which has the next row of gates
-        pred = read_chunk_info(smem.chunk_info.index(stage), IS_FIRST) == 0
-        store_state_products(
-            grads.state_products + read_chunk_info(smem.chunk_info.index(stage), GATE_ROW) + HV,
-            slots.to(gl.int64) * HV,
-            smem.sums,
-            pred,
-        )
-    smem.dS.index(zero).store(dS_low)
-    if DELTA:
-        if DECAY != "none":
-            decay_to_end = decay_to_chunk_end(smem.G.index(stage), ACC_VT_COLUMNS)
-        if WRITE:
-            write = smem.w.index(stage).load(ACC_VT_COLUMNS)
-            if DU_IS_DV:
-                write = clamp_away_from_zero(write, MIN_BETA)
-        dx, dx_intra, _ = warpgroup_mma_wait(1, deps=[dx, dx_intra, dS_low])
-        if DECAY != "none":
-            dx = dx * decay_to_end[None, :] + dx_intra
-        else:
-            dx += dx_intra
-        # du = T^T dx
-        SCALED: gl.constexpr = smem.T.dtype == gl.float16 and dtype != gl.float16
-        dx, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), A_VT, SCALED)
-        erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
-        mbarrier.wait(smem.state_full, state_phase)
-        intra_q = gl.zeros([64, 64], gl.float32, ACC_TT)
-        intra_q = warpgroup_mma(
-            smem.do.index(stage), smem.x.index(zero).permute((1, 0)), intra_q, use_acc=False, is_async=True
-        )
-        dx, a_dx, a_doq = warpgroup_mma_wait(1, deps=[dx, a_dx, a_doq])
-        if SCALED:
-            dx *= scales[:, None]
-        # dS -= (c k)^T du
-        a_du = gl.convert_layout(to_16_bits(dx * -erase[None, :], dtype), A_VK, assert_trivial=True)
-        dS = warpgroup_mma(a_du, smem.k.index(stage), dS, is_async=True)
-        inter_q = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), inter_q, use_acc=False, is_async=True)
-    else:
-        dx, dP, P, _ = warpgroup_mma_wait(1, deps=[dx, dP, P, dS_low])
-        i = gl.arange(0, 64, ACC_TT_ROWS)[:, None]
-        j = gl.arange(0, 64, ACC_TT_COLUMNS)[None, :]
-        if DECAY != "none":
-            G_i = smem.G_prev.index(stage).load(ACC_TT_ROWS) if READ_EARLY else smem.G.index(stage).load(ACC_TT_ROWS)
-            # may be inf or NaN at non-causal positions, masked below
-            D = gl.exp2(G_i[:, None] - smem.G.index(stage).load(ACC_TT_COLUMNS)[None, :]) * scale
-            P *= D
-            dP *= D
-        else:
-            P *= scale
-            dP *= scale
-        if WRITE:
-            dP *= clamp_away_from_zero(smem.w.index(stage).load(ACC_TT_COLUMNS), MIN_BETA)[None, :]
-        causal = i >= j + (1 if READ_EARLY else 0)
-        smem.P.index(stage).store(to_16_bits(gl.where(causal, P, 0.0), dtype))
-        smem.dP.index(stage).store(to_16_bits(gl.where(causal, dP, 0.0), dtype))
-        fence_async_shared()
-        barrier()
-        dx_intra = warpgroup_mma(do_T, smem.P.index(stage), dx_intra, use_acc=False, is_async=True)
-        dx_intra, dS, a_doq = warpgroup_mma_wait(0, deps=[dx_intra, dS, a_doq])
-        if WRITE:
-            write = clamp_away_from_zero(smem.w.index(stage).load(ACC_VT_COLUMNS), MIN_BETA)
-        if DECAY != "none":
-            decay_to_end = decay_to_chunk_end(smem.G.index(stage), ACC_VT_COLUMNS)
-        inter_q = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), inter_q, use_acc=False, is_async=True)
-        if DECAY != "none":
-            dx = dx * decay_to_end[None, :] + dx_intra
-        else:
-            dx += dx_intra
-        intra_q = dP
-    if DELTA and not DU_IS_DV:
-        smem.du.index(zero).store(to_16_bits(dx, dtype))
-    if WRITE:
-        dx *= write[None, :]
-    dv_low = to_16_bits(dx, dtype)
-    if DELTA and DU_IS_DV:
-        smem.du.index(zero).store(dv_low)
-    info = smem.chunk_info.index(stage)
-    tokens_left = read_chunk_info(info, TOKENS_LEFT).to(gl.int32)
-    store_transposed(grads.dv + read_chunk_info(info, V_ROW) * V, dv_low, zero, HV * V, tokens_left, V, V % 128 != 0)
-    if DELTA:
-        keep_stores_before_wait(tokens_left)
-        dS, a_du = warpgroup_mma_wait(1, deps=[dS, a_du])
-        if DECAY != "none":
-            reduce_state_dot(smem.G.index(stage), smem.S.index(zero), smem.dS.index(zero), smem.sums)
-        fence_async_shared()
-        barrier()
-    elif DECAY != "none":
-        reduce_state_dot(smem.G.index(stage), smem.S.index(zero), smem.dS.index(zero), smem.sums)
-    return dS, intra_q, inter_q
 
 
 @gluon.jit
