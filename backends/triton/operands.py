@@ -3,7 +3,8 @@
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 import torch
@@ -274,7 +275,7 @@ def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:
 
 def unflatten(call: type[T_], arguments: Sequence[Any]) -> T_:
     """Build a NamedTuple from flat arguments in the order of `schema`."""
-    return _build(call, arguments, 0)
+    return _take(call, iter(arguments))
 
 
 def flatten(call: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -285,26 +286,17 @@ def flatten(call: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(flat)
 
 
-def _build(call: Any, arguments: Sequence[Any], start: int) -> Any:
-    fields = []
-    for nested, width in _LAYOUTS[call]:
-        fields.append(arguments[start] if nested is None else _build(nested, arguments, start))
-        start += width
-    return call(*fields)
+def _take(call: Any, arguments: Iterator[Any]) -> Any:
+    nested = _NESTED.get(call)
+    if nested is None:
+        return call._make(itertools.islice(arguments, len(call._fields)))
+    return call._make([next(arguments) if field is None else _take(field, arguments) for field in nested])
 
 
-def _layout(call: Any) -> tuple[tuple[Any, int], ...]:
-    """For each field its NamedTuple class, or None, and its number of flat arguments."""
-    layout = []
-    for hint in get_type_hints(call).values():
-        nested = hint if hasattr(hint, "_fields") else None
-        layout.append((nested, 1 if nested is None else sum(width for _, width in _layout(nested))))
-    return tuple(layout)
-
-
-_LAYOUTS = {
-    call: _layout(call)
-    for call in (ScanOperands, ScanKind, Prepared, Saved, StepOperands, ScanCall, BackwardCall, StepCall)
+# the NamedTuple class of each field of a call, or None for one argument
+_NESTED = {
+    call: tuple(hint if hasattr(hint, "_fields") else None for hint in get_type_hints(call).values())
+    for call in (Saved, ScanCall, BackwardCall, StepCall)
 }
 
 
