@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from triton_cases import DEVICE, GATED, needs_triton
+from triton_cases import DEVICE, GATED, INTERPRETED, needs_triton
 
 from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.triton import TritonBackend, op
+from deltazoo.backends.triton import TritonBackend, op, precompile
 from deltazoo.backends.triton import plan as plans
-from deltazoo.backends.triton import precompile as ahead
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.mixers import GatedDeltaNet
 
@@ -23,15 +22,15 @@ HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
 def traced(monkeypatch):
     """The cache keys of the kernels that tracing would compile; none is compiled."""
     keys = []
-    monkeypatch.setattr(ahead, "_pool", ahead._Pool())
-    monkeypatch.setattr(ahead, "compile_kernel", lambda key, kernel, warm_up: keys.append(key))
+    monkeypatch.setattr(precompile, "_pool", precompile._Pool())
+    monkeypatch.setattr(precompile, "compile_kernel", lambda key, kernel, warm_up: keys.append(key))
     return keys
 
 
 def trace(body, arguments):
     """Trace the body of an operator as torch.compile does, and wait for the result."""
-    layouts = [ahead._layout(x) for x in arguments]
-    ahead._pool.tracer.submit(ahead._trace, body, layouts, torch.device("cuda", 0)).result()
+    layouts = [precompile._layout(x) for x in arguments]
+    precompile._pool.tracer.submit(precompile._trace, body, layouts, torch.device("cuda", 0)).result()
 
 
 def scan_arguments(shape, device="cpu"):
@@ -71,10 +70,12 @@ def conv_arguments():
 @pytest.mark.parametrize("what", ["dense", "packed", "step", "conv"])
 def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, what):
     """Equal cache keys, except for the device index."""
+    if INTERPRETED:
+        monkeypatch.setattr(plans, "device_spec", lambda index: INTERPRETER)
     if what == "conv":
         inputs, kind = conv_arguments()
-        out = conv._conv_impl(*inputs, *kind)
-        calls = [(conv._conv_impl, (*inputs, *kind)), (conv._backward_impl, (*inputs, out, *kind))]
+        out = conv._forward(*inputs, *kind)
+        calls = [(conv._forward, (*inputs, *kind)), (conv._backward, (*inputs, out, *kind))]
     else:
         lengths, T = ((20, 0, 50), 70) if what == "packed" else ((), 1 if what == "step" else 70)
         shape = Shape(what, B=1, T=T, H=1, HV=2, K=16, V=16, lengths=lengths)
@@ -86,7 +87,7 @@ def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, wha
             calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, *saved, o, final, *kind))]
     launched = []
     monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
-    monkeypatch.setattr(ahead, "await_kernel", launched.append)
+    monkeypatch.setattr(precompile, "await_kernel", launched.append)
     for body, arguments in calls:
         body(*arguments)
         monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
@@ -98,7 +99,7 @@ def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, wha
 @needs_triton
 def test_torch_compile_traces_forward_and_backward_and_eager_code_traces_nothing(monkeypatch):
     begun = []
-    monkeypatch.setattr(ahead, "begin", lambda body, arguments: begun.append(body))
+    monkeypatch.setattr(precompile, "begin", lambda body, arguments: begun.append(body))
     x = draw(Case(GATED, Shape("short", B=1, T=20, H=1, HV=1, K=16, V=16), torch.float16), DEVICE)
     x.q.requires_grad_()
     bound = bind(GATED, TritonBackend())
@@ -111,17 +112,17 @@ def test_torch_compile_traces_forward_and_backward_and_eager_code_traces_nothing
 
 def test_unbacked_size_is_not_traced(monkeypatch, traced):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ahead, "_hint", lambda size: 1 // 0)
+    monkeypatch.setattr(precompile, "_hint", lambda size: 1 // 0)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         x = torch.empty(mode.shape_env.create_unbacked_symint(), device="cuda")
-        ahead.begin(op._scan_impl, (x,))
-    assert not ahead._pool.traced
+        precompile.begin(op._scan_impl, (x,))
+    assert not precompile._pool.traced
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiled_layer_launches_only_precompiled_kernels(monkeypatch):
-    monkeypatch.setattr(ahead, "_pool", ahead._Pool())
+    monkeypatch.setattr(precompile, "_pool", precompile._Pool())
     monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
     launched = []
 
@@ -129,21 +130,21 @@ def test_compiled_layer_launches_only_precompiled_kernels(monkeypatch):
         launched.append(key)
         return await_kernel(key)
 
-    await_kernel = ahead.await_kernel
-    monkeypatch.setattr(ahead, "await_kernel", watched_await)
+    await_kernel = precompile.await_kernel
+    monkeypatch.setattr(precompile, "await_kernel", watched_await)
     layer = GatedDeltaNet(heads=2, key_width=128, value_width=128).build(256).to("cuda", torch.bfloat16)
     x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch._dynamo.reset()
     torch.compile(lambda x: layer(x)[0], fullgraph=True)(x).sum().backward()
     assert len(launched) >= 5
-    assert set(launched) <= set(ahead._pool.kernels)
-    assert all(done.result() is None for done in ahead._pool.kernels.values())
+    assert set(launched) <= set(precompile._pool.kernels)
+    assert all(done.result() is None for done in precompile._pool.kernels.values())
 
 
 @needs_triton
 def test_without_precompile_tracing_compiles_nothing(monkeypatch):
-    monkeypatch.setattr(ahead, "PRECOMPILE", False)
-    monkeypatch.setattr(ahead, "begin", lambda body, arguments: pytest.fail("traced"))
+    monkeypatch.setattr(precompile, "PRECOMPILE", False)
+    monkeypatch.setattr(precompile, "begin", lambda body, arguments: pytest.fail("traced"))
     x = draw(Case(GATED, Shape("short", B=1, T=20, H=1, HV=1, K=16, V=16), torch.float16), DEVICE)
     bound = bind(GATED, TritonBackend())
     torch.compile(lambda x: bound(x).o, fullgraph=True, backend="aot_eager")(x)
