@@ -58,8 +58,8 @@ HOPPER = f"{KERNELS}/hopper"
 PORTABLE_TEST = "backends/test_triton.py::test_each_spec_conforms_with_two_launch_configs"
 HOPPER_TEST = "backends/test_hopper_numbers.py::test_every_kernel_matches_float64_for_every_spec"
 DECODE_TEST = "backends/test_triton.py::test_decode_in_slots_equals_the_whole_sequence"
-FUSED_TEST = "backends/test_fused_step.py::test_the_kernel_computes_the_definition"
-CONV_TEST = "backends/test_short_conv.py::test_the_kernels_compute_the_definition"
+FUSED_TEST = "backends/test_fused_step.py::test_kernel_matches_the_reference_step"
+CONV_TEST = "backends/test_short_conv.py::test_kernels_match_conv1d"
 EQUATION = "::test_mixer_equals_its_equation"
 
 PORTABLE_KERNELS = [
@@ -108,7 +108,7 @@ PORTABLE_KERNELS = [
     Mutation(
         "gradients: the gradient of beta is divided by a beta of zero", f"{KERNELS}/gradients.py",
         "b_db / clamped_b, mask", "b_db / b_i, mask",
-        "test-kernels", "backends/test_triton.py::test_gradients_are_right_where_beta_is_zero[gated delta]",
+        "test-kernels", "backends/test_triton.py::test_gradients_are_accurate_where_beta_is_zero[gated delta]",
     ),
     Mutation(
         "combine: the maps of segments are not transposed in the backward", f"{KERNELS}/combine.py",
@@ -118,7 +118,7 @@ PORTABLE_KERNELS = [
     Mutation(
         "zero_tail: the last row beyond the last sequence is not zeroed", f"{KERNELS}/zero_tail.py",
         "end = last * WIDTH", "end = (last - 1) * WIDTH",
-        "test-kernels", "backends/test_triton.py::test_rows_beyond_the_last_sequence_are_zero[gated delta]",
+        "test-kernels", "backends/test_triton.py::test_rows_after_the_last_sequence_are_zero[gated delta]",
     ),
     Mutation(
         "micro-step: only an additive update decays the state", f"{KERNELS}/decode/micro_step.py",
@@ -195,7 +195,7 @@ LAUNCHES = [
     Mutation(
         "launch: the fake operator has a wrong number of checkpoint slots", "backends/triton/op.py",
         "s.checkpoint_slots(every)", "s.checkpoint_slots(every + 1)",
-        "test-kernels", "backends/test_triton.py::test_the_operators_pass_torchs_checks",
+        "test-kernels", "backends/test_triton.py::test_operators_pass_opcheck",
     ),
     Mutation(
         "launch: the windows of the backward run from the first to the last", "backends/triton/backward.py",
