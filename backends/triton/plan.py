@@ -184,8 +184,8 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("reverse", "hopper"): ("hopper_reverse_kernel",),
     ("gradients", "portable"): ("gradients_kernel",),
     ("gradients", "hopper"): ("hopper_gradients_kernel",),
-    ("groups", "portable"): ("sum_groups_kernel",),
-    ("gates", "portable"): ("gate_gradients_kernel",),
+    ("group sums", "portable"): ("sum_groups_kernel",),
+    ("gate gradients", "portable"): ("gate_gradients_kernel",),
     ("tail", "portable"): ("zero_tail_kernel",),
 }
 
@@ -199,7 +199,7 @@ def forward_kernels(plan: Plan, problem: Problem) -> list[str]:
 def backward_kernels(plan: Plan, problem: Problem) -> list[str]:
     """The kernels of the backward pass in the order of their launches, for one window."""
     if plan.backward == "fused":
-        return _names([("backward", "fused"), ("gates", "portable"), *_tail(problem)])
+        return _names([("backward", "fused"), ("gate gradients", "portable"), *_tail(problem)])
     steps = [("recompute", str(plan.recompute))]
     steps += [("segments", "backward")] if plan.split else []
     if plan.backward == "sweep":
@@ -207,8 +207,8 @@ def backward_kernels(plan: Plan, problem: Problem) -> list[str]:
     else:
         steps += [("reverse", str(plan.reverse)), ("gradients", str(plan.gradients))]
     if problem.grouped or (plan.backward == "sweep" and problem.V > 128):
-        steps.append(("groups", "portable"))
-    return _names([*steps, ("gates", "portable"), *_tail(problem)])
+        steps.append(("group sums", "portable"))
+    return _names([*steps, ("gate gradients", "portable"), *_tail(problem)])
 
 
 def _tail(problem: Problem) -> list[tuple[str, str]]:
