@@ -125,13 +125,13 @@ class FusedBackward(Sweep):
         end = self.chunks
         while end > 0:
             first = (end - 1) // self.every * self.every
-            self.state = "parked"  # the buffer holds dS while states are recomputed
+            self.state = "spilled"  # the buffer holds dS while states are recomputed
             for chunk in range(first, end):
                 yield from self.k_full[stage].wait(phase)
                 assert self.buffers[stage] == ("recompute", chunk)
                 yield from self.q_full[stage].wait(phase)
                 yield
-                assert self.state == "parked"
+                assert self.state == "spilled"
                 assert self.buffers[stage] == ("recompute", chunk)
                 self.empty[stage].arrive()
                 yield

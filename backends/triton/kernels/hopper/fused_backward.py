@@ -9,7 +9,7 @@ S^T [V, K] in the rows of dq, rows 64 to 127 in those of dk. The last chunk of a
 there; its S^T is kept in the scratch tensor `spare`.
 
 Warp groups and shared memory are those of sweep.py: two consumers in one partition of 8 warps, and a producer. While
-states are recomputed, v is in the buffers of do and the parked dS^T in those of S and dS.
+states are recomputed, v is in the buffers of do and the spilled dS^T in those of S and dS.
 
 Barriers as in sweep.py, with two differences:
 
@@ -47,15 +47,15 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.interval_states import (
-    HIGH_ROWS,
-    LOW_ROWS,
+    FIRST_ROWS_OFFSET,
+    LAST_ROWS_OFFSET,
     distance,
     load_interval_state,
-    park,
     publish_states,
+    reload_dstate,
+    spill_dstate,
     state_rows,
     store_state,
-    unpark,
 )
 from deltazoo.backends.triton.kernels.hopper.sweep_consumer import sweep_chunk
 from deltazoo.backends.triton.kernels.hopper.sweep_producer import copy_chunk
@@ -118,9 +118,9 @@ def producer(
             copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, False, DELTA, WRITE)
             async_copy.commit_group()
             i = gl.arange(0, 8, ONE_PER_THREAD)
-            low, high = state_rows(grads, spare, token, c + 1 == end, n, hv, traits)
-            info = gl.where(i == V_ROW, token * HV + hv, distance(low, grads.dq))
-            info = gl.where(i == HIGH_ROWS, distance(high, low), info)
+            first_rows, last_rows = state_rows(grads, spare, token, c + 1 == end, n, hv, traits)
+            info = gl.where(i == V_ROW, token * HV + hv, distance(first_rows, grads.dq))
+            info = gl.where(i == LAST_ROWS_OFFSET, distance(last_rows, first_rows), info)
             smem.chunk_info.index(stage).store(gl.where(i == TOKENS_LEFT, tokens_left.to(gl.int64), info))
             v_at = copy_pointers(v + (token * HV + hv) * V, HV * V, 64, 128, zero)
             copy_tile_async(smem.do.index(stage), v_at, 0, tokens_left, V, True, MASK_V)
@@ -139,10 +139,10 @@ def producer(
                     mbarrier.wait(states_stored, intervals & 1)
                 mbarrier.wait(smem.state_empty, (swept & 1) ^ 1)
                 token = start + c * 64 + 64
-                low, high = state_rows(grads, spare, token, c + 2 == end, n, hv, traits)
+                first_rows, last_rows = state_rows(grads, spare, token, c + 2 == end, n, hv, traits)
                 r, _, _ = copy_indices(128, 128)
-                low_at = copy_pointers(low, H * K, 128, 128, zero)
-                at = gl.where(r < 8, low_at, copy_pointers(high - 64 * H * K, H * K, 128, 128, zero))
+                first_at = copy_pointers(first_rows, H * K, 128, 128, zero)
+                at = gl.where(r < 8, first_at, copy_pointers(last_rows - 64 * H * K, H * K, 128, 128, zero))
                 copy_tile_async(smem.S.index(zero), at, 0, V, K, MASK_V, MASK_K)
                 x = grads.dv if DELTA else v
                 x_at = copy_pointers(x + (token * HV + hv) * V, HV * V, 64, 128, zero)
@@ -173,7 +173,7 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
     DECAY: gl.constexpr = traits.DECAY
     DELTA: gl.constexpr = traits.DELTA
     dtype: gl.constexpr = traits.dtype
-    S_low = to_16_bits(S, dtype)
+    S_16 = to_16_bits(S, dtype)
     mbarrier.wait(smem.k_full.index(stage), phase)
     # before the first wgmma is issued: the compiler would wait for those under way
     if DECAY != "none":
@@ -183,11 +183,11 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
         S0 = S
     y = gl.zeros([128, 64], gl.float32, ACC_VT)
     if DELTA:
-        a_S = gl.convert_layout(S_low, A_VT, assert_trivial=True)
+        a_S = gl.convert_layout(S_16, A_VT, assert_trivial=True)
         y = warpgroup_mma(a_S, smem.k.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
     info = smem.chunk_info.index(stage)
-    low_rows = grads.dq + read_chunk_info(info, LOW_ROWS) * 8
-    store_state(low_rows, read_chunk_info(info, HIGH_ROWS) * 8, S_low, zero, traits.H * K, V, K)
+    first_rows = grads.dq + read_chunk_info(info, FIRST_ROWS_OFFSET) * 8
+    store_state(first_rows, read_chunk_info(info, LAST_ROWS_OFFSET) * 8, S_16, zero, traits.H * K, V, K)
     if DECAY != "none":
         decay_to_end = decay_to_chunk_end(smem.G.index(stage), ACC_VT_COLUMNS)
     # x^T = (w v - c S^T k)^T T^T
@@ -198,7 +198,7 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
         x *= smem.w.index(stage).load(ACC_VT_COLUMNS)[None, :]
     if DELTA:
         erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
-        y, _ = warpgroup_mma_wait(0, deps=[y, S_low])
+        y, _ = warpgroup_mma_wait(0, deps=[y, S_16])
         x -= y * erase[None, :]
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
         x, a_u, scales = matmul_inverse_async(x, smem.T.index(stage).permute((1, 0)), A_VT, SCALED)
@@ -221,7 +221,7 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    v, b, grads, state, checkpoints, dstate, scale, smem, states_stored, slots, slot, end, checkpoint, n, hv,
+    v, b, grads, state, checkpoints, dstate, scale, smem, states_stored, slots, slot, end, checkpoint_base, n, hv,
     traits: gl.constexpr, HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
     """Consumer warp groups: for each interval, the last first, recompute its states and sweep its chunks backwards."""
@@ -237,9 +237,9 @@ def consumer(
     interval_end = end
     while interval_end > 0:
         interval_first = (interval_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-        park(dS, smem.S.index(0), smem.dS.index(0))
+        spill_dstate(dS, smem.S.index(0), smem.dS.index(0))
         S = load_interval_state(
-            state, checkpoints, checkpoint, interval_first, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY
+            state, checkpoints, checkpoint_base, interval_first, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY
         )
         # With smem stores pending at loop entry the compiler would place a barrier in every iteration; so also below.
         barrier()
@@ -248,7 +248,7 @@ def consumer(
             consumer_release(smem.empty.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1
-        dS = unpark(smem.S.index(0), smem.dS.index(0))
+        dS = reload_dstate(smem.S.index(0), smem.dS.index(0))
         publish_states(states_stored)
         chunks_left = interval_end - interval_first
         barrier()
@@ -291,7 +291,7 @@ def hopper_fused_backward_kernel(
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_chunk_slot(n, cu, T, C, PACKED)
     end = gl.cdiv(length, C)
-    checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((end - 1) // CHECKPOINT_EVERY)) - 1
+    checkpoint_base = (slot // CHECKPOINT_EVERY if PACKED else n * ((end - 1) // CHECKPOINT_EVERY)) - 1
     if end > 0:
         traits: gl.constexpr = make_traits(
             H, HV, K, V, HV, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
@@ -305,7 +305,7 @@ def hopper_fused_backward_kernel(
                     consumer,
                     (
                         v, b, grads, state, checkpoints, dstate, scale, smem, states_stored,
-                        slots, slot, end, checkpoint, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY,
+                        slots, slot, end, checkpoint_base, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY,
                     ),
                 ),
                 (

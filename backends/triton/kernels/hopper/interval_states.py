@@ -1,4 +1,4 @@
-"""States of the fused backward pass (fused_backward.py): where they are kept, and their loads and stores."""
+"""States of the fused backward pass (fused_backward.py), and the signal that they are stored."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,11 +15,11 @@ STORE_STATE = gl.constexpr(
         [[16, 0], [32, 0], [64, 0]], [], [128, 128],
     )
 )  # fmt: skip
-# Fields of chunk_info of a chunk to recompute, beside V_ROW and TOKENS_LEFT, in units of 16 bytes: the distance of the
-# first 64 rows of its S^T from dq, and of the other 64 rows from those.
-LOW_ROWS = gl.constexpr(1)
-HIGH_ROWS = gl.constexpr(2)
-SMEM_PARKED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 16, [1, 0]))
+# Fields of chunk_info while states are recomputed, instead of K_ROW and GATE_ROW, in units of 16 bytes: the distance
+# from dq to rows 0 to 63 of the chunk's S^T, and from there to rows 64 to 127.
+FIRST_ROWS_OFFSET = gl.constexpr(1)
+LAST_ROWS_OFFSET = gl.constexpr(2)
+SMEM_SPILLED = gl.constexpr(gl.SwizzledSharedLayout(2, 1, 16, [1, 0]))
 
 
 @gluon.jit
@@ -30,8 +30,8 @@ def state_rows(grads, spare, token, is_last, n, h, traits: gl.constexpr):
     """
     key = (token * traits.H + h) * traits.K
     spare_at = spare + (n.to(gl.int64) * (128 * traits.H) + h) * traits.K
-    low = gl.where(is_last, spare_at, grads.dq + key)
-    return low, gl.where(is_last, spare_at + 64 * traits.H * traits.K, grads.dk + key)
+    first = gl.where(is_last, spare_at, grads.dq + key)
+    return first, gl.where(is_last, spare_at + 64 * traits.H * traits.K, grads.dk + key)
 
 
 @gluon.jit
@@ -41,13 +41,13 @@ def distance(to, origin):
 
 
 @gluon.jit
-def store_state(base, high_rows, S_low, zero, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """Store S^T [128 values, 128 keys] in 16 bits, up to `rows` and `columns`; row 64 is at base + high_rows."""
-    out = gl.convert_layout(S_low, STORE_STATE)
+def store_state(base, last_rows_offset, S_16, zero, stride: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """Store S^T [128 values, 128 keys] in 16 bits, up to `rows` and `columns`; row 64 is at base + last_rows_offset."""
+    out = gl.convert_layout(S_16, STORE_STATE)
     i = gl.arange(0, 128, gl.SliceLayout(1, STORE_STATE))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, STORE_STATE))[None, :]
     # a thread has rows of one half only: a product with i // 64 takes fewer registers than a select between two bases
-    at = base + i // 64 * high_rows + ((i // 16 % 4 * 16 + i % 8) * stride + (j // 64 * 64 + j % 16) + zero * 64)
+    at = base + i // 64 * last_rows_offset + ((i // 16 % 4 * 16 + i % 8) * stride + (j // 64 * 64 + j % 16) + zero * 64)
     at = at + (i // 8 % 2 * (8 * stride) + j // 16 % 4 * 16)
     gl.store(at, out, mask=(i < rows) & (j < columns))
 
@@ -61,40 +61,44 @@ def opaque_copy(value):
 
 @gluon.jit
 def load_interval_state(
-    state, checkpoints, checkpoint, interval_first, n, hv, traits: gl.constexpr, HAS_STATE: gl.constexpr,
+    state, checkpoints, checkpoint_base, interval_first, n, hv, traits: gl.constexpr, HAS_STATE: gl.constexpr,
     CHECKPOINT_EVERY: gl.constexpr,
 ):  # fmt: skip
-    """Load accumulators of S^T [128 values, 128 keys] before an interval: a checkpoint, the initial state, or zero."""
+    """Load accumulators of S^T [128 values, 128 keys] before an interval: a checkpoint, the initial state, or zero.
+
+    checkpoint_base: index of the sequence's first checkpoint, minus 1. Its first interval starts from `state`.
+    """
     HV: gl.constexpr = traits.HV
     K: gl.constexpr = traits.K
     V: gl.constexpr = traits.V
     i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
     inside = (i < V) & (j < K)
-    at = checkpoints + ((checkpoint + interval_first // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
+    at = checkpoints + ((checkpoint_base + interval_first // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
     S = gl.load(at + (i * K + j), mask=inside & (interval_first > 0), other=0.0).to(gl.float32)
     if HAS_STATE:
         state_at = state + (n.to(gl.int64) * HV + hv) * K * V
+        # otherwise the compiler would hoist these addresses out of the loop over intervals, and spill them
         i += opaque_zero(opaque_copy(interval_first), 20)
         S += gl.load(state_at + (j * V + i), mask=inside & (interval_first == 0), other=0.0)
     return S
 
 
 @gluon.jit
-def park(dS, low_s, high_s):
+def spill_dstate(dS, first_columns, last_columns):
     """Move the accumulators of dS^T to two idle buffers, to free their registers while states are recomputed."""
-    barrier()  # all warps have read the buffers
+    barrier()  # all warps have finished reading the buffers
     halves = gl.split(gl.permute(gl.reshape(dS, [128, 2, 64]), (0, 2, 1)))
-    low_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).store(gl.convert_layout(halves[0], ACC_VT))
-    high_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).store(gl.convert_layout(halves[1], ACC_VT))
+    first_columns._reinterpret(gl.float32, [128, 64], SMEM_SPILLED).store(gl.convert_layout(halves[0], ACC_VT))
+    last_columns._reinterpret(gl.float32, [128, 64], SMEM_SPILLED).store(gl.convert_layout(halves[1], ACC_VT))
 
 
 @gluon.jit
-def unpark(low_s, high_s):
-    """Load the accumulators of dS^T that `park` stored."""
-    low = low_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).load(ACC_VT)
-    high = high_s._reinterpret(gl.float32, [128, 64], SMEM_PARKED).load(ACC_VT)
-    return gl.convert_layout(gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [128, 128]), ACC_VK)
+def reload_dstate(first_columns, last_columns):
+    """Load the accumulators of dS^T that `spill_dstate` stored."""
+    first = first_columns._reinterpret(gl.float32, [128, 64], SMEM_SPILLED).load(ACC_VT)
+    last = last_columns._reinterpret(gl.float32, [128, 64], SMEM_SPILLED).load(ACC_VT)
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(first, last), (0, 2, 1)), [128, 128]), ACC_VK)
 
 
 @gluon.jit

@@ -52,11 +52,11 @@ from deltazoo.backends.triton.kernels.layout import clamp_away_from_zero, opaque
 
 @gluon.jit
 def chunk_gradients(
-    intra_q, inter_q, v, b, grads, scale, smem, zero, stage, opaque_one, slots, num_scratch_slots, traits: gl.constexpr
+    do_x, do_S, v, b, grads, scale, smem, zero, stage, opaque_one, slots, num_scratch_slots, traits: gl.constexpr
 ):
     """Compute and store dq, dk and the sums for the gates of a chunk.
 
-    intra_q, inter_q: accumulators of do x^T (additive updates: of dP) and of do S^T.
+    do_x, do_S: accumulators of do x^T (additive updates: of dP) and of do S^T.
     """
     H: gl.constexpr = traits.H
     HV: gl.constexpr = traits.HV
@@ -117,30 +117,30 @@ def chunk_gradients(
                 D_e = D_q
             else:
                 D_e = gl.exp2(gl.convert_layout(G_e, ACC_TT_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
-        intra_q, intra_e = warpgroup_mma_wait(1, deps=[intra_q, intra_e])
+        do_x, intra_e = warpgroup_mma_wait(1, deps=[do_x, intra_e])
         if DU_IS_DV and WRITE:
             store_diagonal(gates_at + 128, intra_e)
         if DECAY != "none":
             intra_e *= D_e * erase_rows
-            intra_q *= D_q * scale
+            do_x *= D_q * scale
         else:
             intra_e *= erase_rows
-            intra_q *= scale
+            do_x *= scale
         dA_s.store(to_16_bits(gl.where(i > j, intra_e, 0.0), dtype))
-        dP_s.store(to_16_bits(gl.where(i >= j + DIAGONAL, intra_q, 0.0), dtype))
+        dP_s.store(to_16_bits(gl.where(i >= j + DIAGONAL, do_x, 0.0), dtype))
         # Not directly before warpgroup_mma_wait: there ptxas 12.8 omits the wait for the result of exp2
         # (docs/compiler-bugs.md).
         fence_async_shared()
         inter_e = gl.zeros([64, 128], gl.float32, ACC_TK)
         inter_e = warpgroup_mma(du_T, smem.S.index(zero), inter_e, use_acc=False, is_async=True)
-        inter_q, dk_state = warpgroup_mma_wait(1, deps=[inter_q, dk_state])
+        do_S, dk_state = warpgroup_mma_wait(1, deps=[do_S, dk_state])
     else:
         dP_s = smem.dP.index(stage)
-        inter_q, dk_state = warpgroup_mma_wait(0, deps=[inter_q, dk_state])
+        do_S, dk_state = warpgroup_mma_wait(0, deps=[do_S, dk_state])
     if DECAY != "none":
-        inter_q *= read_scale[:, None]
+        do_S *= read_scale[:, None]
     else:
-        inter_q *= scale
+        do_S *= scale
     SUMS_OF_K: gl.constexpr = DECAY != "none" or (WRITE and not DELTA)
     if WRITE and not DELTA:
         write = clamp_away_from_zero(smem.w.index(stage).load(ACC_TK_ROWS), MIN_BETA)
@@ -149,7 +149,7 @@ def chunk_gradients(
         dk_state *= key_scale[:, None]
     if DELTA:
         barrier()
-    dq_tile = warpgroup_mma(dP_s, k_s, inter_q, is_async=True)
+    dq_tile = warpgroup_mma(dP_s, k_s, do_S, is_async=True)
     if DELTA:
         inter_e = warpgroup_mma_wait(1, deps=[inter_e])
         consumer_release(smem.state_empty)
@@ -235,11 +235,11 @@ def sweep_chunk(
     opaque_one: a positive integer that the compiler cannot fold. The number of chunks is read from chunk_info: as a
     loop variable of the consumers it would be spilled, and every chunk would wait for the reload.
     """
-    dS, intra_q, inter_q = reverse_scan_chunk(
+    dS, do_x, do_S = reverse_scan_chunk(
         dS, grads, scale, smem, opaque_zero(chunks_left, 20), stage, phase, state_phase, slots, traits
     )
     chunk_gradients(
-        intra_q, inter_q, v, b, grads, scale, smem, opaque_zero(chunks_left, 21), stage + opaque_zero(chunks_left, 22),
+        do_x, do_S, v, b, grads, scale, smem, opaque_zero(chunks_left, 21), stage + opaque_zero(chunks_left, 22),
         opaque_one, slots, num_scratch_slots, traits,
     )  # fmt: skip
     return dS, read_chunk_info(smem.chunk_info.index(stage), CHUNKS_LEFT).to(gl.int32)

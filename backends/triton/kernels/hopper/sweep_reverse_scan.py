@@ -2,8 +2,8 @@
 
     dx = P^T do + 2^(Gend - G) k dS',   du = T^T dx,   dv = w du,   dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du
 
-dS' is the gradient of the state after the chunk, G'' is G or G before each token (READ_EARLY). An additive update has
-du = dx.
+dS' is the gradient of the state after the chunk, G'' is G or G before each token (READ_EARLY). prepare.py defines T,
+P, G, c and w. S and dS are kept transposed, as [V, K]. An additive update has du = dx.
 """
 
 from triton.experimental import gluon
@@ -46,17 +46,23 @@ from deltazoo.backends.triton.kernels.layout import clamp_away_from_zero
 
 @gluon.jit
 def keep_stores_before_wait(value):
-    """Keep ptxas from moving the wait for a product above the global stores that precede this call."""
+    """Keep ptxas from moving the wait for a product above the global stores that precede this call.
+
+    value: any live int32 register; it only carries the dependency.
+    """
     text: gl.constexpr = "bar.warp.sync 0xffffffff;\nmov.b32 $0, $1;"
     gl.inline_asm_elementwise(text, "=r,r", [value], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, slots, traits: gl.constexpr):
-    """Reverse-scan step of a chunk: return the accumulators of dS^T before the chunk, from those after it.
+    """Compute dS^T before a chunk from dS^T after it, and store dv.
 
-    Also returns the accumulators of do x^T and do S^T, still under way. Leaves in shared memory dS', du if the update
-    erases, and P and dP otherwise. state_phase: parity of the number of chunks processed before. zero: an opaque zero.
+    Also stores the state product <dS, S> of the chunk processed before. Leaves in shared memory dS' and, with DELTA,
+    du, otherwise P and dP.
+
+    state_phase: parity of the number of chunks processed before. zero: an opaque zero.
+    Returns: the accumulators of dS^T, of do x^T (in flight; without DELTA the complete dP) and of do S^T (in flight).
     """
     HV: gl.constexpr = traits.HV
     V: gl.constexpr = traits.V
@@ -67,9 +73,9 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     DU_IS_DV: gl.constexpr = traits.DU_IS_DV
     MIN_BETA: gl.constexpr = traits.MIN_BETA
     dtype: gl.constexpr = traits.dtype
-    dS_low = to_16_bits(dS, dtype)
+    dS_16 = to_16_bits(dS, dtype)
     mbarrier.wait(smem.k_full.index(stage), phase)
-    # before the first wgmma is issued: the compiler would wait for those under way
+    # Scale dS before the first wgmma: with wgmmas in flight the compiler would insert a wait before this load.
     if DECAY != "none":
         end = smem.G.index(stage).slice(63, 1).load(ACC_VK_COLUMNS)
         dS0 = dS * gl.exp2(end)[None, :]
@@ -77,12 +83,12 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         dS0 = dS
     # dx = P^T do + 2^(Gend - G) k dS', transposed
     dx = gl.zeros([128, 64], gl.float32, ACC_VT)
-    a_dS = gl.convert_layout(dS_low, A_VT, assert_trivial=True)
+    a_dS = gl.convert_layout(dS_16, A_VT, assert_trivial=True)
     dx = warpgroup_mma(a_dS, smem.k.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
     do_T = smem.do.index(stage).permute((1, 0))
     a_do = do_T.load(A_VT)
     dx_intra = gl.zeros([128, 64], gl.float32, ACC_VT)
-    inter_q = gl.zeros([64, 128], gl.float32, ACC_TK)
+    do_S = gl.zeros([64, 128], gl.float32, ACC_TK)
     if DELTA:
         dx_intra = warpgroup_mma(do_T, smem.P.index(stage).permute((1, 0)), dx_intra, use_acc=False, is_async=True)
     if DECAY != "none":
@@ -94,8 +100,8 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     else:
         do_tile *= scale
     a_doq = gl.convert_layout(to_16_bits(do_tile, dtype), A_VK, assert_trivial=True)
-    # All warps have finished reading the shared buffers of the previous chunk. The barrier is here because the compiler
-    # emits one between the two waits anyway.
+    # Every warp has finished with dS, du and sums of the chunk processed before, which are overwritten or read below.
+    # The barrier is between the waits for k_full and q_full because the compiler emits one there anyway.
     barrier()
     mbarrier.wait(smem.q_full.index(stage), phase)
     if not DELTA:
@@ -108,15 +114,15 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     # dS = 2^Gend dS' + (scale 2^G'' q)^T do, transposed
     dS = warpgroup_mma(a_doq, smem.q.index(stage), dS0, is_async=True)
     if DECAY != "none":
-        # sums of the previous chunk of the sweep, which has the next row of gates
-        pred = read_chunk_info(smem.chunk_info.index(stage), IS_FIRST) == 0
+        # of the chunk processed before, c + 1, whose row of gates is the next
+        has_previous = read_chunk_info(smem.chunk_info.index(stage), IS_FIRST) == 0
         store_state_products(
             grads.state_products + read_chunk_info(smem.chunk_info.index(stage), GATE_ROW) + HV,
             slots.to(gl.int64) * HV,
             smem.sums,
-            pred,
+            has_previous,
         )
-    smem.dS.index(zero).store(dS_low)
+    smem.dS.index(zero).store(dS_16)
     if DELTA:
         if DECAY != "none":
             decay_to_end = decay_to_chunk_end(smem.G.index(stage), ACC_VT_COLUMNS)
@@ -124,29 +130,29 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
             write = smem.w.index(stage).load(ACC_VT_COLUMNS)
             if DU_IS_DV:
                 write = clamp_away_from_zero(write, MIN_BETA)
-        dx, dx_intra, _ = warpgroup_mma_wait(1, deps=[dx, dx_intra, dS_low])
+        dx, dx_intra, _ = warpgroup_mma_wait(1, deps=[dx, dx_intra, dS_16])
         if DECAY != "none":
             dx = dx * decay_to_end[None, :] + dx_intra
         else:
             dx += dx_intra
         # du = T^T dx
         SCALED: gl.constexpr = smem.T.dtype == gl.float16 and dtype != gl.float16
-        dx, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), A_VT, SCALED)
+        du, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), A_VT, SCALED)
         erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
         mbarrier.wait(smem.state_full, state_phase)
-        intra_q = gl.zeros([64, 64], gl.float32, ACC_TT)
-        intra_q = warpgroup_mma(
-            smem.do.index(stage), smem.x.index(zero).permute((1, 0)), intra_q, use_acc=False, is_async=True
+        do_x = gl.zeros([64, 64], gl.float32, ACC_TT)
+        do_x = warpgroup_mma(
+            smem.do.index(stage), smem.x.index(zero).permute((1, 0)), do_x, use_acc=False, is_async=True
         )
-        dx, a_dx, a_doq = warpgroup_mma_wait(1, deps=[dx, a_dx, a_doq])
+        du, a_dx, a_doq = warpgroup_mma_wait(1, deps=[du, a_dx, a_doq])
         if SCALED:
-            dx *= scales[:, None]
+            du *= scales[:, None]
         # dS -= (c k)^T du
-        a_du = gl.convert_layout(to_16_bits(dx * -erase[None, :], dtype), A_VK, assert_trivial=True)
+        a_du = gl.convert_layout(to_16_bits(du * -erase[None, :], dtype), A_VK, assert_trivial=True)
         dS = warpgroup_mma(a_du, smem.k.index(stage), dS, is_async=True)
-        inter_q = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), inter_q, use_acc=False, is_async=True)
+        do_S = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), do_S, use_acc=False, is_async=True)
     else:
-        dx, dP, P, _ = warpgroup_mma_wait(1, deps=[dx, dP, P, dS_low])
+        dx, dP, P, _ = warpgroup_mma_wait(1, deps=[dx, dP, P, dS_16])
         i = gl.arange(0, 64, ACC_TT_ROWS)[:, None]
         j = gl.arange(0, 64, ACC_TT_COLUMNS)[None, :]
         if DECAY != "none":
@@ -171,22 +177,24 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
             write = clamp_away_from_zero(smem.w.index(stage).load(ACC_VT_COLUMNS), MIN_BETA)
         if DECAY != "none":
             decay_to_end = decay_to_chunk_end(smem.G.index(stage), ACC_VT_COLUMNS)
-        inter_q = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), inter_q, use_acc=False, is_async=True)
+        do_S = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), do_S, use_acc=False, is_async=True)
         if DECAY != "none":
             dx = dx * decay_to_end[None, :] + dx_intra
         else:
             dx += dx_intra
-        intra_q = dP
+        du = dx
+        do_x = dP
     if DELTA and not DU_IS_DV:
-        smem.du.index(zero).store(to_16_bits(dx, dtype))
+        smem.du.index(zero).store(to_16_bits(du, dtype))
+    dv = du
     if WRITE:
-        dx *= write[None, :]
-    dv_low = to_16_bits(dx, dtype)
+        dv *= write[None, :]
+    dv_16 = to_16_bits(dv, dtype)
     if DELTA and DU_IS_DV:
-        smem.du.index(zero).store(dv_low)
+        smem.du.index(zero).store(dv_16)
     info = smem.chunk_info.index(stage)
     tokens_left = read_chunk_info(info, TOKENS_LEFT).to(gl.int32)
-    store_transposed(grads.dv + read_chunk_info(info, V_ROW) * V, dv_low, zero, HV * V, tokens_left, V, V % 128 != 0)
+    store_transposed(grads.dv + read_chunk_info(info, V_ROW) * V, dv_16, zero, HV * V, tokens_left, V, V % 128 != 0)
     if DELTA:
         keep_stores_before_wait(tokens_left)
         dS, a_du = warpgroup_mma_wait(1, deps=[dS, a_du])
@@ -196,4 +204,4 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         barrier()
     elif DECAY != "none":
         reduce_state_dot(smem.G.index(stage), smem.S.index(zero), smem.dS.index(zero), smem.sums)
-    return dS, intra_q, inter_q
+    return dS, do_x, do_S
