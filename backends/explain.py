@@ -69,10 +69,10 @@ def explain(
         candidates: list[str | Backend] = [name for name in default if name in installed]
     else:
         candidates = [requested]
-    tried = [backend if isinstance(backend, str) else backend.name for backend in candidates]
+    names = [backend if isinstance(backend, str) else backend.name for backend in candidates]
     verdicts: list[Verdict] = []
     plan: str | None = None
-    for candidate, name in zip(candidates, tried, strict=True):
+    for candidate, name in zip(candidates, names, strict=True):
         reasons = _reasons(candidate, spec, meta, device)
         chosen = not reasons and not any(verdict.chosen for verdict in verdicts)
         if chosen:
@@ -81,14 +81,14 @@ def explain(
             reasons = ["supported; an earlier backend was chosen."]
         verdicts.append(Verdict(name, chosen, reasons))
     for name in installed:
-        if name not in tried:
+        if name not in names:
             reasons = _reasons(name, spec, meta, device) or ["supported; runs only if requested by name."]
             verdicts.append(Verdict(name, False, reasons))
     return Explanation(verdicts, plan)
 
 
 def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta, device: DeviceSpec | None) -> list[str]:
-    """The reasons against a backend. A plug-in that fails must not hide the verdicts on the others."""
+    """The reasons against a backend. If a plug-in fails here, the others are still judged."""
     try:
         plugin = registry.resolve(backend)
     except (PluginError, DuplicateNameError) as error:

@@ -1,4 +1,4 @@
-"""The README: its Python examples run, its YAML builds, and its commands exist."""
+"""The README: its Python examples run, its YAML is the spec of the Python example, its commands exist."""
 
 import re
 from pathlib import Path
@@ -15,22 +15,22 @@ from deltazoo.mixers import GatedDeltaNet, SlidingWindow
 README = (Path(deltazoo.__file__).resolve().parent / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
+def code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
 def run(block: str) -> dict[str, Any]:
-    """Run an example without code generation by torch.compile, and return its variables."""
-    names: dict[str, Any] = {"__name__": "readme"}
+    """Run an example with torch.compile disabled, and return its variables."""
+    namespace: dict[str, Any] = {"__name__": "readme"}
     with torch.compiler.set_stance("force_eager"):
-        exec(compile(block, "README.md", "exec"), names)
-    return names
+        exec(compile(block, "README.md", "exec"), namespace)
+    return namespace
 
 
 def test_update_example_computes_the_recurrence() -> None:
     torch.manual_seed(0)
-    names = run(blocks("python")[0])
-    out, inputs, spec = names["out"], names["inputs"], names["spec"]
+    namespace = run(code_blocks("python")[0])
+    out, inputs, spec = namespace["out"], namespace["inputs"], namespace["spec"]
     assert out.o.shape == (2, 100, 4, 32)
     assert out.state.shape == (2, 4, 16, 32)
     S = torch.zeros(2, 4, 16, 32)
@@ -45,21 +45,21 @@ def test_update_example_computes_the_recurrence() -> None:
 def test_mixer_example_gives_equal_results_in_pieces_and_at_once() -> None:
     torch.manual_seed(0)
     with deltazoo.use_backend("reference"):
-        names = run(blocks("python")[1])
-    pieces = torch.cat([names["first"], names["rest"]], 1)
-    torch.testing.assert_close(pieces, names["y"], rtol=1e-4, atol=1e-5)
-    assert names["logits"].shape == (1, 16, 256)
+        namespace = run(code_blocks("python")[1])
+    pieces = torch.cat([namespace["first"], namespace["rest"]], 1)
+    torch.testing.assert_close(pieces, namespace["y"], rtol=1e-4, atol=1e-5)
+    assert namespace["logits"].shape == (1, 16, 256)
 
 
 def test_yaml_and_python_define_the_same_stack() -> None:
-    (text,) = blocks("yaml")
+    (text,) = code_blocks("yaml")
     data = yaml.safe_load(text)
     python = StackSpec(width=64, depth=4, vocab=256, pattern=3 * GatedDeltaNet(heads=2) + SlidingWindow(window=32))
     assert StackSpec.model_validate(data) == python
 
 
 def test_conformance_reports_the_error_of_the_example_backend() -> None:
-    wrong = run(blocks("python")[2])["Doubled"]()
+    wrong = run(code_blocks("python")[2])["Doubled"]()
     spec = deltazoo.UpdateSpec(decay="head", beta="head")
     kit = deltazoo.conformance
     report = kit.compare(wrong, kit.Case(spec, kit.SHAPES["plain"]))

@@ -37,11 +37,11 @@ def plot_curves(trainings: Mapping[str, Training], path: str | Path) -> None:
 def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
     """Plot the medians as bars with the 20th and 80th percentiles, on a logarithmic axis, one colour per backend.
 
-    Raises: ConfigError: matplotlib is not installed, or every backend refused every shape.
+    Raises: ConfigError: matplotlib is not installed, or no call was timed.
     """
     rows = [row for row in benchmark.rows if row.median_ms is not None]
     if not rows:
-        raise ConfigError("there is nothing to plot: every backend refused every shape")
+        raise ConfigError("there is nothing to plot: no backend ran on any shape")
     groups = list(dict.fromkeys((row.shape, row.direction) for row in rows))
     backends = list(dict.fromkeys(row.backend for row in rows))
     figure = _figure(max(6.0, 1.6 * len(groups)), 4.5)
@@ -77,8 +77,16 @@ def save_benchmark(benchmark: Benchmark, table: Path | None = None, plot: Path |
 
 
 def training_table(trainings: Mapping[str, Training]) -> str:
-    """Format the last point of every training run as a Markdown table."""
-    head = ["model", "parameters", "steps", "validation, bits per byte", "training", "tokens/s", "first call s"]
+    """Format every training run as a row: the losses of its last point, its speed and its first call."""
+    head = [
+        "model",
+        "parameters",
+        "steps",
+        "validation, bits per byte",
+        "training, bits per byte",
+        "tokens/s",
+        "first call, s",
+    ]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for name, training in trainings.items():
         last = training.points[-1]
@@ -98,8 +106,11 @@ def training_table(trainings: Mapping[str, Training]) -> str:
 
 def layers_table(description: Description) -> str:
     """Format the costs of every layer, and the totals, as a Markdown table."""
-    figures = ["parameters", "flops", "flops_context", "state_bytes", "cache_bytes"]
-    rows = [["layer", "mixer", *figures], ["---:", "---"] + ["---:"] * len(figures)]
+    figures = {
+        "parameters": "parameters", "flops": "FLOPs/token", "flops_context": "FLOPs/token per context token",
+        "state_bytes": "state, bytes", "cache_bytes": "KV cache, bytes/token",
+    }  # fmt: skip
+    rows = [["layer", "mixer", *figures.values()], ["---:", "---"] + ["---:"] * len(figures)]
     for layer in description.layers:
         rows.append([str(layer.layer), layer.mixer, *(f"{getattr(layer, name):,}" for name in figures)])
     rows.append(["all", "with embedding and head", *(f"{getattr(description, name):,}" for name in figures)])

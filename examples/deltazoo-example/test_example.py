@@ -4,12 +4,13 @@ import torch
 
 import deltazoo
 from deltazoo.backends import registry
-from deltazoo.mixers import conformance, parse
+from deltazoo.mixers import conformance as mixer_conformance
+from deltazoo.mixers import parse
 
 CONFIG = parse({"mixer": "decayed_deltanet", "heads": 2})
 
 test_backend_conforms = deltazoo.conformance.suite("prefix")
-test_mixer_conforms = conformance.suite(CONFIG)
+test_mixer_conforms = mixer_conformance.suite(CONFIG)
 
 
 def test_plugin_is_registered():
@@ -17,7 +18,7 @@ def test_plugin_is_registered():
     assert registry.owner(registry.MIXERS, "decayed_deltanet") == "deltazoo-example 0.1.0"
 
 
-def test_mixer_has_the_same_output_on_both_backends_and_in_pieces():
+def test_mixer_has_the_same_output_on_both_backends_and_in_chunked_prefill():
     torch.manual_seed(0)
     mixers = {name: CONFIG.build(32, backend=name) for name in ("reference", "prefix")}
     mixers["prefix"].load_state_dict(mixers["reference"].state_dict())

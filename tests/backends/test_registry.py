@@ -87,7 +87,7 @@ def test_module_class_name_needs_no_installation(install):
     assert type(registry.resolve("zoo_plugin:Nested.inner")).__name__ == "Mine"
 
 
-def test_untrusted_module_class_name_is_refused_with_file_and_remedy():
+def test_untrusted_module_class_error_names_the_file_and_how_to_allow_it():
     registry.refuse_untrusted("mixer", "gated_deltanet", "model.yaml")
     with pytest.raises(
         ConfigError, match=r"^model.yaml: mixer 'evil:Mixer' would import .* 'evil'; .*trust=True.*--trust"
@@ -113,7 +113,7 @@ def test_broken_plugin_raises_for_its_own_name_only(install, path, message):
             registry.resolve(name)
     assert registry.resolve("mine").name == "mine"
     verdicts = {verdict.backend: verdict for verdict in explanation().verdicts}
-    assert verdicts["broken"].reasons[0].find(message) > 0
+    assert verdicts["broken"].reasons[0].count(message) == 1
     assert verdicts["compile"].chosen
 
 
@@ -124,7 +124,7 @@ def test_plugin_whose_check_fails_does_not_hide_the_others(install):
     assert verdicts["compile"].chosen
 
 
-def test_name_declared_by_two_distributions_raises_with_both(install):
+def test_name_declared_by_two_distributions_raises_naming_both(install):
     install("zoo-plugin", mine="zoo_plugin:Mine", fine="zoo_plugin:Mine")
     install("zoo-rival", mine="zoo_plugin:Nested.inner")
     assert registry.duplicates(registry.BACKENDS) == ["mine"]

@@ -11,14 +11,17 @@ Timed = Callable[[Callable[[], object]], Any]
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Remove the machine's name and irrelevant build fields from the saved results."""
+    """Remove host name, release of the operating system and build of Python from the saved results."""
     for name in ("node", "release", "python_build"):
         machine_info.pop(name, None)
 
 
 @pytest.fixture
 def timed(benchmark: Any) -> Timed:
-    """Time a call after three warm-up calls; on a GPU synchronise, and record event times beside host times."""
+    """Time a call after three warm-up calls, and return its result, on a GPU None.
+
+    On a GPU each call ends with a synchronisation, and extra_info gets the median of the event times, in ms.
+    """
 
     def run(call: Callable[[], object]) -> Any:
         for _ in range(3):
@@ -27,17 +30,17 @@ def timed(benchmark: Any) -> Timed:
         if DEVICE.type != "cuda":
             return benchmark(call)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        events: list[float] = []
+        elapsed_ms: list[float] = []
 
-        def synchronised() -> None:
+        def call_between_events() -> None:
             start.record()
             call()
             end.record()
             end.synchronize()
-            events.append(start.elapsed_time(end))
+            elapsed_ms.append(start.elapsed_time(end))
 
-        benchmark(synchronised)
-        benchmark.extra_info["event_ms"] = sorted(events)[len(events) // 2]
+        benchmark(call_between_events)
+        benchmark.extra_info["event_ms"] = sorted(elapsed_ms)[len(elapsed_ms) // 2]
         return None
 
     return run

@@ -29,7 +29,7 @@ def test_equal_layers_share_a_graph_with_equal_results():
     assert list(model.state_dict()) == names
 
 
-def test_graphs_stay_static_after_other_models_were_compiled():
+def test_input_sizes_stay_static_after_other_models_were_compiled():
     tokens = torch.randint(0, 50, (2, 4))
     for heads, width in ((1, 8), (2, 16), (2, 32)):
         pattern = f"sliding_window(heads={heads}, window=3)"

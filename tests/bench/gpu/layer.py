@@ -1,7 +1,8 @@
 """Time a gated_deltanet layer compiled as one graph: python layer.py
 
-Width 2048, 16 heads of 128, B = 8, T = 4096, bf16. The first step is timed in a process without caches, with
-torch's compilation metrics, and in one with caches on disk; then medians of further steps. Needs a CUDA device.
+Width 2048, 16 heads of 128, B = 8, T = 4096, bf16. The layer runs in two processes: with empty caches, then with the
+caches of the first on disk. Each prints the time of the first step, and medians of later forwards and steps. The first
+also prints torch's compilation metrics, the second a kernel profile of one step. Needs a CUDA device.
 """
 
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 
 def main() -> None:
@@ -19,7 +21,7 @@ def main() -> None:
             subprocess.run([sys.executable, __file__, name], env={**os.environ, **cache_folders}, check=True)
 
 
-def steps(name: str) -> None:
+def time_steps(caches: str) -> None:
     import torch
 
     import deltazoo
@@ -41,15 +43,18 @@ def steps(name: str) -> None:
     step()
     torch.cuda.synchronize()
     first = time.perf_counter() - began
-    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    l2_flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
-    def median(call: object, queued: bool, n: int = 20) -> float:
-        """The median of queued calls as in training, or of calls on an idle device, which includes host time."""
+    def median(call: Callable[[], object], queued: bool, n: int = 20) -> float:
+        """Return the median of all but the first three calls, in ms: queued, or with a synchronisation after each.
+
+        With synchronisation, host time that exceeds the flush of the L2 cache counts.
+        """
         events = [(torch.cuda.Event(True), torch.cuda.Event(True)) for _ in range(n)]
         for begin, end in events:
-            flush.zero_()
+            l2_flush.zero_()
             begin.record()
-            call()  # type: ignore[operator]
+            call()
             end.record()
             if not queued:
                 torch.cuda.synchronize()
@@ -61,12 +66,12 @@ def steps(name: str) -> None:
         forward = [median(lambda: layer(x), queued) for queued in (True, False)]
     both = [median(step, queued) for queued in (True, False)]
     print(
-        f"{name}: first step {first:.1f} s; forward {forward[0]:.2f} ms, forward + backward {both[0]:.2f} ms, "
+        f"{caches}: first step {first:.1f} s; forward {forward[0]:.2f} ms, forward + backward {both[0]:.2f} ms, "
         f"on an idle device {forward[1]:.2f} and {both[1]:.2f} ms; torch "
         f"{torch.__version__}, {torch.cuda.get_device_name()}, deltazoo {deltazoo.__version__}",
         flush=True,
     )
-    if name == "cold":
+    if caches == "cold":
         from torch._dynamo.utils import compilation_time_metrics
 
         spent = sorted(((sum(times), part) for part, times in compilation_time_metrics.items()), reverse=True)
@@ -79,4 +84,4 @@ def steps(name: str) -> None:
 
 
 if __name__ == "__main__":
-    steps(sys.argv[1]) if len(sys.argv) > 1 else main()
+    time_steps(sys.argv[1]) if len(sys.argv) > 1 else main()

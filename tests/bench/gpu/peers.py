@@ -1,8 +1,9 @@
-"""Time the triton backend beside its peers: python peers.py OUT.json LETTERS BACKEND,BACKEND,... [eager] [warm]
+"""Time the triton backend against other libraries: python peers.py OUT.json JOB,... BACKEND,... [eager] [warm]
 
-LETTERS select jobs of JOBS below. Calls are captured in CUDA graphs, or with `eager` queued; `warm` only fills the
-compilation caches. Needs a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. At the first call
-FlashQLA compiles for up to 40 s per kernel, and flash-linear-attention for two minutes; it tunes in each process.
+JOB is a key of JOBS below. Calls are captured in CUDA graphs, or with `eager` queued. `warm` limits each job to 0.01 s:
+run it first to fill the compilation caches, and discard its numbers. Errors are measured for the job "packed" only.
+Needs a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. First calls take up to a minute: FlashQLA
+compiles, and flash-linear-attention autotunes in every process.
 """
 
 import json
@@ -17,29 +18,29 @@ from deltazoo.backends.shapes import SHAPES
 GATED, DELTA = UpdateSpec(decay="head", beta="head"), UpdateSpec(beta="head")
 ADDITIVE = UpdateSpec(decay="head", transition="additive")
 JOBS = {
-    "p": (GATED, "pack_8x4096"),
-    "d": (GATED, "dense_8x4096"),
-    "g": (GATED, "pack_4x8192"),
-    "1": (GATED, "dense_1x8192"),
-    "3": (GATED, "dense_1x32768"),
-    "x": (DELTA, "dense_8x4096"),
-    "a": (ADDITIVE, "dense_8x4096"),
-    "s": (GATED, "decode_64"),
+    "packed": (GATED, "pack_8x4096"),
+    "dense": (GATED, "dense_8x4096"),
+    "packed_4x8192": (GATED, "pack_4x8192"),
+    "long": (GATED, "dense_1x8192"),
+    "longer": (GATED, "dense_1x32768"),
+    "delta": (DELTA, "dense_8x4096"),
+    "additive": (ADDITIVE, "dense_8x4096"),
+    "decode": (GATED, "decode_64"),
 }
 
 
 def main() -> None:
-    out, letters, backends, *options = sys.argv[1:]
+    out, jobs, backends, *options = sys.argv[1:]
     results = []
-    for letter in letters:
-        spec, shape = JOBS[letter]
+    for job in jobs.split(","):
+        spec, shape = JOBS[job]
         config = BenchConfig(
-            directions=("decode",) if letter == "s" else ("forward", "backward"),
+            directions=("decode",) if job == "decode" else ("forward", "backward"),
             device="cuda",
             dtype="bfloat16",
             seconds=0.01 if "warm" in options else 1.0,
             graphs=not {"eager", "warm"} & {*options},
-            errors=letter == "p",
+            errors=job == "packed",
         )
         result = bench(spec, [SHAPES[shape]], backends.split(","), config)
         print(result.markdown(), flush=True)
