@@ -23,7 +23,7 @@ class KDA(DeltaRuleConfig):
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
     gate_rank: int | None = Field(default=None, ge=1, description="rank of the maps to decay and gate; None: K and V")
     decay_bound: float | None = Field(
-        default=None, lt=0, description="lower bound of log_decay, -5 in Ling 2.5; None: no bound"
+        default=None, lt=0, description="lower bound of log_decay, -5 in Ling 2.5 and GLM-5.3; None: no bound"
     )
 
     def spec(self) -> UpdateSpec:

@@ -24,11 +24,13 @@ class SoftplusDecay(LinearPart, Fusible):
 
     Args:
         per: "head", log_decay is [B, T, HV]; "channel", [B, T, HV, K], with W of rank `rank` (KDA).
-        rates: interval that exp(A_log) is drawn from uniformly, once per value head.
+        rates: interval that exp(A_log) is drawn from uniformly, once per value head; not used with a `bound`.
         writes: also scale v <- dt v (Mamba-2's discretisation of the input); needs per="head".
         bound: if given, log_decay = bound * sigmoid(exp(A_log) (W x + dt_bias)), which is never below `bound`
-            (Ling 2.5's KDA).
-    Initialisation: dt_bias such that dt is log-uniform in [1e-3, 1e-1], clamped at 1e-4 from below.
+            (the "safe gate" of KDA in flash-linear-attention, Ling 2.5 and GLM-5.3).
+    Initialisation: dt_bias such that dt is log-uniform in [1e-3, 1e-1], clamped at 1e-4 from below. With a bound A_log
+        is 0, so that log_decay starts near bound dt: the exp(A_log) of `rates` would multiply the negative dt_bias and
+        saturate the sigmoid.
     Source: Mamba-2 2405.21060; Gated DeltaNet 2412.06464, section 3; Kimi Linear 2510.26692.
     """
 
@@ -51,7 +53,10 @@ class SoftplusDecay(LinearPart, Fusible):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        self.A_log.uniform_(*self.rates).log_()
+        if self.bound is None:
+            self.A_log.uniform_(*self.rates).log_()
+        else:
+            self.A_log.zero_()
         init_dt_bias(self.dt_bias)
 
     def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:

@@ -64,6 +64,20 @@ def test_decay_rates_and_steps_are_those_of_mamba2(config: MixerConfig, low: flo
     assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
 
 
+def test_bounded_decay_of_kda_starts_with_a_rate_of_one() -> None:
+    """As flash-linear-attention's KimiDeltaAttention(safe_gate=True) and transformers' Glm5Next initialise it."""
+    mixer = build(KDA(heads=16, key_width=128, decay_bound=-5.0))
+    assert torch.equal(parameter(mixer, "operands.decay.A_log"), torch.zeros(16))
+    dt = torch.nn.functional.softplus(parameter(mixer, "operands.decay.dt_bias"))
+    assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
+    inputs = []
+    mixer.update.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    mixer(torch.zeros(1, 1, WIDTH))
+    # sigmoid(softplus^-1(dt)) = 1 - exp(-dt), with dt at least 1e-3
+    torch.testing.assert_close(inputs[0].log_decay.flatten(), 5 * torch.expm1(-dt), rtol=1e-4, atol=0)
+    assert inputs[0].log_decay.max() < -4.9e-3
+
+
 def test_mamba_starts_from_s4d_real_and_rounds_the_step_rank_up() -> None:
     mixer = build(Mamba(), 40)
     torch.testing.assert_close(parameter(mixer, "operands.selective.A_log").exp(), torch.arange(1.0, 17).expand(80, 16))
