@@ -8,7 +8,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.decays import SlopeDecay
+from deltazoo.mixers.parts.decays import SlopeDecay, Slopes
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import QKVProjection
@@ -17,8 +17,8 @@ from deltazoo.mixers.parts.projections import QKVProjection
 class LightningAttention(HeadConfig):
     """S_t = a_hl S_(t-1) + k_t v_t^T for head h in layer l, with SiLU on q, k and v.
 
-    a_hl = exp(-2^(-8 (h + 1) / heads) (1 - l / (layers - 1) + 1e-5)): ALiBi's slopes, with slower decays in later
-    layers. An RMS norm over all heads and a sigmoid gate follow the update.
+    a_hl = exp(-s_h (1 - l / (layers - 1) + 1e-5)) with ALiBi's slopes, s_h = 2^(-8 (h + 1) / heads) if the number of
+    heads is a power of two; decays are slower in later layers. An RMS norm over all heads and a sigmoid gate follow.
     """
 
     name: ClassVar[str] = "lightning_attention"
@@ -26,10 +26,15 @@ class LightningAttention(HeadConfig):
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
     norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output norm")
 
+    slopes: Slopes = Field(
+        default="alibi",
+        description="s_h if heads is no power of two: alibi: as in the paper's code; power: as if it were one",
+    )
+
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="fixed", transition="additive", scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = QKVProjection(shape, silu="qkv")
         outputs = {"norm": HeadNorm(shape, self.norm_eps, over="all"), "gate": OutputGate(shape, "sigmoid")}
-        return Parts(projection, {"decay": SlopeDecay(shape, place)}, outputs)
+        return Parts(projection, {"decay": SlopeDecay(shape, place, self.slopes)}, outputs)

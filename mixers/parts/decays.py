@@ -17,6 +17,7 @@ from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, projection
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
+Slopes = Literal["alibi", "power"]
 
 
 class SoftplusDecay(LinearPart, Fusible):
@@ -155,24 +156,30 @@ class FixedDecay(OperandPart):
 
 
 class SlopeDecay(OperandPart):
-    """log_decay_h = -2^(-8 (h + 1) / HV) (1 - l / (L - 1) + 1e-5) for value head h in layer l of L.
+    """log_decay_h = -s_h (1 - l / (L - 1) + 1e-5) for value head h in layer l of L, with l / (L - 1) = 0 if L = 1.
 
-    Source: Lightning Attention-2 2401.04658 (the slopes of ALiBi); the layer's factor, MiniMax-01 2501.08313.
+    Args: slopes: "power": s_h = 2^(-8 (h + 1) / HV). "alibi": the same if HV is a power of two; otherwise, with P the
+        next lower power of two, the first P heads have the slopes of P heads, and the others the first, third, fifth...
+        slope of 2 P heads.
+    Source: Lightning Attention-2 2401.04658 (the slopes of ALiBi, 2108.12409) and its code; the layer's factor,
+        MiniMax-01 2501.08313.
     """
 
-    def __init__(self, shape: HeadShape, place: Place) -> None:
+    def __init__(self, shape: HeadShape, place: Place, slopes: Slopes) -> None:
         super().__init__()
-        self.heads = shape.value_heads
-        self.factor = 1 - place.layer / (place.depth - 1 + 1e-5) + 1e-5
+        self.heads, self.slopes = shape.value_heads, slopes
+        self.factor = 1 - place.layer / max(place.depth - 1, 1) + 1e-5
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         head_HV = torch.arange(1, self.heads + 1, device=x.device, dtype=state_dtype(inputs.q.dtype))
-        return inputs._replace(log_decay=-self.factor * torch.exp2(-8 / self.heads * head_HV)), None
+        first = self.heads if self.slopes == "power" else 2 ** (self.heads.bit_length() - 1)
+        exponent_HV = torch.where(head_HV > first, (8 * (head_HV - first) - 4) / first, 8 * head_HV / first)
+        return inputs._replace(log_decay=-self.factor * torch.exp2(-exponent_HV)), None
 
     def extra_repr(self) -> str:
-        return f"factor={self.factor:g}"
+        return f"factor={self.factor:g}, slopes={self.slopes!r}"
 
 
 class TiedInputGate(OperandPart):

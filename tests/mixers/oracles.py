@@ -323,14 +323,16 @@ class FalconMamba(MambaOracle):
 
 
 class MiniMax(Oracle):
-    ours = LightningAttention(heads=4, key_width=8, value_width=8)
+    """With six heads, for which their slopes differ from those of Lightning Attention."""
+
+    ours = LightningAttention(heads=6, key_width=8, value_width=8, slopes="power")
     place = Place(2, 5)
 
     def __init__(self) -> None:
         from transformers import MiniMaxConfig
         from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
-        sizes = {"hidden_size": WIDTH, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 5}
+        sizes = {"hidden_size": WIDTH, "num_attention_heads": 6, "head_dim": 8, "num_hidden_layers": 5}
         self.theirs = MiniMaxLightningAttention(MiniMaxConfig(**sizes, block_size=16, rms_norm_eps=1e-6), 2)
 
     def call(self, x: Tensor, cache: Any) -> Tensor:
@@ -338,7 +340,7 @@ class MiniMax(Oracle):
 
     def map_parameters(self, w: Tensors) -> Tensors:
         return {
-            "project.to_qkv.weight": rearrange(w["qkv_proj.weight"], "(h three e) d -> (three h e) d", h=4, three=3),
+            "project.to_qkv.weight": rearrange(w["qkv_proj.weight"], "(h three e) d -> (three h e) d", h=6, three=3),
             "outputs.norm.weight": w["norm.weight"],
             "outputs.gate.proj.weight": w["output_gate.weight"],
             "out.weight": w["out_proj.weight"],

@@ -23,7 +23,7 @@ from deltazoo.mixers.parts.complex_decays import LRUDecay, S5Decay
 from deltazoo.mixers.parts.complex_states import ToRotatingFrame
 from deltazoo.mixers.parts.conjugate_gradient import ConjugateGradientSolve
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.decays import FixedDecay, SigmoidDecay, SoftplusDecay
+from deltazoo.mixers.parts.decays import FixedDecay, SigmoidDecay, SlopeDecay, Slopes, SoftplusDecay
 from deltazoo.mixers.parts.diagonal_ssm import DiagonalSSM
 from deltazoo.mixers.parts.exponential_gating import ExponentialGate
 from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures
@@ -135,6 +135,30 @@ def test_fixed_decay_equals_the_decay_of_retnet() -> None:
     log_decay = FixedDecay(SHAPE)(torch.empty(1, 1, 8), operands(), None, Context())[0].log_decay
     expected = [1 - 2.0**-5, 1 - 2.0**-6, 1 - 2.0**-7, 1 - 2.0**-8]
     torch.testing.assert_close(log_decay.exp(), torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("slopes", "exponents"),
+    [
+        # -log2 of _build_slope_tensor(n) in OpenNLPLab's lightning-attention
+        ("alibi", [4, 8]),
+        ("alibi", [4, 8, 2]),
+        ("alibi", [2, 4, 6, 8, 1, 3]),
+        ("alibi", [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]),
+        ("alibi", [*(i / 2 for i in range(1, 17)), 0.25, 0.75, 1.25, 1.75]),
+        # of get_slope_rate in transformers' MiniMaxLightningAttention
+        ("power", [4, 8]),
+        ("power", [8 / 6 * i for i in range(1, 7)]),
+    ],
+)
+@pytest.mark.parametrize(("layer", "depth", "factor"), [(0, 1, 1 + 1e-5), (2, 5, 0.5 + 1e-5), (4, 5, 1e-5)])
+def test_slopes_equal_those_of_lightning_attention(
+    slopes: Slopes, exponents: list[float], layer: int, depth: int, factor: float
+) -> None:
+    decay = SlopeDecay(SHAPE._replace(value_heads=len(exponents)), Place(layer, depth), slopes)
+    log_decay = decay(torch.empty(1, 1, 8), operands(), None, Context())[0].log_decay
+    expected = [-factor * 2.0**-exponent for exponent in exponents]
+    torch.testing.assert_close(log_decay, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 def test_rotary_preserves_norms_and_depends_on_relative_positions_only() -> None:
