@@ -13,6 +13,8 @@ from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, StatelessOutputPart
 
+NormKind = Literal["rms", "layer"]
+
 
 class RMSNorm(nn.Module):
     """x <- weight * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 (float64 for float64 inputs).
@@ -46,6 +48,7 @@ class HeadNorm(StatelessOutputPart, Fusible):
             "each": each head, with a weight per head (mLSTM, RWKV). "group": the HV / H value heads of a key head
             (Mamba-2). "all": all heads (MiniMax). The last three have weights [HV * V].
         bias: whether a bias is added after the weight.
+        weighted: whether there is a weight.
     Initialisation: weight 1, bias 0.
     """
 
@@ -53,20 +56,22 @@ class HeadNorm(StatelessOutputPart, Fusible):
         self,
         shape: HeadShape,
         eps: float,
-        kind: Literal["rms", "layer"] = "rms",
+        kind: NormKind = "rms",
         over: Literal["head", "each", "group", "all"] = "head",
         bias: bool = False,
+        weighted: bool = True,
     ) -> None:
         super().__init__()
         self.eps, self.kind = eps, kind
         self.groups = {"group": shape.heads, "all": 1}.get(over, shape.value_heads)
         size = shape.value_width if over == "head" else shape.value_heads * shape.value_width
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.empty(size)) if weighted else None
         self.bias = nn.Parameter(torch.empty(size)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -75,21 +80,26 @@ class HeadNorm(StatelessOutputPart, Fusible):
         if self.kind == "layer":
             wide = grouped.to(state_dtype(o.dtype))
             grouped = wide - wide.mean(-1, keepdim=True)
-        weight = self.weight if self.weight.shape[0] == grouped.shape[-1] else self.weight.view(self.groups, -1)
+        weight = self.weight
+        if weight is not None and weight.shape[0] != grouped.shape[-1]:
+            weight = weight.view(self.groups, -1)
         normed = rms_norm(grouped, weight, self.eps).reshape(o.shape)
         if self.bias is not None:
             normed = normed + self.bias.to(normed.dtype).view(-1, o.shape[-1])
         return normed.to(o.dtype)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
-        return step._replace(norm=self.kind, eps=self.eps) if not step.norm and self.groups == step.HV else None
+        if step.norm or self.groups != step.HV or self.weight is None:
+            return None
+        return step._replace(norm=self.kind, eps=self.eps)
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        inputs: dict[str, Tensor] = {"norm_weight": self.weight}
-        return inputs if self.bias is None else {**inputs, "norm_bias": self.bias}
+        inputs = {"norm_weight": self.weight, "norm_bias": self.bias}
+        return {name: parameter for name, parameter in inputs.items() if parameter is not None}
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, kind={self.kind!r}, groups={self.groups}, eps={self.eps:g}"
+        weighted = self.weight is not None
+        return f"kind={self.kind!r}, groups={self.groups}, eps={self.eps:g}, weighted={weighted}"
 
 
 class UnitNorm(OperandPart):

@@ -46,6 +46,7 @@ COMBINATIONS: dict[str, MixerConfig] = {
     ),
     "EFLA with channel decay": small("kda", reparam="efla", conv_width=0),
     "gated Longhorn, 2 householders": small("gated_longhorn", householders=2, conv_width=2),
+    "retnet, RMS norm without a weight": small("retnet", norm="rms", norm_weight=False),
     "mom of rwkv4, one active": small(
         "mom", memory={"mixer": "rwkv4", "channels": 8}, memories=2, active=1, shared=False
     ),

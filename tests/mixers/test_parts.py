@@ -100,6 +100,8 @@ def test_head_norm_equals_torch(over: str) -> None:
         torch.testing.assert_close(
             norm(o, arguments, None, Context())[0], (plain * weight).view_as(o), rtol=1e-12, atol=0
         )
+        unweighted = HeadNorm(SHAPE, 1e-3, kind, over, weighted=False)
+        torch.testing.assert_close(unweighted(o, arguments, None, Context())[0], plain.view_as(o), rtol=1e-12, atol=0)
 
 
 def test_unit_norm_divides_by_the_norm_and_maps_zero_to_zero() -> None:
