@@ -12,18 +12,22 @@ from deltazoo.mixers.parts.decays import SoftplusDecay
 from deltazoo.mixers.parts.feedback import Feedback
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.output_gates import OutputGate
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class Comba(DeltaRuleConfig):
     """S_t = (a_t - beta_t k_t e_t^T) S_(t-1) + beta_t k_t v_t^T with e = sigmoid(b) k, and o_t = S_t^T (q_t - d k_t).
 
     The erase reads the state before the decay. b and d are learned per head. The paper calls the scaled erase key
-    state feedback, and the corrected query output feedback.
+    state feedback, and the corrected query output feedback. q and k have unit length, before the feedback as in the
+    paper's equations. With norm_after=True, the form that the authors train, p = sigmoid(b) k is subtracted from q, as
+    q - d p, and q, k and e = p get unit length after that.
     """
 
     name: ClassVar[str] = "comba"
     source: ClassVar[str] = "Hu 2025, arXiv 2506.02475"
     correction: float = Field(default=1.0, description="initial d; 0.02 in the paper's small models")
+    norm_after: bool = Field(default=False, description="normalise q, k and e after the feedback: the authors' code")
 
     def spec(self) -> UpdateSpec:
         fields = {**self.delta_rule_spec("head").model_dump(), "erase_key": "own", "erase_from": "previous"}
@@ -33,7 +37,8 @@ class Comba(DeltaRuleConfig):
         return self.head_shape(width, key_share=0.75, value_share=1.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = self.qkv_projection(shape)
-        operands = {**self.beta(shape), "feedback": Feedback(shape, self.correction), "decay": SoftplusDecay(shape)}
+        projection = QKVProjection(shape, self.conv_width, silu="qkv", unit="" if self.norm_after else "qk")
+        feedback = Feedback(shape, self.correction, self.norm_after)
+        operands = {**self.beta(shape), "feedback": feedback, "decay": SoftplusDecay(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, "sigmoid")}
         return Parts(projection, operands, outputs)

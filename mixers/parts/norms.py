@@ -14,6 +14,7 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, StatelessOutputPart
 
 NormKind = Literal["rms", "layer"]
+UnitNormKind = Literal["l2", "l1"]
 
 
 class RMSNorm(nn.Module):
@@ -113,21 +114,15 @@ class UnitNorm(OperandPart):
     Source: Yang 2024, 2406.06484.
     """
 
-    def __init__(self, norm: Literal["l2", "l1"] = "l2", which: Literal["qk", "q"] = "qk") -> None:
+    def __init__(self, norm: UnitNormKind = "l2", which: Literal["qk", "q"] = "qk") -> None:
         super().__init__()
         self.norm, self.which = norm, which
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        k = self._unit(inputs.k) if "k" in self.which else inputs.k
-        return inputs._replace(q=self._unit(inputs.q), k=k), None
-
-    def _unit(self, x: Tensor) -> Tensor:
-        wide = x.to(state_dtype(x.dtype))
-        if self.norm == "l1":
-            return (wide / (wide.abs().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        k = unit_norm(inputs.k, self.norm) if "k" in self.which else inputs.k
+        return inputs._replace(q=unit_norm(inputs.q, self.norm), k=k), None
 
     def extra_repr(self) -> str:
         return f"{self.norm!r}, which={self.which!r}"
@@ -138,3 +133,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.to(state_dtype(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight.to(wide.dtype)).to(x.dtype)
+
+
+def unit_norm(x: Tensor, norm: UnitNormKind = "l2") -> Tensor:
+    """Return x divided by its norm over the last dimension, as in `UnitNorm`, in the dtype of x."""
+    wide = x.to(state_dtype(x.dtype))
+    if norm == "l1":
+        return (wide / (wide.abs().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

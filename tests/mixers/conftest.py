@@ -45,6 +45,7 @@ COMBINATIONS: dict[str, MixerConfig] = {
         "deltanet", negative_eigenvalues="both", householders=3, feature="elu+1", qk_norm="l1"
     ),
     "EFLA with channel decay": small("kda", reparam="efla", conv_width=0),
+    "comba, norm after the feedback, 2 householders": small("comba", norm_after=True, householders=2),
     "gated Longhorn, 2 householders": small("gated_longhorn", householders=2, conv_width=2),
     "retnet, RMS norm without a weight": small("retnet", norm="rms", norm_weight=False),
     "mom of rwkv4, one active": small(

@@ -84,18 +84,27 @@ def gated_deltanet2(w: Weights, x: Tensor) -> Tensor:
     return out(w, gate(w, x, rms_norm(w, o), torch.sigmoid))
 
 
-def comba(w: Weights, x: Tensor) -> Tensor:
-    q, k, v = silu_qkv(w, x)
-    q, k = unit(q), unit(k)
-    a, strength = softplus_decay(w, x), beta(w, x)
-    b, d = (per_value_head(w[f"operands.feedback.{name}"], 0)[:, None] for name in "bd")
+def comba(norm_after: bool) -> Equation:
+    """With norm_after as in the layer of flash-linear-attention, which normalises q, k and p in its kernel."""
 
-    def step(S: Tensor, t: int) -> Tensor:
-        erased = read(S, torch.sigmoid(b) * k[:, t])
-        return a[:, t, ..., None] * S + outer(strength[:, t] * k[:, t], v[:, t] - erased)
+    def equation(w: Weights, x: Tensor) -> Tensor:
+        q, k, v = silu_qkv(w, x)
+        b, d = (per_value_head(w[f"operands.feedback.{name}"], 0)[:, None] for name in "bd")
+        if norm_after:
+            p = torch.sigmoid(b) * k
+            q, k, p = unit(q - d * p), unit(k), unit(p)
+        else:
+            q, k = unit(q) - d * unit(k), unit(k)
+            p = torch.sigmoid(b) * k
+        a, strength = softplus_decay(w, x), beta(w, x)
 
-    o = scan(step, lambda S, t: K**-0.5 * read(S, q[:, t] - d * k[:, t]), zero_state(x))
-    return out(w, gate(w, x, rms_norm(w, o), torch.sigmoid))
+        def step(S: Tensor, t: int) -> Tensor:
+            return a[:, t, ..., None] * S + outer(strength[:, t] * k[:, t], v[:, t] - read(S, p[:, t]))
+
+        o = scan(step, lambda S, t: K**-0.5 * read(S, q[:, t]), zero_state(x))
+        return out(w, gate(w, x, rms_norm(w, o), torch.sigmoid))
+
+    return equation
 
 
 def householder_products(q: Tensor, k: Tensor, v: Tensor, a: Tensor, strength: Tensor) -> Tensor:
@@ -213,7 +222,8 @@ CASES: dict[str, Case] = {
         gated_deltanet_doubled_erase,
     ),
     "gated_deltanet2": (GatedDeltaNet2(**HEADS), gated_deltanet2),
-    "comba": (Comba(**HEADS), comba),
+    "comba": (Comba(**HEADS), comba(norm_after=False)),
+    "comba, norm after the feedback": (Comba(**HEADS, norm_after=True), comba(norm_after=True)),
     "deltaproduct": (DeltaProduct(**HEADS, householders=3), deltaproduct(gated=False)),
     "gated_deltaproduct": (GatedDeltaProduct(**HEADS, householders=3), deltaproduct(gated=True)),
     "efla": (EFLA(**HEADS), efla),
