@@ -13,15 +13,19 @@ from deltazoo.mixers.parts.decays import SoftplusDecay
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.output_gates import OutputGate
 
+QUERY_NORM = "divide q by its L2 norm; False in NVlabs' gated Longhorn"
+
 
 class GatedDeltaNetConfig(DeltaRuleConfig, ABC):
     """Delta rule with Mamba-2's decay per head and a gated RMS norm."""
+
+    query_norm: bool = Field(default=True, description=QUERY_NORM)
 
     def spec(self) -> UpdateSpec:
         return self.delta_rule_spec("head")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = self.qkv_projection(shape)
+        projection = self.qkv_projection(shape, self.query_norm)
         operands = {**self.beta(shape), "decay": SoftplusDecay(shape)}
         return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)})
 
@@ -50,12 +54,14 @@ class GatedEFLA(GatedDeltaNetConfig):
 class GatedLonghorn(GatedDeltaNetConfig):
     """S_t = (I - f_t k_t k_t^T) a_t S_(t-1) + f_t k_t v_t^T, f_t = beta_t / (1 + beta_t |k_t|^2).
 
-    k is not normalised: its length affects the step.
+    k is not normalised: its length affects the step. Nor is q, as in the layer of NVlabs/GatedDeltaNet with
+    qk_norm="longhorn", whose map to beta also has a bias.
     """
 
     name: ClassVar[str] = "gated_longhorn"
-    source: ClassVar[str] = "Longhorn, arXiv 2407.14207, with the decay of arXiv 2412.06464; new here"
+    source: ClassVar[str] = "NVlabs/GatedDeltaNet, of arXiv 2412.06464; Longhorn, Liu et al. 2024, arXiv 2407.14207"
     reparam: Reparam = Field(default="longhorn", description=REPARAM)
+    query_norm: bool = Field(default=False, description=QUERY_NORM)
 
 
 class GatedDeltaProduct(GatedDeltaNetConfig):

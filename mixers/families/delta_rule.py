@@ -9,7 +9,7 @@ from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSp
 from deltazoo.mixers.core.part import HeadShape, OperandPart
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.beta import Beta, ChannelBeta
-from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.projections import QKVProjection, Streams
 
 NEGATIVE_EIGENVALUES = "off; both: double the erase and write strengths; erase: double only the erase strength"
 REPARAM = "step of the delta rule: none: explicit Euler; efla: exact; longhorn: implicit Euler"
@@ -29,9 +29,15 @@ class DeltaRuleConfig(HeadConfig, ABC):
         """Streams divided by their L2 norm. A `reparam` needs the length of k for its step, so k is not normalised."""
         return "qk" if self.reparam == "none" else "q"
 
-    def qkv_projection(self, shape: HeadShape) -> QKVProjection:
-        """Create the projection to q, k and v with a short convolution, SiLU, and L2 norms of the streams in `unit`."""
-        return QKVProjection(shape, self.conv_width, silu="qkv", unit=self.unit)
+    def qkv_projection(self, shape: HeadShape, query_norm: bool = True) -> QKVProjection:
+        """Create the projection to q, k and v with a short convolution, SiLU, and L2 norms of the streams in `unit`.
+
+        Args: query_norm: False leaves q as it is.
+        """
+        unit: Streams = self.unit
+        if not query_norm:
+            unit = "k" if "k" in unit else ""
+        return QKVProjection(shape, self.conv_width, silu="qkv", unit=unit)
 
     def beta(self, shape: HeadShape) -> dict[str, OperandPart]:
         """Create the part that computes the erase and write strengths, per head or per channel as in the spec."""

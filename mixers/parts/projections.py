@@ -16,7 +16,7 @@ from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, is_unmodifie
 from deltazoo.mixers.parts.convolution import ShortConv
 
 # A subset of q, k and v
-Streams = Literal["", "q", "v", "qk", "qkv"]
+Streams = Literal["", "q", "k", "v", "qk", "qkv"]
 
 
 class QKVProjection(Fusible, Stateful):

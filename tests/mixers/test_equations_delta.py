@@ -165,12 +165,13 @@ def longhorn(w: Weights, x: Tensor) -> Tensor:
     return out(w, gate(w, x, rms_norm(w, recurrence(q, k, F.silu(v), None, strength, strength))))
 
 
-def integrated(exact: bool) -> Equation:
+def integrated(exact: bool, query_norm: bool = True) -> Equation:
     """Integrate dS/dt = -k k^T S + k v^T over beta by the matrix exponential, or by one implicit Euler step."""
 
     def equation(w: Weights, x: Tensor) -> Tensor:
         q, k, v = silu_qkv(w, x)
-        q, a, time = unit(q), softplus_decay(w, x), beta(w, x)[..., None]
+        q = unit(q) if query_norm else q
+        a, time = softplus_decay(w, x), beta(w, x)[..., None]
         eye = torch.eye(K, dtype=x.dtype)
 
         def step(S: Tensor, t: int) -> Tensor:
@@ -230,7 +231,8 @@ CASES: dict[str, Case] = {
     "efla with channel decay": (KDA(**HEADS, reparam="efla"), kda_efla),
     "gated_efla": (GatedEFLA(**HEADS), integrated(exact=True)),
     "longhorn": (Longhorn(**HEADS), longhorn),
-    "gated_longhorn": (GatedLonghorn(**HEADS), integrated(exact=False)),
+    "gated_longhorn": (GatedLonghorn(**HEADS), integrated(exact=False, query_norm=False)),
+    "gated_longhorn, query norm": (GatedLonghorn(**HEADS, query_norm=True), integrated(exact=False)),
     "gated_deltanet, longhorn": (GatedDeltaNet(**HEADS, reparam="longhorn"), integrated(exact=False)),
     "rwkv7": (RWKV7(**HEADS, ranks=(3, 0, 3, 2, 4)), rwkv7),
 }
