@@ -19,7 +19,8 @@ class HGRN(ChannelConfig):
     """h_t = f_t exp(i w) h_(t-1) + (1 - f_t) c_t with c = silu(W x), f = g + (1 - g) sigmoid(W x + b).
 
     w is a learned angle per channel. g is a learned lower bound, whose initial value rises with the layer. A sigmoid
-    gate and a layer norm follow the update.
+    gate and then a layer norm follow the update, in the order that the README of OpenNLPLab/HGRN states; their package
+    hgru-pytorch applies the norm first.
     """
 
     name: ClassVar[str] = "hgrn"
