@@ -1,5 +1,7 @@
 """Mixers in low precision: gates and states stay in float32, outputs and gradients stay close to float64."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from deltazoo.backends.base import Backend
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
-from deltazoo.mixers.core.mixer import Mixer, MixerConfig
+from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place
 
 
 def without_zero_parameters(mixer: Mixer) -> Mixer:
@@ -34,6 +36,25 @@ def in_float64(config: MixerConfig, like: Mixer, width: int) -> Mixer:
     mixer = config.build(width, backend="reference").double()
     mixer.load_state_dict({name: value.double() for name, value in like.state_dict().items()})
     return mixer
+
+
+@pytest.fixture
+def float64_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("float64_by_default")
+def test_a_mixer_built_with_float64_as_default_dtype_is_float64(config: MixerConfig) -> None:
+    mixer = config.build(24, Place(1, 4), backend="reference")
+    mixer.init_weights()
+    for name, tensor in [*mixer.named_parameters(), *mixer.named_buffers()]:
+        assert tensor.dtype == torch.float64 or not tensor.is_floating_point(), name
+    y, state = mixer(torch.randn(2, 3, 24), mixer.init_state(2, 8))
+    assert y.dtype == torch.float64
+    assert {leaf.dtype for leaf in tree_leaves(state)} <= {torch.float64, torch.int64}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
