@@ -81,7 +81,7 @@ class HeadNorm(StatelessOutputPart, Fusible):
         if self.kind == "layer":
             wide = grouped.to(state_dtype(o.dtype))
             grouped = wide - wide.mean(-1, keepdim=True)
-        weight = self.weight
+        weight: Tensor | None = self.weight
         if weight is not None and weight.shape[0] != grouped.shape[-1]:
             weight = weight.view(self.groups, -1)
         normed = rms_norm(grouped, weight, self.eps).reshape(o.shape)
