@@ -242,6 +242,21 @@ class BailingHybrid(KimiLinear):
         return gradient[:, :WIDTH] if ".proj.1." in name else gradient
 
 
+class Glm5Next(KimiLinear):
+    """KDA with low-rank maps and a lower bound of the decay."""
+
+    ours = KDA(heads=3, key_width=8, value_width=8, decay_bound=-5.0)
+
+    def __init__(self) -> None:
+        pytest.importorskip("transformers", minversion="5.23", reason="GLM-5.3 needs transformers 5.23 or newer")
+        from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+        from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
+
+        sizes = {"hidden_size": WIDTH, "linear_num_heads": 3, "linear_head_dim": 8, "num_hidden_layers": 1}
+        self.config = Glm5NextTextConfig(**sizes, layer_types=["linear_attention"], rms_norm_eps=1e-5)
+        self.theirs = Glm5NextTextLinearAttention(self.config, 0)
+
+
 class Mamba2Oracle(Oracle):
     ours = Mamba2(heads=2, key_width=6, value_width=8)
 
@@ -519,6 +534,7 @@ ORACLES: list[type[Oracle]] = [
     OlmoHybrid,
     KimiLinear,
     BailingHybrid,
+    Glm5Next,
     Mamba2Oracle,
     MambaOracle,
     FalconMamba,
