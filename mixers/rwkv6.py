@@ -37,5 +37,6 @@ class RWKV6(HeadConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = RWKV6Projection(shape, place, Ranks(self.decay_rank, self.mix_rank))
         bonus = Bonus(shape, initial_bonus(shape, place))
-        norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
+        initial_weight = ((place.layer + 1) / place.depth) ** 0.7
+        norm = HeadNorm(shape, self.norm_eps, "layer", "each", bias=True, initial_weight=initial_weight)
         return Parts(projection, {}, {"bonus": bonus, "norm": norm, "gate": PrecomputedGate("silu")})

@@ -40,5 +40,6 @@ class RWKV7(HeadConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = RWKV7Projection(shape, place, self.ranks or Ranks.for_width(shape.width))
-        norm = HeadNorm(shape, self.norm_eps, kind="layer", over="each", bias=True)
+        initial_weight = ((place.layer + 1) / place.depth) ** 0.7
+        norm = HeadNorm(shape, self.norm_eps, "layer", "each", bias=True, initial_weight=initial_weight)
         return Parts(projection, {}, {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": PrecomputedGate()})

@@ -21,7 +21,7 @@ State = Any
 class Place(NamedTuple):
     """Position of a mixer in the model: index `layer`, from 0, of `depth` layers.
 
-    Some initial values depend on it: slopes, lower bounds of decays, RWKV's mixing weights.
+    Some initial values depend on it: slopes, lower bounds of decays, RWKV's mixing weights and norms.
     """
 
     layer: int = 0

@@ -50,7 +50,8 @@ class HeadNorm(StatelessOutputPart, Fusible):
             (Mamba-2). "all": all heads (MiniMax). The last three have weights [HV * V].
         bias: whether a bias is added after the weight.
         weighted: whether there is a weight.
-    Initialisation: weight 1, bias 0.
+        initial_weight: initial value of the weight (RWKV-6 and RWKV-7: it depends on the layer).
+    Initialisation: weight `initial_weight`, bias 0.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class HeadNorm(StatelessOutputPart, Fusible):
         over: Literal["head", "each", "group", "all"] = "head",
         bias: bool = False,
         weighted: bool = True,
+        initial_weight: float = 1.0,
     ) -> None:
         super().__init__()
-        self.eps, self.kind = eps, kind
+        self.eps, self.kind, self.initial_weight = eps, kind, initial_weight
         self.groups = {"group": shape.heads, "all": 1}.get(over, shape.value_heads)
         size = shape.value_width if over == "head" else shape.value_heads * shape.value_width
         self.weight = nn.Parameter(torch.empty(size)) if weighted else None
@@ -72,7 +74,7 @@ class HeadNorm(StatelessOutputPart, Fusible):
 
     def reset_parameters(self) -> None:
         if self.weight is not None:
-            nn.init.ones_(self.weight)
+            nn.init.constant_(self.weight, self.initial_weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

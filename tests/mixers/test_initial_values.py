@@ -111,6 +111,20 @@ def test_initial_values_of_rwkv7_are_the_published_ones() -> None:
         assert_uniform(parameter(mixer, f"project.{name}.weight"), -spread * 128**-0.5, spread * 128**-0.5)
 
 
+@pytest.mark.parametrize("config", [RWKV6(), RWKV7()], ids=lambda config: config.name)
+def test_group_norm_of_rwkv_starts_at_a_power_of_the_layer(config: MixerConfig) -> None:
+    """((1 + l) / n_layer) ** 0.7: `generate_init_weight` of RWKV-v5 and of RWKV-v7/train_temp, src/model.py."""
+    for layer, weight in enumerate([0.324131, 0.526553, 0.699368, 0.855388, 1.0]):
+        mixer = config.build(128, Place(layer, 5), backend="reference")
+        for _ in range(2):
+            torch.testing.assert_close(
+                parameter(mixer, "outputs.norm.weight"), torch.full((128,), weight), rtol=2e-6, atol=0
+            )
+            assert not parameter(mixer, "outputs.norm.bias").any()
+            torch.nn.init.normal_(mixer.get_parameter("outputs.norm.weight"))
+            mixer.init_weights()
+
+
 def test_initial_angles_of_hgrn_are_the_published_ones() -> None:
     turn = parameter(build(HGRN(channels=8), 8), "operands.turn_in.turn")
     torch.testing.assert_close(turn, torch.tensor([10000 ** (-2 * i / 8) for i in range(8)]))
