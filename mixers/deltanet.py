@@ -8,27 +8,34 @@ from pydantic import Field
 from deltazoo.backends.spec import NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DELTA_STEPS, NEGATIVE_EIGENVALUES, REPARAM, DeltaRuleConfig
+from deltazoo.mixers.families.delta_rule import (
+    DELTA_STEPS,
+    NEGATIVE_EIGENVALUES,
+    OUTPUT_GATE,
+    REPARAM,
+    DeltaRuleConfig,
+)
 from deltazoo.mixers.parts.feature_maps import Feature, FeatureMap
-from deltazoo.mixers.parts.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.parts.norms import UnitNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class DeltaNetConfig(DeltaRuleConfig, ABC):
-    """Delta rule without a decay, with an RMS norm per head."""
+    """Delta rule without a decay, with an RMS norm per head and an optional gate."""
 
     feature: Feature = Field(default="silu", description="feature map of q and k, before they are normalised")
     qk_norm: Literal["l2", "l1"] = Field(default="l2", description="norm that makes q and k unit vectors")
+    gate: bool = Field(default=False, description=OUTPUT_GATE)
 
     def spec(self) -> UpdateSpec:
         return self.delta_rule_spec("none")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         if (self.feature, self.qk_norm) == ("silu", "l2"):
-            return Parts(self.qkv_projection(shape), self.beta(shape), {"norm": HeadNorm(shape, self.norm_eps)})
+            return Parts(self.qkv_projection(shape), self.beta(shape), self.norm_and_gate(shape, self.gate))
         projection = QKVProjection(shape, self.conv_width, silu="v")
         keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit)}
-        return Parts(projection, {**keys, **self.beta(shape)}, {"norm": HeadNorm(shape, self.norm_eps)})
+        return Parts(projection, {**keys, **self.beta(shape)}, self.norm_and_gate(shape, self.gate))
 
 
 class DeltaNet(DeltaNetConfig):
@@ -56,10 +63,12 @@ class EFLA(DeltaNetConfig):
 class DeltaProduct(DeltaNetConfig):
     """S_t = S_(t-1) after n steps S <- (I - 2 beta k k^T) S + 2 beta k v^T per token, with eigenvalues in [-1, 1].
 
-    The product of several Householder-like steps can rotate and permute the state.
+    The product of several Householder-like steps can rotate and permute the state. The authors' language models have
+    K = V = 128 and no gate. fla's layer has a gate, K = 3/4 width / heads and V = 2 K by default.
     """
 
     name: ClassVar[str] = "deltaproduct"
     source: ClassVar[str] = "Siems 2025, arXiv 2502.10297"
     householders: int = Field(default=2, ge=1, description=DELTA_STEPS)
     negative_eigenvalues: NegativeEigenvalues = Field(default="both", description=NEGATIVE_EIGENVALUES)
+    gate: bool = Field(default=True, description=OUTPUT_GATE)

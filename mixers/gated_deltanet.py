@@ -8,16 +8,22 @@ from pydantic import Field
 from deltazoo.backends.spec import NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DELTA_STEPS, NEGATIVE_EIGENVALUES, REPARAM, DeltaRuleConfig
+from deltazoo.mixers.families.delta_rule import (
+    DELTA_STEPS,
+    NEGATIVE_EIGENVALUES,
+    OUTPUT_GATE,
+    REPARAM,
+    DeltaRuleConfig,
+)
 from deltazoo.mixers.parts.decays import SoftplusDecay
-from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.output_gates import OutputGate
 
 QUERY_NORM = "divide q by its L2 norm; False in NVlabs' gated Longhorn"
 
 
 class GatedDeltaNetConfig(DeltaRuleConfig, ABC):
-    """Delta rule with Mamba-2's decay per head and a gated RMS norm."""
+    """Delta rule with Mamba-2's decay per head, an RMS norm per head and a gate."""
+
+    gate: bool = Field(default=True, description=OUTPUT_GATE)
 
     query_norm: bool = Field(default=True, description=QUERY_NORM)
 
@@ -27,7 +33,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig, ABC):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = self.qkv_projection(shape, self.query_norm)
         operands = {**self.beta(shape), "decay": SoftplusDecay(shape)}
-        return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)})
+        return Parts(projection, operands, self.norm_and_gate(shape, self.gate))
 
 
 class GatedDeltaNet(GatedDeltaNetConfig):
@@ -65,7 +71,10 @@ class GatedLonghorn(GatedDeltaNetConfig):
 
 
 class GatedDeltaProduct(GatedDeltaNetConfig):
-    """S_t = a_t S_(t-1) after n steps S <- (I - 2 beta k k^T) S + 2 beta k v^T per token."""
+    """S_t = a_t S_(t-1) after n steps S <- (I - 2 beta k k^T) S + 2 beta k v^T per token.
+
+    fla's layer has K = 3/4 width / heads and V = 2 K by default.
+    """
 
     name: ClassVar[str] = "gated_deltaproduct"
     source: ClassVar[str] = "Siems 2025, arXiv 2502.10297"

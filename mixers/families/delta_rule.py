@@ -6,14 +6,17 @@ from typing import Literal
 from pydantic import Field
 
 from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
-from deltazoo.mixers.core.part import HeadShape, OperandPart
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputPart
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.beta import Beta, ChannelBeta
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import QKVProjection, Streams
 
 NEGATIVE_EIGENVALUES = "off; both: double the erase and write strengths; erase: double only the erase strength"
 REPARAM = "step of the delta rule: none: explicit Euler; efla: exact; longhorn: implicit Euler"
 DELTA_STEPS = "delta steps per token"
+OUTPUT_GATE = "output gate after the norm: o <- o * silu(W x)"
 
 
 class DeltaRuleConfig(HeadConfig, ABC):
@@ -43,6 +46,11 @@ class DeltaRuleConfig(HeadConfig, ABC):
         """Create the part that computes the erase and write strengths, per head or per channel as in the spec."""
         spec = self.spec()
         return {"beta": ChannelBeta(shape, spec) if spec.beta == "channel" else Beta(shape, spec)}
+
+    def norm_and_gate(self, shape: HeadShape, gate: bool) -> dict[str, OutputPart]:
+        """Create the RMS norm per head and, if `gate`, the SiLU gate after it."""
+        norm: dict[str, OutputPart] = {"norm": HeadNorm(shape, self.norm_eps)}
+        return {**norm, "gate": OutputGate(shape)} if gate else norm
 
     def delta_rule_spec(self, decay: Decay, beta: Literal["head", "channel"] = "head") -> UpdateSpec:
         """Return the delta rule with this decay and the options of the fields."""

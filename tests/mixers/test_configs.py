@@ -25,7 +25,9 @@ from deltazoo.mixers import (
     Attention,
     Context,
     DeltaNet,
+    DeltaProduct,
     GatedDeltaNet,
+    GatedDeltaProduct,
     LinearAttention,
     Mamba2,
     Mesa,
@@ -156,6 +158,19 @@ def test_initial_decay_and_step_follow_the_papers() -> None:
     assert abs(float(dt.detach().log10().mean()) + 2) < 0.1  # uniform in the logarithm
     assert 1 <= decay.A_log.exp().min() < 1.5
     assert 15 < decay.A_log.exp().max() <= 16
+
+
+@pytest.mark.parametrize("config_type", [DeltaProduct, GatedDeltaProduct])
+def test_deltaproduct_has_the_shapes_of_flas_layer(config_type: type[MixerConfig]) -> None:
+    """The defaults of fla's layer: hidden_size=2048, num_heads=6, head_dim=256, expand_v=2, with its gate."""
+    with torch.device("meta"):
+        mixer = config_type(heads=6, key_width=256, value_width=512).build(2048, backend="reference")
+    shapes = {name: tuple(parameter.shape) for name, parameter in mixer.named_parameters()}
+    assert shapes["project.to_qkv.weight"] == (1536 + 2 * 1536 + 2 * 3072, 2048)
+    assert shapes["operands.beta.proj.weight"] == (2 * 6, 2048)
+    assert shapes["outputs.gate.proj.weight"] == (3072, 2048)
+    assert shapes["outputs.norm.weight"] == (512,)
+    assert shapes["out.weight"] == (2048, 3072)
 
 
 def test_doubled_beta_stays_below_two() -> None:

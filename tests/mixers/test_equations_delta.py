@@ -121,11 +121,11 @@ def householder_products(q: Tensor, k: Tensor, v: Tensor, a: Tensor, strength: T
     return scan(step, lambda S, t: K**-0.5 * read(S, q[:, t]), zero_state(q))
 
 
-def deltaproduct(gated: bool) -> Equation:
+def deltaproduct(decay: bool, gated: bool = True) -> Equation:
     def equation(w: Weights, x: Tensor) -> Tensor:
         q, k, v = silu_qkv(w, x, 3)
         strength = 2 * beta(w, x)[..., 0].clamp(max=MAX_DOUBLED_BETA).unflatten(-1, (3, HV))
-        a = softplus_decay(w, x) if gated else torch.ones(2, T, HV, 1, dtype=x.dtype)
+        a = softplus_decay(w, x) if decay else torch.ones(2, T, HV, 1, dtype=x.dtype)
         o = rms_norm(w, householder_products(unit(q), unit(k), v, a, strength))
         return out(w, gate(w, x, o) if gated else o)
 
@@ -225,8 +225,13 @@ CASES: dict[str, Case] = {
     "gated_deltanet2": (GatedDeltaNet2(**HEADS), gated_deltanet2),
     "comba": (Comba(**HEADS), comba(norm_after=False)),
     "comba, norm after the feedback": (Comba(**HEADS, norm_after=True), comba(norm_after=True)),
-    "deltaproduct": (DeltaProduct(**HEADS, householders=3), deltaproduct(gated=False)),
-    "gated_deltaproduct": (GatedDeltaProduct(**HEADS, householders=3), deltaproduct(gated=True)),
+    "deltaproduct": (DeltaProduct(**HEADS, householders=3), deltaproduct(decay=False)),
+    "deltaproduct, no gate": (DeltaProduct(**HEADS, householders=3, gate=False), deltaproduct(False, gated=False)),
+    "gated_deltaproduct": (GatedDeltaProduct(**HEADS, householders=3), deltaproduct(decay=True)),
+    "gated_deltaproduct, no gate": (
+        GatedDeltaProduct(**HEADS, householders=3, gate=False),
+        deltaproduct(True, gated=False),
+    ),
     "efla": (EFLA(**HEADS), efla),
     "efla with channel decay": (KDA(**HEADS, reparam="efla"), kda_efla),
     "gated_efla": (GatedEFLA(**HEADS), integrated(exact=True)),
