@@ -16,13 +16,16 @@ from deltazoo.mixers.parts.rg_lru import RGLRUGate
 class RGLRU(ChannelConfig):
     """h_t = a_t h_(t-1) + sqrt(1 - a_t^2) (i_t x_t) with a_t = exp(-8 softplus(L) r_t) and r, i = sigmoid(W x + b).
 
-    As in Griffin's recurrent block, x passes a short convolution, and the output a GELU gate.
+    As in Griffin's recurrent block, x passes a short convolution, and the output a GELU gate. As in DeepMind's code,
+    the input maps start from N(0, 1 / width), the output map from N(0, 2 / (depth channels)), the convolution from
+    N(0, 0.01 / taps), and all biases from 0.
     """
 
     name: ClassVar[str] = "rg_lru"
     source: ClassVar[str] = "De 2024 (Griffin), arXiv 2402.19427"
     blocks: int | None = Field(default=None, ge=1, description="blocks of the gates' maps; None: at most width // 256")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
+    bias: bool = Field(default=True, description="biases of the maps to x, to the gate and to the output")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=1.0)
@@ -31,5 +34,9 @@ class RGLRU(ChannelConfig):
         return self.channel_shape(width, width)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = ChannelProjection(shape, self.conv_width, silu=False)
-        return Parts(projection, {"real": RGLRUGate(shape, self.blocks)}, {"gate": OutputGate(shape, "gelu")})
+        std, conv_std = shape.width**-0.5, (0.01 / max(1, self.conv_width)) ** 0.5
+        projection = ChannelProjection(shape, self.conv_width, False, std, self.bias, conv_std)
+        operands = {"real": RGLRUGate(shape, self.blocks)}
+        outputs = {"gate": OutputGate(shape, "gelu", bias=self.bias, std=std)}
+        output_std = (2 / (place.depth * shape.value_heads)) ** 0.5
+        return Parts(projection, operands, outputs, output_std=output_std, output_bias=self.bias)

@@ -22,6 +22,7 @@ from deltazoo.mixers.core.part import (
     Parts,
     ResizesHeads,
     Stateful,
+    init_normal,
     is_unmodified,
     project_jointly,
 )
@@ -95,7 +96,7 @@ class DeltaMixer(Mixer):
         self.update = Update(spec, _update_shape(shape, parts), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.direct = parts.skip
-        self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
+        self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
         self.output_std = parts.output_std
         self.reset_parameters()
         self.state_names = tuple(self.init_state(0))
@@ -103,7 +104,7 @@ class DeltaMixer(Mixer):
 
     def reset_parameters(self) -> None:
         if self.output_std is not None:
-            nn.init.normal_(self.out.weight, std=self.output_std)
+            init_normal(self.out, self.output_std)
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token. Its size does not depend on `capacity`."""

@@ -170,7 +170,8 @@ class Parts:
     projection: x [B, T, D] to q, k and v.
     operands, outputs: parts before and after the update, by name; the names are keys of the state dict.
     skip: map x [B, T, D] -> y [B, T, D] that bypasses the update; None: no bypass.
-    output_std: standard deviation of the output map's initial weights; None: torch's default.
+    output_std: standard deviation of the output map's initial weights, whose bias is then 0; None: torch's default.
+    output_bias: whether the output map has a bias.
     """
 
     projection: nn.Module
@@ -178,6 +179,7 @@ class Parts:
     outputs: Mapping[str, OutputPart] = field(default_factory=dict)
     skip: nn.Module | None = None
     output_std: float | None = None
+    output_bias: bool = False
 
     def __post_init__(self) -> None:
         names = ["project", "update", *self.operands, *self.outputs]
@@ -190,6 +192,13 @@ def projection(width: int, out: int, rank: int | None = None, bias: bool = False
     if rank is None:
         return nn.Linear(width, out, bias=bias)
     return nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, out, bias=bias))
+
+
+def init_normal(linear: nn.Linear, std: float) -> None:
+    """Draw the weight of a linear map from N(0, std^2) and set its bias to 0."""
+    nn.init.normal_(linear.weight, std=std)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
 
 
 def is_unmodified(module: nn.Module) -> bool:

@@ -29,8 +29,9 @@ class ShortConv(nn.Module, HasBackend):
         parts: how to split the channels into output tensors, each with an optional SiLU and norm; empty: one tensor
             with neither.
         backend: as for `deltazoo.bind`.
+        std: standard deviation of the initial weight; None: see Initialisation.
     State: [B, taps - 1, C], the last real inputs.
-    Initialisation: uniform in +-1 / sqrt(taps), as torch's Conv1d; bias 0.
+    Initialisation: N(0, std^2), or uniform in +-1 / sqrt(taps), as torch's Conv1d; bias 0.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class ShortConv(nn.Module, HasBackend):
         bias: bool = False,
         parts: Sequence[ConvPart] = (),
         backend: str | Backend | None = None,
+        std: float | None = None,
     ) -> None:
         super().__init__()
+        self.std = std
         self.weight = nn.Parameter(torch.empty(channels, taps))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.parts = tuple(parts) or (ConvPart(channels),)
@@ -49,8 +52,11 @@ class ShortConv(nn.Module, HasBackend):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        bound = self.weight.shape[1] ** -0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        if self.std is None:
+            bound = self.weight.shape[1] ** -0.5
+            nn.init.uniform_(self.weight, -bound, bound)
+        else:
+            nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

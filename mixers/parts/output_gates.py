@@ -6,12 +6,20 @@ B batch, T time, D width, HV value heads, V value width
 from typing import Literal
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltazoo.backends.base import state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, OutputArguments, OutputPart, StatelessOutputPart, projection
+from deltazoo.mixers.core.part import (
+    Fusible,
+    HeadShape,
+    OutputArguments,
+    OutputPart,
+    StatelessOutputPart,
+    init_normal,
+    projection,
+)
 
 Activation = Literal["silu", "sigmoid", "gelu", "none"]
 
@@ -19,7 +27,11 @@ Activation = Literal["silu", "sigmoid", "gelu", "none"]
 class OutputGate(StatelessOutputPart, Fusible):
     """o <- o * activation(W x), a gate for each channel of each value head.
 
-    Args: activation: "silu", "sigmoid", or "gelu" (tanh approximation); rank: rank of W, None: full rank.
+    Args:
+        activation: "silu", "sigmoid", or "gelu" (tanh approximation).
+        rank: rank of W; None: full rank.
+        bias: whether W has a bias.
+        std: standard deviation of the initial W of full rank, whose bias is then 0; None: torch's initialisation.
     """
 
     def __init__(
@@ -28,10 +40,18 @@ class OutputGate(StatelessOutputPart, Fusible):
         activation: Activation = "silu",
         rank: int | None = None,
         bias: bool = False,
+        std: float | None = None,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.std = activation, std
         self.proj = projection(shape.width, shape.value_heads * shape.value_width, rank, bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Override torch's initialisation of the linear map if there is a `std`."""
+        if self.std is not None:
+            assert isinstance(self.proj, nn.Linear)  # a config gives either a rank or a std
+            init_normal(self.proj, self.std)
 
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return _apply_gate(o, self.proj(x), self.activation)

@@ -12,7 +12,7 @@ from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.short_conv import ConvPart, apply_silu_and_norm
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, is_unmodified
+from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, init_normal, is_unmodified
 from deltazoo.mixers.parts.convolution import ShortConv
 
 # A subset of q, k and v
@@ -103,23 +103,33 @@ class ChannelProjection(nn.Module, Stateful):
     Args:
         conv_width: taps of the convolution; 0: none.
         silu: whether a SiLU follows.
-        std: standard deviation of the initial W; None: torch's initialisation of a linear map.
+        std: standard deviation of the initial W, whose bias is then 0; None: torch's initialisation of a linear map.
+        bias: whether W has a bias.
+        conv_std: standard deviation of the initial weight of the convolution; None: that of `ShortConv`.
     State: the convolution's, [B, conv_width - 1, C]; none without a convolution.
     """
 
-    def __init__(self, shape: HeadShape, conv_width: int, silu: bool, std: float | None = None) -> None:
+    def __init__(
+        self,
+        shape: HeadShape,
+        conv_width: int,
+        silu: bool,
+        std: float | None = None,
+        bias: bool = False,
+        conv_std: float | None = None,
+    ) -> None:
         super().__init__()
         self.shape, self.std = shape, std
         channels = shape.value_heads * shape.value_width
         self.parts = [ConvPart(channels, silu)]
-        self.to_v = nn.Linear(shape.width, channels, bias=False)
-        self.conv = ShortConv(channels, conv_width, True, self.parts) if conv_width else None
+        self.to_v = nn.Linear(shape.width, channels, bias=bias)
+        self.conv = ShortConv(channels, conv_width, True, self.parts, std=conv_std) if conv_width else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Override torch's initialisation of the linear map if there is a `std`."""
         if self.std is not None:
-            nn.init.normal_(self.to_v.weight, std=self.std)
+            init_normal(self.to_v, self.std)
 
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         return None if self.conv is None else self.conv.init_state(batch, like)

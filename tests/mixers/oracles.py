@@ -440,12 +440,6 @@ class RecurrentGemma(Oracle):
         config = RecurrentGemmaConfig(hidden_size=WIDTH, lru_width=24, num_attention_heads=3, num_hidden_layers=1)
         self.theirs = RecurrentGemmaRecurrentBlock(config, 0)
 
-    def randomise(self) -> None:
-        super().randomise()
-        with torch.no_grad():
-            for name in ("linear_x", "linear_y", "linear_out"):  # ours have no bias
-                getattr(self.theirs, name).bias.zero_()
-
     def call(self, x: Tensor, cache: Any) -> Tensor:
         positions = torch.arange(1, x.shape[1] + 1).expand(x.shape[:2])
         return self.theirs(x, positions, None, use_cache=False)[0]
@@ -454,13 +448,16 @@ class RecurrentGemma(Oracle):
         gates = ("recurrent_gate", "input_gate")
         return {
             "project.to_v.weight": w["linear_x.weight"],
+            "project.to_v.bias": w["linear_x.bias"],
             "project.conv.weight": w["conv_1d.weight"].squeeze(1),
             "project.conv.bias": w["conv_1d.bias"],
             "operands.real.weight": torch.stack([w[f"rg_lru.{gate}_weight"] for gate in gates]),
             "operands.real.bias": torch.stack([w[f"rg_lru.{gate}_bias"].flatten() for gate in gates]),
             "operands.real.L": w["rg_lru.recurrent_param"],
             "outputs.gate.proj.weight": w["linear_y.weight"],
+            "outputs.gate.proj.bias": w["linear_y.bias"],
             "out.weight": w["linear_out.weight"],
+            "out.bias": w["linear_out.bias"],
         }
 
 

@@ -137,6 +137,24 @@ def test_gate_weights_of_griffin_are_normal_and_its_decays_uniform() -> None:
     assert_uniform((-8 * torch.nn.functional.softplus(parameter(mixer, "operands.real.L"))).exp(), 0.9, 0.999)
 
 
+def test_maps_of_griffin_have_the_scale_of_recurrentgemma_and_zero_biases() -> None:
+    """`RecurrentBlock` in torch/modules.py, `Conv1D` in torch/layers.py, and their arguments in torch/griffin.py."""
+    mixer = build(RGLRU(channels=1024, conv_width=4))
+    maps = {
+        "project.to_v": (1 / 2048) ** 0.5,
+        "project.conv": (0.01 / 4) ** 0.5,
+        "outputs.gate.proj": (1 / 2048) ** 0.5,
+        "out": (2 / 5 / 1024) ** 0.5,
+    }
+    for name, std in maps.items():
+        weight = parameter(mixer, f"{name}.weight")
+        assert abs(float(weight.std()) / std - 1) < 0.02, name
+        assert float(weight.abs().max()) > 3 * std, name  # normal, not uniform
+        assert not parameter(mixer, f"{name}.bias").any(), name
+    without = dict(build(RGLRU(bias=False), 8).named_parameters())
+    assert not {"project.to_v.bias", "outputs.gate.proj.bias", "out.bias"} & without.keys()
+
+
 def test_initial_eigenvalues_of_lru_lie_on_a_ring() -> None:
     mixer = build(LRU(ring=(0.5, 0.9)))
     square = (-2 * parameter(mixer, "operands.decay.nu").exp()).exp()
