@@ -46,5 +46,6 @@ from deltazoo.mixers.rwkv6 import RWKV6 as RWKV6
 from deltazoo.mixers.rwkv7 import RWKV7 as RWKV7
 from deltazoo.mixers.s4d import S4D as S4D
 from deltazoo.mixers.s5 import S5 as S5
+from deltazoo.mixers.simple_gla import SimpleGLA as SimpleGLA
 from deltazoo.mixers.titans import Titans as Titans
 from deltazoo.mixers.ttt_linear import TTTLinear as TTTLinear

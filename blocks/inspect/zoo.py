@@ -27,6 +27,7 @@ ORACLES = {
     "mamba": "transformers `mamba`, `falcon_mamba`",
     "s4d": "its equation in complex float64; scipy.signal's discretisations",
     "gla": EQUATION,
+    "simple_gla": EQUATION,
     "hgrn2": EQUATION,
     "hgrn": "its equation in complex float64",
     "rwkv4": "transformers `rwkv`, forward",

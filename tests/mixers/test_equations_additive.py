@@ -39,7 +39,18 @@ from equations import (
 from torch import Tensor
 
 from deltazoo.backends.base import Backend
-from deltazoo.mixers import GLA, GSA, HGRN2, MLSTM, RWKV6, GatedRetNet, GatedRFA, LinearAttention, RetNet
+from deltazoo.mixers import (
+    GLA,
+    GSA,
+    HGRN2,
+    MLSTM,
+    RWKV6,
+    GatedRetNet,
+    GatedRFA,
+    LinearAttention,
+    RetNet,
+    SimpleGLA,
+)
 from deltazoo.mixers.parts.feature_maps import Feature
 
 
@@ -87,6 +98,13 @@ def gated_retnet(w: Weights, x: Tensor) -> Tensor:
 def gla(w: Weights, x: Tensor) -> Tensor:
     decay = torch.sigmoid(linear(w, "operands.decay.proj", x)) ** (1 / 16)
     return out(w, gate(w, x, rms_norm(w, recurrence(*qkv(w, x), split_heads(decay, K)))))
+
+
+def simple_gla(w: Weights, x: Tensor) -> Tensor:
+    """With SiLU after the convolution, if the mixer has one."""
+    q, k, v = (F.silu(y) if "project.conv.weight" in w else y for y in qkv(w, x))
+    decay = torch.sigmoid(linear(w, "operands.decay.proj", x)) ** (1 / 16)
+    return out(w, gate(w, x, rms_norm(w, recurrence(q, k, v, decay[..., None]))))
 
 
 def gated_rfa(w: Weights, x: Tensor) -> Tensor:
@@ -168,6 +186,8 @@ CASES: dict[str, Case] = {
     "retnet": (RetNet(**HEADS), retnet),
     "gated_retnet": (GatedRetNet(**HEADS), gated_retnet),
     "gla": (GLA(**HEADS, gate_rank=3), gla),
+    "simple_gla": (SimpleGLA(**HEADS), simple_gla),
+    "simple_gla, convolution": (SimpleGLA(**HEADS, conv_width=4), simple_gla),
     "gated_rfa": (GatedRFA(**HEADS, features=16), gated_rfa),
     "hgrn2": (HGRN2(**HEADS), hgrn2),
     "mlstm": (MLSTM(**HEADS), mlstm),

@@ -1,0 +1,35 @@
+"""Simple GLA: gated linear attention with a decay per head instead of per key channel."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.families.update import HeadConfig
+from deltazoo.mixers.parts.decays import SigmoidDecay
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.output_gates import OutputGate
+from deltazoo.mixers.parts.projections import QKVProjection
+
+
+class SimpleGLA(HeadConfig):
+    """S_t = a_t S_(t-1) + k_t v_t^T with a_t = sigmoid(w x_t + b)^(1 / temperature), a number per head.
+
+    An RMS norm per head and a swish gate follow the update. A short convolution includes a SiLU of q, k and v.
+    """
+
+    name: ClassVar[str] = "simple_gla"
+    source: ClassVar[str] = "Yang 2024, arXiv 2312.06635, with a decay per head as in fla's SimpleGatedLinearAttention"
+    temperature: float = Field(default=16.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
+    conv_width: int = Field(default=0, ge=0, description="taps of the short convolution of q, k and v; 0: none")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", scale=self.scale)
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape, self.conv_width, silu="qkv" if self.conv_width else "")
+        decay = SigmoidDecay(shape, "head", None, self.temperature)
+        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
+        return Parts(projection, {"decay": decay}, outputs)
