@@ -29,6 +29,7 @@ from deltazoo.mixers.hgrn import HGRN as HGRN
 from deltazoo.mixers.hgrn2 import HGRN2 as HGRN2
 from deltazoo.mixers.hyena import Hyena as Hyena
 from deltazoo.mixers.kda import KDA as KDA
+from deltazoo.mixers.lfm2_conv import LFM2Conv as LFM2Conv
 from deltazoo.mixers.lightning_attention import LightningAttention as LightningAttention
 from deltazoo.mixers.linear_attention import LinearAttention as LinearAttention
 from deltazoo.mixers.longhorn import Longhorn as Longhorn

@@ -55,6 +55,7 @@ ORACLES = {
     "mom": "a loop over tokens and memories, for several inner mixers",
     "h3": "its equation in complex float64",
     "hyena": "its equation in float64",
+    "lfm2_conv": "transformers `lfm2`",
 }
 
 

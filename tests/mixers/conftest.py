@@ -53,6 +53,7 @@ COMBINATIONS: dict[str, MixerConfig] = {
     ),
     "s4d, real, bilinear": small("s4d", start="real", discretisation="bilinear"),
     "titans, a matrix": small("titans", heads=4, depth=1, chunk=4),
+    "lfm2_conv, biases": small("lfm2_conv", bias=True),
     "kda, negative eigenvalues in the erase": small("kda", negative_eigenvalues="erase"),
 }
 ZOO: dict[str, MixerConfig] = {**{name: small(name) for name in OURS}, **COMBINATIONS}

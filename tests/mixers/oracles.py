@@ -20,6 +20,7 @@ from deltazoo.mixers import (
     RWKV4,
     Attention,
     GatedDeltaNet,
+    LFM2Conv,
     LightningAttention,
     Mamba,
     Mamba2,
@@ -461,6 +462,31 @@ class RecurrentGemma(Oracle):
         }
 
 
+class Lfm2(Oracle):
+    ours = LFM2Conv(bias=True)
+
+    def __init__(self) -> None:
+        from transformers import Lfm2Config
+        from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+        sizes = {"hidden_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        self.config = Lfm2Config(**sizes, conv_bias=True, layer_types=["conv", "full_attention"])
+        self.theirs = Lfm2ShortConv(self.config, 0)
+
+    def call(self, x: Tensor, cache: Any) -> Tensor:
+        return self.theirs(x, past_key_values=cache)
+
+    def map_parameters(self, w: Tensors) -> Tensors:
+        return {
+            "filters.conv.weight": w["conv.weight"].squeeze(1),
+            "filters.conv.bias": w["conv.bias"],
+            "to_bcx.weight": w["in_proj.weight"],
+            "to_bcx.bias": w["in_proj.bias"],
+            "out.weight": w["out_proj.weight"],
+            "out.bias": w["out_proj.bias"],
+        }
+
+
 class SoftmaxAttention(Oracle, ABC):
     """Attention that needs rotary embeddings and a causal mask from its model."""
 
@@ -539,6 +565,7 @@ ORACLES: list[type[Oracle]] = [
     XLSTM,
     Rwkv,
     RecurrentGemma,
+    Lfm2,
     Llama,
     Qwen3NextAttention,
 ]

@@ -1,4 +1,4 @@
-"""MesaNet, TTT-Linear, Titans and Hyena against their equations in float64.
+"""MesaNet, TTT-Linear, Titans, Hyena and LFM2's convolution against their equations in float64.
 
 B batch, T time, D width, H heads, E head width
 """
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from equations import Case, T, Weights, assert_equals_equation, conv, linear, outer, read, split_heads, unit
 from torch import Tensor
 
-from deltazoo.mixers import Hyena, Mesa, Titans, TTTLinear
+from deltazoo.mixers import Hyena, LFM2Conv, Mesa, Titans, TTTLinear
 
 D, H = 12, 3
 E = D // H
@@ -27,6 +27,11 @@ def hyena(w: Weights, x: Tensor) -> Tensor:
     u = x2 * v
     y = torch.stack([(h[: t + 1].flip(0) * u[:, : t + 1]).sum(1) for t in range(T)], 1)
     return linear(w, "out", x1 * (y + w["filters.long.bias"] * u))
+
+
+def lfm2_conv(w: Weights, x: Tensor) -> Tensor:
+    B, C, value = linear(w, "to_bcx", x).chunk(3, -1)
+    return linear(w, "out", C * conv(w, "filters.conv", B * value))
 
 
 def mesa(w: Weights, x: Tensor) -> Tensor:
@@ -113,6 +118,8 @@ def titans(w: Weights, x: Tensor) -> Tensor:
 
 CASES: dict[str, Case] = {
     "hyena": (Hyena(max_length=32, filter_width=6), hyena),
+    "lfm2_conv": (LFM2Conv(), lfm2_conv),
+    "lfm2_conv, biases": (LFM2Conv(conv_width=4, bias=True), lfm2_conv),
     "mesa": (Mesa(heads=H, steps=8), mesa),
     "ttt_linear": (TTTLinear(heads=H, batch=4), ttt_linear),
     "titans": (Titans(heads=H, chunk=4), titans),

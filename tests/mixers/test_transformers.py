@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import ORACLES, WIDTH, Oracle
+from oracles import ORACLES, WIDTH, Lfm2, Oracle
 
 from deltazoo.backends.base import Backend
 from deltazoo.mixers.core.conformance import relative_error
@@ -55,3 +55,19 @@ def test_cached_decoding_equals_that_of_transformers(oracle: type[Oracle], backe
         for piece in x.split([5, 1, 1, 1, 1], dim=1):
             actual, state = ours(piece, state)
             assert relative_error(actual, case.call(piece, cache)) < OUTPUT_TOLERANCE
+
+
+def test_lfm2_conv_has_the_outputs_and_the_state_of_transformers_in_float64() -> None:
+    case = build(Lfm2)
+    case.theirs.double()
+    ours, cache = case.mixer("reference").double(), case.cache()
+    torch.manual_seed(5)
+    x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        state = ours.init_state(2)
+        for piece in x.split([5, 1, 1, 2], dim=1):
+            actual, state = ours(piece, state)
+            torch.testing.assert_close(actual, case.call(piece, cache), rtol=1e-12, atol=1e-14)
+    # Their state holds the last three inputs, ours the two that later tokens need.
+    theirs = cache.get_conv_state(0, state_idx=0).mT
+    torch.testing.assert_close(state["conv."], theirs[:, 1:], rtol=1e-12, atol=1e-14)

@@ -1,0 +1,43 @@
+"""The gated short convolution of LFM2: a causal convolution per channel between two elementwise gates."""
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from deltazoo.backends.base import Backend
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
+from deltazoo.mixers.parts.convolution import ShortConv
+
+
+class LFM2Conv(FilterConfig):
+    """o_t = W_o (C_t * conv(B * x)_t) with B, C, x = W x; the convolution acts per channel.
+
+    LFM2 combines it with grouped-query attention. The state holds the last `conv_width` - 1 inputs of the convolution.
+    """
+
+    name: ClassVar[str] = "lfm2_conv"
+    source: ClassVar[str] = "Liquid AI 2025 (LFM2), arXiv 2511.23404"
+    conv_width: int = Field(default=3, ge=1, description="taps of the convolution")
+    bias: bool = Field(default=False, description="biases of both linear maps and of the convolution")
+
+    def equation(self) -> str:
+        return "o_t = W_o (C_t * sum_(i < taps) w_i (B_(t-i) * x_(t-i)))"
+
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "LFM2ConvMixer":
+        return LFM2ConvMixer(self, width, backend)
+
+
+class LFM2ConvMixer(FilterMixer):
+    """Module of `LFM2Conv`. State: that of the convolution."""
+
+    def __init__(self, config: LFM2Conv, width: int, backend: str | Backend | None) -> None:
+        super().__init__(width)
+        self.filters["conv"] = ShortConv(width, config.conv_width, config.bias, backend=backend)
+        self.to_bcx = nn.Linear(width, 3 * width, bias=config.bias)
+        self.out = nn.Linear(width, width, bias=config.bias)
+
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
+        before, after, value = self.to_bcx(x).chunk(3, -1)
+        return self.out(after * self.apply_filter("conv", before * value, state, new, context))
