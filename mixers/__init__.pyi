@@ -1,6 +1,7 @@
 """Generated from the entry points in pyproject.toml by `python tests/mixers/test_registration.py`."""
 # ruff: noqa: I001
 
+from deltazoo.mixers.abc import ABCAttention as ABCAttention
 from deltazoo.mixers.attention import Attention as Attention
 from deltazoo.mixers.attention import SlidingWindow as SlidingWindow
 from deltazoo.mixers.comba import Comba as Comba

@@ -11,7 +11,7 @@ from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.output_gates import OutputSilu
 from deltazoo.mixers.parts.projections import QKVProjection
-from deltazoo.mixers.parts.slot_attention import SlotKeyPass, SlotValuePass
+from deltazoo.mixers.parts.slot_attention import GatedSlots, SlotValuePass
 
 
 class GSA(HeadConfig):
@@ -34,7 +34,7 @@ class GSA(HeadConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = QKVProjection(shape, silu="qkv")
-        operands = {"slots": SlotKeyPass(shape, self.slots, self.temperature)}
+        operands = {"slots": GatedSlots(shape, self.slots, self.temperature)}
         norm = HeadNorm(shape, self.norm_eps, over="all")
         outputs = {"second": SlotValuePass(shape, self.slots), "silu": OutputSilu(), "norm": norm}
         return Parts(projection, operands, outputs)

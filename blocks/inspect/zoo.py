@@ -34,6 +34,7 @@ ORACLES = {
     "rwkv6": EQUATION,
     "rwkv7": EQUATION,
     "gsa": EQUATION,
+    "abc": EQUATION,
     "rg_lru": "transformers `recurrent_gemma`",
     "lru": "its equation in complex float64",
     "s5": "its equation in complex float64; scipy.signal's discretisations",

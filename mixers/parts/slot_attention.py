@@ -1,7 +1,9 @@
-"""Gated slot attention: two gated linear attentions over M memory slots, with a softmax between them.
+"""Attention to M memory slots: two linear attentions whose state has a row per slot, with a softmax between them.
 
-B batch, T time, D width, H heads, M slots, K key width, V value width
+B batch, T time, D width, H heads, M slots, K key width, V value width, N sequences
 """
+
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -13,40 +15,78 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads, Stateful
+from deltazoo.mixers.parts.running_logsumexp import initial_logsumexp, running_logsumexp
 
 VALUE_SPEC = UpdateSpec(decay="channel", transition="additive", scale=1.0)
+SCORE_BOUND = 32.0
 
 
-class SlotKeyPass(OperandPart, ResizesHeads):
-    """The operands of the first pass, K_t = Diag(a_t) K_(t-1) + (1 - a_t) k_t^T.
+class SlotKeyPass(OperandPart, ResizesHeads, ABC):
+    """The operands of the first pass, K_t = Diag(a_t) K_(t-1) + w_t k_t^T, with a and w computed from W x.
 
-    a = sigmoid(W x)^(1 / temperature). Each slot is a value head with V = 1 whose value is 1 - a, so that the state of
-    the update is K transposed. Stores the intermediate "values": the projected values, for the second pass.
+    Each slot is a value head with V = 1 whose value is its write strength w, so that the state of the update is K
+    transposed. Stores the intermediate "values": the projected values, for the second pass.
     """
 
-    def __init__(self, shape: HeadShape, slots: int, temperature: float) -> None:
+    def __init__(self, shape: HeadShape, slots: int) -> None:
         super().__init__()
-        self.slots, self.temperature = slots, temperature
+        self.heads, self.slots = shape.heads, slots
         self.proj = nn.Linear(shape.width, shape.heads * slots, bias=False)
+
+    @abstractmethod
+    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return log a and w, [B, T, H M], and the new state. Args: raw: W x, float32 or float64."""
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         raw = self.proj(x)
-        log_decay = F.logsigmoid(raw.to(state_dtype(raw.dtype))) / self.temperature
+        log_decay, write, new_state = self.strengths(raw.to(state_dtype(raw.dtype)), state, context)
         context.store(values=inputs.v)
-        v = -torch.expm1(log_decay)[..., None]
-        return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None
+        return inputs._replace(v=write[..., None].to(inputs.v.dtype), log_decay=log_decay), new_state
 
     def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(value_heads=shape.heads * self.slots, value_width=1)
+
+
+class GatedSlots(SlotKeyPass):
+    """a = sigmoid(W x)^(1 / temperature) and w = 1 - a (GSA 2409.07146)."""
+
+    def __init__(self, shape: HeadShape, slots: int, temperature: float) -> None:
+        super().__init__(shape, slots)
+        self.temperature = temperature
+
+    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        log_decay = F.logsigmoid(raw) / self.temperature
+        return log_decay, -torch.expm1(log_decay), None
 
     def extra_repr(self) -> str:
         return f"slots={self.slots}, temperature={self.temperature:g}"
 
 
+class SoftmaxSlots(SlotKeyPass, Stateful):
+    """w_t = exp(s_t - z_t) and a_t = exp(z_(t-1) - z_t) = 1 - w_t with z_t = log sum_(i <= t) exp(s_i) and s = W x.
+
+    Each slot is thus a mean of all keys, weighted by a softmax of s over time. s is clamped to +-32, as in fla.
+
+    State: z, [B, H M].
+    Source: ABC 2110.02488; the stable form, fla's `naive_recurrent_abc`.
+    """
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return initial_logsumexp(batch, self.heads * self.slots, like)
+
+    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        score = raw.clamp(-SCORE_BOUND, SCORE_BOUND)
+        z, previous_z, new_state = running_logsumexp(score, state, context)
+        return previous_z - z, (score - z).exp(), new_state
+
+    def extra_repr(self) -> str:
+        return f"slots={self.slots}"
+
+
 class SlotValuePass(OutputPart, Stateful):
-    """The second pass, o_t = U_t^T softmax(K_t q_t) with U_t = Diag(a_t) U_(t-1) + (1 - a_t) v_t^T.
+    """The second pass, o_t = U_t^T softmax(K_t q_t) with U_t = Diag(a_t) U_(t-1) + w_t v_t^T.
 
     Its query is the softmax over the slots of the first pass's output.
     State: U, [B, H, M, V].

@@ -45,6 +45,7 @@ from deltazoo.mixers import (
     HGRN2,
     MLSTM,
     RWKV6,
+    ABCAttention,
     GatedRetNet,
     GatedRFA,
     LinearAttention,
@@ -155,6 +156,20 @@ def gsa(w: Weights, x: Tensor) -> Tensor:
     return out(w, rms_norm(w, F.silu(recurrence(p, 1 - a, v, a, scale=1)), dims=2))
 
 
+def abc(w: Weights, x: Tensor) -> Tensor:
+    """Slots as means of all tokens so far, weighted by a softmax over time."""
+    q, k, v = qkv(w, x)
+    q, k = (torch.cat([z.real, z.imag], -1) for z in (rotate(q, T), rotate(k, T)))
+    score = split_heads(linear(w, "operands.slots.proj", x), 7).clamp(-32, 32)
+    outputs = []
+    for t in range(1, T + 1):
+        weight = score[:, :t].softmax(1)
+        keys, values = (torch.einsum("bthm,bthk->bhmk", weight, y[:, :t]) for y in (k, v))
+        p = torch.einsum("bhmk,bhk->bhm", keys, K**-0.5 * q[:, t - 1]).softmax(-1)
+        outputs.append(torch.einsum("bhm,bhmv->bhv", p, values))
+    return out(w, gate(w, x, rms_norm(w, torch.stack(outputs, 1))))
+
+
 def rwkv6(w: Weights, x: Tensor) -> Tensor:
     d = token_shift(x) - x
     inner = torch.tanh(linear(w, "project.mix_down", x + d * w["project.mix_x"])).unflatten(-1, (5, 2))
@@ -192,6 +207,7 @@ CASES: dict[str, Case] = {
     "hgrn2": (HGRN2(**HEADS), hgrn2),
     "mlstm": (MLSTM(**HEADS), mlstm),
     "gsa": (GSA(**HEADS, slots=7), gsa),
+    "abc": (ABCAttention(**HEADS, slots=7), abc),
     "rwkv6": (RWKV6(**HEADS, mix_rank=2, decay_rank=3), rwkv6),
 }
 
