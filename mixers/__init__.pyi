@@ -32,6 +32,7 @@ from deltazoo.mixers.hyena import Hyena as Hyena
 from deltazoo.mixers.kda import KDA as KDA
 from deltazoo.mixers.lfm2_conv import LFM2Conv as LFM2Conv
 from deltazoo.mixers.lightning_attention import LightningAttention as LightningAttention
+from deltazoo.mixers.linear_attention import Based as Based
 from deltazoo.mixers.linear_attention import LinearAttention as LinearAttention
 from deltazoo.mixers.longhorn import Longhorn as Longhorn
 from deltazoo.mixers.longhorn_diagonal import LonghornDiagonal as LonghornDiagonal

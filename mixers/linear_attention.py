@@ -1,5 +1,6 @@
-"""Linear attention: attention with a kernel phi(q)^T phi(k), computed as a recurrence."""
+"""Linear attention, attention with a kernel phi(q)^T phi(k) as a recurrence, and Based, with Taylor features."""
 
+from abc import ABC
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -14,7 +15,19 @@ from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class LinearAttention(HeadConfig):
+class LinearAttentionConfig(HeadConfig, ABC):
+    """Sum of phi(k) v^T without a decay, read by phi(q) and normalised."""
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(transition="additive", scale=self.scale)
+
+    def normalised(self, shape: HeadShape, feature: Feature) -> Parts:
+        """Create the parts of o_t = S_t^T phi(q_t) / phi(q_t)^T sum_(s <= t) phi(k_s)."""
+        operands = {"feature": FeatureMap(feature), "ones": NormaliserColumn()}
+        return Parts(QKVProjection(shape), operands, {"norm": Normalise(self.norm_eps)})
+
+
+class LinearAttention(LinearAttentionConfig):
     """S_t = S_(t-1) + phi(k_t) v_t^T and o_t = S_t^T phi(q_t) / phi(q_t)^T sum_(s <= t) phi(k_s).
 
     Without the normaliser, o_t = S_t^T phi(q_t) followed by an RMS norm per head.
@@ -31,10 +44,31 @@ class LinearAttention(HeadConfig):
             raise ValueError(f"normaliser=True needs a positive feature ({', '.join(POSITIVE)}), got {self.feature!r}")
         return self
 
-    def spec(self) -> UpdateSpec:
-        return UpdateSpec(transition="additive", scale=self.scale)
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        if self.normaliser:
+            return self.normalised(shape, self.feature)
+        norm = HeadNorm(shape, self.norm_eps)
+        return Parts(QKVProjection(shape), {"feature": FeatureMap(self.feature)}, {"norm": norm})
+
+
+class Based(LinearAttentionConfig):
+    """o_t = sum_(s <= t) p_ts v_s / sum_(s <= t) p_ts with p_ts = 1 + a + a^2 / 2 and a = q_t^T k_s / sqrt(K).
+
+    p is the second-order Taylor approximation of exp(a), and the state sums Taylor features of k. The paper combines
+    this mixer with sliding-window attention.
+    """
+
+    name: ClassVar[str] = "based"
+    source: ClassVar[str] = "Arora 2024, arXiv 2402.18668"
+    heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
+    key_width: int | None = Field(
+        default=16, ge=1, description="K per head, before the feature map; None: width / heads"
+    )
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on S^T phi(q); it cancels")
+    norm_eps: float = Field(default=1e-12, gt=0, description="epsilon of the normaliser")
+
+    def shape(self, width: int) -> HeadShape:
+        return self.head_shape(width, default_heads=max(1, width // 64))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        ones = {"ones": NormaliserColumn()} if self.normaliser else {}
-        norm = Normalise(self.norm_eps) if self.normaliser else HeadNorm(shape, self.norm_eps)
-        return Parts(QKVProjection(shape), {"feature": FeatureMap(self.feature), **ones}, {"norm": norm})
+        return self.normalised(shape, "taylor")

@@ -18,6 +18,7 @@ ORACLES = {
     "attention": "transformers `llama`, `qwen3_next`",
     "sliding_window": "masked softmax in float64",
     "linear_attention": EQUATION,
+    "based": EQUATION,
     "retnet": "its equation and that of torchscale in float64",
     "lightning_attention": "transformers `minimax`; the slopes of OpenNLPLab's code",
     "gated_retnet": "its equation and that of YOCO's code in float64",

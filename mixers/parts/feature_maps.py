@@ -1,4 +1,4 @@
-"""Feature maps of q and k: activations, DPFP and random Fourier features.
+"""Feature maps of q and k: activations, DPFP, Taylor and random Fourier features.
 
 B batch, T time, H heads, K key width, R random features
 """
@@ -13,8 +13,9 @@ from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, ResizesHeads
 
-Feature = Literal["identity", "silu", "relu", "elu+1", "softmax", "dpfp"]
-POSITIVE: tuple[Feature, ...] = ("relu", "elu+1", "softmax", "dpfp")
+Feature = Literal["identity", "silu", "relu", "elu+1", "softmax", "dpfp", "taylor"]
+# Features with phi(q)^T phi(k) >= 0
+POSITIVE: tuple[Feature, ...] = ("relu", "elu+1", "softmax", "dpfp", "taylor")
 DPFP_ROLLS = 3
 
 
@@ -22,7 +23,9 @@ class FeatureMap(OperandPart, ResizesHeads):
     """q, k <- phi(q), phi(k).
 
     elu+1 is from Katharopoulos 2006.16236; softmax is over the channels. dpfp multiplies [relu(x), relu(-x)] by its
-    first `DPFP_ROLLS` cyclic shifts (Schlag 2102.11174), so that K becomes 2 * DPFP_ROLLS * K.
+    first `DPFP_ROLLS` cyclic shifts (Schlag 2102.11174), so that K becomes 2 * DPFP_ROLLS * K. taylor approximates
+    exp(a) for a = q^T k / sqrt(K): phi(q)^T phi(k) = 1 + a + a^2 / 2 (Based 2402.18668). As a^2 is symmetric in pairs
+    of channels, K becomes 1 + K + K (K + 1) / 2.
     """
 
     def __init__(self, feature: Feature) -> None:
@@ -35,7 +38,7 @@ class FeatureMap(OperandPart, ResizesHeads):
         return inputs._replace(q=phi(self.feature, inputs.q), k=phi(self.feature, inputs.k)), None
 
     def resize_heads(self, shape: HeadShape) -> HeadShape:
-        return shape._replace(key_width=shape.key_width * (2 * DPFP_ROLLS if self.feature == "dpfp" else 1))
+        return shape._replace(key_width=feature_width(self.feature, shape.key_width))
 
     def extra_repr(self) -> str:
         return repr(self.feature)
@@ -85,8 +88,15 @@ class RandomFourierFeatures(OperandPart, ResizesHeads, HasFlops):
         return f"features={self.features}"
 
 
+def feature_width(feature: Feature, key_width: int) -> int:
+    """Return the number of features of a key of width K."""
+    if feature == "dpfp":
+        return 2 * DPFP_ROLLS * key_width
+    return 1 + key_width + key_width * (key_width + 1) // 2 if feature == "taylor" else key_width
+
+
 def phi(feature: Feature, x: Tensor) -> Tensor:
-    """Apply the feature map: [..., K] -> [..., K], or [..., 2 * DPFP_ROLLS * K] for dpfp."""
+    """Apply the feature map: [..., K] -> [..., feature_width(feature, K)]."""
     if feature == "silu":
         return F.silu(x)
     if feature == "relu":
@@ -99,4 +109,16 @@ def phi(feature: Feature, x: Tensor) -> Tensor:
     if feature == "dpfp":
         both = torch.cat([x.relu(), (-x).relu()], -1)
         return torch.cat([both * both.roll(j, -1) for j in range(1, DPFP_ROLLS + 1)], -1)
+    if feature == "taylor":
+        return _taylor(x)
     return x
+
+
+def _taylor(x: Tensor) -> Tensor:
+    """Return [1, x_i, x_i^2 / sqrt(2), x_i x_j for i < j] with x divided by the fourth root of K."""
+    K = x.shape[-1]
+    x = x * K**-0.25
+    # Cyclic shifts by up to K / 2 give each pair of channels once; that by K / 2 gives it twice, so half of it is kept.
+    pairs = [x * x.roll(shift, -1) for shift in range(1, (K + 1) // 2)]
+    half = [x[..., : K // 2] * x[..., K // 2 :]] if K % 2 == 0 else []
+    return torch.cat([torch.ones_like(x[..., :1]), x, x * x * 0.5**0.5, *pairs, *half], -1)

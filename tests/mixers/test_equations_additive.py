@@ -46,6 +46,7 @@ from deltazoo.mixers import (
     MLSTM,
     RWKV6,
     ABCAttention,
+    Based,
     GatedRetNet,
     GatedRFA,
     LinearAttention,
@@ -74,6 +75,13 @@ def dpfp(x: Tensor) -> Tensor:
 def silu_linear_attention(w: Weights, x: Tensor) -> Tensor:
     q, k, v = qkv(w, x)
     return out(w, rms_norm(w, recurrence(F.silu(q), F.silu(k), v)))
+
+
+def based(w: Weights, x: Tensor) -> Tensor:
+    q, k, v = qkv(w, x)
+    a = torch.einsum("bthk,bshk->bhts", q, k) / K**0.5
+    weight = (1 + a + a**2 / 2).tril()
+    return out(w, torch.einsum("bhts,bshv->bthv", weight / weight.sum(-1, keepdim=True), v))
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
@@ -198,6 +206,7 @@ CASES: dict[str, Case] = {
     "linear_attention, softmax": linear_attention_case("softmax", lambda x: x.softmax(-1)),
     "linear_attention, dpfp": linear_attention_case("dpfp", dpfp),
     "linear_attention, silu": (LinearAttention(**HEADS, feature="silu", normaliser=False), silu_linear_attention),
+    "based": (Based(**HEADS), based),
     "retnet": (RetNet(**HEADS), retnet),
     "gated_retnet": (GatedRetNet(**HEADS), gated_retnet),
     "gla": (GLA(**HEADS, gate_rank=3), gla),

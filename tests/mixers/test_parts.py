@@ -26,7 +26,7 @@ from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.decays import FixedDecay, SigmoidDecay, SlopeDecay, Slopes, SoftplusDecay
 from deltazoo.mixers.parts.diagonal_ssm import DiagonalSSM
 from deltazoo.mixers.parts.exponential_gating import ExponentialGate
-from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures
+from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures, phi
 from deltazoo.mixers.parts.feedback import Feedback
 from deltazoo.mixers.parts.low_rank import Ranks
 from deltazoo.mixers.parts.norms import HeadNorm, RMSNorm, UnitNorm
@@ -183,6 +183,17 @@ def test_dpfp_is_nonnegative_and_six_times_as_wide() -> None:
     actual = part(torch.empty(0), operands(), None, Context())[0]
     assert part.resize_heads(SHAPE).key_width == actual.k.shape[-1] == 36
     assert actual.k.min() >= 0
+
+
+@pytest.mark.parametrize("key_width", [1, 2, 5, 16])
+def test_taylor_features_give_the_second_order_expansion_of_the_exponential(key_width: int) -> None:
+    q, k = 3 * torch.randn(2, 50, key_width, dtype=torch.float64)
+    a = q @ k.mT / key_width**0.5
+    features = phi("taylor", q), phi("taylor", k)
+    torch.testing.assert_close(features[0] @ features[1].mT, 1 + a + a**2 / 2, rtol=1e-12, atol=1e-12)
+    # The size of the state in the paper's code is 1 + K + K^2, with both orders of each pair.
+    assert features[0].shape[-1] == {1: 3, 2: 6, 5: 21, 16: 153}[key_width]
+    assert FeatureMap("taylor").resize_heads(SHAPE._replace(key_width=key_width)).key_width == features[0].shape[-1]
 
 
 @pytest.mark.parametrize("decay", ["head", "channel", "rate", "fixed"])
