@@ -15,10 +15,9 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads, Stateful
-from deltazoo.mixers.parts.running_logsumexp import initial_logsumexp, running_logsumexp
+from deltazoo.mixers.parts.running_logsumexp import SCORE_BOUND, initial_logsumexp, running_logsumexp
 
 VALUE_SPEC = UpdateSpec(decay="channel", transition="additive", scale=1.0)
-SCORE_BOUND = 32.0
 
 
 class SlotKeyPass(OperandPart, ResizesHeads, ABC):

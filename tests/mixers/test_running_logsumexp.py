@@ -45,6 +45,16 @@ def test_packed_sequences_have_the_sums_of_each_sequence(carried: bool) -> None:
         assert last is None
 
 
+def test_nan_stays_in_its_sequence() -> None:
+    score = scores(9)
+    with torch.no_grad():
+        score[:, 2] = torch.nan
+    context = Context(cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32))
+    z, _, _ = running_logsumexp(score, None, context)
+    torch.testing.assert_close(z[0, 4:], score[0, 4:].logcumsumexp(0), rtol=1e-11, atol=0)
+    torch.testing.assert_close(z[0, :2], score[0, :2].logcumsumexp(0), rtol=1e-11, atol=0)
+
+
 def test_sum_before_the_first_token_is_negligible() -> None:
     lowest = torch.full((1, 1, 1), -32.0, dtype=torch.float64)
     assert float(running_logsumexp(lowest, None, Context())[0]) == -32
