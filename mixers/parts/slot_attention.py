@@ -15,6 +15,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads, Stateful
+from deltazoo.mixers.parts.decays import clamp_nonpositive
 from deltazoo.mixers.parts.running_logsumexp import SCORE_BOUND, initial_logsumexp, running_logsumexp
 
 VALUE_SPEC = UpdateSpec(decay="channel", transition="additive", scale=1.0)
@@ -78,7 +79,7 @@ class SoftmaxSlots(SlotKeyPass, Stateful):
     def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         score = raw.clamp(-SCORE_BOUND, SCORE_BOUND)
         z, previous_z, new_state = running_logsumexp(score, state, context)
-        return previous_z - z, (score - z).exp(), new_state
+        return clamp_nonpositive(previous_z - z), (score - z).exp(), new_state
 
     def extra_repr(self) -> str:
         return f"slots={self.slots}"

@@ -38,6 +38,7 @@ from deltazoo.mixers.parts.rwkv6 import RWKV6Projection, initial_bonus
 from deltazoo.mixers.parts.rwkv7 import RWKV7Projection
 from deltazoo.mixers.parts.selective import SelectiveOperands
 from deltazoo.mixers.parts.skips import Bonus, Feedthrough, Skip
+from deltazoo.mixers.parts.slot_attention import SoftmaxSlots
 
 SHAPE = HeadShape(width=8, heads=2, value_heads=4, key_width=6, value_width=5)
 
@@ -126,8 +127,9 @@ def test_decays_are_finite_and_at_most_one(dtype: torch.dtype) -> None:
         SigmoidDecay(SHAPE),
         SigmoidDecay(SHAPE, "head", rank=None, temperature=1.0),
         FixedDecay(SHAPE),
+        SoftmaxSlots(SHAPE, 3),
     ):
-        log_decay = part.to(dtype)(x, inputs, None, Context())[0].log_decay
+        log_decay = part.to(dtype)(x, inputs, None, Context(intermediates={}))[0].log_decay
         assert log_decay.isfinite().all()
         assert log_decay.max() <= 0
         assert log_decay.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
