@@ -74,7 +74,8 @@ def running_max(
     """m_t = max(m_(t-1) + log_decay_t, log_input_t) for all t at once: m_t = A_t + cummax(log_input_t - A_t).
 
     A is the cumulative sum of log_decay. Rounding errors of m cancel only if every use reads the same m, so m_(t-1) is
-    m shifted by one token and not recomputed.
+    m shifted by one token and not recomputed. In a pack, values that are not finite do not enter m, which would pass
+    them to later sequences; the caller's gates, computed from them and m, are not finite all the same.
 
     Args: log_decay, log_input: [B, T, HV]; state: the maximum before the first token, [N, HV].
     Returns: m_t and m_(t-1), [B, T, HV], without gradients; the new state, None if `state` is None.
@@ -85,16 +86,18 @@ def running_max(
         if context.mask is not None:  # padding leaves m unchanged; it is at the right
             log_decay = torch.where(context.mask[..., None], log_decay, 0.0)
             log_input = torch.where(context.mask[..., None], log_input, -torch.inf)
-        total = log_decay.to(wide).cumsum(1)
         if context.cu_seqlens is None:
+            total = log_decay.to(wide).cumsum(1)
             first = initial_max(B, HV, log_decay) if state is None else state
             first_BTH = first[:, None].to(wide).expand(B, T, HV)
             largest = (log_input - total).cummax(1).values
         else:
-            sequence_T = sequence_index(context.cu_seqlens, T)
             N = context.cu_seqlens.shape[0] - 1
+            sequence_T = sequence_index(context.cu_seqlens, T).clamp(max=max(N - 1, 0))
             first = initial_max(N, HV, log_decay) if state is None else state
             start_T = context.cu_seqlens.long()[sequence_T]
+            log_decay, log_input = (x.nan_to_num(0.0, 0.0, 0.0) for x in (log_decay, log_input))
+            total = log_decay.to(wide).cumsum(1)
             total = total - F.pad(total, (0, 0, 1, 0))[:, start_T]
             first_BTH = first[sequence_T][None].to(wide)
             largest = _packed_cummax(log_input - total, sequence_T)

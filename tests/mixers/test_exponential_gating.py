@@ -53,6 +53,31 @@ def test_running_max_stays_within_each_packed_sequence() -> None:
             torch.testing.assert_close(previous_m[0, start], first[n], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("config", [MLSTM(heads=2, key_width=4), RWKV4(channels=8)], ids=lambda config: config.name)
+def test_non_finite_input_stays_in_its_packed_sequence(config: MLSTM | RWKV4, value: float) -> None:
+    torch.manual_seed(0)
+    mixer = config.build(16, backend="reference")
+    x = torch.randn(1, T, 16)
+    context = Context(cu_seqlens=torch.tensor([0, 4, 8, T], dtype=torch.int32))
+    expected = mixer(x, mixer.init_state(3), context)[0]
+    x[0, 5] = value
+    actual = mixer(x, mixer.init_state(3), context)[0]
+    torch.testing.assert_close(actual[:, 8:], expected[:, 8:])
+    torch.testing.assert_close(actual[:, :4], expected[:, :4])
+    assert not actual[:, 5:8].isfinite().any()
+
+
+def test_running_max_accepts_rows_after_the_last_packed_sequence() -> None:
+    log_decay, log_input = random_gates(1)
+    first = torch.zeros(2, HV, dtype=torch.float64)
+    context = Context(cu_seqlens=torch.tensor([0, 4, T - 2], dtype=torch.int32))
+    m, _, state = running_max(log_decay, log_input, first.clone(), context)
+    expected = looped_max(log_decay[0, 4 : T - 2], log_input[0, 4 : T - 2], first[1])
+    torch.testing.assert_close(m[0, 4 : T - 2], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state[1], expected[-1], rtol=1e-12, atol=1e-12)
+
+
 def test_padding_does_not_change_the_running_max() -> None:
     log_decay, log_input = random_gates(1)
     mask = torch.arange(T)[None] < 6
