@@ -4,7 +4,7 @@ B batch, T time, D width, H heads, G key-value heads, E head width, W window, N 
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from einops import rearrange
@@ -39,7 +39,11 @@ class AttentionConfig(MixerConfig, ABC):
     rotary_fraction: float = Field(
         default=1.0, gt=0, le=1, description="fraction of each head's channels with rotary embeddings"
     )
-    qk_norm: bool = Field(default=False, description="RMS norm of q and k per head, before the rotary embeddings")
+    qk_norm: Literal["head", "all"] | None = Field(
+        default=None,
+        description="RMS norm of q and k before the rotary embeddings; head: of each head, with one weight for all "
+        "heads (Qwen3); all: of all heads as one vector (OLMo)",
+    )
     gate: bool = Field(default=False, description="output gate: o <- o * sigmoid(W x)")
     scale: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="factor on the scores; None: head_width ** -0.5"
@@ -127,8 +131,11 @@ class AttentionMixer(Mixer):
         sizes = [self.heads * self.head_width, *[self.key_value_heads * self.head_width] * 2]
         self.to_qkv = nn.Linear(width, sum(sizes), bias=False)
         self.sizes = sizes
-        self.q_norm = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
+        self.qk_norm = config.qk_norm
+        norm_widths = sizes[:2] if config.qk_norm == "all" else [self.head_width] * 2
+        self.q_norm, self.k_norm = (
+            RMSNorm(norm_width, config.norm_eps) if config.qk_norm else nn.Identity() for norm_width in norm_widths
+        )
         self.to_gate = nn.Linear(width, sizes[0], bias=False) if config.gate else None
         self.out = nn.Linear(sizes[0], width, bias=False)
 
@@ -162,11 +169,11 @@ class AttentionMixer(Mixer):
         return undo_left_align(self.out(rearrange(o_BTHE, "b t h e -> b t (h e)")), order), state
 
     def _operands(self, x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (
-            rearrange(stream, "b t (h e) -> b t h e", e=self.head_width)
-            for stream in self.to_qkv(x_BTD).split(self.sizes, dim=-1)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.to_qkv(x_BTD).split(self.sizes, dim=-1)
+        if self.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (rearrange(stream, "b t (h e) -> b t h e", e=self.head_width) for stream in (q, k, v))
+        if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.theta is not None:
             position_BT = positions(x_BTD, offset_N, context)

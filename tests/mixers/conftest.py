@@ -38,7 +38,8 @@ OURS = [
 ]
 
 COMBINATIONS: dict[str, MixerConfig] = {
-    "attention, qk-norm, gate, partial rotary": small("attention", qk_norm=True, gate=True, rotary_fraction=0.5),
+    "attention, qk-norm, gate, partial rotary": small("attention", qk_norm="head", gate=True, rotary_fraction=0.5),
+    "attention, norm of all heads": small("attention", qk_norm="all"),
     "linear_attention, dpfp": small("linear_attention", feature="dpfp"),
     "linear_attention, no normaliser": small("linear_attention", feature="identity", normaliser=False),
     "deltanet, negative eigenvalues, 3 householders": small(

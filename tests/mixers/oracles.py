@@ -516,10 +516,32 @@ class Llama(SoftmaxAttention):
         return {"to_qkv.weight": separate_qkv(w), "out.weight": w["o_proj.weight"]}
 
 
+class OlmoHybridAttention(SoftmaxAttention):
+    """With a norm of q and of k over all heads, and the rotary embeddings that their model leaves out by default."""
+
+    ours = Attention(heads=4, key_value_heads=2, qk_norm="all", norm_eps=1e-5)
+
+    def __init__(self) -> None:
+        from transformers import OlmoHybridConfig
+        from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+
+        sizes = {"hidden_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+        layers = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}
+        rotary = {"rope_type": "default", "rope_theta": 10000.0}
+        self.config = OlmoHybridConfig(**sizes, **layers, rope_parameters=rotary)
+        self.config._attn_implementation = "sdpa"
+        self.theirs = modeling_olmo_hybrid.OlmoHybridAttention(self.config, 0)
+        self.rotary = modeling_olmo_hybrid.OlmoHybridRotaryEmbedding(self.config)
+
+    def map_parameters(self, w: Tensors) -> Tensors:
+        norms = {name: w[name] for name in ("q_norm.weight", "k_norm.weight")}
+        return norms | {"to_qkv.weight": separate_qkv(w), "out.weight": w["o_proj.weight"]}
+
+
 class Qwen3NextAttention(SoftmaxAttention):
     """With QK norm, an output gate and rotary embeddings of a quarter of the channels."""
 
-    ours = Attention(heads=4, key_value_heads=2, head_width=16, rotary_fraction=0.25, qk_norm=True, gate=True)
+    ours = Attention(heads=4, key_value_heads=2, head_width=16, rotary_fraction=0.25, qk_norm="head", gate=True)
 
     def __init__(self) -> None:
         from transformers import Qwen3NextConfig
@@ -567,5 +589,6 @@ ORACLES: list[type[Oracle]] = [
     RecurrentGemma,
     Lfm2,
     Llama,
+    OlmoHybridAttention,
     Qwen3NextAttention,
 ]

@@ -25,13 +25,15 @@ def looped_attention(mixer: AttentionMixer, config: AttentionConfig, x: Tensor, 
     """Compute attention token by token and head by head, with rotary pairs as complex numbers."""
     T = x.shape[1]
     q, k, v = (x @ mixer.to_qkv.weight.mT).split([H * E, G * E, G * E], dim=-1)
+    if config.qk_norm == "all":
+        q, k = rms_norm(q, mixer.q_norm.weight), rms_norm(k, mixer.k_norm.weight)
     heads = []
     for h in range(H):
         query_channels = slice(h * E, (h + 1) * E)
         key_channels = slice(h * G // H * E, (h * G // H + 1) * E)
         q_h, k_h, v_h = q[..., query_channels], k[..., key_channels], v[..., key_channels]
-        if config.qk_norm:
-            q_h, k_h = (y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() for y in (q_h, k_h))
+        if config.qk_norm == "head":
+            q_h, k_h = rms_norm(q_h, mixer.q_norm.weight), rms_norm(k_h, mixer.k_norm.weight)
         if config.rotary_theta is not None:
             R = int(config.rotary_fraction * E) // 2
             angle = torch.arange(T)[:, None] * config.rotary_theta ** (-torch.arange(R).double() / R)
@@ -48,6 +50,10 @@ def looped_attention(mixer: AttentionMixer, config: AttentionConfig, x: Tensor, 
     return o @ mixer.out.weight.mT
 
 
+def rms_norm(y: Tensor, weight: Tensor) -> Tensor:
+    return weight * y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
 def rotate(y: Tensor, rotation: Tensor) -> Tensor:
     R = rotation.shape[-1]
     z = torch.complex(y[..., :R], y[..., R : 2 * R]) * rotation
@@ -58,7 +64,8 @@ CASES = {
     "full": Attention(**HEADS),
     "no rotary": Attention(**HEADS, rotary_theta=None),
     "partial rotary, theta": Attention(**HEADS, rotary_fraction=0.7, rotary_theta=500.0),
-    "qk-norm and gate": Attention(**HEADS, qk_norm=True, gate=True),
+    "norm of each head, gate": Attention(**HEADS, qk_norm="head", gate=True),
+    "norm of all heads, no rotary": Attention(**HEADS, qk_norm="all", rotary_theta=None),
     "window 1": SlidingWindow(**HEADS, window=1),
     "window 3": SlidingWindow(**HEADS, window=3),
     "window 8": SlidingWindow(**HEADS, window=8),
@@ -72,10 +79,12 @@ def test_attention_equals_softmax_over_visible_tokens(name: str, T: int) -> None
     config = CASES[name]
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
     expected = looped_attention(mixer, config, x, getattr(config, "window", T))
-    leaves = [x, *(p for name, p in mixer.named_parameters() if "norm" not in name)]
-    assert_same_with_gradients(mixer(x)[0], expected, leaves, 1e-9)
+    assert_same_with_gradients(mixer(x)[0], expected, [x, *mixer.parameters()], 1e-9)
 
 
 def in_pieces(
