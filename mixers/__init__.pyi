@@ -40,6 +40,7 @@ from deltazoo.mixers.lru import LRU as LRU
 from deltazoo.mixers.mamba import Mamba as Mamba
 from deltazoo.mixers.mamba2 import Mamba2 as Mamba2
 from deltazoo.mixers.mesa import Mesa as Mesa
+from deltazoo.mixers.mla import MLA as MLA
 from deltazoo.mixers.mlstm import MLSTM as MLSTM
 from deltazoo.mixers.mom import MoM as MoM
 from deltazoo.mixers.retnet import RetNet as RetNet

@@ -16,7 +16,7 @@ from deltazoo.backends.errors import ConfigError, StateError
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
-from deltazoo.mixers.parts.caches import KVCache, append_to_cache, empty_cache
+from deltazoo.mixers.parts.caches import KVCache, append_to_cache, check_room, empty_cache, required_capacity
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.rotary import angles, apply_rotary
 from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
@@ -144,12 +144,9 @@ class AttentionMixer(Mixer):
 
         Raises: StateError, for full attention without a capacity.
         """
-        slots = capacity if self.window is None else min(self.window, self.window if capacity is None else capacity)
-        if slots is None or slots < 1:
-            raise StateError(
-                "attention keeps every token: init_state(batch, capacity=n) needs the maximum length of a sequence, at "
-                f"least 1, got capacity={capacity}"
-            )
+        slots = required_capacity(
+            capacity if self.window is None else min(self.window, self.window if capacity is None else capacity)
+        )
         return empty_cache(batch, slots, self.key_value_heads, self.head_width, self.out.weight)
 
     def forward(
@@ -206,7 +203,5 @@ class AttentionMixer(Mixer):
         slots = cache.k.shape[1]
         if self.window is not None and slots > self.window:
             raise StateError(f"the cache must have at most window = {self.window} slots, got {slots}")
-        if slots != self.window and cache.position.device.type == "cpu" and not torch.compiler.is_compiling():
-            longest = int((cache.position + token_counts(x_BTD, context)).amax()) if len(cache.position) else 0
-            if longest > slots:
-                raise StateError(f"the cache is full: its capacity is {slots} tokens, but a sequence has {longest}")
+        if slots != self.window:
+            check_room(cache.position, token_counts(x_BTD, context), slots)

@@ -40,6 +40,7 @@ OURS = [
 COMBINATIONS: dict[str, MixerConfig] = {
     "attention, qk-norm, gate, partial rotary": small("attention", qk_norm="head", gate=True, rotary_fraction=0.5),
     "attention, norm of all heads": small("attention", qk_norm="all"),
+    "mla, low-rank query, no positions": small("mla", query_rank=3, rotary_theta=None),
     "linear_attention, dpfp": small("linear_attention", feature="dpfp"),
     "linear_attention, no normaliser": small("linear_attention", feature="identity", normaliser=False),
     "deltanet, negative eigenvalues, 3 householders": small(

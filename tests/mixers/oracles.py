@@ -4,6 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 from deltazoo.backends.base import Backend
 from deltazoo.mixers import (
     KDA,
+    MLA,
     MLSTM,
     RGLRU,
     RWKV4,
@@ -490,7 +492,7 @@ class Lfm2(Oracle):
 class SoftmaxAttention(Oracle, ABC):
     """Attention that needs rotary embeddings and a causal mask from its model."""
 
-    rotary: nn.Module
+    rotary: Callable[[Tensor, Tensor], Any]
 
     def call(self, x: Tensor, cache: Any) -> Tensor:
         past = cache.get_seq_length() if cache is not None else 0
@@ -573,6 +575,64 @@ class Qwen3NextAttention(SoftmaxAttention):
         }
 
 
+MLA_SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 7, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 5, "num_hidden_layers": 1,
+}  # fmt: skip
+
+
+def mla_parameters(w: Tensors) -> Tensors:
+    return {
+        "to_latent.weight": w["kv_a_proj_with_mqa.weight"],
+        "latent_norm.weight": w["kv_a_layernorm.weight"],
+        "to_kv.weight": w["kv_b_proj.weight"],
+        "out.weight": w["o_proj.weight"],
+    }
+
+
+class DeepseekV3(SoftmaxAttention):
+    """Their rotary pairs are neighbouring channels, ours are channels i and i + 2 of the last four."""
+
+    ours = MLA(heads=4, key_width=6, value_width=5, latent_width=7, rotary_width=4, query_rank=9)
+
+    def __init__(self) -> None:
+        from transformers import DeepseekV3Config
+        from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+        self.config = DeepseekV3Config(**MLA_SIZES, q_lora_rank=9)
+        self.config._attn_implementation = "sdpa"
+        self.theirs = modeling_deepseek_v3.DeepseekV3Attention(self.config, 0)
+        self.rotary = modeling_deepseek_v3.DeepseekV3RotaryEmbedding(self.config)
+
+    def map_parameters(self, w: Tensors) -> Tensors:
+        q = w["q_b_proj.weight"].unflatten(0, (4, 10))
+        latent = w["kv_a_proj_with_mqa.weight"]
+        return mla_parameters(w) | {
+            "to_q.0.weight": w["q_a_proj.weight"],
+            "to_q.1.weight": w["q_a_layernorm.weight"],
+            "to_q.2.weight": torch.cat([q[:, :6], q[:, 6::2], q[:, 7::2]], 1).flatten(0, 1),
+            "to_latent.weight": torch.cat([latent[:7], latent[7::2], latent[8::2]]),
+        }
+
+
+class KimiLinearAttention(SoftmaxAttention):
+    """MLA without position embeddings."""
+
+    ours = MLA(heads=4, key_width=6, value_width=5, latent_width=7, rotary_width=4, rotary_theta=None)
+
+    def __init__(self) -> None:
+        from transformers import KimiLinearConfig
+        from transformers.models.kimi_linear import modeling_kimi_linear
+
+        self.config = KimiLinearConfig(**MLA_SIZES, layer_types=["full_attention"])
+        self.config._attn_implementation = "sdpa"
+        self.theirs = modeling_kimi_linear.KimiLinearAttention(self.config, 0)
+        self.rotary = lambda x, position: None  # their module ignores the embeddings
+
+    def map_parameters(self, w: Tensors) -> Tensors:
+        return mla_parameters(w) | {"to_q.weight": w["q_proj.weight"]}
+
+
 ORACLES: list[type[Oracle]] = [
     Qwen3NextDelta,
     Qwen35Delta,
@@ -591,4 +651,6 @@ ORACLES: list[type[Oracle]] = [
     Llama,
     OlmoHybridAttention,
     Qwen3NextAttention,
+    DeepseekV3,
+    KimiLinearAttention,
 ]

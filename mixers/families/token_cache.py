@@ -1,0 +1,62 @@
+"""Base class of mixers that cache tensors of every token: MLA, FoX, PaTH.
+
+B batch, S slots
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.errors import StateError
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.sequences import token_counts
+from deltazoo.mixers.families.filter import FilterMixer
+from deltazoo.mixers.parts.caches import append_tokens, check_room, required_capacity
+
+
+class TokenCacheMixer(FilterMixer, ABC):
+    """Mixer around a softmax over all previous tokens.
+
+    State: the tensors of the filters; those of `empty_cache`, [B, S, ...] each, with token p of a row in slot p; the
+    number of tokens so far, "seen" [B] int64.
+    """
+
+    @abstractmethod
+    def empty_cache(self, batch: int, slots: int, like: Tensor) -> dict[str, Tensor]:
+        """Return the cached tensors before the first token, in the dtype and on the device of `like`."""
+
+    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+        """Return an empty cache of `capacity` tokens per sequence.
+
+        Raises: StateError without a capacity.
+        """
+        like = next(self.parameters())
+        cache = self.empty_cache(batch, required_capacity(capacity), like)
+        return super().init_state(batch, capacity) | cache | {"seen": like.new_zeros(batch, dtype=torch.int64)}
+
+    def check_cache(self, state: dict[str, Tensor], x: Tensor, context: Context) -> None:
+        """Check the sizes of the cache, and that it has a slot for every token of x. Raises: StateError."""
+        expected = self.empty_cache(0, 1, x)
+        for name, tensor in expected.items():
+            if state[name].shape[2:] != tensor.shape[2:]:
+                raise StateError(
+                    f"state {name!r} must have shape [B, S, {', '.join(map(str, tensor.shape[2:]))}], "
+                    f"got {list(state[name].shape)}"
+                )
+        check_room(state["seen"], token_counts(x, context), state[next(iter(expected))].shape[1])
+
+    def append(
+        self,
+        tokens: dict[str, Tensor],
+        state: dict[str, Tensor],
+        new: dict[str, Tensor],
+        x: Tensor,
+        context: Context,
+    ) -> None:
+        """Append tensors of the new tokens to the cache, and write the results to `new`."""
+        first = None if context.cu_seqlens is None else context.cu_seqlens[:-1].long()
+        buffers = [state[name] for name in tokens]
+        merged, seen = append_tokens(buffers, state["seen"], list(tokens.values()), token_counts(x, context), first)
+        new.update(zip(tokens, merged, strict=True))
+        new["seen"] = seen

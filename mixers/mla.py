@@ -1,0 +1,162 @@
+"""Multi-head latent attention: keys and values of all heads are computed from one cached vector per token.
+
+B batch, T time, S slots, D width, H heads, K key width, V value width, C latent width, R rotary width
+"""
+
+from typing import ClassVar
+
+import torch
+from einops import rearrange
+from pydantic import Field
+from torch import Tensor, nn
+
+from deltazoo.backends.base import Backend, state_dtype
+from deltazoo.backends.errors import ConfigError
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.sequences import positions
+from deltazoo.mixers.families.filter import FilterConfig
+from deltazoo.mixers.families.token_cache import TokenCacheMixer
+from deltazoo.mixers.parts.caches import KVCache
+from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed
+
+
+class MLA(FilterConfig):
+    """c_t = norm(W x_t), k_t = [W_k c_t, r_t], v_t = W_v c_t, o_t = sum_(s <= t) softmax_s(scale q_t^T k_s) v_s.
+
+    The key r_t = W_r x_t is shared by all heads. It and the last channels of q_t get rotary embeddings, unless
+    rotary_theta is None (Kimi Linear). The cache stores c_t and r_t.
+    """
+
+    name: ClassVar[str] = "mla"
+    source: ClassVar[str] = "DeepSeek-V2 2024, arXiv 2405.04434; without positions: Kimi Linear 2510.26692"
+
+    heads: int | None = Field(default=None, ge=1, description="heads; None: width // 128, at least 1")
+    key_width: int | None = Field(
+        default=None, ge=1, description="K, width per head of the keys computed from c; None: width // heads"
+    )
+    value_width: int | None = Field(default=None, ge=1, description="V, width of v per head; None: key_width")
+    latent_width: int | None = Field(default=None, ge=1, description="C, width of c; None: 4 * key_width")
+    rotary_width: int | None = Field(
+        default=None, ge=0, description="R, width of r, even with rotary embeddings; None: key_width / 2, made even"
+    )
+    query_rank: int | None = Field(
+        default=None, ge=1, description="q = W norm(W' x) with W' of this rank; None: q = W x"
+    )
+    rotary_theta: float | None = Field(
+        default=10000.0,
+        gt=1,
+        allow_inf_nan=False,
+        description="base of the rotary angles; None: no position embeddings",
+    )
+    scale: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="factor on the scores; None: (K + R) ** -0.5"
+    )
+    norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the norms")
+
+    def equation(self) -> str:
+        return "c_t = norm(W x_t), k_t = [W_k c_t, r_t], o_t = sum_(s <= t) softmax_s(scale q_t^T k_s) W_v c_s"
+
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "MLAMixer":
+        return MLAMixer(self, width)
+
+    def flops_context(self, width: int) -> int:
+        with torch.device("meta"):
+            mixer = self.build(width)
+        return 2 * mixer.heads * (mixer.K + mixer.R + mixer.V)  # q^T k and p v
+
+
+class MLAMixer(TokenCacheMixer):
+    """Module of `MLA`.
+
+    Decoding of one token multiplies W_k into q and W_v into the output, and attends to the cached c and r as one key
+    head with values c. Other calls compute k and v of all heads.
+
+    Initialisation: linear maps as in torch, norms 1. State: "latent" [B, S, 1, C + R], c and r; "seen" [B].
+    Source: sections 2.1.2 and 2.1.3, appendix C.
+    """
+
+    def __init__(self, config: MLA, width: int) -> None:
+        super().__init__(width)
+        self.heads = config.heads or max(1, width // 128)
+        self.K = config.key_width or width // self.heads
+        if self.K < 1:
+            raise ConfigError(f"heads must be at most width = {width} without a key_width, got {self.heads}")
+        self.V = config.value_width or self.K
+        self.C = config.latent_width or 4 * self.K
+        self.R = self.K // 4 * 2 if config.rotary_width is None else config.rotary_width
+        self.theta = config.rotary_theta
+        if self.theta is not None and self.R % 2:
+            raise ConfigError(f"rotary_width must be even with rotary embeddings, got {self.R}")
+        self.scale = (self.K + self.R) ** -0.5 if config.scale is None else config.scale
+        query_width = self.heads * (self.K + self.R)
+        if config.query_rank is None:
+            self.to_q: nn.Module = nn.Linear(width, query_width, bias=False)
+        else:
+            self.to_q = nn.Sequential(
+                nn.Linear(width, config.query_rank, bias=False),
+                RMSNorm(config.query_rank, config.norm_eps),
+                nn.Linear(config.query_rank, query_width, bias=False),
+            )
+        self.to_latent = nn.Linear(width, self.C + self.R, bias=False)
+        self.latent_norm = RMSNorm(self.C, config.norm_eps)
+        self.to_kv = nn.Linear(self.C, self.heads * (self.K + self.V), bias=False)
+        self.out = nn.Linear(self.heads * self.V, width, bias=False)
+
+    def empty_cache(self, batch: int, slots: int, like: Tensor) -> dict[str, Tensor]:
+        return {"latent": like.new_zeros(batch, slots, 1, self.C + self.R)}
+
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
+        q, c, r = self._operands(x, positions(x, None if state is None else state["seen"], context))
+        if state is None:
+            o = attend(q, *self._keys_and_values(c, r), self.scale, None, context.cu_seqlens)
+        else:
+            self.check_cache(state, x, context)
+            o = self._attend_cached(q, c, r, state, new, context)
+        return self.out(o.flatten(2))
+
+    def _attend_cached(
+        self, q: Tensor, c: Tensor, r: Tensor, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
+    ) -> Tensor:
+        latent = torch.cat([c, r], -1)
+        if context.cu_seqlens is not None:
+            k, v = self._keys_and_values(c, r)
+            cache = KVCache(*self._keys_and_values(*self._split(state["latent"].to(latent.dtype))), state["seen"])
+            o = attend_packed(q, k, v, self.scale, None, cache, context.cu_seqlens)
+            self.append({"latent": latent}, state, new, q, context)
+            return o
+        position_BT = state["seen"][:, None] + torch.arange(q.shape[1], device=q.device)
+        self.append({"latent": latent}, state, new, q, context)
+        latent = new["latent"].to(latent.dtype)
+        if q.shape[1] == 1:
+            return self._decode(q, latent, new["seen"], position_BT)
+        return attend_cache(
+            q, KVCache(*self._keys_and_values(*self._split(latent)), new["seen"]), self.scale, position_BT
+        )
+
+    def _operands(self, x: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, T, H, K + R], c [B, T, 1, C] and r [B, T, 1, R]."""
+        q = self.to_q(x).unflatten(-1, (self.heads, self.K + self.R))
+        c, r = self._split(self.to_latent(x)[:, :, None])
+        if self.theta is not None:
+            angle = angles(position_BT, self.R // 2, self.theta, state_dtype(x.dtype))
+            q = torch.cat([q[..., : self.K], apply_rotary(q[..., self.K :], angle)], -1)
+            r = apply_rotary(r, angle)
+        return q, self.latent_norm(c), r
+
+    def _split(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        return latent[..., : self.C], latent[..., self.C :]
+
+    def _keys_and_values(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """Return k [B, T, H, K + R] and v [B, T, H, V]."""
+        kv = rearrange(self.to_kv(c), "b t 1 (h e) -> b t h e", h=self.heads)
+        return torch.cat([kv[..., : self.K], r.expand(-1, -1, self.heads, -1).to(kv.dtype)], -1), kv[..., self.K :]
+
+    def _decode(self, q: Tensor, latent: Tensor, seen: Tensor, position_BT: Tensor) -> Tensor:
+        """Attend to the cached vectors, [B, S, 1, C + R]. Returns: [B, 1, H, V]."""
+        weight_HEC = self.to_kv.weight.unflatten(0, (self.heads, self.K + self.V))
+        q_HC = torch.einsum("bthk,hkc->bthc", q[..., : self.K], weight_HEC[:, : self.K])
+        query = torch.cat([q_HC, q[..., self.K :].to(q_HC.dtype)], -1)
+        o_HC = attend_cache(query, KVCache(latent, latent[..., : self.C], seen), self.scale, position_BT)
+        return torch.einsum("bthc,hvc->bthv", o_HC, weight_HEC[:, self.K :])

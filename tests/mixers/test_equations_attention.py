@@ -1,0 +1,91 @@
+"""Relatives of softmax attention against their equations, outputs and all gradients in float64.
+
+B batch, T time, H heads, E head width
+"""
+
+import pytest
+import torch
+from equations import Case, Weights, assert_equals_equation, linear, rotate, split_heads
+from torch import Tensor
+
+from deltazoo.backends.errors import ConfigError, StateError
+from deltazoo.mixers import MLA
+
+H, K, V, C, R = 2, 6, 5, 7, 4
+
+
+def softmax_attention(scores: Tensor, v: Tensor) -> Tensor:
+    """Return the average of v [B, T, H, V] with the softmax over s <= t of scores [B, H, T, S]."""
+    rows = []
+    for t in range(v.shape[1]):
+        weight = scores[:, :, t, : t + 1].exp()
+        rows.append(torch.einsum("bhs,bshv->bhv", weight / weight.sum(-1, keepdim=True), v[:, : t + 1]))
+    return torch.stack(rows, 1)
+
+
+def norm(w: Weights, name: str, x: Tensor, eps: float = 1e-6) -> Tensor:
+    return w[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def mla(w: Weights, x: Tensor, rotary: bool = True) -> Tensor:
+    """DeepSeek-V2, appendix C, with the scores as the sum over both parts of the keys."""
+    latent = linear(w, "to_latent", x)
+    c, r = norm(w, "latent_norm", latent[..., :C]), latent[..., C:]
+    kv = split_heads(linear(w, "to_kv", c), K + V)
+    low_rank = "to_q.0.weight" in w
+    q = w["to_q.2.weight"] @ norm(w, "to_q.1", x @ w["to_q.0.weight"].mT).mT if low_rank else w["to_q.weight"] @ x.mT
+    q = split_heads(q.mT, K + R)
+    scores = torch.einsum("bthe,bshe->bhts", q[..., :K], kv[..., :K])
+    if rotary:
+        q_rotated, r_rotated = rotate(q[..., K:], x.shape[1]), rotate(r[:, :, None], x.shape[1])[:, :, 0]
+        scores = scores + torch.einsum("bthe,bse->bhts", q_rotated, r_rotated.conj()).real
+    else:
+        scores = scores + torch.einsum("bthe,bse->bhts", q[..., K:], r)
+    o = softmax_attention(scores * (K + R) ** -0.5, kv[..., K:])
+    return linear(w, "out", o.flatten(2))
+
+
+def mla_without_positions(w: Weights, x: Tensor) -> Tensor:
+    return mla(w, x, rotary=False)
+
+
+MLA_SIZES = {"heads": H, "key_width": K, "value_width": V, "latent_width": C, "rotary_width": R}
+CASES: dict[str, Case] = {
+    "mla": (MLA(**MLA_SIZES), mla),
+    "mla, low-rank query": (MLA(**MLA_SIZES, query_rank=3), mla),
+    "mla, no positions": (MLA(**MLA_SIZES, rotary_theta=None), mla_without_positions),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradients_equal_the_equation(name: str) -> None:
+    assert_equals_equation(CASES[name], 1e-10)
+
+
+def test_default_sizes_of_mla_are_those_of_deepseek_v2() -> None:
+    """DeepSeek-V2 has d_h = 128, d_c = 4 d_h = 512 and d_h^R = d_h / 2 = 64."""
+    with torch.device("meta"):
+        mixer = MLA().build(1024)
+    assert (mixer.heads, mixer.K, mixer.V, mixer.C, mixer.R) == (8, 128, 128, 512, 64)
+
+
+def test_mla_caches_only_the_latent_and_the_shared_key() -> None:
+    assert MLA(**MLA_SIZES).cost(24).cache_bytes == 4 * (C + R)
+
+
+def test_sizes_that_mla_cannot_use_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rotary_width must be even with rotary embeddings, got 3"):
+        MLA(rotary_width=3).build(24)
+    MLA(rotary_width=3, rotary_theta=None).build(24)
+    with pytest.raises(ConfigError, match="heads must be at most width = 8"):
+        MLA(heads=16).build(8)
+
+
+def test_a_cache_of_other_sizes_is_refused() -> None:
+    mixer, x = MLA(**MLA_SIZES).build(24), torch.randn(1, 4, 24)
+    with pytest.raises(StateError, match=r"state 'latent' must have shape \[B, S, 1, 11\], got \[1, 8, 1, 10\]"):
+        mixer(x, MLA(**MLA_SIZES | {"latent_width": 6}).build(24).init_state(1, 8))
+    with pytest.raises(StateError, match="its capacity is 3 tokens, but a sequence has 4"):
+        mixer(x, mixer.init_state(1, 3))
+    with pytest.raises(StateError, match="needs the maximum length of a sequence"):
+        mixer.init_state(1)
