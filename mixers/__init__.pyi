@@ -16,6 +16,7 @@ from deltazoo.mixers.core.mixer import Place as Place
 from deltazoo.mixers.deltanet import DeltaNet as DeltaNet
 from deltazoo.mixers.deltanet import DeltaProduct as DeltaProduct
 from deltazoo.mixers.deltanet import EFLA as EFLA
+from deltazoo.mixers.fox import FoX as FoX
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet as GatedDeltaNet
 from deltazoo.mixers.gated_deltanet import GatedDeltaProduct as GatedDeltaProduct
 from deltazoo.mixers.gated_deltanet import GatedEFLA as GatedEFLA

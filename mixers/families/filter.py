@@ -101,7 +101,7 @@ class FilterMixer(Mixer, ABC):
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         new: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, state, new, context)
-        return undo_left_align(y_BTD, order), None if state is None else new
+        return undo_left_align(y_BTD, order), None if state is None else {name: new[name] for name in state}
 
 
 def _run(module: nn.Module, x: Tensor, state: Any, context: Context) -> tuple[Tensor, Any]:

@@ -12,7 +12,8 @@ from deltazoo.backends.errors import StateError
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import FilterMixer
-from deltazoo.mixers.parts.caches import append_tokens, check_room, required_capacity
+from deltazoo.mixers.parts.caches import KVCache, append_tokens, check_room, required_capacity
+from deltazoo.mixers.parts.softmax_attention import attend_cache, attend_packed
 
 
 class TokenCacheMixer(FilterMixer, ABC):
@@ -60,3 +61,23 @@ class TokenCacheMixer(FilterMixer, ABC):
         merged, seen = append_tokens(buffers, state["seen"], list(tokens.values()), token_counts(x, context), first)
         new.update(zip(tokens, merged, strict=True))
         new["seen"] = seen
+
+    def attend_cached(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        state: dict[str, Tensor],
+        new: dict[str, Tensor],
+        context: Context,
+    ) -> Tensor:
+        """Append k and v to the cached tensors of these names, and attend to all of them. Returns: [B, T, H, V]."""
+        cache = KVCache(state["k"], state["v"], state["seen"])
+        if context.cu_seqlens is not None:
+            o = attend_packed(q, k, v, scale, None, cache, context.cu_seqlens)
+            self.append({"k": k, "v": v}, state, new, q, context)
+            return o
+        position_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
+        self.append({"k": k, "v": v}, state, new, q, context)
+        return attend_cache(q, KVCache(new["k"], new["v"], new["seen"]), scale, position_BT)

@@ -82,11 +82,18 @@ def attend_packed(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Call torch's scaled_dot_product_attention on [B, T, H, E]; causal if there is no mask."""
+    """Call torch's scaled_dot_product_attention on q, k [B, T, H, E] and v [B, T, H, V]; causal if there is no mask.
+
+    Without a mask all widths are padded to the largest one, because flash attention requires equal widths.
+    """
+    V = v.shape[-1]
+    if mask is None and q.shape[-1] != V:
+        width = max(q.shape[-1], V)
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
-    return o.transpose(1, 2)
+    return o.transpose(1, 2)[..., :V]
 
 
 def _causal(T: int, sequence_T: Tensor) -> Tensor:

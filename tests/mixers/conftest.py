@@ -41,6 +41,9 @@ COMBINATIONS: dict[str, MixerConfig] = {
     "attention, qk-norm, gate, partial rotary": small("attention", qk_norm="head", gate=True, rotary_fraction=0.5),
     "attention, norm of all heads": small("attention", qk_norm="all"),
     "mla, low-rank query, no positions": small("mla", query_rank=3, rotary_theta=None),
+    "fox, pro": small(
+        "fox", heads=4, key_value_heads=2, kv_shift=True, qk_norm=True, output_norm=True, gate=True, rotary_theta=50.0
+    ),
     "linear_attention, dpfp": small("linear_attention", feature="dpfp"),
     "linear_attention, no normaliser": small("linear_attention", feature="identity", normaliser=False),
     "deltanet, negative eigenvalues, 3 householders": small(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.base import Backend
 from deltazoo.mixers import MixerConfig
@@ -182,3 +184,16 @@ def rotate(x: Tensor, length: int) -> Tensor:
     half = x.shape[-1] // 2
     angle = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     return torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[None, :, None]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(result) if torch.is_tensor(x))])
+        return result

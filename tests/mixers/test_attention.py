@@ -7,10 +7,8 @@ import itertools
 
 import pytest
 import torch
-from equations import assert_same_with_gradients
+from equations import LargestTensor, assert_same_with_gradients
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers import Attention, Context, SlidingWindow
@@ -160,19 +158,6 @@ def test_rotary_angles_are_accurate_at_position_131072() -> None:
     x = torch.randn(1, 8, WIDTH)
     far = mixer(x, None, Context(positions=2**17 + torch.arange(8)[None]))[0]
     assert float(((far - mixer(x)[0]).norm() / far.norm()).detach()) < 1e-2
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(result) if torch.is_tensor(x))])
-        return result
 
 
 def test_packed_window_takes_memory_linear_in_time() -> None:

@@ -5,13 +5,15 @@ B batch, T time, H heads, E head width
 
 import pytest
 import torch
-from equations import Case, Weights, assert_equals_equation, linear, rotate, split_heads
+from equations import Case, LargestTensor, Weights, assert_equals_equation, linear, rotate, split_heads, token_shift
 from torch import Tensor
 
 from deltazoo.backends.errors import ConfigError, StateError
-from deltazoo.mixers import MLA
+from deltazoo.mixers import MLA, FoX
+from deltazoo.mixers.core.conformance import relative_error
 
 H, K, V, C, R = 2, 6, 5, 7, 4
+E = 6
 
 
 def softmax_attention(scores: Tensor, v: Tensor) -> Tensor:
@@ -49,11 +51,49 @@ def mla_without_positions(w: Weights, x: Tensor) -> Tensor:
     return mla(w, x, rotary=False)
 
 
+def fox(w: Weights, x: Tensor, theta: bool = False) -> Tensor:
+    """Lin 2025 per head, with the layer of the Pro variant where it has weights for it."""
+    heads = w["forget.proj.bias"].shape[0]
+    q, kv = split_heads(linear(w, "to_q", x), E), split_heads(linear(w, "to_kv", x), E)
+    if "to_mix.weight" in w:
+        a = torch.sigmoid(linear(w, "to_mix", x))[..., None]
+        kv = a * token_shift(kv.flatten(2)).view(kv.shape) + (1 - a) * kv
+    k, v = (y.repeat_interleave(heads // y.shape[2], 2) for y in kv.chunk(2, 2))
+    if "q_norm.weight" in w:
+        shared = heads // (w["k_norm.weight"].numel() // E)
+        k_weight = w["k_norm.weight"].view(-1, E).repeat_interleave(shared, 0)
+        q = w["q_norm.weight"].view(-1, E) * q / (q.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        k = k_weight * k / (k.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    if theta:
+        scores = torch.einsum("bthe,bshe->bhts", rotate(q, x.shape[1]), rotate(k, x.shape[1]).conj()).real
+    else:
+        scores = torch.einsum("bthe,bshe->bhts", q, k)
+    f = torch.sigmoid(linear(w, "forget.proj", x))
+    decay = [[f[:, s + 1 : t + 1].prod(1) for s in range(x.shape[1])] for t in range(x.shape[1])]
+    decay_BHTS = torch.stack([torch.stack(row, -1) for row in decay], 2)
+    o = softmax_attention(scores * E**-0.5 + decay_BHTS.log(), v)
+    if "o_norm.weight" in w:
+        o = w["o_norm.weight"].view(-1, E) * o / (o.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    if "to_gate.weight" in w:
+        o = o * torch.sigmoid(linear(w, "to_gate", x)).view(o.shape)
+    return linear(w, "out", o.flatten(2))
+
+
+def fox_with_rotary(w: Weights, x: Tensor) -> Tensor:
+    return fox(w, x, theta=True)
+
+
+FOX_SIZES = {"heads": 4, "key_value_heads": 2, "head_width": E}
+PRO = {"kv_shift": True, "qk_norm": True, "output_norm": True, "gate": True}
 MLA_SIZES = {"heads": H, "key_width": K, "value_width": V, "latent_width": C, "rotary_width": R}
 CASES: dict[str, Case] = {
     "mla": (MLA(**MLA_SIZES), mla),
     "mla, low-rank query": (MLA(**MLA_SIZES, query_rank=3), mla),
     "mla, no positions": (MLA(**MLA_SIZES, rotary_theta=None), mla_without_positions),
+    "fox": (FoX(heads=3, head_width=E), fox),
+    "fox, grouped heads, rotary": (FoX(**FOX_SIZES, rotary_theta=10000.0), fox_with_rotary),
+    "fox, pro": (FoX(heads=3, head_width=E, **PRO), fox),
+    "fox, pro, grouped heads": (FoX(**FOX_SIZES, **PRO), fox),
 }
 
 
@@ -89,3 +129,34 @@ def test_a_cache_of_other_sizes_is_refused() -> None:
         mixer(x, mixer.init_state(1, 3))
     with pytest.raises(StateError, match="needs the maximum length of a sequence"):
         mixer.init_state(1)
+
+
+def test_forget_gates_of_fox_start_with_bias_zero() -> None:
+    assert not FoX().build(64).forget.proj.bias.any()
+
+
+def test_bfloat16_gradients_of_forget_gates_stay_accurate_in_long_sequences() -> None:
+    """The tolerance of gates in bfloat16 is 2 %. With the channels of the gates in bfloat16 the error is 32 %."""
+    torch.manual_seed(0)
+    mixer, x = FoX(heads=1).build(32), torch.randn(1, 1024, 32)
+    exact = FoX(heads=1).build(32).double()
+    exact.load_state_dict(mixer.state_dict())
+    weight = torch.randn_like(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mixer(x)[0]
+    parameters = [m.forget.proj.weight for m in (mixer, exact)]
+    losses = [(y * weight).sum(), (exact(x.double())[0] * weight).sum()]
+    rounded, expected = (torch.autograd.grad(loss, p)[0] for loss, p in zip(losses, parameters, strict=True))
+    assert relative_error(rounded, expected) < 2e-2
+
+
+def test_forgetting_attention_takes_memory_linear_in_time() -> None:
+    """The largest tensor of a forward and a backward pass doubles with T, so none is T x T."""
+    mixer = FoX(heads=2, key_value_heads=1).build(16)
+
+    def largest(T: int) -> int:
+        with LargestTensor() as tensors:
+            mixer(torch.randn(1, T, 16))[0].sum().backward()
+        return tensors.elements
+
+    assert largest(2048) <= 2.1 * largest(1024)

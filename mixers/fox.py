@@ -1,0 +1,168 @@
+"""Forgetting attention: softmax attention with a data-dependent forget gate for each head.
+
+B batch, T time, D width, H heads, G key-value heads, E head width
+"""
+
+from typing import ClassVar, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from deltazoo.backends.base import Backend, state_dtype, without_autocast
+from deltazoo.backends.errors import ConfigError
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.part import HeadShape
+from deltazoo.mixers.core.sequences import positions
+from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.families.filter import FilterConfig
+from deltazoo.mixers.families.token_cache import TokenCacheMixer
+from deltazoo.mixers.parts.convolution import TokenShift
+from deltazoo.mixers.parts.forget_gates import ForgetGate, accumulate, gate_channels, in_gate_dtype, with_gates
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.softmax_attention import attend
+
+QK_NORM_EPS = 1e-5  # of the published code, whatever the epsilon of its other norms
+
+
+class FoX(FilterConfig):
+    """o_t = sum_(s <= t) softmax_s(scale q_t^T k_s + sum_(s < r <= t) log f_r) v_s with f = sigmoid(W x + b) per head.
+
+    The "Pro" variant sets kv_shift, qk_norm, output_norm and gate.
+    """
+
+    name: ClassVar[str] = "fox"
+    source: ClassVar[str] = "Lin 2025, arXiv 2503.02130"
+
+    heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 64, at least 1")
+    key_value_heads: int | None = Field(
+        default=None, ge=1, description="key-value heads, a divisor of heads (GQA); None: heads"
+    )
+    head_width: int | None = Field(default=None, ge=1, description="width of q, k and v per head; None: width // heads")
+    rotary_theta: float | None = Field(
+        default=None, gt=1, allow_inf_nan=False, description="base of rotary angles; None: no position embeddings"
+    )
+    kv_shift: bool = Field(
+        default=False, description="k_t <- a_t k_(t-1) + (1 - a_t) k_t with a = sigmoid(W x) per head; likewise v"
+    )
+    qk_norm: bool = Field(default=False, description="RMS norm of each head of q and of k")
+    output_norm: bool = Field(default=False, description="RMS norm of each head of o, before the gate")
+    gate: bool = Field(default=False, description="output gate: o <- o * sigmoid(W x)")
+    norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the output norm")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.heads and self.key_value_heads and self.heads % self.key_value_heads:
+            raise ValueError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
+        return self
+
+    def equation(self) -> str:
+        return "o_t = sum_(s <= t) softmax_s(scale q_t^T k_s + log f_(s+1) + ... + log f_t) v_s"
+
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "FoXMixer":
+        return FoXMixer(self, width)
+
+    def flops_context(self, width: int) -> int:
+        with torch.device("meta"):
+            mixer = self.build(width)
+        return 4 * mixer.heads * mixer.head_width  # q^T k and p v
+
+
+class FoXMixer(TokenCacheMixer):
+    """Module of `FoX`.
+
+    Initialisation: linear maps as in torch, bias of the forget gate 0, norms 1.
+    State: "k" [B, S, G, E + X], with the channels of `gate_channels`; "v" [B, S, G, E]; "log_forget" [B, H], the sum
+    over the sequence so far; "seen" [B]; with kv_shift the last k and v before the shift, "shift" [B, 1, 2 G E].
+    Source: section 3; the layer, section 3.2 and the published code.
+    """
+
+    def __init__(self, config: FoX, width: int) -> None:
+        super().__init__(width)
+        self.heads = config.heads or max(1, width // 64)
+        self.key_value_heads = config.key_value_heads or self.heads
+        self.head_width = config.head_width or width // self.heads
+        if self.heads % self.key_value_heads:
+            raise ConfigError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
+        if self.head_width < 1:
+            raise ConfigError(f"heads must be at most width = {width} without a head_width, got {self.heads}")
+        H, G, E = self.heads, self.key_value_heads, self.head_width
+        self.scale, self.theta = E**-0.5, config.rotary_theta
+        self.to_q = nn.Linear(width, H * E, bias=False)
+        self.to_kv = nn.Linear(width, 2 * G * E, bias=False)
+        self.shift = TokenShift() if config.kv_shift else None
+        self.to_mix = nn.Linear(width, 2 * G, bias=False) if config.kv_shift else None
+        self.forget = ForgetGate(width, H)
+        shapes = [HeadShape(width, heads, heads, E, E) for heads in (H, G, H)]
+        enabled = (config.qk_norm, config.qk_norm, config.output_norm)
+        epsilons = (QK_NORM_EPS, QK_NORM_EPS, config.norm_eps)
+        self.q_norm, self.k_norm, self.o_norm = (
+            HeadNorm(shape, eps, over="each") if on else None
+            for shape, eps, on in zip(shapes, epsilons, enabled, strict=True)
+        )
+        self.to_gate = nn.Linear(width, H * E, bias=False) if config.gate else None
+        self.out = nn.Linear(H * E, width, bias=False)
+
+    def empty_cache(self, batch: int, slots: int, like: Tensor) -> dict[str, Tensor]:
+        H, G, E = self.heads, self.key_value_heads, self.head_width
+        return {
+            "k": like.new_zeros(batch, slots, G, E + gate_channels(H, G, E)),
+            "v": like.new_zeros(batch, slots, G, E),
+        }
+
+    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+        state, like = super().init_state(batch, capacity), self.out.weight
+        state["log_forget"] = like.new_zeros(batch, self.heads, dtype=state_dtype(like.dtype))
+        if self.shift is not None:
+            state["shift"] = self.shift.init_state(batch, 2 * self.key_value_heads * self.head_width, like)
+        return state
+
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
+        if state is not None:
+            self.check_cache(state, x, context)
+        q, k, v = self._operands(x, state, new, context)
+        with without_autocast(q):
+            if state is None:
+                o = attend(q, k, v, self.scale, None, context.cu_seqlens)
+            else:
+                o = self.attend_cached(q, k, v, self.scale, state, new, context)
+        o = o.to(x.dtype)
+        if self.o_norm is not None:
+            o = self.o_norm.transform(o, x)
+        if self.to_gate is not None:
+            gate = self.to_gate(x).view(o.shape)
+            o = (o * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o.dtype)
+        return self.out(o.flatten(2))
+
+    def _operands(
+        self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q and k with the channels of the gates, and v. Write the states of the gates and the shift."""
+        q = self.to_q(x).unflatten(-1, (self.heads, self.head_width))
+        k, v = self._keys_and_values(x, state, new, context)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.transform(q, x), self.k_norm.transform(k, x)
+        if self.theta is not None:
+            position_BT = positions(x, None if state is None else state["seen"], context)
+            angle = angles(position_BT, self.head_width // 2, self.theta, state_dtype(x.dtype))
+            q, k = apply_rotary(q, angle), apply_rotary(k, angle)
+        sums, after = accumulate(self.forget(x, context), None if state is None else state["log_forget"], context)
+        if state is not None and after is not None:
+            new["log_forget"] = write_back(state["log_forget"], after)
+        q, k, v = in_gate_dtype(q, k, v)
+        return *with_gates(q, k, sums, self.scale), v
+
+    def _keys_and_values(
+        self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> tuple[Tensor, Tensor]:
+        kv = self.to_kv(x)
+        heads = kv.unflatten(-1, (2 * self.key_value_heads, self.head_width))
+        if self.shift is not None and self.to_mix is not None:
+            previous, after = self.shift(kv, None if state is None else state["shift"], context)
+            if after is not None:
+                new["shift"] = after
+            mix = self.to_mix(x).to(state_dtype(x.dtype)).sigmoid()[..., None]
+            heads = (mix * previous.view(heads.shape) + (1 - mix) * heads).to(heads.dtype)
+        k, v = heads.chunk(2, 2)
+        return k, v
