@@ -44,6 +44,7 @@ from deltazoo.mixers.mesa import Mesa as Mesa
 from deltazoo.mixers.mla import MLA as MLA
 from deltazoo.mixers.mlstm import MLSTM as MLSTM
 from deltazoo.mixers.mom import MoM as MoM
+from deltazoo.mixers.path_attention import PathAttention as PathAttention
 from deltazoo.mixers.retnet import RetNet as RetNet
 from deltazoo.mixers.rg_lru import RGLRU as RGLRU
 from deltazoo.mixers.rwkv4 import RWKV4 as RWKV4

@@ -3,6 +3,8 @@
 B batch, T time, D width, N sequences: the B rows, or the packed sequences
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -81,6 +83,22 @@ def positions(x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> Tenso
         position_T = time_T - context.cu_seqlens.long()[sequence_T]
         return (position_T if offset_N is None else position_T + offset_N[sequence_T])[None]
     return time_T.expand(B, T) if offset_N is None else time_T + offset_N[:, None]
+
+
+def unpack(tensors: Iterable[Tensor], cu_seqlens: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Move each packed sequence to the start of a separate row of T tokens, which takes N times the memory.
+
+    Args: tensors: [1, T, ...] each.
+    Returns: tensors [N, T, ...], zero at padded tokens; the mask of real tokens [N, T]; for each packed token its index
+        in the flattened rows, [T].
+    """
+    tensors = list(tensors)
+    T, N = tensors[0].shape[1], cu_seqlens.shape[0] - 1
+    sequence_T = sequence_index(cu_seqlens, T)
+    time_T = torch.arange(T, device=sequence_T.device)
+    index_T = sequence_T * T + time_T - cu_seqlens.long()[sequence_T]
+    rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, index_T, x[0]).unflatten(0, (N, T)) for x in tensors]
+    return rows, time_T < cu_seqlens.diff()[:, None], index_T
 
 
 def _permute(x_BTD: Tensor, order_BT: Tensor) -> Tensor:

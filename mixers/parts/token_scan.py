@@ -15,9 +15,8 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
-from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.sequences import token_counts
+from deltazoo.mixers.core.sequences import unpack
 
 SEGMENT = 16
 
@@ -70,14 +69,8 @@ class TokenScan:
         self, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], context: Context
     ) -> tuple[Tensor, list[Tensor]]:
         """Scan with each packed sequence in a separate row."""
-        bounds = context.cu_seqlens
-        assert bounds is not None
-        T, N = operands[0].shape[1], bounds.shape[0] - 1
-        sequence_T = sequence_index(bounds, T)
-        time_T = torch.arange(T, device=sequence_T.device)
-        index_T = sequence_T * T + time_T - bounds.long()[sequence_T]
-        rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, index_T, x[0]).unflatten(0, (N, T)) for x in operands]
-        mask = time_T < token_counts(operands[0], context)[:, None]
+        assert context.cu_seqlens is not None
+        rows, mask, index_T = unpack(operands, context.cu_seqlens)
         o, new_state = self(state, rows, parameters, Context(mask=mask))
         return o.flatten(0, 1)[index_T][None], new_state
 

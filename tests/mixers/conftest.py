@@ -44,6 +44,9 @@ COMBINATIONS: dict[str, MixerConfig] = {
     "fox, pro": small(
         "fox", heads=4, key_value_heads=2, kv_shift=True, qk_norm=True, output_norm=True, gate=True, rotary_theta=50.0
     ),
+    "path_attention, forget gate, grouped heads": small(
+        "path_attention", heads=4, key_value_heads=2, forget_gate=True, qk_norm=True, rank=None
+    ),
     "linear_attention, dpfp": small("linear_attention", feature="dpfp"),
     "linear_attention, no normaliser": small("linear_attention", feature="identity", normaliser=False),
     "deltanet, negative eigenvalues, 3 householders": small(

@@ -5,12 +5,25 @@ B batch, T time, H heads, E head width
 
 import pytest
 import torch
-from equations import Case, LargestTensor, Weights, assert_equals_equation, linear, rotate, split_heads, token_shift
+from equations import (
+    Case,
+    LargestTensor,
+    Weights,
+    assert_equals_equation,
+    assert_same_with_gradients,
+    conv,
+    linear,
+    rotate,
+    split_heads,
+    token_shift,
+    unit,
+)
 from torch import Tensor
 
 from deltazoo.backends.errors import ConfigError, StateError
-from deltazoo.mixers import MLA, FoX
+from deltazoo.mixers import MLA, FoX, PathAttention
 from deltazoo.mixers.core.conformance import relative_error
+from deltazoo.mixers.parts.householder_attention import CHUNK, HouseholderInputs, householder_attention
 
 H, K, V, C, R = 2, 6, 5, 7, 4
 E = 6
@@ -83,6 +96,36 @@ def fox_with_rotary(w: Weights, x: Tensor) -> Tensor:
     return fox(w, x, theta=True)
 
 
+def householder_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+    """Return k_s^T H_(s+1) ... H_t q_t for s <= t, [B, H, T, S], by multiplying all earlier keys by each matrix."""
+    keys, rows = k[:, :0], []
+    for t in range(q.shape[1]):
+        erased = torch.einsum("bshe,bhe->bsh", keys, w[:, t]) * beta[:, t, None]
+        keys = torch.cat([keys - erased[..., None] * w[:, t, None], k[:, t : t + 1]], 1)
+        row = torch.einsum("bhe,bshe->bhs", q[:, t], keys)
+        rows.append(torch.nn.functional.pad(row, (0, q.shape[1] - t - 1)))
+    return torch.stack(rows, 2)
+
+
+def path(w: Weights, x: Tensor) -> Tensor:
+    """Yang 2025 per head; the forget gate as in the authors' code, times the scale."""
+    G = w["to_beta.bias"].shape[0]
+    H = w["out.weight"].shape[1] // E
+    q, k, v = (split_heads(y, E) for y in linear(w, "to_qkv", x).split([H * E, G * E, G * E], -1))
+    if "q_norm.weight" in w:
+        q, k = norm(w, "q_norm", q, 1e-5), norm(w, "k_norm", k, 1e-5)
+    vector = unit(split_heads(torch.nn.functional.silu(conv(w, "filters.conv", linear(w, "to_w", x))), E))
+    beta = 2 * torch.sigmoid(linear(w, "to_beta", x))
+    k, v, vector, beta = (y.repeat_interleave(H // G, 2) for y in (k, v, vector, beta))
+    scores = householder_scores(q, k, vector, beta)
+    if "forget.proj.weight" in w:
+        log_f = torch.sigmoid(linear(w, "forget.proj", x)).log().mT
+        time = torch.arange(x.shape[1])
+        between = (time <= time[:, None, None]) & (time > time[:, None])  # s < r <= t, [T, S, R]
+        scores = scores + torch.einsum("tsr,bhr->bhts", between.to(log_f.dtype), log_f)
+    return linear(w, "out", softmax_attention(scores * E**-0.5, v).flatten(2))
+
+
 FOX_SIZES = {"heads": 4, "key_value_heads": 2, "head_width": E}
 PRO = {"kv_shift": True, "qk_norm": True, "output_norm": True, "gate": True}
 MLA_SIZES = {"heads": H, "key_width": K, "value_width": V, "latent_width": C, "rotary_width": R}
@@ -90,6 +133,12 @@ CASES: dict[str, Case] = {
     "mla": (MLA(**MLA_SIZES), mla),
     "mla, low-rank query": (MLA(**MLA_SIZES, query_rank=3), mla),
     "mla, no positions": (MLA(**MLA_SIZES, rotary_theta=None), mla_without_positions),
+    "path_attention": (PathAttention(heads=3, head_width=E, rank=2), path),
+    "path_attention, full rank, norm, longer convolution": (
+        PathAttention(heads=3, head_width=E, rank=None, qk_norm=True, conv_width=4),
+        path,
+    ),
+    "path_attention, forget gate, grouped heads": (PathAttention(**FOX_SIZES, forget_gate=True), path),
     "fox": (FoX(heads=3, head_width=E), fox),
     "fox, grouped heads, rotary": (FoX(**FOX_SIZES, rotary_theta=10000.0), fox_with_rotary),
     "fox, pro": (FoX(heads=3, head_width=E, **PRO), fox),
@@ -160,3 +209,38 @@ def test_forgetting_attention_takes_memory_linear_in_time() -> None:
         return tensors.elements
 
     assert largest(2048) <= 2.1 * largest(1024)
+
+
+def test_householder_attention_over_many_chunks_equals_the_equation() -> None:
+    """330 tokens are six chunks, of which the backward pass stores every second. Four past tokens precede them."""
+    torch.manual_seed(0)
+    B, T, S, heads, K, V = 2, 330, 4, 2, 3, 2
+    shapes = [(B, S + T, heads, K)] * 2 + [(B, S + T, heads, V), (B, S + T, heads, K), (B, S + T, heads)]
+    q, k, v, w, beta = leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    expected = softmax_attention(0.7 * householder_scores(q, k, unit(w), 2 * beta.sigmoid()), v)[:, S:]
+    sequence = torch.zeros(B, S + T, dtype=torch.int64)
+    none = [x[:, :0] for x in (k, v, sequence)]
+
+    def inputs(tokens: slice, past: list[Tensor]) -> HouseholderInputs:
+        operands = (x[:, tokens] for x in (q, k, v, unit(w), 2 * beta.sigmoid()))
+        return HouseholderInputs(*operands, *past, sequence[:, tokens])
+
+    _, past_k = householder_attention(inputs(slice(S), none), 0.7)
+    o, _ = householder_attention(inputs(slice(S, None), [past_k, v[:, :S], sequence[:, :S]]), 0.7)
+    assert_same_with_gradients(o, expected, leaves, 1e-10)
+
+
+def test_path_attention_starts_with_beta_one_and_open_forget_gates_at_one_half() -> None:
+    """fla initialises the biases of both maps to zero."""
+    mixer = PathAttention(forget_gate=True).build(64)
+    assert not mixer.to_beta.bias.any()
+    assert not mixer.forget.proj.bias.any()
+
+
+@torch.no_grad()
+def test_forward_of_path_attention_takes_memory_linear_in_time() -> None:
+    """The largest tensor holds the scores of one chunk with all tokens."""
+    mixer, T = PathAttention(heads=1, head_width=8, rank=2).build(8), 1024
+    with LargestTensor() as tensors:
+        mixer(torch.randn(1, T, 8))
+    assert tensors.elements <= CHUNK * T

@@ -1,0 +1,203 @@
+"""PaTH attention: softmax attention with accumulated Householder matrices as the position encoding.
+
+B batch, T time, D width, H heads, G key-value heads, E head width, N packed sequences
+"""
+
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from deltazoo.backends.base import Backend, state_dtype, without_autocast
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.short_conv import ConvPart
+from deltazoo.backends.varlen import sequence_index
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.part import projection
+from deltazoo.mixers.core.sequences import unpack
+from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.families.filter import FilterConfig
+from deltazoo.mixers.families.token_cache import TokenCacheMixer
+from deltazoo.mixers.parts.caches import KVCache
+from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.forget_gates import ForgetGate, accumulate, gate_channels, with_gates
+from deltazoo.mixers.parts.householder_attention import HouseholderInputs, householder_attention
+from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.softmax_attention import attend_cache
+
+
+class PathAttention(FilterConfig):
+    """o_t = sum_(s <= t) softmax_s(scale k_s^T H_(s+1) ... H_t q_t) v_s with H_t = I - beta_t w_t w_t^T.
+
+    w = conv(W x) / |conv(W x)| and beta = 2 sigmoid(W x + b) per key-value head. A forget gate per query head adds
+    scale (log f_(s+1) + ... + log f_t) to the score (PaTH-FoX).
+    """
+
+    name: ClassVar[str] = "path_attention"
+    source: ClassVar[str] = "Yang 2025, arXiv 2505.16381"
+
+    heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 64, at least 1")
+    key_value_heads: int | None = Field(
+        default=None, ge=1, description="key-value heads, a divisor of heads (GQA); None: heads"
+    )
+    head_width: int | None = Field(default=None, ge=1, description="width of q, k and v per head; None: width // heads")
+    rank: int | None = Field(default=32, ge=1, description="rank of the map to w; None: full rank")
+    conv_width: int = Field(default=3, ge=1, description="taps of the short convolution of w")
+    qk_norm: bool = Field(default=False, description="RMS norm of each head of q and of k, one weight for all heads")
+    forget_gate: bool = Field(default=False, description="f = sigmoid(W x + b) per head, as in FoX; False: f = 1")
+    norm_eps: float = Field(default=1e-5, gt=0, allow_inf_nan=False, description="epsilon of the norms of q and k")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.heads and self.key_value_heads and self.heads % self.key_value_heads:
+            raise ValueError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
+        return self
+
+    def equation(self) -> str:
+        gate = " + scale (log f_(s+1) + ... + log f_t)" if self.forget_gate else ""
+        return f"H_t = I - beta_t w_t w_t^T, o_t = sum_(s <= t) softmax_s(scale k_s^T H_(s+1) ... H_t q_t{gate}) v_s"
+
+    def build(
+        self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None
+    ) -> "PathAttentionMixer":
+        return PathAttentionMixer(self, width, backend)
+
+    def flops_context(self, width: int) -> int:
+        with torch.device("meta"):
+            mixer = self.build(width)
+        # q^T k and p v per query head, and the two products that multiply a key by a chunk's matrices
+        return 4 * mixer.head_width * (mixer.heads + mixer.key_value_heads)
+
+
+class Operands(NamedTuple):
+    """Operands of the attention in float32 or float64.
+
+    q: [B, T, H, E + X]; k, w: [B, T, G, E + X]; v: [B, T, G, E]; beta: [B, T, G].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    beta: Tensor
+
+
+class PathAttentionMixer(TokenCacheMixer):
+    """Module of `PathAttention`.
+
+    Computed in float32 (float64 in float64). Decoding multiplies every cached key by the new H_t.
+
+    Initialisation: linear maps and the convolution as in torch, biases of beta and of the forget gate 0, norms 1.
+    State: "conv", the last inputs of the convolution; "k" [B, S, G, E + X] float32, keys multiplied by the matrices of
+    all later tokens, with the X channels of `gate_channels` if there is a forget gate; "v" [B, S, G, E]; "seen" [B];
+    with a forget gate "log_forget" [B, H], the sum over the sequence so far.
+    Source: section 3 and the authors' code in fla, which multiplies log f by the scale.
+    """
+
+    def __init__(self, config: PathAttention, width: int, backend: str | Backend | None) -> None:
+        super().__init__(width)
+        self.heads = config.heads or max(1, width // 64)
+        self.key_value_heads = config.key_value_heads or self.heads
+        self.head_width = config.head_width or width // self.heads
+        if self.heads % self.key_value_heads:
+            raise ConfigError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
+        if self.head_width < 1:
+            raise ConfigError(f"heads must be at most width = {width} without a head_width, got {self.heads}")
+        H, G, E = self.heads, self.key_value_heads, self.head_width
+        self.scale = E**-0.5
+        parts = [ConvPart(G * E, silu=True, unit=E)]
+        self.filters["conv"] = ShortConv(G * E, config.conv_width, False, parts, backend)
+        self.sizes = [H * E, G * E, G * E]
+        self.to_qkv = nn.Linear(width, sum(self.sizes), bias=False)
+        self.to_w = projection(width, G * E, config.rank, False)
+        self.to_beta = nn.Linear(width, G)
+        self.forget = ForgetGate(width, H) if config.forget_gate else None
+        self.q_norm, self.k_norm = (RMSNorm(E, config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2))
+        self.out = nn.Linear(H * E, width, bias=False)
+        self.channels = gate_channels(H, G, E) if config.forget_gate else 0
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.to_beta.bias)
+
+    def empty_cache(self, batch: int, slots: int, like: Tensor) -> dict[str, Tensor]:
+        shape, E = (batch, slots, self.key_value_heads), self.head_width
+        return {
+            "k": like.new_zeros(*shape, E + self.channels, dtype=state_dtype(like.dtype)),
+            "v": like.new_zeros(*shape, E),
+        }
+
+    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+        state, like = super().init_state(batch, capacity), self.out.weight
+        if self.forget is not None:
+            state["log_forget"] = like.new_zeros(batch, self.heads, dtype=state_dtype(like.dtype))
+        return state
+
+    def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
+        if state is not None:
+            self.check_cache(state, x, context)
+        operands = self._operands(x, state, new, context)
+        with without_autocast(x):
+            if state is None:
+                o = self._attend(operands, context)
+            elif context.cu_seqlens is None:
+                o = self._attend_cached(operands, state, new, context)
+            else:
+                o = self._attend_cached_packed(operands, state, new, context)
+        return self.out(o.to(x.dtype).flatten(2))
+
+    def _operands(
+        self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> Operands:
+        dtype, E = state_dtype(x.dtype), self.head_width
+        q, k, v = (y.unflatten(-1, (-1, E)) for y in self.to_qkv(x).split(self.sizes, -1))
+        q, k = self.q_norm(q).to(dtype), self.k_norm(k).to(dtype)
+        w = self.apply_filter("conv", self.to_w(x), state, new, context).unflatten(-1, (-1, E)).to(dtype)
+        beta = 2 * self.to_beta(x).to(dtype).sigmoid()
+        if context.mask is not None:  # H = I at padded tokens
+            beta = beta * context.mask[..., None]
+        if self.forget is not None:
+            before = None if state is None else state["log_forget"]
+            sums, after = accumulate(self.forget(x, context), before, context)
+            if before is not None and after is not None:
+                new["log_forget"] = write_back(before, after)
+            q, k = with_gates(q, k, sums, 1.0)  # the scale multiplies log f too
+            w = F.pad(w, (0, self.channels))
+        return Operands(q, k, v.to(dtype), w, beta)
+
+    def _attend(self, operands: Operands, context: Context) -> Tensor:
+        k, v = operands.k, operands.v
+        B, T = k.shape[:2]
+        sequence = k.new_zeros(B, T, dtype=torch.int64)
+        if context.cu_seqlens is not None:
+            sequence = sequence_index(context.cu_seqlens, T)[None]
+        inputs = HouseholderInputs(*operands, k[:, :0], v[:, :0], sequence[:, :0], sequence)
+        return householder_attention(inputs, self.scale)[0]
+
+    def _attend_cached(
+        self, operands: Operands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
+    ) -> Tensor:
+        q, k, v, w, beta = operands
+        (S, T), seen = (state["k"].shape[1], q.shape[1]), state["seen"]
+        if T == 1:
+            position_BT = seen[:, None].clone()
+            past = state["k"] - (state["k"] * w).sum(-1, keepdim=True) * (beta[..., None] * w)
+            self.append({"k": k, "v": v}, state | {"k": write_back(state["k"], past)}, new, q, context)
+            return attend_cache(q, KVCache(new["k"], new["v"], new["seen"]), self.scale, position_BT)
+        empty = torch.arange(S, device=q.device) >= seen[:, None]
+        sequence = empty.new_zeros(q.shape[0], T, dtype=torch.int64)
+        inputs = HouseholderInputs(*operands, state["k"], state["v"].to(v.dtype), -empty.long(), sequence)
+        o, keys = householder_attention(inputs, self.scale)
+        self.append({"k": keys[:, S:], "v": v}, state | {"k": write_back(state["k"], keys[:, :S])}, new, q, context)
+        return o
+
+    def _attend_cached_packed(
+        self, operands: Operands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
+    ) -> Tensor:
+        """Attend with each packed sequence in a separate row, which takes N times the memory."""
+        assert context.cu_seqlens is not None
+        rows, mask, index_T = unpack(operands, context.cu_seqlens)
+        o = self._attend_cached(Operands(*rows), state, new, Context(mask=mask))
+        return o.flatten(0, 1)[index_T][None]
