@@ -4,32 +4,28 @@ B batch, T time, D width, H heads, G key-value heads, E head width, W window, N 
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
-from deltazoo.backends.errors import ConfigError, StateError
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place
+from deltazoo.backends.errors import StateError
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
+from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.parts.caches import KVCache, append_to_cache, check_room, empty_cache, required_capacity
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.rotary import angles, apply_rotary
 from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
 
 
-class AttentionConfig(MixerConfig, ABC):
+class AttentionConfig(AttentionHeadsConfig, ABC):
     """o_t = sum_s softmax_s(scale q_t^T k_s) v_s over the tokens s <= t, or the last `window` of them."""
 
-    heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 128, at least 1")
-    key_value_heads: int | None = Field(
-        default=None, ge=1, description="key-value heads, a divisor of heads (GQA); None: heads"
-    )
-    head_width: int | None = Field(default=None, ge=1, description="width of q, k and v per head; None: width // heads")
     rotary_theta: float | None = Field(
         default=10000.0,
         gt=1,
@@ -53,12 +49,6 @@ class AttentionConfig(MixerConfig, ABC):
     @abstractmethod
     def window_or_none(self) -> int | None:
         """Return the number of tokens to attend to, including the current one; None: all."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.heads and self.key_value_heads and self.heads % self.key_value_heads:
-            raise ValueError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
-        return self
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "AttentionMixer":
         return AttentionMixer(self, width)
@@ -118,13 +108,7 @@ class AttentionMixer(Mixer):
     def __init__(self, config: AttentionConfig, width: int) -> None:
         super().__init__()
         self.width, self.window = width, config.window_or_none()
-        self.heads = config.heads or max(1, width // 128)
-        self.key_value_heads = config.key_value_heads or self.heads
-        self.head_width = config.head_width or width // self.heads
-        if self.heads % self.key_value_heads:
-            raise ConfigError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
-        if self.head_width < 1:
-            raise ConfigError(f"heads must be at most width = {width} without a head_width, got {self.heads}")
+        self.heads, self.key_value_heads, self.head_width = config.resolve_heads(width)
         self.scale = self.head_width**-0.5 if config.scale is None else config.scale
         self.theta = config.rotary_theta
         self.rotary_pairs = int(config.rotary_fraction * self.head_width) // 2

@@ -3,18 +3,17 @@
 B batch, T time, D width, H heads, G key-value heads, E head width
 """
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
-import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
-from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.convolution import TokenShift
@@ -26,7 +25,7 @@ from deltazoo.mixers.parts.softmax_attention import attend
 QK_NORM_EPS = 1e-5  # of the published code, whatever the epsilon of its other norms
 
 
-class FoX(FilterConfig):
+class FoX(AttentionHeadsConfig, FilterConfig):
     """o_t = sum_(s <= t) softmax_s(scale q_t^T k_s + sum_(s < r <= t) log f_r) v_s with f = sigmoid(W x + b) per head.
 
     The "Pro" variant sets kv_shift, qk_norm, output_norm and gate.
@@ -35,11 +34,9 @@ class FoX(FilterConfig):
     name: ClassVar[str] = "fox"
     source: ClassVar[str] = "Lin 2025, arXiv 2503.02130"
 
+    usual_head_width: ClassVar[int] = 64
+
     heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 64, at least 1")
-    key_value_heads: int | None = Field(
-        default=None, ge=1, description="key-value heads, a divisor of heads (GQA); None: heads"
-    )
-    head_width: int | None = Field(default=None, ge=1, description="width of q, k and v per head; None: width // heads")
     rotary_theta: float | None = Field(
         default=None, gt=1, allow_inf_nan=False, description="base of rotary angles; None: no position embeddings"
     )
@@ -51,12 +48,6 @@ class FoX(FilterConfig):
     gate: bool = Field(default=False, description="output gate: o <- o * sigmoid(W x)")
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the output norm")
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.heads and self.key_value_heads and self.heads % self.key_value_heads:
-            raise ValueError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
-        return self
-
     def equation(self) -> str:
         return "o_t = sum_(s <= t) softmax_s(scale q_t^T k_s + log f_(s+1) + ... + log f_t) v_s"
 
@@ -64,9 +55,8 @@ class FoX(FilterConfig):
         return FoXMixer(self, width)
 
     def flops_context(self, width: int) -> int:
-        with torch.device("meta"):
-            mixer = self.build(width)
-        return 4 * mixer.heads * mixer.head_width  # q^T k and p v
+        heads, _, head_width = self.resolve_heads(width)
+        return 4 * heads * head_width  # q^T k and p v
 
 
 class FoXMixer(TokenCacheMixer):
@@ -75,18 +65,12 @@ class FoXMixer(TokenCacheMixer):
     Initialisation: linear maps as in torch, bias of the forget gate 0, norms 1.
     State: "k" [B, S, G, E + X], with the channels of `gate_channels`; "v" [B, S, G, E]; "log_forget" [B, H], the sum
     over the sequence so far; "seen" [B]; with kv_shift the last k and v before the shift, "shift" [B, 1, 2 G E].
-    Source: section 3; the layer, section 3.2 and the published code.
+    Source: the published code, zhixuan-lin/forgetting-transformer.
     """
 
     def __init__(self, config: FoX, width: int) -> None:
         super().__init__(width)
-        self.heads = config.heads or max(1, width // 64)
-        self.key_value_heads = config.key_value_heads or self.heads
-        self.head_width = config.head_width or width // self.heads
-        if self.heads % self.key_value_heads:
-            raise ConfigError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
-        if self.head_width < 1:
-            raise ConfigError(f"heads must be at most width = {width} without a head_width, got {self.heads}")
+        self.heads, self.key_value_heads, self.head_width = config.resolve_heads(width)
         H, G, E = self.heads, self.key_value_heads, self.head_width
         self.scale, self.theta = E**-0.5, config.rotary_theta
         self.to_q = nn.Linear(width, H * E, bias=False)

@@ -3,21 +3,21 @@
 B batch, T time, D width, H heads, G key-value heads, E head width, N packed sequences
 """
 
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
-from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.short_conv import ConvPart
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import projection
 from deltazoo.mixers.core.sequences import unpack
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.caches import KVCache
@@ -28,7 +28,7 @@ from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.softmax_attention import attend_cache
 
 
-class PathAttention(FilterConfig):
+class PathAttention(AttentionHeadsConfig, FilterConfig):
     """o_t = sum_(s <= t) softmax_s(scale k_s^T H_(s+1) ... H_t q_t) v_s with H_t = I - beta_t w_t w_t^T.
 
     w = conv(W x) / |conv(W x)| and beta = 2 sigmoid(W x + b) per key-value head. A forget gate per query head adds
@@ -38,22 +38,14 @@ class PathAttention(FilterConfig):
     name: ClassVar[str] = "path_attention"
     source: ClassVar[str] = "Yang 2025, arXiv 2505.16381"
 
+    usual_head_width: ClassVar[int] = 64
+
     heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 64, at least 1")
-    key_value_heads: int | None = Field(
-        default=None, ge=1, description="key-value heads, a divisor of heads (GQA); None: heads"
-    )
-    head_width: int | None = Field(default=None, ge=1, description="width of q, k and v per head; None: width // heads")
     rank: int | None = Field(default=32, ge=1, description="rank of the map to w; None: full rank")
     conv_width: int = Field(default=3, ge=1, description="taps of the short convolution of w")
     qk_norm: bool = Field(default=False, description="RMS norm of each head of q and of k, one weight for all heads")
     forget_gate: bool = Field(default=False, description="f = sigmoid(W x + b) per head, as in FoX; False: f = 1")
     norm_eps: float = Field(default=1e-5, gt=0, allow_inf_nan=False, description="epsilon of the norms of q and k")
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.heads and self.key_value_heads and self.heads % self.key_value_heads:
-            raise ValueError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
-        return self
 
     def equation(self) -> str:
         gate = " + scale (log f_(s+1) + ... + log f_t)" if self.forget_gate else ""
@@ -65,10 +57,9 @@ class PathAttention(FilterConfig):
         return PathAttentionMixer(self, width, backend)
 
     def flops_context(self, width: int) -> int:
-        with torch.device("meta"):
-            mixer = self.build(width)
-        # q^T k and p v per query head, and the two products that multiply a key by a chunk's matrices
-        return 4 * mixer.head_width * (mixer.heads + mixer.key_value_heads)
+        heads, key_value_heads, head_width = self.resolve_heads(width)
+        # q^T k and p v per query head, and two products per key-value head that multiply a key by a chunk's matrices
+        return 4 * head_width * (heads + key_value_heads)
 
 
 class Operands(NamedTuple):
@@ -93,18 +84,12 @@ class PathAttentionMixer(TokenCacheMixer):
     State: "conv", the last inputs of the convolution; "k" [B, S, G, E + X] float32, keys multiplied by the matrices of
     all later tokens, with the X channels of `gate_channels` if there is a forget gate; "v" [B, S, G, E]; "seen" [B];
     with a forget gate "log_forget" [B, H], the sum over the sequence so far.
-    Source: section 3 and the authors' code in fla, which multiplies log f by the scale.
+    Source: the authors' code in fla, which multiplies log f by the scale.
     """
 
     def __init__(self, config: PathAttention, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
-        self.heads = config.heads or max(1, width // 64)
-        self.key_value_heads = config.key_value_heads or self.heads
-        self.head_width = config.head_width or width // self.heads
-        if self.heads % self.key_value_heads:
-            raise ConfigError(f"key_value_heads must divide heads = {self.heads}, got {self.key_value_heads}")
-        if self.head_width < 1:
-            raise ConfigError(f"heads must be at most width = {width} without a head_width, got {self.heads}")
+        self.heads, self.key_value_heads, self.head_width = config.resolve_heads(width)
         H, G, E = self.heads, self.key_value_heads, self.head_width
         self.scale = E**-0.5
         parts = [ConvPart(G * E, silu=True, unit=E)]
