@@ -15,8 +15,11 @@ EQUATION = "its equation, token by token in float64"
 
 # The independent implementation that each mixer is tested against in tests/mixers.
 ORACLES = {
-    "attention": "transformers `llama`, `qwen3_next`",
+    "attention": "transformers `llama`, `qwen3_next`, `olmo_hybrid`",
     "sliding_window": "masked softmax in float64",
+    "mla": "transformers `deepseek_v3`, `kimi_linear`; its equation in float64",
+    "fox": EQUATION,
+    "path_attention": EQUATION,
     "linear_attention": EQUATION,
     "based": EQUATION,
     "retnet": "its equation and that of torchscale in float64",
