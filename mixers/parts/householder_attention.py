@@ -13,10 +13,10 @@ R query heads per key-value head, K key width, V value width
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 
 CHUNK = 64
+NEGLIGIBLE = 1e-30  # smaller weights become 0: CPUs multiply subnormal numbers several times more slowly
 
 
 class HouseholderInputs(NamedTuple):
@@ -59,7 +60,7 @@ def householder_attention(inputs: HouseholderInputs, scale: float) -> tuple[Tens
 
 
 class _Chunk(NamedTuple):
-    """Operands of one chunk: q [B, G, R, C, K]; k, w [B, G, C, K]; v [B, G, C, V]; beta [B, G, C]; sequence [B, C]."""
+    """Operands of one chunk: q [B, G, R C, K]; k, w [B, G, C, K]; v [B, G, C, V]; beta [B, G, C]; sequence [B, C]."""
 
     q: Tensor
     k: Tensor
@@ -68,47 +69,133 @@ class _Chunk(NamedTuple):
     beta: Tensor
     sequence: Tensor
 
+    def causal(self) -> Tensor:
+        """Return which tokens of the chunk precede a query or are its own, [R C, C]."""
+        C = self.k.shape[2]
+        return self.q.new_ones(C, C, dtype=torch.bool).tril().repeat(self.q.shape[2] // C, 1)
+
+
+class _Transform(NamedTuple):
+    """The UT transform of a chunk: A and M = (I + A)^-1 tril(Diag(beta) W K^T, -1) [B, G, C, C]; U [B, G, C, K]."""
+
+    A: Tensor
+    U: Tensor
+    M: Tensor
+
+
+class _Weights(NamedTuple):
+    """Softmax weights p [B, G, R C, P + C] of a chunk; query_w = tril(Q W^T) and query = Q - query_w U for them."""
+
+    p: Tensor
+    query_w: Tensor
+    query: Tensor
+
+
+def _transform(k: Tensor, w: Tensor, beta: Tensor) -> _Transform:
+    scaled = w * beta[..., None]
+    A = (scaled @ w.mT).tril(-1)
+    right = torch.cat([scaled, (scaled @ k.mT).tril(-1)], -1)
+    U, M = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True).tensor_split([k.shape[-1]], -1)
+    return _Transform(A, U, M)
+
+
+def _weigh(chunk: _Chunk, ut: _Transform, keys: Tensor, key_sequence: Tensor, scale: float) -> _Weights:
+    """Compute the softmax weights. Args: keys: [B, G, P, K]; key_sequence: [B, P]."""
+    q, sequence, causal = chunk.q, chunk.sequence, chunk.causal()
+    query_w = (q @ chunk.w.mT) * causal
+    query = q - query_w @ ut.U
+    scores = torch.cat([query @ keys.mT, q @ chunk.k.mT - query_w @ ut.M], -1)
+    same = torch.cat([key_sequence, sequence], 1)[:, None] == sequence[:, :, None]
+    visible = same.repeat(1, q.shape[2] // sequence.shape[1], 1)
+    visible = visible & torch.cat([causal.new_ones(q.shape[2], keys.shape[2]), causal], 1)
+    p = torch.where(visible[:, None], scale * scores, -math.inf).softmax(-1)
+    return _Weights(F.threshold(p, NEGLIGIBLE, 0.0), query_w, query)
+
 
 def _attend(chunk: _Chunk, keys: Tensor, values: Tensor, key_sequence: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Process one chunk. Args: keys: [B, G, P, K]; values: [B, G, P, V]; key_sequence: [B, P].
 
-    Returns: o [B, G, R, C, V]; the keys of P + C tokens after the chunk.
+    Returns: o [B, G, R C, V]; the keys of P + C tokens after the chunk.
     """
-    q, k, v, w, beta, sequence = chunk
-    U, M = _ut_transform(k, w, beta)
-    query_w = (q @ w.mT[:, :, None]).tril()
-    local = q @ k.mT[:, :, None] - query_w @ M[:, :, None]
-    past = (q - query_w @ U[:, :, None]) @ keys.mT[:, :, None]
-    time = torch.arange(q.shape[3], device=q.device)
-    causal = (time <= time[:, None]) & (sequence[:, None] == sequence[:, :, None])
-    visible = torch.cat([key_sequence[:, None] == sequence[:, :, None], causal], -1)[:, None, None]
-    scores = torch.where(visible, scale * torch.cat([past, local], -1), -math.inf)
-    o = scores.softmax(-1) @ torch.cat([values, v], 2)[:, :, None]
-    return o, _advance(chunk, keys, U, M)
+    ut = _transform(chunk.k, chunk.w, chunk.beta)
+    weights = _weigh(chunk, ut, keys, key_sequence, scale)
+    return weights.p @ torch.cat([values, chunk.v], 2), _advance(chunk, ut, keys)
 
 
-def _ut_transform(k: Tensor, w: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return U [B, G, C, K] and M = (I + A)^-1 tril(Diag(beta) W K^T, -1) [B, G, C, C]."""
-    scaled = w * beta[..., None]
-    A = (scaled @ w.mT).tril(-1)
-    right = torch.cat([scaled, (scaled @ k.mT).tril(-1)], -1)
-    solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
-    return solved[..., : k.shape[-1]], solved[..., k.shape[-1] :]
-
-
-def _advance(chunk: _Chunk, keys: Tensor, U: Tensor, M: Tensor) -> Tensor:
+def _advance(chunk: _Chunk, ut: _Transform, keys: Tensor) -> Tensor:
     """Multiply the keys by the matrices of the chunk, and append its own keys."""
-    return torch.cat([keys - (keys @ U.mT) @ chunk.w, chunk.k - M.mT @ chunk.w], 2)
+    return torch.cat([keys - (keys @ ut.U.mT) @ chunk.w, chunk.k - ut.M.mT @ chunk.w], 2)
+
+
+def _attend_backward(
+    chunk: _Chunk,
+    keys: Tensor,
+    values: Tensor,
+    key_sequence: Tensor,
+    scale: float,
+    d_o: Tensor,
+    d_next: Tensor,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Differentiate `_attend`. Args: d_o, d_next: gradients of its results.
+
+    Returns: the gradients of q, k, v, w, beta; of the keys; of the values.
+    """
+    q, k, v, w, beta, _ = chunk
+    P = keys.shape[2]
+    ut = _transform(k, w, beta)
+    p, query_w, query = _weigh(chunk, ut, keys, key_sequence, scale)
+    d_values = p.mT @ d_o
+    d_p = d_o @ torch.cat([values, v], 2).mT
+    d_scores = scale * p * (d_p - (p * d_p).sum(-1, keepdim=True))
+    d_past, d_local = d_scores[..., :P], d_scores[..., P:]
+    # scores of the past keys = query keys^T, of the chunk's keys = q k^T - query_w M; query = q - query_w U
+    d_query = d_past @ keys
+    d_query_w = -(d_local @ ut.M.mT + d_query @ ut.U.mT) * chunk.causal()
+    d_q = d_local @ k + d_query + d_query_w @ w
+    d_k = d_local.mT @ q
+    d_w = d_query_w.mT @ q
+    d_U, d_M = -query_w.mT @ d_query, -query_w.mT @ d_local
+    # next keys = [keys - (keys U^T) W, k - M^T W]
+    d_old, d_own = d_next[:, :, :P], d_next[:, :, P:]
+    d_keys_U = -d_old @ w.mT
+    d_keys = d_past.mT @ query + d_old + d_keys_U @ ut.U
+    d_U = d_U + d_keys_U.mT @ keys
+    d_M = d_M - w @ d_own.mT
+    d_k = d_k + d_own
+    d_w = d_w - (keys @ ut.U.mT).mT @ d_old - ut.M @ d_own
+    # (I + A) [U, M] = [scaled, tril(scaled k^T, -1)] with scaled = Diag(beta) W and A = tril(scaled W^T, -1)
+    d_solved = torch.cat([d_U, d_M], -1)
+    d_right = torch.linalg.solve_triangular(ut.A.mT, d_solved, upper=True, unitriangular=True)
+    d_A = -(d_right @ torch.cat([ut.U, ut.M], -1).mT).tril(-1)
+    d_scaled, d_products = d_right[..., : k.shape[-1]], d_right[..., k.shape[-1] :].tril(-1)
+    scaled = w * beta[..., None]
+    d_scaled = d_scaled + d_products @ k + d_A @ w
+    d_k = d_k + d_products.mT @ scaled
+    d_w = d_w + d_A.mT @ scaled + d_scaled * beta[..., None]
+    return [d_q, d_k, d_values[:, :, P:], d_w, (d_scaled * w).sum(-1)], d_keys, d_values[:, :, :P]
 
 
 def _chunks(inputs: HouseholderInputs) -> list[_Chunk]:
-    q = rearrange(inputs.q, "b t (g r) k -> b g r t k", g=inputs.k.shape[2])
-    k, v, w = (x.transpose(1, 2) for x in (inputs.k, inputs.v, inputs.w))
-    beta = inputs.beta.transpose(1, 2)
-    spans = [slice(start, start + CHUNK) for start in range(0, inputs.q.shape[1], CHUNK)]
+    q, sequence, G = inputs.q, inputs.sequence, inputs.k.shape[2]
+    k, v, w, beta = (x.transpose(1, 2) for x in (inputs.k, inputs.v, inputs.w, inputs.beta))
     return [
-        _Chunk(q[:, :, :, t], k[:, :, t], v[:, :, t], w[:, :, t], beta[:, :, t], inputs.sequence[:, t]) for t in spans
+        _Chunk(_rows(q[:, t], G), k[:, :, t], v[:, :, t], w[:, :, t], beta[:, :, t], sequence[:, t])
+        for t in _spans(inputs)
     ]
+
+
+def _spans(inputs: HouseholderInputs) -> list[slice]:
+    return [slice(start, start + CHUNK) for start in range(0, inputs.q.shape[1], CHUNK)]
+
+
+def _rows(x: Tensor, G: int) -> Tensor:
+    """[B, C, H, E] -> [B, G, R C, E]: the query heads of a key-value head are rows of one matrix."""
+    return rearrange(x, "b c (g r) e -> b g (r c) e", g=G)
+
+
+def _heads(x: Tensor, C: int) -> Tensor:
+    """[B, G, R C, E] -> [B, C, H, E]."""
+    return rearrange(x, "b g (r c) e -> b c (g r) e", c=C)
 
 
 def _past(inputs: HouseholderInputs, tokens: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +210,7 @@ def _forward(tensors: list[Tensor], scale: float) -> list[Tensor]:
         keys, outputs = inputs.past_k.transpose(1, 2), []
         for n, chunk in enumerate(_chunks(inputs)):
             o, keys = _attend(chunk, keys, *_past(inputs, n * CHUNK), scale)
-            outputs.append(rearrange(o, "b g r t v -> b t (g r) v"))
+            outputs.append(_heads(o, chunk.k.shape[2]))
         o = torch.cat(outputs, 1) if outputs else inputs.v.new_zeros(*inputs.q.shape[:3], inputs.v.shape[-1])
         return [o.contiguous(), keys.transpose(1, 2).clone(memory_format=torch.contiguous_format)]
 
@@ -143,29 +230,26 @@ def _backward(grads: list[Tensor], tensors: list[Tensor], scale: float) -> list[
 
 def _differentiate(inputs: HouseholderInputs, d_o: Tensor, d_keys: Tensor, scale: float) -> list[Tensor]:
     """Return the gradients of the first seven operands. Process the chunks from last to first."""
-    G, S = inputs.k.shape[2], inputs.past_k.shape[1]
-    chunks = _chunks(inputs)
-    d_o = rearrange(d_o, "b t (g r) v -> b g r t v", g=G)
+    chunks, spans = _chunks(inputs), _spans(inputs)
+    gradients = HouseholderInputs(*(torch.zeros_like(x) for x in inputs))
     d_keys = d_keys.transpose(1, 2)
-    d_values = torch.zeros_like(torch.cat([inputs.past_v, inputs.v], 1).transpose(1, 2))
-    d_chunks: list[Sequence[Tensor]] = []
     interval = max(1, math.isqrt(len(chunks)))
     saved = _advance_through(chunks, inputs.past_k.transpose(1, 2), interval)
     for first in reversed(range(0, len(chunks), interval)):
-        segment = chunks[first : first + interval]
-        all_keys = _advance_through(segment, saved[first // interval])
-        for n in reversed(range(first, first + len(segment))):
-            values, key_sequence = _past(inputs, n * CHUNK)
-            with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (*chunks[n][:5], all_keys[n - first], values)]
-                q, k, v, w, beta, past_k, past_v = leaves
-                chunk = _Chunk(q, k, v, w, beta, chunks[n].sequence)
-                o, keys = _attend(chunk, past_k, past_v, key_sequence, scale)
-            d_o_chunk = d_o[:, :, :, n * CHUNK : (n + 1) * CHUNK]
-            *d_chunk, d_keys, d_past = torch.autograd.grad([o, keys], leaves, [d_o_chunk, d_keys])
-            d_values[:, :, : S + n * CHUNK] += d_past
-            d_chunks.append(d_chunk)
-    return _join(inputs, d_chunks[::-1], d_keys, d_values)
+        all_keys = _advance_through(chunks[first : first + interval], saved[first // interval])
+        for n in reversed(range(first, first + len(all_keys))):
+            t, (values, key_sequence) = spans[n], _past(inputs, n * CHUNK)
+            d_o_rows = _rows(d_o[:, t], inputs.k.shape[2])
+            (d_q, *d_chunk), d_keys, d_values = _attend_backward(
+                chunks[n], all_keys[n - first], values, key_sequence, scale, d_o_rows, d_keys
+            )
+            gradients.q[:, t] = _heads(d_q, d_chunk[0].shape[2])
+            for total, part in zip(gradients[1:5], d_chunk, strict=True):
+                total[:, t] += part.transpose(1, 2)
+            d_past_v, d_new_v = d_values.transpose(1, 2).tensor_split([inputs.past_v.shape[1]], 1)
+            gradients.past_v.add_(d_past_v)
+            gradients.v[:, : n * CHUNK] += d_new_v
+    return [*gradients[:5], d_keys.transpose(1, 2).contiguous(), gradients.past_v]
 
 
 def _advance_through(chunks: list[_Chunk], keys: Tensor, interval: int = 1) -> list[Tensor]:
@@ -174,22 +258,8 @@ def _advance_through(chunks: list[_Chunk], keys: Tensor, interval: int = 1) -> l
     for n, chunk in enumerate(chunks):
         if n % interval == 0:
             before.append(keys)
-        keys = _advance(chunk, keys, *_ut_transform(chunk.k, chunk.w, chunk.beta))
+        keys = _advance(chunk, _transform(chunk.k, chunk.w, chunk.beta), keys)
     return before
-
-
-def _join(
-    inputs: HouseholderInputs, d_chunks: list[Sequence[Tensor]], d_past_k: Tensor, d_values: Tensor
-) -> list[Tensor]:
-    """Join the gradients of the chunks. Returns: those of q, k, v, w, beta, past_k and past_v."""
-    S = inputs.past_k.shape[1]
-    past = [d_past_k, d_values[:, :, :S]]
-    if not d_chunks:
-        return [*(torch.zeros_like(x) for x in inputs[:5]), *(x.transpose(1, 2).contiguous() for x in past)]
-    d_q, *rest = (torch.cat(parts, 3 if i == 0 else 2) for i, parts in enumerate(zip(*d_chunks, strict=True)))
-    d_k, d_v, d_w, d_beta = rest
-    others = [d_k, d_v + d_values[:, :, S:], d_w, d_beta, *past]
-    return [rearrange(d_q, "b g r t k -> b t (g r) k").contiguous(), *(x.transpose(1, 2).contiguous() for x in others)]
 
 
 def _backward_fake(grads: list[Tensor], tensors: list[Tensor], scale: float) -> list[Tensor]:
