@@ -269,6 +269,26 @@ MIXERS = [
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-rwkv7]",
     ),
     Mutation(
+        "MLA: decoding reads the cached latent vectors without the map to values", "mixers/mla.py",
+        "weight_HEC[:, self.K :])", "weight_HEC[:, : self.V])",
+        "test", "mixers/test_matrix.py::test_mixer_has_property[mla-decode]",
+    ),
+    Mutation(
+        "FoX: padded tokens forget", "mixers/parts/forget_gates.py",
+        "torch.where(context.mask[..., None], log_f, 0.0)", "log_f",
+        "test", "mixers/test_states.py::test_padded_rows_equal_unpadded_rows[fox-reference-both]",
+    ),
+    Mutation(
+        "PaTH: decoding does not multiply the cached keys", "mixers/path_attention.py",
+        'state | {"k": write_back(state["k"], past)}', "state", "test",
+        "mixers/test_matrix.py::test_mixer_has_property[path_attention-decode]",
+    ),
+    Mutation(
+        "PaTH: the gradient of the keys misses the later chunks", "mixers/parts/householder_attention.py",
+        "d_k = d_k + d_own", "pass", "test",
+        "mixers/test_equations_attention.py::test_householder_attention_over_many_chunks_equals_the_equation",
+    ),
+    Mutation(
         "MoM: the weights of the chosen memories do not add up to one", "mixers/mom.py",
         "if self.active > 1:", "if self.active > len(self.weight):",
         "test", "mixers/test_mom.py::test_mixture_of_any_mixer_equals_a_loop_over_tokens[deltanet]",
