@@ -12,12 +12,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
-from deltazoo.backends.errors import StateError
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import CachingFilter, FilterConfig, FilterMixer
-from deltazoo.mixers.parts.caches import KVCache, append_to_cache
+from deltazoo.mixers.parts.caches import append_tokens, check_room, required_capacity
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.diagonal_ssm import fft_convolve
 
@@ -97,12 +96,7 @@ class LongConv(nn.Module, CachingFilter):
         nn.init.normal_(self.bias)
 
     def init_state(self, batch: int, like: Tensor, capacity: int | None) -> dict[str, Tensor]:
-        if capacity is None or capacity < 1:
-            raise StateError(
-                "hyena keeps every token: init_state(batch, capacity=n) needs the maximum length of a sequence, at "
-                f"least 1, got capacity={capacity}"
-            )
-        history = like.new_zeros(batch, capacity, self.bias.shape[0])
+        history = like.new_zeros(batch, required_capacity(capacity), self.bias.shape[0])
         return {"history": history, "seen": like.new_zeros(batch, dtype=torch.int64)}
 
     def forward(
@@ -111,16 +105,13 @@ class LongConv(nn.Module, CachingFilter):
         if state is None and context.cu_seqlens is None:
             return self._with_bias(fft_convolve(x, self.kernel(x.shape[1], x)), x), None
         old = self._unpacked_state(x, context) if state is None else state
-        # The history is stored as the keys of a cache with one head and values of width 0.
-        cache = KVCache(old["history"][:, :, None], x.new_zeros(*old["history"].shape[:2], 1, 0), old["seen"])
         count = token_counts(x, context)
-        self._check_capacity(cache, count)
-        offset = cache.position.clone()
+        check_room(old["seen"], count, old["history"].shape[1])
+        offset = old["seen"].clone()
         starts = None if context.cu_seqlens is None else context.cu_seqlens[:-1].long()
-        cache = append_to_cache(cache, x[:, :, None], x.new_zeros(*x.shape[:2], 1, 0), count, starts)
-        history = cache.k[:, :, 0]
+        (history,), seen = append_tokens([old["history"]], old["seen"], [x], count, starts)
         y = self._with_bias(self._read(history, offset, x, context), x)
-        return y, None if state is None else {"history": history, "seen": cache.position}
+        return y, None if state is None else {"history": history, "seen": seen}
 
     def kernel(self, T: int, like: Tensor) -> Tensor:
         """Compute h_0 to h_(T-1): [T, D], float32 (float64 in float64)."""
@@ -159,12 +150,6 @@ class LongConv(nn.Module, CachingFilter):
         """Empty state for packed sequences; each may be as long as the pack."""
         assert context.cu_seqlens is not None
         return self.init_state(context.cu_seqlens.shape[0] - 1, x, max(1, x.shape[1]))
-
-    def _check_capacity(self, cache: KVCache, count: Tensor) -> None:
-        if cache.position.device.type == "cpu" and not torch.compiler.is_compiling() and len(count):
-            longest, capacity = int((cache.position + count).amax()), cache.k.shape[1]
-            if longest > capacity:
-                raise StateError(f"the state is full: its capacity is {capacity} tokens, but a sequence has {longest}")
 
     def _with_bias(self, y: Tensor, x: Tensor) -> Tensor:
         return (y + self.bias * x).to(x.dtype)
