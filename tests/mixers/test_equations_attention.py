@@ -21,7 +21,7 @@ from equations import (
 from torch import Tensor
 
 from deltazoo.backends.errors import ConfigError, StateError
-from deltazoo.mixers import MLA, FoX, PathAttention
+from deltazoo.mixers import MLA, FoX, MixerConfig, PathAttention
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.parts.householder_attention import CHUNK, HouseholderInputs, householder_attention
 
@@ -199,9 +199,10 @@ def test_bfloat16_gradients_of_forget_gates_stay_accurate_in_long_sequences() ->
     assert relative_error(rounded, expected) < 2e-2
 
 
-def test_forgetting_attention_takes_memory_linear_in_time() -> None:
+@pytest.mark.parametrize("config", [FoX(heads=2, key_value_heads=1), MLA(heads=2)], ids=lambda config: config.name)
+def test_memory_is_linear_in_time(config: MixerConfig) -> None:
     """The largest tensor of a forward and a backward pass doubles with T, so none is T x T."""
-    mixer = FoX(heads=2, key_value_heads=1).build(16)
+    mixer = config.build(16)
 
     def largest(T: int) -> int:
         with LargestTensor() as tensors:
