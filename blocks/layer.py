@@ -4,7 +4,7 @@ B batch, T time, D width
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from pydantic import Field, field_serializer
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.blocks.mlp import Mlp, SwiGLU
 from deltazoo.blocks.parsing import PlainDataModel, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
+from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place, State
 from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.parts.norms import RMSNorm
@@ -80,6 +81,14 @@ class LayerSpec(PlainDataModel, Term):
         """Check nothing: the fields of a layer are independent."""
 
 
+class LayerOutput(NamedTuple):
+    """The result of a layer: x [B, T, D], the new state or None, and the auxiliary losses of its modules."""
+
+    x: Tensor
+    state: LayerState | None
+    losses: list[AuxiliaryLoss]
+
+
 class Layer(nn.Module):
     """x + sum_i mixer_i(norm(x)), then x + mlp(norm(x)).
 
@@ -96,10 +105,16 @@ class Layer(nn.Module):
         self.mlp_norm = None if mlp is None else RMSNorm(width, norm_eps)
         self.mlp = mlp
 
-    def forward(
-        self, x_BTD: Tensor, state: LayerState | None = None, context: Context | None = None
-    ) -> tuple[Tensor, LayerState | None]:
-        """Run the layer. `state` has one entry per mixer; the returned state is None if `state` is None."""
+    def forward(self, x_BTD: Tensor, state: LayerState | None = None, context: Context | None = None) -> LayerOutput:
+        """Run the layer. `state` has one entry per mixer; the returned state is None if `state` is None.
+
+        The auxiliary losses are returned, and only if `context.losses` is a list: FSDP2 copies the lists among the
+        arguments, and activation checkpointing runs the layer twice, so that appending to `context.losses` would lose
+        the losses or count them twice.
+        """
+        losses: list[AuxiliaryLoss] = []
+        if context is not None and context.losses is not None:
+            context = context._replace(losses=losses)
         normed_BTD = self.norm(x_BTD)
         states = []
         for i, mixer in enumerate(self.mixers):
@@ -108,7 +123,7 @@ class Layer(nn.Module):
             states.append(mixer_state)
         if self.mlp is not None and self.mlp_norm is not None:
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD, None if state is None else tuple(states)
+        return LayerOutput(x_BTD, None if state is None else tuple(states), losses)
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
         """Return the initial state, one entry per mixer."""

@@ -17,7 +17,9 @@ from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.head import IGNORE_INDEX, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
+from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.mixers.core.initialization import init_weights
+from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.parts.norms import RMSNorm
@@ -57,13 +59,18 @@ class Stack(nn.Module):
         self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None
     ) -> tuple[Tensor, StackState | None]:
         """Run all layers. The returned state is None if `state` is None."""
-        context = Context(values={}) if context is None else context._replace(values={})
+        context = (context or Context())._replace(values={})
+        recorded = context.losses
+        if recorded is not None:  # the list of the layers' context stays empty, so that equal layers share a graph
+            context = context._replace(losses=[])
         if state is None:
             for layer in self.layers:
                 if self.checkpointed and torch.is_grad_enabled():
-                    x_BTD, _ = checkpoint(layer, x_BTD, None, context, use_reentrant=False)
+                    x_BTD, _, losses = checkpoint(layer, x_BTD, None, context, use_reentrant=False)
                 else:
-                    x_BTD, _ = layer(x_BTD, None, context)
+                    x_BTD, _, losses = layer(x_BTD, None, context)
+                if recorded is not None:
+                    recorded.extend(losses)
             return self.norm(x_BTD), None
         if len(state.layers) != len(self.layers):
             raise StateError(
@@ -71,7 +78,9 @@ class Stack(nn.Module):
             )
         states = []
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            x_BTD, new_state = layer(x_BTD, layer_state, context)
+            x_BTD, new_state, losses = layer(x_BTD, layer_state, context)
+            if recorded is not None:
+                recorded.extend(losses)
             states.append(new_state)
         return self.norm(x_BTD), StackState(tuple(states))
 
@@ -129,17 +138,26 @@ class LanguageModel(nn.Module):
         return F.linear(x_BTD, self.head_weight)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
-        """Compute the mean cross entropy of the targets without storing the logits of all tokens.
+        """Compute the loss to minimise: the total of `losses`. Returns: a float32 scalar."""
+        return self.losses(tokens_BT, targets_BT, context).total
+
+    def losses(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Losses:
+        """Compute the mean cross entropy of the targets, the auxiliary losses by name, and their weighted sum.
+
+        The logits of all tokens are not stored. Every loss is a mean over this batch; with gradient accumulation, a
+        load-balance loss is therefore one of each micro-batch.
 
         Args: targets_BT: [B, T] int64, the token that follows each token; -100 is ignored.
-        Returns: a float32 scalar, in nats per token; 0 if every target is ignored.
+        Returns: float32 scalars; the cross entropy is in nats per token, and 0 if every target is ignored.
         """
         _check_tokens("targets", targets_BT, self.embedding)
         if targets_BT.shape != tokens_BT.shape:
             expected, actual = list(tokens_BT.shape), list(targets_BT.shape)
             raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
-        x_BTD, _ = self.features(tokens_BT, None, context)
-        return cross_entropy(x_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten())
+        recorded: list[AuxiliaryLoss] = []
+        x_BTD, _ = self.features(tokens_BT, None, (context or Context())._replace(losses=recorded))
+        entropy = cross_entropy(x_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten())
+        return combine_losses(entropy, recorded)
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:
         """Return the initial state on the model's device.

@@ -75,6 +75,7 @@ def command(
     if as_json:
         print_json(training)
         return
-    columns = [">step", ">train", ">validation, bits per byte", ">tokens/s"]
-    print_table(columns, [point.cells() for point in training.points])
+    names = training.auxiliary
+    columns = [">step", ">train", ">validation, bits per byte", *(f">{name}" for name in names), ">tokens/s"]
+    print_table(columns, [point.cells(names) for point in training.points])
     print_line(training.line() + f"; checkpoint in {resume or out}")

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 _OTHER_NAMES = {
+    "AuxiliaryLoss": "deltazoo.mixers.core.losses:AuxiliaryLoss",
     "Context": "deltazoo.mixers.core.mixer:Context",
     "Cost": "deltazoo.mixers.core.mixer:Cost",
     "Mixer": "deltazoo.mixers.core.mixer:Mixer",

@@ -8,6 +8,7 @@ from deltazoo.mixers.comba import Comba as Comba
 from deltazoo.mixers.core import conformance as conformance
 from deltazoo.mixers.core.config import dump as dump
 from deltazoo.mixers.core.config import parse as parse
+from deltazoo.mixers.core.losses import AuxiliaryLoss as AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context as Context
 from deltazoo.mixers.core.mixer import Cost as Cost
 from deltazoo.mixers.core.mixer import Mixer as Mixer

@@ -19,6 +19,7 @@ from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place, State
 from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import batch, rollback_
+from deltazoo.mixers.parts.routing import record_load_balance, record_z_loss
 
 
 def _parse_memory(data: Any, info: ValidationInfo) -> MixerConfig:
@@ -40,6 +41,8 @@ class MoM(MixerConfig):
     sequence, with its own state, convolutions and positions. The paper's memories differ in k, v and gates and share q
     and everything after the mixture (norm, gate, output map). Here each memory is a complete mixer, so that any mixer
     can be one.
+
+    Auxiliary losses: "mom_balance" and "mom_z", see `deltazoo.mixers.parts.routing`.
     """
 
     name: ClassVar[str] = "mom"
@@ -49,8 +52,8 @@ class MoM(MixerConfig):
     memories: int = Field(default=4, ge=1, description="number of memories, without the shared one")
     active: int = Field(default=2, ge=1, description="memories per token")
     shared: bool = Field(default=True, description="add a memory that processes every token")
-    balance: float = Field(default=0.01, ge=0, description="weight of the load-balance loss")
-    z: float = Field(default=0.001, ge=0, description="weight of the z-loss, the mean square of logsumexp(W x)")
+    balance: float = Field(default=0.01, ge=0, description="coefficient of the load-balance loss")
+    z: float = Field(default=0.0, ge=0, description="coefficient of the z-loss, the mean square of logsumexp(W x)")
 
     @model_validator(mode="after")
     def _memories_suffice(self) -> Self:
@@ -75,21 +78,17 @@ class MoM(MixerConfig):
 
 
 class Routes(NamedTuple):
-    """Result of the router: chosen [B, T, M] bool; weight [B, T, M] float32, 0 where not chosen; loss, a scalar."""
+    """Result of the router: chosen [B, T, M] bool; weight [B, T, M] float32, 0 where not chosen."""
 
     chosen: Tensor
     weight: Tensor
-    loss: Tensor
 
 
 class Router(nn.Module):
     """Choose `active` memories for each token.
 
     Computed in float32 also under autocast, so that prefill and decoding choose the same memories.
-    loss = balance M sum_m f_m P_m + z mean(logsumexp^2), where f_m is the fraction of assignments to m and P_m its mean
-    probability.
-    Initialisation: N(0, 0.02^2). Source: MoM 2502.13685, section 3.2; Switch 2101.03961, section 2.2 (balance);
-    ST-MoE 2202.08906 (z).
+    Initialisation: N(0, 0.02^2). Source: MoM 2502.13685, section 3.2.
     """
 
     def __init__(self, config: MoM, width: int) -> None:
@@ -101,8 +100,8 @@ class Router(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Routes:
-        """Route x [B, T, D]. Padded tokens (mask False) get no memory."""
+    def forward(self, x: Tensor, context: Context) -> Routes:
+        """Route x [B, T, D] and record the auxiliary losses. Padded tokens get no memory."""
         dtype = state_dtype(x.dtype)
         with without_autocast(x):
             # a sum per row has the same rounding for every B and T; the order of summation in a matrix product depends
@@ -111,18 +110,14 @@ class Router(nn.Module):
         p = logits.softmax(-1)
         order = p.detach().argsort(dim=-1, descending=True, stable=True)
         chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order[..., : self.active], True)
-        real = p.new_ones(p.shape[:2]) if mask is None else mask.to(dtype)
-        if mask is not None:
-            chosen = chosen & mask[..., None]
+        if context.mask is not None:
+            chosen = chosen & context.mask[..., None]
         weight = torch.where(chosen, p, 0.0)
         if self.active > 1:  # a single weight divided by itself is 1 and gives the router no gradient
             weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-20)
-        count = real.sum().clamp(min=1)
-        fraction = chosen.to(dtype).sum((0, 1)) / (count * self.active)
-        probability = (p * real[..., None]).sum((0, 1)) / count
-        z = (logits.logsumexp(-1).square() * real).sum() / count
-        loss = self.balance * len(self.weight) * (fraction * probability).sum() + self.z * z
-        return Routes(chosen, weight, loss)
+        record_load_balance("mom_balance", self.balance, p, chosen, context)
+        record_z_loss("mom_z", self.z, logits, context)
+        return Routes(chosen, weight)
 
     def extra_repr(self) -> str:
         return f"memories={self.weight.shape[0]}, active={self.active}, balance={self.balance:g}, z={self.z:g}"
@@ -132,8 +127,7 @@ class MoMMixer(Mixer):
     """Module of `MoM`: causal and isolated across sequences, in training as in decoding.
 
     Shapes are static and no token is dropped: each memory's tokens are moved to the front of its row, in order, and the
-    rest of the row is padding. Every memory thus runs on T tokens. With gradients enabled, the backward pass adds the
-    gradient of the router's loss to that of the loss computed from the output.
+    rest of the row is padding. Every memory thus runs on T tokens.
 
     State: {"shared": ..., "memory 0": ..., ...}, each the state of its mixer.
     """
@@ -164,7 +158,7 @@ class MoMMixer(Mixer):
             if not isinstance(state, dict) or set(state) != expected:
                 raise StateError(f"the state must have {sorted(expected)}, got {sorted(state)}")
             check_state({name: batch(tree) for name, tree in state.items()}, x_BTD, context)
-        routes = self.router(x_BTD, context.mask)
+        routes = self.router(x_BTD, context)
         y_BTD = x_BTD.new_zeros(())
         new: dict[str, State] = {}
         for m, (name, memory) in enumerate(zip(self.names, self.memories, strict=True)):
@@ -174,8 +168,6 @@ class MoMMixer(Mixer):
         if self.shared is not None:
             o_BTD, new["shared"] = self.shared(x_BTD, None if state is None else state["shared"], context)
             y_BTD = y_BTD + o_BTD
-        if torch.is_grad_enabled():
-            y_BTD = _AddLoss.apply(y_BTD, routes.loss)
         return undo_left_align(y_BTD, order), None if state is None else new
 
 
@@ -191,45 +183,32 @@ def _run_on_chosen(
 
     memory_x = permute(x_BTD, to_front_BT)
     if context.cu_seqlens is None:
-        y, state = memory(memory_x, state, Context(mask=chosen_BT.gather(1, to_front_BT)))
+        memory_context = context._replace(mask=chosen_BT.gather(1, to_front_BT))
+        y, state = memory(memory_x, state, memory_context)
     else:
-        y, state = _run_on_packed(memory, memory_x, chosen_BT[0], state, context.cu_seqlens)
+        y, state = _run_on_packed(memory, memory_x, chosen_BT[0], state, context)
     return torch.where(chosen_BT[..., None], permute(y, to_place_BT), 0.0), state
 
 
 def _run_on_packed(
-    memory: nn.Module, x_1TD: Tensor, chosen_T: Tensor, state: State, cu_seqlens: Tensor
+    memory: nn.Module, x_1TD: Tensor, chosen_T: Tensor, state: State, context: Context
 ) -> tuple[Tensor, Any]:
     """Run a memory on the chosen tokens of N packed sequences.
 
     The chosen tokens of the N sequences come first in x, as N shorter sequences. The other tokens of each sequence form
     N more sequences, whose outputs and states are discarded. None is longer than its original, so caches suffice.
     """
+    cu_seqlens = context.cu_seqlens
+    assert cu_seqlens is not None
     T, N = x_1TD.shape[1], cu_seqlens.shape[0] - 1
     chosen_N = torch.zeros(N, dtype=torch.int64, device=x_1TD.device)
     chosen_N = chosen_N.index_add(0, sequence_index(cu_seqlens, T), chosen_T.long())
     count_2N = torch.cat([chosen_N, cu_seqlens.diff() - chosen_N])
     ends = torch.cat([count_2N.new_zeros(1), count_2N.cumsum(0)]).to(torch.int32)
+    context = context._replace(cu_seqlens=ends)
     if state is None:
-        return memory(x_1TD, None, Context(cu_seqlens=ends))
+        return memory(x_1TD, None, context)
     doubled = tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), state)
-    y, doubled = memory(x_1TD, doubled, Context(cu_seqlens=ends))
+    y, doubled = memory(x_1TD, doubled, context)
     new = tree_map(lambda leaf: leaf[:N], doubled)
     return y, new if torch.is_grad_enabled() else rollback_(state, new)
-
-
-class _AddLoss(torch.autograd.Function):
-    """Return y; the backward pass gives the loss a gradient of 1."""
-
-    @staticmethod
-    def forward(y: Tensor, loss: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.like = inputs[1].dtype, inputs[1].device
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        dtype, device = ctx.like
-        return grad, torch.ones((), dtype=dtype, device=device)

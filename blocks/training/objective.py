@@ -21,5 +21,5 @@ class Objective(nn.Module):
         self.model = model
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
-        """Compute the mean cross entropy; arguments, result and errors as for `LanguageModel.loss`."""
+        """Compute the loss to minimise; arguments, result and errors as for `LanguageModel.loss`."""
         return self.model.loss(tokens_BT, targets_BT, context)

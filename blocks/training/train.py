@@ -2,18 +2,19 @@
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.blocks.compilation import compile_layers
+from deltazoo.blocks.losses import Losses
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import checkpoint
@@ -61,8 +62,9 @@ class Point(BaseModel):
     """One point of the training curves, after `step` steps. Fields that describe steps are None in the first point.
 
     Args:
-        train_bits: mean training loss since the previous point, in bits per byte.
-        validation_bits: validation loss at this point, in bits per byte.
+        train_bits: mean cross entropy in training since the previous point, in bits per byte.
+        validation_bits: cross entropy on validation at this point, in bits per byte.
+        auxiliary: mean auxiliary losses in training since the previous point, by name, without their coefficients.
         learning_rate: that of the last step.
         gradient_norm: that of the last step, before clipping.
         tokens_per_second: median since the previous point.
@@ -73,15 +75,17 @@ class Point(BaseModel):
     step: int
     train_bits: float | None = None
     validation_bits: float
+    auxiliary: dict[str, float] = Field(default_factory=dict)
     learning_rate: float | None = None
     gradient_norm: float | None = None
     tokens_per_second: float | None = None
 
-    def cells(self) -> list[str]:
-        """Format step, training bits, validation bits and tokens per second."""
+    def cells(self, auxiliary: Sequence[str] = ()) -> list[str]:
+        """Format step, training bits, validation bits, the auxiliary losses with these names, and tokens per second."""
         train_bits = "" if self.train_bits is None else f"{self.train_bits:.3f}"
         speed = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}"
-        return [f"{self.step}", train_bits, f"{self.validation_bits:.3f}", speed]
+        values = [f"{self.auxiliary[name]:.4f}" if name in self.auxiliary else "" for name in auxiliary]
+        return [f"{self.step}", train_bits, f"{self.validation_bits:.3f}", *values, speed]
 
 
 class Training(BaseModel):
@@ -109,6 +113,11 @@ class Training(BaseModel):
     def validation_bits(self) -> float:
         """Validation loss of the last point, in bits per byte."""
         return self.points[-1].validation_bits
+
+    @property
+    def auxiliary(self) -> list[str]:
+        """Names of the auxiliary losses."""
+        return list(self.points[-1].auxiliary)
 
     def line(self) -> str:
         """Format the last point as one line."""
@@ -173,9 +182,13 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 class _Step(NamedTuple):
-    """The figures of one step. bits: training loss in bits per byte, before the update."""
+    """The figures of one step.
+
+    bits: cross entropy in bits per byte before the update; auxiliary: the auxiliary losses by name.
+    """
 
     bits: float
+    auxiliary: dict[str, float]
     learning_rate: float
     gradient_norm: float
 
@@ -260,44 +273,47 @@ class _Run:
         rate = learning_rate(config, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._loss(self._training_batch())
-        loss.backward()
+        losses = self._losses(self._training_batch())
+        losses.total.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        bits = float(loss.detach()) / math.log(2)
-        if not math.isfinite(bits):
+        total = float(losses.total.detach())
+        if not math.isfinite(total):
             raise ConfigError(
-                f"the loss is {bits} at step {self.step}: lower learning_rate, got {config.learning_rate}"
+                f"the loss is {total} at step {self.step}: lower learning_rate, got {config.learning_rate}"
             )
-        return _Step(bits, rate, float(norm))
+        bits = float(losses.cross_entropy.detach()) / math.log(2)
+        auxiliary = {name: float(value.detach()) for name, value in losses.auxiliary.items()}
+        return _Step(bits, auxiliary, rate, float(norm))
 
     def _add_point(self, steps: list[_Step], seconds: list[float]) -> None:
         """Validate, and average the steps since the previous point."""
-        losses = [float(self._loss(batch).detach()) for batch in self.validation_batches]
-        figures = {}
+        entropies = [float(self._losses(batch).cross_entropy.detach()) for batch in self.validation_batches]
+        figures: dict[str, Any] = {}
         if steps:
             figures = {
                 "train_bits": fmean(step.bits for step in steps),
+                "auxiliary": {name: fmean(step.auxiliary[name] for step in steps) for name in steps[0].auxiliary},
                 "learning_rate": steps[-1].learning_rate,
                 "gradient_norm": steps[-1].gradient_norm,
                 "tokens_per_second": self._tokens_per_second(seconds),
             }
-        self.points.append(Point(step=self.step, validation_bits=fmean(losses) / math.log(2), **figures))
+        self.points.append(Point(step=self.step, validation_bits=fmean(entropies) / math.log(2), **figures))
 
     def _warm_up(self) -> float:
         """Run a forward and backward pass, which compiles the graphs of training and validation; return its seconds."""
         start = time.perf_counter()
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            self._loss(self._training_batch()).backward()
+            self._losses(self._training_batch()).total.backward()
         self.optimizer.zero_grad()
         return time.perf_counter() - start
 
-    def _loss(self, batch: Batch) -> Tensor:
-        """Compute the mean loss in nats."""
+    def _losses(self, batch: Batch) -> Losses:
+        """Compute the losses in the compute dtype of the run."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-            return self.model.loss(batch.inputs, batch.targets)
+            return self.model.losses(batch.inputs, batch.targets)
 
     def _training_batch(self) -> Batch:
         config = self.config

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.initialization import init_weights
+from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.patterns import Term
 
 # A state is a tree (NamedTuples, tuples, dicts) of tensors with the batch in dimension 0.
@@ -41,6 +42,7 @@ class Context(NamedTuple):
         them. Outputs at real tokens and the final state equal those of the unpadded rows.
     values: tensors that a layer passes to later layers in the same forward pass, by name (RWKV-7's first values). The
         caller provides a new dict for each pass.
+    losses: list to which modules with auxiliary losses append them. None: they compute no losses.
     intermediates: tensors that a part passes to later parts of the same mixer, by name. The mixer provides the dict.
     """
 
@@ -48,6 +50,7 @@ class Context(NamedTuple):
     positions: Tensor | None = None
     mask: Tensor | None = None
     values: dict[str, Any] | None = None
+    losses: list[AuxiliaryLoss] | None = None
     intermediates: dict[str, Tensor] | None = None
 
     def intermediate(self, name: str) -> Tensor:

@@ -13,6 +13,7 @@ from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
 from deltazoo.blocks.training.text import even_crops, load_text, random_crops
 from deltazoo.blocks.training.train import TrainConfig, _adamw, learning_rate, resume, train
+from deltazoo.mixers import LinearAttention, MoM
 
 SPEC = StackSpec(
     width=16,
@@ -178,6 +179,25 @@ def test_a_loaded_model_has_the_validation_loss_of_the_run(text, uninterrupted):
     folder, training = uninterrupted
     model = load_model(folder, backend="reference")
     assert validation_bits(model, text) == pytest.approx(training.validation_bits, rel=1e-6)
+
+
+def test_auxiliary_losses_are_logged_and_left_out_of_bits_per_byte(text):
+    mom = MoM(memory=LinearAttention(heads=1), memories=2, active=1, balance=0.5)
+    spec = StackSpec(width=16, depth=2, vocab=256, pattern=mom, mlp={"width": 16})
+    config = CONFIG.model_copy(update={"steps": 2, "every": 2})
+    torch.manual_seed(config.seed)
+    model = spec.build(backend="reference")
+    before = model.losses(*random_crops(text.train, 2, 12, config.seed, 0))
+    validation = [float(model.losses(*batch).cross_entropy.detach()) for batch in even_crops(text.validation, 2, 12, 2)]
+    first = train(spec, text, config.model_copy(update={"steps": 1})).points
+    assert first[0].auxiliary == {}
+    assert first[0].validation_bits == pytest.approx(fmean(validation) / math.log(2), rel=1e-6)
+    assert first[1].train_bits == pytest.approx(float(before.cross_entropy.detach()) / math.log(2), rel=1e-6)
+    assert first[1].auxiliary == pytest.approx({"mom_balance": float(before.auxiliary["mom_balance"])}, rel=1e-6)
+    training = train(spec, text, config)
+    assert training.auxiliary == ["mom_balance"]
+    assert training.points[-1].cells(["mom_balance"])[3] == f"{training.points[-1].auxiliary['mom_balance']:.4f}"
+    assert training.points[0].cells(["mom_balance"])[3] == ""
 
 
 def test_an_existing_checkpoint_is_not_overwritten(text, uninterrupted):

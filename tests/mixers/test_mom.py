@@ -1,15 +1,15 @@
 """Mixture of memories: equality with a loop over tokens, causality, isolation, router losses, graphs."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.mixers import Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM
+from deltazoo.mixers import AuxiliaryLoss, Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM
 from deltazoo.mixers.mom import MoMMixer, Router
 
 WIDTH, T = 24, 9
@@ -102,33 +102,34 @@ def test_routes_are_bitwise_equal_for_pieces_and_single_rows(width: int) -> None
     torch.manual_seed(0)
     router = Router(MoM(), width)
     x = torch.randn(2, 70, width)
-    whole = router(x, None)
+    whole = router(x, Context())
     for parts in (x.split([1] * 70, 1), x.split([3, 66, 1], 1)):
-        pieces = [router(part, None) for part in parts]
+        pieces = [router(part, Context()) for part in parts]
         assert torch.equal(torch.cat([piece.weight for piece in pieces], 1), whole.weight)
         assert torch.equal(torch.cat([piece.chosen for piece in pieces], 1), whole.chosen)
-    assert torch.equal(torch.cat([router(row, None).weight for row in x.split(1)]), whole.weight)
+    assert torch.equal(torch.cat([router(row, Context()).weight for row in x.split(1)]), whole.weight)
     half = x.bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(router(half, None).weight, router(half.float(), None).weight)
+        assert torch.equal(router(half, Context()).weight, router(half.float(), Context()).weight)
 
 
-def test_checkpointed_layer_counts_the_router_loss_once() -> None:
-    mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
-    x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
-    expected = torch.autograd.grad(mixer(x)[0].sum(), [x, mixer.router.weight])
-    y = checkpoint(lambda z: mixer(z)[0], x, use_reentrant=False)
-    for left, right in zip(torch.autograd.grad(y.sum(), [x, mixer.router.weight]), expected, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
+def record(module: Callable[..., object], x: Tensor, **context: Tensor) -> dict[str, Tensor]:
+    """Run a module and return its auxiliary losses by name."""
+    losses: list[AuxiliaryLoss] = []
+    module(x, context=Context(losses=losses, **context))
+    return {loss.name: loss.combine(loss.statistics[None]) for loss in losses}
 
 
-def test_router_loss_ignores_padding() -> None:
+def test_router_losses_ignore_padding() -> None:
     mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
     x = torch.randn(1, T, WIDTH, dtype=torch.float64)
     padded = torch.cat([torch.full_like(x[:, :4], 1e3), x], 1)
     mask = torch.arange(T + 4)[None] >= 4
-    torch.testing.assert_close(mixer.router(padded, mask).loss, mixer.router(x, None).loss, rtol=1e-12, atol=0)
-    assert not mixer.router(padded, mask).chosen[:, :4].any()
+    expected = record(mixer.router, x)
+    for module in (mixer.router, mixer):
+        for name, loss in record(module, padded, mask=mask).items():
+            torch.testing.assert_close(loss, expected[name], rtol=1e-12, atol=0)
+    assert not mixer.router(padded, Context(mask=mask)).chosen[:, :4].any()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -157,27 +158,39 @@ def test_ties_go_to_the_memories_with_the_lowest_index() -> None:
     mixer = build(GatedDeltaNet(heads=2, key_width=4))
     with torch.no_grad():
         mixer.router.weight.zero_()
-    routes = mixer.router(torch.randn(2, 3, WIDTH), None)
+    routes = mixer.router(torch.randn(2, 3, WIDTH), Context())
     assert routes.chosen.tolist() == [[[True, True, False, False]] * 3] * 2
     assert routes.weight[routes.chosen].tolist() == [0.5] * 12
 
 
-def test_backward_adds_the_gradient_of_the_router_loss() -> None:
-    """The loss is balance M sum_m f_m P_m + z mean(logsumexp^2)."""
+def test_memories_of_memories_record_their_losses() -> None:
+    inner = MoM(memory=LinearAttention(heads=1), memories=2, active=1)
+    losses: list[AuxiliaryLoss] = []
+    build(inner, memories=3, balance=0.01)(torch.randn(2, T, WIDTH, dtype=torch.float64), None, Context(losses=losses))
+    assert [len(loss.statistics[0]) for loss in losses] == [3, 2, 2, 2, 2]  # the router, three memories, the shared one
+
+
+def test_auxiliary_losses_equal_their_equations() -> None:
+    """M sum_m f_m P_m, where the fractions f sum to the active memories, and mean(logsumexp^2)."""
     mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.3, z=0.2)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64)
-    (0 * mixer(x)[0]).sum().backward()
+    losses = record(mixer, x)
     weight = mixer.router.weight.detach().clone().requires_grad_()
     logits = x @ weight.mT
     p = logits.softmax(-1)
     fraction = torch.zeros(4, dtype=torch.float64)
     for token in p.flatten(0, 1):
         for m in token.topk(2).indices:
-            fraction[m] += 1 / (2 * T * 2)
-    loss = 0.3 * 4 * (fraction * p.mean((0, 1))).sum() + 0.2 * logits.logsumexp(-1).square().mean()
-    torch.testing.assert_close(mixer.router(x, None).loss, loss, rtol=1e-12, atol=0)
-    (expected,) = torch.autograd.grad(loss, weight)
-    torch.testing.assert_close(mixer.router.weight.grad, expected, rtol=1e-9, atol=1e-12)
+            fraction[m] += 1 / (2 * T)
+    expected = {
+        "mom_balance": 4 * (fraction * p.mean((0, 1))).sum(),
+        "mom_z": logits.logsumexp(-1).square().mean(),
+    }
+    assert losses.keys() == expected.keys()
+    for name, loss in losses.items():
+        assert_same(loss, expected[name])
+    actual_gradient = torch.autograd.grad(sum(losses.values()), mixer.router.weight)
+    assert_same(*actual_gradient, *torch.autograd.grad(sum(expected.values()), weight))
 
 
 def test_balance_loss_spreads_tokens_over_the_memories() -> None:
@@ -190,12 +203,12 @@ def test_balance_loss_spreads_tokens_over_the_memories() -> None:
     optimiser = torch.optim.Adam(mixer.router.parameters(), 0.02)
 
     def largest_fraction() -> float:
-        return float(mixer.router(x, None).chosen.double().mean((0, 1)).max())
+        return float(mixer.router(x, Context()).chosen.double().mean((0, 1)).max())
 
     initial = largest_fraction()
     for _ in range(60):
         optimiser.zero_grad()
-        mixer.router(x, None).loss.backward()
+        record(mixer.router, x)["mom_balance"].backward()
         optimiser.step()
     assert initial > 0.9
     assert largest_fraction() < 0.5

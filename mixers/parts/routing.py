@@ -1,0 +1,49 @@
+"""Auxiliary losses of routers that send each token to k of E experts or memories.
+
+B batch, T time, E experts, L layers
+"""
+
+import torch
+from torch import Tensor
+
+from deltazoo.mixers.core.losses import AuxiliaryLoss
+from deltazoo.mixers.core.mixer import Context
+
+
+def record_load_balance(name: str, coefficient: float, p_BTE: Tensor, chosen_BTE: Tensor, context: Context) -> None:
+    """Record E sum_e f_e P_e in `context.losses`, unless its coefficient is 0.
+
+    Over the tokens of all layers together, f_e is the fraction of tokens that are sent to e and P_e is the mean
+    probability of e. The f_e sum to k, so that a uniform router has the loss k. Padded tokens do not count.
+
+    Args: p_BTE: softmax of the router's logits; chosen_BTE: bool, the k experts of each token, none at padded tokens.
+    Source: Switch 2101.03961, equations 4 to 6, with the sum over k and layers of transformers'
+        `load_balancing_loss_func`, which Jamba, Qwen3-Next and MoM (2502.13685) use.
+    """
+    if context.losses is None or coefficient == 0:
+        return
+    fractions = _mean_over_tokens(chosen_BTE.to(p_BTE.dtype), context), _mean_over_tokens(p_BTE, context)
+    context.losses.append(AuxiliaryLoss(name, coefficient, torch.stack(fractions), load_balance))
+
+
+def record_z_loss(name: str, coefficient: float, logits_BTE: Tensor, context: Context) -> None:
+    """Record the mean square of logsumexp(logits) in `context.losses`, summed over layers, unless its coefficient is 0.
+
+    Source: ST-MoE 2202.08906, equation 5.
+    """
+    if context.losses is not None and coefficient != 0:
+        z = _mean_over_tokens(logits_BTE.logsumexp(-1, keepdim=True).square(), context)
+        context.losses.append(AuxiliaryLoss(name, coefficient, z.squeeze(-1)))
+
+
+def load_balance(statistics_L2E: Tensor) -> Tensor:
+    """Return E sum_e f_e P_e for the fractions and probabilities of all layers, which have equally many tokens."""
+    fraction_E, probability_E = statistics_L2E.mean(0)
+    return statistics_L2E.shape[-1] * (fraction_E * probability_E).sum()
+
+
+def _mean_over_tokens(x_BTE: Tensor, context: Context) -> Tensor:
+    if context.mask is None:
+        return x_BTE.mean((0, 1))
+    real_BT1 = context.mask[..., None]
+    return torch.where(real_BT1, x_BTE, 0.0).sum((0, 1)) / real_BT1.sum().clamp(min=1)
