@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError
 from deltazoo.blocks.mlp import Mlp, SwiGLU
-from deltazoo.blocks.parsing import PlainDataModel, parse_mixer, parse_mlp
+from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place, State
@@ -29,14 +29,14 @@ class LayerSpec(PlainDataModel, Term):
 
     Args:
         mixer: a mixer config, or several for parallel mixers, whose outputs are summed.
-        mlp: a `SwiGLU`, or "none" for a layer without an MLP.
+        mlp: a `SwiGLU`, a `MoE`, or "none" for a layer without an MLP.
         norm_eps: epsilon of the RMS norms, added to the mean square under the root.
         backend: name of the backend that computes the mixers' updates.
     Raises: ConfigError.
     """
 
     mixer: MixerConfig | tuple[MixerConfig, ...]
-    mlp: SwiGLU | Literal["none"] | None = None
+    mlp: MlpConfig | Literal["none"] | None = None
     norm_eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     backend: str | None = None
 
@@ -113,7 +113,8 @@ class Layer(nn.Module):
         the losses or count them twice.
         """
         losses: list[AuxiliaryLoss] = []
-        if context is not None and context.losses is not None:
+        context = context or Context()
+        if context.losses is not None:
             context = context._replace(losses=losses)
         normed_BTD = self.norm(x_BTD)
         states = []
@@ -122,7 +123,7 @@ class Layer(nn.Module):
             x_BTD = x_BTD + y_BTD
             states.append(mixer_state)
         if self.mlp is not None and self.mlp_norm is not None:
-            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), context)
         return LayerOutput(x_BTD, None if state is None else tuple(states), losses)
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:

@@ -1,26 +1,37 @@
-"""SwiGLU: the config and the module of a layer's MLP.
+"""The MLP of a layer: the interface of its module, and SwiGLU.
 
 B batch, T time, D width, F hidden width
 """
 
 import math
-from typing import Self
+from abc import ABC, abstractmethod
+from typing import Literal, Self
 
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from deltazoo.mixers.core.mixer import Context
 
-class SwiGLU(BaseModel):
-    """y = W_out (silu(W_gate x) * W_up x), without biases.
 
-    With neither field set the ratio is 8/3, which gives as many parameters as a two-matrix MLP of ratio 4.
+class Mlp(nn.Module, ABC):
+    """MLP of a layer: `(x [B, T, D], context) -> y [B, T, D]`, each token by itself.
 
-    Args:
-        width: hidden width F.
-        ratio: F over the width of the layer, instead of `width`; F is rounded up to a multiple of 64.
-    Source: Shazeer 2020, arXiv 2002.05202.
+    A `LanguageModel` initialises the weights of every submodule's `to_hidden` and `out`.
     """
+
+    @property
+    @abstractmethod
+    def flops(self) -> int:
+        """Floating-point operations per token in the forward pass; a multiply-add counts as two."""
+
+    @abstractmethod
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        """Compute y, and append auxiliary losses to `context.losses`."""
+
+
+class HiddenWidth(BaseModel, ABC):
+    """The hidden width F of an MLP: `width`, or `ratio` times the width of the layer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,13 +50,30 @@ class SwiGLU(BaseModel):
             return self.width
         return 64 * math.ceil((self.ratio or 8 / 3) * width / 64)
 
-    def build(self, width: int) -> "Mlp":
+    @abstractmethod
+    def build(self, width: int) -> Mlp:
         """Build the module for a layer of this width."""
-        return Mlp(width, self.hidden(width))
 
 
-class Mlp(nn.Module):
-    """Compute SwiGLU on x [B, T, D]; the result is [B, T, D]."""
+class SwiGLU(HiddenWidth):
+    """y = W_out (silu(W_gate x) * W_up x), without biases.
+
+    With neither width nor ratio the ratio is 8/3, which gives as many parameters as a two-matrix MLP of ratio 4.
+
+    Args:
+        width: hidden width F.
+        ratio: F over the width of the layer, instead of `width`; F is rounded up to a multiple of 64.
+    Source: Shazeer 2020, arXiv 2002.05202.
+    """
+
+    type: Literal["swiglu"] = "swiglu"
+
+    def build(self, width: int) -> "SwiGLUMlp":
+        return SwiGLUMlp(width, self.hidden(width))
+
+
+class SwiGLUMlp(Mlp):
+    """Module of `SwiGLU`."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -54,9 +82,8 @@ class Mlp(nn.Module):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations per token in the forward pass; a multiply-add counts as two."""
         return 2 * (self.to_hidden.weight.numel() + self.out.weight.numel())
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         gate_BTF, up_BTF = self.to_hidden(x_BTD).chunk(2, dim=-1)
         return self.out(F.silu(gate_BTF) * up_BTF)

@@ -9,10 +9,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltazoo.backends.errors import ConfigError, DeltazooError
 from deltazoo.blocks.mlp import SwiGLU
+from deltazoo.blocks.moe import MoE
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.mixer import MixerConfig
 
 KeyPath = tuple[str, ...]
+MlpConfig = SwiGLU | MoE
+_MLPS: dict[str, type[MlpConfig]] = {"swiglu": SwiGLU, "moe": MoE}
 
 
 class PlainDataModel(BaseModel, ABC):
@@ -74,17 +77,25 @@ def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
         raise ConfigError(configs.describe_errors(path, error)) from None
 
 
-def parse_mlp(path: KeyPath, data: object) -> SwiGLU | Literal["none"]:
-    """Return an MLP config: `data` itself, the config of a mapping of its fields, or "none"."""
-    if isinstance(data, SwiGLU):
+def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
+    """Return an MLP config: `data` itself, the config of a mapping of its fields, or "none".
+
+    The key `type` of a mapping is "swiglu", the default, or "moe".
+    """
+    if isinstance(data, MlpConfig):
         return data
     if data == "none":
         return "none"
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{join_path(path)}: must be {{width: ...}}, {{ratio: ...}} or none, got {data!r}")
-    check_keys(path, data, SwiGLU.model_fields)
+        raise ConfigError(
+            f"{join_path(path)}: must be {{width: ...}}, {{ratio: ...}}, {{type: moe, ...}} or none, got {data!r}"
+        )
+    name = data.get("type", "swiglu")
+    if name not in _MLPS:
+        raise ConfigError(f"{join_path(path, 'type')}: must be {' or '.join(_MLPS)}, got {name!r}")
+    check_keys(path, data, _MLPS[name].model_fields)
     try:
-        return SwiGLU(**data)
+        return _MLPS[name](**data)
     except ValidationError as error:
         raise ConfigError(configs.describe_errors(path, error)) from None
 

@@ -17,7 +17,7 @@ from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.mlp import SwiGLU
-from deltazoo.blocks.parsing import PlainDataModel, check_keys, parse_mixer, parse_mlp
+from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, check_keys, parse_mixer, parse_mlp
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
@@ -43,7 +43,7 @@ class StackSpec(PlainDataModel):
             (`deltazoo.mixers.core.patterns`); it is repeated up to `depth` layers.
         layers: the mixer or layer of each name in the pattern. A name that is missing here is a registered mixer or
             "module:Class".
-        mlp: a `SwiGLU`, or "none"; the default for all layers.
+        mlp: a `SwiGLU`, a `MoE` (`{type: moe, ...}`), or "none"; the default for all layers.
         norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default for all layers.
         tied: whether the head shares the embedding's weights.
         backend: name of the backend of the mixers' updates, the default for all layers; None: `deltazoo.bind` chooses
@@ -56,7 +56,7 @@ class StackSpec(PlainDataModel):
     vocab: int = Field(ge=1)
     pattern: Annotated[str | Term, WithJsonSchema({"type": "string"})]
     layers: dict[str, MixerConfig | LayerSpec] = Field(default_factory=dict)
-    mlp: SwiGLU | Literal["none"] = SwiGLU()
+    mlp: MlpConfig | Literal["none"] = SwiGLU()
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     tied: bool = True
     backend: str | None = None

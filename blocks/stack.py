@@ -18,10 +18,12 @@ from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateE
 from deltazoo.blocks.head import IGNORE_INDEX, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
+from deltazoo.blocks.mlp import Mlp
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
+from deltazoo.mixers.parts.grouped_linear import GroupedLinear
 from deltazoo.mixers.parts.norms import RMSNorm
 
 
@@ -207,11 +209,14 @@ class LanguageModel(nn.Module):
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=0.02)
         for layer in self.stack.layers:
-            if layer.mlp is not None:
-                nn.init.normal_(layer.mlp.to_hidden.weight, std=0.02)
-            for module in (*layer.mixers, layer.mlp):
+            mlps = [] if layer.mlp is None else [m for m in layer.mlp.modules() if isinstance(m, Mlp)]
+            for mlp in mlps:
+                to_hidden = getattr(mlp, "to_hidden", None)
+                if isinstance(to_hidden, nn.Linear | GroupedLinear):
+                    nn.init.normal_(to_hidden.weight, std=0.02)
+            for module in (*layer.mixers, *mlps):
                 out = getattr(module, "out", None)
-                if isinstance(out, nn.Linear):
+                if isinstance(out, nn.Linear | GroupedLinear):
                     nn.init.normal_(out.weight, std=residual_std)
 
 

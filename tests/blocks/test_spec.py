@@ -121,8 +121,12 @@ ERRORS = [
     (layers(mixer={"mixer": "attention"}, mlp={"widht": 3}), "layers.gdn.mlp.widht: unknown key"),
     ({"layers": {"gdn": {"mixer": {"mixer": "attention"}, 1: 2}}}, "layers.gdn.1: unknown key"),
     ({"norm_eps": float("inf")}, "norm_eps: Input should be a finite number"),
-    ({"mlp": 4}, "mlp: must be {width: ...}, {ratio: ...} or none, got 4"),
+    ({"mlp": 4}, "mlp: must be {width: ...}, {ratio: ...}, {type: moe, ...} or none, got 4"),
     ({"mlp": {"width": 3, "ratio": 2}}, "mlp: give width or ratio, not both"),
+    ({"mlp": {"type": "mo"}}, "mlp.type: must be swiglu or moe, got 'mo'"),
+    ({"mlp": {"type": "moe", "expert": 3}}, "mlp.expert: unknown key; did you mean 'experts'?"),
+    ({"mlp": {"type": "moe", "experts": 2, "active": 3}}, "mlp: active must be at most experts = 2, got 3"),
+    ({"mlp": {"type": "moe", "shared_gate": True}}, "mlp: shared_gate needs shared_width, the hidden width of"),
     ({"width": 0}, "width: Input should be greater than or equal to 1, got 0"),
     ({"width": None}, "width: Input should be a valid integer"),
     ({"pattern": 3}, "pattern: must be text"),
@@ -181,10 +185,12 @@ def test_the_schema_accepts_what_load_accepts():
         assert check.is_valid(StackSpec.load(name).model_dump(mode="json"))
     valid = document.parse(YAML, ".yaml", "")
     assert check.is_valid(valid)
+    assert check.is_valid(valid | {"mlp": {"type": "moe", "experts": 4, "width": 8}})
     for change in (
         {"widht": 3},
         {"layers": {"gdn": {"mixer": "gated_deltanet", "haeds": 6}}},
         {"mlp": 4},
+        {"mlp": {"type": "mo"}},
         {"width": 0},
     ):
         assert not check.is_valid(valid | change), change
