@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import state_dtype, without_autocast
 from deltazoo.blocks.mlp import HiddenWidth, Mlp, SwiGLUMlp
+from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.parts.grouped_linear import GroupedLinear, group_rows
 from deltazoo.mixers.parts.routing import record_load_balance, record_z_loss
 
 

@@ -19,11 +19,11 @@ from deltazoo.blocks.head import IGNORE_INDEX, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.mlp import Mlp
+from deltazoo.mixers.core.grouped_linear import GroupedLinear
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
-from deltazoo.mixers.parts.grouped_linear import GroupedLinear
 from deltazoo.mixers.parts.norms import RMSNorm
 
 

@@ -1,6 +1,6 @@
 """Mixture of memories: a router sends each token to some of several memories, each of which is a mixer.
 
-B batch, T time, D width, M memories, N packed sequences
+B batch, T time, D width, M memories, k active memories, A = B T k assignments, N sequences: the B rows, or packed ones
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
+from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
+from deltazoo.mixers.core.grouped import Rows
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place, State
 from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import batch, rollback_
@@ -78,10 +80,14 @@ class MoM(MixerConfig):
 
 
 class Routes(NamedTuple):
-    """Result of the router: chosen [B, T, M] bool; weight [B, T, M] float32, 0 where not chosen."""
+    """Result of the router: chosen [B, T, M] bool; weight [B, T, M] float32, 0 where not chosen; order [B, T, k] int64.
+
+    order has the k memories of each token, by descending weight; at a padded token, k memories that are not chosen.
+    """
 
     chosen: Tensor
     weight: Tensor
+    order: Tensor
 
 
 class Router(nn.Module):
@@ -108,8 +114,8 @@ class Router(nn.Module):
             # on the shape
             logits = torch.stack([(x.to(dtype) * row.to(dtype)).sum(-1) for row in self.weight], -1)
         p = logits.softmax(-1)
-        order = p.detach().argsort(dim=-1, descending=True, stable=True)
-        chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order[..., : self.active], True)
+        order = p.detach().argsort(dim=-1, descending=True, stable=True)[..., : self.active]
+        chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, True)
         if context.mask is not None:
             chosen = chosen & context.mask[..., None]
         weight = torch.where(chosen, p, 0.0)
@@ -117,7 +123,7 @@ class Router(nn.Module):
             weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-20)
         record_load_balance("mom_balance", self.balance, p, chosen, context)
         record_z_loss("mom_z", self.z, logits, context)
-        return Routes(chosen, weight)
+        return Routes(chosen, weight, order)
 
     def extra_repr(self) -> str:
         return f"memories={self.weight.shape[0]}, active={self.active}, balance={self.balance:g}, z={self.z:g}"
@@ -126,8 +132,10 @@ class Router(nn.Module):
 class MoMMixer(Mixer):
     """Module of `MoM`: causal and isolated across sequences, in training as in decoding.
 
-    Shapes are static and no token is dropped: each memory's tokens are moved to the front of its row, in order, and the
-    rest of the row is padding. Every memory thus runs on T tokens.
+    Shapes are static and no token is dropped. If the memories can be grouped (`can_group`: Gated DeltaNet and others
+    whose parts all have `forward_grouped`), the k T tokens of all memories are one pack, in which each memory has a
+    sequence for each sequence of x. Otherwise, and for a single token, each memory runs on T tokens: its own tokens are
+    moved to the front of the row, in order, and the rest of the row is padding.
 
     State: {"shared": ..., "memory 0": ..., ...}, each the state of its mixer.
     """
@@ -159,16 +167,76 @@ class MoMMixer(Mixer):
                 raise StateError(f"the state must have {sorted(expected)}, got {sorted(state)}")
             check_state({name: batch(tree) for name, tree in state.items()}, x_BTD, context)
         routes = self.router(x_BTD, context)
-        y_BTD = x_BTD.new_zeros(())
-        new: dict[str, State] = {}
-        for m, (name, memory) in enumerate(zip(self.names, self.memories, strict=True)):
-            old = None if state is None else state[name]
-            o_BTD, new[name] = _run_on_chosen(memory, x_BTD, routes.chosen[..., m], old, context)
-            y_BTD = y_BTD + (routes.weight[..., m, None] * o_BTD).to(o_BTD.dtype)
+        states = [None if state is None else state[name] for name in self.names]
+        memories = list(self.memories)
+        if x_BTD.shape[0] > 0 and x_BTD.shape[1] > 1 and can_group(memories):
+            y_BTD, states = _run_grouped(memories, x_BTD, routes, states, context)
+        else:
+            y_BTD, states = _run_one_by_one(memories, x_BTD, routes, states, context)
+        new = dict(zip(self.names, states, strict=True))
         if self.shared is not None:
             o_BTD, new["shared"] = self.shared(x_BTD, None if state is None else state["shared"], context)
             y_BTD = y_BTD + o_BTD
         return undo_left_align(y_BTD, order), None if state is None else new
+
+
+def _run_grouped(
+    memories: Sequence[DeltaMixer], x_BTD: Tensor, routes: Routes, states: list[State], context: Context
+) -> tuple[Tensor, list[State]]:
+    """Return the weighted sum of the memories' outputs and their new states, from one pack of all chosen tokens.
+
+    The pack has M N sequences, ordered by memory, and a last one for padded tokens, which is discarded.
+    """
+    B, T, k = routes.order.shape
+    M, A = len(memories), B * T * k
+    if context.cu_seqlens is None:
+        N, real_BT = B, context.mask
+        sequence_BT = torch.arange(B, device=x_BTD.device)[:, None].expand(B, T)
+    else:
+        N = context.cu_seqlens.shape[0] - 1
+        sequence_BT = sequence_index(context.cu_seqlens, T)[None]
+        real_BT = sequence_BT < N
+    index_BTK = routes.order * N + sequence_BT[..., None]
+    if real_BT is not None:
+        index_BTK = torch.where(real_BT[..., None], index_BTK, M * N)
+    count = M * N + (real_BT is not None)
+    index_A, order_A = index_BTK.flatten().sort(stable=True)
+    bounds = torch.searchsorted(index_A, torch.arange(count + 1, device=index_A.device)).to(torch.int32)
+    ends_M = torch.cat([bounds[N : M * N : N], bounds.new_full((1,), A)])
+    rows = Rows((index_A // N).clamp(max=M - 1), ends_M)
+    state = None
+    if states[0] is not None:
+        extra = count - M * N
+        state = {
+            name: torch.cat([*(s[name] for s in states), x.new_zeros(extra, *x.shape[1:])])
+            for name, x in states[0].items()
+        }
+    x_1AD = x_BTD.flatten(0, 1).index_select(0, order_A // k)[None]
+    y_1AD, state = memories[0].forward_grouped(memories, rows, x_1AD, state, Context(cu_seqlens=bounds))
+    y_BTKD = y_1AD[0].index_select(0, order_A.argsort()).view(B, T, k, -1)
+    if real_BT is not None:
+        y_BTKD = torch.where(real_BT[..., None, None], y_BTKD, 0.0)
+    weight_BTK1 = routes.weight.gather(-1, routes.order)[..., None]
+    y_BTD = (weight_BTK1 * y_BTKD).to(y_1AD.dtype).sum(2)
+    if state is None:
+        return y_BTD, states
+    new = [{name: x[m * N : (m + 1) * N] for name, x in state.items()} for m in range(M)]
+    if torch.is_grad_enabled():
+        return y_BTD, new
+    return y_BTD, [rollback_(old, values) for old, values in zip(states, new, strict=True)]
+
+
+def _run_one_by_one(
+    memories: Sequence[nn.Module], x_BTD: Tensor, routes: Routes, states: list[State], context: Context
+) -> tuple[Tensor, list[State]]:
+    """Return the weighted sum of the memories' outputs and their new states."""
+    y_BTD = x_BTD.new_zeros(())
+    new: list[State] = []
+    for m, memory in enumerate(memories):
+        o_BTD, state = _run_on_chosen(memory, x_BTD, routes.chosen[..., m], states[m], context)
+        y_BTD = y_BTD + (routes.weight[..., m, None] * o_BTD).to(o_BTD.dtype)
+        new.append(state)
+    return y_BTD, new
 
 
 def _run_on_chosen(

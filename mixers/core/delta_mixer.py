@@ -3,6 +3,9 @@
 B batch, T time, D width, HV value heads, K key width, V value width, N sequences
 """
 
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
+from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
 from deltazoo.mixers.core.mixer import Context, Mixer
 from deltazoo.mixers.core.part import (
     HasBackend,
@@ -148,6 +152,41 @@ class DeltaMixer(Mixer):
             return y_BTD, None
         return y_BTD, {name: tensor for name, tensor in new.items() if tensor is not None}
 
+    def forward_grouped(
+        self,
+        mixers: Sequence["DeltaMixer"],
+        rows: Rows,
+        x_1AD: Tensor,
+        state: dict[str, Tensor] | None,
+        context: Context,
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Compute `forward` of mixers[g] at the rows of mixer g, with one update for all mixers.
+
+        Args:
+            mixers: mixers with equal configs, for which `can_group` holds; `self` is the first one.
+            x_1AD: [1, A, D]; state: a row for each sequence; context: cu_seqlens, with sequences that each belong to
+                one mixer.
+        """
+        context = context._replace(intermediates={})
+        old = {} if state is None else state
+        new: dict[str, Tensor | None] = {}
+        parts = {name: [mixer._parts()[name] for mixer in mixers] for name in self._parts()}
+
+        def run(name: str, *arguments: Any) -> Any:
+            first = parts[name][0]
+            assert isinstance(first, Groupable)  # the caller has checked it
+            result, new[name] = first.forward_grouped(parts[name], rows, *arguments, old.get(name), context)
+            return result
+
+        projected = inputs = run("project", x_1AD)
+        for name in self.operands:
+            inputs = run(name, x_1AD, inputs)
+        o, new["update"] = self.update(inputs, old.get("update"), context)
+        for name in self.outputs:
+            o = run(name, o, OutputArguments(x_1AD, projected, inputs))
+        y_1AD = rows.linear(rearrange(o, "b t h v -> b t (h v)"), [mixer.out for mixer in mixers])
+        return y_1AD, None if state is None else {name: x for name, x in new.items() if x is not None}
+
     def _fused_step_(self, x_BTD: Tensor, state: dict[str, Tensor], context: Context) -> Tensor | None:
         """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse."""
         if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
@@ -199,6 +238,18 @@ class DeltaMixer(Mixer):
             "update": self.update,
             **dict(self.outputs.items()),
         }
+
+
+def can_group(mixers: Sequence[nn.Module]) -> TypeGuard[Sequence[DeltaMixer]]:
+    """Whether the first mixer's `forward_grouped` can compute all of them, which have equal configs."""
+    return all(
+        type(mixer) is DeltaMixer
+        and mixer.direct is None
+        and type(mixer.out) is nn.Linear
+        and all(is_unmodified(module) for module in (mixer, mixer.out, mixer.update))
+        and all(is_groupable(part) for name, part in mixer._parts().items() if name != "update")
+        for mixer in mixers
+    )
 
 
 def mask_padding(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:

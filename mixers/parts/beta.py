@@ -3,12 +3,15 @@
 B batch, T time, D width, HV value heads, K key width, V value width, n householders
 """
 
+from collections.abc import Sequence
+
 from einops import rearrange
 from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, projection
 
@@ -17,7 +20,7 @@ from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPar
 MAX_DOUBLED_BETA = 1 - 2**-7
 
 
-class Beta(LinearPart, Fusible):
+class Beta(LinearPart, Groupable, Fusible):
     """beta = sigmoid(W x) per value head (and Householder step), float32; see `max_beta` for its upper bound.
 
     Args: bias: whether W has a bias (MesaNet).
@@ -35,6 +38,17 @@ class Beta(LinearPart, Fusible):
         if self.householders > 1:
             beta = rearrange(beta, "b t (n h) -> b t n h", n=self.householders)
         return inputs._replace(beta=beta)
+
+    def forward_grouped(
+        self,
+        parts: Sequence["Beta"],
+        rows: Rows,
+        x: Tensor,
+        inputs: UpdateInputs,
+        state: Tensor | None,
+        context: Context,
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        return self.prepare(rows.linear(x, [part.proj for part in parts]), inputs), None
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(beta_max=self.max_beta) if step.spec.beta == "head" else None

@@ -4,6 +4,7 @@ B batch, T time, D width, HV value heads, K key width, V value width
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
+from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, projection
 
@@ -20,7 +22,7 @@ DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 Slopes = Literal["alibi", "power"]
 
 
-class SoftplusDecay(LinearPart, Fusible):
+class SoftplusDecay(LinearPart, Groupable, Fusible):
     """log_decay = -exp(A_log) dt with dt = softplus(W x + dt_bias), Mamba-2's decay.
 
     Args:
@@ -61,11 +63,28 @@ class SoftplusDecay(LinearPart, Fusible):
         init_dt_bias(self.dt_bias)
 
     def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
+        return self._prepare(raw, inputs, self.dt_bias, self.A_log)
+
+    def forward_grouped(
+        self,
+        parts: Sequence["SoftplusDecay"],
+        rows: Rows,
+        x: Tensor,
+        inputs: UpdateInputs,
+        state: Tensor | None,
+        context: Context,
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        raw = rows.linear(x, [part.proj for part in parts])
+        dt_bias, A_log = (rows.expand([getattr(part, name) for part in parts]) for name in ("dt_bias", "A_log"))
+        return self._prepare(raw, inputs, dt_bias, A_log), None
+
+    def _prepare(self, raw: Tensor, inputs: UpdateInputs, dt_bias: Tensor, A_log: Tensor) -> UpdateInputs:
+        """Compute the decay. Args: dt_bias, A_log: the parameters, or their values at each row [1, A, ...]."""
         dtype = state_dtype(raw.dtype)
-        biased = raw.to(dtype) + self.dt_bias.to(dtype)
-        rate = -self.A_log.to(dtype).exp()
+        biased = raw.to(dtype) + dt_bias.to(dtype)
+        rate = -A_log.to(dtype).exp()
         if self.per == "channel":
-            biased, rate = rearrange(biased, "b t (h k) -> b t h k", h=rate.shape[0]), rate[:, None]
+            biased, rate = rearrange(biased, "b t (h k) -> b t h k", h=rate.shape[-1]), rate[..., None]
         if self.bound is not None:
             return inputs._replace(log_decay=self.bound * (-rate * biased).sigmoid())
         dt = softplus(biased)

@@ -3,6 +3,7 @@
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
+from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, StatelessOutputPart
+from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, OutputArguments, StatelessOutputPart
 
 NormKind = Literal["rms", "layer"]
 UnitNormKind = Literal["l2", "l1"]
@@ -40,7 +42,7 @@ class RMSNorm(nn.Module):
         return f"{self.size}, eps={self.eps:g}, weighted={self.weight is not None}"
 
 
-class HeadNorm(StatelessOutputPart, Fusible):
+class HeadNorm(StatelessOutputPart, Groupable, Fusible):
     """Normalise the output of each head, or of a group of heads.
 
     Args:
@@ -79,16 +81,33 @@ class HeadNorm(StatelessOutputPart, Fusible):
             nn.init.zeros_(self.bias)
 
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
+        return self._normalize(o, self.weight, self.bias)
+
+    def forward_grouped(
+        self,
+        parts: Sequence["HeadNorm"],
+        rows: Rows,
+        o: Tensor,
+        arguments: OutputArguments,
+        state: Tensor | None,
+        context: Context,
+    ) -> tuple[Tensor, Tensor | None]:
+        weights = [part.weight for part in parts if part.weight is not None]
+        biases = [part.bias for part in parts if part.bias is not None]
+        weight, bias = (rows.expand(values) if values else None for values in (weights, biases))
+        return self._normalize(o, weight, bias), None
+
+    def _normalize(self, o: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Normalise o. Args: weight, bias: the parameters, or their values at each row [1, A, ...]."""
         grouped = o.flatten(2).unflatten(2, (self.groups, -1))
         if self.kind == "layer":
             wide = grouped.to(state_dtype(o.dtype))
             grouped = wide - wide.mean(-1, keepdim=True)
-        weight: Tensor | None = self.weight
-        if weight is not None and weight.shape[0] != grouped.shape[-1]:
-            weight = weight.view(self.groups, -1)
+        if weight is not None:
+            weight = weight.unflatten(-1, (-1, grouped.shape[-1]))
         normed = rms_norm(grouped, weight, self.eps).reshape(o.shape)
-        if self.bias is not None:
-            normed = normed + self.bias.to(normed.dtype).view(-1, o.shape[-1])
+        if bias is not None:
+            normed = normed + bias.to(normed.dtype).unflatten(-1, (-1, o.shape[-1]))
         return normed.to(o.dtype)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:

@@ -3,6 +3,7 @@
 B batch, T time, D width, HV value heads, V value width
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
+from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     Fusible,
@@ -24,7 +26,7 @@ from deltazoo.mixers.core.part import (
 Activation = Literal["silu", "sigmoid", "gelu", "none"]
 
 
-class OutputGate(StatelessOutputPart, Fusible):
+class OutputGate(StatelessOutputPart, Groupable, Fusible):
     """o <- o * activation(W x), a gate for each channel of each value head.
 
     Args:
@@ -55,6 +57,18 @@ class OutputGate(StatelessOutputPart, Fusible):
 
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return _apply_gate(o, self.proj(x), self.activation)
+
+    def forward_grouped(
+        self,
+        parts: Sequence["OutputGate"],
+        rows: Rows,
+        o: Tensor,
+        arguments: OutputArguments,
+        state: Tensor | None,
+        context: Context,
+    ) -> tuple[Tensor, Tensor | None]:
+        raw = rows.linear(arguments.x, [part.proj for part in parts])
+        return _apply_gate(o, raw, self.activation), None
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(gate=self.activation, gate_first=not step.norm) if not step.gate else None

@@ -3,6 +3,7 @@
 B batch, T time, D width, H key heads, HV value heads, K key width, V value width, n householders, C channels
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from einops import rearrange
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.short_conv import ConvPart, apply_silu_and_norm
+from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, init_normal, is_unmodified
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -19,7 +21,7 @@ from deltazoo.mixers.parts.convolution import ShortConv
 Streams = Literal["", "q", "k", "v", "qk", "qkv"]
 
 
-class QKVProjection(Fusible, Stateful):
+class QKVProjection(Groupable, Fusible, Stateful):
     """q, k, v = W x by one linear map, then optionally a short convolution, SiLU and an L2 norm of each head.
 
     Activation and norm are computed together with the convolution (`deltazoo.backends.short_conv`). Other activations
@@ -69,7 +71,23 @@ class QKVProjection(Fusible, Stateful):
             channels = self.conv.weight.shape[0]
             convolved, state = self.conv(qkv_BTC[..., :channels], state, context)
             qkv_BTC = qkv_BTC[..., channels:]
-        q, k, v = (*convolved, *apply_silu_and_norm(qkv_BTC, self.unconvolved))
+        return self._split_heads(convolved, qkv_BTC), state
+
+    def forward_grouped(
+        self, parts: Sequence["QKVProjection"], rows: Rows, x: Tensor, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        qkv_1AC = rows.linear(x, [part.to_qkv for part in parts])
+        convolved: tuple[Tensor, ...] = ()
+        if self.conv is not None:
+            channels = self.conv.weight.shape[0]
+            convs = [part.conv for part in parts if part.conv is not None]
+            convolved, state = self.conv.forward_grouped(convs, rows, qkv_1AC[..., :channels], state, context)
+            qkv_1AC = qkv_1AC[..., channels:]
+        return self._split_heads(convolved, qkv_1AC), state
+
+    def _split_heads(self, convolved: tuple[Tensor, ...], unconvolved_BTC: Tensor) -> UpdateInputs:
+        """Return the operands from the convolved streams and the channels of the others."""
+        q, k, v = (*convolved, *apply_silu_and_norm(unconvolved_BTC, self.unconvolved))
         k = k if self.keys else q
         H, HV = self.shape.heads, self.shape.value_heads
         q_BTHK = rearrange(q, "b t (h k) -> b t h k", h=H)
@@ -79,7 +97,7 @@ class QKVProjection(Fusible, Stateful):
             n = self.shape.householders
             k = rearrange(k, "b t (n h k) -> b t n h k", n=n, h=H)
             v = rearrange(v, "b t (n h v) -> b t n h v", n=n, h=HV)
-        return UpdateInputs(q_BTHK, k, v), state
+        return UpdateInputs(q_BTHK, k, v)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if self.conv is None:

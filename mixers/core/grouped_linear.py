@@ -71,6 +71,11 @@ def grouped_linear(x_AD: Tensor, weight_GFD: Tensor, ends: Tensor) -> Tensor:
     return _GroupedLinear.apply(x_AD, weight_GFD, ends)
 
 
+def grouped_sum(x_AC: Tensor, ends: Tensor) -> Tensor:
+    """Sum the rows x [A, C] of each group: [G, C]; `ends` as in `Groups`. Not differentiable."""
+    return _outer_op(x_AC.new_ones(x_AC.shape[0], 1), x_AC, ends)[:, 0]
+
+
 def _has_kernel(x: Tensor, *sizes: int) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
 

@@ -1,0 +1,79 @@
+"""Parts of several mixers with equal configs, computed together for rows that are sorted by mixer.
+
+A rows, G mixers, D inputs, F outputs, C channels
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.mixers.core.grouped_linear import grouped_linear, grouped_sum
+from deltazoo.mixers.core.part import is_unmodified
+
+
+class Rows(NamedTuple):
+    """The rows of a pack [1, A, ...]: the rows of each mixer are contiguous, in the order of the mixers.
+
+    mixer: [A] int64, the mixer of each row; ends: [G] int32, the row after the last one of each mixer, ends[-1] = A.
+    """
+
+    mixer: Tensor
+    ends: Tensor
+
+    def linear(self, x_1AD: Tensor, maps: Sequence[nn.Module]) -> Tensor:
+        """Apply maps[g] to the rows of mixer g: linear maps, or sequences of them."""
+        first = maps[0]
+        if isinstance(first, nn.Sequential):
+            for i in range(len(first)):
+                x_1AD = self.linear(x_1AD, [layer[i] for layer in maps if isinstance(layer, nn.Sequential)])
+            return x_1AD
+        layers = [layer for layer in maps if isinstance(layer, nn.Linear)]
+        y_1AF = grouped_linear(x_1AD[0], torch.stack([layer.weight for layer in layers]), self.ends)[None]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return y_1AF + self.expand(biases).to(y_1AF.dtype) if biases else y_1AF
+
+    def expand(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return parameters[g] at the rows of mixer g, [1, A, ...]."""
+        stacked = torch.stack(list(parameters))
+        return _Expand.apply(stacked.flatten(1), *self).unflatten(1, stacked.shape[1:])[None]
+
+
+class Groupable(nn.Module, ABC):
+    """Part that can be computed for several mixers together.
+
+    The declaration does not extend to subclasses: a subclass may compute something else.
+    """
+
+    @abstractmethod
+    def forward_grouped(self, parts: Sequence[Any], rows: Rows, *arguments: Any) -> Any:
+        """Compute `forward` of parts[g] at the rows of mixer g. `self` is parts[0].
+
+        Args: arguments: those of `forward`, with packed rows [1, A, ...].
+        """
+
+
+def is_groupable(part: nn.Module) -> bool:
+    """Whether the class of the part declares `forward_grouped`, and no module in it is replaced or has a hook."""
+    declared = isinstance(part, Groupable) and "forward_grouped" in vars(type(part))
+    return declared and all(is_unmodified(module) for module in part.modules())
+
+
+class _Expand(torch.autograd.Function):
+    """Rows of a matrix [G, C] by mixer, [A, C]. The gradient is a sum over contiguous rows."""
+
+    @staticmethod
+    def forward(matrix: Tensor, mixer: Tensor, ends: Tensor) -> Tensor:
+        return matrix[mixer]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grouped_sum(grad, *ctx.saved_tensors), None, None
