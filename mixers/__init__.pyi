@@ -46,6 +46,8 @@ from deltazoo.mixers.mla import MLA as MLA
 from deltazoo.mixers.mlstm import MLSTM as MLSTM
 from deltazoo.mixers.mom import MoM as MoM
 from deltazoo.mixers.path_attention import PathAttention as PathAttention
+from deltazoo.mixers.preconditioned_deltanet import PreconditionedDeltaNet as PreconditionedDeltaNet
+from deltazoo.mixers.preconditioned_deltanet import PreconditionedKDA as PreconditionedKDA
 from deltazoo.mixers.retnet import RetNet as RetNet
 from deltazoo.mixers.rg_lru import RGLRU as RGLRU
 from deltazoo.mixers.rwkv4 import RWKV4 as RWKV4

@@ -3,6 +3,8 @@
 B batch, T time, H key heads, HV value heads, K key width, V value width, n Householder steps
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +56,8 @@ from deltazoo.mixers import (
     GatedEFLA,
     GatedLonghorn,
     Longhorn,
+    PreconditionedDeltaNet,
+    PreconditionedKDA,
 )
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Place
 
@@ -189,6 +193,42 @@ def integrated(exact: bool, query_norm: bool = True) -> Equation:
     return equation
 
 
+def preconditioned_keys(w: Weights, x: Tensor, k: Tensor) -> Tensor:
+    """k_t M(A_t) with A_t = a_t A_(t-1) + beta_t k_t^2 and M(A) = 1.5^(-r / (1 + |r|)), r = log(A + 1e-6) - c.
+
+    Equation and constants: fla's naive_recurrent_precond_gated_delta_rule.
+    """
+    name = "operands.preconditioner"
+    dt = torch.log1p(torch.exp(linear(w, f"{name}.decay.proj", x) + w[f"{name}.decay.dt_bias"]))
+    a = per_value_head(torch.exp(-torch.exp(w[f"{name}.decay.A_log"]) * dt))[..., None]
+    strength = per_value_head(torch.sigmoid(linear(w, f"{name}.beta.proj", x)))[..., None]
+    center = per_value_head(w[f"{name}.center"], 0)[:, None]
+    A, keys = torch.zeros_like(k[:, 0]), []
+    for t in range(T):
+        A = a[:, t] * A + strength[:, t] * k[:, t] ** 2
+        r = torch.log(A + 1e-6) - center
+        keys.append(k[:, t] * 1.5 ** (-r / (1 + r.abs())))
+    return torch.stack(keys, 1)
+
+
+def preconditioned(activation: Callable[[Tensor], Tensor]) -> Equation:
+    """S <- D S, S <- S + beta p (v - S^T k)^T for the preconditioned key p."""
+
+    def equation(w: Weights, x: Tensor) -> Tensor:
+        q, k, v = silu_qkv(w, x)
+        q, k = unit(q), unit(k)
+        p, a, strength = preconditioned_keys(w, x, k), softplus_decay(w, x), beta(w, x)
+
+        def step(S: Tensor, t: int) -> Tensor:
+            S = a[:, t, ..., None] * S
+            return S + outer(strength[:, t] * p[:, t], v[:, t] - read(S, k[:, t]))
+
+        o = scan(step, lambda S, t: K**-0.5 * read(S, q[:, t]), zero_state(x))
+        return out(w, gate(w, x, rms_norm(w, o), activation))
+
+    return equation
+
+
 def rwkv7(w: Weights, x: Tensor) -> Tensor:
     d = token_shift(x) - x
     x_r, x_w, x_k, x_v, x_a, x_g = (x + d * w["project.mix"][i] for i in range(6))
@@ -239,6 +279,8 @@ CASES: dict[str, Case] = {
     "gated_longhorn": (GatedLonghorn(**HEADS), integrated(exact=False, query_norm=False)),
     "gated_longhorn, query norm": (GatedLonghorn(**HEADS, query_norm=True), integrated(exact=False)),
     "gated_deltanet, longhorn": (GatedDeltaNet(**HEADS, reparam="longhorn"), integrated(exact=False)),
+    "preconditioned_deltanet": (PreconditionedDeltaNet(**HEADS), preconditioned(F.silu)),
+    "preconditioned_kda": (PreconditionedKDA(**HEADS), preconditioned(torch.sigmoid)),
     "rwkv7": (RWKV7(**HEADS, ranks=(3, 0, 3, 2, 4)), rwkv7),
 }
 

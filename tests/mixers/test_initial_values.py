@@ -24,6 +24,8 @@ from deltazoo.mixers import (
     Mamba,
     Mamba2,
     Mesa,
+    PreconditionedDeltaNet,
+    PreconditionedKDA,
 )
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place
 
@@ -76,6 +78,17 @@ def test_bounded_decay_of_kda_starts_with_a_rate_of_one() -> None:
     # sigmoid(softplus^-1(dt)) = 1 - exp(-dt), with dt at least 1e-3
     torch.testing.assert_close(inputs[0].log_decay.flatten(), 5 * torch.expm1(-dt), rtol=1e-4, atol=0)
     assert inputs[0].log_decay.max() < -4.9e-3
+
+
+@pytest.mark.parametrize(("config", "low"), [(PreconditionedDeltaNet(heads=512), 0), (PreconditionedKDA(heads=512), 1)])
+def test_preconditioner_starts_from_the_values_of_its_code(config: MixerConfig, low: float) -> None:
+    """fla's layers precond_gated_deltanet and precond_kda."""
+    mixer = build(config)
+    for part in ("decay", "preconditioner.decay"):
+        assert_uniform(parameter(mixer, f"operands.{part}.A_log").exp(), low, 16)
+        dt = torch.nn.functional.softplus(parameter(mixer, f"operands.{part}.dt_bias"))
+        assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
+    torch.testing.assert_close(parameter(mixer, "operands.preconditioner.center"), torch.full((512,), -0.2))
 
 
 def test_mamba_starts_from_s4d_real_and_rounds_the_step_rank_up() -> None:
