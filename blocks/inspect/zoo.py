@@ -54,6 +54,8 @@ ORACLES = {
     "kda": "transformers `kimi_linear`, `bailing_hybrid`, `glm5_next`",
     "gated_deltanet2": EQUATION,
     "comba": EQUATION,
+    "preconditioned_deltanet": EQUATION,
+    "preconditioned_kda": EQUATION,
     "ttt_linear": "its equation in float64, the inner gradient by autograd",
     "titans": "its equation in float64, the inner gradient by autograd",
     "mesa": "an exact solve for every token in float64",
