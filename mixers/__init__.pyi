@@ -41,6 +41,7 @@ from deltazoo.mixers.longhorn_diagonal import LonghornDiagonal as LonghornDiagon
 from deltazoo.mixers.lru import LRU as LRU
 from deltazoo.mixers.mamba import Mamba as Mamba
 from deltazoo.mixers.mamba2 import Mamba2 as Mamba2
+from deltazoo.mixers.mamba3 import Mamba3 as Mamba3
 from deltazoo.mixers.mesa import Mesa as Mesa
 from deltazoo.mixers.mla import MLA as MLA
 from deltazoo.mixers.mlstm import MLSTM as MLSTM

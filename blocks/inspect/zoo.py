@@ -28,6 +28,7 @@ ORACLES = {
     "gated_rfa": EQUATION,
     "mlstm": "transformers `xlstm`; the equation without stabiliser in float64",
     "mamba2": "transformers `mamba2`",
+    "mamba3": EQUATION,
     "mamba": "transformers `mamba`, `falcon_mamba`",
     "s4d": "its equation in complex float64; scipy.signal's discretisations",
     "gla": EQUATION,

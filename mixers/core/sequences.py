@@ -69,6 +69,20 @@ def token_counts(x_BTD: Tensor, context: Context) -> Tensor:
     return torch.full((x_BTD.shape[0],), x_BTD.shape[1], device=x_BTD.device, dtype=torch.int64)
 
 
+def last_of_each_sequence(values: Tensor, state: Tensor, context: Context) -> Tensor:
+    """Return the values after the last token of each sequence, [N, ...]; an empty sequence keeps its state.
+
+    Args: values: [B, T, ...], which padding leaves unchanged; state: [N, ...], the values before the first token.
+    """
+    if not values.shape[1]:
+        return state
+    if context.cu_seqlens is None:
+        return values[:, -1]
+    bounds = context.cu_seqlens.long()
+    is_empty_N = (bounds.diff() == 0).view(-1, *[1] * (state.dim() - 1))
+    return torch.where(is_empty_N, state, values[0, (bounds[1:] - 1).clamp(min=0)])
+
+
 def positions(x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> Tensor:
     """Return the absolute position of each token, [B, T] int64.
 

@@ -11,6 +11,7 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
+from deltazoo.mixers.core.sequences import last_of_each_sequence
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.decays import clamp_nonpositive
 
@@ -106,22 +107,12 @@ def running_max(
         if context.cu_seqlens is not None:
             is_start = (torch.arange(T, device=m.device) == start_T)[None, :, None]
             previous_m = torch.where(is_start, first_BTH.to(m.dtype), previous_m)
-        return m, previous_m, None if state is None else write_back(state, _last(m, state, context))
+        return m, previous_m, None if state is None else write_back(state, last_of_each_sequence(m, state, context))
 
 
 def initial_max(batch: int, heads: int, like: Tensor) -> Tensor:
     """Return the running maximum before the first token, [B, HV]."""
     return like.new_full((batch, heads), INITIAL_MAX, dtype=state_dtype(like.dtype))
-
-
-def _last(m: Tensor, state: Tensor, context: Context) -> Tensor:
-    """Return m after the last token of each sequence; an empty sequence keeps its state."""
-    if not m.shape[1]:
-        return state
-    if context.cu_seqlens is None:
-        return m[:, -1]
-    bounds = context.cu_seqlens.long()
-    return torch.where((bounds.diff() > 0)[:, None], m[0, (bounds[1:] - 1).clamp(min=0)], state)
 
 
 def _packed_cummax(x: Tensor, sequence_T: Tensor) -> Tensor:

@@ -47,13 +47,14 @@ def angles(position_BT: Tensor, half: int, theta: float, dtype: torch.dtype) -> 
     return position_BT[..., None] * theta ** (-pair_R / half)
 
 
-def apply_rotary(x: Tensor, angle_BTR: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, angle: Tensor) -> Tensor:
     """Rotate the pair of channels i and i + R for i < R; channels from 2 R on are unchanged.
 
-    Args: x: [B, T, ..., K] with K >= 2 R; angle_BTR: from `angles`.
+    Args: x: [B, T, ..., K] with K >= 2 R; angle: [B, T, R] from `angles`, or [B, T, ..., R] like x.
     """
-    half = angle_BTR.shape[-1]
-    angle = angle_BTR.view(*angle_BTR.shape[:2], *[1] * (x.dim() - 3), half)
+    half = angle.shape[-1]
+    if angle.dim() < x.dim():
+        angle = angle.view(*angle.shape[:2], *[1] * (x.dim() - 3), half)
     cos, sin = angle.cos(), angle.sin()
     wide = x.to(angle.dtype)
     left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]

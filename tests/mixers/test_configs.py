@@ -30,6 +30,7 @@ from deltazoo.mixers import (
     GatedDeltaProduct,
     LinearAttention,
     Mamba2,
+    Mamba3,
     Mesa,
     MixerConfig,
     RetNet,
@@ -238,6 +239,8 @@ def test_invalid_fields_are_refused_with_a_reason() -> None:
         GatedDeltaNet(heads=100).build(64)
     with pytest.raises(ConfigError, match="heads must be at most width = 8"):
         Attention(heads=16).build(8)
+    with pytest.raises(ConfigError, match=r"rotary_fraction must rotate at least two channels of a key, got 0.5 of 3"):
+        Mamba3(key_width=3, value_width=4).build(8)
 
 
 def test_invalid_calls_are_refused_with_a_reason(mixer: Mixer, x: Tensor) -> None:

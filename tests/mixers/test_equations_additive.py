@@ -50,6 +50,7 @@ from deltazoo.mixers import (
     GatedRetNet,
     GatedRFA,
     LinearAttention,
+    Mamba3,
     RetNet,
     SimpleGLA,
 )
@@ -196,6 +197,41 @@ def rwkv6(w: Weights, x: Tensor) -> Tensor:
     return out(w, o * F.silu(linear(w, "project.to_g", x_g)).view(o.shape))
 
 
+def mamba3(w: Weights, x: Tensor) -> Tensor:
+    """h <- a h + (1 - lambda) dt a k' v'^T + lambda dt k v^T, where k' and v' are the previous token's.
+
+    q and k are rotated by angles that accumulate. Equation: mamba3_siso_step_ref in state-spaces/mamba; A, dt and the
+    norms: its modules/mamba3.py.
+    """
+    q, k, v = qkv(w, x)
+    q, k = (
+        w[f"operands.norm.{name}_norm.weight"] * y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        + w[f"operands.norm.{name}_bias"]
+        for name, y in (("q", q), ("k", k))
+    )
+    raw_dt, raw_A, raw_share = linear(w, "operands.gates.proj", x).chunk(3, -1)
+    dt = torch.log1p(torch.exp(raw_dt + w["operands.gates.dt_bias"]))
+    a = torch.exp(-dt * torch.where(raw_A < 0, 1 / (1 - raw_A), 1 + raw_A))
+    share = torch.sigmoid(raw_share)
+    angle = (torch.pi * torch.tanh(linear(w, "operands.rotary.proj", x))[:, :, None] * dt[..., None]).cumsum(1)
+
+    def turned(y: Tensor) -> Tensor:
+        """Rotate two of the three pairs of channels: (0, 2) and (1, 3) of 0 to 5."""
+        pairs = torch.complex(y[..., :2], y[..., 2:4]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([pairs.real, pairs.imag, y[..., 4:]], -1)
+
+    q, k = turned(q), turned(k)
+    previous_k, previous_v = (F.pad(y, (0, 0, 0, 0, 1, 0))[:, :-1] for y in (k, v))
+
+    def step(S: Tensor, t: int) -> Tensor:
+        a_t, dt_t, share_t = (y[:, t, :, None, None] for y in (a, dt, share))
+        previous, present = outer(previous_k[:, t], previous_v[:, t]), outer(k[:, t], v[:, t])
+        return a_t * S + (1 - share_t) * dt_t * a_t * previous + share_t * dt_t * present
+
+    o = scan(step, lambda S, t: read(S, q[:, t]), zero_state(x))
+    return out(w, gate(w, x, o + w["outputs.skip.D"][:, None] * v))
+
+
 def linear_attention_case(feature: Feature, phi: Callable[[Tensor], Tensor]) -> Case:
     return LinearAttention(**HEADS, feature=feature), normalised_linear_attention(phi)
 
@@ -215,6 +251,7 @@ CASES: dict[str, Case] = {
     "gated_rfa": (GatedRFA(**HEADS, features=16), gated_rfa),
     "hgrn2": (HGRN2(**HEADS), hgrn2),
     "mlstm": (MLSTM(**HEADS), mlstm),
+    "mamba3": (Mamba3(**HEADS, rotary_fraction=0.7), mamba3),
     "gsa": (GSA(**HEADS, slots=7), gsa),
     "abc": (ABCAttention(**HEADS, slots=7), abc),
     "rwkv6": (RWKV6(**HEADS, mix_rank=2, decay_rank=3), rwkv6),

@@ -23,6 +23,7 @@ from deltazoo.mixers import (
     GatedDeltaNet,
     Mamba,
     Mamba2,
+    Mamba3,
     Mesa,
     PreconditionedDeltaNet,
     PreconditionedKDA,
@@ -95,6 +96,15 @@ def test_mamba_starts_from_s4d_real_and_rounds_the_step_rank_up() -> None:
     mixer = build(Mamba(), 40)
     torch.testing.assert_close(parameter(mixer, "operands.selective.A_log").exp(), torch.arange(1.0, 17).expand(80, 16))
     assert parameter(mixer, "operands.selective.to_step.weight").shape == (80, 3)
+
+
+def test_initial_values_of_mamba3_are_those_of_its_code() -> None:
+    mixer = build(Mamba3(value_heads=512, value_width=4))
+    dt = torch.nn.functional.softplus(parameter(mixer, "operands.gates.dt_bias"))
+    assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
+    for name in ("operands.norm.q_bias", "operands.norm.k_bias", "operands.norm.k_norm.weight", "outputs.skip.D"):
+        assert (parameter(mixer, name) == 1).all()
+    assert parameter(mixer, "operands.rotary.proj.weight").shape == (32, WIDTH)
 
 
 def test_initial_values_of_rwkv6_are_the_published_ones() -> None:

@@ -1,0 +1,55 @@
+"""Mamba-3: a state space with trapezoidal discretisation and data-dependent rotations (single input, single output)."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
+from deltazoo.mixers.families.update import HeadConfig
+from deltazoo.mixers.parts.mamba3 import (
+    AccumulatedRotary,
+    BiasedNorm,
+    PresentWrite,
+    TrapezoidalGates,
+    TrapezoidalWrite,
+)
+from deltazoo.mixers.parts.output_gates import OutputGate
+from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.skips import Skip
+
+
+class Mamba3(HeadConfig):
+    """h_t = a_t h_(t-1) + (1 - lambda_t) dt_t a_t k_(t-1) v_(t-1)^T + lambda_t dt_t k_t v_t^T, o_t = h_t^T q_t.
+
+    q and k, C and B in the paper, are normalised, get a bias per head and are rotated by angles that accumulate over
+    the tokens. a, dt, lambda and the angles depend on the input. A skip connection D v and a SiLU gate follow. The
+    state of the update is h_t without the present token's write.
+    """
+
+    name: ClassVar[str] = "mamba3"
+    source: ClassVar[str] = "Lahoti 2026, arXiv 2603.15569"
+    heads: int | None = Field(default=1, ge=1, description="groups with shared q and k; None: width // 128")
+    value_heads: int | None = Field(default=None, ge=1, description="heads of the paper; None: 2 width / value_width")
+    key_width: int | None = Field(default=128, ge=1, description="K, the state size N in the paper")
+    value_width: int | None = Field(default=64, ge=1, description="V per head; None: width / heads")
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the norms of q and k")
+    rotary_fraction: float = Field(default=0.5, gt=0, le=1, description="share of the K channels that rotate")
+
+    def spec(self) -> UpdateSpec:
+        return UpdateSpec(decay="head", transition="additive", beta="head", scale=self.scale)
+
+    def shape(self, width: int) -> HeadShape:
+        return self.head_shape(width, value_heads=2 * width // (self.value_width or 64))
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        projection = QKVProjection(shape)
+        operands: dict[str, OperandPart] = {
+            "norm": BiasedNorm(shape, self.norm_eps),
+            "gates": TrapezoidalGates(shape),
+            "rotary": AccumulatedRotary(shape, self.rotary_fraction),
+            "trapezoid": TrapezoidalWrite(shape, self.spec().scale_of(shape.key_width)),
+        }
+        return Parts(projection, operands, {"present": PresentWrite(), "skip": Skip(shape), "gate": OutputGate(shape)})
