@@ -36,6 +36,8 @@ from deltazoo.mixers.lfm2_conv import LFM2Conv as LFM2Conv
 from deltazoo.mixers.lightning_attention import LightningAttention as LightningAttention
 from deltazoo.mixers.linear_attention import Based as Based
 from deltazoo.mixers.linear_attention import LinearAttention as LinearAttention
+from deltazoo.mixers.log_linear_gdn import LogLinearGDN as LogLinearGDN
+from deltazoo.mixers.log_linear_mamba2 import LogLinearMamba2 as LogLinearMamba2
 from deltazoo.mixers.longhorn import Longhorn as Longhorn
 from deltazoo.mixers.longhorn_diagonal import LonghornDiagonal as LonghornDiagonal
 from deltazoo.mixers.lru import LRU as LRU

@@ -61,6 +61,8 @@ ORACLES = {
     "titans": "its equation in float64, the inner gradient by autograd",
     "mesa": "an exact solve for every token in float64",
     "mom": "a loop over tokens and memories, for several inner mixers",
+    "log_linear_mamba2": "its definition in float64, with a state for every token",
+    "log_linear_gdn": "its definition in float64, with a state for every token",
     "h3": "its equation in complex float64",
     "hyena": "its equation in float64",
     "lfm2_conv": "transformers `lfm2`",

@@ -69,6 +69,20 @@ def token_counts(x_BTD: Tensor, context: Context) -> Tensor:
     return torch.full((x_BTD.shape[0],), x_BTD.shape[1], device=x_BTD.device, dtype=torch.int64)
 
 
+def unpack(tensors: list[Tensor], cu_seqlens: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Move each packed sequence to the start of a row, [1, T, ...] -> [N, T, ...]; takes N times the memory.
+
+    Returns: the rows, with zeros after the tokens of each sequence; the mask of the tokens, [N, T] bool; the index [T]
+        of each token in the flattened rows.
+    """
+    T, N = tensors[0].shape[1], cu_seqlens.shape[0] - 1
+    sequence_T = sequence_index(cu_seqlens, T)
+    time_T = torch.arange(T, device=sequence_T.device)
+    index_T = sequence_T * T + time_T - cu_seqlens.long()[sequence_T]
+    rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, index_T, x[0]).unflatten(0, (N, T)) for x in tensors]
+    return rows, time_T < cu_seqlens.diff().long()[:, None], index_T
+
+
 def last_of_each_sequence(values: Tensor, state: Tensor, context: Context) -> Tensor:
     """Return the values after the last token of each sequence, [N, ...]; an empty sequence keeps its state.
 

@@ -27,7 +27,8 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
 
     Args:
         per: "head", log_decay is [B, T, HV]; "channel", [B, T, HV, K], with W of rank `rank` (KDA).
-        rates: interval that exp(A_log) is drawn from uniformly, once per value head; not used with a `bound`.
+        rates: interval that exp(A_log) is drawn from uniformly, once per value head; None: 1 to HV in order. Not used
+            with a `bound`.
         writes: also scale v <- dt v (Mamba-2's discretisation of the input); needs per="head".
         bound: if given, log_decay = bound * sigmoid(exp(A_log) (W x + dt_bias)), which is never below `bound`
             (the "safe gate" of KDA in flash-linear-attention, Ling 2.5 and GLM-5.3).
@@ -42,7 +43,7 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         shape: HeadShape,
         per: Literal["head", "channel"] = "head",
         rank: int | None = None,
-        rates: tuple[float, float] = (0.01, 16.0),
+        rates: tuple[float, float] | None = (0.01, 16.0),
         writes: bool = False,
         bound: float | None = None,
     ) -> None:
@@ -56,10 +57,12 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.bound is None:
-            self.A_log.uniform_(*self.rates).log_()
-        else:
+        if self.bound is not None:
             self.A_log.zero_()
+        elif self.rates is None:
+            self.A_log.copy_(torch.arange(1.0, self.A_log.shape[0] + 1).log())
+        else:
+            self.A_log.uniform_(*self.rates).log_()
         init_dt_bias(self.dt_bias)
 
     def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:

@@ -17,7 +17,7 @@ WIDTH = 24
 SMALL = {
     "batch": 3, "blocks": 2, "channels": 8, "chunk": 3, "convolution": False, "decay_rank": 3, "features": 8,
     "filter_width": 8, "gate_rank": 3, "head_width": 6, "heads": 2, "key_value_heads": 1, "key_width": 4,
-    "max_length": 32, "mix_rank": 2, "shift": 4, "slots": 5, "state_size": 3, "states": 3, "steps": 4,
+    "levels": 4, "max_length": 32, "mix_rank": 2, "shift": 4, "slots": 5, "state_size": 3, "states": 3, "steps": 4,
     "value_heads": 4, "value_width": 6, "window": 4,
 }  # fmt: skip
 # Fields of mixers that need other values.

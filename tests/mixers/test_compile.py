@@ -23,7 +23,8 @@ WIDTH, T = 16, 3
 # One mixer for each kind of state and each way to handle padding.
 STATE_KINDS = (
     "attention", "sliding_window", "mla", "fox, pro", "path_attention, forget gate, grouped heads", "gated_deltanet",
-    "mamba", "mamba3", "mlstm", "rwkv7", "lru", "gsa", "s4d", "hyena", "titans", "mom of rwkv4, one active",
+    "mamba", "mamba3", "mlstm", "rwkv7", "lru", "gsa", "s4d", "hyena", "titans", "log_linear_gdn",
+    "mom of rwkv4, one active",
 )  # fmt: skip
 slow = pytest.mark.slow
 LENGTH_CASES = [

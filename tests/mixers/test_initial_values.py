@@ -21,6 +21,8 @@ from deltazoo.mixers import (
     S5,
     Comba,
     GatedDeltaNet,
+    LogLinearGDN,
+    LogLinearMamba2,
     Mamba,
     Mamba2,
     Mamba3,
@@ -105,6 +107,17 @@ def test_initial_values_of_mamba3_are_those_of_its_code() -> None:
     for name in ("operands.norm.q_bias", "operands.norm.k_bias", "operands.norm.k_norm.weight", "outputs.skip.D"):
         assert (parameter(mixer, name) == 1).all()
     assert parameter(mixer, "operands.rotary.proj.weight").shape == (32, WIDTH)
+
+
+def test_initial_values_of_log_linear_attention_are_those_of_its_code() -> None:
+    """A_log, L and dt_bias in HAttentionPreTrainedModel and HGatedDeltaNetPreTrainedModel."""
+    mamba2, gdn = build(LogLinearMamba2(value_heads=512, value_width=4)), build(LogLinearGDN(heads=512))
+    torch.testing.assert_close(parameter(mamba2, "operands.decay.A_log"), torch.arange(1.0, 513).log())
+    assert_uniform(parameter(gdn, "operands.decay.A_log").exp(), 0, 16)
+    for mixer in (mamba2, gdn):
+        dt = torch.nn.functional.softplus(parameter(mixer, "operands.decay.dt_bias"))
+        assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
+        torch.testing.assert_close(parameter(mixer, "update.gain"), torch.ones(512, 15))
 
 
 def test_initial_values_of_rwkv6_are_the_published_ones() -> None:

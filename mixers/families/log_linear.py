@@ -1,0 +1,106 @@
+"""Base classes of mixers with log-linear attention: the parts of a mixer around a `LogLinearUpdate`.
+
+B batch, T time, D width, HV value heads, V value width
+"""
+
+from abc import ABC, abstractmethod
+
+from einops import rearrange
+from pydantic import Field
+from torch import Tensor, nn
+
+from deltazoo.backends.base import Backend
+from deltazoo.backends.errors import StateError
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, Place
+from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful
+from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
+from deltazoo.mixers.families.filter import FilterConfig
+from deltazoo.mixers.families.update import update_flops
+from deltazoo.mixers.parts.log_linear import MAX_LEVELS, LogLinearUpdate
+
+
+class LogLinearConfig(FilterConfig, ABC):
+    """Config of a mixer with log-linear attention. A subclass defines the recurrence, the sizes and the parts."""
+
+    levels: int = Field(
+        default=15,
+        ge=2,
+        le=MAX_LEVELS,
+        description="L; 1 + log2 of the longest sequence with a tree: the last level holds all older tokens",
+    )
+    value_heads: int | None = Field(default=None, ge=1, description="value heads, a multiple of heads")
+    conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the output norm")
+
+    @abstractmethod
+    def level_spec(self) -> UpdateSpec:
+        """Return the recurrence that the state of every level follows."""
+
+    @abstractmethod
+    def shape(self, width: int) -> HeadShape:
+        """Return the sizes of the heads at this width."""
+
+    @abstractmethod
+    def parts(self, shape: HeadShape) -> Parts:
+        """Create the parts around the update; only the projection may have a state."""
+
+    def equation(self) -> str:
+        recurrence = str(self.level_spec()).partition(";")[0]
+        return f"o_t = sum_l lambda_t^(l) (S_t^(l))^T q_t;  {recurrence}, with S_t = sum_l S_t^(l)"
+
+    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "LogLinearMixer":
+        shape = self.shape(width).validated()
+        return LogLinearMixer(shape, self.parts(shape), LogLinearUpdate(shape, self.level_spec(), self.levels), backend)
+
+    def recurrence_flops(self, width: int) -> int:
+        return self.levels * update_flops(self.level_spec(), self.shape(width))
+
+
+class LogLinearMixer(Mixer):
+    """y = W_o outputs(update(operands(project(x)))).
+
+    Args: backend: of the short convolution; plain PyTorch computes the update.
+    State: "project", the convolution's; "levels" and "seen" of `LogLinearUpdate`.
+    """
+
+    def __init__(
+        self, shape: HeadShape, parts: Parts, update: LogLinearUpdate, backend: str | Backend | None = None
+    ) -> None:
+        super().__init__()
+        self.width = shape.width
+        self.project = parts.projection
+        self.operands = nn.ModuleDict(parts.operands)
+        self.outputs = nn.ModuleDict(parts.outputs)
+        self.update = update  # created after the parts, and initialised in the order of registration
+        self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
+        for module in self.modules():
+            if isinstance(module, HasBackend):
+                module.rebind(backend, self.out.weight)
+
+    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+        """Return the state before the first token. Its size does not depend on `capacity`."""
+        history = self.project.init_state(batch, self.out.weight) if isinstance(self.project, Stateful) else None
+        return ({} if history is None else {"project": history}) | self.update.init_state(batch, self.out.weight)
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        x_BTD, context, order = left_align(x, self.width, context)
+        context = context._replace(intermediates={})
+        if state is not None:
+            expected = list(self.init_state(0))
+            if list(state) != expected:
+                raise StateError(f"the state must have the tensors {expected}, got {list(state)}")
+            check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
+        inputs, history = self.project(x_BTD, None if state is None else state.get("project"), context)
+        projected = inputs
+        for part in self.operands.values():
+            inputs, _ = part(x_BTD, inputs, None, context)
+        o, new = self.update(x_BTD, inputs, state, context)
+        for part in self.outputs.values():
+            o, _ = part(o, OutputArguments(x_BTD, projected, inputs), None, context)
+        y_BTD = undo_left_align(self.out(rearrange(o, "b t h v -> b t (h v)")), order)
+        if new is None or history is None:
+            return y_BTD, new
+        return y_BTD, {"project": history, **new}
