@@ -169,7 +169,8 @@ def _owner(group: str, name: str) -> str:
 
 def _update_meta(mixer: Mixer, device: str, dtype: torch.dtype) -> UpdateMeta:
     """Return the meta of a mixer's update in training, or of small operands for a mixer without an update."""
-    update = next((module for module in mixer.modules() if isinstance(module, Update)), None)
+    updates = (module for module in mixer.modules() if isinstance(module, Update))
+    update = mixer.update if isinstance(mixer, DeltaMixer) else next(updates, None)  # a part may have its own update
     if update is None:
         return UpdateMeta(_device_type(device), dtype, H=1, HV=1, K=64, V=64, grad=True)
     return update.meta(_device_type(device), dtype, grad=True)

@@ -27,7 +27,7 @@ class LogLinearConfig(FilterConfig, ABC):
         default=15,
         ge=2,
         le=MAX_LEVELS,
-        description="L; 1 + log2 of the longest sequence with a tree: the last level holds all older tokens",
+        description="L, levels of the tree: 1 + log2 of the longest sequence; the last level holds all older tokens",
     )
     value_heads: int | None = Field(default=None, ge=1, description="value heads, a multiple of heads")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")

@@ -72,12 +72,13 @@ def test_show_counts_the_parameters_and_state_bytes_of_a_mixer(ok, name):
     assert result["about"]["equation"] == config.equation()
 
 
-def test_show_lists_the_verdicts_of_explain(ok):
-    result = ok("show", "kda", "--width", 256, "--device", "cuda", "--dtype", "bfloat16", "--json").json
+@pytest.mark.parametrize("name", ["kda", "preconditioned_kda"])  # a part of the second has its own update
+def test_show_lists_the_verdicts_of_explain(ok, name):
+    result = ok("show", name, "--width", 256, "--device", "cuda", "--dtype", "bfloat16", "--json").json
     meta = UpdateMeta("cuda", torch.bfloat16, H=2, HV=2, K=128, V=128, grad=True)
-    expected = explain(config_class("kda")().spec(), meta).verdicts
+    expected = explain(config_class(name)().spec(), meta).verdicts
     assert [(v["backend"], v["chosen"], v["reasons"]) for v in result["backends"]] == [tuple(v) for v in expected]
-    assert "chosen" in ok("show", "kda").out
+    assert "chosen" in ok("show", name).out
 
 
 def test_show_prints_the_kernel_plan_for_a_named_gpu(ok, run):
