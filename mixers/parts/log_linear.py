@@ -4,6 +4,7 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.lowering import log_decay, strengths
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.delta_mixer import mask_padding
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
@@ -67,7 +69,10 @@ class LogLinearUpdate(nn.Module):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """Return o [B, T, HV, V] and the new state. Packed sequences are unpacked to N rows of T tokens."""
+        """Return o [B, T, HV, V] and the new state.
+
+        With a state, packed sequences are unpacked to N rows of T tokens. Without one, one row holds the chunks of all.
+        """
         raw = self.proj(x)
         dtype = state_dtype(inputs.v.dtype)
         weights = softplus(self.gain.to(dtype) * rearrange(raw, "b t (h l) -> b t h l", l=self.levels).to(dtype))
@@ -78,42 +83,87 @@ class LogLinearUpdate(nn.Module):
         assert decay is not None
         v = inputs.v if write is None else inputs.v * write[..., None]
         operands = [y.to(dtype) for y in (inputs.q, inputs.k, decay, *([] if erase is None else [erase]), weights, v)]
-        restored = None
-        if context.cu_seqlens is not None:
-            operands, _, restored = unpack(operands, context.cu_seqlens)
-        o, new_state = self._scan(operands, token_counts(x, context), state)
-        o = o if restored is None else o.flatten(0, 1)[restored][None]
-        return o.to(inputs.v.dtype), new_state
+        count_B = token_counts(x, context)
+        if context.cu_seqlens is None:
+            o, new_state = self._scan(_in_rows(operands, count_B, state), state)
+            o = o.flatten(1, 2)[:, : x.shape[1]]
+        elif state is None:
+            chunks, index_T = _in_one_row(operands, context.cu_seqlens)
+            o, new_state = self._scan(chunks, None)
+            o = o.flatten(1, 2)[:, index_T]
+        else:
+            rows, _, index_T = unpack(operands, context.cu_seqlens)
+            o, new_state = self._scan(_in_rows(rows, count_B, state), state)
+            o = o.flatten(1, 2)[:, : x.shape[1]].flatten(0, 1)[index_T][None]
+        if state is not None:
+            new = {"levels": new_state, "seen": state["seen"] + count_B}
+            return o.to(inputs.v.dtype), {name: write_back(state[name], tensor) for name, tensor in new.items()}
+        return o.to(inputs.v.dtype), None
 
-    def _scan(
-        self, operands: list[Tensor], count_B: Tensor, state: dict[str, Tensor] | None
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """Scan over chunks. Tokens after the first `count_B` of each row must neither decay, erase nor write."""
-        v = operands[-1]
-        B, T = v.shape[:2]
-        size = CHUNK if T > CHUNK else max(T, 1)
-        chunks = (T + size - 1) // size
+    def _scan(self, chunks: "_Chunks", state: dict[str, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return the outputs [B, M, C, HV, V] and the states of the levels after the last chunk of each row."""
+        like = chunks.operands[-1]
         # Without earlier tokens chunks start at multiples of CHUNK, where the levels inside a chunk are empty.
-        first = 1 if state is not None else min(CHUNK.bit_length(), self.levels - 1)
-        levels = self._no_writes(B, first, v) if state is None else state["levels"].to(v.dtype)
-        seen = count_B.new_zeros(B) if state is None else state["seen"]
-        before = torch.minimum(torch.arange(chunks, device=v.device) * size, count_B[:, None])
-        start = (seen[:, None] + before) % POSITIONS
-        real = torch.clamp(count_B[:, None] - before, max=size)
-        padding = chunks * size - T
-        in_chunks = [
-            F.pad(y, [0, 0] * (y.dim() - 2) + [0, padding]).reshape(B, chunks, size, *y.shape[2:]) for y in operands
-        ]
+        first = min(CHUNK.bit_length(), self.levels - 1)
+        levels = self._no_writes(like.shape[0], first, like) if state is None else state["levels"].to(like.dtype)
         scan = ADDITIVE_SCAN if self.spec.transition == "additive" else DELTA_SCAN
-        o, (new_levels,) = scan([levels], [start.to(v.dtype), real.to(v.dtype), *in_chunks], [], Context())
-        o = o.flatten(1, 2)[:, :T]
-        if state is None:
-            return o, None
-        new = {"levels": new_levels, "seen": seen + count_B}
-        return o, {name: write_back(state[name], tensor) for name, tensor in new.items()}
+        numbers = [y.to(like.dtype) for y in (chunks.start, chunks.real, chunks.continues)]
+        o, (new_levels,) = scan([levels], [*numbers, *chunks.operands], [], Context())
+        return o, new_levels
 
     def extra_repr(self) -> str:
         return f"{self.spec!r}, levels={self.levels}"
+
+
+class _Chunks(NamedTuple):
+    """Operands in M chunks of C tokens, which a scan processes in order in each row.
+
+    operands: [B, M, C, ...], with zeros in place of absent tokens.
+    start: position of the first token in its sequence, modulo POSITIONS; real: number of tokens; continues: whether the
+        chunk continues the sequence, or state, before it. All [B, M].
+    """
+
+    operands: list[Tensor]
+    start: Tensor
+    real: Tensor
+    continues: Tensor
+
+
+def _in_rows(operands: list[Tensor], count_B: Tensor, state: dict[str, Tensor] | None) -> _Chunks:
+    """Divide rows [B, T, ...] into chunks. Tokens after the first `count_B` must neither decay, erase nor write."""
+    B, T = operands[0].shape[:2]
+    size = CHUNK if T > CHUNK else max(T, 1)
+    chunks = (T + size - 1) // size
+    before = torch.minimum(torch.arange(chunks, device=count_B.device) * size, count_B[:, None])
+    start = before if state is None else (before + state["seen"][:, None]) % POSITIONS
+    padding = chunks * size - T
+    in_chunks = [
+        F.pad(x, [0, 0] * (x.dim() - 2) + [0, padding]).reshape(B, chunks, size, *x.shape[2:]) for x in operands
+    ]
+    return _Chunks(in_chunks, start, (count_B[:, None] - before).clamp(max=size), torch.ones_like(start))
+
+
+def _in_one_row(operands: list[Tensor], cu_seqlens: Tensor) -> tuple[_Chunks, Tensor]:
+    """Divide packed sequences [1, T, ...] into chunks of one row, each sequence from the start of a chunk.
+
+    Returns: the chunks; the index [T] of each token among all tokens of the chunks.
+    """
+    T, N = operands[0].shape[1], cu_seqlens.shape[0] - 1
+    chunks = T // CHUNK + N + 1  # an upper bound; rows after the last sequence count as a further one
+    bounds, lengths_N = cu_seqlens.long(), cu_seqlens.diff().long()
+    ends_N = ((lengths_N + CHUNK - 1) // CHUNK).cumsum(0)
+    first = F.pad(ends_N, (1, 0))  # first chunk of each sequence
+    chunk_M = torch.arange(chunks, device=bounds.device)
+    owner_M = torch.searchsorted(ends_N, chunk_M, right=True)
+    start_M = (chunk_M - first[owner_M]) * CHUNK
+    real_M = (F.pad(lengths_N, (0, 1))[owner_M] - start_M).clamp(0, CHUNK)
+    sequence_T = sequence_index(cu_seqlens, T)
+    index_T = first[sequence_T] * CHUNK + torch.arange(T, device=bounds.device) - bounds[sequence_T]
+    in_chunks = [
+        x.new_zeros(chunks * CHUNK, *x.shape[2:]).index_copy(0, index_T, x[0]).reshape(1, chunks, CHUNK, *x.shape[2:])
+        for x in operands
+    ]
+    return _Chunks(in_chunks, start_M[None] % POSITIONS, real_M[None], (start_M > 0)[None]), index_T
 
 
 def chunk_step(
@@ -126,12 +176,11 @@ def chunk_step(
     E = G_0 Q - M Diag(erase) G_0 K. Without an erase N = 0.
 
     state: states of the last levels [B, L', HV, K, V], of the tree at the chunk's first token.
-    operands: position of the first token and number of real tokens [B]; q, k [B, C, H, K]; log_decay and (if the
-        recurrence erases) the erase strength [B, C, HV]; lambda [B, C, HV, L]; v, times the write strength,
-        [B, C, HV, V].
+    operands: `start`, `real` and `continues` of `_Chunks` [B]; q, k [B, C, H, K]; log_decay and (if the recurrence
+        erases) the erase strength [B, C, HV]; lambda [B, C, HV, L]; v, times the write strength, [B, C, HV, V].
     """
-    (S,) = state
-    start, real, q, k, decay = operands[:5]
+    start, real, continues, q, k, decay = operands[:6]
+    S = torch.where(continues[:, None, None, None, None] > 0, state[0], 0.0)
     weights, v = operands[-2:]
     groups = v.shape[2] // q.shape[2]
     q, k = (repeat(y, "b c h k -> b (h g) c k", g=groups) for y in (q, k))
@@ -143,7 +192,7 @@ def chunk_step(
     E, kept = from_start * q, from_start[..., -1:, :]
     carried = kept[:, None] * S
     if erases:
-        erase = operands[5].mT[..., None]  # [B, HV, C, 1]
+        erase = operands[6].mT[..., None]  # [B, HV, C, 1]
         N = (erase * G * (k @ k.mT)).tril(-1)
         reads = torch.linalg.solve_triangular(N, reads, upper=False, left=False, unitriangular=True)
         erased_k = erase * from_start * k
