@@ -4,7 +4,7 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class LogLinearUpdate(nn.Module):
     Source: Log-Linear Attention 2506.04761; lambda and its initial values as in the authors' code.
     """
 
-    no_weight_decay = ("gain",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("gain",)
 
     def __init__(self, shape: HeadShape, spec: UpdateSpec, levels: int) -> None:
         super().__init__()

@@ -29,8 +29,14 @@ from equations import (
 )
 from torch import Tensor
 
+from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers import Context, LogLinearGDN, LogLinearMamba2, MixerConfig
+from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.mixer import Mixer
+from deltazoo.mixers.core.part import HeadShape
+from deltazoo.mixers.core.state import snapshot
+from deltazoo.mixers.parts.log_linear import LogLinearUpdate
 
 T = 150  # three chunks of 64
 
@@ -157,3 +163,38 @@ def test_state_after_t_tokens_has_a_level_for_each_binary_digit_of_t(mixer: Mixe
     _, state = mixer(torch.randn(1, 0b1101001, D, dtype=torch.float64), mixer.init_state(1))
     used = [bool(tensor.any()) for tensor in state["levels"][0]]
     assert used == [bool(0b1101001 >> i & 1) for i in range(len(used))]
+
+
+@torch.no_grad()
+def test_levels_depend_on_the_last_digits_of_the_position_only(mixer: Mixer) -> None:
+    """Positions are computed modulo 2^23; 2^23 - 70 and 2^12 - 70 have the same last 12 digits."""
+    x = torch.randn(1, T, D, dtype=torch.float64)
+    _, state = mixer(torch.randn(1, T, D, dtype=torch.float64), mixer.init_state(1))
+    late, early = ({**snapshot(state), "seen": torch.tensor([2**digits - 70])} for digits in (23, 12))
+    (y_late, late), (y_early, early) = mixer(x, late), mixer(x, early)
+    torch.testing.assert_close(y_late, y_early)
+    torch.testing.assert_close(late["levels"], early["levels"])
+
+
+@pytest.mark.parametrize("transition", ["additive", "delta"])
+@pytest.mark.parametrize("adversary", ["decays of 0, -20 and -60", "near-parallel keys"])
+def test_float32_is_close_to_float64_for_adversarial_inputs(transition: str, adversary: str) -> None:
+    torch.manual_seed(0)
+    q, k = (unit(torch.randn(1, T, 2, 16)) for _ in range(2))
+    log_decay, strength = -0.2 * torch.rand(1, T, 2), torch.rand(1, T, 2)
+    if adversary == "near-parallel keys":
+        k, strength = unit(k[:, :1] + 0.01 * k), 1 - 0.05 * strength
+    else:
+        log_decay = torch.tensor([0.0, -20.0, -60.0])[torch.randint(3, (1, T, 2))]
+    operands = [q, k, torch.randn(1, T, 2, 16), log_decay, strength][: 5 if transition == "delta" else 4]
+    spec = UpdateSpec(decay="head", transition=transition, beta="head" if transition == "delta" else "none", scale=1.0)
+    update, x, weight = LogLinearUpdate(HeadShape(D, 2, 2, 16, 16), spec, 9), torch.randn(1, T, D), torch.randn(16)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [y.to(dtype).requires_grad_() for y in operands]
+        names = ("q", "k", "v", "log_decay", "beta")
+        inputs = UpdateInputs(**dict(zip(names, leaves, strict=False)))
+        o, _ = update.to(dtype)(x.to(dtype), inputs, None, Context())
+        results.append([o, *torch.autograd.grad((o * weight.to(dtype)).sum(), leaves)])
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) < 1e-4

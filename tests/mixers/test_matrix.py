@@ -17,7 +17,7 @@ TRACED = ("fullgraph", "export")
 # Built from parts that other mixers cover too, so that `make test` does not trace them.
 SAME_PARTS = (
     "deltaproduct", "efla", "gated_deltaproduct", "gated_efla", "gated_longhorn", "gated_retnet", "hgrn2",
-    "lightning_attention", "longhorn", "simple_gla",
+    "lightning_attention", "log_linear_mamba2", "longhorn", "preconditioned_kda", "simple_gla",
 )  # fmt: skip
 
 
