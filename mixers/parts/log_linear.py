@@ -150,19 +150,20 @@ def _in_one_row(operands: list[Tensor], cu_seqlens: Tensor) -> tuple[_Chunks, Te
     """
     T, N = operands[0].shape[1], cu_seqlens.shape[0] - 1
     chunks = T // CHUNK + N + 1  # an upper bound; rows after the last sequence count as a further one
-    bounds, lengths_N = cu_seqlens.long(), cu_seqlens.diff().long()
-    ends_N = ((lengths_N + CHUNK - 1) // CHUNK).cumsum(0)
+    bounds = cu_seqlens.long()
+    ends_N = ((bounds.diff() + CHUNK - 1) // CHUNK).cumsum(0)
     first = F.pad(ends_N, (1, 0))  # first chunk of each sequence
     chunk_M = torch.arange(chunks, device=bounds.device)
     owner_M = torch.searchsorted(ends_N, chunk_M, right=True)
     start_M = (chunk_M - first[owner_M]) * CHUNK
-    real_M = (F.pad(lengths_N, (0, 1))[owner_M] - start_M).clamp(0, CHUNK)
     sequence_T = sequence_index(cu_seqlens, T)
     index_T = first[sequence_T] * CHUNK + torch.arange(T, device=bounds.device) - bounds[sequence_T]
     in_chunks = [
         x.new_zeros(chunks * CHUNK, *x.shape[2:]).index_copy(0, index_T, x[0]).reshape(1, chunks, CHUNK, *x.shape[2:])
         for x in operands
     ]
+    # The number of tokens in the last chunk of a sequence matters only to a chunk that continues it.
+    real_M = torch.full_like(start_M, CHUNK)
     return _Chunks(in_chunks, start_M[None] % POSITIONS, real_M[None], (start_M > 0)[None]), index_T
 
 

@@ -116,7 +116,7 @@ class AccumulatedRotary(OperandPart, Stateful):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        raw, dt = self.proj(x), context.intermediate("dt")
+        raw, dt = self.proj(x), context.intermediate("dt")  # padded tokens are 0, and a map without bias keeps them 0
         turn = math.pi * torch.tanh(raw.to(dt.dtype))[:, :, None] * dt[..., None]
         angle = accumulated_angle(turn, state, context)
         new_state = None if state is None else write_back(state, last_of_each_sequence(angle, state, context))
@@ -175,11 +175,9 @@ class PresentWrite(OutputPart):
 def accumulated_angle(turn: Tensor, state: Tensor | None, context: Context) -> Tensor:
     """Return theta_t = theta_(t-1) + turn_t modulo 2 pi within each sequence, in the dtype of `turn`.
 
-    Args: turn: [B, T, HV, R]; state: theta before the first token, [N, HV, R], None: 0.
+    Args: turn: [B, T, HV, R], 0 at padded tokens; state: theta before the first token, [N, HV, R], None: 0.
     """
     wide = torch.float32 if turn.device.type == "mps" else torch.float64
-    if context.mask is not None:
-        turn = torch.where(context.mask[..., None, None], turn, 0.0)
     total = turn.to(wide).cumsum(1)
     if context.cu_seqlens is None:
         total = total if state is None else total + state[:, None]

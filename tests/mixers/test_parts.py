@@ -1,5 +1,6 @@
 """Each part in isolation, against torch or its equation."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -28,8 +29,11 @@ from deltazoo.mixers.parts.diagonal_ssm import DiagonalSSM
 from deltazoo.mixers.parts.exponential_gating import ExponentialGate
 from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures, phi
 from deltazoo.mixers.parts.feedback import Feedback
+from deltazoo.mixers.parts.log_linear import LogLinearUpdate
 from deltazoo.mixers.parts.low_rank import Ranks
+from deltazoo.mixers.parts.mamba3 import BiasedNorm, TrapezoidalGates, accumulated_angle
 from deltazoo.mixers.parts.norms import HeadNorm, RMSNorm, UnitNorm
+from deltazoo.mixers.parts.preconditioner import Preconditioner
 from deltazoo.mixers.parts.projections import ChannelProjection, QKVProjection
 from deltazoo.mixers.parts.rg_lru import RGLRUGate
 from deltazoo.mixers.parts.rotary import angles, apply_rotary
@@ -180,6 +184,15 @@ def test_rotary_preserves_norms_and_depends_on_relative_positions_only() -> None
     assert torch.equal(rotated(q, 5)[..., 8:], q[..., 8:])
 
 
+def test_accumulated_angles_in_float32_are_exact_for_long_sequences() -> None:
+    turn = 0.5 * torch.rand(1, 20000, 1, 1)
+    angle = accumulated_angle(turn, None, Context())
+    assert angle.min() >= 0
+    assert angle.max() <= 2 * math.pi
+    exact = turn.double().cumsum(1)
+    assert float((angle.sin() - exact.sin()).abs().max()) < 1e-6
+
+
 def test_dpfp_is_nonnegative_and_six_times_as_wide() -> None:
     part = FeatureMap("dpfp")
     actual = part(torch.empty(0), operands(), None, Context())[0]
@@ -307,6 +320,10 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "channel projection": lambda: ChannelProjection(SSM_SHAPE, 0, False, 0.1),
     "wkv gate": lambda: WKVGate(SHAPE, 0.5),
     "wkv bonus": lambda: WKVBonus(SHAPE),
+    "preconditioner": lambda: Preconditioner(SHAPE, 1.5, (1, 16)),
+    "biased norm": lambda: BiasedNorm(SHAPE, 1e-5),
+    "trapezoidal gates": lambda: TrapezoidalGates(SHAPE),
+    "log-linear": lambda: LogLinearUpdate(SHAPE, UpdateSpec(decay="head", beta="head", scale=1.0), 4),
     "rwkv4": lambda: RWKV4Projection(SHAPE, PLACE),
     "rwkv6": lambda: RWKV6Projection(SHAPE, PLACE, Ranks(3, 2)),
     "rwkv7": lambda: RWKV7Projection(SHAPE, PLACE, Ranks(3, 0, 3, 2, 4)),
