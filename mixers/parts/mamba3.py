@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from einops import repeat
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
@@ -143,11 +143,12 @@ class TrapezoidalWrite(OperandPart, Stateful):
 
     def __init__(self, shape: HeadShape, scale: float) -> None:
         super().__init__()
-        self.heads, self.widths, self.scale = shape.value_heads, [shape.key_width, shape.value_width, 1], scale
+        self.heads, self.scale = shape.value_heads, scale
+        self.sizes = [self.heads * width for width in (shape.key_width, shape.value_width, 1)]
         self.shift = TokenShift()
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
-        return like.new_zeros(batch, 1, self.heads * sum(self.widths), dtype=state_dtype(like.dtype))
+        return like.new_zeros(batch, 1, sum(self.sizes), dtype=state_dtype(like.dtype))
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
@@ -156,11 +157,14 @@ class TrapezoidalWrite(OperandPart, Stateful):
         dt, share, q, k, v = context.intermediate("dt"), context.intermediate("share"), inputs.q, inputs.k, inputs.v
         present = share * dt
         context.store(present=self.scale * present * (q.to(dt.dtype) * k.to(dt.dtype)).sum(-1))
-        token = torch.cat([k.to(dt.dtype), v.to(dt.dtype), present[..., None]], -1).flatten(2)
-        shifted, new_state = self.shift(token, state, context)
-        previous_k, previous_v, previous = shifted.unflatten(2, (self.heads, -1)).split(self.widths, -1)
-        beta = inputs.log_decay.exp() * (previous.squeeze(-1) + (1 - share) * dt)
-        return inputs._replace(k=previous_k.to(k.dtype), v=previous_v.to(v.dtype), beta=beta), new_state
+        streams = k.flatten(2), v.flatten(2), present
+        histories = [None] * 3 if state is None else state.split(self.sizes, -1)
+        results = [self.shift(y, history, context) for y, history in zip(streams, histories, strict=True)]
+        previous_k, previous_v, previous = (shifted for shifted, _ in results)
+        new_state = None if state is None else write_back(state, torch.cat([new for _, new in results], -1))
+        beta = inputs.log_decay.exp() * (previous + (1 - share) * dt)
+        k, v = (rearrange(y, "b t (h c) -> b t h c", h=self.heads) for y in (previous_k, previous_v))
+        return inputs._replace(k=k, v=v, beta=beta), new_state
 
 
 class PresentWrite(OutputPart):
