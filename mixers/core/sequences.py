@@ -69,20 +69,6 @@ def token_counts(x_BTD: Tensor, context: Context) -> Tensor:
     return torch.full((x_BTD.shape[0],), x_BTD.shape[1], device=x_BTD.device, dtype=torch.int64)
 
 
-def unpack(tensors: list[Tensor], cu_seqlens: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Move each packed sequence to the start of a row, [1, T, ...] -> [N, T, ...]; takes N times the memory.
-
-    Returns: the rows, with zeros after the tokens of each sequence; the mask of the tokens, [N, T] bool; the index [T]
-        of each token in the flattened rows.
-    """
-    T, N = tensors[0].shape[1], cu_seqlens.shape[0] - 1
-    sequence_T = sequence_index(cu_seqlens, T)
-    time_T = torch.arange(T, device=sequence_T.device)
-    index_T = sequence_T * T + time_T - cu_seqlens.long()[sequence_T]
-    rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, index_T, x[0]).unflatten(0, (N, T)) for x in tensors]
-    return rows, time_T < cu_seqlens.diff().long()[:, None], index_T
-
-
 def last_of_each_sequence(values: Tensor, state: Tensor, context: Context) -> Tensor:
     """Return the values after the last token of each sequence, [N, ...]; an empty sequence keeps its state.
 
@@ -109,7 +95,9 @@ def positions(x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> Tenso
     if context.cu_seqlens is not None:
         sequence_T = sequence_index(context.cu_seqlens, T)
         position_T = time_T - context.cu_seqlens.long()[sequence_T]
-        return (position_T if offset_N is None else position_T + offset_N[sequence_T])[None]
+        if offset_N is not None:  # tokens after cu_seqlens[-1] belong to no sequence and get any offset
+            position_T = position_T + offset_N[sequence_T.clamp(max=max(offset_N.shape[0] - 1, 0))]
+        return position_T[None]
     return time_T.expand(B, T) if offset_N is None else time_T + offset_N[:, None]
 
 
@@ -118,15 +106,18 @@ def unpack(tensors: Iterable[Tensor], cu_seqlens: Tensor) -> tuple[list[Tensor],
 
     Args: tensors: [1, T, ...] each.
     Returns: tensors [N, T, ...], zero at padded tokens; the mask of real tokens [N, T]; for each packed token its index
-        in the flattened rows, [T].
+        in the flattened rows, [T] (tokens after cu_seqlens[-1], which belong to no sequence: any valid index).
     """
     tensors = list(tensors)
     T, N = tensors[0].shape[1], cu_seqlens.shape[0] - 1
     sequence_T = sequence_index(cu_seqlens, T)
     time_T = torch.arange(T, device=sequence_T.device)
     index_T = sequence_T * T + time_T - cu_seqlens.long()[sequence_T]
-    rows = [x.new_zeros(N * T, *x.shape[2:]).index_copy(0, index_T, x[0]).unflatten(0, (N, T)) for x in tensors]
-    return rows, time_T < cu_seqlens.diff()[:, None], index_T
+    shape = (N + 1, T)  # row N takes the tokens that belong to no sequence
+    rows = [
+        x.new_zeros((N + 1) * T, *x.shape[2:]).index_copy(0, index_T, x[0]).unflatten(0, shape)[:N] for x in tensors
+    ]
+    return rows, time_T < cu_seqlens.diff()[:, None], index_T.clamp(max=max(N * T - 1, 0))
 
 
 def _permute(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
