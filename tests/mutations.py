@@ -289,6 +289,26 @@ MIXERS = [
         "mixers/test_equations_attention.py::test_householder_attention_over_many_chunks_equals_the_equation",
     ),
     Mutation(
+        "preconditioner: the erase key is preconditioned, too", "mixers/parts/preconditioner.py",
+        "erase_key=inputs.k)", "erase_key=(k * factor).to(inputs.k.dtype))",
+        "test", f"mixers/test_equations_delta.py{EQUATION}[reference-preconditioned_kda]",
+    ),
+    Mutation(
+        "Mamba-3: the previous token's write does not decay", "mixers/parts/mamba3.py",
+        "beta = inputs.log_decay.exp() * (", "beta = (",
+        "test", f"mixers/test_equations_additive.py{EQUATION}[reference-mamba3]",
+    ),
+    Mutation(
+        "log-linear attention: the tree of a piece starts at its first token", "mixers/parts/log_linear.py",
+        'before + state["seen"][:, None]', "before",
+        "test", "mixers/test_log_linear.py::test_pieces_that_start_inside_chunks_equal_one_call[gdn-[64, 64, 22]]",
+    ),
+    Mutation(
+        "log-linear attention: the last level passes its tokens on", "mixers/parts/log_linear.py",
+        "torch.where(carried_L == last, last, level(t, bucket))", "level(t, bucket)",
+        "test", "mixers/test_log_linear.py::test_mixer_equals_its_definition[gdn, two levels]",
+    ),
+    Mutation(
         "MoM: the weights of the chosen memories do not add up to one", "mixers/mom.py",
         "if self.active > 1:", "if self.active > len(self.weight):",
         "test", "mixers/test_mom.py::test_mixture_of_any_mixer_equals_a_loop_over_tokens[deltanet]",
