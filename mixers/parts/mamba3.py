@@ -182,12 +182,16 @@ def accumulated_angle(turn: Tensor, state: Tensor | None, context: Context) -> T
     Args: turn: [B, T, HV, R], 0 at padded tokens; state: theta before the first token, [N, HV, R], None: 0.
     """
     wide = torch.float32 if turn.device.type == "mps" else torch.float64
-    total = turn.to(wide).cumsum(1)
     if context.cu_seqlens is None:
+        total = turn.to(wide).cumsum(1)
         total = total if state is None else total + state[:, None]
     else:
+        # One sum over all sequences: a token that is not finite must not reach the sequences after its own.
+        is_finite = turn.isfinite()
+        total = torch.where(is_finite, turn, 0.0).to(wide).cumsum(1)
         sequence_T = sequence_index(context.cu_seqlens, turn.shape[1])
         start_T = context.cu_seqlens.long()[sequence_T]
         total = total - F.pad(total, (0, 0, 0, 0, 1, 0))[:, start_T]
         total = total if state is None else total + state[sequence_T.clamp(max=state.shape[0] - 1)]
+        total = torch.where(is_finite, total, torch.nan)
     return total.remainder(2 * math.pi).to(turn.dtype)

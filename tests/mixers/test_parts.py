@@ -193,6 +193,15 @@ def test_accumulated_angles_in_float32_are_exact_for_long_sequences() -> None:
     assert float((angle.sin() - exact.sin()).abs().max()) < 1e-6
 
 
+def test_an_accumulated_angle_that_is_not_finite_stays_in_its_sequence() -> None:
+    turn, context = torch.rand(1, 7, 1, 1), Context(cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32))
+    expected = accumulated_angle(turn, None, context)
+    turn[0, 1] = torch.inf
+    angle = accumulated_angle(turn, None, context)
+    assert angle[0, 1].isnan()
+    torch.testing.assert_close(angle[:, 3:], expected[:, 3:])
+
+
 def test_dpfp_is_nonnegative_and_six_times_as_wide() -> None:
     part = FeatureMap("dpfp")
     actual = part(torch.empty(0), operands(), None, Context())[0]
