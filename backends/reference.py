@@ -17,11 +17,16 @@ class ReferenceBackend(Backend):
     """Compute the update token by token, with gradients by autograd.
 
     It supports every spec, float dtype and device, and computes in float32 (float64 for float64 inputs). It is slow.
+    torch.compile cannot trace packed sequences here.
     """
 
     name = "reference"
 
     def unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+        if meta.packed and torch.compiler.is_compiling():
+            return [
+                "cu_seqlens must be None under torch.compile: this backend reads its values to loop over sequences."
+            ]
         return []
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:

@@ -133,9 +133,9 @@ class MoMMixer(Mixer):
     """Module of `MoM`: causal and isolated across sequences, in training as in decoding.
 
     Shapes are static and no token is dropped. If the memories can be grouped (`can_group`: Gated DeltaNet and others
-    whose parts all have `forward_grouped`), the k T tokens of all memories are one pack, in which each memory has a
-    sequence for each sequence of x. Otherwise, and for a single token, each memory runs on T tokens: its own tokens are
-    moved to the front of the row, in order, and the rest of the row is padding.
+    whose parts all have `forward_grouped`) and their backend takes packed sequences, the k T tokens of all memories are
+    one pack, in which each memory has a sequence for each sequence of x. Otherwise, and for a single token, each memory
+    runs on T tokens: its own tokens are moved to the front of the row, in order, and the rest of the row is padding.
 
     State: {"shared": ..., "memory 0": ..., ...}, each the state of its mixer.
     """
@@ -169,7 +169,7 @@ class MoMMixer(Mixer):
         routes = self.router(x_BTD, context)
         states = [None if state is None else state[name] for name in self.names]
         memories = list(self.memories)
-        if x_BTD.shape[0] > 0 and x_BTD.shape[1] > 1 and can_group(memories):
+        if x_BTD.shape[0] > 0 and x_BTD.shape[1] > 1 and can_group(memories) and memories[0].update.takes_packs(x_BTD):
             y_BTD, states = _run_grouped(memories, x_BTD, routes, states, context)
         else:
             y_BTD, states = _run_one_by_one(memories, x_BTD, routes, states, context)

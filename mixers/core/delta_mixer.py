@@ -63,6 +63,11 @@ class Update(nn.Module, HasBackend):
         _, H, HV, K, V, _ = self.shape
         return UpdateMeta(device, dtype, H, HV, K, V, grad=grad)
 
+    def takes_packs(self, x: Tensor) -> bool:
+        """Whether the backend for rows of x also computes packed sequences. Args: x: input of the mixer."""
+        meta = self.meta(x.device.type, linear_output_dtype(x), grad=torch.is_grad_enabled())
+        return not self.bound.backend_for(meta).unsupported(self.spec, meta._replace(packed=True))
+
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         """Return the state before the first token, on the device of `like`."""
         _, _, HV, K, V, _ = self.shape

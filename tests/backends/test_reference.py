@@ -11,6 +11,7 @@ from scipy.linalg import expm
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.conformance.pairwise import every_spec, pairwise_cases
+from deltazoo.backends.dispatch import bind
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
@@ -145,3 +146,11 @@ def _step(spec: UpdateSpec, x: dict, first: bool) -> tuple[np.ndarray, np.ndarra
         erased = -rate if spec.negative_eigenvalues == "off" else -2 * rate
         written = 2 * source if spec.negative_eigenvalues == "both" else source
     return (D + erased if spec.erase_from == "previous" else D + erased @ D), written
+
+
+def test_packed_sequences_are_refused_under_compilation() -> None:
+    q, v = torch.randn(1, 4, 1, 2), torch.randn(1, 4, 1, 3)
+    inputs = UpdateInputs(q=q, k=q, v=v, cu_seqlens=torch.tensor([0, 1, 4], dtype=torch.int32))
+    update = bind(UpdateSpec(), backend="reference")
+    with pytest.raises(Exception, match=r"cu_seqlens must be None under torch\.compile: this backend reads its values"):
+        torch.compile(update, fullgraph=True, backend="eager")(inputs)

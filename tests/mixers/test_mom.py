@@ -7,12 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves, tree_map
 
+from deltazoo.backends import registry
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.mixers import AuxiliaryLoss, Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM
+from deltazoo.mixers import AuxiliaryLoss, Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM, parse
+from deltazoo.mixers.core.config import config_class
+from deltazoo.mixers.core.delta_mixer import can_group
 from deltazoo.mixers.mom import MoMMixer, Router
 
 WIDTH, T = 24, 9
+GROUPED = (
+    "deltanet", "deltaproduct", "efla", "gated_deltanet", "gated_deltaproduct", "gated_efla", "gated_longhorn", "kda",
+    "longhorn",
+)  # fmt: skip
 
 
 def build(memory: MixerConfig, **fields: object) -> MoMMixer:
@@ -212,6 +220,72 @@ def test_balance_loss_spreads_tokens_over_the_memories() -> None:
         optimiser.step()
     assert initial > 0.9
     assert largest_fraction() < 0.5
+
+
+def test_grouped_memories_equal_memories_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each mixer whose parts can be grouped: outputs, states and gradients, dense, packed and padded."""
+    configs = [parse({"mixer": name, "heads": 2, "key_width": 4}) for name in GROUPED]
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    mask = torch.arange(T) < torch.tensor([[T], [5]])
+    packs = torch.tensor([0, 4, 4, T], dtype=torch.int32)
+    for config in configs:
+        mixer = build(config)
+        assert can_group(list(mixer.memories)), config.name
+        with torch.no_grad():  # parameters that start at equal values must differ between the memories
+            for parameter in mixer.memories.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        for inputs, context, rows in (
+            (x, Context(), 2),
+            (x, Context(mask=mask), 2),
+            (x[:1], Context(cu_seqlens=packs), 3),
+        ):
+            results = []
+            for groups in (True, False):
+                monkeypatch.setattr("deltazoo.mixers.mom.can_group", lambda _, groups=groups: groups)
+                state = tree_map(lambda leaf: torch.ones_like(leaf).requires_grad_(), mixer.init_state(rows))
+                y, new = mixer(inputs, state, context)
+                total = y.square().sum() + sum(leaf.square().sum() for leaf in tree_leaves(new))
+                leaves = [inputs, *mixer.parameters(), *tree_leaves(state)]
+                gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+                results.append([y, *tree_leaves(new), *gradients])
+            for left, right in zip(*results, strict=True):
+                torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
+
+
+def test_which_mixers_are_grouped() -> None:
+    mixers = {name: config_class(name)().build(128, backend="reference") for name in registry.names(registry.MIXERS)}
+    assert [name for name, mixer in mixers.items() if can_group([mixer])] == list(GROUPED)
+
+
+def test_a_hooked_memory_is_not_grouped() -> None:
+    mixer = build(GatedDeltaNet(heads=2, key_width=4))
+    x = torch.randn(1, T, WIDTH, dtype=torch.float64)
+    expected = mixer(x)[0]
+    calls = []
+    mixer.memories[2].project.to_qkv.register_forward_hook(lambda *_: calls.append(1))
+    assert_same(mixer(x)[0], expected)
+    assert calls
+
+
+def test_grouped_memories_are_one_graph_for_all_routes() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    memory = GatedDeltaNet(heads=1, key_width=4)
+    mixer = (
+        MoM(memory=memory, memories=2, active=1, shared=False).build(WIDTH, backend=CompileBackend(chunk=16)).double()
+    )
+    counter = CompileCounterWithBackend("aot_eager")
+    module = torch.compile(mixer, fullgraph=True, backend=counter)
+    parameters = list(mixer.parameters())
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        x = torch.randn(2, 20, WIDTH, dtype=torch.float64)
+        actual, expected = module(x)[0], mixer(x)[0]
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+        gradients = (torch.autograd.grad(y.square().sum(), parameters) for y in (actual, expected))
+        for left, right in zip(*gradients, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-8, atol=1e-11)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow
