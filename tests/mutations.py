@@ -235,7 +235,7 @@ MIXERS = [
     ),
     Mutation(
         "decay: dt_bias is ignored", "mixers/parts/decays.py",
-        "raw.to(dtype) + self.dt_bias.to(dtype)", "raw.to(dtype)",
+        "raw.to(dtype) + dt_bias.to(dtype)", "raw.to(dtype)",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-gated_deltanet, doubled erase]",
     ),
     Mutation(
