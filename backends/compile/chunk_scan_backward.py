@@ -19,6 +19,7 @@ from deltazoo.backends.compile.chunk_scan_forward import (
     flat,
     propagate,
     segments,
+    sequence_bounds,
 )
 
 
@@ -51,9 +52,7 @@ def scan_backward(
         dS = dS_buffer[: n + 1]  # the gradients of the states before each chunk, and of the state after the last
         torch.bmm(P.mT, dO, out=dV_new)
         torch.bmm(Q.mT, dO, out=dS[:-1].flatten(0, 1))
-        _propagate_back(
-            dS, d_state, K_scaled, dV_new, W, transitions.gamma, None if sequence is None else sequence[chunks]
-        )
+        _propagate_back(dS, d_state, K_scaled, dV_new, W, transitions.gamma, sequence, chunks)
         S_before, dS_after = S_buffer[:n].flatten(0, 1), dS[1:].flatten(0, 1)
         torch.bmm(dO, V_new.mT, out=flat(d_attn[chunks]))
         if kv is not None:
@@ -74,7 +73,7 @@ def scan_backward(
 
 def _propagate_back(
     dS: Tensor, d_state: Tensor, K: Tensor, dV_new: Tensor, W: Tensor | None, gamma: Sequence[Tensor | None],
-    sequence: Tensor | None,
+    sequence: Tensor | None, chunks: slice,
 ) -> None:  # fmt: skip
     """Propagate the state's gradient through a segment in reverse.
 
@@ -89,11 +88,13 @@ def _propagate_back(
         dS[n] = d_sequences[0]
     gradients = dS.unbind(0)
     per_chunk = list(zip(*(by_chunk(y, n) for y in (K, dV_new, W)), gamma, strict=True))
+    rows = None if sequence is None else sequence[chunks]
+    bounds = None if sequence is None else sequence_bounds(sequence, chunks)
     for i in reversed(range(n)):
         K_i, dV_i, W_i, gamma_i = per_chunk[i]
         before, after = gradients[i], gradients[i + 1]
-        if sequence is not None:
-            torch.index_select(d_sequences, 0, sequence[i : i + 1], out=dS[i + 1 : i + 2])
+        if rows is not None and (bounds is None or bounds[i + 1]):
+            torch.index_select(d_sequences, 0, rows[i : i + 1], out=dS[i + 1 : i + 2])
         dV_i.baddbmm_(K_i, after)
         if gamma_i is None:
             before.add_(after)
@@ -101,8 +102,8 @@ def _propagate_back(
             before.addcmul_(after, gamma_i)
         if W_i is not None:
             before.baddbmm_(W_i.mT, dV_i, alpha=-1)
-        if sequence is not None:
-            d_sequences.index_copy_(0, sequence[i : i + 1], dS[i : i + 1])
+        if rows is not None and (bounds is None or bounds[i] or i == 0):
+            d_sequences.index_copy_(0, rows[i : i + 1], dS[i : i + 1])
     if sequence is None:
         d_sequences[0] = dS[0]
 

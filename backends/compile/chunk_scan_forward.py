@@ -4,6 +4,7 @@ N chunks, n chunks of a segment, Z batch x key heads, G value heads per key head
 M micro-steps per chunk, K key width, V value width, Y sequences. The equations are those of `chunk_scan`.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,6 +47,8 @@ def scan_forward(
         torch.bmm(flat(attn[chunks]), V_new, out=O)
         O.baddbmm_(Q, S[:-1].flatten(0, 1))
         buffer[0] = S[-1]
+    if sequence is None:
+        final_state[0] = buffer[0].view_as(final_state[0])
     saved_v_new = v_new if save and a is not None else v.new_empty(0)
     saved_t = t if save and t is not None else v.new_empty(0)
     return o, final_state, saved_v_new, saved_t, segment_states
@@ -54,13 +57,18 @@ def scan_forward(
 class Transitions(NamedTuple):
     """State transitions of a segment, apart from V_new.
 
-    gamma: of each chunk, [L, 1 or K, 1]. kv: [n L, K, V]. starts: for packed sequences, of each chunk its sequence,
-    whether it is the first chunk of that sequence, and the sequence's initial state.
+    gamma: of each chunk, [L, 1 or K, 1]. kv: [n L, K, V].
+
+    For packed sequences, of each chunk:
+        starts: whether it is the first chunk of its sequence, and the initial state of that sequence; None: it is not.
+        ends: its sequence, [1], if the state after it may be a final state, which `final_state` then stores.
+    On the CPU the bounds are known, so that only chunks at a bound copy a state.
     """
 
     gamma: Sequence[Tensor | None]
     kv: Tensor | None
-    starts: Sequence[tuple[Tensor, Tensor, Tensor] | None]
+    starts: Sequence[tuple[Tensor, Tensor] | None]
+    ends: Sequence[Tensor | None]
 
     @classmethod
     def of(
@@ -68,13 +76,19 @@ class Transitions(NamedTuple):
     ) -> "Transitions":
         """Select the chunks of a segment."""
         n = chunks.stop - chunks.start
-        starts: Sequence[tuple[Tensor, Tensor, Tensor] | None] = [None] * n
+        starts: Sequence[tuple[Tensor, Tensor] | None] = [None] * n
+        ends: Sequence[Tensor | None] = [None] * n
         if sequence is not None:
             states = state.flatten(1, 2).index_select(0, sequence[chunks])
             is_first = pad(sequence, (1, 0), value=-1)[chunks] != sequence[chunks]
-            starts = list(zip(sequence[chunks].split(1), is_first.unbind(0), states.unbind(0), strict=True))
+            starts = list(zip(is_first.unbind(0), states.unbind(0), strict=True))
+            ends = sequence[chunks].split(1)
+            bounds = sequence_bounds(sequence, chunks)
+            if bounds is not None:
+                starts = [start if bound else None for start, bound in zip(starts, bounds[:-1], strict=True)]
+                ends = [end if bound else None for end, bound in zip(ends, bounds[1:], strict=True)]
         factors = [None] * n if gamma is None else list(gamma[chunks].flatten(1, 2).unsqueeze(-1).unbind(0))
-        return cls(factors, None if kv is None else flat(kv[chunks]), starts)
+        return cls(factors, None if kv is None else flat(kv[chunks]), starts, ends)
 
 
 def propagate(
@@ -98,10 +112,11 @@ def propagate(
         added.copy_(transitions.kv)
     is_added = W is None or transitions.kv is not None
     states = S.unbind(0)
-    per_chunk = zip(*(by_chunk(y, n) for y in (K, V_new, W)), transitions.gamma, transitions.starts, strict=True)
-    for (K_i, V_i, W_i, gamma, start), before, after in zip(per_chunk, states[:-1], states[1:], strict=True):
+    bounds = transitions.starts, transitions.ends
+    per_chunk = zip(*(by_chunk(y, n) for y in (K, V_new, W)), transitions.gamma, *bounds, strict=True)
+    for (K_i, V_i, W_i, gamma, start, end), before, after in zip(per_chunk, states[:-1], states[1:], strict=True):
         if start is not None:
-            torch.where(start[1], start[2], before, out=before)
+            torch.where(*start, before, out=before)
         if W_i is not None:
             V_i.baddbmm_(W_i, before, alpha=-1)
         if not is_added:
@@ -112,10 +127,19 @@ def propagate(
             after.addcmul_(before, gamma)
         if W_i is not None:
             after.baddbmm_(K_i.mT, V_i)
-        if final_state is not None and start is not None:
-            final_state.index_copy_(0, start[0], after.view_as(final_state[:1]))
-    if final_state is not None and transitions.starts[0] is None:
-        final_state[0] = S[n].view_as(final_state[0])
+        if final_state is not None and end is not None:
+            final_state.index_copy_(0, end, after.view_as(final_state[:1]))
+
+
+def sequence_bounds(sequence: Tensor, chunks: slice) -> list[bool] | None:
+    """Return whether a sequence starts at each chunk of a segment, and after the last one; None if not on the CPU.
+
+    The last value is True for every segment, so that the states after it are stored.
+    """
+    if sequence.device.type != "cpu":
+        return None
+    rows = [None if chunks.start == 0 else int(sequence[chunks.start - 1]), *sequence[chunks].tolist()]
+    return [*(left != right for left, right in itertools.pairwise(rows)), True]
 
 
 def segments(N: int, segment: int) -> list[slice]:
