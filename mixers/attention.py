@@ -41,6 +41,7 @@ class AttentionConfig(AttentionHeadsConfig, ABC):
         "heads (Qwen3); all: of all heads as one vector (OLMo)",
     )
     gate: bool = Field(default=False, description="output gate: o <- o * sigmoid(W x)")
+    out_bias: bool = Field(default=False, description="bias of the output map, as in Griffin; it starts at 0")
     scale: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="factor on the scores; None: head_width ** -0.5"
     )
@@ -121,7 +122,13 @@ class AttentionMixer(Mixer):
             RMSNorm(norm_width, config.norm_eps) if config.qk_norm else nn.Identity() for norm_width in norm_widths
         )
         self.to_gate = nn.Linear(width, sizes[0], bias=False) if config.gate else None
-        self.out = nn.Linear(sizes[0], width, bias=False)
+        self.out = nn.Linear(sizes[0], width, bias=config.out_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the bias of the output map to 0."""
+        if self.out.bias is not None:
+            nn.init.zeros_(self.out.bias)
 
     def init_state(self, batch: int, capacity: int | None = None) -> KVCache:
         """Return an empty cache of `capacity` slots; with a window, of at most `window` slots.

@@ -10,7 +10,7 @@ from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
 from deltazoo.mixers.parts.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import ChannelProjection
-from deltazoo.mixers.parts.selective import SelectiveOperands
+from deltazoo.mixers.parts.selective import InnerNorm, SelectiveOperands
 from deltazoo.mixers.parts.skips import Skip
 
 
@@ -26,7 +26,10 @@ class Mamba(ChannelConfig):
     state_size: int = Field(default=16, ge=1, description="N, size of the state per channel")
     step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
-    inner_norm: bool = Field(default=False, description="RMS norms of B, C and the step's input (Falcon Mamba)")
+    inner_norm: InnerNorm | None = Field(
+        default=None,
+        description="RMS norms of B, C and the step's input; plain: without weights (Falcon Mamba); weighted (Jamba)",
+    )
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="rate", transition="additive", scale=1.0)
@@ -37,5 +40,5 @@ class Mamba(ChannelConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = ChannelProjection(shape, self.conv_width, silu=True)
         rank = self.step_rank or -(-shape.width // 16)
-        operands = {"selective": SelectiveOperands(shape, rank, "mamba", self.norm_eps if self.inner_norm else None)}
+        operands = {"selective": SelectiveOperands(shape, rank, "mamba", self.inner_norm, self.norm_eps)}
         return Parts(projection, operands, {"skip": Skip(shape), "gate": OutputGate(shape)})

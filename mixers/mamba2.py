@@ -6,7 +6,7 @@ from pydantic import Field
 
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
-from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.core.part import HeadShape, OutputPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.decays import SoftplusDecay
 from deltazoo.mixers.parts.norms import HeadNorm
@@ -29,6 +29,7 @@ class Mamba2(HeadConfig):
     value_width: int | None = Field(default=64, ge=1, description="V per head; None: width / heads")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
+    norm: bool = Field(default=True, description="RMS norm after the gate; Falcon-H1 has none")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
@@ -39,5 +40,7 @@ class Mamba2(HeadConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=True)
         operands = {"decay": SoftplusDecay(shape, rates=(1, 16), writes=True)}
-        norm = HeadNorm(shape, self.norm_eps, over="group")
-        return Parts(projection, operands, {"skip": Skip(shape), "gate": OutputGate(shape), "norm": norm})
+        outputs: dict[str, OutputPart] = {"skip": Skip(shape), "gate": OutputGate(shape)}
+        if self.norm:
+            outputs["norm"] = HeadNorm(shape, self.norm_eps, over="group")
+        return Parts(projection, operands, outputs)

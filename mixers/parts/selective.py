@@ -15,6 +15,8 @@ from deltazoo.mixers.core.part import HeadShape, OperandPart
 from deltazoo.mixers.parts.decays import init_dt_bias, softplus
 from deltazoo.mixers.parts.norms import RMSNorm
 
+InnerNorm = Literal["plain", "weighted"]
+
 
 class SelectiveOperands(OperandPart):
     """q, k and a step size per channel from the projected v: [r, k, q] = W v, step = activation(W_dt r + dt_bias).
@@ -24,7 +26,8 @@ class SelectiveOperands(OperandPart):
 
     Args:
         rank: R.
-        norm_eps: epsilon of RMS norms of r, k and q, without weights (Falcon Mamba); None: no norms.
+        norm: RMS norms of r, k and q, "plain" without weights (Falcon Mamba), or "weighted" (Jamba); None: no norms.
+        norm_eps: epsilon of these norms.
     Initialisation: A_log = log(1..N) (S4D-Real); W_dt uniform in +-R^(-1/2); dt_bias as `init_dt_bias`, for longhorn 0.
     Source: Mamba 2312.00752, section 3.2, algorithm 2 and section 3.6; Longhorn 2407.14207, algorithm 1.
     """
@@ -32,7 +35,12 @@ class SelectiveOperands(OperandPart):
     no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log",)
 
     def __init__(
-        self, shape: HeadShape, rank: int, kind: Literal["mamba", "longhorn"], norm_eps: float | None = None
+        self,
+        shape: HeadShape,
+        rank: int,
+        kind: Literal["mamba", "longhorn"],
+        norm: InnerNorm | None = None,
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
         channels, size = shape.value_heads, shape.key_width
@@ -41,8 +49,8 @@ class SelectiveOperands(OperandPart):
         self.to_step = nn.Linear(rank, channels)
         self.A_log = nn.Parameter(torch.empty(channels, size)) if kind == "mamba" else None
         self.norms = None
-        if norm_eps is not None:
-            self.norms = nn.ModuleList(RMSNorm(size, norm_eps, weighted=False) for size in self.sizes)
+        if norm is not None:
+            self.norms = nn.ModuleList(RMSNorm(size, norm_eps, norm == "weighted") for size in self.sizes)
         self.reset_parameters()
 
     @torch.no_grad()

@@ -351,6 +351,7 @@ FULLY_FUSED = {
     "comba": mixers.Comba(heads=2),
     "no convolution": mixers.GatedDeltaNet(heads=2, conv_width=0),
     "mamba2, one norm per head": mixers.Mamba2(heads=4, key_width=16, value_width=16),
+    "mamba2 without a norm": mixers.Mamba2(key_width=16, value_width=16, norm=False),
 }
 # These differ from another mixer of the list only in the decay.
 GATED_VARIANTS = ("gated_longhorn", "deltaproduct", "efla", "deltanet")

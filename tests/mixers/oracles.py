@@ -329,7 +329,7 @@ class MambaOracle(Oracle):
 
 
 class FalconMamba(MambaOracle):
-    ours = Mamba(channels=24, state_size=5, step_rank=3, inner_norm=True, norm_eps=1e-6)
+    ours = Mamba(channels=24, state_size=5, step_rank=3, inner_norm="plain", norm_eps=1e-6)
 
     def __init__(self) -> None:
         from transformers import FalconMambaConfig
@@ -338,6 +338,21 @@ class FalconMamba(MambaOracle):
         self.config = FalconMambaConfig(**self.sizes, intermediate_size=24, mixer_rms_eps=1e-6)
         self.config.intermediate_size = 24
         self.theirs = FalconMambaMixer(self.config, 0, initialize_mixer_weights=False).eval()
+
+
+class Jamba(MambaOracle):
+    ours = Mamba(state_size=5, step_rank=3, inner_norm="weighted", norm_eps=1e-6)
+
+    def __init__(self) -> None:
+        from transformers import JambaConfig
+        from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+
+        self.config = JambaConfig(hidden_size=WIDTH, mamba_d_state=5, mamba_dt_rank=3, num_hidden_layers=1)
+        self.theirs = JambaMambaMixer(self.config, 0).eval()
+
+    def map_parameters(self, w: Tensors) -> Tensors:
+        norms = enumerate(("dt_layernorm", "b_layernorm", "c_layernorm"))
+        return super().map_parameters(w) | {f"operands.selective.norms.{i}.weight": w[f"{n}.weight"] for i, n in norms}
 
 
 class MiniMax(Oracle):
@@ -358,7 +373,7 @@ class MiniMax(Oracle):
 
     def map_parameters(self, w: Tensors) -> Tensors:
         return {
-            "project.to_qkv.weight": rearrange(w["qkv_proj.weight"], "(h three e) d -> (three h e) d", h=6, three=3),
+            "project.to_qkv.weight": rearrange(w["qkv_proj.weight"], "(h three e) d -> (three h e) d", three=3, e=8),
             "outputs.norm.weight": w["norm.weight"],
             "outputs.gate.proj.weight": w["output_gate.weight"],
             "out.weight": w["out_proj.weight"],
@@ -643,6 +658,7 @@ ORACLES: list[type[Oracle]] = [
     Mamba2Oracle,
     MambaOracle,
     FalconMamba,
+    Jamba,
     MiniMax,
     XLSTM,
     Rwkv,
