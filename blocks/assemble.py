@@ -1,26 +1,36 @@
 """Assembly of a stack from a file or preset and changed fields, or from fields only."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deltazoo.backends.errors import ConfigError
+from deltazoo.blocks.overrides import override
 from deltazoo.blocks.spec import StackSpec
 
 
-def assemble(source: str | None = None, changes: Mapping[str, Any] | None = None, trust: bool = False) -> StackSpec:
+def assemble(
+    source: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+    trust: bool = False,
+    settings: Sequence[str] = (),
+) -> StackSpec:
     """Load a stack and change some of its fields. Without a source, `changes` must set every required field.
 
     Args:
         source: a file or the name of a preset.
         changes: fields of `StackSpec` to replace; fields that are None stay as they are.
-        trust: as for `StackSpec.load`; `changes` need no trust.
+        trust: as for `StackSpec.load`; `changes` and `settings` need no trust.
+        settings: "path=value" for fields at any depth, applied after `changes`; see `deltazoo.blocks.overrides`.
     Raises: ConfigError; PatternError; UnknownNameError.
     """
     fields = {field: value for field, value in (changes or {}).items() if value is not None}
     if source is not None:
         spec = StackSpec.load(source, trust)
-        return StackSpec(**spec.model_dump(mode="json") | fields) if fields else spec
+        if not fields and not settings:
+            return spec
+        return StackSpec(**override(spec.model_dump(mode="json") | fields, settings))
     missing = [field for field, info in StackSpec.model_fields.items() if info.is_required() and field not in fields]
     if missing:
         raise ConfigError(f"a stack without a file or preset also needs {', '.join(missing)}, got {fields}")
-    return StackSpec(**fields)
+    spec = StackSpec(**fields)
+    return StackSpec(**override(spec.model_dump(mode="json"), settings)) if settings else spec

@@ -44,6 +44,16 @@ def parse(text: str, suffix: str, source: str) -> dict[str, Any]:
     return data
 
 
+def parse_value(text: str, source: str) -> Any:
+    """Parse any YAML value: `1e-5` is a number, `off` and `swiglu` are strings. `source` appears in error messages."""
+    try:
+        return yaml.load(text, _Loader)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{source}: the value is not YAML: {error}") from error
+
+
 def write(path: Path, data: Mapping[str, Any]) -> None:
     """Write a mapping as YAML or JSON; the suffix selects the format."""
     _check_suffix(path)

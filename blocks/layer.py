@@ -1,9 +1,9 @@
-"""One residual layer, as a config and as a module: token mixers, then an MLP, each after an RMS norm.
+"""One residual layer, as a config and as a module: token mixers and an MLP, each with an RMS norm.
 
 B batch, T time, D width
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 from pydantic import Field, field_serializer
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks.mlp import Mlp, SwiGLU
+from deltazoo.blocks.mlp import Dense, Mlp
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.losses import AuxiliaryLoss
@@ -20,30 +20,53 @@ from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.parts.norms import RMSNorm
 
 LayerState = tuple[State, ...]
+NormPosition = Literal["pre", "output", "post"]
 
 
 class LayerSpec(PlainDataModel, Term):
-    """The config of one layer: x + mixer(norm(x)), then x + mlp(norm(x)).
+    """The config of one layer: a residual branch with token mixers, then one with an MLP; either may be absent.
 
-    `mlp`, `norm_eps` and `backend` default to those of the stack.
+    A branch f with the norm n computes, depending on `norm_position`,
+
+        pre      x + f(n(x))
+        output   x + n(f(x))                  OLMo 2, arXiv 2501.00656
+        post     residual_scale n(x) + f(n(x))     MiniMax-01, arXiv 2501.08313: DeepNorm (2203.00555) from norm to norm
+
+    All fields but `mixer` and `share` default to those of the stack.
 
     Args:
-        mixer: a mixer config, or several for parallel mixers, whose outputs are summed.
-        mlp: a `SwiGLU`, a `MoE`, or "none" for a layer without an MLP.
+        mixer: a mixer config, several for parallel mixers, whose outputs are summed, or "none" for a layer that is only
+            an MLP.
+        mlp: a `Dense` MLP, a `MoE`, or "none" for a layer without an MLP.
         norm_eps: epsilon of the RMS norms, added to the mean square under the root.
+        norm_position: where the norms are, see above.
+        residual_scale: factor of the residual connection for the position "post".
+        share: a label; the layers with the same label are one module, with one set of weights and a state for each
+            place (Zamba, arXiv 2405.16712). `model.stack.layers` repeats the module: for FSDP2 call `fully_shard` on
+            `dict.fromkeys(model.stack.layers)`.
         backend: name of the backend that computes the mixers' updates.
     Raises: ConfigError.
     """
 
-    mixer: MixerConfig | tuple[MixerConfig, ...]
+    mixer: MixerConfig | tuple[MixerConfig, ...] | Literal["none"]
     mlp: MlpConfig | Literal["none"] | None = None
     norm_eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    norm_position: NormPosition | None = None
+    residual_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    share: str | None = None
     backend: str | None = None
 
     @property
     def mixers(self) -> tuple[MixerConfig, ...]:
-        """The mixer configs as a tuple, also for a single mixer."""
+        """The mixer configs as a tuple, also for a single mixer; () without a mixer."""
+        if self.mixer == "none":
+            return ()
         return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,)
+
+    @property
+    def title(self) -> str:
+        """The names of the mixers, or "mlp" for a layer that is only an MLP."""
+        return " | ".join(config.name for config in self.mixers) or "mlp"
 
     def build(self, width: int, place: Place, backend: str | Backend | None = None) -> "Layer":
         """Build the module. Fields that are None have the defaults of `StackSpec`.
@@ -52,16 +75,14 @@ class LayerSpec(PlainDataModel, Term):
         Raises: ConfigError: a mixer does not fit the width.
         """
         mixer_backend = self.backend if backend is None else backend
-        mlp = SwiGLU() if self.mlp is None else self.mlp
-        return Layer(
-            width,
-            [config.build(width, place, mixer_backend) for config in self.mixers],
-            None if mlp == "none" else mlp.build(width),
-            1e-6 if self.norm_eps is None else self.norm_eps,
-        )
+        mlp = Dense() if self.mlp is None else self.mlp
+        mixers = [config.build(width, place, mixer_backend) for config in self.mixers]
+        return Layer(self, width, mixers, None if mlp == "none" else mlp.build(width))
 
     @field_serializer("mixer")
     def _dump_mixer(self, mixer: Any) -> Any:
+        if mixer == "none":
+            return mixer
         return [configs.dump(config) for config in mixer] if isinstance(mixer, tuple) else configs.dump(mixer)
 
     @staticmethod
@@ -69,16 +90,17 @@ class LayerSpec(PlainDataModel, Term):
         mixers = data.get("mixer")
         if isinstance(mixers, list | tuple):
             if not mixers:
-                raise ConfigError("mixer: a layer needs at least one mixer, got an empty list")
+                raise ConfigError("mixer: a layer needs at least one mixer, or 'none', got an empty list")
             data["mixer"] = tuple(parse_mixer(("mixer", str(i)), mixer) for i, mixer in enumerate(mixers))
-        elif mixers is not None:
+        elif mixers is not None and mixers != "none":
             data["mixer"] = parse_mixer(("mixer",), mixers)
         if data.get("mlp") is not None:
             data["mlp"] = parse_mlp(("mlp",), data["mlp"])
         return data
 
     def _check(self) -> None:
-        """Check nothing: the fields of a layer are independent."""
+        if self.mixer == "none" and self.mlp == "none":
+            raise ConfigError("mixer: a layer needs a mixer or an MLP, got 'none' for both")
 
 
 class LayerOutput(NamedTuple):
@@ -90,19 +112,22 @@ class LayerOutput(NamedTuple):
 
 
 class Layer(nn.Module):
-    """x + sum_i mixer_i(norm(x)), then x + mlp(norm(x)).
+    """Apply the mixers' branch, then the MLP's branch, as in the docstring of `LayerSpec`.
 
     Args:
-        mixers: one, or several parallel mixers, which read the same normalised input.
+        spec: the norms' epsilon and position, and the residual scale.
+        mixers: one, several parallel mixers, which read the same input, or none.
         mlp: None for a layer without an MLP, as in Mamba.
-        norm_eps: epsilon of the RMS norms, added to the mean square under the root.
     """
 
-    def __init__(self, width: int, mixers: Sequence[Mixer], mlp: Mlp | None, norm_eps: float) -> None:
+    def __init__(self, spec: LayerSpec, width: int, mixers: Sequence[Mixer], mlp: Mlp | None) -> None:
         super().__init__()
-        self.norm = RMSNorm(width, norm_eps)
+        eps = 1e-6 if spec.norm_eps is None else spec.norm_eps
+        self.norm_position = spec.norm_position or "pre"
+        self.residual_scale = 1.0 if spec.residual_scale is None else spec.residual_scale
+        self.norm = RMSNorm(width, eps) if mixers else None
         self.mixers = cast("Sequence[Mixer]", nn.ModuleList(mixers))
-        self.mlp_norm = None if mlp is None else RMSNorm(width, norm_eps)
+        self.mlp_norm = None if mlp is None else RMSNorm(width, eps)
         self.mlp = mlp
 
     def forward(self, x_BTD: Tensor, state: LayerState | None = None, context: Context | None = None) -> LayerOutput:
@@ -113,19 +138,37 @@ class Layer(nn.Module):
         the losses or count them twice.
         """
         losses: list[AuxiliaryLoss] = []
-        context = context or Context()
-        if context.losses is not None:
-            context = context._replace(losses=losses)
-        normed_BTD = self.norm(x_BTD)
-        states = []
-        for i, mixer in enumerate(self.mixers):
-            y_BTD, mixer_state = mixer(normed_BTD, None if state is None else state[i], context)
-            x_BTD = x_BTD + y_BTD
-            states.append(mixer_state)
-        if self.mlp is not None and self.mlp_norm is not None:
-            x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD), context)
+        inner = context or Context()
+        if inner.losses is not None:
+            inner = inner._replace(losses=losses)
+        states: list[State] = []
+
+        def mix(x_BTD: Tensor) -> Tensor:
+            outputs = []
+            for i, mixer in enumerate(self.mixers):
+                y_BTD, mixer_state = mixer(x_BTD, None if state is None else state[i], inner)
+                outputs.append(y_BTD)
+                states.append(mixer_state)
+            return sum(outputs[1:], start=outputs[0])
+
+        if self.norm is not None:
+            x_BTD = self._add_branch(x_BTD, self.norm, mix)
+        mlp = self.mlp
+        if mlp is not None and self.mlp_norm is not None:
+            x_BTD = self._add_branch(x_BTD, self.mlp_norm, lambda x_BTD: mlp(x_BTD, inner))
         return LayerOutput(x_BTD, None if state is None else tuple(states), losses)
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
         """Return the initial state, one entry per mixer."""
         return tuple(mixer.init_state(batch, capacity) for mixer in self.mixers)
+
+    def extra_repr(self) -> str:
+        return "" if self.norm_position == "pre" else f"norm_position={self.norm_position!r}"
+
+    def _add_branch(self, x_BTD: Tensor, norm: RMSNorm, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.norm_position == "pre":
+            return x_BTD + branch(norm(x_BTD))
+        if self.norm_position == "output":
+            return x_BTD + norm(branch(x_BTD))
+        normed_BTD = norm(x_BTD)
+        return self.residual_scale * normed_BTD + branch(normed_BTD)

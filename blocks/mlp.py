@@ -1,4 +1,4 @@
-"""The MLP of a layer: the interface of its module, and SwiGLU.
+"""The MLP of a layer: the interface of its module, and the dense MLP, gated (SwiGLU, GEGLU) or not.
 
 B batch, T time, D width, F hidden width
 """
@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.mixers.core.mixer import Context
+
+Activation = Literal["silu", "gelu", "relu2"]
 
 
 class Mlp(nn.Module, ABC):
@@ -31,7 +33,10 @@ class Mlp(nn.Module, ABC):
 
 
 class HiddenWidth(BaseModel, ABC):
-    """The hidden width F of an MLP: `width`, or `ratio` times the width of the layer."""
+    """The hidden width F of an MLP: `width`, or `ratio` times the width of the layer, by default 8/3.
+
+    A ratio of 8/3 with a gate gives as many parameters as a ratio of 4 without one.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,35 +60,64 @@ class HiddenWidth(BaseModel, ABC):
         """Build the module for a layer of this width."""
 
 
-class SwiGLU(HiddenWidth):
-    """y = W_out (silu(W_gate x) * W_up x), without biases.
+class Dense(HiddenWidth):
+    """y = W_out (phi(W_gate x) * W_up x), or y = W_out phi(W_up x) without the gate.
 
-    With neither width nor ratio the ratio is 8/3, which gives as many parameters as a two-matrix MLP of ratio 4.
+    The defaults are SwiGLU. A gate with GELU is GEGLU; "relu2" without a gate is the squared ReLU of Primer.
 
     Args:
         width: hidden width F.
         ratio: F over the width of the layer, instead of `width`; F is rounded up to a multiple of 64.
-    Source: Shazeer 2020, arXiv 2002.05202.
+        activation: phi: "silu", "gelu" (tanh approximation), or "relu2", max(x, 0)^2.
+        gated: whether there is a gate.
+        bias: whether the maps have biases; they start at 0.
+    Source: Shazeer 2020, arXiv 2002.05202; So 2021, arXiv 2109.08668.
     """
 
-    type: Literal["swiglu"] = "swiglu"
+    type: Literal["dense"] = "dense"
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
 
-    def build(self, width: int) -> "SwiGLUMlp":
-        return SwiGLUMlp(width, self.hidden(width))
+    def build(self, width: int) -> "DenseMlp":
+        return DenseMlp(width, self)
 
 
-class SwiGLUMlp(Mlp):
-    """Module of `SwiGLU`."""
+class DenseMlp(Mlp):
+    """Module of `Dense`."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, config: Dense) -> None:
         super().__init__()
-        self.to_hidden = nn.Linear(width, 2 * hidden, bias=False)
-        self.out = nn.Linear(hidden, width, bias=False)
+        hidden = config.hidden(width)
+        self.config = config
+        self.to_hidden = nn.Linear(width, (2 if config.gated else 1) * hidden, bias=config.bias)
+        self.out = nn.Linear(hidden, width, bias=config.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the biases to 0."""
+        for linear in (self.to_hidden, self.out):
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
     @property
     def flops(self) -> int:
         return 2 * (self.to_hidden.weight.numel() + self.out.weight.numel())
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        gate_BTF, up_BTF = self.to_hidden(x_BTD).chunk(2, dim=-1)
-        return self.out(F.silu(gate_BTF) * up_BTF)
+        hidden_BTF = self.to_hidden(x_BTD)
+        if not self.config.gated:
+            return self.out(_activate(hidden_BTF, self.config.activation))
+        gate_BTF, up_BTF = hidden_BTF.chunk(2, dim=-1)
+        return self.out(_activate(gate_BTF, self.config.activation) * up_BTF)
+
+    def extra_repr(self) -> str:
+        return f"{self.config.activation!r}, gated={self.config.gated}"
+
+
+def _activate(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "gelu":
+        return F.gelu(x, approximate="tanh")
+    return F.relu(x).square()

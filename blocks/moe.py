@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends.base import state_dtype, without_autocast
-from deltazoo.blocks.mlp import HiddenWidth, Mlp, SwiGLUMlp
+from deltazoo.blocks.mlp import Dense, DenseMlp, HiddenWidth, Mlp
 from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.routing import record_load_balance, record_z_loss
@@ -31,7 +31,7 @@ class MoE(HiddenWidth):
     Auxiliary losses: "moe_balance" and "moe_z", see `deltazoo.mixers.parts.routing`.
 
     Args:
-        width, ratio: hidden width of each expert, as for `SwiGLU`.
+        width, ratio: hidden width of each expert, as for `Dense`.
         experts: E.
         active: k, experts per token.
         scores: function of the router's logits.
@@ -127,7 +127,7 @@ class MoEMlp(Mlp):
         self.router = ExpertRouter(width, config)
         self.to_hidden = GroupedLinear(config.experts, width, 2 * hidden)
         self.out = GroupedLinear(config.experts, hidden, width)
-        self.shared = None if config.shared_width is None else SwiGLUMlp(width, config.shared_width)
+        self.shared = None if config.shared_width is None else DenseMlp(width, Dense(width=config.shared_width))
         self.shared_gate = nn.Linear(width, 1, bias=False) if config.shared_gate else None
 
     @property

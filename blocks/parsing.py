@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltazoo.backends.errors import ConfigError, DeltazooError
-from deltazoo.blocks.mlp import SwiGLU
+from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.moe import MoE
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.mixer import MixerConfig
 
 KeyPath = tuple[str, ...]
-MlpConfig = SwiGLU | MoE
-_MLPS: dict[str, type[MlpConfig]] = {"swiglu": SwiGLU, "moe": MoE}
+MlpConfig = Dense | MoE
+_MLPS: dict[str, type[MlpConfig]] = {"dense": Dense, "moe": MoE}
 
 
 class PlainDataModel(BaseModel, ABC):
@@ -80,7 +80,7 @@ def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
 def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
     """Return an MLP config: `data` itself, the config of a mapping of its fields, or "none".
 
-    The key `type` of a mapping is "swiglu", the default, or "moe".
+    The key `type` of a mapping is "dense", the default, or "moe".
     """
     if isinstance(data, MlpConfig):
         return data
@@ -90,7 +90,7 @@ def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
         raise ConfigError(
             f"{join_path(path)}: must be {{width: ...}}, {{ratio: ...}}, {{type: moe, ...}} or none, got {data!r}"
         )
-    name = data.get("type", "swiglu")
+    name = data.get("type", "dense")
     if name not in _MLPS:
         raise ConfigError(f"{join_path(path, 'type')}: must be {' or '.join(_MLPS)}, got {name!r}")
     check_keys(path, data, _MLPS[name].model_fields)

@@ -15,8 +15,8 @@ from deltazoo.backends.errors import ConfigError, PatternError, unknown_name
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
-from deltazoo.blocks.layer import Layer, LayerSpec
-from deltazoo.blocks.mlp import SwiGLU
+from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition
+from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, check_keys, parse_mixer, parse_mlp
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
 from deltazoo.blocks.stack import LanguageModel
@@ -43,9 +43,13 @@ class StackSpec(PlainDataModel):
             (`deltazoo.mixers.core.patterns`); it is repeated up to `depth` layers.
         layers: the mixer or layer of each name in the pattern. A name that is missing here is a registered mixer or
             "module:Class".
-        mlp: a `SwiGLU`, a `MoE` (`{type: moe, ...}`), or "none"; the default for all layers.
+        mlp: a `Dense` MLP, a `MoE` (`{type: moe, ...}`), or "none"; the default for all layers.
         norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default for all layers.
+        norm_position: "pre", "output" or "post", see `LayerSpec`; the default for all layers.
+        residual_scale: factor of the residual connections for the position "post"; the default for all layers.
         tied: whether the head shares the embedding's weights.
+        embedding_scale: factor on the embeddings; Gemma and Griffin have the root of the width.
+        logit_cap: c of logits <- c tanh(logits / c), 30 in RecurrentGemma; None: no cap.
         backend: name of the backend of the mixers' updates, the default for all layers; None: `deltazoo.bind` chooses
             by device.
     Raises: ConfigError: gives the path of the key and the nearest known key; PatternError: marks the position.
@@ -56,9 +60,13 @@ class StackSpec(PlainDataModel):
     vocab: int = Field(ge=1)
     pattern: Annotated[str | Term, WithJsonSchema({"type": "string"})]
     layers: dict[str, MixerConfig | LayerSpec] = Field(default_factory=dict)
-    mlp: MlpConfig | Literal["none"] = SwiGLU()
+    mlp: MlpConfig | Literal["none"] = Dense()
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    norm_position: NormPosition = "pre"
+    residual_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     tied: bool = True
+    embedding_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    logit_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     backend: str | None = None
 
     def expand(self) -> list[LayerSpec]:
@@ -67,7 +75,7 @@ class StackSpec(PlainDataModel):
         Raises: PatternError: a name is neither in `layers` nor a registered mixer, or a field does not exist.
         """
         text = str(self.pattern)
-        defaults = {"mlp": self.mlp, "norm_eps": self.norm_eps, "backend": self.backend}
+        defaults = {field: getattr(self, field) for field in _LAYER_DEFAULTS}
         layers = []
         for terms in expand(parse(text), self.depth):
             layer = _as_layer([_resolve(term, self.layers, text) for term in terms], text)
@@ -84,14 +92,19 @@ class StackSpec(PlainDataModel):
         return LanguageModel(self, backend)
 
     def build_layers(self, backend: str | Backend | None = None) -> list[Layer]:
-        """Build the layers only; arguments and errors as for `build`."""
-        layers = []
-        for i, layer in enumerate(self.expand()):
+        """Build the layers only; arguments and errors as for `build`. A shared module is repeated in the list."""
+        layers: list[Layer] = []
+        shared: dict[str, Layer] = {}
+        for i, spec in enumerate(self.expand()):
+            if spec.share in shared:
+                layers.append(shared[spec.share])
+                continue
             try:
-                layers.append(layer.build(self.width, Place(i, self.depth), backend))
+                layers.append(spec.build(self.width, Place(i, self.depth), backend))
             except ConfigError as error:
-                mixers = " | ".join(config.name for config in layer.mixers)
-                raise ConfigError(f"layer {i} ({mixers}): {error}") from error
+                raise ConfigError(f"layer {i} ({spec.title}): {error}") from error
+            if spec.share is not None:
+                shared[spec.share] = layers[-1]
         return layers
 
     def describe(self, backend: str | Backend | None = None) -> Description:
@@ -134,10 +147,19 @@ class StackSpec(PlainDataModel):
 
     def _model(self) -> tuple[object, ...]:
         """Return everything that determines the model; the names of the layers do not."""
-        return self.width, self.vocab, self.tied, self.norm_eps, tuple(self.expand())
+        head = (self.tied, self.norm_eps, self.embedding_scale, self.logit_cap)
+        return self.width, self.vocab, head, tuple(self.expand())
 
     def _check(self) -> None:
-        self.expand()
+        shared: dict[str, tuple[int, LayerSpec]] = {}
+        for i, layer in enumerate(self.expand()):
+            if layer.share is not None:
+                first, other = shared.setdefault(layer.share, (i, layer))
+                if layer != other:
+                    raise ConfigError(
+                        f"share: layers with the same label must be equal, got {other!r} in layer {first} and "
+                        f"{layer!r} in layer {i} for {layer.share!r}"
+                    )
 
     @field_serializer("pattern")
     def _dump_pattern(self, pattern: Any) -> str:
@@ -163,6 +185,10 @@ class StackSpec(PlainDataModel):
         return data
 
 
+# Fields of the stack that are the defaults of the fields of its layers.
+_LAYER_DEFAULTS = ("mlp", "norm_eps", "norm_position", "residual_scale", "backend")
+
+
 def preset(name: str) -> StackSpec:
     """Return the stack of a preset; `deltazoo list presets` prints the names.
 
@@ -172,12 +198,13 @@ def preset(name: str) -> StackSpec:
 
 
 def _parse_layer(name: str, data: object) -> MixerConfig | LayerSpec:
-    """Parse an entry of `layers`. A mapping whose `mixer` is a name is a mixer config, any other one is a layer."""
+    """Parse an entry of `layers`: a mixer's config if the value of its key `mixer` is a mixer's name, else a layer."""
     if not isinstance(name, str) or not re.fullmatch(NAME, name) or name in RESERVED:
         raise ConfigError(f"layers: a layer's name must be a word other than {' and '.join(RESERVED)}, got {name!r}")
     if isinstance(data, LayerSpec):
         return data
-    if not isinstance(data, Mapping) or isinstance(data.get("mixer"), str) or "mixer" not in data:
+    mixer = data.get("mixer") if isinstance(data, Mapping) else None
+    if not isinstance(data, Mapping) or mixer is None or (isinstance(mixer, str) and mixer != "none"):
         return parse_mixer(("layers", name), data)
     check_keys(("layers", name), data, LayerSpec.model_fields)
     try:
@@ -201,7 +228,7 @@ def _pattern_text(pattern: Term, layers: dict[str, MixerConfig | LayerSpec]) -> 
         for name, layer in layers.items():
             if layer == config:
                 return Name(name)
-        stem = (config if isinstance(config, MixerConfig) else config.mixers[0]).name
+        stem = config.name if isinstance(config, MixerConfig) else next((m.name for m in config.mixers), "mlp")
         candidates = (stem if i == 1 else f"{stem}_{i}" for i in itertools.count(1))
         unused = next(name for name in candidates if name not in layers)
         layers[unused] = config

@@ -15,7 +15,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
-from deltazoo.blocks.head import IGNORE_INDEX, cross_entropy
+from deltazoo.blocks.head import IGNORE_INDEX, cap_logits, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.mlp import Mlp
@@ -38,6 +38,10 @@ class ModelSpec(Protocol):
     def norm_eps(self) -> float: ...
     @property
     def tied(self) -> bool: ...
+    @property
+    def embedding_scale(self) -> float: ...
+    @property
+    def logit_cap(self) -> float | None: ...
     def expand(self) -> Sequence[LayerSpec]: ...
     def build_layers(self, backend: str | Backend | None) -> Sequence[Layer]: ...
 
@@ -99,13 +103,14 @@ class LanguageModel(nn.Module):
 
     Initialisation: the embedding, the head and the MLPs' input projections are drawn from N(0, 0.02^2). The
     projections that write to the residual stream (`out` of mixers and MLPs) are drawn from N(0, 0.02^2 / (2 depth)).
-    Each mixer initialises its other weights.
+    The biases of the MLPs are 0. Each mixer initialises its other weights.
     Source: GPT-2, Radford 2019, section 2.3.
     """
 
     def __init__(self, spec: ModelSpec, backend: str | Backend | None = None) -> None:
         super().__init__()
         self.spec = spec
+        self.embedding_scale, self.logit_cap = spec.embedding_scale, spec.logit_cap
         # init_weights draws in the order of registration, so the constructor must draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)
         self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps)
@@ -133,11 +138,14 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, StackState | None]:
         """Compute the input of the head, [B, T, D]; arguments as for `forward`."""
         _check_tokens("tokens", tokens_BT, self.embedding)
-        return self.stack(self.embedding(tokens_BT), state, context)
+        x_BTD = self.embedding(tokens_BT)
+        if self.embedding_scale != 1:
+            x_BTD = x_BTD * self.embedding_scale
+        return self.stack(x_BTD, state, context)
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Apply the head to features [..., D]; the result is [..., L]."""
-        return F.linear(x_BTD, self.head_weight)
+        return cap_logits(F.linear(x_BTD, self.head_weight), self.logit_cap)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
         """Compute the loss to minimise: the total of `losses`. Returns: a float32 scalar."""
@@ -158,7 +166,7 @@ class LanguageModel(nn.Module):
             raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
         recorded: list[AuxiliaryLoss] = []
         x_BTD, _ = self.features(tokens_BT, None, (context or Context())._replace(losses=recorded))
-        entropy = cross_entropy(x_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten())
+        entropy = cross_entropy(x_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten(), cap=self.logit_cap)
         return combine_losses(entropy, recorded)
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:
@@ -208,7 +216,7 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=0.02)
-        for layer in self.stack.layers:
+        for layer in dict.fromkeys(self.stack.layers):  # a shared layer is repeated in the stack
             mlps = [] if layer.mlp is None else [m for m in layer.mlp.modules() if isinstance(m, Mlp)]
             for mlp in mlps:
                 to_hidden = getattr(mlp, "to_hidden", None)

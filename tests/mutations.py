@@ -323,7 +323,21 @@ BLOCKS = [
     Mutation(
         "loss: ignored targets count in the mean", "blocks/head.py",
         "(targets_N != IGNORE_INDEX).sum()", "torch.tensor(targets_N.numel())",
-        "test", "blocks/test_head.py::test_cross_entropy_equals_torch_in_value_and_gradient[4]",
+        "test", "blocks/test_head.py::test_cross_entropy_equals_torch_in_value_and_gradient[4-None]",
+    ),
+    Mutation(
+        "loss: the gradient ignores the cap of the logits", "blocks/head.py",
+        "error_CL *= 1 - (logits_CL / cap).square()", "pass",
+        "test", "blocks/test_head.py::test_cross_entropy_equals_torch_in_value_and_gradient[4-1.5]",
+    ),
+    Mutation(
+        "layer: the residual connection of DeepNorm passes by the norm", "blocks/layer.py",
+        "self.residual_scale * normed_BTD", "self.residual_scale * x_BTD",
+        "test", "blocks/test_hybrids.py::test_logits_and_gradients_equal_those_of_transformers[MiniMax]",
+    ),
+    Mutation(
+        "layer: shared layers have separate weights", "blocks/spec.py", "if spec.share in shared:", "if False:",
+        "test", "blocks/test_layer.py::test_shared_layers_have_one_set_of_weights_and_a_state_for_each_place",
     ),
     Mutation(
         "checkpoint: the step is not restored", "blocks/training/train.py", 'self.step = saved["step"]', "pass",

@@ -1,16 +1,13 @@
 """Costs of a model layer by layer: parameters, state and cache bytes, FLOPs, and the backend of each update."""
 
-from collections.abc import Iterable
-
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from deltazoo.backends.explain import explain
-from deltazoo.blocks.layer import Layer
+from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.attention import AttentionMixer
 from deltazoo.mixers.core.delta_mixer import Update
-from deltazoo.mixers.core.mixer import MixerConfig
 from deltazoo.mixers.core.state import nbytes
 
 DEVICES = ("cpu", "cuda")
@@ -21,9 +18,9 @@ class LayerRow(BaseModel):
 
     Args:
         layer: index, from 0.
-        mixer: the names of its mixers.
+        mixer: the names of its mixers, or "mlp".
         equation: the recurrences of its mixers, one per line.
-        parameters: number of parameters, with the MLP and the norms.
+        parameters: number of parameters, with the MLP and the norms; 0 for a shared module after its first place.
         flops: FLOPs per token in the forward pass, with the MLP; a multiply-add counts as two.
         flops_context: additional FLOPs per token for each token of context that is read.
         state_bytes: recurrent state per sequence, including the whole cache of a sliding window.
@@ -70,12 +67,15 @@ class Description(BaseModel):
 
 def describe(model: LanguageModel) -> Description:
     """Count the costs of a model. Nothing is computed, so the model may be on the meta device."""
-    pairs = zip(model.spec.expand(), model.stack.layers, strict=True)
-    rows = [_row(i, spec.mixers, layer, model.spec.width) for i, (spec, layer) in enumerate(pairs)]
+    layers = list(model.stack.layers)
+    rows = []
+    for i, (spec, layer) in enumerate(zip(model.spec.expand(), layers, strict=True)):
+        row = _row(i, spec, layer, model.spec.width)
+        rows.append(row.model_copy(update={"parameters": 0}) if layer in layers[:i] else row)
     return Description(
         layers=rows,
-        parameters=_parameter_count(model),
-        embedding_parameters=sum(_parameter_count(x) for x in (model.embedding, model.head) if x is not None),
+        parameters=parameter_count(model),
+        embedding_parameters=sum(parameter_count(x) for x in (model.embedding, model.head) if x is not None),
         flops=sum(row.flops for row in rows) + 2 * model.spec.width * model.spec.vocab,
         flops_context=sum(row.flops_context for row in rows),
         state_bytes=sum(row.state_bytes for row in rows),
@@ -84,8 +84,8 @@ def describe(model: LanguageModel) -> Description:
     )
 
 
-def _row(index: int, configs: Iterable[MixerConfig], layer: Layer, width: int) -> LayerRow:
-    costs = [config.cost(width) for config in configs]
+def _row(index: int, spec: LayerSpec, layer: Layer, width: int) -> LayerRow:
+    costs = [config.cost(width) for config in spec.mixers]
     # A sliding window allocates min(window, capacity) slots, which is constant from a capacity of `full_window` on. The
     # difference of two larger capacities is then the cache per token of full attention.
     full_window = max([1, *(m.window or 1 for m in layer.modules() if isinstance(m, AttentionMixer))])
@@ -93,9 +93,9 @@ def _row(index: int, configs: Iterable[MixerConfig], layer: Layer, width: int) -
     cache_bytes = larger - smaller
     return LayerRow(
         layer=index,
-        mixer=" | ".join(config.name for config in configs),
-        equation="\n".join(config.equation() for config in configs),
-        parameters=_parameter_count(layer),
+        mixer=spec.title,
+        equation="\n".join(config.equation() for config in spec.mixers),
+        parameters=parameter_count(layer),
         flops=sum(cost.flops for cost in costs) + (0 if layer.mlp is None else layer.mlp.flops),
         flops_context=sum(cost.flops_context for cost in costs),
         state_bytes=smaller - full_window * cache_bytes,
@@ -118,5 +118,6 @@ def _backends(layer: Layer) -> dict[str, str | None]:
     return chosen
 
 
-def _parameter_count(module: nn.Module) -> int:
+def parameter_count(module: nn.Module) -> int:
+    """Return the number of parameters of a module; a shared one counts once."""
     return sum(parameter.numel() for parameter in module.parameters())

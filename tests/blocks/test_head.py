@@ -24,11 +24,14 @@ def with_gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(3 * loss, tensors)]
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("chunk", [1, 4, 23, 100])
-def test_cross_entropy_equals_torch_in_value_and_gradient(chunk):
+def test_cross_entropy_equals_torch_in_value_and_gradient(chunk, cap):
     x, weight, targets = inputs()
-    ours = with_gradients(cross_entropy(x, weight, targets, chunk), x, weight)
-    theirs = with_gradients(F.cross_entropy(x @ weight.T, targets), x, weight)
+    ours = with_gradients(cross_entropy(x, weight, targets, chunk, cap), x, weight)
+    logits = x @ weight.T
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    theirs = with_gradients(F.cross_entropy(logits, targets), x, weight)
     for actual, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
@@ -78,8 +81,9 @@ def test_one_dynamic_graph_serves_every_length():
 def test_the_operators_pass_opcheck():
     x, weight, targets = (tensor.detach() for tensor in inputs())
     grad = torch.ones((), dtype=torch.float64)
-    torch.library.opcheck(torch.ops.deltazoo.cross_entropy.default, (x, weight, targets, 8))
-    torch.library.opcheck(torch.ops.deltazoo.cross_entropy_backward.default, (grad, x, weight, targets, 8))
+    for cap in (None, 1.5):
+        torch.library.opcheck(torch.ops.deltazoo.cross_entropy.default, (x, weight, targets, 8, cap))
+        torch.library.opcheck(torch.ops.deltazoo.cross_entropy_backward.default, (grad, x, weight, targets, 8, cap))
 
 
 MEASURE = """

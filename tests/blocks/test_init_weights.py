@@ -19,6 +19,10 @@ def all_mixers() -> StackSpec:
 SPECS = {
     **{name: lambda name=name: StackSpec.load(name) for name in SMALL},
     "untied": lambda: StackSpec.load("gated-deltanet-h1-small").model_copy(update={"tied": False}),
+    "biases": lambda: StackSpec.load("griffin-tiny"),
+    "shared": lambda: StackSpec(
+        width=16, depth=3, vocab=9, pattern="a", layers={"a": {"mixer": {"mixer": "attention"}, "share": "a"}}
+    ),
     "all mixers": all_mixers,
 }
 

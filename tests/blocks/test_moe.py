@@ -182,7 +182,7 @@ def test_a_layer_can_have_its_own_experts():
     dense, sparse = (row.flops for row in spec.describe().layers)
     assert sparse - dense == 2 * (3 * 16 * 8 + 3 * 16)  # one more expert, and the router
     model = spec.build()
-    assert [type(layer.mlp).__name__ for layer in model.stack.layers] == ["SwiGLUMlp", "MoEMlp"]
+    assert [type(layer.mlp).__name__ for layer in model.stack.layers] == ["DenseMlp", "MoEMlp"]
     for name, std in (("to_hidden", 0.02), ("out", 0.02 / 2), ("router", 0.02)):
         weight = getattr(model.stack.layers[1].mlp, name).weight
         assert weight.std().item() == pytest.approx(std, rel=0.25), name

@@ -11,7 +11,7 @@ import torch
 import deltazoo
 from deltazoo.backends.errors import ConfigError, PatternError, UnknownNameError
 from deltazoo.blocks import document, presets
-from deltazoo.blocks.mlp import SwiGLU
+from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.mixers import Attention, GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core.delta_mixer import Update
@@ -91,10 +91,10 @@ def test_the_fields_of_a_layer_override_those_of_the_stack():
     stack = {"mlp": {"ratio": 2.0}, "norm_eps": 1e-3, "backend": "reference"}
     spec = StackSpec(width=16, depth=4, vocab=9, pattern="plain + own + bare + bare(mlp=null)", layers=layers, **stack)
     plain, own, bare, again = spec.expand()
-    assert (plain.mlp, plain.norm_eps, plain.backend) == (SwiGLU(ratio=2.0), 1e-3, "reference")
-    assert (own.mlp, own.norm_eps, own.backend) == (SwiGLU(width=5), 0.1, "compile")
+    assert (plain.mlp, plain.norm_eps, plain.backend) == (Dense(ratio=2.0), 1e-3, "reference")
+    assert (own.mlp, own.norm_eps, own.backend) == (Dense(width=5), 0.1, "compile")
     assert (bare.mlp, bare.norm_eps, len(bare.mixers)) == ("none", 1e-3, 2)
-    assert again.mlp == SwiGLU(ratio=2.0)
+    assert again.mlp == Dense(ratio=2.0)
     model = StackSpec(**dict(spec) | {"backend": None}).build()
     assert model.stack.layers[0].mlp.out.weight.shape == (16, 64)
     assert model.stack.layers[1].mlp.out.weight.shape == (16, 5)
@@ -123,7 +123,7 @@ ERRORS = [
     ({"norm_eps": float("inf")}, "norm_eps: Input should be a finite number"),
     ({"mlp": 4}, "mlp: must be {width: ...}, {ratio: ...}, {type: moe, ...} or none, got 4"),
     ({"mlp": {"width": 3, "ratio": 2}}, "mlp: give width or ratio, not both"),
-    ({"mlp": {"type": "mo"}}, "mlp.type: must be swiglu or moe, got 'mo'"),
+    ({"mlp": {"type": "mo"}}, "mlp.type: must be dense or moe, got 'mo'"),
     ({"mlp": {"type": "moe", "expert": 3}}, "mlp.expert: unknown key; did you mean 'experts'?"),
     ({"mlp": {"type": "moe", "experts": 2, "active": 3}}, "mlp: active must be at most experts = 2, got 3"),
     ({"mlp": {"type": "moe", "shared_gate": True}}, "mlp: shared_gate needs shared_width, the hidden width of"),
