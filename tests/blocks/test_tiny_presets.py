@@ -1,0 +1,63 @@
+"""Every tiny preset learns, decodes as it computes in parallel, and compiles to one graph."""
+
+import functools
+import operator
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from deltazoo.blocks import preset, presets
+from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.stack import LanguageModel
+
+TINY = [name for name in presets.names() if name.endswith("-tiny")]
+TEXT = torch.tensor([list(b"the quick brown fox jumps over the lazy dog")])
+
+
+def build(name: str) -> LanguageModel:
+    torch.manual_seed(0)
+    return preset(name).build("reference")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_preset_learns(name: str) -> None:
+    model = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        loss = model.loss(TEXT[:, :-1], TEXT[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_decoding_of_a_tiny_preset_equals_the_parallel_form(name: str) -> None:
+    model = build(name).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger weights, so that every layer affects the logits
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        tokens = TEXT[:, :20]  # more than the windows of 16 tokens
+        expected, _ = model(tokens)
+        state, logits = model.init_state(1, capacity=20), []
+        for piece in tokens.split([3, *[1] * 17], 1):
+            out, state = model(piece, state)
+            logits.append(out)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_training_of_a_tiny_preset_is_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    spec = preset(name)
+    distinct = dict.fromkeys(spec.expand())  # each kind of layer once: tracing a layer takes a second
+    fields = dict(spec) | {"layers": {}, "depth": len(distinct), "pattern": functools.reduce(operator.add, distinct)}
+    with torch.device("meta"):  # traces the operators of the compile backend without compiling their bodies
+        model, tokens = StackSpec(**fields).build("compile"), TEXT.to("meta")
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(model.loss, fullgraph=True, backend=counter)(tokens, tokens).backward()
+    assert counter.frame_count == 1
+    assert all(parameter.grad is not None for parameter in model.parameters())
