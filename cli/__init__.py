@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli import bench, build, check, demo, doctor, generate, schema, show, train, tune, zoo
+from deltazoo.cli import bench, build, check, demo, diff, doctor, generate, schema, show, train, tune, zoo
 from deltazoo.cli import list as list_
 from deltazoo.cli.errors import Debug, report_user_errors
 
@@ -21,6 +21,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_.command,
     "show": show.command,
     "build": build.command,
+    "diff": diff.command,
     "train": train.command,
     "generate": generate.command,
     "bench": bench.command,

@@ -21,6 +21,19 @@ def command(
         bool | None, typer.Option("--tied/--untied", help="Share the weights of embedding and head.")
     ] = None,
     backend: BackendName = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="PATH=VALUE",
+            help="Set a field by its dotted path to a YAML value, such as layers.swa.window=1024 or mlp.width=512; "
+            "repeatable. A new mixer or type resets the other fields beside it.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Plot the layers, and the memory of a sequence against its length, to this .svg file."),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the stack to this .yaml or .json file.")] = None,
     trust: Trust = False,
     as_json: AsJson = False,
@@ -29,10 +42,14 @@ def command(
     from deltazoo.blocks.assemble import assemble
 
     changes = {"pattern": pattern, "width": width, "depth": depth, "vocab": vocab, "tied": tied, "backend": backend}
-    spec = assemble(stack, changes, trust)
+    spec = assemble(stack, changes, trust, settings or [])
     description = spec.describe(backend)
     if save is not None:
         spec.save(save)
+    if plot is not None:
+        from deltazoo.blocks.inspect.plot import plot_stack
+
+        plot_stack(spec, plot)
     if as_json:
         print_json({"stack": spec, "description": description})
         return

@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.benchmark import Benchmark
 from deltazoo.blocks.inspect.describe import Description
+from deltazoo.blocks.inspect.figure import new_figure
 from deltazoo.blocks.training.train import Training
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BEGIN, END = "<!-- deltazoo bench -->", "<!-- /deltazoo bench -->"
 _DPI = 150
@@ -21,7 +18,7 @@ def plot_curves(trainings: Mapping[str, Training], path: str | Path) -> None:
 
     Raises: ConfigError: matplotlib is not installed.
     """
-    figure = _figure(8, 5)
+    figure = new_figure(8, 5)
     axes = figure.subplots()
     for n, (name, training) in enumerate(trainings.items()):
         steps = [point.step for point in training.points]
@@ -44,7 +41,7 @@ def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
         raise ConfigError("there is nothing to plot: no backend ran on any shape")
     groups = list(dict.fromkeys((row.shape, row.direction) for row in rows))
     backends = list(dict.fromkeys(row.backend for row in rows))
-    figure = _figure(max(6.0, 1.6 * len(groups)), 4.5)
+    figure = new_figure(max(6.0, 1.6 * len(groups)), 4.5)
     axes = figure.subplots()
     bar_width = 0.8 / len(backends)
     for n, backend in enumerate(backends):
@@ -126,11 +123,3 @@ def _insert(table: str, path: Path) -> None:
     if not begin or not end:
         raise ConfigError(f"{path} exists and must contain the markers {BEGIN} and {END}, between which the table goes")
     path.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
-
-
-def _figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'deltazoo[bench]'") from error
-    return Figure(figsize=(width, height), layout="constrained")

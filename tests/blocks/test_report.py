@@ -91,5 +91,5 @@ def test_a_table_replaces_only_the_text_between_the_markers(benchmark_result, tm
 
 def test_without_matplotlib_the_error_names_the_package(benchmark_result, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"plots need matplotlib: pip install 'deltazoo\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"plots need matplotlib: pip install 'deltazoo\[plot\]'"):
         report.plot_benchmark(benchmark_result, tmp_path / "bench.png")

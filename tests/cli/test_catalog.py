@@ -149,6 +149,24 @@ def test_build_changes_only_the_given_fields_of_a_file(ok, stack_file):
     assert result["stack"]["width"] == StackSpec.load(stack_file).width
 
 
+def test_build_sets_fields_by_path_and_plots(ok, tmp_path):
+    settings = ("--set", "layers.swa.window=1024", "--set", "mlp.width=96")
+    result = ok("build", "deltanet-swa-tiny", *settings, "--depth", 12, "--plot", tmp_path / "stack.svg", "--json").json
+    assert result["stack"]["layers"]["swa"]["window"] == 1024
+    assert (result["stack"]["mlp"]["width"], result["stack"]["depth"]) == (96, 12)
+    assert (tmp_path / "stack.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_diff_lists_the_differing_fields(ok):
+    rows = ok("diff", "samba-tiny", "deltanet-swa-tiny", "--json").json
+    assert rows["same_model"] is False
+    assert {"path": "pattern", "a": "mamba + swa", "b": "delta + swa"} in rows["differences"]
+    assert {row["path"] for row in rows["differences"]} == {"pattern", "layers.mamba", "layers.delta"}
+    printed = ok("diff", "samba-tiny", "deltanet-swa-tiny").out
+    assert "{mixer: mamba, state_size: 8}" in printed
+    assert ok("diff", "samba", "samba").out == "the stacks describe the same model\n"
+
+
 def test_schema_prints_the_schema_of_the_library(ok):
     assert ok("schema").json == ok("schema", "--json").json == StackSpec.json_schema()
 

@@ -14,6 +14,12 @@ CASES = {
     "no fields to build": (("build",), "also needs width, depth, vocab, pattern"),
     "unknown layer": (("build", "--pattern", "gdnx", "--width", "8", "--depth", "1", "--vocab", "9"), "'gdnx'"),
     "bad width": (("build", "gated-deltanet", "--width", "wide"), "'--width'"),
+    "unknown field to set": (
+        ("build", "deltanet-swa", "--set", "layers.swa.windw=3"),
+        "layers.swa.windw: unknown key; did you mean 'window'?",
+    ),
+    "invalid plot suffix": (("build", "gated-deltanet-small", "--plot", "x.txt"), "'x.txt'"),
+    "unknown stack to compare": (("diff", "samba", "sambo"), "did you mean 'samba'"),
     "invalid save suffix": (("build", "gated-deltanet-small", "--save", "x.txt"), "'x.txt'"),
     "missing save folder": (("build", "gated-deltanet-small", "--save", "/no/folder/x.yaml"), "/no/folder/x.yaml"),
     "unknown kind": (("list", "mixer"), "'mixer'"),

@@ -1,0 +1,27 @@
+"""`deltazoo diff`."""
+
+from typing import Annotated
+
+import typer
+
+from deltazoo.cli.options import AsJson, Trust
+from deltazoo.cli.output import print_json, print_line, print_table
+
+
+def command(
+    a: Annotated[str, typer.Argument(metavar="A", help="Stack file (YAML or JSON), or the name of a preset.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Stack that A is compared with.")],
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the fields in which two stacks differ; layers are compared by name."""
+    from deltazoo.blocks.inspect.diff import diff
+    from deltazoo.blocks.spec import StackSpec
+
+    result = diff(StackSpec.load(a, trust), StackSpec.load(b, trust))
+    if as_json:
+        print_json(result.model_dump(mode="json", exclude_unset=True))
+        return
+    print_table(["field", a, b], [row.cells() for row in result.differences])
+    if result.same_model:
+        print_line("the stacks describe the same model")

@@ -1,0 +1,103 @@
+"""Settings by dotted path change exactly the named field; a wrong one names the key and the nearest known key."""
+
+import pytest
+
+from deltazoo.backends.errors import ConfigError
+from deltazoo.blocks import preset
+from deltazoo.blocks.assemble import assemble
+from deltazoo.blocks.mlp import Dense
+from deltazoo.blocks.moe import MoE
+from deltazoo.blocks.spec import StackSpec
+from deltazoo.mixers import KDA, DeltaNet, SlidingWindow
+
+PATTERN = {"width": 16, "depth": 2, "vocab": 9, "pattern": "gated_deltanet(heads=2) + sliding_window"}
+
+
+def test_a_setting_changes_one_field():
+    spec = preset("deltanet-swa-tiny")
+    changed = assemble("deltanet-swa-tiny", {"depth": 12}, settings=["layers.swa.window=1024", "norm_eps=1e-4"])
+    layers = spec.layers | {"swa": SlidingWindow(heads=2, window=1024)}
+    assert changed == StackSpec(**dict(spec) | {"depth": 12, "layers": layers, "norm_eps": 1e-4})
+    assert assemble("deltanet-swa-tiny") == spec
+
+
+def test_settings_reach_nested_mixers_mlps_and_items_of_lists(tmp_path):
+    settings = ["layers.attn.mixer.heads=4", "layers.mlp.mlp.width=99", "layers.mlp.share=a"]
+    changed = assemble("nemotron-h-tiny", settings=settings)
+    layers = {layer.title: layer for layer in changed.expand()}
+    assert layers["attention"].mixer.heads == 4
+    assert (layers["mlp"].mlp.width, layers["mlp"].share) == (99, "a")
+    path = tmp_path / "stack.yaml"
+    path.write_text(
+        "{width: 16, depth: 1, vocab: 9, pattern: both, layers: "
+        "{both: {mixer: [{mixer: attention}, {mixer: gated_deltanet}]}}}"
+    )
+    both = assemble(str(path), settings=["layers.both.mixer.1.heads=3"]).expand()[0]
+    assert [config.heads for config in both.mixers] == [None, 3]
+
+
+def test_the_mlp_of_a_layer_starts_from_that_of_the_stack():
+    changed = assemble("olmo-hybrid-tiny", settings=["layers.attn.mlp.bias=true"])
+    assert changed.layers["attn"].mlp == Dense(width=128, bias=True)
+    assert changed.mlp == Dense(width=128)
+    with pytest.raises(ConfigError, match=r"'mlp' is unknown; .*Known: mixer, heads"):
+        assemble("olmo-hybrid-tiny", settings=["layers.gdn.mlp.bias=true"])
+
+
+def test_values_are_yaml():
+    spec = assemble("deltanet-swa-tiny", settings=["mlp=none", "tied=false", "layers.swa={mixer: kda, heads: 1}"])
+    assert (spec.mlp, spec.tied, spec.layers["swa"]) == ("none", False, KDA(heads=1))
+
+
+def test_a_new_mixer_or_type_resets_the_fields_beside_it():
+    settings = ["layers.swa.mixer=deltanet", "layers.swa.heads=4", "mlp.type=moe", "mlp.experts=4"]
+    spec = assemble("deltanet-swa-tiny", settings=settings)
+    assert spec.layers["swa"] == DeltaNet(heads=4)
+    assert spec.mlp == MoE(experts=4)
+    same = assemble("deltanet-swa-tiny", settings=["mlp.type=dense"])
+    assert same.mlp == preset("deltanet-swa-tiny").mlp == Dense(width=128)
+
+
+def test_mixers_that_only_the_pattern_names_can_be_set():
+    changed = assemble(None, PATTERN, settings=["layers.sliding_window.window=7"])
+    assert changed.expand()[1].mixer == SlidingWindow(window=7)
+    assert changed.expand()[0].mixer.heads == 2
+
+
+ERRORS = [
+    ("widht=3", "widht: unknown key; did you mean 'width'?"),
+    ("layers.swa.windw=3", "layers.swa.windw: unknown key; did you mean 'window'?"),
+    ("layers.sw.window=3", "layers.sw.window: 'sw' is unknown; did you mean 'swa'?"),
+    ("layers.sw={mixer: kda}", "layers.sw: 'sw' is unknown; did you mean 'swa'?"),
+    ("mpl.width=3", "mpl.width: 'mpl' is unknown; did you mean 'mlp'?"),
+    ("mlp.widht=3", "mlp.widht: unknown key; did you mean 'width'?"),
+    ("width.x=3", "width.x: 'x' cannot be set in 64, which has no fields"),
+    ("layers.swa.window=0", "layers.swa.window: Input should be greater than or equal to 1, got 0"),
+    ("layers.swa.window", "a setting must be PATH=VALUE, such as layers.swa.window=1024, got 'layers.swa.window'"),
+    ("layers..window=3", "a setting must be PATH=VALUE"),
+    ("width=[1", "width=[1: the value is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("setting", "sentence"), ERRORS)
+def test_a_wrong_setting_names_the_key_and_the_nearest(setting, sentence):
+    with pytest.raises(ConfigError) as caught:
+        assemble("deltanet-swa-tiny", settings=[setting])
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_setting_that_the_pattern_overrides_is_refused():
+    with pytest.raises(ConfigError, match="the pattern sets 'heads' itself, in 'gated_deltanet\\(heads=2\\)'"):
+        assemble(None, PATTERN, settings=["layers.gated_deltanet.heads=4"])
+
+
+def test_a_layer_that_only_the_new_pattern_names_is_unknown():
+    with pytest.raises(ConfigError, match=r"layers\.foo\.mlp\.width: 'foo' is unknown"):
+        assemble("samba-tiny", {"pattern": "foo"}, settings=["layers.foo.mlp.width=3"])
+
+
+def test_an_index_outside_a_list_is_refused(tmp_path):
+    path = tmp_path / "stack.yaml"
+    path.write_text("{width: 16, depth: 1, vocab: 9, pattern: a, layers: {a: {mixer: [{mixer: kda}]}}}")
+    with pytest.raises(ConfigError, match="'3' must be an index from 0 to 0"):
+        assemble(str(path), settings=["layers.a.mixer.3.heads=2"])
