@@ -67,7 +67,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(matrix: Tensor, mixer: Tensor, ends: Tensor) -> Tensor:
-        return matrix[mixer]
+        return matrix.index_select(0, mixer)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -157,12 +157,12 @@ class _GroupedConv(torch.autograd.Function):
         sequence: Tensor,
         cu_seqlens: Tensor,
     ) -> Tensor:
-        x, weight = _widened(x), _widened(weight)
+        x, weight_WGC = _widened(x), _taps_first(weight)
         before = _with_history(x, history)
-        y = x * weight[:, :, -1][mixer]
+        y = x * weight_WGC[-1].index_select(0, mixer)
         for shift in range(1, weight.shape[2]):
             index, _ = _earlier_rows(sequence, cu_seqlens, shift, 0 if history is None else history.shape[1])
-            y.addcmul_(before.index_select(0, index), weight[:, :, -1 - shift][mixer])
+            y.addcmul_(before.index_select(0, index), weight_WGC[-1 - shift].index_select(0, mixer))
         return y
 
     @staticmethod
@@ -173,18 +173,18 @@ class _GroupedConv(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, history, mixer, ends, sequence, cu_seqlens = ctx.saved_tensors
-        wide_weight = _widened(weight)
+        weight_WGC = _taps_first(weight)
         before, after = _with_history(_widened(x), history), _with_history(grad, None)
         A, past = x.shape[0], 0 if history is None else history.shape[1]
         end_A = cu_seqlens.long()[sequence + 1]
         row_A = torch.arange(A, device=x.device)
-        grad_x = grad * wide_weight[:, :, -1][mixer]
+        grad_x = grad * weight_WGC[-1].index_select(0, mixer)
         grad_weight = [grouped_sum(grad * x, ends)]
         grad_history = None if history is None else grad.new_zeros(history.shape).flatten(0, 1)
         for shift in range(1, weight.shape[2]):
             index, inside = _earlier_rows(sequence, cu_seqlens, shift, past)
-            grad_weight.insert(0, grouped_sum(grad * before.index_select(0, index), ends))
-            weight_AC = wide_weight[:, :, -1 - shift][mixer]
+            grad_weight.insert(0, grouped_sum(before.index_select(0, index).mul_(grad), ends))
+            weight_AC = weight_WGC[-1 - shift].index_select(0, mixer)
             later = torch.where(row_A + shift < end_A, row_A + shift, A)
             grad_x.addcmul_(after.index_select(0, later), weight_AC)
             if grad_history is not None:
@@ -197,6 +197,11 @@ class _GroupedConv(torch.autograd.Function):
 
 def _widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _taps_first(weight_GCW: Tensor) -> Tensor:
+    """Return the weights as [W, G, C], contiguous, so that the weights of a row are read as a vector."""
+    return _widened(weight_GCW).permute(2, 0, 1).contiguous()
 
 
 def _with_history(x_AC: Tensor, history_NPC: Tensor | None) -> Tensor:
