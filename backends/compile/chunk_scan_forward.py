@@ -116,8 +116,7 @@ def propagate(
     per_chunk = zip(*(by_chunk(y, n) for y in (K, V_new, W)), transitions.gamma, *bounds, strict=True)
     for (K_i, V_i, W_i, gamma, start, end), before, after in zip(per_chunk, states[:-1], states[1:], strict=True):
         if start is not None:
-            selected, initial = start
-            torch.where(selected, initial, before, out=before)
+            torch.where(start[0], start[1], before, out=before)
         if W_i is not None:
             V_i.baddbmm_(W_i, before, alpha=-1)
         if not is_added:
