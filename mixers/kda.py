@@ -16,14 +16,19 @@ from deltazoo.mixers.parts.output_gates import OutputGate
 class KDA(DeltaRuleConfig):
     """S_t = (I - beta_t k_t k_t^T) Diag(a_t) S_(t-1) + beta_t k_t v_t^T, with a low-rank decay and a sigmoid gate.
 
-    A `reparam` gives EFLA or Longhorn with a decay per channel.
+    `reparam="efla"` or "longhorn" makes this EFLA or Longhorn with a decay per channel.
     """
 
     name: ClassVar[str] = "kda"
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
-    gate_rank: int | None = Field(default=None, ge=1, description="rank of the maps to decay and gate; None: K and V")
+    gate_rank: int | None = Field(
+        default=None, ge=1, description="rank of the projections of decay and output gate; None: K and V"
+    )
     decay_bound: float | None = Field(
-        default=None, lt=0, description="lower bound of log_decay, -5 in Ling 2.5 and GLM-5.3; None: no bound"
+        default=None,
+        lt=0,
+        description="log_decay = decay_bound sigmoid(exp(A_log) (W x + dt_bias)), -5 in Ling 2.5 and GLM-5.3; None: "
+        "-exp(A_log) softplus(W x + dt_bias)",
     )
 
     def spec(self) -> UpdateSpec:

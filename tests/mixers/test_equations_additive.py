@@ -56,6 +56,8 @@ from deltazoo.mixers import (
 )
 from deltazoo.mixers.parts.feature_maps import Feature
 
+FEATURES, SLOTS = 16, 7  # random features of gated_rfa, memory slots of gsa and abc
+
 
 def normalised_linear_attention(phi: Callable[[Tensor], Tensor]) -> Equation:
     def equation(w: Weights, x: Tensor) -> Tensor:
@@ -123,12 +125,12 @@ def gated_rfa(w: Weights, x: Tensor) -> Tensor:
 
     def phi(y: Tensor) -> Tensor:
         angle = torch.einsum("bthk,hkr->bthr", unit(y) * sigma, G)
-        return torch.cat([angle.sin(), angle.cos()], -1) / 4  # the root of 16 features
+        return torch.cat([angle.sin(), angle.cos()], -1) / FEATURES**0.5
 
     q, k = phi(q), phi(k)
     g = torch.sigmoid(linear(w, "operands.decay.proj", x))[..., None]
     o = recurrence(q, (1 - g) * k, v, g, scale=1)
-    z = scan(lambda z, t: g[:, t] * z + (1 - g[:, t]) * k[:, t], lambda z, t: z, x.new_zeros(2, HV, 32))
+    z = scan(lambda z, t: g[:, t] * z + (1 - g[:, t]) * k[:, t], lambda z, t: z, x.new_zeros(2, HV, 2 * FEATURES))
     return out(w, o / (z * q).sum(-1, keepdim=True).abs().clamp(min=0.05))
 
 
@@ -141,26 +143,28 @@ def hgrn2(w: Weights, x: Tensor) -> Tensor:
 
 
 def mlstm(w: Weights, x: Tensor) -> Tensor:
-    """Without the stabiliser, because float64 can represent these exponentials."""
+    """Gates and state are not stabilised, because float64 can represent these exponentials; m only scales epsilon."""
     q, k, v = qkv(w, x)
     raw = 15 * torch.tanh(linear(w, "operands.gates.proj", x) / 15)
     i, f = raw[..., :HV].exp()[..., None], raw[..., HV:].sigmoid()[..., None]
     n = scan(lambda n, t: f[:, t] * n + i[:, t] * k[:, t], lambda n, t: n, x.new_zeros(2, HV, K))
     q = q * K**-0.5
-    # The mixer adds epsilon to the stored divisor, which is divided by exp(m).
-    m, max_terms = torch.full((2, HV), -80.0, dtype=x.dtype), []
+    # The mixer divides the normaliser by exp(m) before it adds 1e-6, which is 1e-6 exp(m) here.
+    m, exp_m = torch.full((2, HV), -80.0, dtype=x.dtype), []
     for t in range(T):
         m = torch.maximum(m + f[:, t, :, 0].log(), i[:, t, :, 0].log())
-        max_terms.append(m.exp())
-    eps = 1e-6 * torch.stack(max_terms, 1)[..., None].detach()
+        exp_m.append(m.exp())
+    eps = 1e-6 * torch.stack(exp_m, 1)[..., None].detach()
     o = recurrence(q, i * k, v, f, scale=1) / ((n * q).sum(-1, keepdim=True).abs().clamp(min=1) + eps)
     return out(w, gate(w, x, layer_norm(w, o, 1e-6), torch.sigmoid))
 
 
 def gsa(w: Weights, x: Tensor) -> Tensor:
     q, k, v = (F.silu(y) for y in qkv(w, x))
-    a = split_heads(torch.sigmoid(linear(w, "operands.slots.proj", x)) ** (1 / 8), 7)
-    keys = scan(lambda S, t: a[:, t, ..., None] * S + outer(1 - a[:, t], k[:, t]), lambda S, t: S, zero_state(x, 7, K))
+    a = split_heads(torch.sigmoid(linear(w, "operands.slots.proj", x)) ** (1 / 8), SLOTS)
+    keys = scan(
+        lambda S, t: a[:, t, ..., None] * S + outer(1 - a[:, t], k[:, t]), lambda S, t: S, zero_state(x, SLOTS, K)
+    )
     p = torch.einsum("bthmk,bthk->bthm", keys, q).softmax(-1)
     return out(w, rms_norm(w, F.silu(recurrence(p, 1 - a, v, a, scale=1)), dims=2))
 
@@ -169,7 +173,7 @@ def abc(w: Weights, x: Tensor) -> Tensor:
     """Slots as means of all tokens so far, weighted by a softmax over time."""
     q, k, v = qkv(w, x)
     q, k = (torch.cat([z.real, z.imag], -1) for z in (rotate(q, T), rotate(k, T)))
-    score = split_heads(linear(w, "operands.slots.proj", x), 7).clamp(-32, 32)
+    score = split_heads(linear(w, "operands.slots.proj", x), SLOTS).clamp(-32, 32)
     outputs = []
     for t in range(1, T + 1):
         weight = score[:, :t].softmax(1)
@@ -248,12 +252,12 @@ CASES: dict[str, Case] = {
     "gla": (GLA(**HEADS, gate_rank=3), gla),
     "simple_gla": (SimpleGLA(**HEADS), simple_gla),
     "simple_gla, convolution": (SimpleGLA(**HEADS, conv_width=4), simple_gla),
-    "gated_rfa": (GatedRFA(**HEADS, features=16), gated_rfa),
+    "gated_rfa": (GatedRFA(**HEADS, features=FEATURES), gated_rfa),
     "hgrn2": (HGRN2(**HEADS), hgrn2),
     "mlstm": (MLSTM(**HEADS), mlstm),
     "mamba3": (Mamba3(**HEADS, rotary_fraction=0.7), mamba3),
-    "gsa": (GSA(**HEADS, slots=7), gsa),
-    "abc": (ABCAttention(**HEADS, slots=7), abc),
+    "gsa": (GSA(**HEADS, slots=SLOTS), gsa),
+    "abc": (ABCAttention(**HEADS, slots=SLOTS), abc),
     "rwkv6": (RWKV6(**HEADS, mix_rank=2, decay_rank=3), rwkv6),
 }
 
