@@ -104,11 +104,12 @@ class LayerSpec(PlainDataModel, Term):
 
 
 class LayerOutput(NamedTuple):
-    """The result of a layer: x [B, T, D], the new state or None, and the auxiliary losses of its modules."""
+    """The result of a layer: x [B, T, D], the new state or None, the auxiliary losses, and values for later layers."""
 
     x: Tensor
     state: LayerState | None
     losses: list[AuxiliaryLoss]
+    values: dict[str, Any] | None
 
 
 class Layer(nn.Module):
@@ -133,14 +134,15 @@ class Layer(nn.Module):
     def forward(self, x_BTD: Tensor, state: LayerState | None = None, context: Context | None = None) -> LayerOutput:
         """Run the layer. `state` has one entry per mixer; the returned state is None if `state` is None.
 
-        The auxiliary losses are returned, and only if `context.losses` is a list: FSDP2 copies the lists among the
-        arguments, and activation checkpointing runs the layer twice, so that appending to `context.losses` would lose
-        the losses or count them twice.
+        `context.losses` and `context.values` stay as they are: the layer returns its auxiliary losses, if
+        `context.losses` is a list, and the extended values. FSDP2 with mixed precision copies the containers among the
+        arguments, and activation checkpointing runs the layer twice, so that a change of them would be lost or made
+        twice.
         """
         losses: list[AuxiliaryLoss] = []
         inner = context or Context()
-        if inner.losses is not None:
-            inner = inner._replace(losses=losses)
+        values = None if inner.values is None else dict(inner.values)
+        inner = inner._replace(losses=None if inner.losses is None else losses, values=values)
         states: list[State] = []
 
         def mix(x_BTD: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class Layer(nn.Module):
         mlp = self.mlp
         if mlp is not None and self.mlp_norm is not None:
             x_BTD = self._add_branch(x_BTD, self.mlp_norm, lambda x_BTD: mlp(x_BTD, inner))
-        return LayerOutput(x_BTD, None if state is None else tuple(states), losses)
+        return LayerOutput(x_BTD, None if state is None else tuple(states), losses, values)
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
         """Return the initial state, one entry per mixer."""

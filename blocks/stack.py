@@ -72,9 +72,10 @@ class Stack(nn.Module):
         if state is None:
             for layer in self.layers:
                 if self.checkpointed and torch.is_grad_enabled():
-                    x_BTD, _, losses = checkpoint(layer, x_BTD, None, context, use_reentrant=False)
+                    x_BTD, _, losses, values = checkpoint(layer, x_BTD, None, context, use_reentrant=False)
                 else:
-                    x_BTD, _, losses = layer(x_BTD, None, context)
+                    x_BTD, _, losses, values = layer(x_BTD, None, context)
+                context = context._replace(values=values)
                 if recorded is not None:
                     recorded.extend(losses)
             return self.norm(x_BTD), None
@@ -84,7 +85,8 @@ class Stack(nn.Module):
             )
         states = []
         for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            x_BTD, new_state, losses = layer(x_BTD, layer_state, context)
+            x_BTD, new_state, losses, values = layer(x_BTD, layer_state, context)
+            context = context._replace(values=values)
             if recorded is not None:
                 recorded.extend(losses)
             states.append(new_state)

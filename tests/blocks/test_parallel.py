@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +26,16 @@ RANKS = 2
 def build_model() -> LanguageModel:
     torch.manual_seed(0)
     return StackSpec.model_validate(SPEC).build(backend="reference")
+
+
+def build_rwkv7() -> LanguageModel:
+    """Weights large enough that the first layer's values change the loss."""
+    torch.manual_seed(0)
+    model = StackSpec(width=16, depth=2, vocab=29, pattern="rwkv7(heads=1)", mlp={"width": 8}).build("reference")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
 
 
 def make_batch() -> Tensor:
@@ -58,6 +68,12 @@ def run_rank(rank: int, folder: str) -> None:
             gradients[name.removeprefix("module.")] = whole
         if rank == 0:
             torch.save(gradients, f"{folder}/{strategy}.pt")
+    objective, mesh = Objective(build_rwkv7()), dist.device_mesh.init_device_mesh("cpu", (RANKS,))
+    for layer in objective.model.stack.layers:  # a mixed-precision policy copies the containers among the arguments
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    loss = fully_shard(objective, mesh=mesh)(rows[:, :-1], rows[:, 1:])
+    if rank == 0:
+        torch.save(loss.detach(), f"{folder}/rwkv7.pt")
     dist.barrier()
     os._exit(0)  # a normal exit has hung on threads of gloo
 
@@ -82,3 +98,10 @@ def test_two_processes_give_the_gradients_of_one(strategy: str, folder: Path) ->
     assert gradients.keys() == dict(objective.named_parameters()).keys()
     for name, parameter in objective.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.timeout(180)
+def test_mixed_precision_keeps_the_values_that_layers_share(folder: Path) -> None:
+    rows = make_batch()[:2]
+    expected = build_rwkv7().loss(rows[:, :-1], rows[:, 1:])
+    torch.testing.assert_close(torch.load(folder / "rwkv7.pt"), expected.detach(), rtol=1e-5, atol=0)
