@@ -17,7 +17,7 @@ Activation = Literal["silu", "gelu", "relu2"]
 
 
 class Mlp(nn.Module, ABC):
-    """MLP of a layer: `(x [B, T, D], context) -> y [B, T, D]`, each token by itself.
+    """MLP of a layer: `(x [B, T, D], context) -> y [B, T, D]`, applied to each token independently.
 
     A `LanguageModel` initialises the weights of every submodule's `to_hidden` and `out`.
     """
@@ -53,7 +53,7 @@ class HiddenWidth(BaseModel, ABC):
         """Return the hidden width F for a layer of this width."""
         if self.width is not None:
             return self.width
-        return 64 * math.ceil((self.ratio or 8 / 3) * width / 64)
+        return 64 * math.ceil(round((self.ratio or 8 / 3) * width / 64, 6))
 
     @abstractmethod
     def build(self, width: int) -> Mlp:

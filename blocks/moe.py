@@ -14,7 +14,7 @@ from deltazoo.backends.base import state_dtype, without_autocast
 from deltazoo.blocks.mlp import Dense, DenseMlp, HiddenWidth, Mlp
 from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.parts.routing import record_load_balance, record_z_loss
+from deltazoo.mixers.parts.routing import real_tokens, record_load_balance, record_z_loss
 
 
 class MoE(HiddenWidth):
@@ -23,7 +23,7 @@ class MoE(HiddenWidth):
     s = softmax(W x), or sigmoid(W x); w_e = scale s_e, or scale s_e / sum of s over the k experts. No token is dropped.
     Ties go to the expert with the lower index.
 
-    The published models, with the hidden widths of experts and shared expert:
+    Fields of published models; `width` and `shared_width` are those of the model:
         Jamba: normalize=False, scores="softmax"
         Qwen3-Next: normalize=True, scores="softmax", shared_width=..., shared_gate=True
         Kimi Linear: normalize=True, scores="sigmoid", selection_bias=True, scale=2.446, shared_width=..., balance=0
@@ -103,8 +103,9 @@ class ExpertRouter(nn.Module):
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
         if context.losses is not None:
             chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, expert_BTK, True)
-            if context.mask is not None:
-                chosen = chosen & context.mask[..., None]
+            real_BT = real_tokens(x_BTD.shape[1], context)
+            if real_BT is not None:
+                chosen = chosen & real_BT[..., None]
             p = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             record_load_balance("moe_balance", config.balance, p, chosen, context)
             record_z_loss("moe_z", config.z, logits, context)
@@ -142,9 +143,9 @@ class MoEMlp(Mlp):
         expert_BTK, weight_BTK = self.router(x_BTD, context)
         groups = group_rows(expert_BTK.flatten(0, 1), experts)
         x_ND = x_BTD.flatten(0, 1)
-        gate_AF, up_AF = self.to_hidden(x_ND[groups.order // active], groups.ends).chunk(2, dim=-1)
+        gate_AF, up_AF = self.to_hidden(x_ND.index_select(0, groups.order // active), groups.ends).chunk(2, dim=-1)
         y_AD = self.out(F.silu(gate_AF) * up_AF, groups.ends)
-        y_BTKD = y_AD[groups.order.argsort()].view(*weight_BTK.shape, -1)
+        y_BTKD = y_AD.index_select(0, groups.order.argsort()).view(*weight_BTK.shape, -1)
         y_BTD = (weight_BTK[..., None] * y_BTKD).sum(2).to(y_AD.dtype)
         if self.shared is None:
             return y_BTD

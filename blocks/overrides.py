@@ -73,7 +73,7 @@ def _with_layers_of_pattern(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_own_mlp(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """Copy the stack's MLP to a layer that has no own MLP; the entry of a mixer cannot have one."""
+    """Copy the stack's MLP to a layer that does not set `mlp`; the entry of a mixer cannot have one."""
     layer = data["layers"].get(name)
     if not isinstance(layer, Mapping) or (isinstance(layer.get("mixer"), str) and layer["mixer"] != "none"):
         return data
@@ -81,7 +81,7 @@ def _with_own_mlp(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_layer(keys: list[str], data: dict[str, Any]) -> None:
-    """Refuse a layer that does not exist, and a field that the pattern overrides: the setting would have no effect."""
+    """Refuse a layer that does not exist, and a field that the pattern sets for a use of the layer."""
     used, path = _pattern_names(data), ".".join(keys)
     known = dict.fromkeys([*data["layers"], *(name.name for name in used)])
     if keys[1] not in known:

@@ -32,7 +32,10 @@ def command(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Plot the layers, and the memory of a sequence against its length, to this .svg file."),
+        typer.Option(
+            help="Plot the parameters of each layer, and state and cache against context length, to this .svg, .png or "
+            ".pdf file."
+        ),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the stack to this .yaml or .json file.")] = None,
     trust: Trust = False,
@@ -44,15 +47,17 @@ def command(
     changes = {"pattern": pattern, "width": width, "depth": depth, "vocab": vocab, "tied": tied, "backend": backend}
     spec = assemble(stack, changes, trust, settings or [])
     description = spec.describe(backend)
-    if save is not None:
-        spec.save(save)
     if plot is not None:
         from deltazoo.blocks.inspect.plot import plot_stack
 
         plot_stack(spec, plot)
+    if save is not None:
+        spec.save(save)
     if as_json:
         print_json({"stack": spec, "description": description})
         return
     print_layers(description)
+    if plot is not None:
+        print_line(f"plotted to {plot}")
     if save is not None:
         print_line(f"saved to {save}")

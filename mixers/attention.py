@@ -17,7 +17,7 @@ from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
-from deltazoo.mixers.parts.caches import KVCache, append_to_cache, check_room, empty_cache, required_capacity
+from deltazoo.mixers.parts.caches import KVCache, append_to_cache, check_capacity, empty_cache, required_capacity
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.rotary import angles, apply_rotary
 from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
@@ -195,4 +195,4 @@ class AttentionMixer(Mixer):
         if self.window is not None and slots > self.window:
             raise StateError(f"the cache must have at most window = {self.window} slots, got {slots}")
         if slots != self.window:
-            check_room(cache.position, token_counts(x_BTD, context), slots)
+            check_capacity(cache.position, token_counts(x_BTD, context), slots)

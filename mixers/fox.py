@@ -22,7 +22,7 @@ from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.rotary import angles, apply_rotary
 from deltazoo.mixers.parts.softmax_attention import attend
 
-QK_NORM_EPS = 1e-5  # of the published code, whatever the epsilon of its other norms
+QK_NORM_EPS = 1e-5  # the published code fixes it for q and k
 
 
 class FoX(AttentionHeadsConfig, FilterConfig):

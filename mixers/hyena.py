@@ -16,7 +16,7 @@ from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import CachingFilter, FilterConfig, FilterMixer
-from deltazoo.mixers.parts.caches import append_tokens, check_room, required_capacity
+from deltazoo.mixers.parts.caches import append_tokens, check_capacity, required_capacity
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.diagonal_ssm import fft_convolve
 
@@ -106,7 +106,7 @@ class LongConv(nn.Module, CachingFilter):
             return self._with_bias(fft_convolve(x, self.kernel(x.shape[1], x)), x), None
         old = self._unpacked_state(x, context) if state is None else state
         count = token_counts(x, context)
-        check_room(old["seen"], count, old["history"].shape[1])
+        check_capacity(old["seen"], count, old["history"].shape[1])
         offset = old["seen"].clone()
         starts = None if context.cu_seqlens is None else context.cu_seqlens[:-1].long()
         (history,), seen = append_tokens([old["history"]], old["seen"], [x], count, starts)

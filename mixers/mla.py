@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.part import is_unmodified
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
@@ -39,7 +40,9 @@ class MLA(FilterConfig):
     value_width: int | None = Field(default=None, ge=1, description="V, width of v per head; None: key_width")
     latent_width: int | None = Field(default=None, ge=1, description="C, width of c; None: 4 * key_width")
     rotary_width: int | None = Field(
-        default=None, ge=0, description="R, width of r, even with rotary embeddings; None: key_width / 2, made even"
+        default=None,
+        ge=0,
+        description="R, width of r, even with rotary embeddings; None: key_width / 2, rounded down to even",
     )
     query_rank: int | None = Field(
         default=None, ge=1, description="q = W norm(W' x) with W' of this rank; None: q = W x"
@@ -129,7 +132,7 @@ class MLAMixer(TokenCacheMixer):
         position_BT = state["seen"][:, None] + torch.arange(q.shape[1], device=q.device)
         self.append({"latent": latent}, state, new, q, context)
         latent = new["latent"].to(latent.dtype)
-        if q.shape[1] == 1:
+        if q.shape[1] == 1 and type(self.to_kv) is nn.Linear and is_unmodified(self.to_kv):
             return self._decode(q, latent, new["seen"], position_BT)
         return attend_cache(
             q, KVCache(*self._keys_and_values(*self._split(latent)), new["seen"]), self.scale, position_BT

@@ -21,7 +21,7 @@ from deltazoo.mixers.core.grouped import Rows
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place, State
 from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import batch, rollback_
-from deltazoo.mixers.parts.routing import record_load_balance, record_z_loss
+from deltazoo.mixers.parts.routing import real_tokens, record_load_balance, record_z_loss
 
 
 def _parse_memory(data: Any, info: ValidationInfo) -> MixerConfig:
@@ -58,7 +58,7 @@ class MoM(MixerConfig):
     z: float = Field(default=0.0, ge=0, description="coefficient of the z-loss, the mean square of logsumexp(W x)")
 
     @model_validator(mode="after")
-    def _memories_suffice(self) -> Self:
+    def _check_active(self) -> Self:
         if self.active > self.memories:
             raise ValueError(f"active must be at most memories = {self.memories}, got {self.active}")
         return self
@@ -74,7 +74,7 @@ class MoM(MixerConfig):
         return f"y_t = {'shared(x)_t + ' if self.shared else ''}{chosen}; each: {self.memory.equation()}"
 
     def cost(self, width: int) -> Cost:
-        """Return the cost of all memories, each of which runs on T tokens, and of the router."""
+        """Return the cost of all memories on T tokens and of the router; grouped memories run on k T tokens only."""
         one, count = self.memory.cost(width), self.memories + self.shared
         return Cost(count * one.flops + 2 * width * self.memories, *(count * size for size in one[1:]))
 
@@ -93,7 +93,7 @@ class Routes(NamedTuple):
 class Router(nn.Module):
     """Choose `active` memories for each token.
 
-    Computed in float32 also under autocast, so that prefill and decoding choose the same memories.
+    Computed in float32 also under autocast, so that prefill and decoding choose the same memories except at near-ties.
     Initialisation: N(0, 0.02^2). Source: MoM 2502.13685, section 3.2.
     """
 
@@ -107,17 +107,17 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, context: Context) -> Routes:
-        """Route x [B, T, D] and record the auxiliary losses. Padded tokens get no memory."""
+        """Route x [B, T, D] and record the auxiliary losses. Tokens that belong to no sequence get no memory."""
         dtype = state_dtype(x.dtype)
         with without_autocast(x):
-            # a sum per row has the same rounding for every B and T; the order of summation in a matrix product depends
-            # on the shape
+            # on a CPU a sum per row has the same rounding for every B and T, which a matrix product has not
             logits = torch.stack([(x.to(dtype) * row.to(dtype)).sum(-1) for row in self.weight], -1)
         p = logits.softmax(-1)
         order = p.detach().argsort(dim=-1, descending=True, stable=True)[..., : self.active]
         chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, True)
-        if context.mask is not None:
-            chosen = chosen & context.mask[..., None]
+        real_BT = real_tokens(x.shape[1], context)
+        if real_BT is not None:
+            chosen = chosen & real_BT[..., None]
         weight = torch.where(chosen, p, 0.0)
         if self.active > 1:  # a single weight divided by itself is 1 and gives the router no gradient
             weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-20)
@@ -159,20 +159,20 @@ class MoMMixer(Mixer):
         self, x: Tensor, state: dict[str, State] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, State] | None]:
         x_BTD, context, order = left_align(x, self.width, context)
-        # positions count the tokens of one memory; values of other layers belong to all tokens, not to one memory's
-        context = context._replace(positions=None, values=None)
+        context = context._replace(values=None)  # values of other layers belong to all tokens, not to one memory's
         if state is not None:
             expected = {*self.names, *(["shared"] if self.shared is not None else [])}
             if not isinstance(state, dict) or set(state) != expected:
                 raise StateError(f"the state must have {sorted(expected)}, got {sorted(state)}")
             check_state({name: batch(tree) for name, tree in state.items()}, x_BTD, context)
         routes = self.router(x_BTD, context)
+        own_context = context._replace(positions=None)  # a memory counts its own tokens
         states = [None if state is None else state[name] for name in self.names]
         memories = list(self.memories)
         if x_BTD.shape[0] > 0 and x_BTD.shape[1] > 1 and can_group(memories) and memories[0].update.takes_packs(x_BTD):
-            y_BTD, states = _run_grouped(memories, x_BTD, routes, states, context)
+            y_BTD, states = _run_grouped(memories, x_BTD, routes, states, own_context)
         else:
-            y_BTD, states = _run_one_by_one(memories, x_BTD, routes, states, context)
+            y_BTD, states = _run_one_by_one(memories, x_BTD, routes, states, own_context)
         new = dict(zip(self.names, states, strict=True))
         if self.shared is not None:
             o_BTD, new["shared"] = self.shared(x_BTD, None if state is None else state["shared"], context)
@@ -202,8 +202,8 @@ def _run_grouped(
     count = M * N + (real_BT is not None)
     index_A, order_A = index_BTK.flatten().sort(stable=True)
     bounds = torch.searchsorted(index_A, torch.arange(count + 1, device=index_A.device)).to(torch.int32)
-    ends_M = torch.cat([bounds[N : M * N : N], bounds.new_full((1,), A)])
-    rows = Rows((index_A // N).clamp(max=M - 1), ends_M)
+    ends_M = torch.cat([bounds[torch.arange(1, M, device=bounds.device) * N], bounds.new_full((1,), A)])
+    rows = Rows((index_A // max(N, 1)).clamp(max=M - 1), ends_M)
     state = None
     if states[0] is not None:
         extra = count - M * N
@@ -269,8 +269,8 @@ def _run_on_packed(
     cu_seqlens = context.cu_seqlens
     assert cu_seqlens is not None
     T, N = x_1TD.shape[1], cu_seqlens.shape[0] - 1
-    chosen_N = torch.zeros(N, dtype=torch.int64, device=x_1TD.device)
-    chosen_N = chosen_N.index_add(0, sequence_index(cu_seqlens, T), chosen_T.long())
+    chosen_N = torch.zeros(N + 1, dtype=torch.int64, device=x_1TD.device)  # N: tokens of no sequence
+    chosen_N = chosen_N.index_add(0, sequence_index(cu_seqlens, T), chosen_T.long())[:N]
     count_2N = torch.cat([chosen_N, cu_seqlens.diff() - chosen_N])
     ends = torch.cat([count_2N.new_zeros(1), count_2N.cumsum(0)]).to(torch.int32)
     context = context._replace(cu_seqlens=ends)

@@ -1,6 +1,5 @@
 """Plot of a stack: the parameters of each layer, and the memory of a sequence against its length."""
 
-import math
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,5 +103,9 @@ def _plot_memory(spec: StackSpec, axes: "Axes") -> None:
 
 def _short(count: float) -> str:
     """Format a count with three digits and a unit: 8.65B."""
-    exponent = min(3, int(math.log10(count)) // 3) if count >= 1 else 0
-    return f"{count / 1000**exponent:.3g}{('', 'K', 'M', 'B')[exponent]}"
+    for unit in ("", "K", "M", "B"):
+        text = f"{count:.3g}"
+        if float(text) < 1000:
+            return text + unit
+        count /= 1000
+    return f"{count:.3g}T"

@@ -59,7 +59,12 @@ class Groupable(nn.Module, ABC):
 def is_groupable(part: nn.Module) -> bool:
     """Whether the class of the part declares `forward_grouped`, and no module in it is replaced or has a hook."""
     declared = isinstance(part, Groupable) and "forward_grouped" in vars(type(part))
-    return declared and all(is_unmodified(module) for module in part.modules())
+    return declared and all(_is_known(module) and is_unmodified(module) for module in part.modules())
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether `forward_grouped` computes what the module does: a subclass of nn.Linear, say, may compute more."""
+    return type(module) in (nn.Linear, nn.Sequential, nn.Identity) or type(module).__module__.startswith("deltazoo.")
 
 
 class _Expand(torch.autograd.Function):

@@ -7,6 +7,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
@@ -59,10 +60,10 @@ class GroupedLinear(nn.Module):
 def grouped_linear(x_AD: Tensor, weight_GFD: Tensor, ends: Tensor) -> Tensor:
     """Compute y_a = W_g x_a, [A, F], for rows x [A, D] sorted by group; `ends` as in `Groups`.
 
-    The shapes do not depend on `ends`, and a GPU does not wait for the host. The product is `torch._grouped_mm` for
+    The shapes do not depend on `ends`. The product is `torch._grouped_mm` for
     bfloat16 on a GPU if D and F are multiples of 8, as that operator demands. Other products run group by group: on the
-    CPU on the rows of the group, elsewhere on all rows with those of other groups set to zero, which takes G times the
-    operations.
+    CPU on the rows of the group, elsewhere on all rows, of which those of the group are selected, which takes G times
+    the operations.
     """
     device = x_AD.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x_AD.dtype != torch.float64:
@@ -92,7 +93,7 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
 def _is_in_group(ends: Tensor, rows: int) -> Tensor:
     """Whether each row belongs to each group, [G, A]."""
     row_A = torch.arange(rows, device=ends.device)
-    return (row_A < ends[:, None]) & (row_A >= ends.roll(1).index_fill(0, ends.new_zeros(1).long(), 0)[:, None])
+    return (row_A < ends[:, None]) & (row_A >= F.pad(ends[:-1], (1, 0))[:, None])
 
 
 def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return y
     y = x.new_zeros(x.shape[0], weight.shape[2])
     for g, rows in enumerate(_is_in_group(ends, x.shape[0])):
-        y += torch.where(rows[:, None], x, 0) @ weight[g]
+        y = torch.where(rows[:, None], x @ weight[g], y)
     return y
 
 
@@ -116,7 +117,8 @@ def _outer_products(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         return torch._grouped_mm(grad.contiguous().T, x.contiguous(), offs=ends)
     if _runs_by_rows(x):
         return torch.stack([grad[start:end].T @ x[start:end] for start, end in _bounds(ends)])
-    return torch.stack([torch.where(rows[:, None], grad, 0).T @ x for rows in _is_in_group(ends, x.shape[0])])
+    groups = (rows[:, None] for rows in _is_in_group(ends, x.shape[0]))
+    return torch.stack([torch.where(rows, grad, 0).T @ torch.where(rows, x, 0) for rows in groups])
 
 
 def _product_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

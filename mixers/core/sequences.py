@@ -83,6 +83,32 @@ def last_of_each_sequence(values: Tensor, state: Tensor, context: Context) -> Te
     return torch.where(is_empty_N, state, values[0, (bounds[1:] - 1).clamp(min=0)])
 
 
+def segment_cumsum(x: Tensor, before: Tensor | None, context: Context) -> Tensor:
+    """Sum x over the tokens of each sequence up to each token, in float64 (float32 on MPS).
+
+    The sums of a pack come from one sum over all its tokens, in which float32 would lose the precision of the later
+    sequences. A value that is not finite makes the sums from there to the end of its sequence NaN.
+
+    Args: x: [B, T, ...], 0 at padded tokens; before: the sums before the first token, [N, ...]; None: 0.
+    """
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    if context.cu_seqlens is None:
+        total = x.to(wide).cumsum(1)
+        return total if before is None else total + before[:, None]
+    sequence_T = sequence_index(context.cu_seqlens, x.shape[1])
+    start_T = context.cu_seqlens.long()[sequence_T]
+    is_finite = x.isfinite()
+
+    def sums(y: Tensor) -> Tensor:
+        total = y.cumsum(1)
+        return total - torch.cat([torch.zeros_like(total[:, :1]), total], 1)[:, start_T]
+
+    total = sums(torch.where(is_finite, x, 0.0).to(wide))
+    if before is not None:  # tokens after cu_seqlens[-1] belong to no sequence and get any offset
+        total = total + before[sequence_T.clamp(max=max(before.shape[0] - 1, 0))]
+    return torch.where(sums((~is_finite).long()) > 0, torch.nan, total)
+
+
 def positions(x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> Tensor:
     """Return the absolute position of each token, [B, T] int64.
 

@@ -12,7 +12,7 @@ from deltazoo.backends.errors import StateError
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import FilterMixer
-from deltazoo.mixers.parts.caches import KVCache, append_tokens, check_room, required_capacity
+from deltazoo.mixers.parts.caches import KVCache, append_tokens, check_capacity, required_capacity
 from deltazoo.mixers.parts.softmax_attention import attend_cache, attend_packed
 
 
@@ -45,7 +45,7 @@ class TokenCacheMixer(FilterMixer, ABC):
                     f"state {name!r} must have shape [B, S, {', '.join(map(str, tensor.shape[2:]))}], "
                     f"got {list(state[name].shape)}"
                 )
-        check_room(state["seen"], token_counts(x, context), state[next(iter(expected))].shape[1])
+        check_capacity(state["seen"], token_counts(x, context), state[next(iter(expected))].shape[1])
 
     def append(
         self,

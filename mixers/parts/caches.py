@@ -86,7 +86,7 @@ def required_capacity(capacity: int | None) -> int:
     return capacity
 
 
-def check_room(position_B: Tensor, count_B: Tensor, slots: int) -> None:
+def check_capacity(position_B: Tensor, count_B: Tensor, slots: int) -> None:
     """Check that a cache without a window has a slot for every new token. Values on a GPU are not inspected.
 
     Raises: StateError.

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.base import state_dtype
-from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
 
 TERMS = 3  # -G_s as a sum of three numbers with 8 significant bits each: as exact in bfloat16 and TF32 as in float32
 QUERY = 16.0  # value of the channels of q, so that float16 overflows only for |G| > 10^6 * scale
@@ -45,19 +45,8 @@ def accumulate(log_f_BTH: Tensor, before_NH: Tensor | None, context: Context) ->
     Args: before_NH: the sums of earlier calls; None: 0.
     Returns: G [B, T, H]; the sums after the last token, [N, H], or None without `before_NH`.
     """
-    sums_BTH = log_f_BTH.cumsum(1)
-    if context.cu_seqlens is None:
-        if before_NH is None:
-            return sums_BTH, None
-        sums_BTH = sums_BTH + before_NH[:, None]
-        return sums_BTH, torch.cat([before_NH[:, None], sums_BTH], 1)[:, -1]
-    T = log_f_BTH.shape[1]
-    bounds = context.cu_seqlens.long()
-    sequence_T = sequence_index(context.cu_seqlens, T)
-    padded = F.pad(sums_BTH[0], (0, 0, 1, 0))  # the sum before token t at index t
-    offset_NH = -padded[bounds[:-1]] if before_NH is None else before_NH - padded[bounds[:-1]]
-    after = None if before_NH is None else offset_NH + padded[bounds[1:]]
-    return (sums_BTH[0] + offset_NH[sequence_T])[None], after
+    sums_BTH = segment_cumsum(log_f_BTH, before_NH, context).to(log_f_BTH.dtype)
+    return sums_BTH, None if before_NH is None else last_of_each_sequence(sums_BTH, before_NH, context)
 
 
 def in_gate_dtype(*operands: Tensor) -> tuple[Tensor, ...]:

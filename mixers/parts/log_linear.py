@@ -1,4 +1,4 @@
-"""Log-linear attention: a state for each level of a Fenwick tree over the past, weighted by the reading token.
+"""Log-linear attention: a state for each level of a Fenwick tree over the past, weighted by the query.
 
 B batch, T time, D width, H key heads, HV value heads, K key width, V value width, C tokens per chunk, L levels
 """
@@ -36,8 +36,8 @@ class LogLinearUpdate(nn.Module):
     `spec`. lambda_t^(l) = softplus(gain_l (W x_t)_l) for each value head.
 
     Inside a chunk the weights of all pairs of tokens are computed from a C x C matrix; between chunks the states of the
-    levels are carried: O(T L) work, O(L) states. Computed in float32 (float64) in plain PyTorch, for any chunk and any
-    position of its first token, so that pieces and single tokens use the same code.
+    levels are carried: O(T L) work, O(L) states. Computed in float32 (float64) in plain PyTorch, in chunks that
+    may start at any position, so that prefill, continuation and decoding share one implementation.
 
     Args: spec: additive or delta, with a decay per head and scale 1; levels: L.
     State: "levels", S^(1) to S^(L - 1), [B, L - 1, HV, K, V]; "seen", the number of tokens so far, [B] int64.
@@ -190,8 +190,8 @@ def chunk_step(
     from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
     # The rows of `reads` map the values of the chunk to its outputs, and to its K contributions to a state.
     reads = torch.cat([G * (q @ k.mT), (to_end * k).mT], 2)
-    E, kept = from_start * q, from_start[..., -1:, :]
-    carried = kept[:, None] * S
+    E, chunk_decay = from_start * q, from_start[..., -1:, :]
+    carried = chunk_decay[:, None] * S
     if erases:
         erase = operands[6].mT[..., None]  # [B, HV, C, 1]
         N = (erase * G * (k @ k.mT)).tril(-1)

@@ -8,16 +8,14 @@ import math
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads, Stateful
-from deltazoo.mixers.core.sequences import last_of_each_sequence
+from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.decays import init_dt_bias, softplus
@@ -117,8 +115,8 @@ class AccumulatedRotary(OperandPart, Stateful):
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         raw, dt = self.proj(x), context.intermediate("dt")  # padded tokens are 0, and a map without bias keeps them 0
-        turn = math.pi * torch.tanh(raw.to(dt.dtype))[:, :, None] * dt[..., None]
-        angle = accumulated_angle(turn, state, context)
+        angle_step = math.pi * torch.tanh(raw.to(dt.dtype))[:, :, None] * dt[..., None]
+        angle = accumulated_angle(angle_step, state, context)
         new_state = None if state is None else write_back(state, last_of_each_sequence(angle, state, context))
         return inputs._replace(q=apply_rotary(inputs.q, angle), k=apply_rotary(inputs.k, angle)), new_state
 
@@ -176,22 +174,10 @@ class PresentWrite(OutputPart):
         return (o + context.intermediate("present")[..., None] * arguments.projected.v).to(o.dtype), None
 
 
-def accumulated_angle(turn: Tensor, state: Tensor | None, context: Context) -> Tensor:
-    """Return theta_t = theta_(t-1) + turn_t modulo 2 pi within each sequence, in the dtype of `turn`.
+def accumulated_angle(angle_step: Tensor, state: Tensor | None, context: Context) -> Tensor:
+    """Return theta_t = theta_(t-1) + angle_step_t modulo 2 pi within each sequence, in the dtype of `angle_step`.
 
-    Args: turn: [B, T, HV, R], 0 at padded tokens; state: theta before the first token, [N, HV, R], None: 0.
+    Args: angle_step: [B, T, HV, R], 0 at padded tokens; state: theta before the first token, [N, HV, R], None: 0.
     """
-    wide = torch.float32 if turn.device.type == "mps" else torch.float64
-    if context.cu_seqlens is None:
-        total = turn.to(wide).cumsum(1)
-        total = total if state is None else total + state[:, None]
-    else:
-        # One sum over all sequences: a token that is not finite must not reach the sequences after its own.
-        is_finite = turn.isfinite()
-        total = torch.where(is_finite, turn, 0.0).to(wide).cumsum(1)
-        sequence_T = sequence_index(context.cu_seqlens, turn.shape[1])
-        start_T = context.cu_seqlens.long()[sequence_T]
-        total = total - F.pad(total, (0, 0, 0, 0, 1, 0))[:, start_T]
-        total = total if state is None else total + state[sequence_T.clamp(max=state.shape[0] - 1)]
-        total = torch.where(is_finite, total, torch.nan)
-    return total.remainder(2 * math.pi).to(turn.dtype)
+    total = segment_cumsum(angle_step, state, context)
+    return total.remainder(2 * math.pi).to(angle_step.dtype)

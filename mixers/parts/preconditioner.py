@@ -28,7 +28,7 @@ class Preconditioner(OperandPart, Stateful):
         M_t = bound^(-r / (1 + |r|)), r = log(A_t + 1e-6) - c
 
     M lies between 1 / bound and bound, and is 1 at A = exp(c). a and beta are Mamba-2's decay and a sigmoid, per key
-    head and apart from those of the delta rule. A is an update with one key channel, whose values are k^2.
+    head, from maps apart from those of the delta rule. A is an update with one key channel, whose values are k^2.
 
     Args:
         bound: the largest factor.

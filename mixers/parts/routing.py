@@ -6,6 +6,7 @@ B batch, T time, E experts, L layers
 import torch
 from torch import Tensor
 
+from deltazoo.backends.varlen import is_in_sequence
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 
@@ -14,7 +15,8 @@ def record_load_balance(name: str, coefficient: float, p_BTE: Tensor, chosen_BTE
     """Record E sum_e f_e P_e in `context.losses`, unless its coefficient is 0.
 
     Over the tokens of all layers together, f_e is the fraction of tokens that are sent to e and P_e is the mean
-    probability of e. The f_e sum to k, so that a uniform router has the loss k. Padded tokens do not count.
+    probability of e. The f_e sum to k, so that a uniform router has the loss k. Padded tokens and those after
+    the last packed sequence do not count.
 
     Args: p_BTE: softmax of the router's logits; chosen_BTE: bool, the k experts of each token, none at padded tokens.
     Source: Switch 2101.03961, equations 4 to 6, with the sum over k and layers of transformers'
@@ -42,8 +44,14 @@ def load_balance(statistics_L2E: Tensor) -> Tensor:
     return statistics_L2E.shape[-1] * (fraction_E * probability_E).sum()
 
 
+def real_tokens(T: int, context: Context) -> Tensor | None:
+    """Return which tokens are neither padded nor after the last packed sequence, [B, T] bool; None: all."""
+    return context.mask if context.cu_seqlens is None else is_in_sequence(context.cu_seqlens, T)[None]
+
+
 def _mean_over_tokens(x_BTE: Tensor, context: Context) -> Tensor:
-    if context.mask is None:
-        return x_BTE.mean((0, 1))
-    real_BT1 = context.mask[..., None]
-    return torch.where(real_BT1, x_BTE, 0.0).sum((0, 1)) / real_BT1.sum().clamp(min=1)
+    B, T, _ = x_BTE.shape
+    real_BT = real_tokens(T, context)
+    if real_BT is None:
+        return x_BTE.sum((0, 1)) / max(1, B * T)
+    return torch.where(real_BT[..., None], x_BTE, 0.0).sum((0, 1)) / real_BT.sum().clamp(min=1)

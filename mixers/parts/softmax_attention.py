@@ -68,7 +68,7 @@ def attend_packed(
     T, (N, S) = q.shape[1], cache.k.shape[:2]
     sequence_T = sequence_index(cu_seqlens, T)
     time_T = torch.arange(T, device=q.device)
-    position_T = time_T - cu_seqlens.long()[sequence_T] + cache.position[sequence_T]
+    position_T = time_T - cu_seqlens.long()[sequence_T] + cache.position[sequence_T.clamp(max=max(N - 1, 0))]
     sequence_J = torch.cat([torch.arange(N, device=q.device).repeat_interleave(S), sequence_T])
     position_J = torch.cat([token_in_slot(cache).flatten(), position_T])
     age_TJ = position_T[:, None] - position_J

@@ -314,3 +314,24 @@ def test_packed_sequences_equal_separate_sequences() -> None:
         whole = mixer(torch.cat([x[:, 4:], x[:, :1]], 1))[0]
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(more[2:], whole[:, -1:], rtol=1e-9, atol=1e-11)
+
+
+def test_memories_with_a_replaced_map_run_one_by_one() -> None:
+    """A subclass of nn.Linear may compute more than its weight, as LoRA does."""
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    mixer = build(GatedDeltaNet(heads=2, key_width=4))
+    assert can_group(list(mixer.memories))
+    old = mixer.memories[0].out
+    mixer.memories[0].out = Doubled(old.in_features, old.out_features, bias=False, dtype=torch.float64)
+    assert not can_group(list(mixer.memories))
+
+
+def test_auxiliary_losses_of_no_tokens_are_finite() -> None:
+    context = Context(losses=[])
+    build(GatedDeltaNet(heads=2, key_width=4), balance=0.1, z=0.1)(torch.zeros(2, 0, WIDTH, dtype=torch.float64), None, context)
+    assert len(context.losses) == 2
+    assert all(loss.combine(loss.statistics[None]).isfinite().all() for loss in context.losses)

@@ -18,7 +18,7 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer, mask_padding
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, project_jointly
-from deltazoo.mixers.core.sequences import left_align, undo_left_align
+from deltazoo.mixers.core.sequences import left_align, segment_cumsum, undo_left_align
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 from deltazoo.mixers.parts.complex_decays import LRUDecay, S5Decay
 from deltazoo.mixers.parts.complex_states import ToRotatingFrame
@@ -361,3 +361,19 @@ def test_init_weights_sets_tensors_in_place(name: str) -> None:
     tensors = part.state_dict(keep_vars=True)
     init_weights(part)
     assert all(tensor is tensors[key] for key, tensor in part.state_dict(keep_vars=True).items())
+
+
+def test_sums_of_a_packed_sequence_do_not_depend_on_earlier_sequences() -> None:
+    """In precision, by NaN, and for tokens after the last sequence."""
+    torch.manual_seed(0)
+    x = -5 * torch.rand(1, 40_000, 2)
+    bounds = torch.tensor([0, 39_900, 39_990], dtype=torch.int32)
+    before = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    context = Context(cu_seqlens=bounds)
+    expected = x[:, 39_900:39_990].double().cumsum(1) + before[1]
+    torch.testing.assert_close(segment_cumsum(x, before, context)[:, 39_900:39_990], expected, rtol=1e-10, atol=1e-8)
+    x[0, 100] = torch.inf
+    sums = segment_cumsum(x, before, context)
+    assert sums[:, :100].isfinite().all()
+    assert sums[:, 100:39_900].isnan().all()
+    torch.testing.assert_close(sums[:, 39_900:39_990], expected, rtol=1e-10, atol=1e-8)
