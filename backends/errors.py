@@ -90,7 +90,7 @@ class UnsupportedError(DeltazooError, RuntimeError):
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Format the message for an unknown name, with the nearest known name and the list of all."""
-    names = sorted(known)
+    names = sorted(set(known))
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {matches[0]!r}?" if matches else "."
     return f"unknown {kind} {name!r}{hint} Known: {', '.join(names) or 'none'}."

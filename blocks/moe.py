@@ -145,7 +145,7 @@ class MoEMlp(Mlp):
         x_ND = x_BTD.flatten(0, 1)
         gate_AF, up_AF = self.to_hidden(x_ND.index_select(0, groups.order // active), groups.ends).chunk(2, dim=-1)
         y_AD = self.out(F.silu(gate_AF) * up_AF, groups.ends)
-        y_BTKD = y_AD.index_select(0, groups.order.argsort()).view(*weight_BTK.shape, -1)
+        y_BTKD = y_AD.index_select(0, groups.order.argsort()).view(*weight_BTK.shape, x_BTD.shape[2])
         y_BTD = (weight_BTK[..., None] * y_BTKD).sum(2).to(y_AD.dtype)
         if self.shared is None:
             return y_BTD

@@ -48,7 +48,12 @@ def command(
     ] = None,
     backend: BackendName = None,
     compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", show_default="compile", help="Use torch.compile.")
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            show_default="compile",
+            help="Compile the model with torch.compile. The backend `compile` compiles its update in any case.",
+        ),
     ] = None,
     trust: Trust = False,
     as_json: AsJson = False,

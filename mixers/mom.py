@@ -213,7 +213,7 @@ def _run_grouped(
         }
     x_1AD = x_BTD.flatten(0, 1).index_select(0, order_A // k)[None]
     y_1AD, state = memories[0].forward_grouped(memories, rows, x_1AD, state, Context(cu_seqlens=bounds))
-    y_BTKD = y_1AD[0].index_select(0, order_A.argsort()).view(B, T, k, -1)
+    y_BTKD = y_1AD[0].index_select(0, order_A.argsort()).view(B, T, k, y_1AD.shape[2])
     if real_BT is not None:
         y_BTKD = torch.where(real_BT[..., None, None], y_BTKD, 0.0)
     weight_BTK1 = routes.weight.gather(-1, routes.order)[..., None]

@@ -15,8 +15,8 @@ from deltazoo.mixers import GatedDeltaNet, SlidingWindow
 README = (Path(deltazoo.__file__).resolve().parent / "README.md").read_text()
 
 
-def code_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def code_blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def run(block: str) -> dict[str, Any]:
@@ -77,3 +77,13 @@ def test_command_exists(command: str) -> None:
 def test_make_target_exists(target: str) -> None:
     makefile = (Path(deltazoo.__file__).resolve().parent / "Makefile").read_text()
     assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+
+
+def test_stacks_of_the_documentation_build_and_compute_a_loss() -> None:
+    text = (Path(deltazoo.__file__).resolve().parent / "docs" / "stacks.md").read_text()
+    examples = code_blocks("yaml", text)
+    assert len(examples) == 2
+    tokens = torch.arange(10)[None]
+    for example in examples:
+        model = StackSpec.model_validate(yaml.safe_load(example)).build("reference")
+        assert model.loss(tokens, tokens).isfinite()

@@ -32,6 +32,7 @@ def test_a_tiny_preset_learns(name: str) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.7 * losses[0]
+    assert model.loss(TEXT[:, :0], TEXT[:, :0]) == 0  # no tokens
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -332,6 +332,7 @@ def test_memories_with_a_replaced_map_run_one_by_one() -> None:
 
 def test_auxiliary_losses_of_no_tokens_are_finite() -> None:
     context = Context(losses=[])
-    build(GatedDeltaNet(heads=2, key_width=4), balance=0.1, z=0.1)(torch.zeros(2, 0, WIDTH, dtype=torch.float64), None, context)
+    mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.1, z=0.1)
+    mixer(torch.zeros(2, 0, WIDTH, dtype=torch.float64), None, context)
     assert len(context.losses) == 2
     assert all(loss.combine(loss.statistics[None]).isfinite().all() for loss in context.losses)
