@@ -34,6 +34,8 @@ def override(data: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
             _check_layer(keys, data)
             if keys[2:3] == ["mlp"] and len(keys) > 3:
                 data = _with_own_mlp(data, keys[1])
+        elif keys[0] not in data and keys[0] in _with_layers_of_pattern(data)["layers"]:
+            raise ConfigError(f"{path}: {keys[0]!r} is a layer; write layers.{setting}")
         data = _set(data, keys, document.parse_value(text, setting), path)
     return data
 

@@ -16,6 +16,11 @@ from deltazoo.mixers.core.mixer import MixerConfig
 KeyPath = tuple[str, ...]
 MlpConfig = Dense | MoE
 _MLPS: dict[str, type[MlpConfig]] = {"dense": Dense, "moe": MoE}
+# the fields of a layer that mixers do not have
+_LAYER_FIELDS = dict.fromkeys(
+    ("mlp", "norm_position", "residual_scale", "share", "backend"),
+    "it is a field of the layer, whose mixer is nested: {mixer: {mixer: NAME, ...}, mlp: none}",
+)
 
 
 class PlainDataModel(BaseModel, ABC):
@@ -43,14 +48,22 @@ class PlainDataModel(BaseModel, ABC):
         """Check the parsed fields together. A pydantic validator would replace the class of the error."""
 
 
-def check_keys(path: KeyPath, data: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise ConfigError for an unknown key: `layers.gdn.haeds: unknown key; did you mean 'heads'? ...`."""
+def check_keys(
+    path: KeyPath, data: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
+) -> None:
+    """Raise ConfigError for an unknown key: `layers.gdn.haeds: unknown key; did you mean 'heads'? ...`.
+
+    Args: elsewhere: for keys that belong to another place, what to write instead.
+    """
     names = list(known)
     for key in data:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
-            hint = f" did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{join_path(path, key)}: unknown key;{hint} Known: {', '.join(names)}.")
+        if key in names:
+            continue
+        if elsewhere and key in elsewhere:
+            raise ConfigError(f"{join_path(path, key)}: unknown key; {elsewhere[key]}.")
+        near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+        hint = f" did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{join_path(path, key)}: unknown key;{hint} Known: {', '.join(names)}.")
 
 
 def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
@@ -70,7 +83,7 @@ def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
         config_type = configs.config_class(data["mixer"])
     except DeltazooError as error:
         raise ConfigError(f"{join_path(path, 'mixer')}: {error}") from error
-    check_keys(path, fields, config_type.model_fields)
+    check_keys(path, fields, config_type.model_fields, _LAYER_FIELDS)
     try:
         return configs.from_fields(config_type, fields, trust=True)
     except ValidationError as error:
@@ -93,7 +106,8 @@ def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
     name = data.get("type", "dense")
     if name not in _MLPS:
         raise ConfigError(f"{join_path(path, 'type')}: must be {' or '.join(_MLPS)}, got {name!r}")
-    check_keys(path, data, _MLPS[name].model_fields)
+    moe_only = MoE.model_fields.keys() - Dense.model_fields.keys() if "type" not in data else ()
+    check_keys(path, data, _MLPS[name].model_fields, dict.fromkeys(moe_only, "a mixture of experts has type: moe"))
     try:
         return _MLPS[name](**data)
     except ValidationError as error:

@@ -73,6 +73,7 @@ ERRORS = [
     ("mlp.widht=3", "mlp.widht: unknown key; did you mean 'width'?"),
     ("width.x=3", "width.x: 'x' cannot be set in 64, which has no fields"),
     ("layers.swa.window=0", "layers.swa.window: Input should be greater than or equal to 1, got 0"),
+    ("swa.window=3", "swa.window: 'swa' is a layer; write layers.swa.window=3"),
     ("layers.swa.window", "a setting must be PATH=VALUE, such as layers.swa.window=1024, got 'layers.swa.window'"),
     ("layers..window=3", "a setting must be PATH=VALUE"),
     ("width=[1", "width=[1: the value is not YAML"),

@@ -214,3 +214,15 @@ def test_backends_take_precedence_from_argument_to_layer_to_stack_to_context():
     assert backends_of(built.rebind("compile")) == {"compile"}
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
         built.rebind("referense")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"layers": {"m": {"mixer": "mamba2", "share": "a"}}}, r"layers\.m\.share: .* nested: \{mixer: \{mixer: NAME"),
+        ({"mlp": {"width": 32, "experts": 4}}, r"mlp\.experts: unknown key; a mixture of experts has type: moe"),
+    ],
+)
+def test_a_key_of_another_place_says_where_it_belongs(change: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        StackSpec(**{"width": 64, "depth": 2, "vocab": 16, "pattern": "m + gated_deltanet"} | change)
