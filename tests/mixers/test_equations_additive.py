@@ -93,18 +93,17 @@ def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
     weight = torch.einsum("bthk,bshk->bhts", q, k.conj()).real * K**-0.5
     total = log_decay.cumsum(1).mT
     decay = (total[..., :, None] - total[..., None, :]).tril().exp()
-    o = torch.einsum("bhts,bshv->bthv", (weight * decay).tril(), v)
-    return o - o.mean(-1, keepdim=True)
+    return torch.einsum("bhts,bshv->bthv", (weight * decay).tril(), v)
 
 
 def retnet(w: Weights, x: Tensor) -> Tensor:
     decay = 1 - 2.0 ** (-5 - torch.arange(HV, dtype=torch.float64))
-    return out(w, gate(w, x, rms_norm(w, retention(*qkv(w, x), decay.log().expand(2, T, HV)))))
+    return out(w, gate(w, x, layer_norm(w, retention(*qkv(w, x), decay.log().expand(2, T, HV)))))
 
 
 def gated_retnet(w: Weights, x: Tensor) -> Tensor:
     log_decay = F.logsigmoid(linear(w, "operands.decay.proj", x)) / 16
-    return out(w, gate(w, x, rms_norm(w, retention(*qkv(w, x), log_decay))))
+    return out(w, gate(w, x, layer_norm(w, retention(*qkv(w, x), log_decay))))
 
 
 def gla(w: Weights, x: Tensor) -> Tensor:
