@@ -17,6 +17,11 @@ def sequence_index(cu_seqlens: Tensor, T: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:], time_T, right=True)
 
 
+def valid_sequence_index(cu_seqlens: Tensor, T: int) -> Tensor:
+    """Like `sequence_index`, but below N also for rows after cu_seqlens[-1], so that it indexes tensors of N rows."""
+    return sequence_index(cu_seqlens, T).clamp(max=max(cu_seqlens.shape[0] - 2, 0))
+
+
 def is_in_sequence(cu_seqlens: Tensor, T: int) -> Tensor:
     """Return whether each row belongs to a sequence, [T] bool; rows after cu_seqlens[-1] do not."""
     return torch.arange(T, device=cu_seqlens.device) < cu_seqlens[-1]

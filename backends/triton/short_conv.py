@@ -16,7 +16,7 @@ from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, opera
 from deltazoo.backends.triton.config import cdiv, power_of_two
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.precompile import compiled_ahead
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.varlen import valid_sequence_index
 
 MAX_TAPS = 8
 WIDEST_UNIT = 1024
@@ -97,8 +97,8 @@ def _operands(inputs: ConvInputs) -> tuple[_Operands, int]:
     assert weight is not None
     starts = ids = None
     if cu_seqlens is not None:
-        # clamped, because tokens beyond the last bound belong to no sequence; the kernels ignore them
-        ids = sequence_index(cu_seqlens, x.shape[1]).clamp(max=max(cu_seqlens.shape[0] - 2, 0)).int()
+        # tokens after the last bound get a valid index, which the kernels ignore
+        ids = valid_sequence_index(cu_seqlens, x.shape[1]).int()
         starts = cu_seqlens[ids]
     return _Operands(x, weight, bias, history, cu_seqlens, starts, ids), token_stride
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
 from deltazoo.backends.torch_ext.modes import values_are_readable
-from deltazoo.backends.varlen import packing_problems, sequence_index
+from deltazoo.backends.varlen import packing_problems, sequence_index, valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
 
 _EMPTY = Context()
@@ -95,7 +95,7 @@ def segment_cumsum(x: Tensor, before: Tensor | None, context: Context) -> Tensor
     if context.cu_seqlens is None:
         total = x.to(wide).cumsum(1)
         return total if before is None else total + before[:, None]
-    sequence_T = sequence_index(context.cu_seqlens, x.shape[1])
+    sequence_T = valid_sequence_index(context.cu_seqlens, x.shape[1])
     start_T = context.cu_seqlens.long()[sequence_T]
     is_finite = x.isfinite()
 
@@ -104,8 +104,8 @@ def segment_cumsum(x: Tensor, before: Tensor | None, context: Context) -> Tensor
         return total - torch.cat([torch.zeros_like(total[:, :1]), total], 1)[:, start_T]
 
     total = sums(torch.where(is_finite, x, 0.0).to(wide))
-    if before is not None:  # tokens after cu_seqlens[-1] belong to no sequence and get any offset
-        total = total + before[sequence_T.clamp(max=max(before.shape[0] - 1, 0))]
+    if before is not None:
+        total = total + before[sequence_T]
     return torch.where(sums((~is_finite).long()) > 0, torch.nan, total)
 
 
@@ -119,11 +119,9 @@ def positions(x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> Tenso
     B, T = x_BTD.shape[:2]
     time_T = torch.arange(T, device=x_BTD.device)
     if context.cu_seqlens is not None:
-        sequence_T = sequence_index(context.cu_seqlens, T)
+        sequence_T = valid_sequence_index(context.cu_seqlens, T)
         position_T = time_T - context.cu_seqlens.long()[sequence_T]
-        if offset_N is not None:  # tokens after cu_seqlens[-1] belong to no sequence and get any offset
-            position_T = position_T + offset_N[sequence_T.clamp(max=max(offset_N.shape[0] - 1, 0))]
-        return position_T[None]
+        return (position_T if offset_N is None else position_T + offset_N[sequence_T])[None]
     return time_T.expand(B, T) if offset_N is None else time_T + offset_N[:, None]
 
 

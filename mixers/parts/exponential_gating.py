@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.varlen import valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
-from deltazoo.mixers.core.sequences import last_of_each_sequence
+from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.decays import clamp_nonpositive
 
@@ -83,24 +83,22 @@ def running_max(
     """
     with torch.no_grad():
         B, T, HV = log_decay.shape
-        wide = torch.float32 if log_decay.device.type == "mps" else torch.float64
         if context.mask is not None:  # padding leaves m unchanged; it is at the right
             log_decay = torch.where(context.mask[..., None], log_decay, 0.0)
             log_input = torch.where(context.mask[..., None], log_input, -torch.inf)
         if context.cu_seqlens is None:
-            total = log_decay.to(wide).cumsum(1)
+            total = segment_cumsum(log_decay, None, context)
             first = initial_max(B, HV, log_decay) if state is None else state
-            first_BTH = first[:, None].to(wide).expand(B, T, HV)
+            first_BTH = first[:, None].to(total.dtype).expand(B, T, HV)
             largest = (log_input - total).cummax(1).values
         else:
             N = context.cu_seqlens.shape[0] - 1
-            sequence_T = sequence_index(context.cu_seqlens, T).clamp(max=max(N - 1, 0))
+            sequence_T = valid_sequence_index(context.cu_seqlens, T)
             first = initial_max(N, HV, log_decay) if state is None else state
             start_T = context.cu_seqlens.long()[sequence_T]
             log_decay, log_input = (x.nan_to_num(0.0, 0.0, 0.0) for x in (log_decay, log_input))
-            total = log_decay.to(wide).cumsum(1)
-            total = total - F.pad(total, (0, 0, 1, 0))[:, start_T]
-            first_BTH = first[sequence_T][None].to(wide)
+            total = segment_cumsum(log_decay, None, context)
+            first_BTH = first[sequence_T][None].to(total.dtype)
             largest = _packed_cummax(log_input - total, sequence_T)
         m = (total + torch.maximum(largest, first_BTH)).to(log_decay.dtype)
         previous_m = torch.cat([first_BTH[:, :1].to(m.dtype), m[:, :-1]], 1)

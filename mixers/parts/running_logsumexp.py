@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.base import state_dtype
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.varlen import valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import write_back
 
@@ -56,7 +56,7 @@ def _packed(score: Tensor, first: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, T
         return score, score, first
     wide = torch.float32 if score.device.type == "mps" else torch.float64
     bounds = cu_seqlens.long()
-    sequence_T = sequence_index(cu_seqlens, T).clamp(max=first.shape[0] - 1)
+    sequence_T = valid_sequence_index(cu_seqlens, T)
     first_TC = first[sequence_T].to(wide)
     is_start = (torch.arange(T, device=score.device) == bounds[sequence_T])[:, None]
     finite_TC = score[0].to(wide).nan_to_num()
