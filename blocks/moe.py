@@ -14,7 +14,7 @@ from deltazoo.backends.base import state_dtype, without_autocast
 from deltazoo.blocks.mlp import Dense, DenseMlp, HiddenWidth, Mlp
 from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.parts.routing import real_tokens, record_load_balance, record_z_loss
+from deltazoo.mixers.parts.routing import record_load_balance, record_z_loss
 
 
 class MoE(HiddenWidth):
@@ -103,9 +103,6 @@ class ExpertRouter(nn.Module):
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
         if context.losses is not None:
             chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, expert_BTK, True)
-            real_BT = real_tokens(x_BTD.shape[1], context)
-            if real_BT is not None:
-                chosen = chosen & real_BT[..., None]
             p = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             record_load_balance("moe_balance", config.balance, p, chosen, context)
             record_z_loss("moe_z", config.z, logits, context)

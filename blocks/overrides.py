@@ -1,12 +1,12 @@
 """Changes of a stack's fields by dotted path: `layers.swa.window=1024`."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deltazoo.backends import registry
 from deltazoo.backends.errors import ConfigError, PatternError
 from deltazoo.blocks import document
+from deltazoo.blocks.parsing import suggestion
 from deltazoo.blocks.pattern import names, parse
 from deltazoo.mixers.core.patterns import Name
 
@@ -61,10 +61,7 @@ def _set(node: Any, keys: list[str], value: Any, path: str) -> Any:
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    listed = list(known)
-    near = difflib.get_close_matches(key, listed, n=1, cutoff=0.5)
-    hint = f" did you mean {near[0]!r}?" if near else ""
-    return f"{key!r} is unknown;{hint} Known: {', '.join(listed)}."
+    return f"{key!r} is unknown;{suggestion(key, list(known))}"
 
 
 def _with_layers_of_pattern(data: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -61,9 +61,14 @@ def check_keys(
             continue
         if elsewhere and key in elsewhere:
             raise ConfigError(f"{join_path(path, key)}: unknown key; {elsewhere[key]}.")
-        near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
-        hint = f" did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{join_path(path, key)}: unknown key;{hint} Known: {', '.join(names)}.")
+        raise ConfigError(f"{join_path(path, key)}: unknown key;{suggestion(str(key), names)}")
+
+
+def suggestion(key: str, known: Sequence[str]) -> str:
+    """Return the end of a message about an unknown key: the nearest known key, if there is one, and all of them."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f" did you mean {near[0]!r}?" if near else ""
+    return f"{hint} Known: {', '.join(known)}."
 
 
 def parse_mixer(path: KeyPath, data: object) -> MixerConfig:

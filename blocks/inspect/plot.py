@@ -70,9 +70,7 @@ def _plot_layers(spec: StackSpec, axes: "Axes") -> None:
     labels: set[str] = set()
 
     def draw(i: int, height: int, bottom: int, title: str, colour: str) -> None:
-        alpha = (
-            0.3 if layers[i] in layers[:i] else 1.0
-        )  # pale: a shared layer, whose parameters count at its first place
+        alpha = 0.3 if layers[i] in layers[:i] else 1.0  # pale: a shared layer; its parameters count once
         label = None if title in labels else title
         axes.bar(i, height, width=0.9, bottom=bottom, color=colour, alpha=alpha, label=label)
         labels.add(title)

@@ -5,7 +5,7 @@ A rows, G mixers, D inputs, F outputs, C channels
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,11 @@ class Rows(NamedTuple):
 
     def linear(self, x_1AD: Tensor, maps: Sequence[nn.Module]) -> Tensor:
         """Apply maps[g] to the rows of mixer g: linear maps, or sequences of them."""
-        first = maps[0]
-        if isinstance(first, nn.Sequential):
-            for i in range(len(first)):
-                x_1AD = self.linear(x_1AD, [layer[i] for layer in maps if isinstance(layer, nn.Sequential)])
+        if isinstance(maps[0], nn.Sequential):  # the maps have equal types: `is_groupable` refuses replaced ones
+            for inner_maps in zip(*cast("Sequence[nn.Sequential]", maps), strict=True):
+                x_1AD = self.linear(x_1AD, inner_maps)
             return x_1AD
-        layers = [layer for layer in maps if isinstance(layer, nn.Linear)]
+        layers = cast("Sequence[nn.Linear]", maps)
         y_1AF = grouped_linear(x_1AD[0], torch.stack([layer.weight for layer in layers]), self.ends)[None]
         biases = [layer.bias for layer in layers if layer.bias is not None]
         return y_1AF + self.expand(biases).to(y_1AF.dtype) if biases else y_1AF

@@ -21,8 +21,8 @@ class AuxiliaryLoss(NamedTuple):
         name: the key in the result of `LanguageModel.losses`.
         coefficient: weight in the total loss.
         statistics: a scalar, or statistics of a fixed shape; float32 or float64.
-        combine: maps the stacked statistics [L, ...] to the loss, a scalar; the default is the sum. It must be a
-            function of a module, because losses are compared by it.
+        combine: maps the stacked statistics [L, ...] to the loss, a scalar; the default is the sum. Pass a
+            function of module level, not a lambda: losses are grouped by this object.
     """
 
     name: str

@@ -18,7 +18,7 @@ def record_load_balance(name: str, coefficient: float, p_BTE: Tensor, chosen_BTE
     probability of e. The f_e sum to k, so that a uniform router has the loss k. Padded tokens and those after
     the last packed sequence do not count.
 
-    Args: p_BTE: softmax of the router's logits; chosen_BTE: bool, the k experts of each token, none at padded tokens.
+    Args: p_BTE: softmax of the router's logits; chosen_BTE: bool, the k experts of each token.
     Source: Switch 2101.03961, equations 4 to 6, with the sum over k and layers of transformers'
         `load_balancing_loss_func`, which Jamba, Qwen3-Next and MoM (2502.13685) use.
     """
