@@ -16,10 +16,12 @@ from deltazoo.backends.triton.forward import (
     combine,
     empty,
     scan,
+    scan_operands,
     segment_states,
     tf32_precision,
     zero_tail,
 )
+from deltazoo.backends.triton.kernels.channel.gradients import channel_gradients_kernel
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launcher import launcher
@@ -103,7 +105,7 @@ class _GateSums(NamedTuple):
         keys = min(max(requested, min_key_tile(kind.saved_dtype(x.q.dtype))), K0)
         tiles_of_K = cdiv(s.K, keys)
         tiles = tiles_of_K * _value_tiles(s, plan.backward != "reverse+gradients")
-        early = kind.erase_early or kind.read_early
+        early = (kind.erase_early or kind.read_early) and x.decay != "channel"
         dgates = empty(x.q, tiles, s.slots, s.HV, 4 if early else 3, s.C)
         return cls(keys, tiles_of_K, tiles, early, dgates, empty(x.q, tiles, s.slots, s.HV))
 
@@ -185,7 +187,9 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
         launches.append(_sweep(run, span, scratch, starts))
     else:
         reverse = _reverse_on_hopper if plan.reverse == "hopper" else _reverse
-        gradients = _gradients_on_hopper if plan.gradients == "hopper" else _gradients
+        gradients = {"channel": _gradients_of_channels, "portable": _gradients, "hopper": _gradients_on_hopper}[
+            plan.gradients
+        ]
         launches += [reverse(run, span, scratch, starts), gradients(run, span, scratch)]
     if scratch.partial is not None:
         launches.append(_sum_groups(run, span, scratch))
@@ -226,13 +230,14 @@ def _reverse(
     run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None, ends: Tensor | None = None
 ) -> WindowLaunch:
     """The portable reverse scan; with `ends` the contributions of the segments, before they are combined."""
-    x, kind, s, launch, dtype = run.x, run.kind, run.s, run.config.reverse, run.x.q.dtype
+    kind, launch, dtype = run.kind, run.config.reverse, run.x.q.dtype
+    x, s = scan_operands(run.x, run.prepared, run.s)
     BV = value_tile(launch.tile, s.V)
     reverse = launcher(
         reverse_kernel,
         (
-            x.q, x.k, x.e, run.d_o, *run.prepared, run.d_state, scratch.dstates, scratch.du, run.d.v, starts, ends,
-            x.cu_seqlens,
+            x.q, x.k, x.e, run.d_o, run.prepared.gates, run.prepared.decay_bounds, run.prepared.wy_tiles, run.d_state,
+            scratch.dstates, scratch.du, run.d.v, starts, ends, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, x.decay, kind.delta, x.e is not None, x.w is not None,
@@ -285,6 +290,27 @@ def _gradients(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
         launch.warps,
         launch.stages,
         registers=168 if small and not kind.delta else None,  # three programs per SM
+    )  # fmt: skip
+    programs = scratch.slots * s.HV * sums.tiles
+    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+
+
+def _gradients_of_channels(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+    x, kind, s, launch, sums, d = run.x, run.kind, run.s, run.config.gradients, run.sums, run.d
+    gradients = launcher(
+        channel_gradients_kernel,
+        (
+            x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, run.d_o, scratch.states, scratch.dstates, scratch.xs,
+            scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), kind.delta, x.e is not None,
+            d.b is not None, x.w is not None, kind.stores_du(x), kind.erase_early, kind.read_early,
+            x.state is not None, s.packed, kind.min_b(x.q.dtype), span.unit, x.q.dtype == torch.float32,
+            tf32_precision(x.q.dtype), launch.stages,
+        ),
+        launch.warps,
+        launch.stages,
     )  # fmt: skip
     programs = scratch.slots * s.HV * sums.tiles
     return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
@@ -371,22 +397,26 @@ def _sum_groups(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
 
 
 def _gate_gradients(run: _Pass) -> None:
-    x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
+    x, s, d = run.x, run.s, run.d
     d_log_decay = empty(x.q, *x.v.shape[:3]) if x.decay == "fixed" else d.log_decay
-    needed = (d_log_decay is not None, d.b is not None, d.w is not None)
-    if not any(needed):
-        zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e)
-        return
+    by_chunk = d_log_decay is not None and x.decay != "channel"  # else the gradients kernel has written it
+    needed = (by_chunk, d.b is not None, d.w is not None)
+    if any(needed):
+        _sum_gate_gradients(run, d_log_decay, needed)
+    zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e, log_decay=d_log_decay, b=d.b, w=d.w)
+    if d_log_decay is not None and x.decay == "fixed":
+        torch.sum(d_log_decay, (0, 1), out=d.log_decay)
+
+
+def _sum_gate_gradients(run: _Pass, d_log_decay: Tensor | None, needed: tuple[bool, bool, bool]) -> None:
+    x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
     gate_gradients = launcher(
         gate_gradients_kernel,
         (sums.dgates, sums.state_products, x.v, x.b, d_log_decay, d.b, d.w, d.v, x.cu_seqlens),
         (
             s.HV, s.V, s.C, sums.tiles, sums.key_tiles, *needed, kind.tied, kind.dv_holds_du(x),
-            kind.min_b(x.q.dtype), sums.early, s.packed,
+            kind.min_b(x.q.dtype), sums.early, x.state is not None, s.packed,
         ),
         warps=1,
     )  # fmt: skip
     gate_gradients(s.slots * s.HV, s.N, s.slots, s.T)
-    zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e, log_decay=d_log_decay, b=d.b, w=d.w)
-    if d_log_decay is not None and x.decay == "fixed":
-        torch.sum(d_log_decay, (0, 1), out=d.log_decay)

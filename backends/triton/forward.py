@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.devices import tf32_allowed
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, key_tiles, power_of_two, value_tile
+from deltazoo.backends.triton.kernels.channel.prepare import channel_prepare_kernel
 from deltazoo.backends.triton.kernels.combine import combine_kernel
 from deltazoo.backends.triton.kernels.prepare import gates_kernel, prepare_kernel
 from deltazoo.backends.triton.kernels.scan import scan_kernel
@@ -104,15 +105,18 @@ def zero_tail(
     if cu_seqlens is None:
         return
     block, programs = 1024, 64
-    zero = launcher(zero_tail_kernel, (v, q, k, e, log_decay, b, w, cu_seqlens), (s.H * s.K, s.HV, s.V, block))
+    decays = s.HV * s.K if log_decay is not None and log_decay.dim() == 4 else s.HV
+    zero = launcher(zero_tail_kernel, (v, q, k, e, log_decay, b, w, cu_seqlens), (s.H * s.K, s.HV, s.V, decays, block))
     zero(programs, s.N, s.T)
 
 
 def prepare(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig, save: bool) -> Prepared:
-    """Launch prepare, or for additive updates the gates kernel. Returns what depends on a single chunk."""
+    """Launch the prepare step of the plan. Returns what depends on a single chunk."""
     s = Sizes.of(x, config.chunk)
     out = Prepared.empty(x, kind, s, save)
-    launch = {"gates": _gates, "portable": _prepare, "hopper": _prepare_on_hopper}[plan.prepare]
+    launch = {
+        "gates": _gates, "channel": _prepare_channels, "portable": _prepare, "hopper": _prepare_on_hopper
+    }[plan.prepare]  # fmt: skip
     launch(x, kind, s, out, config.prepare, plan.split > 0)
     return out
 
@@ -127,11 +131,31 @@ def _gates(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Lau
     gates(s.slots * cdiv(s.HV, heads), s.N, s.T)
 
 
+def _prepare_channels(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Launch, segments: bool) -> None:
+    exact = x.q.dtype == torch.float32
+    prepare = launcher(
+        channel_prepare_kernel,
+        (
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.C, min(64, power_of_two(s.K)), kind.delta, x.e is not None, x.b is not None,
+            x.w is not None, kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
+            tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32", min(launch.tile, s.C),
+        ),
+        launch.warps,
+        launch.stages,
+    )  # fmt: skip
+    prepare(s.slots * s.HV, s.N, s.T, kind.scale)
+
+
 def _prepare(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Launch, segments: bool) -> None:
     exact = kind.terms(x.q.dtype) == 2 or x.q.dtype == torch.float32
     prepare = launcher(
         prepare_kernel,
-        (x.q, x.k, x.e, x.log_decay, x.b, x.w, *out, x.cu_seqlens),
+        (
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, x.cu_seqlens,
+        ),
         (
             s.H, s.HV, s.K, s.C, *key_tiles(s.K), x.decay, x.e is not None, x.b is not None, x.w is not None,
             kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
@@ -152,7 +176,7 @@ def _prepare_on_hopper(
 
     prepare = launcher(
         hopper_prepare_kernel,
-        (x.q, x.k, x.log_decay, x.b, x.w, *out, x.cu_seqlens),
+        (x.q, x.k, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, x.cu_seqlens),
         (
             s.H, s.HV, s.K, s.C, x.decay, x.b is not None, x.w is not None, kind.erase_early, kind.read_early,
             s.packed, segments,
@@ -160,6 +184,14 @@ def _prepare_on_hopper(
         registers=168 if s.HV > s.H else None,  # three programs per SM; without grouped heads five fit
     )  # fmt: skip
     prepare(s.slots * s.H, s.N, s.T, kind.scale)
+
+
+def scan_operands(x: ScanOperands, prepared: Prepared, s: Sizes) -> tuple[ScanOperands, Sizes]:
+    """The operands that the scans read, and their sizes: for a decay per channel q, k and e scaled, per value head."""
+    if x.decay != "channel":
+        return x, s
+    q, k, *e = prepared.scaled.unbind()
+    return x._replace(q=q, k=k, e=e[0] if e else None), s._replace(H=s.HV)
 
 
 def scan(
@@ -174,6 +206,7 @@ def scan(
         tensors: o, final, checkpoints, states, xs, starts, ends (kernels/scan.py), as far as the mode uses them.
     """
     t = tensors.get
+    x, s = scan_operands(x, prepared, s)
     if version == "hopper":
         from deltazoo.backends.triton.kernels.hopper.scan import hopper_scan_kernel
 
@@ -200,8 +233,8 @@ def scan(
         run = launcher(
             scan_kernel,
             (
-                x.q, x.k, x.e, v, *prepared, x.state, t("o"), t("final"), t("checkpoints"), t("states"), t("xs"),
-                t("starts"), t("ends"), x.cu_seqlens,
+                x.q, x.k, x.e, v, prepared.gates, prepared.decay_bounds, prepared.wy_tiles, x.state, t("o"), t("final"),
+                t("checkpoints"), t("states"), t("xs"), t("starts"), t("ends"), x.cu_seqlens,
             ),
             (
                 s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, x.decay, kind.delta, x.e is not None, x.w is not None,

@@ -18,8 +18,10 @@ def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) ->
     """
     split = _split(problem, device) if split is None else split
     scan, gradients = _portable_launches(problem, device)
+    channel = problem.decay == "channel"
+    prepare = Launch(tile=16, warps=8, stages=1) if channel else LaunchConfig().prepare
     launches: dict[Phase, Launch] = {
-        "prepare": LaunchConfig().prepare, "scan": scan, "recompute": scan, "reverse": scan, "gradients": gradients,
+        "prepare": prepare, "scan": scan, "recompute": scan, "reverse": scan, "gradients": gradients,
     }  # fmt: skip
     for phase in KERNELS:
         if takes(phase, "hopper", problem, device) and not _portable_is_faster(phase, problem):
@@ -60,11 +62,16 @@ def _portable_launches(problem: Problem, device: DeviceSpec) -> tuple[Launch, La
         return Launch(tile=64, stages=1), Launch(tile=32, stages=1, keys=32)
     if problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
         # one program per SM with loads two chunks ahead; beside an erase key there is space for one chunk ahead
-        scan = Launch(tile=128, warps=8, stages=2 if problem.erase_key else 3)
+        third_operand = problem.erase_key or (problem.decay == "channel" and problem.delta)
+        scan = Launch(tile=128, warps=8, stages=2 if third_operand else 3)
         # both V tiles at once where two programs per SM still fit: without decay their buffers are wider, and
         # without an erase term three programs fit
+        if problem.decay == "channel":
+            return scan, Launch(tile=64, keys=64, warps=8)
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decay != "none" and problem.delta else 2)
         return scan, gradients
+    if problem.decay == "channel":
+        return Launch(tile=64, stages=1 if problem.K > 128 else 2), Launch(tile=64, keys=64, warps=8)
     return Launch(tile=64), Launch(tile=64, keys=64)
 
 

@@ -43,7 +43,8 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind)
     """Decode one token per row, updating the states in place. Returns o [B, 1, HV, V].
 
     Args:
-        x: as for `chunk_scan`, with T the micro-steps of the token, but q [B, 1, H, K], log_decay [B, 1, HV] or [HV].
+        x: as for `chunk_scan`, with T the micro-steps of the token, but q [B, 1, H, K], log_decay [B, 1, HV],
+            [B, 1, HV, K] or [HV].
         states: [S, HV, K, V] float32.
         slots: [B] int64, the row of `states` of each batch row; None: row i has state i.
     """
@@ -82,7 +83,7 @@ def _step_impl(*arguments: Any) -> Tensor:
     decay = x.log_decay
     token = x._replace(
         q=x.q[:, 0].contiguous(),
-        log_decay=decay[:, 0].contiguous() if decay is not None and decay.dim() == 3 else decay,
+        log_decay=decay[:, 0].contiguous() if decay is not None and decay.dim() > 1 else decay,
     )
     slots = None if call.slots is None else ready(call.slots)
     stepped = call.states if call.states.is_contiguous() else call.states.contiguous()
@@ -126,7 +127,7 @@ def _saved_steps(config: str, packed: bool) -> tuple[int, int]:
 
 
 _scan_op = operator(
-    f"triton_scan({schema(ScanCall)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"triton_scan({schema(ScanCall)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _scan_impl,
     compiled_ahead(_scan_impl, _scan_fake),
 )

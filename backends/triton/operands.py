@@ -13,6 +13,7 @@ from torch import Tensor
 from deltazoo.backends.triton.plan import Decay
 
 T_ = TypeVar("T_", bound=tuple[Any, ...])
+_DECAY_OF_DIM: dict[int, Decay] = {1: "fixed", 3: "head", 4: "channel"}
 
 
 class ScanOperands(NamedTuple):
@@ -21,7 +22,7 @@ class ScanOperands(NamedTuple):
     Args:
         q, k, e: [B, T, H, K]; e is the erase key.
         v: [B, T, HV, V].
-        log_decay: [B, T, HV] or [HV].
+        log_decay: [B, T, HV], [HV], or per channel [B, T, HV, K].
         b, w: [B, T, HV], strengths of erase and write.
         state: [N, HV, K, V].
         cu_seqlens: [N + 1] int32.
@@ -42,7 +43,7 @@ class ScanOperands(NamedTuple):
         """The kind of decay; the kernels' constant DECAY."""
         if self.log_decay is None:
             return "none"
-        return "fixed" if self.log_decay.dim() == 1 else "head"
+        return _DECAY_OF_DIM[self.log_decay.dim()]
 
 
 class ScanKind(NamedTuple):
@@ -79,7 +80,7 @@ class ScanKind(NamedTuple):
 
         Not in float16, where a b near 0 would round du to 0.
         """
-        recoverable = x.w is None or (self.tied and x.q.dtype != torch.float16)
+        recoverable = x.w is None or (self.tied and x.q.dtype != torch.float16 and x.decay != "channel")
         return self.delta and recoverable and self.saved_dtype(x.q.dtype) == x.v.dtype
 
     def stores_du(self, x: ScanOperands) -> bool:
@@ -139,26 +140,34 @@ class Prepared(NamedTuple):
     """The results of prepare: what depends on a single chunk.
 
     Args:
-        gates: [slots, HV, 3, C], cumulative log2 decay, scaled erase strength, write strength.
+        gates: [slots, HV, 3, C], cumulative log2 decay, scaled erase strength, write strength; for a decay per channel
+            [slots, HV, K + C], the decay over the chunk and the write strength.
         decay_bounds: [slots, HV], upper bound of the log2 decay over the chunk.
-        wy_tiles: [slots, HV, terms, C, C + 8], T and P (kernels/wy_tiles.py); empty without an erase term.
+        wy_tiles: [slots, HV, terms, C, C + 8], T and P (kernels/wy_tiles.py); empty without an erase term, unless the
+            decay is per channel.
+        scaled: [2 or 3, B, T, HV, K], for a decay per channel the scaled operands (kernels/channel/prepare.py); else
+            empty.
     """
 
     gates: Tensor
     decay_bounds: Tensor
     wy_tiles: Tensor
+    scaled: Tensor
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> Self:
         """Allocate the results. save: the backward reads them, too."""
         terms = kind.terms(x.q.dtype)
         half = save and terms == 1 and x.q.dtype == torch.bfloat16
+        channel = x.decay == "channel"
         return cls(
-            x.q.new_empty((s.slots, s.HV, 3, s.C), dtype=torch.float32),
+            x.q.new_empty((s.slots, s.HV, s.K + s.C) if channel else (s.slots, s.HV, 3, s.C), dtype=torch.float32),
             x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
             x.q.new_empty(
-                (s.slots if kind.delta else 0, s.HV, terms, s.C, s.C + 8), dtype=torch.float16 if half else x.q.dtype
+                (s.slots if kind.delta or channel else 0, s.HV, terms, s.C, s.C + 8),
+                dtype=torch.float16 if half else x.q.dtype,
             ),
+            x.q.new_empty((2 + kind.delta, *x.v.shape[:3], s.K) if channel else 0),
         )
 
     @classmethod

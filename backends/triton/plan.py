@@ -14,9 +14,10 @@ from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.triton.config import CHUNK, KernelChoice, LaunchConfig, cdiv
 
-Decay = Literal["none", "fixed", "head"]
+Decay = Literal["none", "fixed", "head", "channel"]
 Version = Literal["portable", "hopper"]
 Backward = Literal["none", "fused", "sweep", "reverse+gradients"]
+SCALAR_DECAYS = ("none", "fixed", "head")
 Phase = Literal["prepare", "scan", "recompute", "reverse", "gradients"]
 
 
@@ -26,7 +27,7 @@ class Problem(NamedTuple):
     Args:
         N: sequences. T: tokens per row of the batch.
         delta: with an erase term. erase_key: the erase key is an operand, not k.
-        decay: none, one number per head ("fixed"), or one per token and head ("head").
+        decay: none, one number per head ("fixed"), one per token and head ("head"), or also per key ("channel").
         packed: several sequences in one row (cu_seqlens).
         split_terms: values that feed back into the state are split into two terms (hi + lo).
     """
@@ -69,23 +70,24 @@ class Limits(NamedTuple):
     hopper: bool = False
     keys: range = range(1, 257)
     values: range = range(1, 2**31)
-    decays: tuple[str, ...] = ("none", "fixed", "head")
+    decays: tuple[str, ...] = SCALAR_DECAYS
     grouped: bool = True
 
 
+_PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"))
 _HOPPER_SCAN = Limits(hopper=True, values=range(33, 513))
-# In order of preference. Kernels for a decay per channel are further entries with decays=("channel",).
+# in order of preference
 KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
-    "prepare": {"hopper": Limits(hopper=True), "portable": Limits()},
-    "scan": {"hopper": _HOPPER_SCAN, "portable": Limits()},
-    "recompute": {"hopper": _HOPPER_SCAN, "portable": Limits()},
+    "prepare": {"hopper": Limits(hopper=True), "portable": _PORTABLE},
+    "scan": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
+    "recompute": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "reverse": {
         # one program per sequence and head, 128 values, and no other program adds to its key gradients
         "fused": Limits(hopper=True, keys=range(65, 129), values=range(33, 129), grouped=False),
         "hopper": _HOPPER_SCAN,
-        "portable": Limits(),
+        "portable": _PORTABLE,
     },
-    "gradients": {"hopper": Limits(hopper=True, values=range(1, 513)), "portable": Limits()},
+    "gradients": {"hopper": Limits(hopper=True, values=range(1, 513)), "portable": _PORTABLE},
 }
 
 
@@ -115,7 +117,8 @@ class Plan(NamedTuple):
     """The kernels of one update.
 
     Args:
-        prepare: "gates": no erase term, cumulative decays only; else also the WY tiles T and P.
+        prepare: "gates": no erase term, cumulative decays only; "channel": for a decay per channel, also the scaled
+            operands; else also the WY tiles T and P.
         forward: the scan that computes o and the final state.
         backward: "none": without gradients. "fused": one launch recomputes the states, scans back and computes the
             gradients. "sweep": recomputed states, then one launch for scan and gradients. "reverse+gradients": two.
@@ -124,12 +127,12 @@ class Plan(NamedTuple):
         every: chunks between two checkpoints of the state; 0: none is stored.
     """
 
-    prepare: Literal["gates", "portable", "hopper"]
+    prepare: Literal["gates", "channel", "portable", "hopper"]
     forward: Version
     backward: Backward = "none"
     recompute: Version | None = None
     reverse: Version | None = None
-    gradients: Version | None = None
+    gradients: Literal["channel", "portable", "hopper"] | None = None
     split: int = 0
     every: int = 0
 
@@ -150,8 +153,12 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
             raise ConfigError(_refusal(phase, kernel, problem, device, config.chunk))
     chunks = cdiv(problem.T, config.chunk)
     split = config.split if config.split and chunks > config.split else 0
-    prepare = _version(config.prepare.kernel) if problem.delta else "gates"
-    plan = Plan(prepare, _version(config.scan.kernel), split=split)
+    channel = problem.decay == "channel"
+    plan = Plan(
+        "channel" if channel else _version(config.prepare.kernel) if problem.delta else "gates",
+        _version(config.scan.kernel),
+        split=split,
+    )
     if not grad:
         return plan
     plan = plan._replace(every=config.every)
@@ -163,13 +170,14 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     return plan._replace(
         backward="reverse+gradients",
         reverse=_version(config.reverse.kernel),
-        gradients=_version(config.gradients.kernel),
+        gradients="channel" if channel else _version(config.gradients.kernel),
     )
 
 
 # The kernels of each step and version, in the order of their launches; README.md has a row for each.
 LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prepare", "gates"): ("gates_kernel",),
+    ("prepare", "channel"): ("channel_prepare_kernel",),
     ("prepare", "portable"): ("prepare_kernel",),
     ("prepare", "hopper"): ("hopper_prepare_kernel",),
     ("segments", "forward"): ("scan_kernel", "combine_kernel"),
@@ -182,6 +190,7 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("backward", "sweep"): ("hopper_backward_sweep_kernel",),
     ("reverse", "portable"): ("reverse_kernel",),
     ("reverse", "hopper"): ("hopper_reverse_kernel",),
+    ("gradients", "channel"): ("channel_gradients_kernel",),
     ("gradients", "portable"): ("gradients_kernel",),
     ("gradients", "hopper"): ("hopper_gradients_kernel",),
     ("group sums", "portable"): ("sum_groups_kernel",),

@@ -8,6 +8,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.lower import computes_in_float32, micro_steps, splits_terms
 from deltazoo.backends.triton.plan import (
     KERNELS,
     Decay,
@@ -21,7 +22,7 @@ from deltazoo.backends.triton.table import describe, look_up
 
 
 def explain_plan(
-    spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None, config: str, split_terms: bool
+    spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None, config: str
 ) -> str | None:
     """List the kernels of an update in order; without a shape, the conditions under which each version runs.
 
@@ -34,7 +35,7 @@ def explain_plan(
     where = f"{device.name} (sm_{capability}, {device.processors} SMs, Triton {device.triton})"
     if shape is None:
         return "\n".join([f"kernel versions on {where}, in order of preference:", *_conditions(device)])
-    problem = problem_for(spec, meta, shape, split_terms)
+    problem = problem_for(spec, meta, shape)
     try:
         plan, launches = look_up(config, problem, device, meta.grad)
     except ConfigError as error:
@@ -44,16 +45,20 @@ def explain_plan(
     )
 
 
-def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape, split_terms: bool) -> Problem:
+def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape) -> Problem:
     """The problem of a spec on a shape, with widths padded to multiples of 8 as the backend pads them."""
-    dtype = torch.float32 if split_terms and meta.dtype == torch.float16 else meta.dtype
-    decay: Decay = "none" if spec.decay == "none" else "head"
-    if spec.decay == "fixed" and spec.householders == 1:  # else it is spread over the micro-steps
+    channel = spec.decay == "channel" or meta.decay_channels
+    n = micro_steps(spec)
+    decay: Decay = "none" if spec.decay == "none" else "channel" if channel else "head"
+    if spec.decay == "fixed" and not channel and n == 1:  # else it is spread over the micro-steps
         decay = "fixed"
+    delta, per_value_head = spec.transition != "additive", spec.transition == "dplr" or spec.beta == "channel"
     return Problem(
-        dtype=dtype, N=shape.sequences, T=shape.T * spec.householders, H=meta.H, HV=meta.HV,
-        K=meta.K + -meta.K % 8, V=meta.V + -meta.V % 8, delta=spec.transition == "delta",
-        erase_key=spec.erase_key == "own", decay=decay, packed=bool(shape.lengths), split_terms=split_terms,
+        dtype=torch.float32 if computes_in_float32(spec, meta.K, meta.dtype, channel) else meta.dtype,
+        N=shape.sequences, T=shape.T * n, H=meta.HV if delta and per_value_head else meta.H, HV=meta.HV,
+        K=meta.K + -meta.K % 8, V=meta.V + -meta.V % 8, delta=delta,
+        erase_key=spec.erase_key == "own" or (delta and per_value_head), decay=decay, packed=bool(shape.lengths),
+        split_terms=splits_terms(spec, meta.K, meta.dtype),
     )  # fmt: skip
 
 

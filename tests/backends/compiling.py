@@ -53,9 +53,10 @@ def launch_update(problem: Problem, device: DeviceSpec, launcher: Any, early: bo
     plan = make_plan(problem, device, config, grad=True)
     B, T, H, HV, K, V = 1 if problem.packed else problem.N, *problem[2:7]
     dtype, strength = problem.dtype, torch.empty(B, T, HV)
+    log_decay = {"head": strength, "channel": torch.empty(B, T, HV, K)}.get(problem.decay)
     x = ScanOperands(
         q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
-        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=strength if problem.decay == "head" else None, b=strength,
+        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=log_decay, b=strength,
         w=strength, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
         state=torch.empty(problem.N, HV, K, V),
         cu_seqlens=torch.linspace(0, T, problem.N + 1).int() if problem.packed else None,

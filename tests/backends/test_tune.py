@@ -356,18 +356,21 @@ def test_fused_step_without_config_or_record_uses_the_heuristic(monkeypatch):
         UpdateSpec(beta="head", negative_eigenvalues="both", householders=2),
         UpdateSpec(decay="fixed", transition="additive"),
         UpdateSpec(decay="head", beta="head", erase_key="own"),
+        UpdateSpec(decay="channel", beta="head"),
+        UpdateSpec(decay="channel", beta="channel"),
+        UpdateSpec(decay="channel", transition="dplr"),
     ],
     ids=lambda spec: f"{spec.decay}-{spec.transition}-{spec.erase_key}-{spec.householders}",
 )
 @pytest.mark.parametrize("shape", [Shape("dense", 2, 70, 1, 2, 12, 20), Shape("pack", 1, 70, 1, 2, 16, 8, (30, 40))])
 def test_tuner_and_backend_look_up_the_same_problem(spec, shape):
     from deltazoo.backends.conformance.cases import Case, draw
-    from deltazoo.backends.triton import backend as triton_backend
+    from deltazoo.backends.triton.lower import by_micro_steps, lower, micro_steps
     from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 
-    x, kind = triton_backend.TritonBackend()._operands(spec, draw(Case(spec, shape)))
-    if spec.householders > 1:
-        x = triton_backend._by_micro_steps(spec, x, spec.householders)
+    x, kind = lower(spec, draw(Case(spec, shape)), "")
+    if micro_steps(spec) > 1:
+        x = by_micro_steps(spec, x, micro_steps(spec))
     assert problem_of_operands(x, kind) == problem_of(Target(spec, shape, torch.float32), "scan")
 
 

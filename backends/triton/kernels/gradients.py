@@ -287,7 +287,7 @@ def gate_gradients_kernel(
     dgates, state_products, v, b, dlog_decay, db, dw, dv, cu, N, slots, T,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, K_TILES: tl.constexpr, DECAY: tl.constexpr,
     ERASE: tl.constexpr, WRITE: tl.constexpr, TIED: tl.constexpr, DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr,
-    EARLY: tl.constexpr, PACKED: tl.constexpr,
+    EARLY: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Sum the gate gradients of a chunk over tiles: d log_decay, db and dw [B, T, HV].
 
@@ -332,6 +332,8 @@ def gate_gradients_kernel(
             total = tl.cumsum(dG, 0, reverse=True) + state_product
             if EARLY:
                 total += tl.sum(tl.where(i[:, None] < i[None, :], dG_early[None, :], 0.0), 1)
+            if not HAS_STATE:  # the first decay of a sequence scales nothing
+                total = tl.where(t0 + i > 0, total, 0.0)
             tl.store(dlog_decay + offsets, total, mask=in_time)
         if ERASE:
             b_i = tl.load(b + offsets, mask=in_time, other=1.0).to(tl.float32)

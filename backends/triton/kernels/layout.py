@@ -304,6 +304,21 @@ def load_gate(gates, chunk, which: tl.constexpr, i, C: tl.constexpr):
 
 
 @triton.jit
+def load_write_strengths(gates, chunk, i, K: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+    """Load w [C] of a chunk, from gates [slots, HV, 3, C] or, for a decay per channel, [slots, HV, K + C]."""
+    if DECAY == "channel":
+        return tl.load(gates + chunk * (K + C) + K + i)
+    else:
+        return load_gate(gates, chunk, 2, i, C)
+
+
+@triton.jit
+def load_chunk_decay(gates, chunk, ks, in_k, K: tl.constexpr, C: tl.constexpr):
+    """Load 2^Gend per channel, by which a chunk scales the state; gates [slots, HV, K + C]."""
+    return tl.load(gates + chunk * (K + C) + ks, mask=in_k, other=1.0)
+
+
+@triton.jit
 def cumulative_decays(gates, chunk, i, C: tl.constexpr, LOOP: tl.constexpr = True):
     """Load G of a chunk, G before each token, and G at the end of the chunk. LOOP: the load is inside a loop."""
     G = load_gate(gates, chunk, 0, i, C) if LOOP else tl.load(gates + chunk * 3 * C + i)

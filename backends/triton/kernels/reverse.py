@@ -4,8 +4,9 @@
     dS0 = 2^Gend dS' + scale (2^G'' q)^T do - (c e)^T du
 
 dS' is the gradient of the state after a chunk, dS0 of the state before it. T, P, c = b 2^G' and G'' are those of
-prepare.py; an additive update has du = dx. C tokens in a chunk, G cumulative log2 decay in the chunk, H key
-heads, HV value heads, K key width, V value width
+prepare.py; an additive update has du = dx. With a decay per channel q, k and e are the scaled operands of
+channel/prepare.py, which contain b, scale and all decays but 2^Gend. C tokens in a chunk, G cumulative log2 decay in
+the chunk, H key heads, HV value heads, K key width, V value width
 """
 
 import triton
@@ -16,9 +17,11 @@ from deltazoo.backends.triton.kernels.layout import (
     clamp_away_from_zero,
     cumulative_decays,
     dot_split_lhs,
+    load_chunk_decay,
     load_column_major,
     load_gate,
     load_rows,
+    load_write_strengths,
     opaque_zero,
     sequence_and_segment,
     significant_prefix,
@@ -118,6 +121,7 @@ def reverse_kernel(
             if DELTA:
                 T_hi = load_inverse(wy_tiles, chunk, i, C, TERMS, 0)
                 T_lo = load_inverse(wy_tiles, chunk, i, C, TERMS, 1) if TERMS == 2 else T_hi
+            if DELTA or DECAY == "channel":
                 P_hi = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 0))
                 if TERMS == 2:
                     P_lo = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1))
@@ -125,11 +129,11 @@ def reverse_kernel(
             dx = dot_split_lhs(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if K1 > 0:
                 dx = dot_split_lhs(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
-            if DECAY != "none":
+            if DECAY != "none" and DECAY != "channel":
                 G, G_before, G_end = cumulative_decays(gates, chunk, i, C)
                 G_read = G_before if READ_EARLY else G
                 dx *= tl.exp2(G_end - G)[None, :]
-            if not DELTA:
+            if not DELTA and DECAY != "channel":
                 P_hi = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
                 if K1 > 0:
                     P_hi = tl.dot(q_b, tl.trans(k_b), P_hi, input_precision=PREC)
@@ -147,7 +151,12 @@ def reverse_kernel(
                 store_transposed(du + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V)
             # dS0 = 2^Gend dS' + scale (2^G'' q)^T do - (c e)^T du
             doq = do_T.to(tl.float32) * scale
-            if DECAY != "none":
+            if DECAY == "channel":
+                doq = do_T
+                dSa *= load_chunk_decay(gates, chunk, ka, in_ka, K, C)[None, :]
+                if K1 > 0:
+                    dSb *= load_chunk_decay(gates, chunk, kb, in_kb, K, C)[None, :]
+            elif DECAY != "none":
                 doq *= tl.exp2(G_read)[None, :]
                 dSa *= tl.exp2(G_end)
                 if K1 > 0:
@@ -158,7 +167,7 @@ def reverse_kernel(
             if not ENDS:
                 dvalue = dx
                 if WRITE:
-                    write = load_gate(gates, chunk, 2, i, C)
+                    write = load_write_strengths(gates, chunk, i, K, C, DECAY)
                     dvalue = dx * (clamp_away_from_zero(write, MIN_BETA) if DU_IS_DV else write)[None, :]
                 store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
             if DELTA:
@@ -170,7 +179,7 @@ def reverse_kernel(
                     e_a = k_a
                     if K1 > 0:
                         e_b = k_b
-                due = dx * -load_gate(gates, chunk, 1, i, C)[None, :]
+                due = -dx if DECAY == "channel" else dx * -load_gate(gates, chunk, 1, i, C)[None, :]
                 dSa = dot_split_lhs(due, e_a, dSa, dtype, TERMS, PREC)
                 if K1 > 0:
                     dSb = dot_split_lhs(due, e_b, dSb, dtype, TERMS, PREC)

@@ -3,7 +3,9 @@
     x = T (w v - c (S0^T e)),    o = scale 2^G'' (S0^T q) + P x,    S' = 2^Gend S0 + (2^(Gend - G) k)^T x
 
 S0 and S' are the states before and after a chunk. T, P, c = b 2^G' and G'' are those of prepare.py; an additive update
-has x = w v. The state stays in registers as S^T, so that the left operand of every product comes from registers.
+has x = w v. The state stays in registers as S^T, so that the left operand of every product comes from registers. With a
+decay per channel q, k and e are the scaled operands of channel/prepare.py, which contain b, scale and all decays but
+2^Gend.
 C tokens in a chunk, G cumulative log2 decay in the chunk, H key heads, HV value heads, K key width, V value width
 """
 
@@ -14,9 +16,11 @@ from deltazoo.backends.triton.kernels.layout import (
     chunk_range,
     cumulative_decays,
     dot_split_lhs,
+    load_chunk_decay,
     load_column_major,
     load_gate,
     load_rows,
+    load_write_strengths,
     negligible_prefix,
     sequence_and_segment,
     store_column_major,
@@ -165,7 +169,7 @@ def scan_kernel(
         if DELTA:
             T_hi = tl.trans(load_inverse(wy_tiles, chunk, i, C, TERMS, 0))
             T_lo = tl.trans(load_inverse(wy_tiles, chunk, i, C, TERMS, 1)) if TERMS == 2 else T_hi
-        if OUTPUT and DELTA:
+        if OUTPUT and (DELTA or DECAY == "channel"):
             P_T_hi = load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 0)
             P_T_lo = load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1) if TERMS == 2 else P_T_hi
         # u = w v - c S0^T e,  x = T u
@@ -204,12 +208,12 @@ def scan_kernel(
             v_T = tl.trans(load_rows(v + value_offset, i, vs, in_time, in_v, HV * V))
         x = v_T.to(tl.float32)
         if WRITE:
-            x *= load_gate(gates, chunk, 2, i, C)[None, :]
+            x *= load_write_strengths(gates, chunk, i, K, C, DECAY)[None, :]
         if DELTA:
-            x -= y * load_gate(gates, chunk, 1, i, C)[None, :]
+            x -= y if DECAY == "channel" else y * load_gate(gates, chunk, 1, i, C)[None, :]
             x = dot_inverse(x, T_hi, T_lo, dtype, TERMS, PREC)
 
-        if DECAY != "none":
+        if DECAY != "none" and DECAY != "channel":
             G, G_before, G_end = cumulative_decays(gates, chunk, i, C)
         if RECOMPUTE and DELTA:
             rows_to_store = tl.where(c >= segment_first, C, 0)
@@ -222,12 +226,12 @@ def scan_kernel(
             out = tl.dot(S_a, tl.trans(q_a), input_precision=PREC)
             if K1 > 0:
                 out = tl.dot(S_b, tl.trans(q_b), out, input_precision=PREC)
-            if DECAY != "none":
+            if DECAY == "none":
+                out *= scale
+            elif DECAY != "channel":
                 G_read = G_before if READ_EARLY else G
                 out *= (tl.exp2(G_read) * scale)[None, :]
-            else:
-                out *= scale
-            if not DELTA:
+            if not DELTA and DECAY != "channel":
                 P_T_hi = tl.dot(k_a, tl.trans(q_a), input_precision=PREC)
                 if K1 > 0:
                     P_T_hi = tl.dot(k_b, tl.trans(q_b), P_T_hi, input_precision=PREC)
@@ -239,7 +243,11 @@ def scan_kernel(
             store_transposed(o + value_offset, out, length - c * C, column, HV * V, V)
 
         # S' = 2^Gend S0 + (2^(Gend - G) k)^T x
-        if DECAY != "none":
+        if DECAY == "channel":
+            Sa *= load_chunk_decay(gates, chunk, ka, in_ka, K, C)[None, :]
+            if K1 > 0:
+                Sb *= load_chunk_decay(gates, chunk, kb, in_kb, K, C)[None, :]
+        elif DECAY != "none":
             x *= tl.exp2(G_end - G)[None, :]
             Sa *= tl.exp2(G_end)
             if K1 > 0:

@@ -16,9 +16,10 @@ def zero_rows(x, first, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "T"])
 def zero_tail_kernel(
     v, q, k, e, log_decay, b, w, cu, N, T,
-    HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zero the rows from cu[N] on of v [T, HV, V], of q, k, e [T, H, K] and of log_decay, b, w [T, HV]; None: skipped.
+    """Zero the rows from cu[N] on of v [T, HV, V], of q, k, e [T, H, K], b, w [T, HV] and log_decay
+    [T, DECAYS]; None: skipped.
 
     No kernel of the scan visits these rows, and their number is known on the device only. Usually there are none; then
     every program reads one bound and exits. Grid: any number of programs. HK = H K.
@@ -35,7 +36,7 @@ def zero_tail_kernel(
         if e is not None:
             zero_rows(e, first, last, HK, BLOCK)
         if log_decay is not None:
-            zero_rows(log_decay, first, last, HV, BLOCK)
+            zero_rows(log_decay, first, last, DECAYS, BLOCK)
         if b is not None:
             zero_rows(b, first, last, HV, BLOCK)
         if w is not None:

@@ -20,8 +20,8 @@ def decode_kernel(
 
     Grid: row, value head, V tile. Each program owns S [K, BV] of its row.
 
-    Reads q [B, H, K]; k, e [B, STEPS, H, K]; v [B, STEPS, HV, V]; log_decay [B, HV] or [HV]; b, w [B, STEPS, HV];
-    with SLOTS slots [B] int64, the pool row that holds each row's state.
+    Reads q [B, H, K]; k, e [B, STEPS, H, K]; v [B, STEPS, HV, V]; log_decay [B, HV], [B, HV, K] or [HV];
+    b, w [B, STEPS, HV]; with SLOTS slots [B] int64, the pool row that holds each row's state.
     Updates states [pool_rows, HV, K, V] in place. Writes o [B, HV, V].
 
     A slot outside the pool (-1, say) accesses no state, and its output is zero. The caller guarantees that no two rows
@@ -52,6 +52,8 @@ def decode_kernel(
         decay = tl.exp(tl.load(log_decay + row * HV + hv))
     if DECAY == "fixed":
         decay = tl.exp(tl.load(log_decay + hv))
+    if DECAY == "channel":
+        decay = tl.exp(tl.load(log_decay + (row * HV + hv) * K + ks, mask=in_k, other=0.0))[:, None]
     for m in tl.static_range(STEPS):
         step = row * STEPS + m
         k_k = tl.load(k + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)

@@ -1,0 +1,156 @@
+"""Lowering of a spec and its inputs to the operands of the kernels.
+
+The kernels compute one form, per value head, with the strengths b and w one number per token:
+
+    S_t = S~_t + k_t (w_t v_t - R_t^T (b_t e_t))^T
+
+- Strengths per channel are multiplied into keys of the erase and values: e = erase * k, v = write * v.
+- Several householders are micro-steps: tokens of their own, of which the first has the decay and the last the read.
+- DPLR is two micro-steps: the first writes b with the erase key -a, the second writes k and v.
+
+B batch, T time, n micro-steps, H key heads, HV value heads, K key width, V value width
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.lowering import strengths
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+
+
+def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool = True) -> tuple[ScanOperands, ScanKind]:
+    """Build the kernels' operands: micro-steps are flattened into time, except for q and log_decay.
+
+    Args: padded: pad widths to multiples of 8, as chunked kernels need them.
+    """
+    erase, write = strengths(spec, inputs)
+    tied = write is erase and write is not None
+    q, k, v, e = inputs.q, inputs.k, inputs.v, inputs.erase_key
+    if spec.beta == "channel" and write is not None:
+        v, write = v * write.to(v.dtype), None
+        if erase is not None:
+            q, k, e = (_per_value_head(x, v) for x in (q, k, k if e is None else e))
+            e, erase, tied = e * erase.to(k.dtype), None, False
+    if spec.transition == "dplr":
+        q, k = _per_value_head(q, v), _per_value_head(k, v)
+        k, v, e, write = _dplr_micro_steps(k, v, inputs.a, inputs.b, write)
+    log_decay = inputs.log_decay
+    if log_decay is not None and log_decay.dim() == 2:
+        log_decay = log_decay.expand(*q.shape[:2], *log_decay.shape)
+    K, V = q.shape[-1], v.shape[-1]
+    to_K, to_V = (-K % 8, -V % 8) if padded else (0, 0)
+    n = micro_steps(spec)
+
+    def flat(x: Tensor, extra: int = 0) -> Tensor:
+        x = x.flatten(1, 2) if n > 1 else x
+        return pad(x, (0, extra)) if extra else x
+
+    state = inputs.state
+    if state is not None and (to_K or to_V):
+        state = pad(state, (0, to_V, 0, to_K))
+    operands = ScanOperands(
+        q=pad(q, (0, to_K)) if to_K else q,
+        k=flat(k, to_K),
+        v=flat(v, to_V),
+        log_decay=pad(log_decay, (0, to_K)) if to_K and log_decay is not None and log_decay.dim() == 4 else log_decay,
+        b=None if erase is None else flat(erase),
+        w=None if tied or write is None else flat(write),
+        e=None if e is None else flat(e, to_K),
+        state=state,
+        cu_seqlens=inputs.cu_seqlens,
+    )
+    return operands, ScanKind(
+        delta=spec.transition != "additive",
+        erase_early=spec.erase_from == "previous",
+        read_early=spec.read == "before",
+        split_terms=splits_terms(spec, K, k.dtype),
+        tied=tied,
+        scale=spec.scale_of(K),
+        config=config,
+    )
+
+
+def micro_steps(spec: UpdateSpec) -> int:
+    """The number of micro-steps of a token."""
+    return 2 if spec.transition == "dplr" else spec.householders
+
+
+def has_channel_decay(inputs: UpdateInputs) -> bool:
+    """Whether log_decay is per channel: [HV, K] or [B, T, HV, K]."""
+    return inputs.log_decay is not None and inputs.log_decay.dim() in (2, 4)
+
+
+def splits_terms(spec: UpdateSpec, K: int, dtype: torch.dtype) -> bool:
+    """Whether values that feed back into the state are split into two terms."""
+    return _keeps_rounding_errors(spec) or (dtype == torch.bfloat16 and _erases_most_of_the_state(spec, K))
+
+
+def computes_in_float32(spec: UpdateSpec, K: int, dtype: torch.dtype, channel: bool) -> bool:
+    """Whether 16-bit operands are converted to float32.
+
+    Instead of splitting terms: in float16 the low term would underflow, and scaled operands of a decay per channel have
+    one term.
+    """
+    if dtype == torch.float16:
+        return _keeps_rounding_errors(spec)
+    return dtype == torch.bfloat16 and channel and splits_terms(spec, K, dtype)
+
+
+def by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
+    """Spread q and log_decay over the n micro-steps of a token: the decay on the first, the read on the last.
+
+    A read before the update is on the first micro-step.
+    """
+    B, T = x.q.shape[:2]
+
+    def spread(y: Tensor, at: int) -> Tensor:
+        """[B, T, ...] -> [B, T n, ...], zero except at micro-step `at`."""
+        return pad(y.unsqueeze(2), (0, 0) * (y.dim() - 2) + (at, n - 1 - at)).flatten(1, 2)
+
+    decay = x.log_decay
+    if decay is not None:
+        decay = spread(decay.expand(B, T, -1) if decay.dim() == 1 else decay, 0)
+    cu = None if x.cu_seqlens is None else x.cu_seqlens * n
+    return x._replace(q=spread(x.q, 0 if spec.read == "before" else n - 1), log_decay=decay, cu_seqlens=cu)
+
+
+def in_float32(inputs: UpdateInputs) -> UpdateInputs:
+    """Convert the operands to float32."""
+    names = ("q", "k", "v", "erase_key", "a", "b")
+    operands = {name: getattr(inputs, name) for name in names}
+    return inputs._replace(**{name: x.float() for name, x in operands.items() if x is not None})
+
+
+def _per_value_head(x: Tensor, v: Tensor) -> Tensor:
+    """Repeat the key heads of x [..., H, K] for their value heads: [..., HV, K]."""
+    groups = v.shape[-2] // x.shape[-2]
+    return x if groups == 1 else x.repeat_interleave(groups, -2)
+
+
+def _dplr_micro_steps(
+    k: Tensor, v: Tensor, a: Tensor | None, b: Tensor | None, write: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return k, v, e and w of the micro-steps [B, T, 2, HV, ..] of S_t = D S_{t-1} + b (a^T S_{t-1}) + k v^T."""
+    assert a is not None and b is not None  # checked by check.py
+    keys = torch.stack((b.to(k.dtype), k), 2)
+    values = torch.stack((torch.zeros_like(v), v), 2)
+    erase_keys = torch.stack((-a.to(k.dtype), torch.zeros_like(k)), 2)
+    return keys, values, erase_keys, None if write is None else torch.stack((torch.zeros_like(write), write), 2)
+
+
+def _keeps_rounding_errors(spec: UpdateSpec) -> bool:
+    """Whether the erase may rotate or lengthen the state, or acts several times per token: errors then accumulate."""
+    unbounded = spec.negative_eigenvalues != "off" or spec.erase_key == "own"
+    return spec.transition == "delta" and (unbounded or spec.householders > 1)
+
+
+def _erases_most_of_the_state(spec: UpdateSpec, K: int) -> bool:
+    """Whether one erase removes a large part of the state: one of at most 16 directions without beta or without decay.
+
+    In bfloat16 the rounding of the operands alone then costs o more than 5e-3. Up to 32 directions without both.
+    """
+    directions = 16 * (spec.beta, spec.decay).count("none")
+    return spec.transition == "delta" and directions >= K
