@@ -36,7 +36,11 @@ def strengths(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[Tensor | None, Te
         return erase, write
     if erase is None:
         erase = inputs.v.new_ones(inputs.v.shape[:-1], dtype=dtype)
-    return 2 * erase, write if spec.negative_eigenvalues == "erase" else 2 * (erase if write is None else write)
+    doubled = 2 * erase
+    if spec.negative_eigenvalues == "erase":
+        return doubled, write
+    # the same tensor if both are beta: a kernel then need not compute two gradients
+    return doubled, 2 * write if spec.beta == "channel" and write is not None else doubled
 
 
 def log_decay(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:

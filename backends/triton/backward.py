@@ -357,6 +357,7 @@ def _sweep(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> 
         (
             s.H, s.HV, s.K, s.V, s.C, x.decay, kind.delta, d.b is not None, x.w is not None, kind.erase_early,
             kind.read_early, s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(x.q.dtype),
+            kind.terms(x.q.dtype),
         ),
         warps=8,
         registers=WARP_SPECIALIZED_REGISTERS,
@@ -384,7 +385,7 @@ def _fused(run: _Pass) -> None:
         (
             s.H, s.HV, s.K, s.V, s.C, x.decay, kind.delta, d.b is not None, x.w is not None, kind.erase_early,
             kind.read_early, s.packed, kind.dv_holds_du(x), x.state is not None, run.config.every,
-            kind.min_b(x.q.dtype),
+            kind.min_b(x.q.dtype), kind.terms(x.q.dtype),
         ),
         warps=8,
         registers=WARP_SPECIALIZED_REGISTERS,

@@ -185,12 +185,21 @@ def _prepare_on_hopper(
         ),
         (
             s.H, s.HV, s.K, s.C, x.decay, x.b is not None, x.w is not None, kind.erase_early, kind.read_early,
-            s.packed, segments, kind.reparam, kind.dv_holds_du(x),
+            s.packed, segments, kind.reparam, kind.dv_holds_du(x), kind.terms(x.q.dtype),
         ),
-        # three programs per SM; without grouped heads five, which the step sizes exceed by a few registers
-        registers=168 if s.HV > s.H else None if kind.reparam == "none" else 96,
+        registers=_prepare_registers(s.HV > s.H, kind.terms(x.q.dtype), kind.reparam),
     )  # fmt: skip
     prepare(s.slots * s.H, s.N, s.T, kind.scale)
+
+
+def _prepare_registers(grouped: bool, terms: int, reparam: str) -> int | None:
+    """Registers per thread: for three programs per SM with grouped heads, four with two terms, else five.
+
+    Five need no limit, except with the step sizes of EFLA and Longhorn, which take a few registers more.
+    """
+    if grouped:
+        return 168
+    return 128 if terms == 2 else None if reparam == "none" else 96
 
 
 def scan_operands(x: ScanOperands, prepared: Prepared, s: Sizes) -> tuple[ScanOperands, Sizes]:
@@ -226,6 +235,7 @@ def scan(
             (
                 s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None,
                 x.state is not None, kind.read_early, s.packed, span.every, span.unit, span.split, mode,
+                kind.terms(x.q.dtype),
             ),
             registers=WARP_SPECIALIZED_REGISTERS,
         )  # fmt: skip

@@ -19,6 +19,8 @@ from torch.nn.functional import pad
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.lowering import strengths
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
+from deltazoo.backends.triton import plan as plans
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 
 
@@ -68,16 +70,25 @@ def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool = Tr
         state=state,
         cu_seqlens=inputs.cu_seqlens,
     )
+    split_terms = splits_terms(spec, K, k.dtype)
     return operands, ScanKind(
         delta=spec.transition != "additive",
         erase_early=spec.erase_from == "previous",
         read_early=spec.read == "before",
-        split_terms=splits_terms(spec, K, k.dtype),
+        split_terms=split_terms,
         tied=tied,
         scale=spec.scale_of(K),
         config=config,
         reparam=spec.reparam if in_kernel else "none",
+        saves_16_bits=split_terms
+        and _is_hopper(k.device.index)
+        and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, has_channel_decay(inputs)),
     )
+
+
+@constant_in_graphs
+def _is_hopper(index: int | None) -> bool:
+    return plans.device_spec(index).is_hopper
 
 
 def micro_steps(spec: UpdateSpec) -> int:

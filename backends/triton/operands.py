@@ -58,6 +58,7 @@ class ScanKind(NamedTuple):
         scale: of q.
         config: a LaunchConfig as JSON; "": that of the table, else of the heuristic.
         reparam: "efla" or "longhorn": b is beta, and the kernels compute the strength (kernels/step_size.py).
+        saves_16_bits: with split_terms the terms of T are float16, and the states that the backward reads 16 bits.
     """
 
     delta: bool
@@ -68,6 +69,7 @@ class ScanKind(NamedTuple):
     scale: float
     config: str = ""
     reparam: str = "none"
+    saves_16_bits: bool = False
 
     def terms(self, dtype: torch.dtype) -> int:
         """The number of terms into which values that feed back into the state are split."""
@@ -75,7 +77,7 @@ class ScanKind(NamedTuple):
 
     def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the backward stores states and their gradients."""
-        return dtype if self.terms(dtype) == 1 else torch.float32
+        return dtype if self.saves_16_bits or self.terms(dtype) == 1 else torch.float32
 
     def dv_holds_du(self, x: ScanOperands) -> bool:
         """Whether du is recovered from dv = w du: w is b, clamped away from 0, or there is no w.
@@ -164,7 +166,7 @@ class Prepared(NamedTuple):
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> Self:
         """Allocate the results. save: the backward reads them, too."""
         terms = kind.terms(x.q.dtype)
-        half = save and terms == 1 and x.q.dtype == torch.bfloat16
+        half = kind.saves_16_bits or (save and terms == 1 and x.q.dtype == torch.bfloat16)
         channel = x.decay == "channel"
         derivatives = save and kind.reparam != "none"
         return cls(

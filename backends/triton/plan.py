@@ -30,6 +30,7 @@ class Problem(NamedTuple):
         decay: none, one number per head ("fixed"), one per token and head ("head"), or also per key ("channel").
         packed: several sequences in one row (cu_seqlens).
         split_terms: values that feed back into the state are split into two terms (hi + lo).
+        saves_16_bits: with split_terms the states that the backward reads have 16 bits.
     """
 
     dtype: torch.dtype
@@ -44,11 +45,12 @@ class Problem(NamedTuple):
     decay: Decay
     packed: bool
     split_terms: bool = False
+    saves_16_bits: bool = False
 
     @property
     def saved_dtype(self) -> torch.dtype:
         """The dtype in which the backward stores states and their gradients."""
-        return torch.float32 if self.split_terms else self.dtype
+        return torch.float32 if self.split_terms and not self.saves_16_bits else self.dtype
 
     @property
     def grouped(self) -> bool:
@@ -111,6 +113,11 @@ def sweeps(K: int, V: int) -> bool:
     More keys do not fit its registers, with fewer keys half of its work would be padding, and a program has 128 values.
     """
     return 64 < K <= 128 and (V <= 128 or V % 128 == 0)
+
+
+def saves_16_bits(dtype: torch.dtype, K: int, V: int, erase_key: bool, channel: bool) -> bool:
+    """Whether an update with split terms saves 16 bits on a Hopper GPU: if its kernels take it then."""
+    return dtype == torch.bfloat16 and V in _HOPPER_SCAN.values and sweeps(K, V) and not (erase_key or channel)
 
 
 class Plan(NamedTuple):

@@ -17,6 +17,7 @@ from deltazoo.backends.triton.plan import (
     backward_kernels,
     forward_kernels,
     interval,
+    saves_16_bits,
 )
 from deltazoo.backends.triton.table import describe, look_up
 
@@ -36,6 +37,10 @@ def explain_plan(
     if shape is None:
         return "\n".join([f"kernel versions on {where}, in order of preference:", *_conditions(device)])
     problem = problem_for(spec, meta, shape)
+    if problem.split_terms and device.is_hopper:
+        channel = problem.decay == "channel"
+        takes_16_bits = saves_16_bits(problem.dtype, problem.K, problem.V, problem.erase_key, channel)
+        problem = problem._replace(saves_16_bits=takes_16_bits)
     try:
         plan, launches = look_up(config, problem, device, meta.grad)
     except ConfigError as error:

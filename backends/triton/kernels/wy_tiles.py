@@ -10,7 +10,7 @@ MMA operand without a mask.
 The dtype of wy_tiles is that of T; P^T has the dtype of the operands. With near-parallel keys T is applied to
 differences of neighbouring tokens, whose result is small compared with the rounding error of T. For a backward pass
 with bfloat16 operands T is therefore float16 (11 significant bits instead of 8), and the bits of P^T, bfloat16, are
-stored in the same tile.
+stored in the same tile. Both terms of T are float16 where the Hopper kernels compute split terms.
 
 C chunk, HV value heads
 """
@@ -30,16 +30,28 @@ def store_wy_tiles(base, T, T_blocks, P_T, dtype: tl.constexpr, chunk, i, C: tl.
     at = base + chunk * TERMS * C * (C + 8)
     below = (i // 8)[:, None] > (i // 8)[None, :]
     T_dtype: tl.constexpr = base.dtype.element_ty
-    if TERMS == 2:
+    if TERMS == 2 and T_dtype == dtype:
         tile, tile_lo = split_hi_lo(tl.where(below, T, P_T), dtype)
         T_blocks, blocks_lo = split_hi_lo(T_blocks, dtype)
         store_wy_term(at + C * (C + 8), tile_lo, blocks_lo, i, C)
+    elif TERMS == 2:
+        T, T_lo = split_hi_lo(T, T_dtype)
+        P_T, P_T_lo = split_hi_lo(P_T, dtype)
+        T_blocks, blocks_lo = split_hi_lo(T_blocks, T_dtype)
+        tile = merge_bits(below, T, P_T)
+        store_wy_term(at + C * (C + 8), merge_bits(below, T_lo, P_T_lo), blocks_lo, i, C)
     elif T_dtype == dtype:
         tile = tl.where(below, T, P_T).to(dtype)
     else:
-        bits = tl.where(below, T.to(T_dtype).to(tl.int16, bitcast=True), P_T.to(dtype).to(tl.int16, bitcast=True))
-        tile = bits.to(T_dtype, bitcast=True)
+        tile = merge_bits(below, T.to(T_dtype), P_T.to(dtype))
     store_wy_term(at, tile, T_blocks, i, C)
+
+
+@triton.jit
+def merge_bits(below, T, P_T):
+    """Return the bits of T where below, else those of P^T of another 16-bit dtype."""
+    bits = tl.where(below, T.to(tl.int16, bitcast=True), P_T.to(tl.int16, bitcast=True))
+    return bits.to(T.dtype, bitcast=True)
 
 
 @triton.jit
@@ -72,16 +84,20 @@ def load_p_transposed(base, dtype: tl.constexpr, chunk, i, C: tl.constexpr, TERM
 def dot_inverse(x, T, T_lo, dtype: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr):
     """Return x T for x float32 [rows, C] and T in TERMS terms.
 
-    If T is a single float16 term, x is rounded to float16, too, after its rows are scaled by powers of 2.
+    If T is float16 and the operands are not, x is rounded to float16, too, after its rows are scaled by powers of 2.
     """
-    if T.dtype != tl.float16 or TERMS == 2:
+    if T.dtype != tl.float16 or (TERMS == 2 and dtype == tl.float16):
         return dot_split_both(x, T, T_lo, tl.zeros(x.shape, tl.float32), dtype, TERMS, PREC)
     else:
         largest = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True)
         exponent = tl.minimum(largest & 0x7F800000, 0x7E800000)
         down = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
         up = exponent.to(tl.float32, bitcast=True)
-        return tl.dot((x * down[:, None]).to(T.dtype), T) * up[:, None]
+        scaled = (x * down[:, None]).to(T.dtype)
+        product = tl.dot(scaled, T)
+        if TERMS == 2:
+            product = tl.dot(scaled, T_lo, product)
+        return product * up[:, None]
 
 
 @triton.jit

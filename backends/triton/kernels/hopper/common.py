@@ -146,6 +146,12 @@ def to_16_bits(x, dtype: gl.constexpr):
 
 
 @gluon.jit
+def low_term(x, high):
+    """Return the second of the two 16-bit terms (hi + lo) of float32 x, whose first is `high`."""
+    return to_16_bits(x - to_float32(high), high.dtype)
+
+
+@gluon.jit
 def sum_by_warp(x):
     """Sum x [64] over the 16 rows of each warp: [4]."""
     return gl.sum(gl.reshape(x, [4, 16]), 1)
@@ -254,8 +260,8 @@ def producer_arrive(full, PENDING: gl.constexpr, pred):
 
 
 @gluon.jit
-def matmul_inverse_async(x, T, A_LAYOUT: gl.constexpr, SCALED: gl.constexpr):
-    """Issue the wgmma x T, T in shared memory.
+def matmul_inverse_async(x, T, T_low, A_LAYOUT: gl.constexpr, SCALED: gl.constexpr, TERMS: gl.constexpr):
+    """Issue the wgmma x T, T in shared memory; with TERMS = 2 x (T + T_low).
 
     SCALED: each row of x is divided by a power of two before it is rounded, so that it fits the range of float16.
 
@@ -272,4 +278,6 @@ def matmul_inverse_async(x, T, A_LAYOUT: gl.constexpr, SCALED: gl.constexpr):
     a_x = gl.convert_layout(to_16_bits(x, T.dtype), A_LAYOUT, assert_trivial=True)
     product = gl.zeros([x.shape[0], 64], gl.float32, layout)
     product = warpgroup_mma(a_x, T, product, use_acc=False, is_async=True)
+    if TERMS == 2:
+        product = warpgroup_mma(a_x, T_low, product, is_async=True)
     return product, a_x, scales

@@ -9,7 +9,8 @@ S^T [V, K] in the rows of dq, rows 64 to 127 in those of dk. The last chunk of a
 there; its S^T is kept in the scratch tensor `spare`.
 
 Warp groups and shared memory are those of sweep.py: two consumers in one partition of 8 warps, and a producer. While
-states are recomputed, v is in the buffers of do and the spilled dS^T in those of S and dS.
+states are recomputed, v is in the buffers of do, the second term of T in those of P, and the spilled dS^T in those of S
+and dS.
 
 Barriers as in sweep.py, with two differences:
 
@@ -33,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from deltazoo.backends.triton.kernels.hopper.common import (
     ONE_PER_THREAD,
+    SMEM_TILE,
     allocate_barriers,
     barrier,
     consumer_release,
@@ -41,6 +43,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     copy_pointers,
     copy_tile_async,
     copy_wy_tile_async,
+    low_term,
     matmul_inverse_async,
     producer_arrive,
     to_16_bits,
@@ -125,7 +128,11 @@ def producer(
             v_at = copy_pointers(v + (token * HV + hv) * V, HV * V, 64, 128, zero)
             copy_tile_async(smem.do.index(stage), v_at, 0, tokens_left, V, True, MASK_V)
             if DELTA:
-                copy_wy_tile_async(smem.T.index(stage), wy_tiles + gate_row * (64 * 72), True, zero)
+                wy_tile = wy_tiles + gate_row * (traits.TERMS * 64 * 72)
+                copy_wy_tile_async(smem.T.index(stage), wy_tile, True, zero)
+                if traits.TERMS == 2:
+                    T_low = smem.P.index(stage)._reinterpret(smem.T.dtype, [64, 64], SMEM_TILE)
+                    copy_wy_tile_async(T_low, wy_tile + 64 * 72, True, zero)
             async_copy.commit_group()
             producer_arrive(smem.k_full.index(stage), 1, True)
             producer_arrive(smem.q_full.index(stage), 0, True)
@@ -182,9 +189,14 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
     else:
         S0 = S
     y = gl.zeros([128, 64], gl.float32, ACC_VT)
+    if traits.TERMS == 2:
+        # complete before the next product is issued, which then does not share the registers with the low term
+        a_S_low = gl.convert_layout(low_term(S, S_16), A_VT, assert_trivial=True)
+        y = warpgroup_mma(a_S_low, smem.k.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
+        y, a_S_low = warpgroup_mma_wait(0, deps=[y, a_S_low])
     if DELTA:
         a_S = gl.convert_layout(S_16, A_VT, assert_trivial=True)
-        y = warpgroup_mma(a_S, smem.k.index(stage).permute((1, 0)), y, use_acc=False, is_async=True)
+        y = warpgroup_mma(a_S, smem.k.index(stage).permute((1, 0)), y, use_acc=traits.TERMS == 2, is_async=True)
     info = smem.chunk_info.index(stage)
     first_rows = grads.dq + read_chunk_info(info, FIRST_ROWS_OFFSET) * 8
     store_state(first_rows, read_chunk_info(info, LAST_ROWS_OFFSET) * 8, S_16, zero, traits.H * K, V, K)
@@ -201,21 +213,31 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
         y, _ = warpgroup_mma_wait(0, deps=[y, S_16])
         x -= y * erase[None, :]
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
-        x, a_u, scales = matmul_inverse_async(x, smem.T.index(stage).permute((1, 0)), A_VT, SCALED)
+        T_low = smem.P.index(stage)._reinterpret(smem.T.dtype, [64, 64], SMEM_TILE)
+        x, a_u, scales = matmul_inverse_async(
+            x, smem.T.index(stage).permute((1, 0)), T_low.permute((1, 0)), A_VT, SCALED, traits.TERMS
+        )
         x, a_u = warpgroup_mma_wait(0, deps=[x, a_u])
         if SCALED:
             x *= scales[:, None]
     # S'^T = 2^Gend S^T + (2^(Gend - G) x)^T k
+    x_decayed = x
     if DECAY != "none":
-        a_x = gl.convert_layout(to_16_bits(x * decay_to_end[None, :], dtype), A_VK, assert_trivial=True)
-    else:
-        a_x = gl.convert_layout(to_16_bits(x, dtype), A_VK, assert_trivial=True)
+        x_decayed = x * decay_to_end[None, :]
+    x_high = to_16_bits(x_decayed, dtype)
+    a_x = gl.convert_layout(x_high, A_VK, assert_trivial=True)
     S1 = warpgroup_mma(a_x, smem.k.index(stage), S0, is_async=True)
+    if traits.TERMS == 2:
+        a_x_low = gl.convert_layout(low_term(x_decayed, x_high), A_VK, assert_trivial=True)
+        S1 = warpgroup_mma(a_x_low, smem.k.index(stage), S1, is_async=True)
     if DELTA:
         x_at = grads.dv + read_chunk_info(info, V_ROW) * V
         tokens_left = read_chunk_info(info, TOKENS_LEFT).to(gl.int32)
         store_transposed(x_at, to_16_bits(x, dtype), zero, traits.HV * V, tokens_left, V, V % 128 != 0)
-    S1, a_x = warpgroup_mma_wait(0, deps=[S1, a_x])
+    if traits.TERMS == 2:
+        S1, a_x, _ = warpgroup_mma_wait(0, deps=[S1, a_x, a_x_low])
+    else:
+        S1, a_x = warpgroup_mma_wait(0, deps=[S1, a_x])
     return S1
 
 
@@ -275,7 +297,7 @@ def hopper_fused_backward_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
-    HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, MIN_BETA: gl.constexpr,
+    HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, MIN_BETA: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in sweep.py; checkpoints [checkpoint, HV, V, K] and state as in scan.py.
 
@@ -294,7 +316,21 @@ def hopper_fused_backward_kernel(
     checkpoint_base = (slot // CHECKPOINT_EVERY if PACKED else n * ((end - 1) // CHECKPOINT_EVERY)) - 1
     if end > 0:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, HV, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
+            H,
+            HV,
+            K,
+            V,
+            HV,
+            DECAY,
+            DELTA,
+            ERASE,
+            WRITE,
+            ERASE_EARLY,
+            READ_EARLY,
+            DU_IS_DV,
+            MIN_BETA,
+            dtype,
+            TERMS,
         )
         grads = GradientPointers(dq, dk, dv, dgates, state_products, dk, slopes)
         smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, NUM_STAGES, slopes is not None)

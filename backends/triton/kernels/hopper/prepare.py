@@ -35,7 +35,9 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     copy_pointers,
     copy_tile_async,
     find_sequence,
+    low_term,
     to_16_bits,
+    to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import (
     cumsum_by_warp,
@@ -50,6 +52,7 @@ from deltazoo.backends.triton.kernels.layout import LOG2E, clamp_log2_decay, fir
 from deltazoo.backends.triton.kernels.step_size import step_size
 
 A_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC_N16.value, 2))
+A_OPERAND_64 = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
 # gates as [4 warps, 64 tokens]: every warp computes a copy, warp 0's is stored
 GATE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 GATE_WARP = gl.constexpr(gl.SliceLayout(1, GATE.value))
@@ -82,6 +85,55 @@ def split_column_blocks(x):
         gl.convert_layout(x0, ACC_N16, assert_trivial=True), gl.convert_layout(x1, ACC_N16, assert_trivial=True),
         gl.convert_layout(x2, ACC_N16, assert_trivial=True), gl.convert_layout(x3, ACC_N16, assert_trivial=True),
     )  # fmt: skip
+
+
+@gluon.jit
+def join_column_blocks(tile, x, u, T0, T1):
+    """Store the blocks of T, whose variables the first lines name, in a tile [64, 64]."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, ACC_N16))[:, None] // 16
+    zeros = gl.zeros([64, 16], gl.float16, ACC_N16)
+    tile.slice(0, 16, dim=1).store(gl.where(row == 0, x, gl.where(row == 1, u, T0)))
+    tile.slice(16, 16, dim=1).store(gl.where(row == 1, x, gl.where(row > 1, T1, zeros)))
+    tile.slice(32, 16, dim=1).store(gl.where(row == 2, x, gl.where(row > 2, u, zeros)))
+    tile.slice(48, 16, dim=1).store(gl.where(row == 3, x, zeros))
+
+
+@gluon.jit
+def refine_inverse(L, X_s, R_s):
+    """Return T = X + X R [64, 64] with R = I - X + L X, from an approximation X of (I - L)^-1 in X_s.
+
+    One Newton step. L is split into two float16 terms, so R is accurate to about 2^-22 |L| |X|, and the error of T is
+    about the square of that of X.
+    """
+    i = gl.arange(0, 64, ACC_ROWS)[:, None]
+    j = gl.arange(0, 64, ACC_COLUMNS)[None, :]
+    L = gl.where(i > j, L, 0.0)  # may be inf or NaN above
+    L_high = to_16_bits(L, gl.float16)
+    a_high = gl.convert_layout(L_high, A_OPERAND_64, assert_trivial=True)
+    a_low = gl.convert_layout(low_term(L, L_high), A_OPERAND_64, assert_trivial=True)
+    fence_async_shared()
+    barrier()
+    R = gl.zeros([64, 64], gl.float32, ACC)
+    R = warpgroup_mma(a_high, X_s, R, use_acc=False, is_async=True)
+    R = warpgroup_mma(a_low, X_s, R, is_async=True)
+    X = X_s.load(ACC).to(gl.float32)
+    R, a_high, a_low = warpgroup_mma_wait(0, deps=[R, a_high, a_low])
+    R_s.store(to_16_bits(gl.where(i == j, 1.0, 0.0) - X + R, gl.float16))
+    fence_async_shared()
+    barrier()
+    T = warpgroup_mma(X_s, R_s, X, is_async=True)
+    return warpgroup_mma_wait(0, deps=[T])
+
+
+@gluon.jit
+def store_T(at, tile_s, T):
+    """Store one term of T [64, 64] on and below the diagonal of a tile [64, 72] (../wy_tiles.py), through tile_s."""
+    tile_s.store(T)
+    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS)))[:, None, None]
+    m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS)))[None, :, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE_BLOCKS)))[None, None, :]
+    values = tile_s.reshape([64, 8, 8]).load(STORE_BLOCKS)
+    gl.store(at + (r * 72 + gl.where(m == r // 8, 8, m) * 8 + column), values, mask=m <= r // 8)
 
 
 @gluon.jit
@@ -165,7 +217,7 @@ def hopper_prepare_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, BOUND_DECAYS: gl.constexpr,
-    REPARAM: gl.constexpr, DU_IS_DV: gl.constexpr,
+    REPARAM: gl.constexpr, DU_IS_DV: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../prepare.py.
 
@@ -246,6 +298,11 @@ def hopper_prepare_kernel(
         N1_s = gl.allocate_shared_memory(gl.float16, [64, 16], SMEM_N16)
         T0_s = gl.allocate_shared_memory(T_dtype, [64, 16], SMEM_N16)
         T1_s = gl.allocate_shared_memory(T_dtype, [64, 16], SMEM_N16)
+        if TERMS == 2:
+            gl.static_assert(T_dtype == gl.float16)
+            P_low_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
+            inverse_s = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
+            residual_s = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
         for g in range(GROUP):
             if GROUP > 1:
                 is_last = g + 1 == GROUP
@@ -280,6 +337,9 @@ def hopper_prepare_kernel(
                 decay_bound = gl.sum(decay_bound, 0)
             gl.store(decay_bounds + gate_row, decay_bound)
             P_s.permute((1, 0)).store(round_causal(P_hv, dtype, READ_EARLY))
+            if TERMS == 2:
+                P_rest = P_hv - to_float32(to_16_bits(P_hv, dtype))
+                P_low_s.permute((1, 0)).store(round_causal(P_rest, dtype, READ_EARLY))
 
             l0, l1, l2, l3 = split_column_blocks(L)
             l0 = to_16_bits(l0, gl.float16)
@@ -302,7 +362,7 @@ def hopper_prepare_kernel(
             u = warpgroup_mma(n2, X_s.slice(32, 16), u, is_async=True)
             z0 = warpgroup_mma(n2, N0_s.slice(32, 16), z0, is_async=True)
             z1 = warpgroup_mma(n2, N1_s.slice(32, 16), z1, is_async=True)
-            wy_at = wy_tiles + gate_row * (C * (C + 8))
+            wy_at = wy_tiles + gate_row * (TERMS * C * (C + 8))
             P_base = wy_at.to(gl.pointer_type(dtype), bitcast=True)
             r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS)))[:, None, None]
             m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS)))[None, :, None]
@@ -328,14 +388,25 @@ def hopper_prepare_kernel(
             T0 = warpgroup_mma(z1, U_s.slice(16, 16), T0, is_async=True)
             T1 = warpgroup_mma(z1, X_s.slice(16, 16), T1, is_async=True)
             gl.store(P_at, P_values, mask=in_P)
-            gl.store(X_at, X_values, mask=second >= m)
-            index = r * (C + 8) + m * 8 + column
-            gl.store(wy_at + index + (r // 16 * 16 - 16), load_n16(U_s).to(T_dtype), mask=(r // 16) % 2 == 1)
-            T0, T1, z0, z1 = warpgroup_mma_wait(0, deps=[T0, T1, z0, z1])
-            T0_s.store(to_16_bits(T0, T_dtype))
-            T1_s.store(to_16_bits(T1, T_dtype))
-            gl.store(wy_at + index, load_n16(T0_s), mask=r >= 32)
-            gl.store(wy_at + index + 16, load_n16(T1_s), mask=r >= 32)
+            if TERMS == 2:
+                gl.store(P_at + C * (C + 8), P_low_s.reshape([64, 8, 8]).load(STORE_BLOCKS), mask=in_P)
+                T0, T1, z0, z1 = warpgroup_mma_wait(0, deps=[T0, T1, z0, z1])
+                join_column_blocks(
+                    inverse_s, x, to_16_bits(u, gl.float16), to_16_bits(T0, gl.float16), to_16_bits(T1, gl.float16)
+                )
+                T_refined = refine_inverse(L, inverse_s, residual_s)
+                T_high = to_16_bits(T_refined, gl.float16)
+                store_T(wy_at, residual_s, T_high)
+                store_T(wy_at + C * (C + 8), inverse_s, low_term(T_refined, T_high))
+            else:
+                gl.store(X_at, X_values, mask=second >= m)
+                index = r * (C + 8) + m * 8 + column
+                gl.store(wy_at + index + (r // 16 * 16 - 16), load_n16(U_s).to(T_dtype), mask=(r // 16) % 2 == 1)
+                T0, T1, z0, z1 = warpgroup_mma_wait(0, deps=[T0, T1, z0, z1])
+                T0_s.store(to_16_bits(T0, T_dtype))
+                T1_s.store(to_16_bits(T1, T_dtype))
+                gl.store(wy_at + index, load_n16(T0_s), mask=r >= 32)
+                gl.store(wy_at + index + 16, load_n16(T1_s), mask=r >= 32)
             if GROUP > 1:
                 hv += 1
                 gate_row += 1

@@ -131,7 +131,7 @@ def reverse_chunk(
     # du = T^T dx
     if DELTA:
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
-        dx, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), A_OPERAND, SCALED)
+        dx, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), smem.T.index(stage), A_OPERAND, SCALED, 1)
         dx, a_dx = warpgroup_mma_wait(0, deps=[dx, a_dx])
         if SCALED:
             dx *= scales[:, None]

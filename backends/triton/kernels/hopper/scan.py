@@ -14,7 +14,8 @@ Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 
 float32 accumulators. All of its matrices are transposed, so that S^T and x^T are A operands in registers and the tiles
 of the chunk are B operands in shared memory. The producer copies the tiles of one chunk after the other with cp.async.
 
-Barriers (scan_traits.SharedStorage), each an array over the stages of the ring buffer, NUM_STAGES = 3 (2 for K > 128):
+Barriers (scan_traits.SharedStorage), each an array over the stages of the ring buffer, NUM_STAGES = 3 (2 for K > 128,
+or with two terms and outputs):
 
     barrier  arrivals             arrives              waits      protects
     k_full   1                    producer             consumers  k, q, G, G_prev, c, w
@@ -28,7 +29,9 @@ a phase flips when the stage wraps to 0. The consumers share no data and drift a
 Each store to global memory goes through the consumer's own staging tile (state_copies.store_tile) and takes one barrier
 of the warp group.
 
-Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256, K and V multiples of 8, erase keys equal to
+TERMS = 2 splits S in S^T k, and x in P x and in S', into two 16-bit terms (hi + lo), and T has two; docs/kernels.md.
+
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (TERMS = 2: K <= 128), K and V multiples of 8, erase keys equal to
 k, modes "output" and "recompute" (recompute states).
 """
 
@@ -48,6 +51,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     ACC_ROWS,
     barrier,
     consumer_release,
+    low_term,
     matmul_inverse_async,
     to_16_bits,
     to_float32,
@@ -138,6 +142,7 @@ def scan_chunk(
     columns = V - column
     scratch_slot = (work.first_scratch_slot + c - work.window_first).to(gl.int64)
 
+    TERMS: gl.constexpr = traits.TERMS
     BY_KEY_TILES: gl.constexpr = NK > 2
     S_low = (to_16_bits(S[0], dtype),)
     a_S = (gl.convert_layout(S_low[0], A_OPERAND, assert_trivial=True),)
@@ -159,9 +164,17 @@ def scan_chunk(
     out = gl.zeros([64, 64], gl.float32, ACC)
     if OUTPUT and not DELTA:
         P = issue_kq(smem, stage, traits)
+    if TERMS == 2:
+        # complete before the other products are issued, which then do not share the registers with the low terms
+        for tk in gl.static_range(NK):
+            a_S_low = gl.convert_layout(low_term(S[tk], S_low[tk]), A_OPERAND, assert_trivial=True)
+            y = warpgroup_mma(a_S_low, smem.k[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
+            y, a_S_low = warpgroup_mma_wait(0, deps=[y, a_S_low])
     if DELTA and not BY_KEY_TILES:
         for tk in gl.static_range(NK):
-            y = warpgroup_mma(a_S[tk], smem.k[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
+            y = warpgroup_mma(
+                a_S[tk], smem.k[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0 or TERMS == 2, is_async=True
+            )
     if OUTPUT and not BY_KEY_TILES:
         for tk in gl.static_range(NK):
             out = warpgroup_mma(a_S[tk], smem.q[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
@@ -189,7 +202,9 @@ def scan_chunk(
             y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, a_S[0], a_S[NK - 1]])
         x -= y * erase[None, :]
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
-        x, a_u, scales = matmul_inverse_async(x, smem.T.index(stage).permute((1, 0)), A_OPERAND, SCALED)
+        x, a_u, scales = matmul_inverse_async(
+            x, smem.T.index(stage).permute((1, 0)), smem.T_low.index(stage).permute((1, 0)), A_OPERAND, SCALED, TERMS
+        )
     if DECAY != "none":
         G = smem.G.index(stage).load(ACC_COLUMNS)
         G_end = smem.G.index(stage).slice(63, 1).load(ACC_COLUMNS)
@@ -203,7 +218,7 @@ def scan_chunk(
     # o^T = scale 2^G'' S^T q^T + x^T P^T
     if OUTPUT:
         if not BY_KEY_TILES:
-            out, _, _ = warpgroup_mma_wait(1 if DELTA else 0, deps=[out, a_S[0], a_S[NK - 1]])
+            out, _, _ = warpgroup_mma_wait(TERMS if DELTA else 0, deps=[out, a_S[0], a_S[NK - 1]])
         if DECAY != "none":
             G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if EARLY else G
             out *= (gl.exp2(G_read) * scale)[None, :]
@@ -216,17 +231,35 @@ def scan_chunk(
     x_low = to_16_bits(x, dtype)
     a_x = gl.convert_layout(x_low, A_OPERAND, assert_trivial=True)
     if DECAY != "none":
-        a_x_decayed = gl.convert_layout(to_16_bits(x * decay_to_end[None, :], dtype), A_OPERAND, assert_trivial=True)
+        x_decayed = to_16_bits(x * decay_to_end[None, :], dtype)
+        a_x_decayed = gl.convert_layout(x_decayed, A_OPERAND, assert_trivial=True)
     else:
+        x_decayed = x_low
         a_x_decayed = a_x
+    if TERMS == 2:
+        x_rest = low_term(x, x_low)
+        a_x_rest = gl.convert_layout(x_rest, A_OPERAND, assert_trivial=True)
+        if DECAY != "none":
+            x_rest = low_term(x * decay_to_end[None, :], x_decayed)
+        a_x_decayed_rest = gl.convert_layout(x_rest, A_OPERAND, assert_trivial=True)
     if OUTPUT:
         out = warpgroup_mma(a_x, P_s.index(stage if DELTA else 0), out, is_async=True)
+        if TERMS == 2:
+            out = warpgroup_mma(a_x_rest, P_s.index(stage), out, is_async=True)
     # S'^T = 2^Gend S^T + (2^(Gend - G) x)^T k
     S1 = (warpgroup_mma(a_x_decayed, smem.k[0].index(stage), S0[0], is_async=True),)
     for tk in gl.static_range(NK - 1):
         S1 = S1 + (warpgroup_mma(a_x_decayed, smem.k[tk + 1].index(stage), S0[tk + 1], is_async=True),)
+    if TERMS == 2:
+        S2 = (warpgroup_mma(a_x_decayed_rest, smem.k[0].index(stage), S1[0], is_async=True),)
+        for tk in gl.static_range(NK - 1):
+            S2 = S2 + (warpgroup_mma(a_x_decayed_rest, smem.k[tk + 1].index(stage), S1[tk + 1], is_async=True),)
+        S1 = S2
     if OUTPUT:
-        out, a_x = warpgroup_mma_wait(NK, deps=[out, a_x])
+        if TERMS == 2:
+            out, a_x, a_x_rest = warpgroup_mma_wait(2 * NK, deps=[out, a_x, a_x_rest])
+        else:
+            out, a_x = warpgroup_mma_wait(NK, deps=[out, a_x])
         staging.permute((1, 0)).store(to_16_bits(out, dtype))
         at = gmem.o + (((work.start + c * 64) * HV + work.hv) * V + column)
         store_tile(at, staging, HV * V, work.length - c * 64, columns, True, MASK_V)
@@ -234,7 +267,10 @@ def scan_chunk(
         staging.permute((1, 0)).store(x_low)
         at = gmem.xs + ((scratch_slot * 64 * HV + work.hv) * V + column)
         store_tile(at, staging, HV * V, gl.where(c >= work.first_stored, 64, 0), columns, True, MASK_V)
-    waited = warpgroup_mma_wait(0, deps=S1 + (a_x_decayed,))
+    if TERMS == 2:
+        waited = warpgroup_mma_wait(0, deps=S1 + (a_x_decayed, a_x_decayed_rest))
+    else:
+        waited = warpgroup_mma_wait(0, deps=S1 + (a_x_decayed,))
     S_next = (waited[0],)
     for tk in gl.static_range(NK - 1):
         S_next = S_next + (waited[tk + 1],)
@@ -295,7 +331,7 @@ def hopper_scan_kernel(
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
-    SPLIT: gl.constexpr, MODE: gl.constexpr,
+    SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../scan.py, modes "output" and "recompute".
 
@@ -305,6 +341,7 @@ def hopper_scan_kernel(
     OUTPUT: gl.constexpr = MODE == "output"
     gl.static_assert(OUTPUT or (MODE == "recompute" and CHECKPOINT_EVERY > 0))
     gl.static_assert(C == 64 and K <= K0 + K1)
+    gl.static_assert(TERMS == 1 or (DELTA and K0 + K1 <= 128))
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
     gl.static_assert(CHECKPOINT_EVERY == 0 or checkpoints.dtype == k.dtype)
@@ -312,7 +349,7 @@ def hopper_scan_kernel(
     if HAS_STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
     NK: gl.constexpr = (K0 + K1) // 64
-    NUM_STAGES: gl.constexpr = 3 if NK <= 2 else 2
+    NUM_STAGES: gl.constexpr = 2 if NK > 2 or (OUTPUT and TERMS == 2) else 3
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none"
     dtype: gl.constexpr = k.dtype.element_ty
@@ -339,7 +376,7 @@ def hopper_scan_kernel(
     if has_work:
         traits: gl.constexpr = make_traits(
             H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, WRITE, HAS_STATE, EARLY, READ_EARLY, CHECKPOINT_EVERY, SPLIT,
-            OUTPUT, dtype,
+            OUTPUT, dtype, TERMS,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)

@@ -70,8 +70,10 @@ def producer(q, k, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr, R
         for half in gl.static_range(2):
             copy_tile_async(smem.v[half].index(stage), v_at, half * 64, rows, V - column - half * 64, True, MASK_V)
         if DELTA:
-            wy_tile = wy_tiles + gate_row * (64 * 72)
+            wy_tile = wy_tiles + gate_row * (traits.TERMS * 64 * 72)
             copy_wy_tile_async(smem.T.index(stage), wy_tile, True)
+            if traits.TERMS == 2:
+                copy_wy_tile_async(smem.T_low.index(stage), wy_tile + 64 * 72, True)
             if OUTPUT:
                 copy_wy_tile_async(smem.P.index(stage), wy_tile.to(gl.pointer_type(dtype), bitcast=True), False)
         async_copy.commit_group()

@@ -22,7 +22,8 @@ class KernelTraits(NamedTuple):
     and head. DELTA: the update has an erase term. WRITE: there is a w. HAS_STATE: there is an initial state.
     READ_EARLY: the output is read from the state before the token's update. EARLY: G before each token is needed.
     CHECKPOINT_EVERY: chunks between checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute
-    o and the final state, else recompute the states of chunks.
+    o and the final state, else recompute the states of chunks. TERMS: 2 if S in S^T k, and x in S', are split into two
+    terms (hi + lo); then NK <= 2.
     """
 
     H: Any
@@ -41,6 +42,7 @@ class KernelTraits(NamedTuple):
     SPLIT: Any
     OUTPUT: Any
     dtype: Any
+    TERMS: Any = 1
 
 
 @gluon.constexpr_function
@@ -52,7 +54,8 @@ def make_traits(*fields):
 class SharedStorage(NamedTuple):
     """Shared memory: ring buffers of NUM_STAGES chunks and their mbarriers.
 
-    k, q, v: NK, NK and 2 tiles of 64 columns; T, P: the WY tiles T and P^T; G, G_prev, c, w: gates [64].
+    k, q, v: NK, NK and 2 tiles of 64 columns; T, P: the WY tiles T and P^T; T_low: second term of T; G, G_prev, c, w:
+    gates [64].
     k_full: k, q and the gates of a stage are loaded; v_full: v, T and P are; empty: both consumers have released it.
     """
 
@@ -60,6 +63,7 @@ class SharedStorage(NamedTuple):
     q: Any
     v: Any
     T: Any
+    T_low: Any
     P: Any
     G: Any
     G_prev: Any
@@ -129,6 +133,7 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     q_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if OUTPUT else k_s
     v_s = allocate_tile_rings(dtype, 2, NUM_STAGES)
     T_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if DELTA else k_s[0]
+    T_low_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if traits.TERMS == 2 else T_s
     if OUTPUT and DELTA:
         P_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
         P_a = P_s
@@ -148,5 +153,5 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     k_full = allocate_barriers(NUM_STAGES, 1)
     v_full = allocate_barriers(NUM_STAGES, 1)
     empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS)
-    smem = SharedStorage(k_s, q_s, v_s, T_s, P_s, G_s, G_prev_s, c_s, w_s, k_full, v_full, empty)
+    smem = SharedStorage(k_s, q_s, v_s, T_s, T_low_s, P_s, G_s, G_prev_s, c_s, w_s, k_full, v_full, empty)
     return smem, (P_a, P_b), staging, (state_a, state_b)

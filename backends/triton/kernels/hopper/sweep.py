@@ -88,7 +88,7 @@ def hopper_backward_sweep_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
-    UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
+    UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Parameters as in ../reverse.py and ../gradients.py; results as in ../gradients.py, with two K tiles per V tile.
 
@@ -108,7 +108,21 @@ def hopper_backward_sweep_kernel(
     )
     if first < end:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, HV * TILES, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
+            H,
+            HV,
+            K,
+            V,
+            HV * TILES,
+            DECAY,
+            DELTA,
+            ERASE,
+            WRITE,
+            ERASE_EARLY,
+            READ_EARLY,
+            DU_IS_DV,
+            MIN_BETA,
+            dtype,
+            TERMS,
         )
         if TILES > 1:
             # advance the pointers to the program's tile of values, and to its partial sums

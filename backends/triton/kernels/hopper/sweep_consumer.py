@@ -24,6 +24,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     SMEM_TILE,
     barrier,
     consumer_release,
+    low_term,
     store_accumulator,
     to_16_bits,
     to_float32,
@@ -78,6 +79,9 @@ def chunk_gradients(
     EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
     GATE_ROWS: gl.constexpr = 4 if EARLY else 3
     DIAGONAL: gl.constexpr = 1 if READ_EARLY else 0
+    # d_log_decay is a sum over products with dP and dA that nearly cancel
+    SPLIT_DP: gl.constexpr = traits.TERMS == 2 and DECAY != "none"
+    DP_TERMS: gl.constexpr = 2 if SPLIT_DP else 1
     MASK_K: gl.constexpr = K % 128 != 0
     gate_stride = slots.to(gl.int64) * HV * (GATE_ROWS * 64)  # between the sums of the two halves of the keys
     info = smem.chunk_info.index(stage)
@@ -136,8 +140,18 @@ def chunk_gradients(
         else:
             intra_e *= erase_rows
             do_x *= scale
-        dA_s.store(to_16_bits(gl.where(i > j, intra_e, 0.0), dtype))
-        dP_s.store(to_16_bits(gl.where(i >= j + DIAGONAL, do_x, 0.0), dtype))
+        if SPLIT_DP:
+            dA = gl.where(i > j, intra_e, 0.0)
+            dP = gl.where(i >= j + DIAGONAL, do_x, 0.0)
+            dA_16 = to_16_bits(dA, dtype)
+            dP_16 = to_16_bits(dP, dtype)
+            dA_s.store(dA_16)
+            dP_s.store(dP_16)
+            dA_low = low_term(dA, dA_16)
+            dP_low = low_term(dP, dP_16)
+        else:
+            dA_s.store(to_16_bits(gl.where(i > j, intra_e, 0.0), dtype))
+            dP_s.store(to_16_bits(gl.where(i >= j + DIAGONAL, do_x, 0.0), dtype))
         # Not directly before warpgroup_mma_wait: there ptxas 12.8 omits the wait for the result of exp2
         # (docs/compiler-bugs.md).
         fence_async_shared()
@@ -159,27 +173,41 @@ def chunk_gradients(
         dk_state *= key_scale[:, None]
     if DELTA:
         barrier()
+    low_s = smem.do.index(stage)._reinterpret(dtype, [2, 64, 64], SMEM_TILE)
+    if SPLIT_DP:
+        # do has been read
+        low_s.index(0).store(dP_low)
+        low_s.index(1).store(dA_low)
+        fence_async_shared()
+        barrier()
     dq_tile = warpgroup_mma(dP_s, k_s, do_S, is_async=True)
+    if SPLIT_DP:
+        dq_tile = warpgroup_mma(low_s.index(0), k_s, dq_tile, is_async=True)
     if DELTA:
-        inter_e = warpgroup_mma_wait(1, deps=[inter_e])
+        inter_e = warpgroup_mma_wait(DP_TERMS, deps=[inter_e])
         consumer_release(smem.state_empty)
         if DECAY != "none":
             inter_e *= (gl.exp2(G_e) * erase_scale)[:, None]
         else:
             inter_e *= erase_scale[:, None]
         de_tile = warpgroup_mma(dA_s, k_s, inter_e, is_async=True)
+        if SPLIT_DP:
+            de_tile = warpgroup_mma(low_s.index(1), k_s, de_tile, is_async=True)
     if DECAY != "none":
         reduce_write_dot(dk_state, k_s, smem.sums)
     dk_tile = warpgroup_mma(dP_s.permute((1, 0)), q_s, dk_state, is_async=True)
     if DELTA:
         dk_tile = warpgroup_mma(dA_s.permute((1, 0)), k_s, dk_tile, is_async=True)
+        if SPLIT_DP:
+            dk_tile = warpgroup_mma(low_s.index(0).permute((1, 0)), q_s, dk_tile, is_async=True)
+            dk_tile = warpgroup_mma(low_s.index(1).permute((1, 0)), k_s, dk_tile, is_async=True)
     if DELTA and WRITE and not DU_IS_DV:
         store_write_gradient(
             gates_at + 128, gate_stride, v + read_chunk_info(info, V_ROW) * V, du_T, tokens_left, HV, V
         )
     if not DELTA:
         consumer_release(smem.state_empty)
-    dq_tile = warpgroup_mma_wait(3 if DELTA else 1, deps=[dq_tile])
+    dq_tile = warpgroup_mma_wait(3 * DP_TERMS if DELTA else 1, deps=[dq_tile])
     if DECAY != "none":
         q_dq = sum_halves(to_float32(q_s.load(ACC_TK)) * dq_tile, ACC_TK_HALVES)
     STRIDE: gl.constexpr = traits.SHARES * K if traits.SHARES > H else H * K
@@ -193,7 +221,7 @@ def chunk_gradients(
     store_accumulator(dq_at, dq_tile, STRIDE, tokens_left, K, MASK_K)
     if DELTA:
         keep_stores_before_wait(tokens_left)
-        de_tile = warpgroup_mma_wait(2, deps=[de_tile])
+        de_tile = warpgroup_mma_wait(2 * DP_TERMS, deps=[de_tile])
         if DECAY != "none" or ERASE:
             e_de = sum_halves(to_float32(k_s.load(ACC_TK)) * de_tile, ACC_TK_HALVES)
             if ERASE:
@@ -218,7 +246,10 @@ def chunk_gradients(
                 dG += e_de
     # The buffers are dependencies too: the compiler would treat them as free from the issue of the wgmmas on.
     if DELTA:
-        dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s, dA_s, k_s])
+        if SPLIT_DP:
+            dk_tile, _, _, _, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s, dA_s, k_s, low_s])
+        else:
+            dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s, dA_s, k_s])
     else:
         dk_tile, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s])
     if SUMS_OF_K:

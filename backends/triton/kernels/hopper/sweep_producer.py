@@ -52,7 +52,7 @@ def copy_chunk(
     copy_tile_async(do_s, copy_pointers(do + value, HV * V, 64, 128, zero), 0, tokens_left, V, True, MASK_V)
     copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
     if DELTA:
-        wy_tile = wy_tiles + gate_row * (64 * 72)
+        wy_tile = wy_tiles + gate_row * (traits.TERMS * 64 * 72)
         P_s = smem.P.index(stage)
         copy_wy_tile_async(P_s, wy_tile.to(gl.pointer_type(traits.dtype), bitcast=True), False, zero)
     async_copy.commit_group()

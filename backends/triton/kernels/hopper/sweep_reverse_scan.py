@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltazoo.backends.triton.kernels.hopper.common import (
     barrier,
+    low_term,
     matmul_inverse_async,
     to_16_bits,
     to_float32,
@@ -75,6 +76,12 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     dtype: gl.constexpr = traits.dtype
     dS_16 = to_16_bits(dS, dtype)
     mbarrier.wait(smem.k_full.index(stage), phase)
+    dx = gl.zeros([128, 64], gl.float32, ACC_VT)
+    if traits.TERMS == 2:
+        # complete before the other products are issued, which then do not share the registers with the low term
+        a_dS_low = gl.convert_layout(low_term(dS, dS_16), A_VT, assert_trivial=True)
+        dx = warpgroup_mma(a_dS_low, smem.k.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
+        dx, a_dS_low = warpgroup_mma_wait(0, deps=[dx, a_dS_low])
     # Scale dS before the first wgmma: with wgmmas in flight the compiler would insert a wait before this load.
     if DECAY != "none":
         end = smem.G.index(stage).slice(63, 1).load(ACC_VK_COLUMNS)
@@ -82,9 +89,8 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     else:
         dS0 = dS
     # dx = P^T do + 2^(Gend - G) k dS', transposed
-    dx = gl.zeros([128, 64], gl.float32, ACC_VT)
     a_dS = gl.convert_layout(dS_16, A_VT, assert_trivial=True)
-    dx = warpgroup_mma(a_dS, smem.k.index(stage).permute((1, 0)), dx, use_acc=False, is_async=True)
+    dx = warpgroup_mma(a_dS, smem.k.index(stage).permute((1, 0)), dx, use_acc=traits.TERMS == 2, is_async=True)
     do_T = smem.do.index(stage).permute((1, 0))
     a_do = do_T.load(A_VT)
     dx_intra = gl.zeros([128, 64], gl.float32, ACC_VT)
@@ -137,7 +143,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
             dx += dx_intra
         # du = T^T dx
         SCALED: gl.constexpr = smem.T.dtype == gl.float16 and dtype != gl.float16
-        du, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), A_VT, SCALED)
+        du, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), smem.T.index(stage), A_VT, SCALED, 1)
         erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
         mbarrier.wait(smem.state_full, state_phase)
         do_x = gl.zeros([64, 64], gl.float32, ACC_TT)
@@ -148,8 +154,13 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         if SCALED:
             du *= scales[:, None]
         # dS -= (c k)^T du
-        a_du = gl.convert_layout(to_16_bits(du * -erase[None, :], dtype), A_VK, assert_trivial=True)
+        erased = du * -erase[None, :]
+        erased_16 = to_16_bits(erased, dtype)
+        a_du = gl.convert_layout(erased_16, A_VK, assert_trivial=True)
         dS = warpgroup_mma(a_du, smem.k.index(stage), dS, is_async=True)
+        if traits.TERMS == 2:
+            a_du_low = gl.convert_layout(low_term(erased, erased_16), A_VK, assert_trivial=True)
+            dS = warpgroup_mma(a_du_low, smem.k.index(stage), dS, is_async=True)
         do_S = warpgroup_mma(smem.do.index(stage), smem.S.index(zero), do_S, use_acc=False, is_async=True)
     else:
         dx, dP, P, _ = warpgroup_mma_wait(1, deps=[dx, dP, P, dS_16])
@@ -197,7 +208,10 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     store_transposed(grads.dv + read_chunk_info(info, V_ROW) * V, dv_16, zero, HV * V, tokens_left, V, V % 128 != 0)
     if DELTA:
         keep_stores_before_wait(tokens_left)
-        dS, a_du = warpgroup_mma_wait(1, deps=[dS, a_du])
+        if traits.TERMS == 2:
+            dS, a_du, _ = warpgroup_mma_wait(1, deps=[dS, a_du, a_du_low])
+        else:
+            dS, a_du = warpgroup_mma_wait(1, deps=[dS, a_du])
         if DECAY != "none":
             reduce_state_dot(smem.G.index(stage), smem.S.index(zero), smem.dS.index(zero), smem.sums)
         fence_async_shared()

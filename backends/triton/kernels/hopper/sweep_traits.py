@@ -25,7 +25,8 @@ class KernelTraits(NamedTuple):
     of 128 values; where SHARES > H, sum_groups_kernel adds their results. DECAY, DELTA: as in scan_traits.py. ERASE,
     WRITE: there is a b, a w. ERASE_EARLY, READ_EARLY: erase or read the state before the token's decay or update.
     DU_IS_DV: du is not stored because dv = w du and w is b, or there is no w. MIN_BETA: |b| and |w| are clamped to at
-    least this where a result is divided by them. dtype: of the tiles.
+    least this where a result is divided by them. dtype: of the tiles. TERMS: 2 if values that feed back into S and dS
+    are split into two terms (hi + lo).
     """
 
     H: Any
@@ -42,6 +43,7 @@ class KernelTraits(NamedTuple):
     DU_IS_DV: Any
     MIN_BETA: Any
     dtype: Any
+    TERMS: Any = 1
 
 
 @gluon.constexpr_function
