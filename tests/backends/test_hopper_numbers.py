@@ -8,6 +8,7 @@ import torch
 from gluon_on_cpu import LAUNCHED, PACKAGE, Timing, kernels, launcher
 from triton_cases import IN_16_BITS, INTERPRETED, SPECS, assert_conforms
 
+from deltazoo import UpdateSpec
 from deltazoo.backends.conformance import Case
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
@@ -87,6 +88,29 @@ def test_every_kernel_matches_float64_for_every_spec(monkeypatch, route, name, r
     )
     no_wy_tiles = SPECS[name].transition == "additive"
     assert {*LAUNCHED} == {kernel for kernel in expected if not (no_wy_tiles and kernel == "hopper_prepare_kernel")}
+
+
+SPLIT = {
+    "negative": SPECS["negative"],
+    "householders": SPECS["householders"],
+    "before": SPECS["both before"].model_copy(update={"negative_eigenvalues": "both"}),
+    "no decay": UpdateSpec(beta="head", negative_eigenvalues="erase"),
+}
+
+
+@pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays"])
+@pytest.mark.parametrize("route", ["sweep of value tiles", "sweep", "fused", "fused packs"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_terms_in_bfloat16_match_float64(monkeypatch, name, route, regime):
+    # the interpreter has no bfloat16 arithmetic; the portable kernels that run here only convert it
+    monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
+    launches, shape, expected = ROUTES[route]
+    LAUNCHED.clear()
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, scratch=2**20, **launches)),
+        Case(SPLIT[name], shape, torch.bfloat16, regime),
+    )
+    assert {*LAUNCHED} == {*expected}
 
 
 @pytest.mark.parametrize(

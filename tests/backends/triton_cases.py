@@ -65,9 +65,10 @@ SPECS = {
         decay="fixed", beta="head", householders=3, erase_from="previous", read="before"
     ),
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
+    "longhorn": UpdateSpec(beta="head", reparam="longhorn"),
 }
 # the specs that the Hopper kernels support; the others keep float32 states
-IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla")
+IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla", "longhorn")
 SHAPES = {
     "grouped": Shape("grouped", B=2, T=37, H=1, HV=2, K=12, V=20),
     "pack": Shape("pack", B=1, T=83, H=1, HV=2, K=16, V=16, lengths=(17, 0, 1, 65)),

@@ -61,7 +61,7 @@ from deltazoo.backends.triton.kernels.hopper.interval_states import (
     store_state,
 )
 from deltazoo.backends.triton.kernels.hopper.sweep_consumer import sweep_chunk
-from deltazoo.backends.triton.kernels.hopper.sweep_producer import copy_chunk
+from deltazoo.backends.triton.kernels.hopper.sweep_producer import copy_chunk, copy_low_inverse
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     A_VK,
     A_VT,
@@ -156,6 +156,8 @@ def producer(
                 copy_tile_async(smem.x.index(zero), x_at, 0, length - c * 64 - 64, V, True, MASK_V)
                 async_copy.commit_group()
                 producer_arrive(smem.state_full, 0, True)
+                if traits.TERMS == 2:
+                    copy_low_inverse(wy_tiles, smem, (slot + c + 1).to(gl.int64) * HV + hv, swept & 1, zero)
                 swept += 1
             if c >= interval_first:
                 stage = fills % 2

@@ -126,7 +126,7 @@ def refine_inverse(L, X_s, R_s):
 
 
 @gluon.jit
-def store_T(at, tile_s, T):
+def store_inverse_term(at, tile_s, T):
     """Store one term of T [64, 64] on and below the diagonal of a tile [64, 72] (../wy_tiles.py), through tile_s."""
     tile_s.store(T)
     r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS)))[:, None, None]
@@ -396,8 +396,8 @@ def hopper_prepare_kernel(
                 )
                 T_refined = refine_inverse(L, inverse_s, residual_s)
                 T_high = to_16_bits(T_refined, gl.float16)
-                store_T(wy_at, residual_s, T_high)
-                store_T(wy_at + C * (C + 8), inverse_s, low_term(T_refined, T_high))
+                store_inverse_term(wy_at, residual_s, T_high)
+                store_inverse_term(wy_at + C * (C + 8), inverse_s, low_term(T_refined, T_high))
             else:
                 gl.store(X_at, X_values, mask=second >= m)
                 index = r * (C + 8) + m * 8 + column

@@ -31,8 +31,8 @@ of the warp group.
 
 TERMS = 2 splits S in S^T k, and x in P x and in S', into two 16-bit terms (hi + lo), and T has two; docs/kernels.md.
 
-Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (TERMS = 2: K <= 128), K and V multiples of 8, erase keys equal to
-k, modes "output" and "recompute" (recompute states).
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (TERMS = 2: K <= 128), K and V multiples of
+8, erase keys equal to k, modes "output" and "recompute" (recompute states).
 """
 
 from triton.experimental import gluon

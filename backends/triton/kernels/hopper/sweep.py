@@ -21,6 +21,11 @@ Barriers (sweep_traits.SharedStorage); k_full and q_full are arrays over the two
                                     the last read of S, x
     empty        2 x 128 (threads)  consumers, at the    producer   every buffer of the chunk's stage
                                     end of a chunk
+    du_empty     2 x 128 (threads)  consumers, after     producer   du, where T_low of the chunk is copied
+                                    they have read du
+    T_low_full   1                  producer             consumers  T_low (in du)
+
+The last two exist with TERMS = 2 (split terms) only. They share phases with state_full.
 
 A chunk is a phase of state_full, state_empty and empty (one barrier for both stages: at most one chunk is unreleased
 when the producer waits, see sweep_producer.py); the stages alternate, so k_full and q_full change phase every second

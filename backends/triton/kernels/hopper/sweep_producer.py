@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from deltazoo.backends.triton.kernels.hopper.common import (
     ONE_PER_THREAD,
+    SMEM_TILE,
     copy_gates_async,
     copy_pointers,
     copy_tile_async,
@@ -64,6 +65,21 @@ def copy_chunk(
 
 
 @gluon.jit
+def low_inverse_tile(smem):
+    """Return the tile of the second term of T, in the buffer of du, which is unused until du is stored."""
+    return smem.du.index(0)._reinterpret(smem.T.dtype, [2, 64, 64], SMEM_TILE).index(0)
+
+
+@gluon.jit
+def copy_low_inverse(wy_tiles, smem, gate_row, parity, zero):
+    """Copy the second term of T of the chunk that the consumers process, once they have read du of the one before."""
+    mbarrier.wait(smem.du_empty, parity)
+    copy_wy_tile_async(low_inverse_tile(smem), wy_tiles + gate_row * (2 * 64 * 72) + 64 * 72, True, zero)
+    async_copy.commit_group()
+    producer_arrive(smem.T_low_full, 0, True)
+
+
+@gluon.jit
 def producer(
     q, k, do, gates, wy_tiles, states, xs, smem, start, length, slot, window_first, first, end, first_scratch_slot, hv,
     share, traits: gl.constexpr,
@@ -102,6 +118,8 @@ def producer(
         # hang.
         mbarrier.wait(empty, (i & 1) ^ 1)
         producer_arrive(smem.state_full, 0, True)
+        if traits.TERMS == 2:
+            copy_low_inverse(wy_tiles, smem, (slot + c).to(gl.int64) * HV + hv, i & 1, zero)
         stage = 1 - i % 2
         if c > first:
             copy_chunk(

@@ -17,11 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltazoo.backends.triton.kernels.hopper.common import (
     barrier,
+    consumer_release,
     low_term,
     matmul_inverse_async,
     to_16_bits,
     to_float32,
 )
+from deltazoo.backends.triton.kernels.hopper.sweep_producer import low_inverse_tile
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     A_VK,
     A_VT,
@@ -109,6 +111,8 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     # Every warp has finished with dS, du and sums of the chunk processed before, which are overwritten or read below.
     # The barrier is between the waits for k_full and q_full because the compiler emits one there anyway.
     barrier()
+    if traits.TERMS == 2:
+        consumer_release(smem.du_empty)
     mbarrier.wait(smem.q_full.index(stage), phase)
     if not DELTA:
         # dP and P
@@ -143,7 +147,11 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
             dx += dx_intra
         # du = T^T dx
         SCALED: gl.constexpr = smem.T.dtype == gl.float16 and dtype != gl.float16
-        du, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), smem.T.index(stage), A_VT, SCALED, 1)
+        if traits.TERMS == 2:
+            mbarrier.wait(smem.T_low_full, state_phase)
+        du, a_dx, scales = matmul_inverse_async(
+            dx, smem.T.index(stage), low_inverse_tile(smem), A_VT, SCALED, traits.TERMS
+        )
         erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
         mbarrier.wait(smem.state_full, state_phase)
         do_x = gl.zeros([64, 64], gl.float32, ACC_TT)
@@ -151,6 +159,8 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
             smem.do.index(stage), smem.x.index(zero).permute((1, 0)), do_x, use_acc=False, is_async=True
         )
         du, a_dx, a_doq = warpgroup_mma_wait(1, deps=[du, a_dx, a_doq])
+        if traits.TERMS == 2:
+            barrier()  # both warp groups have read T_low, which du overwrites
         if SCALED:
             du *= scales[:, None]
         # dS -= (c k)^T du

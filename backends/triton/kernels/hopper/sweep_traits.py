@@ -72,7 +72,7 @@ class SharedStorage(NamedTuple):
     dS'^T; du: du^T [128 values, 64] (additive updates: alias of x); dP: the causal dP [64, 64] (with an erase: alias of
     P); sums: one partial sum per warp; steps: factors of the gradient of k through the strengths [2 halves, 64].
 
-    k_full, q_full, state_full, empty, state_empty: mbarriers (protocol in sweep.py).
+    k_full, q_full, state_full, empty, state_empty, T_low_full, du_empty: mbarriers (protocol in sweep.py).
     """
 
     k: Any
@@ -97,6 +97,8 @@ class SharedStorage(NamedTuple):
     state_full: Any
     empty: Any
     state_empty: Any
+    T_low_full: Any
+    du_empty: Any
 
 
 class GradientPointers(NamedTuple):
@@ -145,8 +147,13 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: g
     state_full = allocate_barriers(1, 1).index(0)
     empty = allocate_barriers(EMPTY_BARRIERS, 2 * WARP_GROUP_THREADS)
     state_empty = allocate_barriers(1, 2 * WARP_GROUP_THREADS).index(0)
+    T_low_full = state_full
+    du_empty = state_empty
+    if traits.TERMS == 2:
+        T_low_full = allocate_barriers(1, 1).index(0)
+        du_empty = allocate_barriers(1, 2 * WARP_GROUP_THREADS).index(0)
     return SharedStorage(
         k_s, q_s, do_s, T_s, P_s, G_s, G_prev_s, c_s, w_s, chunk_info_s, S_s, x_s, dS_s, du_s, dP_s, sums_s,
         steps_s,
-        k_full, q_full, state_full, empty, state_empty,
+        k_full, q_full, state_full, empty, state_empty, T_low_full, du_empty,
     )  # fmt: skip
