@@ -41,7 +41,8 @@ class TritonBackend(Backend):
 
     Some specs keep rounding errors in the state: negative eigenvalues, an erase key other than k, several householders,
     and a delta rule with up to 16 keys without decay or beta (32 without both). There bfloat16 values that feed back
-    into the state are split into two terms (hi + lo), and float16 is computed in float32.
+    into the state are split into two terms (hi + lo), and float16 is computed in float32. The kernels for Hopper GPUs
+    split terms for 64 < K <= 128 and values up to 128 or a multiple of it, unless the erase key differs from k.
 
     On Hopper GPUs 16-bit operands use kernels in Gluon, which Triton's interpreter does not run; `plan` says which
     kernels run. A decode step of a mixer with its convolution, norms and gates is one kernel

@@ -93,7 +93,7 @@ def _conditions(device: DeviceSpec) -> list[str]:
             needs = [f"K {interval(limits.keys)}", f"V {interval(limits.values)}"]
             needs += [] if limits.grouped else ["H = HV", "no segments", "sequences x heads that fill the SMs"]
             if limits.hopper:
-                needs += ["16-bit without split terms", "no erase key", "multiples of 8"]
+                needs += ["16-bit (split terms: bfloat16, widths of the sweep)", "no erase key", "multiples of 8"]
             rows.append(f"  {phase} {kernel}: {', '.join(needs)}")
     rows.append("  segments in parallel: sequences x heads x V tiles below 40 % of the SMs, and 32 chunks or more")
     return rows

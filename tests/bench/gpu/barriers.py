@@ -32,7 +32,8 @@ class Sweep:
         self.chunks, self.release_first = chunks, release_first
         self.k_full, self.q_full = [Barrier(), Barrier()], [Barrier(), Barrier()]  # one per stage
         self.state_full, self.state_empty, self.empty = Barrier(), Barrier(), Barrier()
-        self.buffers, self.state = [None, None], None
+        self.T_low_full, self.du_empty = Barrier(), Barrier()  # with two terms
+        self.buffers, self.state, self.T_low = [None, None], None, None
 
     def copy_chunk(self, stage, chunk):
         self.buffers[stage] = chunk
@@ -41,6 +42,19 @@ class Sweep:
         yield
         self.q_full[stage].arrive()
         yield
+
+    def copy_low_inverse(self, parity, chunk):
+        yield from self.du_empty.wait(parity)
+        self.T_low = chunk
+        yield
+        self.T_low_full.arrive()
+        yield
+
+    def read_low_inverse(self, parity, chunk):
+        self.du_empty.arrive()
+        yield
+        yield from self.T_low_full.wait(parity)
+        assert self.T_low == chunk
 
     def producer(self):
         yield from self.copy_chunk(0, self.chunks - 1)
@@ -53,6 +67,7 @@ class Sweep:
                 yield from self.empty.wait((i & 1) ^ 1)
             self.state_full.arrive()
             yield
+            yield from self.copy_low_inverse(i & 1, chunk)
             if not self.release_first:
                 yield from self.empty.wait((i & 1) ^ 1)
             if chunk > 0:
@@ -63,6 +78,7 @@ class Sweep:
         for chunk in reversed(range(self.chunks)):
             yield from self.k_full[stage].wait(phase)
             assert self.buffers[stage] == chunk
+            yield from self.read_low_inverse(stage, chunk)
             yield from self.q_full[stage].wait(phase)
             yield from self.state_full.wait(stage)
             yield
@@ -111,8 +127,9 @@ class FusedBackward(Sweep):
                     self.state = chunk + 1
                     yield
                     self.state_full.arrive()
-                    swept += 1
                     yield
+                    yield from self.copy_low_inverse(swept & 1, chunk + 1)
+                    swept += 1
                 if chunk >= first:
                     yield from self.wait_empty(fills)
                     yield from self.copy_chunk(fills % 2, ("sweep", chunk))
@@ -142,6 +159,7 @@ class FusedBackward(Sweep):
             for chunk in reversed(range(first, end)):
                 yield from self.k_full[stage].wait(phase)
                 assert self.buffers[stage] == ("sweep", chunk)
+                yield from self.read_low_inverse(state_phase, chunk)
                 yield from self.q_full[stage].wait(phase)
                 yield from self.state_full.wait(state_phase)
                 yield
