@@ -13,6 +13,7 @@ from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import TritonBackend, op, precompile
 from deltazoo.backends.triton import plan as plans
 from deltazoo.backends.triton import short_conv as conv
+from deltazoo.backends.triton.operands import ScanKind
 from deltazoo.mixers import GatedDeltaNet
 
 HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
@@ -36,7 +37,7 @@ def trace(body, arguments):
 def scan_arguments(shape, device="cpu"):
     x = draw(Case(GATED, shape, torch.float16), device)
     operands = (x.q, x.k, x.v, x.log_decay, x.beta, None, None, x.state, x.cu_seqlens)
-    kind = (True, False, False, False, True, 1.0, "")
+    kind = tuple(ScanKind(True, False, False, False, True, 1.0))
     return operands, kind, (*operands, *kind, True)
 
 

@@ -65,7 +65,7 @@ SPECS = {
         decay="fixed", beta="head", householders=3, erase_from="previous", read="before"
     ),
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
-    "longhorn": UpdateSpec(beta="head", reparam="longhorn"),
+    "longhorn": UpdateSpec(decay="head", beta="head", reparam="longhorn"),
 }
 # the specs that the Hopper kernels support; the others keep float32 states
 IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla", "longhorn")
