@@ -16,15 +16,7 @@ from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
-from deltazoo.backends.triton.lower import (
-    by_micro_steps,
-    computes_in_float32,
-    has_channel_decay,
-    in_float32,
-    lower,
-    micro_steps,
-    splits_terms,
-)
+from deltazoo.backends.triton.lower import computes_in_float32, lower, lower_step, micro_steps, splits_terms
 from deltazoo.backends.triton.op import chunk_scan, step_
 from deltazoo.backends.triton.show import explain_plan
 
@@ -87,18 +79,14 @@ class TritonBackend(Backend):
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         refuse_forward_mode(self.name, inputs)
         T, K, V, dtype = inputs.q.shape[1], inputs.q.shape[-1], inputs.v.shape[-1], inputs.v.dtype
-        if computes_in_float32(spec, K, dtype, has_channel_decay(inputs)):
-            inputs = in_float32(inputs)
-        x, kind = lower(spec, inputs, self.config)
         if T == 1 and inputs.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
-            shape = (inputs.q.shape[0], inputs.v.shape[-2], x.q.shape[-1], x.v.shape[-1])
+            x, kind = lower_step(spec, inputs, self.config)
+            shape = (inputs.q.shape[0], inputs.v.shape[-2], K, V)
             state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
-            o = step_(x._replace(state=None), state, None, kind)
-            return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, K))
-        n = micro_steps(spec)
-        if n > 1:
-            x = by_micro_steps(spec, x, n)
+            return UpdateOutput(step_(x._replace(state=None), state, None, kind), state)
+        x, kind = lower(spec, inputs, self.config)
         o, state = chunk_scan(x, kind)
+        n = micro_steps(spec)
         if n > 1:
             o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
         return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, K))
@@ -106,7 +94,7 @@ class TritonBackend(Backend):
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
-            x, kind = lower(spec, inputs, self.config, padded=False)
+            x, kind = lower_step(spec, inputs, self.config)
             return step_(x, states, slots, kind)
 
     def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:

@@ -14,6 +14,7 @@ from deltazoo.backends.check import check
 from deltazoo.backends.triton import TritonBackend, op
 from deltazoo.backends.triton.backward import backward
 from deltazoo.backends.triton.forward import prepare
+from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import Gradients, Prepared, Saved
 from deltazoo.backends.triton.resolve import resolve
 
@@ -57,9 +58,9 @@ o = bound(xg).o
 report("backward", lambda: torch.autograd.grad(o, leaves, do, retain_graph=True))
 report("check", lambda: check(spec, x))
 report("choice of the backend", lambda: bound.backend_for(UpdateMeta.of(x)))
-report("operands of the kernels", lambda: backend._operands(spec, x))
-xo, kind = backend._operands(spec, x)
-xgo, _ = backend._operands(spec, xg)
+report("operands of the kernels", lambda: lower(spec, x, ""))
+xo, kind = lower(spec, x, "")
+xgo, _ = lower(spec, xg, "")
 empty = EmptyFunction.apply(*[t for t in xgo if t is not None], *kind)
 report("an empty autograd.Function", lambda: EmptyFunction.apply(*[t for t in xgo if t is not None], *kind))
 report("backward of an empty autograd.Function", lambda: torch.autograd.grad(empty, [xg.q], do, retain_graph=True))
