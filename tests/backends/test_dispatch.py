@@ -151,7 +151,7 @@ def test_refusal_by_triton_is_logged_by_bind_if_there_is_a_gpu(has_gpu, monkeypa
     assert len(messages) == int(has_gpu)
     if has_gpu:
         assert messages[0].startswith("backend 'triton' cannot run this spec on cuda: ")
-        assert "decay must be 'none', 'fixed' or 'head', got 'channel'." in messages[0]
+        assert "decay must be 'none', 'fixed', 'head' or 'channel', got 'rate'" in messages[0]
         assert "; using 'compile' (" in messages[0]
 
 
