@@ -17,7 +17,7 @@ from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
 from deltazoo.backends.triton.lower import computes_in_float32, lower, lower_step, micro_steps, splits_terms
-from deltazoo.backends.triton.op import chunk_scan, step_
+from deltazoo.backends.triton.op import begin_scan, begin_step, chunk_scan, step_
 from deltazoo.backends.triton.show import explain_plan
 
 _MAX_KEY_WIDTH = 256
@@ -90,6 +90,13 @@ class TritonBackend(Backend):
         if n > 1:
             o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
         return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, K))
+
+    def compile_in_threads(self, spec: UpdateSpec, inputs: UpdateInputs) -> None:
+        """Start to compile the kernels of an update in threads: forward and backward, or for T = 1 the decode step."""
+        if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
+            begin_step(*lower_step(spec, inputs, self.config))
+        else:
+            begin_scan(*lower(spec, inputs, self.config))
 
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))

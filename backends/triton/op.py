@@ -17,17 +17,19 @@ from deltazoo.backends.triton.operands import (
     BackwardCall,
     Gradients,
     Prepared,
+    Saved,
     ScanCall,
     ScanKind,
     ScanOperands,
     Sizes,
     StepCall,
     StepOperands,
+    flatten,
     ready,
     schema,
     unflatten,
 )
-from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.precompile import begin, compiled_ahead
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -49,6 +51,21 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind)
         slots: [B] int64, the row of `states` of each batch row; None: row i has state i.
     """
     return _step_op(x.q, x.k, x.v, x.log_decay, x.b, x.w, x.e, states, slots, *kind)
+
+
+def begin_scan(x: ScanOperands, kind: ScanKind) -> None:
+    """Start to compile the kernels of the forward and the backward in threads."""
+    forward = flatten(ScanCall(x, kind, True))
+    begin(_scan_impl, forward)
+    o, final, *prepared, checkpoints = _scan_fake(*forward)
+    saved = Saved(Prepared(*prepared), checkpoints)
+    begin(_backward_impl, flatten(BackwardCall(x, saved, o, final, kind)))
+
+
+def begin_step(x: ScanOperands, kind: ScanKind) -> None:
+    """Start to compile the kernel of a decode step in threads; x has the states."""
+    assert x.state is not None
+    begin(_step_impl, flatten(StepCall(StepOperands(*x[:7]), x.state, None, kind)))
 
 
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
