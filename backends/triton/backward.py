@@ -256,11 +256,12 @@ def _reverse(
 def _reverse_on_hopper(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> WindowLaunch:
     from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel
 
-    x, kind, s = run.x, run.kind, run.s
+    kind = run.kind
+    x, s = scan_operands(run.x, run.prepared, run.s)
     reverse = launcher(
         hopper_reverse_kernel,
         (
-            x.q, x.k, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.dstates, scratch.du,
+            x.q, x.k, x.e, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.dstates, scratch.du,
             run.d.v, starts, x.cu_seqlens,
         ),
         (

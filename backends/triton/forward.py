@@ -213,7 +213,7 @@ def scan(
         run = launcher(
             hopper_scan_kernel,
             (
-                x.q, x.k, x.v, prepared.gates, prepared.wy_tiles, x.state, t("o"), t("final"), t("checkpoints"),
+                x.q, x.k, x.e, x.v, prepared.gates, prepared.wy_tiles, x.state, t("o"), t("final"), t("checkpoints"),
                 t("states"), t("xs"), t("starts"), x.cu_seqlens,
             ),
             (

@@ -60,10 +60,10 @@ class Limits(NamedTuple):
     """The problems that one kernel takes.
 
     Args:
-        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key, chunks of 64
-            tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
+        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key unless the decay
+            is per channel, chunks of 64 tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
         keys, values: widths per head.
-        decays: kinds of decay.
+        decays: kinds of decay. channel_keys: widths of keys with a decay per channel.
         grouped: takes grouped heads.
     """
 
@@ -71,11 +71,15 @@ class Limits(NamedTuple):
     keys: range = range(1, 257)
     values: range = range(1, 2**31)
     decays: tuple[str, ...] = SCALAR_DECAYS
+    channel_keys: range = range(1, 257)
     grouped: bool = True
 
 
 _PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"))
-_HOPPER_SCAN = Limits(hopper=True, values=range(33, 513))
+# with more keys and a decay per channel two stages of the ring buffer do not fit
+_HOPPER_SCAN = Limits(
+    hopper=True, values=range(33, 513), decays=(*SCALAR_DECAYS, "channel"), channel_keys=range(1, 129)
+)
 # in order of preference
 KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
     "prepare": {"hopper": Limits(hopper=True), "portable": _PORTABLE},
@@ -94,7 +98,10 @@ KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
 def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int = CHUNK) -> bool:
     """Whether a kernel takes a problem on a device."""
     limits = KERNELS[phase].get(kernel)
+    channel = problem.decay == "channel"
     if limits is None or problem.K not in limits.keys or problem.V not in limits.values:
+        return False
+    if channel and problem.K not in limits.channel_keys:
         return False
     if problem.decay not in limits.decays or (problem.grouped and not limits.grouped):
         return False
@@ -102,7 +109,8 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
         return True
     same_dtype = problem.dtype == problem.saved_dtype and problem.dtype.itemsize == 2
     aligned = problem.K % 8 == problem.V % 8 == 0
-    return device.is_hopper and same_dtype and not problem.erase_key and chunk == 64 and aligned
+    own_key = problem.erase_key and not channel  # with a decay per channel E is an operand in any case
+    return device.is_hopper and same_dtype and not own_key and chunk == 64 and aligned
 
 
 def sweeps(K: int, V: int) -> bool:
@@ -165,7 +173,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     if config.reverse.kernel == "fused":
         return plan._replace(backward="fused")
     plan = plan._replace(recompute=_version(config.recompute.kernel))
-    if config.reverse.kernel == "hopper" and sweeps(problem.K, problem.V):
+    if config.reverse.kernel == "hopper" and not channel and sweeps(problem.K, problem.V):
         return plan._replace(backward="sweep")
     return plan._replace(
         backward="reverse+gradients",
@@ -234,12 +242,14 @@ def _version(kernel: KernelChoice) -> Version:
 
 def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int) -> str:
     limits = KERNELS[phase][kernel]
-    needs = [f"K in {interval(limits.keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
+    keys = limits.channel_keys if problem.decay == "channel" else limits.keys
+    needs = [f"K in {interval(keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
     needs += [] if limits.grouped else ["H = HV"]
     if limits.hopper:
         needs = [
-            "a Hopper GPU", "16-bit operands and saved states of one dtype", "no erase key", "chunks of 64 tokens",
-            "K and V that are multiples of 8", *needs,
+            "a Hopper GPU", "16-bit operands and saved states of one dtype",
+            "no erase key unless the decay is per channel", "chunks of 64 tokens", "K and V that are multiples of 8",
+            *needs,
         ]  # fmt: skip
     return (
         f"{phase}.kernel = {kernel!r} needs {', '.join(needs)}; got {device.name}, {problem.dtype} saved in "

@@ -86,9 +86,15 @@ def _conditions(device: DeviceSpec) -> list[str]:
             if limits.hopper and not device.is_hopper:
                 continue
             needs = [f"K {interval(limits.keys)}", f"V {interval(limits.values)}"]
+            if "channel" in limits.decays and limits.channel_keys != limits.keys:
+                needs.append(f"K {interval(limits.channel_keys)} with a decay per channel")
             needs += [] if limits.grouped else ["H = HV", "no segments", "sequences x heads that fill the SMs"]
             if limits.hopper:
-                needs += ["16-bit without split terms", "no erase key", "multiples of 8"]
+                needs += [
+                    "16-bit without split terms",
+                    "no erase key unless the decay is per channel",
+                    "multiples of 8",
+                ]
             rows.append(f"  {phase} {kernel}: {', '.join(needs)}")
     rows.append("  segments in parallel: sequences x heads x V tiles below 40 % of the SMs, and 32 chunks or more")
     return rows

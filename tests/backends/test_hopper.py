@@ -70,12 +70,36 @@ def test_the_kernels_of_the_heuristic_compile_and_fit(delta, early, groups, N, p
     problem = Problem(dtype, N, 200, 2, 2 * groups, K, V, delta, erase_key=False, decay="head", packed=packed)
     launch_update(problem, DEVICE, compiler, early)
     for name, kernel in compiler.compiled:
-        assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
-        assert "wgmma.mma_async" in kernel.asm["ptx"]
-        sass = disassemble(kernel.asm["cubin"])
-        assert not wrong_descriptor_addresses(sass)
-        assert not missing_waits(sass)
+        assert_compiled_and_fits(name, kernel)
     assert [name for name, _ in compiler.compiled] == kernels
+
+
+def assert_compiled_and_fits(name, kernel):
+    assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    sass = disassemble(kernel.asm["cubin"])
+    assert not wrong_descriptor_addresses(sass)
+    assert not missing_waits(sass)
+
+
+@pytest.mark.parametrize(
+    ("delta", "early", "groups", "packed", "dtype", "K", "V", "erase_key"),
+    [
+        (True, False, 1, False, bf16, 128, 128, False),
+        (True, True, 1, True, fp16, 104, 72, True),
+        (False, False, 2, False, bf16, 128, 128, False),
+        slow(True, False, 1, False, bf16, 64, 64, True),
+        slow(False, True, 2, True, fp16, 104, 136, False),
+    ],
+)
+def test_the_scans_with_a_decay_per_channel_compile_and_fit(delta, early, groups, packed, dtype, K, V, erase_key):
+    compiler = Compiler()
+    problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, delta, erase_key, decay="channel", packed=packed)
+    launch_update(problem, DEVICE, compiler, early)
+    scans = [(name, kernel) for name, kernel in compiler.compiled if name in (SCAN, REVERSE)]
+    for name, kernel in scans:
+        assert_compiled_and_fits(name, kernel)
+    assert [name for name, _ in scans] == [SCAN, SCAN, REVERSE]
 
 
 # SASS of ptxas 12.8.93: the second FMUL reads the result of exp2 without a wait; the first waits for its own operand

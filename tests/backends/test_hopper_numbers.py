@@ -8,6 +8,7 @@ import torch
 from gluon_on_cpu import LAUNCHED, PACKAGE, Timing, kernels, launcher
 from triton_cases import IN_16_BITS, INTERPRETED, SPECS, assert_conforms
 
+from deltazoo import UpdateSpec
 from deltazoo.backends.conformance import Case
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
@@ -87,6 +88,44 @@ def test_every_kernel_matches_float64_for_every_spec(monkeypatch, route, name, r
     )
     no_wy_tiles = SPECS[name].transition == "additive"
     assert {*LAUNCHED} == {kernel for kernel in expected if not (no_wy_tiles and kernel == "hopper_prepare_kernel")}
+
+
+BY_CHANNEL = {
+    "kda": UpdateSpec(decay="channel", beta="head"),
+    "gla": UpdateSpec(decay="channel", transition="additive"),
+    "beta per channel": UpdateSpec(decay="channel", beta="channel"),  # a write strength per channel scales v
+    "write strength": UpdateSpec(decay="channel", transition="additive", beta="head", read="before"),
+    "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
+    "dplr": UpdateSpec(decay="channel", transition="dplr"),  # has its own erase key
+}
+CHANNEL_SCANS = dict.fromkeys(("scan", "recompute", "reverse"), SCAN_LAUNCH)
+CHANNEL_ROUTES = {
+    "two tiles of keys": ({}, Shape("grouped", 1, 230, 1, 2, 128, 128)),
+    "odd tiles": ({}, Shape("pack", 1, 265, 1, 1, 104, 136, lengths=(200, 0, 1, 64))),
+    "one tile of keys": ({}, Shape("heads", 1, 300, 2, 2, 64, 64)),
+    "windows": ({"scratch": 0}, Shape("narrow", 1, 400, 1, 1, 40, 72)),
+    "segments": ({"split": 4}, Shape("segments", 1, 400, 1, 1, 72, 72)),
+}
+CHANNEL_CASES = [
+    pytest.param(
+        route, name, REGIMES[(i + j) % 4], (i + j // 4) % 2 == 0, marks=[pytest.mark.slow] if (i + j) % 3 else []
+    )
+    for i, route in enumerate(CHANNEL_ROUTES)
+    for j, name in enumerate(BY_CHANNEL)
+]
+
+
+@pytest.mark.parametrize(("route", "name", "regime", "late"), CHANNEL_CASES)
+def test_the_scans_with_a_decay_per_channel_match_float64(monkeypatch, route, name, regime, late):
+    monkeypatch.setattr(Timing, "late", late)
+    launches, shape = CHANNEL_ROUTES[route]
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    LAUNCHED.clear()
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, **CHANNEL_SCANS, **({"scratch": 2**20} | launches))),
+        Case(BY_CHANNEL[name], shape, torch.float16, **inputs),
+    )
+    assert {*LAUNCHED} == {"hopper_scan_kernel", "hopper_reverse_kernel"}
 
 
 @pytest.mark.parametrize(

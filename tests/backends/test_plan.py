@@ -135,6 +135,24 @@ def test_plan_follows_from_problem_and_device(change, device, prepare, forward, 
     assert (without_grad.backward, without_grad.every) == ("none", 0)
 
 
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [
+        ({}, "hopper"),
+        ({"delta": False, "HV": 32}, "hopper"),
+        ({"erase_key": True, "packed": True}, "hopper"),  # E is an operand of its own in any case
+        ({"K": 136}, "portable"),  # two chunks do not fit in shared memory
+        ({"dtype": torch.float32}, "portable"),
+        ({"V": 32}, "portable"),
+    ],
+)
+def test_plan_of_a_decay_per_channel_has_no_sweep(change, version):
+    case = problem(decay="channel", **change)
+    plan = make_plan(case, H200, heuristic(case, H200), grad=True)
+    assert (plan.forward, plan.recompute, plan.reverse) == (version,) * 3
+    assert plan.backward == "reverse+gradients"
+
+
 def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
     config = heuristic(problem(), H200)
     with pytest.raises(ConfigError, match=r"prepare\.kernel = 'hopper' needs a Hopper GPU, .*; got NVIDIA A100"):

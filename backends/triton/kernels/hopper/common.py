@@ -208,8 +208,17 @@ def allocate_tile_rings(dtype: gl.constexpr, COUNT: gl.constexpr, NUM_STAGES: gl
 
 
 @gluon.jit
-def allocate_vector_ring(NUM_STAGES: gl.constexpr):
-    return gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], SMEM_VECTOR)
+def copy_channel_gates_async(gates, smem, stage, K: gl.constexpr, NK: gl.constexpr, WRITE: gl.constexpr):
+    """Issue the cp.async of a chunk's gates for a decay per channel [K + 64]: 2^Gend, and with WRITE w."""
+    k = gl.arange(0, 64 * NK, FOUR_PER_THREAD)
+    async_copy.async_copy_global_to_shared(smem.G.index(stage), gates + k, mask=k < K)
+    if WRITE:
+        async_copy.async_copy_global_to_shared(smem.w.index(stage), gates + K + gl.arange(0, 64, FOUR_PER_THREAD))
+
+
+@gluon.jit
+def allocate_vector_ring(NUM_STAGES: gl.constexpr, SIZE: gl.constexpr = 64):
+    return gl.allocate_shared_memory(gl.float32, [NUM_STAGES, SIZE], SMEM_VECTOR)
 
 
 @gluon.jit
