@@ -60,8 +60,8 @@ class Limits(NamedTuple):
     """The problems that one kernel takes.
 
     Args:
-        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key, chunks of 64
-            tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
+        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key unless the decay
+            is per channel, chunks of 64 tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
         keys, values: widths per head.
         decays: kinds of decay.
         grouped: takes grouped heads.
@@ -87,7 +87,10 @@ KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
         "hopper": _HOPPER_SCAN,
         "portable": _PORTABLE,
     },
-    "gradients": {"hopper": Limits(hopper=True, values=range(1, 513)), "portable": _PORTABLE},
+    "gradients": {
+        "hopper": Limits(hopper=True, values=range(1, 513), decays=(*SCALAR_DECAYS, "channel")),
+        "portable": _PORTABLE,
+    },
 }
 
 
@@ -102,7 +105,8 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
         return True
     same_dtype = problem.dtype == problem.saved_dtype and problem.dtype.itemsize == 2
     aligned = problem.K % 8 == problem.V % 8 == 0
-    return device.is_hopper and same_dtype and not problem.erase_key and chunk == 64 and aligned
+    erase_key = problem.erase_key and problem.decay != "channel"
+    return device.is_hopper and same_dtype and not erase_key and chunk == 64 and aligned
 
 
 def sweeps(K: int, V: int) -> bool:
@@ -132,7 +136,7 @@ class Plan(NamedTuple):
     backward: Backward = "none"
     recompute: Version | None = None
     reverse: Version | None = None
-    gradients: Literal["channel", "portable", "hopper"] | None = None
+    gradients: Literal["channel", "hopper channel", "portable", "hopper"] | None = None
     split: int = 0
     every: int = 0
 
@@ -170,7 +174,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     return plan._replace(
         backward="reverse+gradients",
         reverse=_version(config.reverse.kernel),
-        gradients="channel" if channel else _version(config.gradients.kernel),
+        gradients=_gradients(config.gradients.kernel, channel),
     )
 
 
@@ -191,6 +195,7 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("reverse", "portable"): ("reverse_kernel",),
     ("reverse", "hopper"): ("hopper_reverse_kernel",),
     ("gradients", "channel"): ("channel_gradients_kernel",),
+    ("gradients", "hopper channel"): ("hopper_channel_gradients_kernel",),
     ("gradients", "portable"): ("gradients_kernel",),
     ("gradients", "hopper"): ("hopper_gradients_kernel",),
     ("group sums", "portable"): ("sum_groups_kernel",),
@@ -232,13 +237,20 @@ def _version(kernel: KernelChoice) -> Version:
     return "hopper" if kernel == "hopper" else "portable"
 
 
+def _gradients(kernel: KernelChoice, channel: bool) -> Literal["channel", "hopper channel", "portable", "hopper"]:
+    if kernel == "hopper":
+        return "hopper channel" if channel else "hopper"
+    return "channel" if channel else "portable"
+
+
 def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int) -> str:
     limits = KERNELS[phase][kernel]
     needs = [f"K in {interval(limits.keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
     needs += [] if limits.grouped else ["H = HV"]
     if limits.hopper:
         needs = [
-            "a Hopper GPU", "16-bit operands and saved states of one dtype", "no erase key", "chunks of 64 tokens",
+            "a Hopper GPU", "16-bit operands and saved states of one dtype", "no erase key without a decay per channel",
+            "chunks of 64 tokens",
             "K and V that are multiples of 8", *needs,
         ]  # fmt: skip
     return (
