@@ -91,7 +91,10 @@ KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
         "hopper": _HOPPER_SCAN,
         "portable": _PORTABLE,
     },
-    "gradients": {"hopper": Limits(hopper=True, values=range(1, 513)), "portable": _PORTABLE},
+    "gradients": {
+        "hopper": Limits(hopper=True, values=range(1, 513), decays=(*SCALAR_DECAYS, "channel")),
+        "portable": _PORTABLE,
+    },
 }
 
 
@@ -140,7 +143,7 @@ class Plan(NamedTuple):
     backward: Backward = "none"
     recompute: Version | None = None
     reverse: Version | None = None
-    gradients: Literal["channel", "portable", "hopper"] | None = None
+    gradients: Literal["channel", "hopper channel", "portable", "hopper"] | None = None
     split: int = 0
     every: int = 0
 
@@ -178,7 +181,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     return plan._replace(
         backward="reverse+gradients",
         reverse=_version(config.reverse.kernel),
-        gradients="channel" if channel else _version(config.gradients.kernel),
+        gradients=_gradients(config.gradients.kernel, channel),
     )
 
 
@@ -199,6 +202,7 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("reverse", "portable"): ("reverse_kernel",),
     ("reverse", "hopper"): ("hopper_reverse_kernel",),
     ("gradients", "channel"): ("channel_gradients_kernel",),
+    ("gradients", "hopper channel"): ("hopper_channel_gradients_kernel",),
     ("gradients", "portable"): ("gradients_kernel",),
     ("gradients", "hopper"): ("hopper_gradients_kernel",),
     ("group sums", "portable"): ("sum_groups_kernel",),
@@ -238,6 +242,12 @@ def _names(steps: list[tuple[str, str]]) -> list[str]:
 
 def _version(kernel: KernelChoice) -> Version:
     return "hopper" if kernel == "hopper" else "portable"
+
+
+def _gradients(kernel: KernelChoice, channel: bool) -> Literal["channel", "hopper channel", "portable", "hopper"]:
+    if kernel == "hopper":
+        return "hopper channel" if channel else "hopper"
+    return "channel" if channel else "portable"
 
 
 def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int) -> str:

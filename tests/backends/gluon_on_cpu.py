@@ -289,6 +289,8 @@ def warpgroup_mma_wait(outstanding=0, deps=()):
 def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
     """Emulate the kernels' inline PTX, recognised by its text."""
     x = args[0].x
+    if "pattern" in text:
+        return _apply_token_mask(text, x)
     if "shl.b32" in text or "cvt.rn.bf16x2" in text or "cvt.rn.f16x2" in text:
         return Array(x.to(dtype.torch))
     if "movmatrix" in text:  # transpose each block of 8 x 8
@@ -299,6 +301,30 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
         return Array(z + (x.float().view(-1, 16, 16) @ y.float().view(-1, 16, 16).mT).view(z.shape))
     assert "mov.b32 $0, $1" in text, text
     return args[0]
+
+
+def _apply_token_mask(text, x):
+    """Emulate the PTX of token_masks.py: collect the 8 x 8 block that each register of each warp keeps."""
+    blocks = {"0": torch.zeros(8, 8, dtype=torch.bool), "-1": torch.ones(8, 8, dtype=torch.bool)}
+    keep = torch.zeros(64, 64, dtype=torch.bool)
+    bits, of_warp = 0, [""] * 4
+    for line in text.splitlines():
+        words = line.strip(";").replace(",", "").split()
+        match words:
+            case ["mov.b64", "bits", constant]:
+                bits = int(constant, 16)
+            case ["or.b32", name, "x", "y"]:
+                blocks[name] = torch.tensor([bits >> b & 1 for b in range(64)], dtype=torch.bool).view(8, 8)
+            case ["mov.b32", "m", name]:
+                of_warp = [name] * 4
+            case ["selp.b32", "m", name, "m", warp]:
+                of_warp[int(warp.removeprefix("warp"))] = name
+            case ["and.b32", out, _, "m"]:
+                r = int(out.removeprefix("$"))
+                for warp, name in enumerate(of_warp):
+                    row, column = 16 * warp + r % 2 * 8, r // 2 * 8
+                    keep[row : row + 8, column : column + 8] = blocks[name]
+    return Array(torch.where(keep, x, torch.zeros((), dtype=x.dtype)))
 
 
 def warp_specialize(partitions, warps, registers):
@@ -388,6 +414,11 @@ def _binary(function):
     return apply
 
 
+def _associative_scan(x, axis, combine, reverse=False):
+    assert int(combine(2, 3)) == 5, "only sums are emulated"
+    return Array(x.x.flip(axis).cumsum(axis).flip(axis) if reverse else x.x.cumsum(axis))
+
+
 def _language() -> types.ModuleType:
     gl = types.ModuleType("language")
     gl.__dict__.update(DTYPES)
@@ -407,6 +438,7 @@ def _language() -> types.ModuleType:
         sum=lambda x, axis: Array(x.x.sum(axis)), max=lambda x, axis: Array(x.x.amax(axis)),
         reshape=lambda x, shape: Array(x.x.reshape(shape)), permute=lambda x, order: Array(x.x.permute(order)),
         join=lambda x, y: Array(torch.stack([x.x, y.x], -1)), split=lambda x: tuple(map(Array, x.x.unbind(-1))),
+        associative_scan=_associative_scan,
         PropagateNan=types.SimpleNamespace(ALL=None),
     )  # fmt: skip
     gl.static_assert = lambda condition, *_: _assert(condition)

@@ -31,6 +31,7 @@ def _emulated(monkeypatch):
         "hopper.sweep",
         "hopper.fused_backward",
         "hopper.gradients",
+        "hopper.channel_gradients",
     )
     for name, module in kernels(*names).items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -126,6 +127,44 @@ def test_the_scans_with_a_decay_per_channel_match_float64(monkeypatch, route, na
         Case(BY_CHANNEL[name], shape, torch.float16, **inputs),
     )
     assert {*LAUNCHED} == {"hopper_scan_kernel", "hopper_reverse_kernel"}
+
+
+CHANNEL_SPECS = {
+    "KDA": UpdateSpec(decay="channel", beta="head"),
+    "GLA": UpdateSpec(decay="channel", transition="additive"),
+    "write strength": UpdateSpec(decay="channel", transition="additive", beta="head"),
+    "no beta": UpdateSpec(decay="channel"),
+    "strengths per channel": UpdateSpec(decay="channel", beta="channel"),
+    "DPLR": UpdateSpec(decay="channel", transition="dplr"),
+    "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
+    "read before": UpdateSpec(decay="channel", beta="head", read="before"),
+    "erase before": UpdateSpec(decay="channel", beta="head", erase_from="previous"),
+    "efla": UpdateSpec(decay="channel", beta="head", reparam="efla"),
+}
+CHANNEL_SHAPES = (
+    Shape("short", 1, 100, 1, 2, 72, 104),
+    Shape("pack", 1, 135, 1, 1, 64, 64, lengths=PACK),
+    Shape("value tiles", 1, 70, 2, 2, 40, 200),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "regime", "late"),
+    [
+        (name, CHANNEL_SHAPES[i % 3], REGIMES[(i + j) % 4], (i + j // 2) % 2 == 0)
+        for i, name in enumerate(CHANNEL_SPECS)
+        for j in range(4)
+    ],
+)
+def test_gradients_with_a_decay_per_channel(monkeypatch, name, shape, regime, late):
+    monkeypatch.setattr(Timing, "late", late)
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    LAUNCHED.clear()
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, scratch=2**20, **GRADIENTS)),
+        Case(CHANNEL_SPECS[name], shape, torch.float16, **inputs),
+    )
+    assert {*LAUNCHED} == {"hopper_channel_gradients_kernel"}
 
 
 @pytest.mark.parametrize(
