@@ -60,11 +60,12 @@ class Limits(NamedTuple):
     """The problems that one kernel takes.
 
     Args:
-        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key, chunks of 64
-            tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
+        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, chunks of 64 tokens, and widths
+            that are multiples of 8 (rows are copied by 16 bytes).
         keys, values: widths per head.
         decays: kinds of decay.
         grouped: takes grouped heads.
+        erase_key_decays: of a Hopper kernel, the kinds of decay with which it takes an erase key that is not k.
     """
 
     hopper: bool = False
@@ -72,13 +73,15 @@ class Limits(NamedTuple):
     values: range = range(1, 2**31)
     decays: tuple[str, ...] = SCALAR_DECAYS
     grouped: bool = True
+    erase_key_decays: tuple[str, ...] = ()
 
 
 _PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"))
+_HOPPER_PREPARE = Limits(hopper=True, decays=_PORTABLE.decays, erase_key_decays=("channel",))
 _HOPPER_SCAN = Limits(hopper=True, values=range(33, 513))
 # in order of preference
 KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
-    "prepare": {"hopper": Limits(hopper=True), "portable": _PORTABLE},
+    "prepare": {"hopper": _HOPPER_PREPARE, "portable": _PORTABLE},
     "scan": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "recompute": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "reverse": {
@@ -102,7 +105,9 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
         return True
     same_dtype = problem.dtype == problem.saved_dtype and problem.dtype.itemsize == 2
     aligned = problem.K % 8 == problem.V % 8 == 0
-    return device.is_hopper and same_dtype and not problem.erase_key and chunk == 64 and aligned
+    if problem.erase_key and problem.decay not in limits.erase_key_decays:
+        return False
+    return device.is_hopper and same_dtype and chunk == 64 and aligned
 
 
 def sweeps(K: int, V: int) -> bool:
@@ -117,8 +122,8 @@ class Plan(NamedTuple):
     """The kernels of one update.
 
     Args:
-        prepare: "gates": no erase term, cumulative decays only; "channel": for a decay per channel, also the scaled
-            operands; else also the WY tiles T and P.
+        prepare: "gates": no erase term, cumulative decays only; "channel" and "hopper-channel": for a decay per
+            channel, also the scaled operands; else also the WY tiles T and P.
         forward: the scan that computes o and the final state.
         backward: "none": without gradients. "fused": one launch recomputes the states, scans back and computes the
             gradients. "sweep": recomputed states, then one launch for scan and gradients. "reverse+gradients": two.
@@ -127,7 +132,7 @@ class Plan(NamedTuple):
         every: chunks between two checkpoints of the state; 0: none is stored.
     """
 
-    prepare: Literal["gates", "channel", "portable", "hopper"]
+    prepare: Literal["gates", "channel", "hopper-channel", "portable", "hopper"]
     forward: Version
     backward: Backward = "none"
     recompute: Version | None = None
@@ -155,7 +160,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     split = config.split if config.split and chunks > config.split else 0
     channel = problem.decay == "channel"
     plan = Plan(
-        "channel" if channel else _version(config.prepare.kernel) if problem.delta else "gates",
+        _prepare(problem, _version(config.prepare.kernel)),
         _version(config.scan.kernel),
         split=split,
     )
@@ -178,6 +183,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
 LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prepare", "gates"): ("gates_kernel",),
     ("prepare", "channel"): ("channel_prepare_kernel",),
+    ("prepare", "hopper-channel"): ("hopper_channel_prepare_kernel",),
     ("prepare", "portable"): ("prepare_kernel",),
     ("prepare", "hopper"): ("hopper_prepare_kernel",),
     ("segments", "forward"): ("scan_kernel", "combine_kernel"),
@@ -228,6 +234,12 @@ def _names(steps: list[tuple[str, str]]) -> list[str]:
     return [name for step in steps for name in LAUNCHES[step]]
 
 
+def _prepare(problem: Problem, version: Version) -> Literal["gates", "channel", "hopper-channel", "portable", "hopper"]:
+    if problem.decay == "channel":
+        return "hopper-channel" if version == "hopper" else "channel"
+    return version if problem.delta else "gates"
+
+
 def _version(kernel: KernelChoice) -> Version:
     return "hopper" if kernel == "hopper" else "portable"
 
@@ -238,8 +250,9 @@ def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: Devic
     needs += [] if limits.grouped else ["H = HV"]
     if limits.hopper:
         needs = [
-            "a Hopper GPU", "16-bit operands and saved states of one dtype", "no erase key", "chunks of 64 tokens",
-            "K and V that are multiples of 8", *needs,
+            "a Hopper GPU", "16-bit operands and saved states of one dtype",
+            " or ".join(["no erase key", *(f"decay = {decay}" for decay in limits.erase_key_decays)]),
+            "chunks of 64 tokens", "K and V that are multiples of 8", *needs,
         ]  # fmt: skip
     return (
         f"{phase}.kernel = {kernel!r} needs {', '.join(needs)}; got {device.name}, {problem.dtype} saved in "
