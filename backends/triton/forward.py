@@ -115,7 +115,8 @@ def prepare(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig, s
     s = Sizes.of(x, config.chunk)
     out = Prepared.empty(x, kind, s, save)
     launch = {
-        "gates": _gates, "channel": _prepare_channels, "portable": _prepare, "hopper": _prepare_on_hopper
+        "gates": _gates, "channel": _prepare_channels, "hopper channel": _prepare_channels_on_hopper,
+        "portable": _prepare, "hopper": _prepare_on_hopper,
     }[plan.prepare]  # fmt: skip
     launch(x, kind, s, out, config.prepare, plan.split > 0)
     return out
@@ -145,6 +146,25 @@ def _prepare_channels(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, 
         ),
         launch.warps,
         launch.stages,
+    )  # fmt: skip
+    prepare(s.slots * s.HV, s.N, s.T, kind.scale)
+
+
+def _prepare_channels_on_hopper(
+    x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Launch, segments: bool
+) -> None:
+    from deltazoo.backends.triton.kernels.hopper.channel_prepare import hopper_channel_prepare_kernel
+
+    prepare = launcher(
+        hopper_channel_prepare_kernel,
+        (
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.C, kind.delta, x.e is not None, x.b is not None, x.w is not None, kind.erase_early,
+            kind.read_early, s.packed,
+        ),
+        registers=168,  # three programs per SM
     )  # fmt: skip
     prepare(s.slots * s.HV, s.N, s.T, kind.scale)
 

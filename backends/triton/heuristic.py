@@ -78,7 +78,7 @@ def _portable_launches(problem: Problem, device: DeviceSpec) -> tuple[Launch, La
 def _portable_is_faster(phase: str, problem: Problem) -> bool:
     """Gates alone need no Hopper kernel; with few values and no erase term smaller programs finish sooner."""
     if phase == "prepare":
-        return not problem.delta
+        return not problem.delta and problem.decay != "channel"
     return phase in ("scan", "recompute") and problem.V <= 64 and not problem.delta
 
 

@@ -82,7 +82,7 @@ _HOPPER_SCAN = Limits(
 )
 # in order of preference
 KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
-    "prepare": {"hopper": Limits(hopper=True), "portable": _PORTABLE},
+    "prepare": {"hopper": Limits(hopper=True, decays=_PORTABLE.decays), "portable": _PORTABLE},
     "scan": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "recompute": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "reverse": {
@@ -128,8 +128,8 @@ class Plan(NamedTuple):
     """The kernels of one update.
 
     Args:
-        prepare: "gates": no erase term, cumulative decays only; "channel": for a decay per channel, also the scaled
-            operands; else also the WY tiles T and P.
+        prepare: "gates": no erase term, cumulative decays only; "channel" and "hopper channel": for a decay per
+            channel, also the scaled operands; else also the WY tiles T and P.
         forward: the scan that computes o and the final state.
         backward: "none": without gradients. "fused": one launch recomputes the states, scans back and computes the
             gradients. "sweep": recomputed states, then one launch for scan and gradients. "reverse+gradients": two.
@@ -138,7 +138,7 @@ class Plan(NamedTuple):
         every: chunks between two checkpoints of the state; 0: none is stored.
     """
 
-    prepare: Literal["gates", "channel", "portable", "hopper"]
+    prepare: Literal["gates", "channel", "hopper channel", "portable", "hopper"]
     forward: Version
     backward: Backward = "none"
     recompute: Version | None = None
@@ -166,7 +166,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     split = config.split if config.split and chunks > config.split else 0
     channel = problem.decay == "channel"
     plan = Plan(
-        "channel" if channel else _version(config.prepare.kernel) if problem.delta else "gates",
+        _prepare(problem, _version(config.prepare.kernel)),
         _version(config.scan.kernel),
         split=split,
     )
@@ -189,6 +189,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
 LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prepare", "gates"): ("gates_kernel",),
     ("prepare", "channel"): ("channel_prepare_kernel",),
+    ("prepare", "hopper channel"): ("hopper_channel_prepare_kernel",),
     ("prepare", "portable"): ("prepare_kernel",),
     ("prepare", "hopper"): ("hopper_prepare_kernel",),
     ("segments", "forward"): ("scan_kernel", "combine_kernel"),
@@ -238,6 +239,12 @@ def _tail(problem: Problem) -> list[tuple[str, str]]:
 
 def _names(steps: list[tuple[str, str]]) -> list[str]:
     return [name for step in steps for name in LAUNCHES[step]]
+
+
+def _prepare(problem: Problem, version: Version) -> Literal["gates", "channel", "hopper channel", "portable", "hopper"]:
+    if problem.decay == "channel":
+        return "hopper channel" if version == "hopper" else "channel"
+    return version if problem.delta else "gates"
 
 
 def _version(kernel: KernelChoice) -> Version:

@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 
+import ptx_on_cpu
 import torch
 
 TIMEOUT = 120.0  # seconds after which a wait for an mbarrier counts as a deadlock
@@ -291,6 +292,10 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
     x = args[0].x
     if "pattern" in text:
         return _apply_token_mask(text, x)
+    if pack == 16:
+        several = isinstance(dtype, tuple)
+        results = tuple(map(Array, ptx_on_cpu.elementwise(text, [a.x for a in args], len(dtype) if several else 1)))
+        return results if several else results[0]
     if "shl.b32" in text or "cvt.rn.bf16x2" in text or "cvt.rn.f16x2" in text:
         return Array(x.to(dtype.torch))
     if "movmatrix" in text:  # transpose each block of 8 x 8

@@ -1,0 +1,146 @@
+"""The WY tiles T and P^T on sm_90: the inverse of a unit lower-triangular matrix, and the store of both.
+
+T = (I - L)^-1 with L = -A is computed by blocks of 16 x 16; warp w has row block w. In registers (ptx.py), each warp
+computes X_w, the inverse of its diagonal block of I - L, and N_w = X_w L_w for the blocks left of the diagonal. Two
+levels then combine blocks of different warps through shared memory, with wgmma on column blocks [64, 16]; the last
+column names the variables:
+
+    T_10 = N_10 X_0,   T_32 = N_32 X_2                                             u
+    Z_2 = N_2,   Z_3 = N_3 + N_32 N_2,   T_(2:4, 0:2) = Z_(2:4, 0:2) T_(0:2, 0:2)    z0, z1 and T0, T1
+
+These are the level doublings of ../prepare.py, block by block.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from deltazoo.backends.triton.kernels.hopper.common import ACC_N16, barrier, to_16_bits
+from deltazoo.backends.triton.kernels.hopper.ptx import (
+    invert_diagonal_blocks,
+    multiply_warp_blocks,
+    zero_except_warp_1,
+    zero_except_warp_3,
+)
+
+A_OPERAND = gl.constexpr(gl.DotOperandLayout(0, ACC_N16.value, 2))
+SMEM_N16 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
+# global stores, 16 bytes per thread, each warp the 16 rows it has in an accumulator: [64 rows, 8 or 2 blocks, 8
+# columns]
+STORE_BLOCKS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [4, 0, 0], [8, 0, 0]],
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, 8, 8],
+    )
+)  # fmt: skip
+STORE_BLOCKS_N16 = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 8],
+    )
+)  # fmt: skip
+
+
+@gluon.jit
+def to_a_operand(x):
+    return gl.convert_layout(x, A_OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def load_n16(tile):
+    """Load a tile [64, 16] in the layout of global stores."""
+    return tile.reshape([64, 2, 8]).load(STORE_BLOCKS_N16)
+
+
+@gluon.jit
+def allocate_inverse_buffers(T_dtype: gl.constexpr):
+    """Allocate X, U, N0, N1, T0 and T1 [64, 16] of `invert_and_store`."""
+    X_s = gl.allocate_shared_memory(gl.float16, [64, 16], SMEM_N16)
+    U_s = gl.allocate_shared_memory(gl.float16, [64, 16], SMEM_N16)
+    N0_s = gl.allocate_shared_memory(gl.float16, [64, 16], SMEM_N16)
+    N1_s = gl.allocate_shared_memory(gl.float16, [64, 16], SMEM_N16)
+    T0_s = gl.allocate_shared_memory(T_dtype, [64, 16], SMEM_N16)
+    T1_s = gl.allocate_shared_memory(T_dtype, [64, 16], SMEM_N16)
+    return X_s, U_s, N0_s, N1_s, T0_s, T1_s
+
+
+@gluon.jit
+def store_blocks(wy_at):
+    """Return the pointers to the 8 x 8 blocks of the tile [64, 72] at `wy_at`, and which of them belong to P^T."""
+    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS)))[:, None, None]
+    m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS)))[None, :, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE_BLOCKS)))[None, None, :]
+    return wy_at + (r * 72 + m * 8 + column), m >= r // 8
+
+
+@gluon.jit
+def store_p_alone(P_s, wy_at):
+    """Store P^T [64, 64], and T = 0."""
+    dtype: gl.constexpr = P_s.dtype
+    at, in_P = store_blocks(wy_at.to(gl.pointer_type(dtype), bitcast=True))
+    P = P_s.reshape([64, 8, 8]).load(STORE_BLOCKS)
+    gl.store(at, gl.where(in_P, P, gl.zeros([64, 8, 8], dtype, STORE_BLOCKS)))
+    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS_N16)))[:, None, None]
+    m = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS_N16)))[None, :, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE_BLOCKS_N16)))[None, None, :]
+    zeros = gl.zeros([64, 2, 8], wy_at.dtype.element_ty, STORE_BLOCKS_N16)
+    gl.store(wy_at + (r * 72 + 64 + column + m * 0), zeros, mask=m == 0)
+
+
+@gluon.jit
+def invert_and_store(l0, l1, l2, l3, P_s, wy_at, buffers):
+    """Store P^T [64, 64], which is in shared memory, and T = (I - L)^-1 to the tile [64, 72] at `wy_at`.
+
+    l0 to l3: column blocks [64, 16] of L; only its blocks on and left of the diagonal are read.
+    """
+    dtype: gl.constexpr = P_s.dtype
+    T_dtype: gl.constexpr = wy_at.dtype.element_ty
+    X_s, U_s, N0_s, N1_s, T0_s, T1_s = buffers
+    l0 = to_16_bits(l0, gl.float16)
+    l1 = to_16_bits(l1, gl.float16)
+    l2 = to_16_bits(l2, gl.float16)
+    l3 = to_16_bits(l3, gl.float16)
+    x = invert_diagonal_blocks(l0, l1, l2, l3)
+    X_s.store(x)
+    z0, z1, n2 = multiply_warp_blocks(x, l0, l1, l2)
+    n0 = to_16_bits(z0, gl.float16)
+    n2 = to_16_bits(n2, gl.float16)
+    N0_s.store(n0)
+    N1_s.store(to_16_bits(z1, gl.float16))
+    n0 = to_a_operand(zero_except_warp_1(n0))
+    n2 = to_a_operand(zero_except_warp_3(n2))
+    fence_async_shared()
+    barrier()
+    u = gl.zeros([64, 16], gl.float32, ACC_N16)
+    u = warpgroup_mma(n0, X_s.slice(0, 16), u, is_async=True)
+    u = warpgroup_mma(n2, X_s.slice(32, 16), u, is_async=True)
+    z0 = warpgroup_mma(n2, N0_s.slice(32, 16), z0, is_async=True)
+    z1 = warpgroup_mma(n2, N1_s.slice(32, 16), z1, is_async=True)
+    P_values = P_s.reshape([64, 8, 8]).load(STORE_BLOCKS)
+    P_at, in_P = store_blocks(wy_at.to(gl.pointer_type(dtype), bitcast=True))
+    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS_N16)))[:, None, None]
+    m = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS_N16)))[None, :, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE_BLOCKS_N16)))[None, None, :]
+    second = (r // 8) % 2
+    X_at = wy_at + (r * 72 + gl.where(second == m, 8, r // 16 * 2) * 8 + column)
+    X_values = load_n16(X_s).to(T_dtype)
+    u, z0, z1, n0, n2 = warpgroup_mma_wait(0, deps=[u, z0, z1, n0, n2])
+    U_s.store(to_16_bits(u, gl.float16))
+    z0 = to_a_operand(to_16_bits(z0, gl.float16))
+    z1 = to_a_operand(to_16_bits(z1, gl.float16))
+    fence_async_shared()
+    barrier()
+    T0 = gl.zeros([64, 16], gl.float32, ACC_N16)
+    T1 = gl.zeros([64, 16], gl.float32, ACC_N16)
+    T0 = warpgroup_mma(z0, X_s.slice(0, 16), T0, is_async=True)
+    T0 = warpgroup_mma(z1, U_s.slice(16, 16), T0, is_async=True)
+    T1 = warpgroup_mma(z1, X_s.slice(16, 16), T1, is_async=True)
+    gl.store(P_at, P_values, mask=in_P)
+    gl.store(X_at, X_values, mask=second >= m)
+    index = r * 72 + m * 8 + column
+    gl.store(wy_at + index + (r // 16 * 16 - 16), load_n16(U_s).to(T_dtype), mask=(r // 16) % 2 == 1)
+    T0, T1, z0, z1 = warpgroup_mma_wait(0, deps=[T0, T1, z0, z1])
+    T0_s.store(to_16_bits(T0, T_dtype))
+    T1_s.store(to_16_bits(T1, T_dtype))
+    gl.store(wy_at + index, load_n16(T0_s), mask=r >= 32)
+    gl.store(wy_at + index + 16, load_n16(T1_s), mask=r >= 32)
