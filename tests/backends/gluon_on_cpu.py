@@ -296,11 +296,18 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
         several = isinstance(dtype, tuple)
         results = tuple(map(Array, ptx_on_cpu.elementwise(text, [a.x for a in args], len(dtype) if several else 1)))
         return results if several else results[0]
+    if "@upper fma" in text:
+        upper, factors, z, x, y = torch.broadcast_tensors(*(a.x for a in args))
+        product = factors * z
+        lower = y - product if "minus" in text else y + product
+        return Array(torch.where(upper != 0, x + product, x)), Array(torch.where(upper != 0, y, lower))
     if "shl.b32" in text or "cvt.rn.bf16x2" in text or "cvt.rn.f16x2" in text:
         return Array(x.to(dtype.torch))
     if "movmatrix" in text:  # transpose each block of 8 x 8
         rows, columns = x.shape
         return Array(x.view(rows // 8, 8, columns // 8, 8).permute(0, 3, 2, 1).reshape(rows, columns))
+    if "add.f32 $30, $31, $62" in text:  # sums from each token on, for each half of the tokens
+        return Array(x.view(2, 32, -1).flip(1).cumsum(1).flip(1).reshape(x.shape))
     if "mma.sync" in text:  # dot products of each warp's 16 rows of x with its 16 rows of y
         y, z = (a.x for a in args[1:])
         return Array(z + (x.float().view(-1, 16, 16) @ y.float().view(-1, 16, 16).mT).view(z.shape))
@@ -419,11 +426,6 @@ def _binary(function):
     return apply
 
 
-def _associative_scan(x, axis, combine, reverse=False):
-    assert int(combine(2, 3)) == 5, "only sums are emulated"
-    return Array(x.x.flip(axis).cumsum(axis).flip(axis) if reverse else x.x.cumsum(axis))
-
-
 def _language() -> types.ModuleType:
     gl = types.ModuleType("language")
     gl.__dict__.update(DTYPES)
@@ -443,7 +445,6 @@ def _language() -> types.ModuleType:
         sum=lambda x, axis: Array(x.x.sum(axis)), max=lambda x, axis: Array(x.x.amax(axis)),
         reshape=lambda x, shape: Array(x.x.reshape(shape)), permute=lambda x, order: Array(x.x.permute(order)),
         join=lambda x, y: Array(torch.stack([x.x, y.x], -1)), split=lambda x: tuple(map(Array, x.x.unbind(-1))),
-        associative_scan=_associative_scan,
         PropagateNan=types.SimpleNamespace(ALL=None),
     )  # fmt: skip
     gl.static_assert = lambda condition, *_: _assert(condition)

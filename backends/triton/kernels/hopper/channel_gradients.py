@@ -1,4 +1,4 @@
-"""Gradients of the operands of a chunk with a decay per channel on sm_90, from the states and dstates of a reverse scan.
+"""Gradients of the operands of a chunk with a decay per channel on sm_90, from states and dstates of the reverse scan.
 
 It computes the equations of ../channel/gradients.py. With S the state before the chunk, dS' the gradient of the state
 after it, x and du [64, V], and y = b e:
@@ -13,8 +13,9 @@ rows scaled by it. As a token is either in an upper or in a lower half, one prod
 
     z = (dP_l + dP_l^T) [q_l in upper halves, k_l in lower halves]
 
-has the rows of dq in upper halves and those of dk in lower halves; likewise for dA with y_l and k_l. The exponents of
-the factors are products of masks of zeros and ones with the log2 decays in two float16 terms, 22 bits together.
+has the rows of dq in upper halves and those of dk in lower halves; likewise dA_l + (b dA_l)^T with e_l and k_l. The
+exponents of the factors are products of masks of zeros and ones with the log2 decays in two float16 terms, which have
+22 bits together.
 
 Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over tiles of 64 values, two stages of
 which are in shared memory, as in gradients.py. Scaled rows have two buffers, which the levels alternate between, so
@@ -57,11 +58,20 @@ from deltazoo.backends.triton.kernels.layout import (
 
 # log decays and their gradients [64 tokens, 64 keys]: a thread holds 32 tokens of one key, a warp 32 keys of a token
 BY_KEY = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 2], [1, 0]))
-
-
-@gluon.jit
-def add(x, y):
-    return x + y
+# Sums over the 32 tokens of a thread, from the last on. A reverse associative_scan takes 10 shuffles per element.
+REVERSE_CUMSUM = gl.constexpr(
+    "mov.b32 $31, $63;\n" + "\n".join(f"add.f32 ${30 - n}, ${31 - n}, ${62 - n};" for n in range(31))
+)
+REVERSE_CUMSUM_OPERANDS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 32))
+# predicated sums, where a select beside each fused multiply-add would cost an instruction and a register more
+ADD_HALVES = gl.constexpr(
+    "{\n.reg .pred upper;\nsetp.ne.s32 upper, $2, 0;\nmov.b32 $0, $5;\nmov.b32 $1, $6;\n"
+    "@upper fma.rn.f32 $0, $3, $4, $0;\n@!upper fma.rn.f32 $1, $3, $4, $1;\n}"
+)
+SUBTRACT_LOWER_HALF = gl.constexpr(
+    "{\n.reg .pred upper;\n.reg .f32 minus;\nsetp.ne.s32 upper, $2, 0;\nmov.b32 $0, $5;\nmov.b32 $1, $6;\n"
+    "neg.f32 minus, $4;\n@upper fma.rn.f32 $0, $3, $4, $0;\n@!upper fma.rn.f32 $1, $3, minus, $1;\n}"
+)
 
 
 @gluon.jit
@@ -93,12 +103,20 @@ def decays(g_hi, g_lo, KIND: gl.constexpr, LEVEL: gl.constexpr):
 
 
 @gluon.jit
-def store_symmetric(x, tile, dtype: gl.constexpr):
-    """Store L + L^T of the strictly lower part L of x [64, 64], rounded, to a tile."""
+def store_symmetric(x, y, tile, dtype: gl.constexpr):
+    """Store the strictly lower part of x [64, 64] and the transpose of that of y, rounded, to a tile."""
     lower = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-    L = keep_tokens(to_16_bits(x, dtype), "before", 0)
-    lower.store(L)
-    tile.store(L + lower.permute((1, 0)).load(ACC))
+    lower.store(keep_tokens(to_16_bits(y, dtype), "before", 0))
+    tile.store(keep_tokens(to_16_bits(x, dtype), "before", 0) + lower.permute((1, 0)).load(ACC))
+
+
+@gluon.jit
+def sum_from_token(x):
+    """Return for each token the sum of x [64, 64] over the tokens from it on, in the layout BY_KEY."""
+    x = gl.inline_asm_elementwise(REVERSE_CUMSUM, REVERSE_CUMSUM_OPERANDS, [x], gl.float32, is_pure=True, pack=32)
+    i = gl.arange(0, 64, gl.SliceLayout(1, BY_KEY))[:, None]
+    second_half = gl.sum(gl.where(i == 32, x, 0.0), 0)
+    return gl.where(i < 32, x + second_half[None, :], x)
 
 
 @gluon.jit
@@ -109,6 +127,42 @@ def multiply_pairs(pairs, rows, LEVEL: gl.constexpr):
     z = warpgroup_mma(a_pairs, rows, z, use_acc=False, is_async=True)
     z, _, _ = warpgroup_mma_wait(0, deps=[z, a_pairs, rows])
     return z
+
+
+@gluon.jit
+def add_halves(x, y, upper, factors, z, ASM: gl.constexpr):
+    """Return x + factors z in the rows of upper halves, and y + factors z or y - factors z in those of lower halves."""
+    operands = [gl.where(upper, 1, 0), factors, z, x, y]
+    return gl.inline_asm_elementwise(
+        ASM, "=&r,=&r,r,r,r,r,r", operands, (gl.float32, gl.float32), is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def add_level(
+    dq_tile, dy_tile, dk_tile, dP_s, dA_s, g_hi, g_lo, q_s, e_s, k_s, read_s, erase_s,
+    LEVEL: gl.constexpr, DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr,
+    READ_EARLY: gl.constexpr,
+):  # fmt: skip
+    """Add the pairs of a level to dq, -dy and dk. read_s, erase_s: buffers for the scaled rows."""
+    READ: gl.constexpr = "early" if READ_EARLY else "late"
+    ERASED: gl.constexpr = "early" if ERASE_EARLY else "late"
+    dtype: gl.constexpr = read_s.dtype
+    upper = (((gl.arange(0, 64, ACC_ROWS) >> LEVEL) & 1) != 0)[:, None]
+    factors = decays(g_hi, g_lo, READ, LEVEL)
+    rows = to_float32(gl.where(upper, q_s.load(ACC), k_s.load(ACC)))
+    read_s.store(to_16_bits(rows * factors, dtype))
+    if DELTA:
+        erase_factors = factors if READ_EARLY == ERASE_EARLY else decays(g_hi, g_lo, ERASED, LEVEL)
+        rows = gl.where(upper, e_s.load(ACC), k_s.load(ACC)) if ERASE_KEY else k_s.load(ACC)
+        erase_s.store(to_16_bits(to_float32(rows) * erase_factors, dtype))
+    fence_async_shared()
+    barrier()
+    dq_tile, dk_tile = add_halves(dq_tile, dk_tile, upper, factors, multiply_pairs(dP_s, read_s, LEVEL), ADD_HALVES)
+    if DELTA:
+        z = multiply_pairs(dA_s, erase_s, LEVEL)
+        dy_tile, dk_tile = add_halves(dy_tile, dk_tile, upper, erase_factors, z, SUBTRACT_LOWER_HALF)
+    return dq_tile, dy_tile, dk_tile
 
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
@@ -128,8 +182,6 @@ def hopper_channel_gradients_kernel(
     NUM_STAGES: gl.constexpr = min(NV, 2)
     GROUP: gl.constexpr = HV // H
     MASK_K: gl.constexpr = K % 64 != 0
-    READ: gl.constexpr = "early" if READ_EARLY else "late"
-    ERASED: gl.constexpr = "early" if ERASE_EARLY else "late"
     dtype: gl.constexpr = states.dtype.element_ty
     pid = gl.program_id(0)
     tile = pid % NK
@@ -181,12 +233,13 @@ def hopper_channel_gradients_kernel(
 
         i = gl.arange(0, C, gl.SliceLayout(1, BY_KEY))
         ks = gl.arange(0, BK, gl.SliceLayout(0, BY_KEY))
-        channel = (token * HV + hv) * K + column
-        at_channel = i[:, None] * (HV * K) + ks[None, :]
+        # split so that the addresses of one thread differ by constants
+        first_channel = (token * HV + hv) * K + column + ((i // 32 * (32 * HV * K))[:, None] + ks[None, :])
+        at_token = (i % 32 * (HV * K))[:, None]
         in_channel = (i < tokens_left)[:, None]
         if MASK_K:
             in_channel = in_channel & (ks < K - column)[None, :]
-        g = gl.load(log_decay + channel + at_channel, mask=in_channel, other=0.0)
+        g = gl.load(log_decay + first_channel + at_token, mask=in_channel, other=0.0)
 
         t = gl.arange(0, C, ACC_ROWS)
         j = gl.arange(0, C, ACC_COLUMNS)
@@ -254,10 +307,10 @@ def hopper_channel_gradients_kernel(
         if not READ_EARLY:
             read_diagonal = gl.sum(gl.where(t[:, None] == j[None, :], dP, 0.0), 1)
         dP_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-        store_symmetric(dP, dP_s, dtype)
+        store_symmetric(dP, dP, dP_s, dtype)
+        dA_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE) if DELTA else dP_s
         if DELTA:
-            dA_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-            store_symmetric(dA, dA_s, dtype)
+            store_symmetric(dA, dA * erase[:, None] if ERASE else dA, dA_s, dtype)
         fence_async_shared()
         barrier()
         from_start = decays(g_hi, g_lo, "before" if READ_EARLY else "upto", 0)
@@ -274,29 +327,16 @@ def hopper_channel_gradients_kernel(
         state_product += gl.convert_layout(key_product, gl.SliceLayout(0, BY_KEY))
 
         read_s = allocate_tiles(dtype, 2)  # rows of q in upper halves and of k in lower halves, scaled
-        erase_s = allocate_tiles(dtype, 2) if DELTA else read_s  # the same with y
+        erase_s = allocate_tiles(dtype, 2) if DELTA else read_s  # the same with e
+        # Each level is a loop of one iteration: in one basic block ptxas would delay the last sums of all levels to the
+        # end, which spills.
+        once = gl.where(windows > 0, 1, 0)
         for level in gl.static_range(6):
-            upper = (((t >> level) & 1) != 0)[:, None]
-            factors = decays(g_hi, g_lo, READ, level)
-            k_level = to_float32(k_s.load(ACC))
-            rows = gl.where(upper, to_float32(q_s.load(ACC)), k_level)
-            read_s[level % 2].store(to_16_bits(rows * factors, dtype))
-            if DELTA:
-                erase_factors = factors if READ_EARLY == ERASE_EARLY else decays(g_hi, g_lo, ERASED, level)
-                y_level = to_float32(e_s.load(ACC)) if ERASE_KEY else k_level
-                if ERASE:
-                    y_level *= erase[:, None]
-                rows = gl.where(upper, y_level, k_level)
-                erase_s[level % 2].store(to_16_bits(rows * erase_factors, dtype))
-            fence_async_shared()
-            barrier()
-            z = multiply_pairs(dP_s, read_s[level % 2], level)
-            dq_tile += gl.where(upper, factors, 0.0) * z
-            dk_tile += gl.where(upper, 0.0, factors) * z
-            if DELTA:
-                z = multiply_pairs(dA_s, erase_s[level % 2], level)
-                dy_tile += gl.where(upper, erase_factors, 0.0) * z
-                dk_tile -= gl.where(upper, 0.0, erase_factors) * z
+            for _ in range(0, once):
+                dq_tile, dy_tile, dk_tile = add_level(
+                    dq_tile, dy_tile, dk_tile, dP_s, dA_s, g_hi, g_lo, q_s, e_s, k_s,
+                    read_s[level % 2], erase_s[level % 2], level, DELTA, ERASE_KEY, ERASE_EARLY, READ_EARLY,
+                )  # fmt: skip
 
         q_tile = to_float32(q_s.load(ACC))
         k_tile = to_float32(k_s.load(ACC))
@@ -311,7 +351,7 @@ def hopper_channel_gradients_kernel(
                 e_de *= erase[:, None]
             if not ERASE_EARLY:
                 late_terms -= e_de
-        dg = gl.associative_scan(gl.convert_layout(late_terms, BY_KEY), 0, add, reverse=True) + state_product[None, :]
+        dg = sum_from_token(gl.convert_layout(late_terms, BY_KEY)) + state_product[None, :]
         if READ_EARLY or (DELTA and ERASE_EARLY):
             early_terms = gl.zeros([C, BK], gl.float32, ACC)
             if READ_EARLY:
@@ -319,10 +359,10 @@ def hopper_channel_gradients_kernel(
             if DELTA and ERASE_EARLY:
                 early_terms -= e_de
             early_terms = gl.convert_layout(early_terms, BY_KEY)
-            dg += gl.associative_scan(early_terms, 0, add, reverse=True) - early_terms
+            dg += sum_from_token(early_terms) - early_terms
         if not HAS_STATE:  # the first decay of a sequence scales nothing
             dg = gl.where((c * C + i > 0)[:, None], dg, 0.0)
-        gl.store(dlog_decay + channel + at_channel, dg, mask=in_channel)
+        gl.store(dlog_decay + first_channel + at_token, dg, mask=in_channel)
         if not READ_EARLY:
             dq_tile += read_diagonal[:, None] * k_tile
             dk_tile += read_diagonal[:, None] * q_tile
