@@ -60,8 +60,8 @@ class Limits(NamedTuple):
     """The problems that one kernel takes.
 
     Args:
-        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, chunks of 64 tokens, and widths
-            that are multiples of 8 (rows are copied by 16 bytes).
+        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, chunks of 64 tokens, and
+            widths that are multiples of 8 (rows are copied by 16 bytes).
         keys, values: widths per head.
         decays: kinds of decay.
         grouped: takes grouped heads.
