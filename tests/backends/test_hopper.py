@@ -78,6 +78,29 @@ def test_the_kernels_of_the_heuristic_compile_and_fit(delta, early, groups, N, p
     assert [name for name, _ in compiler.compiled] == kernels
 
 
+@pytest.mark.parametrize(
+    ("delta", "erase_key", "early", "groups", "packed", "dtype", "K"),
+    [
+        (True, False, False, 1, False, bf16, 128),
+        (False, False, False, 1, True, bf16, 128),
+        (True, True, True, 1, False, bf16, 64),
+        slow(True, True, False, 2, True, fp16, 72),
+        slow(True, False, True, 1, False, fp16, 256),
+        slow(False, False, True, 2, False, bf16, 32),
+    ],
+)
+def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, early, groups, packed, dtype, K):
+    compiler = Compiler()
+    problem = Problem(dtype, 2, 200, 2, 2 * groups, K, 64, delta, erase_key, "channel", packed)
+    launch_update(problem, DEVICE, compiler, early)
+    kernel = dict(compiler.compiled)["hopper_channel_prepare_kernel"]
+    # three programs per SM
+    assert kernel.metadata.shared <= (74 * 1024 if K <= 128 else DEVICE.shared_memory)
+    sass = disassemble(kernel.asm["cubin"])
+    assert not wrong_descriptor_addresses(sass)
+    assert not missing_waits(sass)
+
+
 # SASS of ptxas 12.8.93: the second FMUL reads the result of exp2 without a wait; the first waits for its own operand
 MISSING_WAIT = """
         /*a1e0*/                   MUFU.EX2 R0, R8 ;                /* 0x0000000800007308 */

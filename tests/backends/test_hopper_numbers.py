@@ -11,6 +11,7 @@ from triton_cases import IN_16_BITS, INTERPRETED, SPECS, assert_conforms
 from deltazoo.backends.conformance import Case
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
@@ -24,6 +25,7 @@ def _emulated(monkeypatch):
 
     names = (
         "hopper.prepare",
+        "hopper.channel_prepare",
         "hopper.scan",
         "hopper.scan_producer",
         "hopper.reverse",
@@ -87,6 +89,25 @@ def test_every_kernel_matches_float64_for_every_spec(monkeypatch, route, name, r
     )
     no_wy_tiles = SPECS[name].transition == "additive"
     assert {*LAUNCHED} == {kernel for kernel in expected if not (no_wy_tiles and kernel == "hopper_prepare_kernel")}
+
+
+CHANNEL_SPECS = {
+    "kda": UpdateSpec(decay="channel", beta="head"),
+    "gla": UpdateSpec(decay="channel", transition="additive"),
+    "read before": UpdateSpec(decay="channel", transition="additive", read="before"),
+    "rwkv7": UpdateSpec(decay="channel", transition="dplr"),
+}
+
+
+@pytest.mark.parametrize(("name", "regime"), [*zip(CHANNEL_SPECS, REGIMES, strict=True)])
+def test_prepare_of_a_decay_per_channel(name, regime):
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    LAUNCHED.clear()
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, **PREPARE)),
+        Case(CHANNEL_SPECS[name], Shape("pack", 1, 135, 1, 2, 40, 16, lengths=PACK), torch.float16, **inputs),
+    )
+    assert {*LAUNCHED} == {"hopper_channel_prepare_kernel"}
 
 
 @pytest.mark.parametrize(
