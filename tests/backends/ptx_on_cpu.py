@@ -39,6 +39,22 @@ def matmul(a, b, c):
     return [bits(f32(c[n]) + product[:, n // 2, :, :, n % 2].reshape(128)) for n in range(4)]
 
 
+OPERATIONS = {
+    "mov": lambda x: x,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shr": operator.rshift,
+    "shl": operator.lshift,
+    "add": lambda x, y: bits(f32(x) + f32(y)),
+    "sub": lambda x, y: bits(f32(x) - f32(y)),
+    "mul": lambda x, y: bits(f32(x) * f32(y)),
+    "ex2": lambda x: bits(torch.exp2(f32(x))),
+    "cvt": pack,
+    "shfl": lambda x, distance, *_: x[THREADS ^ distance],
+}
+
+
 def execute(text, operands):
     """Execute PTX. operands: values of $0, $1, ..., in which the results are stored."""
     registers = {f"${n}": x for n, x in enumerate(operands)}
@@ -69,21 +85,7 @@ def execute(text, operands):
             x, y = value(names[0]), value(names[1])
             result = torch.where(predicates[names[2]], x, y)
         else:
-            x = [value(n) for n in names]
-            result = {
-                "mov": lambda: x[0],
-                "and": lambda: x[0] & x[1],
-                "or": lambda: x[0] | x[1],
-                "xor": lambda: x[0] ^ x[1],
-                "shr": lambda: x[0] >> x[1],
-                "shl": lambda: x[0] << x[1],
-                "add": lambda: bits(f32(x[0]) + f32(x[1])),
-                "sub": lambda: bits(f32(x[0]) - f32(x[1])),
-                "mul": lambda: bits(f32(x[0]) * f32(x[1])),
-                "ex2": lambda: bits(torch.exp2(f32(x[0]))),
-                "cvt": lambda: pack(x[0], x[1]),
-                "shfl": lambda: x[0][THREADS.long() ^ int(names[1])],
-            }[op[0]]()
+            result = OPERATIONS[op[0]](*(value(n) for n in names))
         if guard:
             result = torch.where(predicates[guard[2]] ^ bool(guard[1]), result, value(target))
         registers[target] = result

@@ -5,7 +5,7 @@ Gluon is emulated (gluon_on_cpu.py) and the inline PTX interpreted (ptx_on_cpu.p
 
 import pytest
 import torch
-from gluon_on_cpu import PACKAGE, Timing, kernels, launcher
+from gluon_on_cpu import Timing, kernels, launcher
 
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 

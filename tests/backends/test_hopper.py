@@ -83,6 +83,29 @@ def assert_compiled_and_fits(name, kernel):
 
 
 @pytest.mark.parametrize(
+    ("delta", "erase_key", "early", "groups", "packed", "dtype", "K"),
+    [
+        (True, False, False, 1, False, bf16, 128),
+        (False, False, False, 1, True, bf16, 128),
+        (True, True, True, 1, False, bf16, 64),
+        slow(True, True, False, 2, True, fp16, 72),
+        slow(True, False, True, 1, False, fp16, 256),
+        slow(False, False, True, 2, False, bf16, 32),
+    ],
+)
+def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, early, groups, packed, dtype, K):
+    compiler = Compiler()
+    problem = Problem(dtype, 2, 200, 2, 2 * groups, K, 64, delta, erase_key, "channel", packed)
+    launch_update(problem, DEVICE, compiler, early)
+    kernel = dict(compiler.compiled)["hopper_channel_prepare_kernel"]
+    # three programs per SM
+    assert kernel.metadata.shared <= (74 * 1024 if K <= 128 else DEVICE.shared_memory)
+    sass = disassemble(kernel.asm["cubin"])
+    assert not wrong_descriptor_addresses(sass)
+    assert not missing_waits(sass)
+
+
+@pytest.mark.parametrize(
     ("delta", "early", "groups", "packed", "dtype", "K", "V", "erase_key"),
     [
         (True, False, 1, False, bf16, 128, 128, False),

@@ -12,6 +12,7 @@ from deltazoo import UpdateSpec
 from deltazoo.backends.conformance import Case
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
@@ -25,6 +26,7 @@ def _emulated(monkeypatch):
 
     names = (
         "hopper.prepare",
+        "hopper.channel_prepare",
         "hopper.scan",
         "hopper.scan_producer",
         "hopper.reverse",
@@ -96,6 +98,7 @@ BY_CHANNEL = {
     "gla": UpdateSpec(decay="channel", transition="additive"),
     "beta per channel": UpdateSpec(decay="channel", beta="channel"),  # a write strength per channel scales v
     "write strength": UpdateSpec(decay="channel", transition="additive", beta="head", read="before"),
+    "read before": UpdateSpec(decay="channel", transition="additive", read="before"),
     "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
     "dplr": UpdateSpec(decay="channel", transition="dplr"),  # has its own erase key
 }
@@ -165,6 +168,17 @@ def test_gradients_with_a_decay_per_channel(monkeypatch, name, shape, regime, la
         Case(CHANNEL_SPECS[name], shape, torch.float16, **inputs),
     )
     assert {*LAUNCHED} == {"hopper_channel_gradients_kernel"}
+
+
+@pytest.mark.parametrize(("name", "regime"), [*zip(("kda", "gla", "read before", "dplr"), REGIMES, strict=True)])
+def test_prepare_of_a_decay_per_channel(name, regime):
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    LAUNCHED.clear()
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, **PREPARE)),
+        Case(BY_CHANNEL[name], Shape("pack", 1, 135, 1, 2, 40, 16, lengths=PACK), torch.float16, **inputs),
+    )
+    assert {*LAUNCHED} == {"hopper_channel_prepare_kernel"}
 
 
 @pytest.mark.parametrize(

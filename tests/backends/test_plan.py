@@ -153,6 +153,22 @@ def test_plan_of_a_decay_per_channel_has_no_sweep(change, version):
     assert plan.backward == "reverse+gradients"
 
 
+@pytest.mark.parametrize(
+    ("change", "device", "prepare"),
+    [
+        ({}, H200, "hopper channel"),
+        ({"delta": False, "K": 64}, H200, "hopper channel"),
+        ({"erase_key": True, "packed": True, "HV": 32}, H200, "hopper channel"),
+        ({"dtype": torch.float32}, H200, "channel"),
+        ({"K": 20}, H200, "channel"),
+        ({}, A100, "channel"),
+    ],
+)
+def test_prepare_of_a_decay_per_channel(change, device, prepare):
+    case = problem(**({"decay": "channel"} | change))
+    assert make_plan(case, device, heuristic(case, device), grad=True).prepare == prepare
+
+
 def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
     config = heuristic(problem(), H200)
     with pytest.raises(ConfigError, match=r"prepare\.kernel = 'hopper' needs a Hopper GPU, .*; got NVIDIA A100"):

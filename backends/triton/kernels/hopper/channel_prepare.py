@@ -65,7 +65,7 @@ def store_tile(tiles, tile, x):
 
 @gluon.jit
 def row_scales(tiles, NT: gl.constexpr, SCALED: gl.constexpr):
-    """Return two factors per row [4, 16], powers of two: the first scales a row to fit float16, the second undoes it."""
+    """Return two powers of two per row [4, 16]: the first scales a row to fit float16, the second undoes it."""
     down = gl.full([4, 16], 1.0, gl.float32, TOKENS)
     up = down
     if SCALED:
@@ -108,6 +108,13 @@ def products_across_warps(x32, x16, y32, y16, NT: gl.constexpr):
         first_16 = warpgroup_mma(x, y.slice(0, 16).permute((1, 0)), first_16, is_async=True)
         last_16 = warpgroup_mma(x, y.slice(32, 16).permute((1, 0)), last_16, is_async=True)
     return level_32, first_16, last_16
+
+
+@gluon.jit
+def order_tokens(x):
+    """Reorder rows and columns of a block [64, 16] from the order of the registers to that of the tokens."""
+    x = gl.permute(gl.reshape(x, [4, 2, 8, 2, 8]), [0, 2, 1, 4, 3])
+    return gl.reshape(x, [64, 16])
 
 
 @gluon.jit
@@ -156,7 +163,8 @@ def hopper_channel_prepare_kernel(
         q_s = gl.allocate_shared_memory(dtype, [NT, 64, 32], SMEM_N32)
         e_s = gl.allocate_shared_memory(dtype, [NT, 64, 32], SMEM_N32) if OWN else k_s
         warp = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))
-        row = warp[:, None] * 16 + gl.arange(0, 16, TOKENS_IN_WARP)[None, :]
+        m = gl.arange(0, 16, TOKENS_IN_WARP)
+        row = warp[:, None] * 16 + (m % 8 * 2 + m // 8)[None, :]
         channel = gl.arange(0, 32, CHANNELS)[None, None, :]
         in_time = row < length - t0
         rows = row[:, :, None]
@@ -288,15 +296,18 @@ def hopper_channel_prepare_kernel(
             P_32, P_first, P_last = warpgroup_mma_wait(0, deps=[P_32, P_first, P_last])
         p0, p1, p2, p3 = column_blocks(P_block, P_32, P_first, P_last, q_up_s, k_up_s)
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-        P_s.slice(0, 16).permute((1, 0)).store(to_16_bits(p0, dtype))
-        P_s.slice(16, 16).permute((1, 0)).store(to_16_bits(p1, dtype))
-        P_s.slice(32, 16).permute((1, 0)).store(to_16_bits(p2, dtype))
-        P_s.slice(48, 16).permute((1, 0)).store(to_16_bits(p3, dtype))
-        wy_at = wy_tiles + chunk * (C * (C + 8))
+        P_s.slice(0, 16).permute((1, 0)).store(order_tokens(to_16_bits(p0, dtype)))
+        P_s.slice(16, 16).permute((1, 0)).store(order_tokens(to_16_bits(p1, dtype)))
+        P_s.slice(32, 16).permute((1, 0)).store(order_tokens(to_16_bits(p2, dtype)))
+        P_s.slice(48, 16).permute((1, 0)).store(order_tokens(to_16_bits(p3, dtype)))
         if DELTA:
             l0, l1, l2, l3 = column_blocks(A_block, A_32, A_first, A_last, e_up_s, k_up_s)
+            l0 = gl.convert_layout(order_tokens(l0), ACC_N16)
+            l1 = gl.convert_layout(order_tokens(l1), ACC_N16)
+            l2 = gl.convert_layout(order_tokens(l2), ACC_N16)
+            l3 = gl.convert_layout(order_tokens(l3), ACC_N16)
             buffers = allocate_inverse_buffers(wy_tiles.dtype.element_ty)
-            invert_and_store(l0, l1, l2, l3, P_s, wy_at, buffers)
+            invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, chunk, buffers)
         else:
             barrier()
-            store_p_alone(P_s, wy_at)
+            store_p_alone(P_s, wy_tiles + chunk * (C * (C + 8)))

@@ -207,8 +207,7 @@ def hopper_prepare_kernel(
             P_s.permute((1, 0)).store(round_causal(P_hv, dtype, READ_EARLY))
 
             l0, l1, l2, l3 = split_column_blocks(L)
-            wy_at = wy_tiles + gate_row * (C * (C + 8))
-            invert_and_store(l0, l1, l2, l3, P_s, wy_at, buffers)
+            invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, gate_row, buffers)
             if GROUP > 1:
                 hv += 1
                 gate_row += 1

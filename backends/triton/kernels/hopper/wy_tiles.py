@@ -65,21 +65,22 @@ def allocate_inverse_buffers(T_dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_blocks(wy_at):
-    """Return the pointers to the 8 x 8 blocks of the tile [64, 72] at `wy_at`, and which of them belong to P^T."""
+def block_indices():
+    """Return row, block and column within the block of a tile [64, 8, 8] in the layout of global stores."""
     r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS)))[:, None, None]
     m = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS)))[None, :, None]
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE_BLOCKS)))[None, None, :]
-    return wy_at + (r * 72 + m * 8 + column), m >= r // 8
+    return r, m, column
 
 
 @gluon.jit
 def store_p_alone(P_s, wy_at):
     """Store P^T [64, 64], and T = 0."""
     dtype: gl.constexpr = P_s.dtype
-    at, in_P = store_blocks(wy_at.to(gl.pointer_type(dtype), bitcast=True))
+    r, m, column = block_indices()
     P = P_s.reshape([64, 8, 8]).load(STORE_BLOCKS)
-    gl.store(at, gl.where(in_P, P, gl.zeros([64, 8, 8], dtype, STORE_BLOCKS)))
+    at = wy_at.to(gl.pointer_type(dtype), bitcast=True) + (r * 72 + m * 8 + column)
+    gl.store(at, gl.where(m >= r // 8, P, gl.zeros([64, 8, 8], dtype, STORE_BLOCKS)))
     r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS_N16)))[:, None, None]
     m = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS_N16)))[None, :, None]
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE_BLOCKS_N16)))[None, None, :]
@@ -88,13 +89,13 @@ def store_p_alone(P_s, wy_at):
 
 
 @gluon.jit
-def invert_and_store(l0, l1, l2, l3, P_s, wy_at, buffers):
-    """Store P^T [64, 64], which is in shared memory, and T = (I - L)^-1 to the tile [64, 72] at `wy_at`.
+def invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, chunk, buffers):
+    """Store P^T [64, 64], which is in shared memory, and T = (I - L)^-1 to the tile [64, 72] of a chunk.
 
     l0 to l3: column blocks [64, 16] of L; only its blocks on and left of the diagonal are read.
     """
     dtype: gl.constexpr = P_s.dtype
-    T_dtype: gl.constexpr = wy_at.dtype.element_ty
+    T_dtype: gl.constexpr = wy_tiles.dtype.element_ty
     X_s, U_s, N0_s, N1_s, T0_s, T1_s = buffers
     l0 = to_16_bits(l0, gl.float16)
     l1 = to_16_bits(l1, gl.float16)
@@ -116,8 +117,12 @@ def invert_and_store(l0, l1, l2, l3, P_s, wy_at, buffers):
     u = warpgroup_mma(n2, X_s.slice(32, 16), u, is_async=True)
     z0 = warpgroup_mma(n2, N0_s.slice(32, 16), z0, is_async=True)
     z1 = warpgroup_mma(n2, N1_s.slice(32, 16), z1, is_async=True)
+    wy_at = wy_tiles + chunk * (64 * 72)
+    P_base = wy_at.to(gl.pointer_type(dtype), bitcast=True)
+    r, m, column = block_indices()
     P_values = P_s.reshape([64, 8, 8]).load(STORE_BLOCKS)
-    P_at, in_P = store_blocks(wy_at.to(gl.pointer_type(dtype), bitcast=True))
+    P_at = P_base + (r * 72 + m * 8 + column)
+    in_P = m >= r // 8
     r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS_N16)))[:, None, None]
     m = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS_N16)))[None, :, None]
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE_BLOCKS_N16)))[None, None, :]
