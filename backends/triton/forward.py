@@ -27,7 +27,7 @@ from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, 
 from deltazoo.backends.triton.plan import Plan, Version
 
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
-# 232, 232 and 40, or 240, 240 and 24.
+# 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
 WARP_SPECIALIZED_REGISTERS = 168
 WindowLaunch = Callable[..., None]  # launches a kernel for one window, by its number; 0 by default
 

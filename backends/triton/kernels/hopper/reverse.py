@@ -15,8 +15,9 @@ With a decay per channel the scaled operands Q, W and E of ../channel/prepare.py
 dS' and du of every chunk go to scratch memory for gradients.py.
 
 Grid, warp groups, ring buffer and barrier protocol are those of scan.py, with the chunks in reverse order and do in the
-buffers of v. With a decay per channel k_full protects W, and v_full the rest. Each consumer keeps the float32
-accumulators of dS^T [64 values, K].
+buffers of v. With a decay per channel k_full and k_empty protect W, do and P, which the consumers release when dx is
+complete, and v_full and empty T, Q, E, 2^Gend and w. Each consumer keeps the float32 accumulators of dS^T [64 values,
+K].
 
 Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (128 with a decay per channel), K and V
 multiples of 8, erase keys equal to k unless the decay is per channel. Without a decay per channel, shapes that sweep.py
@@ -114,7 +115,8 @@ def reverse_chunk(
     dx = multiply_keys(
         dS, gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K, smem, stage, columns, traits
     )
-    mbarrier.wait(smem.v_full.index(stage), phase)
+    if not BY_CHANNEL:
+        mbarrier.wait(smem.v_full.index(stage), phase)
     do_T = smem.v[HALF].index(stage).permute((1, 0)).load(ACC)
     if not BY_CHANNEL:
         doq = to_float32(do_T) * scale
@@ -129,6 +131,7 @@ def reverse_chunk(
     dx = warpgroup_mma(a_do, P, dx, is_async=True)
     # dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du, transposed
     if BY_CHANNEL:
+        mbarrier.wait(smem.v_full.index(stage), phase)
         dS0 = scale_channels(dS, smem.G, stage, NK)
     elif BY_TOKEN:
         chunk_decay = gl.exp2(G_end)[None, :]
@@ -140,6 +143,8 @@ def reverse_chunk(
     a_doq = a_do if BY_CHANNEL else gl.convert_layout(to_16_bits(doq, dtype), A_OPERAND, assert_trivial=True)
     dS1 = issue_outer_products(a_doq, smem.q, stage, dS0, traits)
     dx, a_do = warpgroup_mma_wait(NK, deps=[dx, a_do])
+    if BY_CHANNEL:
+        consumer_release(smem.k_empty.index(stage))
     # du = T^T dx
     if DELTA:
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
@@ -217,7 +222,8 @@ def hopper_reverse_kernel(
 ):  # fmt: skip
     """Parameters and results as in ../reverse.py. e is read if the decay is per channel.
 
-    Launch with 4 warps and 168 registers per thread, reallocated as in scan.py.
+    Launch with 4 warps and 168 registers per thread, reallocated as in scan.py; with a decay per channel 216 per thread
+    in a consumer and 72 in the producer.
     """
     gl.static_assert(C == 64 and K <= K0 + K1)
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
@@ -252,5 +258,5 @@ def hopper_reverse_kernel(
                 (producer, (q, k, e, do, gates, wy_tiles, smem, slot, work, traits, True)),
             ],
             [4, 4],
-            [240, 24] if NK > 3 else [232, 40],
+            [240, 24] if NK > 3 else [216, 72] if DECAY == "channel" else [232, 40],
         )

@@ -23,9 +23,18 @@ Barriers (scan_traits.SharedStorage), each an array over the stages of the ring 
 
     barrier  arrivals             arrives              waits      protects
     k_full   1                    producer             consumers  k, q, G, G_prev, c, w
-    v_full   1                    producer             consumers  v, T, P; with a decay per channel k_full
-                                                                  protects E and Q, and v_full the rest
+    v_full   1                    producer             consumers  v, T, P
     empty    2 x 128 (threads)    consumers, at the    producer   all buffers of the stage
+                                  end of the chunk
+
+With a decay per channel and an erase term only two stages fit. The consumers therefore release E and Q as soon as E S
+and Q S are complete (k_empty), and the producer replaces them while the consumers compute the rest of the chunk:
+
+    k_full   1                    producer             consumers  E, Q
+    v_full   1                    producer             consumers  W, v, T, P, 2^Gend, w
+    k_empty  2 x 128 (threads)    consumers, after     producer   E, Q
+                                  Q S and E S
+    empty    2 x 128 (threads)    consumers, at the    producer   the other buffers of the stage
                                   end of the chunk
 
 The consumers start with phase 0 and the producer with phase 1, so its first wait on each empty barrier returns at once;
@@ -237,6 +246,8 @@ def scan_chunk(
             out *= (gl.exp2(G_read) * scale)[None, :]
         elif not BY_CHANNEL:
             out *= scale
+    if BY_CHANNEL:
+        consumer_release(smem.k_empty.index(stage))
     if DELTA:
         x, a_u = warpgroup_mma_wait(0, deps=[x, a_u])
         if SCALED:
@@ -328,7 +339,8 @@ def hopper_scan_kernel(
     """Parameters and results as in ../scan.py, modes "output" and "recompute". e is read if the decay is per channel.
 
     Launch with 4 warps and 168 registers per thread. warp_specialize adds two warp groups of 4 warps and reallocates
-    the registers: 232 per thread in a consumer and 40 in the producer, or 240 and 24 with four tiles of keys.
+    the registers: 232 per thread in a consumer and 40 in the producer, 240 and 24 with four tiles of keys, or 224 and
+    56 with a decay per channel.
     """
     OUTPUT: gl.constexpr = MODE == "output"
     gl.static_assert(OUTPUT or (MODE == "recompute" and CHECKPOINT_EVERY > 0))
@@ -383,5 +395,5 @@ def hopper_scan_kernel(
                 (producer, (q, k, e, v, gates, wy_tiles, smem, slot, work, traits, False)),
             ],
             [4, 4],
-            [240, 24] if NK > 3 else [232, 40],
+            [240, 24] if NK > 3 else [224, 56] if DECAY == "channel" else [232, 40],
         )

@@ -63,7 +63,8 @@ class SharedStorage(NamedTuple):
 
     k, q, e, v: NK, NK, NK and 2 tiles of 64 columns; T, P: the WY tiles T and P^T; G, G_prev, c, w: gates [64], with a
     decay per channel G: 2^Gend [64 NK]. k_full, v_full: the first and the second group of the producer's copies to a
-    stage have completed; empty: both consumers have released it.
+    stage have completed; empty: both consumers have released it. k_empty: with a decay per channel, both consumers have
+    released what the first group holds.
     """
 
     k: Any
@@ -78,6 +79,7 @@ class SharedStorage(NamedTuple):
     w: Any
     k_full: Any
     v_full: Any
+    k_empty: Any
     empty: Any
 
 
@@ -168,5 +170,6 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     k_full = allocate_barriers(NUM_STAGES, 1)
     v_full = allocate_barriers(NUM_STAGES, 1)
     empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS)
-    smem = SharedStorage(k_s, q_s, e_s, v_s, T_s, P_s, G_s, G_prev_s, c_s, w_s, k_full, v_full, empty)
+    k_empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS) if BY_CHANNEL else empty
+    smem = SharedStorage(k_s, q_s, e_s, v_s, T_s, P_s, G_s, G_prev_s, c_s, w_s, k_full, v_full, k_empty, empty)
     return smem, (P_a, P_b), staging, (state_a, state_b)
