@@ -179,6 +179,8 @@ def copy_wy_tile_async(tile, base, IS_T: gl.constexpr, zero=0):
         belongs = block <= 0
     else:
         belongs = block >= 0
+    # blocks of 8 columns, 16 bytes, are contiguous and masked as one; Triton 3.8 does not see it through the select
+    at = gl.multiple_of(gl.max_contiguous(at, [1, 1, 8]), [1, 1, 16])
     async_load(tile.reshape([4, 16, 64]), at, mask=belongs)
 
 
