@@ -278,7 +278,7 @@ def _gains(target: Target, runner: Runner, table: Table, records: Sequence[Recor
 
 def _job(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> _Job:
     problem, device = problem_of(target, kernel), runner.device
-    measured = table.usable(device.triton)
+    measured = {k: record for k, record in table.usable(device.triton).items() if record.triton == device.triton}
     known = records_of(device.name, device.triton) | measured
     split = 0 if kernel == "split" else configured(problem, device, known).split
     key = key_of(kernel, problem, split)

@@ -172,7 +172,7 @@ class Shared:
     def reshape(self, shape):
         return Shared(self.x.view(shape))
 
-    def _reinterpret(self, dtype, shape, layout=None):
+    def reinterpret(self, dtype, shape, layout=None):
         return Shared(self.x.view(-1).view(dtype.torch).view(shape))
 
     def load(self, layout=None):
@@ -432,7 +432,7 @@ def _language() -> types.ModuleType:
     gl.__dict__.update(
         constexpr=lambda x: x, pointer_type=Pointer, static_range=range, load=load, store=store, where=where,
         inline_asm_elementwise=inline_asm, warp_specialize=warp_specialize, allocate_shared_memory=_allocate,
-        barrier=lambda: None, thread_barrier=lambda: None,
+        barrier=lambda: None, shared_memory_descriptor=Shared,
         program_id=lambda axis: Array(THREAD.program.pid), num_programs=lambda axis: Array(THREAD.program.programs),
         arange=lambda first, last, layout=None: Array(torch.arange(first, last, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: Array(torch.zeros(shape, dtype=dtype.torch)),
@@ -480,7 +480,7 @@ def _modules():
         return result
 
     async_copy = module(
-        "async_copy", async_copy_global_to_shared=copy, commit_group=commit_group, wait_group=wait_group,
+        "async_copy", async_load=copy, commit_group=commit_group, wait_group=wait_group,
         mbarrier_arrive=lambda barrier, increment_count=True: arrive(barrier, THREAD.threads),
     )  # fmt: skip
     mbarrier = module("mbarrier", MBarrierLayout=_Layout, init=init_barrier, wait=wait, arrive=arrive)

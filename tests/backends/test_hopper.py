@@ -1,7 +1,9 @@
 """The Gluon kernels compile offline for sm_90 as launched, fit in shared memory, and show no known bug of ptxas."""
 
+import re
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from assembly import disassemble, missing_waits, wrong_descriptor_addresses
 from compiling import Compiler, launch_update
 
 from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.triton import backend
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Problem
 
@@ -141,6 +144,14 @@ WRONG_ADDRESS = """
         /*0010*/                   UIADD3 UR4, UP0, UR25, 0x20, URZ ;
         /*0020*/                   UIADD3.X UR5, UR25, 0xc0000010, URZ, UP0, !UPT ;
 """
+
+
+def test_functions_that_triton_renamed_are_called_by_one_name():
+    """gluon_versions.py chooses the name that the installed version has."""
+    folder = Path(backend.__file__).with_name("kernels")
+    renamed = re.compile(r"thread_barrier|gl\.barrier|async_copy_global_to_shared|\.async_load|[._]reinterpret\b")
+    calls = {path.name for path in folder.rglob("*.py") if renamed.search(path.read_text())}
+    assert calls == {"gluon_versions.py"}
 
 
 def test_the_known_bugs_of_ptxas_are_detected():

@@ -12,7 +12,6 @@ from deltazoo import UpdateSpec
 from deltazoo.backends.conformance import Case
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of

@@ -22,11 +22,12 @@ import torch
 import triton
 from assembly import disassemble, missing_waits, wrong_descriptor_addresses
 from compiling import Compiler, launch_update
+from triton.backends.nvidia.compiler import get_ptxas
 
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton.plan import Problem
 
-PTXAS = Path(triton.__path__[0]) / "backends/nvidia/bin/ptxas"
+OPTIONS = ("--regAllocOptLevel=2",) if triton.__version__ >= "3.8" else ()  # of ptxas, as Triton sets them
 WIDTHS = (
     (16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (72, 104), (104, 40), (128, 32), (128, 64), (128, 128),
     (128, 256), (192, 384), (200, 400), (256, 256),
@@ -73,7 +74,7 @@ def report(kernel: object) -> dict[str, object]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(asm["ptx"])
         file.flush()
-        command = [PTXAS, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(90).path, "-v", *OPTIONS, "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         log = subprocess.run(command, capture_output=True, text=True).stderr
     sass = disassemble(asm["cubin"])
     info = {

@@ -34,6 +34,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.decay_levels import TILE, level_products, split_blocks
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load, reinterpret
 from deltazoo.backends.triton.kernels.hopper.ptx import exp2_ftz
 from deltazoo.backends.triton.kernels.hopper.wy_tiles import allocate_inverse_buffers, invert_and_store, store_p_alone
 from deltazoo.backends.triton.kernels.layout import LOG2E, MIN_LOG2_DECAY, first_chunk_slot, sequence_bounds
@@ -173,10 +174,10 @@ def hopper_channel_prepare_kernel(
         for tile in gl.static_range(NT):
             mask = in_time[:, :, None] & (tile * 32 + channel < K)
             at = rows * (H * K) + (tile * 32 + channel)
-            async_copy.async_copy_global_to_shared(k_s.index(tile).reshape([4, 16, 32]), k + key + at, mask=mask)
-            async_copy.async_copy_global_to_shared(q_s.index(tile).reshape([4, 16, 32]), q + key + at, mask=mask)
+            async_load(k_s.index(tile).reshape([4, 16, 32]), k + key + at, mask=mask)
+            async_load(q_s.index(tile).reshape([4, 16, 32]), q + key + at, mask=mask)
             if OWN:
-                async_copy.async_copy_global_to_shared(e_s.index(tile).reshape([4, 16, 32]), e + key + at, mask=mask)
+                async_load(e_s.index(tile).reshape([4, 16, 32]), e + key + at, mask=mask)
         async_copy.commit_group()
         gate_at = log_decay + value_head + (rows * (HV * K) + channel)
         in_tile = in_time[:, :, None] & (channel < K)
@@ -198,9 +199,9 @@ def hopper_channel_prepare_kernel(
         e_up *= erase
 
         # the operands of level 32 replace those they are computed from
-        k32 = k_s._reinterpret(gl.float16, [NT, 64, 32], SMEM_N32)
-        q32 = q_s._reinterpret(gl.float16, [NT, 64, 32], SMEM_N32)
-        e32 = e_s._reinterpret(gl.float16, [NT, 64, 32], SMEM_N32)
+        k32 = reinterpret(k_s, gl.float16, [NT, 64, 32], SMEM_N32)
+        q32 = reinterpret(q_s, gl.float16, [NT, 64, 32], SMEM_N32)
+        e32 = reinterpret(e_s, gl.float16, [NT, 64, 32], SMEM_N32)
         k16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
         q16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
         # products of k and a level's factors are operands of rows, too, if e = k has the same factors

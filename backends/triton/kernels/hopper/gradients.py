@@ -44,6 +44,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load
 from deltazoo.backends.triton.kernels.hopper.value_tiles import copy_value_tile, store_write_sums
 from deltazoo.backends.triton.kernels.layout import (
     clamp_away_from_zero,
@@ -107,14 +108,14 @@ def hopper_gradients_kernel(
 
         gates_at = gates + gate_row * 3 * C
         if DECAY != "none":
-            async_copy.async_copy_global_to_shared(G_s, gates_at + gl.arange(0, C, FOUR_PER_THREAD))
+            async_load(G_s, gates_at + gl.arange(0, C, FOUR_PER_THREAD))
             G_end = gl.load(gates_at + C - 1)
             if EARLY:
                 i = gl.arange(0, C, ACC_ROWS)
                 G_prev = gl.load(gates_at + i - 1, mask=i > 0, other=0.0)
         if WRITE and not DELTA:
             w_s = gl.allocate_shared_memory(gl.float32, [C], SMEM_VECTOR)
-            async_copy.async_copy_global_to_shared(w_s, gates_at + 2 * C + gl.arange(0, C, FOUR_PER_THREAD))
+            async_load(w_s, gates_at + 2 * C + gl.arange(0, C, FOUR_PER_THREAD))
         MASK_K: gl.constexpr = K % 64 != 0
         do_at = copy_pointers(do + value, HV * V)
         if DELTA:

@@ -27,6 +27,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import reinterpret
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     ACC_TK,
     ACC_TK_HALVES,
@@ -108,7 +109,7 @@ def chunk_gradients(
         j = gl.arange(0, 64, ACC_TT_COLUMNS)[None, :]
         erase_rows = gl.convert_layout(erase_scale, ACC_TT_ROWS, assert_trivial=True)[:, None]
         dP_s = smem.P.index(stage)
-        dA_s = smem.T.index(stage)._reinterpret(dtype, [64, 64], SMEM_TILE)
+        dA_s = reinterpret(smem.T.index(stage), dtype, [64, 64], SMEM_TILE)
         if DECAY != "none":
             # may be inf or NaN at non-causal positions, masked below
             G_j = smem.G.index(stage).load(ACC_TT_COLUMNS)
