@@ -130,6 +130,11 @@ class _Pass(NamedTuple):
     sums: _GateSums
     d: Gradients
 
+    @property
+    def slopes(self) -> Tensor | None:
+        """The derivatives of the strengths of EFLA and Longhorn."""
+        return self.prepared.derivatives()[1]
+
 
 def backward(
     x: ScanOperands, kind: ScanKind, saved: Saved, d_o: Tensor, d_final: Tensor | None, plan: Plan,
@@ -138,6 +143,8 @@ def backward(
     """Compute the gradients of the operands."""
     s = Sizes.of(x, config.chunk)
     d = Gradients.empty(x, kind)
+    if kind.reparam != "none":
+        x = x._replace(b=saved.prepared.strengths, w=saved.prepared.strengths)
     d_state = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
     sums = _GateSums.empty(x, kind, s, plan, config)
     run = _Pass(x, kind, s, plan, config, saved.prepared, saved.checkpoints, d_o, d_state, sums, d)
@@ -282,7 +289,7 @@ def _gradients(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
         gradients_kernel,
         (
             x.q, x.k, x.e, x.v, x.b, run.d_o, run.prepared.gates, scratch.states, scratch.dstates, scratch.xs,
-            scratch.du, d.q, d.k, d.e, sums.dgates, sums.state_products, scratch.partial, x.cu_seqlens,
+            scratch.du, d.q, d.k, d.e, sums.dgates, sums.state_products, scratch.partial, run.slopes, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), x.decay, kind.delta, x.e is not None,
@@ -303,7 +310,7 @@ def _gradients_of_channels(run: _Pass, span: Span, scratch: _Scratch) -> WindowL
         channel_gradients_kernel,
         (
             x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, run.d_o, scratch.states, scratch.dstates, scratch.xs,
-            scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, x.cu_seqlens,
+            scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, run.slopes, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), kind.delta, x.e is not None,
@@ -346,7 +353,7 @@ def _gradients_on_hopper(run: _Pass, span: Span, scratch: _Scratch) -> WindowLau
         hopper_gradients_kernel,
         (
             x.q, x.k, x.v, x.b, run.d_o, run.prepared.gates, scratch.states, scratch.dstates, scratch.xs, scratch.du,
-            d.q, d.k, sums.dgates, sums.state_products, scratch.partial, x.cu_seqlens,
+            d.q, d.k, sums.dgates, sums.state_products, scratch.partial, run.slopes, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, x.decay, kind.delta, d.b is not None, x.w is not None,
@@ -366,7 +373,8 @@ def _sweep(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> 
         hopper_backward_sweep_kernel,
         (
             x.q, x.k, x.v, x.b, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.states,
-            scratch.xs, d.q, d.k, d.v, sums.dgates, sums.state_products, scratch.partial, starts, x.cu_seqlens,
+            scratch.xs, d.q, d.k, d.v, sums.dgates, sums.state_products, scratch.partial, starts, run.slopes,
+            x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, x.decay, kind.delta, d.b is not None, x.w is not None, kind.erase_early,
@@ -393,7 +401,7 @@ def _fused(run: _Pass) -> None:
         hopper_fused_backward_kernel,
         (
             x.q, x.k, x.v, x.b, run.d_o, run.prepared.gates, run.prepared.wy_tiles, x.state, run.checkpoints,
-            run.d_state, spare, d.q, d.k, d.v, sums.dgates, sums.state_products, x.cu_seqlens,
+            run.d_state, spare, d.q, d.k, d.v, sums.dgates, sums.state_products, run.slopes, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, x.decay, kind.delta, d.b is not None, x.w is not None, kind.erase_early,
@@ -434,7 +442,7 @@ def _sum_gate_gradients(run: _Pass, d_log_decay: Tensor | None, needed: tuple[bo
     x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
     gate_gradients = launcher(
         gate_gradients_kernel,
-        (sums.dgates, sums.state_products, x.v, x.b, d_log_decay, d.b, d.w, d.v, x.cu_seqlens),
+        (sums.dgates, sums.state_products, x.v, x.b, d_log_decay, d.b, d.w, d.v, run.slopes, x.cu_seqlens),
         (
             s.HV, s.V, s.C, sums.tiles, sums.key_tiles, *needed, kind.tied, kind.dv_holds_du(x),
             kind.min_b(x.q.dtype), sums.early, x.state is not None, s.packed,

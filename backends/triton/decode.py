@@ -26,7 +26,7 @@ def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind,
         (x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, states, slots, o),
         (
             H, HV, K, V, power_of_two(K), BV, n, decay, kind.delta, x.e is not None, x.b is not None,
-            x.w is not None, kind.erase_early, kind.read_early, slots is not None,
+            x.w is not None, kind.erase_early, kind.read_early, slots is not None, kind.reparam,
         ),
         limit_warps(launch.warps, power_of_two(K) * BV),
         launch.stages,

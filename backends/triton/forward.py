@@ -137,12 +137,14 @@ def _prepare_channels(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, 
     prepare = launcher(
         channel_prepare_kernel,
         (
-            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens,
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, out.scaled,
+            *out.derivatives(), x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.C, max(16, min(64, power_of_two(s.K))), kind.delta, x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
-            tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32", min(launch.tile, s.C),
+            tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32", min(launch.tile, s.C), kind.reparam,
+            kind.dv_holds_du(x),
         ),
         launch.warps,
         launch.stages,
@@ -174,13 +176,14 @@ def _prepare(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: L
     prepare = launcher(
         prepare_kernel,
         (
-            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, x.cu_seqlens,
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, *out.derivatives(),
+            x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.C, *key_tiles(s.K), x.decay, x.e is not None, x.b is not None, x.w is not None,
             kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
             tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32", min(launch.tile, s.C), kind.terms(x.q.dtype),
-            segments,
+            segments, kind.reparam, kind.dv_holds_du(x),
         ),
         launch.warps,
         launch.stages,
@@ -196,12 +199,16 @@ def _prepare_on_hopper(
 
     prepare = launcher(
         hopper_prepare_kernel,
-        (x.q, x.k, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, x.cu_seqlens),
+        (
+            x.q, x.k, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, *out.derivatives(),
+            x.cu_seqlens,
+        ),
         (
             s.H, s.HV, s.K, s.C, x.decay, x.b is not None, x.w is not None, kind.erase_early, kind.read_early,
-            s.packed, segments,
+            s.packed, segments, kind.reparam, kind.dv_holds_du(x),
         ),
-        registers=168 if s.HV > s.H else None,  # three programs per SM; without grouped heads five fit
+        # three programs per SM; without grouped heads five, which the step sizes exceed by a few registers
+        registers=168 if s.HV > s.H else None if kind.reparam == "none" else 96,
     )  # fmt: skip
     prepare(s.slots * s.H, s.N, s.T, kind.scale)
 

@@ -4,6 +4,7 @@ The kernels compute one form, per value head, with the strengths b and w one num
 
     S_t = S~_t + k_t (w_t v_t - R_t^T (b_t e_t))^T
 
+- For EFLA and Longhorn b is beta: the kernels compute the strength from it and |k|^2 (kernels/step_size.py).
 - Strengths per channel are multiplied into keys of the erase and values: e = erase * k, v = write * v.
 - Several householders are micro-steps: tokens of their own, of which the first has the decay and the last the read.
 - DPLR is two micro-steps: the first writes b with the erase key -a, the second writes k and v.
@@ -36,7 +37,12 @@ def lower_step(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[Sca
 
 
 def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool) -> tuple[ScanOperands, ScanKind]:
-    erase, write = strengths(spec, inputs)
+    in_kernel = spec.reparam != "none" and spec.beta != "channel"
+    if in_kernel:
+        erase = inputs.v.new_ones(inputs.v.shape[:-1], dtype=torch.float32) if inputs.beta is None else inputs.beta
+        write = erase
+    else:
+        erase, write = strengths(spec, inputs)
     tied = write is erase and write is not None
     q, k, v, e = inputs.q, inputs.k, inputs.v, inputs.erase_key
     if spec.beta == "channel" and write is not None:
@@ -80,6 +86,7 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool) ->
         tied=tied,
         scale=spec.scale_of(K),
         config=config,
+        reparam=spec.reparam if in_kernel else "none",
     )
 
 

@@ -144,7 +144,7 @@ def _saved_steps(config: str, packed: bool) -> tuple[int, int]:
 
 
 _scan_op = operator(
-    f"triton_scan({schema(ScanCall)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"triton_scan({schema(ScanCall)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _scan_impl,
     compiled_ahead(_scan_impl, _scan_fake),
 )

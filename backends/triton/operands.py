@@ -57,6 +57,7 @@ class ScanKind(NamedTuple):
         tied: w equals b and is passed as None.
         scale: of q.
         config: a LaunchConfig as JSON; "": that of the table, else of the heuristic.
+        reparam: "efla" or "longhorn": b is beta, and the kernels compute the strength (kernels/step_size.py).
     """
 
     delta: bool
@@ -66,6 +67,7 @@ class ScanKind(NamedTuple):
     tied: bool
     scale: float
     config: str = ""
+    reparam: str = "none"
 
     def terms(self, dtype: torch.dtype) -> int:
         """The number of terms into which values that feed back into the state are split."""
@@ -147,12 +149,16 @@ class Prepared(NamedTuple):
             decay is per channel.
         scaled: [2 or 3, B, T, HV, K], for a decay per channel the scaled operands (kernels/channel/prepare.py); else
             empty.
+        strengths: [B, T, HV], with `reparam` the strength of erase and write, for the backward; else empty.
+        slopes: [slots, HV, 2, C], with `reparam` its derivatives (kernels/step_size.py), for the backward; else empty.
     """
 
     gates: Tensor
     decay_bounds: Tensor
     wy_tiles: Tensor
     scaled: Tensor
+    strengths: Tensor
+    slopes: Tensor
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> Self:
@@ -160,6 +166,7 @@ class Prepared(NamedTuple):
         terms = kind.terms(x.q.dtype)
         half = save and terms == 1 and x.q.dtype == torch.bfloat16
         channel = x.decay == "channel"
+        derivatives = save and kind.reparam != "none"
         return cls(
             x.q.new_empty((s.slots, s.HV, s.K + s.C) if channel else (s.slots, s.HV, 3, s.C), dtype=torch.float32),
             x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
@@ -168,12 +175,18 @@ class Prepared(NamedTuple):
                 dtype=torch.float16 if half else x.q.dtype,
             ),
             x.q.new_empty((2 + kind.delta, *x.v.shape[:3], s.K) if channel else 0),
+            x.q.new_empty(x.v.shape[:3] if derivatives else 0, dtype=torch.float32),
+            x.q.new_empty((s.slots, s.HV, 2, s.C) if derivatives else 0, dtype=torch.float32),
         )
 
     @classmethod
     def nothing(cls, like: Tensor) -> Self:
         """Return empty tensors, for a forward without a backward."""
         return cls(*(like.new_empty(0, dtype=torch.float32) for _ in cls._fields))
+
+    def derivatives(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return strengths and slopes; None if empty."""
+        return (self.strengths, self.slopes) if self.slopes.dim() > 1 else (None, None)
 
 
 class Gradients(NamedTuple):

@@ -70,7 +70,7 @@ def add_pairs(a, b, c, d):
 
 @triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def gradients_kernel(
-    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, cu, N,
+    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
@@ -91,7 +91,7 @@ def gradients_kernel(
     scratch buffers (states, dstates, xs, du) may be wider than that of the operands; products are computed in it.
 
     Reads states, dstates [scratch slot, HV, V, K]; xs (x of each chunk), du [scratch slot, C, HV, V]; gates; the
-    operands and do.
+    operands and do; with EFLA and Longhorn slopes (step_size.py), for the gradient of k through |k|^2; else None.
     Writes dq, dk, de [B, T, H, K], or with grouped heads partial [3, num_scratch_slots, C, HV, K] for
     sum_groups_kernel; for gate_gradients_kernel dgates [K tiles, slots, HV, 3 or 4, C] and
     state_products [K tiles, slots, HV] = <dS', S'>. Rows of dgates: 0 the terms of d log_decay that count for i >= t;
@@ -174,6 +174,9 @@ def gradients_kernel(
             write = tl.load(gates + (chunk * 3 + 2) * C + i)
             intra *= write[None, :]
             dk_inter *= write[:, None]
+        if slopes is not None:
+            du_dot_x = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 0)
+            step_gradient = du_dot_x * tl.load(slopes + chunk * 2 * C + i)
         if DU_IS_DV and WRITE:
             du_dot_x = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 1)
             tl.store(gate_row + 2 * C + t, du_dot_x, mask=erases)
@@ -220,6 +223,8 @@ def gradients_kernel(
             state_product = tl.sum(S_dot_dS, 0) * tl.exp2(G_end) + tl.sum(k_dot_inter, 0)
             tl.store(state_products + tl.cast(tile, tl.int64) * slots * HV + chunk, state_product)
         dk_tile += dk_inter
+        if slopes is not None:
+            dk_tile += step_gradient[:, None] * k_tile.to(tl.float32)
         if GROUP > 1:
             partial_dq = partial + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * K
             partial_size = tl.cast(num_scratch_slots, tl.int64) * C * HV * K
@@ -284,7 +289,7 @@ def sum_groups_kernel(
 
 @triton.jit(do_not_specialize=["N", "slots", "T"])
 def gate_gradients_kernel(
-    dgates, state_products, v, b, dlog_decay, db, dw, dv, cu, N, slots, T,
+    dgates, state_products, v, b, dlog_decay, db, dw, dv, slopes, cu, N, slots, T,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, K_TILES: tl.constexpr, DECAY: tl.constexpr,
     ERASE: tl.constexpr, WRITE: tl.constexpr, TIED: tl.constexpr, DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr,
     EARLY: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
@@ -298,7 +303,8 @@ def gate_gradients_kernel(
 
     TIED: w is b, and db contains both gradients. With x_i = b_i z_i they add up to du . z, which is dv . x / b^2 with
     DU_IS_DV. Where |b| < MIN_BETA, x does not determine z; then db is the sum of both, e . de and v . dv, divided by
-    the clamped b that dv contains.
+    the clamped b that dv contains. slopes: with EFLA and Longhorn the derivatives of b (step_size.py), and db is the
+    gradient of beta; else None.
     """
     ROWS: tl.constexpr = 4 if EARLY else 3
     chunk = tl.program_id(0)
@@ -349,4 +355,7 @@ def gate_gradients_kernel(
                     b_db = e_dot_de + v_dot_dv
             elif TIED:
                 b_db = e_dot_de + v_dot_du * clamped_b
-            tl.store(db + offsets, b_db / clamped_b, mask=in_time)
+            db_i = b_db / clamped_b
+            if slopes is not None:
+                db_i *= tl.load(slopes + (chunk * 2 + 1) * C + i)
+            tl.store(db + offsets, db_i, mask=in_time)

@@ -17,6 +17,7 @@ from deltazoo.backends.triton.kernels.layout import (
     load_rows,
     locate_chunk,
 )
+from deltazoo.backends.triton.kernels.step_size import store_step_size
 from deltazoo.backends.triton.kernels.wy_tiles import store_wy_tiles
 
 
@@ -89,12 +90,12 @@ def dot_key_tiles(x_a, y_a, x_b, y_b, K1: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N", "T"])
 def prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, cu, N, T, scale,
+    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     DECAY: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-    TERMS: tl.constexpr, BOUND_DECAYS: tl.constexpr,
+    TERMS: tl.constexpr, BOUND_DECAYS: tl.constexpr, REPARAM: tl.constexpr, DU_IS_DV: tl.constexpr,
 ):  # fmt: skip
     """Prepare the chunks of a delta update.
 
@@ -103,7 +104,8 @@ def prepare_kernel(
     Reads q, k, e [B, T, H, K]; b, w [B, T, HV]; log_decay [B, T, HV] or [HV].
     Writes gates [slots, HV, 3, C] = G, b 2^G', w; wy_tiles [slots, HV, TERMS, C, C + 8], see wy_tiles.py;
     decay_bounds [slots, HV]: an upper bound of the log2 of the factor by which the chunk scales any state, 0 unless
-    BOUND_DECAYS.
+    BOUND_DECAYS. With REPARAM "efla" or "longhorn" b is beta, erase and write have the strength of step_size.py, and
+    strengths and slopes (defined there) are written unless they are None.
     """
     pid = tl.program_id(0)
     slot = pid // H
@@ -139,8 +141,12 @@ def prepare_kernel(
         log2_decay = load_log2_decays(log_decay, row + i, h * GROUP, in_time, HV, DECAY)
         if ERASE:
             erase = tl.load(b + gate_offset, mask=in_time, other=0.0).to(tl.float32)
-        if WRITE:
+        if WRITE and REPARAM == "none":
             write = tl.load(w + gate_offset, mask=in_time, other=0.0).to(tl.float32)
+        if REPARAM != "none":
+            k_dot_k = tl.sum(k_a.to(tl.float32) * k_a.to(tl.float32), 1)
+            if K1 > 0:
+                k_dot_k += tl.sum(k_b.to(tl.float32) * k_b.to(tl.float32), 1)
 
         A = dot_key_tiles(e_a if ERASE_KEY else k_a, k_a, e_b if ERASE_KEY else k_b, k_b, K1, PREC)
         below = i[:, None] > i[None, :]
@@ -148,6 +154,12 @@ def prepare_kernel(
         for g in tl.range(0, GROUP, num_stages=1):
             hv = h * GROUP + g
             chunk = tl.cast(slot, tl.int64) * HV + hv
+            if REPARAM != "none":
+                erase = store_step_size(
+                    strengths, slopes, gate_offset + g, chunk, i, erase, k_dot_k, in_time, C, REPARAM == "efla",
+                    DU_IS_DV,
+                )  # fmt: skip
+                write = erase
             # summed in float64 and rounded once, so that later tokens stay accurate after strong decays
             cumulative = tl.cumsum(log2_decay.to(tl.float64), 0)
             G = cumulative.to(tl.float32)
@@ -160,7 +172,8 @@ def prepare_kernel(
             # A step scales a state by at most max(1, |1 - b k.k|); with an erase key e != k there is no such bound.
             decay_bound = 0.0
             if BOUND_DECAYS and not (ERASE_KEY or ERASE_EARLY):
-                k_dot_k = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
+                if REPARAM == "none":
+                    k_dot_k = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
                 factor = tl.maximum(tl.abs(1 - erase * k_dot_k), 1.0, propagate_nan=tl.PropagateNan.ALL)
                 decay_bound = tl.sum(log2_decay, 0) + tl.sum(tl.log2(factor), 0)
             tl.store(decay_bounds + chunk, decay_bound)
@@ -171,7 +184,7 @@ def prepare_kernel(
                 log2_decay = load_log2_decays(log_decay, row + i, tl.minimum(hv + 1, HV - 1), in_next, HV, DECAY)
                 if ERASE:
                     erase = tl.load(b + gate_offset + g + 1, mask=in_next, other=0.0).to(tl.float32)
-                if WRITE:
+                if WRITE and REPARAM == "none":
                     write = tl.load(w + gate_offset + g + 1, mask=in_next, other=0.0).to(tl.float32)
             T_inverse, T_blocks = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
             # P is computed after the inverse, because it would occupy registers until it is stored.

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.decode.micro_step import micro_step
+from deltazoo.backends.triton.kernels.step_size import step_size
 
 
 class StepTraits(NamedTuple):
@@ -116,15 +117,6 @@ def softplus(x):
     # log1p(y), with the rounding error of u = 1 + y corrected
     log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(x, 0.0) + log1p
-
-
-@triton.jit
-def efla_factor(x):
-    """Return (1 - exp(-x)) / x for x >= 0; below 1/4 by its series, whose remainder is below 1e-10."""
-    series = tl.full(x.shape, 1.0, tl.float32)
-    for i in tl.static_range(8):
-        series = 1.0 - tl.minimum(x, 0.25) * series / (9 - i)
-    return tl.where(x < 0.25, series, (1.0 - tl.exp(-x)) / tl.maximum(x, 0.25))
 
 
 @triton.jit
@@ -241,11 +233,7 @@ def fused_step_kernel(
             strength = tl.sigmoid(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv).to(tl.float32))
             strength = tl.minimum(strength, traits.BETA_MAX, propagate_nan=tl.PropagateNan.ALL)
         if traits.REPARAM != "none":
-            b_k_k = strength * tl.sum(k * k, 0)
-            if traits.REPARAM == "efla":
-                strength *= efla_factor(b_k_k)
-            else:
-                strength /= 1.0 + b_k_k
+            strength, _, _ = step_size(strength, tl.sum(k * k, 0), traits.REPARAM == "efla")
         e = k * (strength * traits.ERASE_FACTOR)
         if traits.ERASE_KEY:
             e *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))

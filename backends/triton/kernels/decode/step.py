@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.decode.micro_step import micro_step
+from deltazoo.backends.triton.kernels.step_size import step_size
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
@@ -15,13 +16,15 @@ def decode_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     STEPS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr,
     WRITE: tl.constexpr, ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, SLOTS: tl.constexpr,
+    REPARAM: tl.constexpr,
 ):  # fmt: skip
     """Make STEPS micro-steps of one token, with the decay in the first and the output read after the last.
 
     Grid: row, value head, V tile. Each program owns S [K, BV] of its row.
 
     Reads q [B, H, K]; k, e [B, STEPS, H, K]; v [B, STEPS, HV, V]; log_decay [B, HV], [B, HV, K] or [HV];
-    b, w [B, STEPS, HV]; with SLOTS slots [B] int64, the pool row that holds each row's state.
+    b, w [B, STEPS, HV], with REPARAM "efla" or "longhorn" beta (../step_size.py); with SLOTS slots [B] int64, the pool
+    row that holds each row's state.
     Updates states [pool_rows, HV, K, V] in place. Writes o [B, HV, V].
 
     A slot outside the pool (-1, say) accesses no state, and its output is zero. The caller guarantees that no two rows
@@ -58,12 +61,18 @@ def decode_kernel(
         step = row * STEPS + m
         k_k = tl.load(k + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
         u = tl.load(v + (step * HV + hv) * V + vs, mask=in_v, other=0.0).to(tl.float32)
-        if WRITE:
+        if REPARAM != "none":
+            beta = tl.load(b + step * HV + hv).to(tl.float32)
+            strength, _, _ = step_size(beta, tl.sum(k_k * k_k, 0), REPARAM == "efla")
+            u *= strength
+        elif WRITE:
             u *= tl.load(w + step * HV + hv).to(tl.float32)
         e_k = k_k
         if ERASE_KEY:
             e_k = tl.load(e + (step * H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
-        if ERASE:
+        if REPARAM != "none":
+            e_k *= strength
+        elif ERASE:
             e_k *= tl.load(b + step * HV + hv).to(tl.float32)
         S = micro_step(S, k_k, e_k, u, decay, DECAY != "none" and m == 0, DELTA, ERASE_EARLY)
     tl.store(at, S, mask=in_state)

@@ -270,7 +270,7 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["slots", "T"])
 def hopper_fused_backward_kernel(
-    q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_products, cu,
+    q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_products, slopes, cu,
     slots, scale, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
@@ -296,8 +296,8 @@ def hopper_fused_backward_kernel(
         traits: gl.constexpr = make_traits(
             H, HV, K, V, HV, DECAY, DELTA, ERASE, WRITE, ERASE_EARLY, READ_EARLY, DU_IS_DV, MIN_BETA, dtype
         )
-        grads = GradientPointers(dq, dk, dv, dgates, state_products, dk)
-        smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, NUM_STAGES)
+        grads = GradientPointers(dq, dk, dv, dgates, state_products, dk, slopes)
+        smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, NUM_STAGES, slopes is not None)
         states_stored = allocate_barriers(1, 1).index(0)
         gl.warp_specialize(
             [

@@ -56,7 +56,7 @@ from deltazoo.backends.triton.kernels.layout import (
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def hopper_gradients_kernel(
-    q, k, v, b, do, gates, states, dstates, xs, du, dq, dk, dgates, state_products, partial, cu, N,
+    q, k, v, b, do, gates, states, dstates, xs, du, dq, dk, dgates, state_products, partial, slopes, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
@@ -187,9 +187,12 @@ def hopper_gradients_kernel(
         if WRITE and not DELTA:
             write = w_s.load(ACC_ROWS)
             intra_q *= w_s.load(ACC_COLUMNS)[None, :]
+        if (DU_IS_DV and WRITE) or slopes is not None:
+            du_dot_x = gl.sum(gl.where(t[:, None] == j[None, :], intra_e, 0.0), 1)
         if DU_IS_DV and WRITE:
-            write_sums = gl.sum(gl.where(t[:, None] == j[None, :], intra_e, 0.0), 1)
-            gl.store(dgates_at + 2 * C + t, write_sums)
+            gl.store(dgates_at + 2 * C + t, du_dot_x)
+        if slopes is not None:
+            step_gradient = du_dot_x * gl.load(slopes + gate_row * 2 * C + t)
         if DELTA:
             # a -1 that the compiler cannot fold: otherwise it emits sign changes between the wgmmas, which serialises
             # them (C7514)
@@ -295,6 +298,8 @@ def hopper_gradients_kernel(
             dk_tile += dk_state
         if DELTA:
             dk_tile += de_tile
+        if slopes is not None:
+            dk_tile += to_float32(k_s.load(ACC)) * step_gradient[:, None]
         store_accumulator(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
         if WRITE and not DU_IS_DV:
             store_write_sums(dgates_at + 2 * C, v + value, du + local_value, tile, tokens_left, HV, V, NV, NK)

@@ -35,6 +35,7 @@ from deltazoo.backends.triton.kernels.hopper.ptx import (
 )
 from deltazoo.backends.triton.kernels.hopper.wy_tiles import allocate_inverse_buffers, invert_and_store
 from deltazoo.backends.triton.kernels.layout import LOG2E, clamp_log2_decay, first_chunk_slot, sequence_bounds
+from deltazoo.backends.triton.kernels.step_size import step_size
 
 # gates as [4 warps, 64 tokens]: every warp computes a copy, warp 0's is stored
 GATE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
@@ -99,6 +100,21 @@ def store_gates(
 
 
 @gluon.jit
+def store_step_size(
+    strengths, slopes, tokens, gate_row, hv, beta, k_dot_k, in_sequence, is_warp_0,
+    HV: gl.constexpr, EXACT: gl.constexpr, DU_IS_DV: gl.constexpr,
+):  # fmt: skip
+    """Return the strength of EFLA (EXACT) or Longhorn; store it and its derivatives as ../step_size.py does."""
+    strength, db_dbeta, m = step_size(beta, k_dot_k, EXACT)
+    if slopes is not None:
+        at = slopes + gate_row * (2 * 64) + (gl.arange(0, 64, GATE_TOKEN)[None, :] + gl.zeros([4, 1], gl.int32, GATE))
+        gl.store(strengths + (tokens * HV + hv), strength, mask=in_sequence)
+        gl.store(at, m if DU_IS_DV else m * strength, mask=is_warp_0)
+        gl.store(at + 64, db_dbeta, mask=is_warp_0)
+    return strength
+
+
+@gluon.jit
 def slice_warp_0(gate):
     """Return warp 0's copy of a gate."""
     return gate.slice(0, 64)
@@ -106,10 +122,11 @@ def slice_warp_0(gate):
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def hopper_prepare_kernel(
-    q, k, log_decay, b, w, gates, decay_bounds, wy_tiles, cu, N, T, scale,
+    q, k, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, BOUND_DECAYS: gl.constexpr,
+    REPARAM: gl.constexpr, DU_IS_DV: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../prepare.py.
 
@@ -135,6 +152,7 @@ def hopper_prepare_kernel(
         erase_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR)
         G_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if DECAY != "none" else erase_s
         G_prev_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if EARLY else G_s
+        WRITE_TENSOR: gl.constexpr = WRITE and REPARAM == "none"
 
         key = (token * H + h) * K
         MASK_K: gl.constexpr = K % 64 != 0
@@ -152,11 +170,12 @@ def hopper_prepare_kernel(
         scale = gl.where(N >= 0, scale, 0.0)
         hv = h * GROUP
         gate_row = slot.to(gl.int64) * HV + hv
-        log2_decay, erase, write = load_gates(log_decay, b, w, tokens, hv, in_sequence, HV, DECAY, ERASE, WRITE)
-        store_gates(
-            gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0,
-            DECAY, ERASE_EARLY, READ_EARLY,
-        )  # fmt: skip
+        log2_decay, erase, write = load_gates(log_decay, b, w, tokens, hv, in_sequence, HV, DECAY, ERASE, WRITE_TENSOR)
+        if REPARAM == "none":
+            store_gates(
+                gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0,
+                DECAY, ERASE_EARLY, READ_EARLY,
+            )  # fmt: skip
         async_copy.wait_group(0)
         fence_async_shared()
         A = gl.zeros([C, C], gl.float32, ACC)
@@ -169,6 +188,18 @@ def hopper_prepare_kernel(
             k_tile = k_s[tk]
             P = warpgroup_mma(q_tile, k_tile.permute((1, 0)), P, is_async=True)
         A, P = warpgroup_mma_wait(0, deps=[A, P])
+        if REPARAM != "none":
+            norms_s = gl.allocate_shared_memory(gl.float32, [C], SMEM_VECTOR)
+            norms_s.store(gl.sum(gl.where(t[:, None] == gl.arange(0, C, ACC_COLUMNS)[None, :], A, 0.0), 1))
+            norms = norms_s.load(GATE_TOKEN)[None, :] + gl.zeros([4, 1], gl.float32, GATE)
+            erase = store_step_size(
+                strengths, slopes, tokens, gate_row, hv, erase, norms, in_sequence, is_warp_0, HV, REPARAM == "efla",
+                DU_IS_DV,
+            )  # fmt: skip
+            store_gates(
+                gates, gate_row, log2_decay, erase, erase, G_s, G_prev_s, erase_s, is_warp_0,
+                DECAY, ERASE_EARLY, READ_EARLY,
+            )  # fmt: skip
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         buffers = allocate_inverse_buffers(T_dtype)
         for g in range(GROUP):
@@ -176,7 +207,7 @@ def hopper_prepare_kernel(
                 is_last = g + 1 == GROUP
                 in_next = in_sequence & (not is_last)
                 log2_decay, erase, write = load_gates(
-                    log_decay, b, w, tokens, gl.minimum(hv + 1, HV - 1), in_next, HV, DECAY, ERASE, WRITE
+                    log_decay, b, w, tokens, gl.minimum(hv + 1, HV - 1), in_next, HV, DECAY, ERASE, WRITE_TENSOR
                 )  # fmt: skip
             erase_row = slice_warp_0(erase_s).load(ACC_ROWS)
             if DECAY != "none":
@@ -211,6 +242,13 @@ def hopper_prepare_kernel(
             if GROUP > 1:
                 hv += 1
                 gate_row += 1
+                if REPARAM != "none":
+                    norms = norms_s.load(GATE_TOKEN)[None, :] + gl.zeros([4, 1], gl.float32, GATE)
+                    erase = store_step_size(
+                        strengths, slopes, tokens, gate_row, hv, erase, norms, in_next, is_warp_0 & (not is_last), HV,
+                        REPARAM == "efla", DU_IS_DV,
+                    )  # fmt: skip
+                    write = erase
                 store_gates(
                     gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0 & (not is_last),
                     DECAY, ERASE_EARLY, READ_EARLY,

@@ -83,8 +83,8 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["slots", "num_scratch_slots", "T", "window", "windows", "num_segments"])
 def hopper_backward_sweep_kernel(
-    q, k, v, b, do, gates, wy_tiles, dstate, states, xs, dq, dk, dv, dgates, state_products, partial, starts, cu,
-    slots, num_scratch_slots, scale, T, window, windows, num_segments,
+    q, k, v, b, do, gates, wy_tiles, dstate, states, xs, dq, dk, dv, dgates, state_products, partial, starts, slopes,
+    cu, slots, num_scratch_slots, scale, T, window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
@@ -126,8 +126,8 @@ def hopper_backward_sweep_kernel(
             tile_offset = tile * 2 * (slots.to(gl.int64) * HV)
             state_products += tile_offset
             dgates += tile_offset * (GATE_ROWS * 64)
-        grads = GradientPointers(dq, dk, dv, dgates, state_products, partial)
-        smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, 1)
+        grads = GradientPointers(dq, dk, dv, dgates, state_products, partial, slopes)
+        smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, 1, slopes is not None)
         values = xs if DELTA else v
         gl.warp_specialize(
             [

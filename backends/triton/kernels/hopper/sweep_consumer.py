@@ -8,7 +8,8 @@ sweep_reverse_scan.py computes dx, du, dv and dS. With these:
 
 where S is the state before the chunk, dS' the gradient of the state after it, and G', G'' are G or G before each token
 (ERASE_EARLY, READ_EARLY). dG = q . dq + e . de - k . dk; terms of an early read or erase go to dG_prev. An additive
-update has du = dx and no dA or de, and its dP includes w.
+update has du = dx and no dA or de, and its dP includes w. With EFLA and Longhorn dk also has the gradient through the
+strengths, (m du . x) k (../step_size.py); its factors pass between the warp groups in smem.steps.
 """
 
 from triton.experimental import gluon
@@ -40,11 +41,14 @@ from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     K_ROW,
     TOKENS_LEFT,
     V_ROW,
+    load_slopes,
+    load_step_gradient,
     read_chunk_info,
     reduce_write_dot,
     store_diagonal,
     store_half_sums,
     store_write_gradient,
+    sum_diagonal,
     sum_halves,
 )
 from deltazoo.backends.triton.kernels.hopper.sweep_reverse_scan import keep_stores_before_wait, reverse_scan_chunk
@@ -107,6 +111,8 @@ def chunk_gradients(
     if DELTA:
         i = gl.arange(0, 64, ACC_TT_ROWS)[:, None]
         j = gl.arange(0, 64, ACC_TT_COLUMNS)[None, :]
+        if grads.slopes is not None:
+            slope = load_slopes(grads.slopes, gate_row)
         erase_rows = gl.convert_layout(erase_scale, ACC_TT_ROWS, assert_trivial=True)[:, None]
         dP_s = smem.P.index(stage)
         dA_s = reinterpret(smem.T.index(stage), dtype, [64, 64], SMEM_TILE)
@@ -119,8 +125,12 @@ def chunk_gradients(
             else:
                 D_e = gl.exp2(gl.convert_layout(G_e, ACC_TT_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
         do_x, intra_e = warpgroup_mma_wait(1, deps=[do_x, intra_e])
-        if DU_IS_DV and WRITE:
-            store_diagonal(gates_at + 128, intra_e)
+        if (DU_IS_DV and WRITE) or grads.slopes is not None:
+            du_dot_x = sum_diagonal(intra_e)
+            if DU_IS_DV and WRITE:
+                store_diagonal(gates_at + 128, du_dot_x)
+        if grads.slopes is not None:
+            smem.steps.store(gl.permute((du_dot_x * slope[:, None]).to(smem.steps.dtype), (1, 0)))
         if DECAY != "none":
             intra_e *= D_e * erase_rows
             do_x *= D_q * scale
@@ -223,6 +233,8 @@ def chunk_gradients(
             store_half_sums(gates_at, gate_stride, dG - k_dk, ACC_TK_HALVES)
     if DELTA:
         dk_tile += de_tile
+    if grads.slopes is not None:
+        dk_tile += to_float32(k_s.load(ACC_TK)) * load_step_gradient(smem.steps)[:, None]
     store_accumulator(dk_at, dk_tile, STRIDE, tokens_left, K, MASK_K)
 
 

@@ -34,6 +34,12 @@ ACC_TT_HALVES = gl.constexpr(
 )  # fmt: skip
 ACC_N16 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 16, 16]))
 A_N16 = gl.constexpr(gl.DotOperandLayout(0, ACC_N16.value, 2))
+# the sums of both halves of the columns, each thread those of its rows of ACC_TK
+BOTH_HALVES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [0, 0]], [], [64, 2]
+    )
+)
 LOAD_HALVES = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 1, 8], [4, 2, 1], [2, 1, 0]))
 # global stores of dv^T [values, tokens] after its blocks of 8 x 8 were transposed, as common.STORE_64_COLUMNS
 STORE_TRANSPOSED = gl.constexpr(
@@ -84,14 +90,32 @@ def store_half_sums(base, half_stride, x, layout: gl.constexpr):
 
 
 @gluon.jit
-def store_diagonal(base, tile):
-    """Store the diagonal of an accumulator [64 tokens, 64 tokens]."""
+def sum_diagonal(tile):
+    """Return the diagonal of an accumulator [64 tokens, 64 tokens] as its sums over halves [64, 2], zero but in one."""
     i = gl.arange(0, 64, ACC_TT_ROWS)[:, None]
     j = gl.arange(0, 64, ACC_TT_COLUMNS)[None, :]
-    halves = sum_halves(gl.where(i == j, tile, 0.0), ACC_TT_HALVES)
+    return sum_halves(gl.where(i == j, tile, 0.0), ACC_TT_HALVES)
+
+
+@gluon.jit
+def store_diagonal(base, halves):
+    """Store the diagonal that sum_diagonal returned."""
     t = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, ACC_TT_HALVES)))[:, None]
     half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, ACC_TT_HALVES)))[None, :]
     gl.store(base + half * 0 + t, halves, mask=t // 32 == half)  # half * 0 broadcasts the pointers
+
+
+@gluon.jit
+def load_step_gradient(steps_s):
+    """Return the sums of both halves [2, 64] in shared memory, for the rows of ACC_TK."""
+    steps = steps_s.permute((1, 0)).load(BOTH_HALVES).to(gl.float32)
+    return gl.convert_layout(gl.sum(steps, 1), ACC_TK_ROWS, assert_trivial=True)
+
+
+@gluon.jit
+def load_slopes(slopes, gate_row):
+    """Load row 0 of a chunk's slopes (../step_size.py) for the rows of sum_diagonal."""
+    return gl.load(slopes + gate_row * 128 + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, ACC_TT_HALVES))))
 
 
 @gluon.jit

@@ -68,7 +68,7 @@ class SharedStorage(NamedTuple):
 
     Single buffers: S: S^T [128 values, 128 keys] before the chunk and x [64, 128], both copied by the producer; dS:
     dS'^T; du: du^T [128 values, 64] (additive updates: alias of x); dP: the causal dP [64, 64] (with an erase: alias of
-    P); sums: one partial sum per warp.
+    P); sums: one partial sum per warp; steps: factors of the gradient of k through the strengths [2 halves, 64].
 
     k_full, q_full, state_full, empty, state_empty: mbarriers (protocol in sweep.py).
     """
@@ -89,6 +89,7 @@ class SharedStorage(NamedTuple):
     du: Any
     dP: Any
     sums: Any
+    steps: Any
     k_full: Any
     q_full: Any
     state_full: Any
@@ -97,7 +98,7 @@ class SharedStorage(NamedTuple):
 
 
 class GradientPointers(NamedTuple):
-    """Global memory of the gradients, as in ../gradients.py with two K tiles."""
+    """Global memory of the gradients, as in ../gradients.py with two K tiles; slopes: an input."""
 
     dq: Any
     dk: Any
@@ -105,11 +106,15 @@ class GradientPointers(NamedTuple):
     dgates: Any
     state_products: Any
     partial: Any
+    slopes: Any
 
 
 @gluon.jit
-def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: gl.constexpr):
-    """Allocate the shared memory and its mbarriers. EMPTY_BARRIERS: one for all stages, or one per stage."""
+def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: gl.constexpr, STEPS: gl.constexpr):
+    """Allocate the shared memory and its mbarriers.
+
+    EMPTY_BARRIERS: one for all stages, or one per stage. STEPS: with steps.
+    """
     EARLY: gl.constexpr = traits.ERASE_EARLY or traits.READ_EARLY
     dtype: gl.constexpr = traits.dtype
     k_s = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 128], SMEM_TILE)
@@ -129,6 +134,9 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: g
         dP_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
     G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, EARLY, traits.DELTA, traits.WRITE)
     sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SMEM_SUMS)
+    # float32 does not fit beside the ring of G_prev
+    steps_dtype: gl.constexpr = gl.bfloat16 if EARLY else gl.float32
+    steps_s = gl.allocate_shared_memory(steps_dtype, [2, 64], SMEM_SUMS) if STEPS else sums_s
     chunk_info_s = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 8], SMEM_VECTOR)
     k_full = allocate_barriers(NUM_STAGES, 1)
     q_full = allocate_barriers(NUM_STAGES, 1)
@@ -137,5 +145,6 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: g
     state_empty = allocate_barriers(1, 2 * WARP_GROUP_THREADS).index(0)
     return SharedStorage(
         k_s, q_s, do_s, T_s, P_s, G_s, G_prev_s, c_s, w_s, chunk_info_s, S_s, x_s, dS_s, du_s, dP_s, sums_s,
+        steps_s,
         k_full, q_full, state_full, empty, state_empty,
     )  # fmt: skip
