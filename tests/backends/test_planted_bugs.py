@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from deltazoo import conformance
-from deltazoo.backends.base import UpdateOutput, state_dtype
+from deltazoo.backends.base import UpdateOutput, has_time_axis, slice_tokens, state_dtype
 from deltazoo.backends.conformance import checks
 from deltazoo.backends.conformance.decode_step import FusedOperands, reference_step
-from deltazoo.backends.conformance.equivalences import has_time_axis, slice_tokens
 from deltazoo.backends.decode_step import FusedDecodeInputs
 from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.reference import ReferenceBackend
