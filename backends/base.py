@@ -178,9 +178,7 @@ class Backend(ABC):
             o = self.forward(spec, inputs._replace(state=gather_states(states, slots))).o
             return zero_without_state(o, slots), Draft(inputs)
 
-    def commit_(
-        self, spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor
-    ) -> None:
+    def commit_(self, spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
         """Advance each row's state in place by its first `accepted` drafted tokens, without gradients.
 
         By default `forward` token by token. Rejected tokens must have no effect, even if they are NaN.

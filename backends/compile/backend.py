@@ -89,9 +89,7 @@ class CompileBackend(Backend):
             out, values = drafted_update(spec, inputs._replace(state=gather_states(states, slots)))
             return zero_without_state(out.o, slots), Draft(inputs, values)
 
-    def commit_(
-        self, spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor
-    ) -> None:
+    def commit_(self, spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
         inputs, values = draft
         if values is None:
             raise OperandError("draft.values is missing: backend 'compile' must have made the draft")

@@ -22,7 +22,7 @@ def token_update(spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
 def drafted_update(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[UpdateOutput, Tensor]:
     """Compute the update of T >= 1 tokens per row.
 
-    Returns: o and the final state; the written values x [B, T, n, HV, V] in `state_dtype`.
+    Returns: o and the final state; the written values x [B, T, m, HV, V] in `state_dtype`, m = `spec.micro_steps`.
     """
     outputs, values = [], []
     for t in range(inputs.q.shape[1]):
@@ -38,7 +38,7 @@ def accepted_update(spec: UpdateSpec, inputs: UpdateInputs, values: Tensor, stat
 
         S_m = D_m ... D_1 S_0 + sum_{t <= m} D_m ... D_{t+1} sum_i key_ti x_ti^T
 
-    The products of decays are exponentials of sums of log decays, which are <= 0. Rejected tokens are replaced by zeros.
+    The products of decays are exponentials of sums of log decays, which are <= 0. Zeros replace rejected tokens.
 
     Args: values: of `drafted_update`. state: [B, HV, K, V].
     """

@@ -1,4 +1,4 @@
-"""Lowering of a spec and its inputs to the operands of the kernels.
+"""Lowering of a spec and its inputs to the operands of the chunked kernels; decode kernels need none (`decode_op.py`).
 
 The kernels compute one form, per value head, with the strengths b and w one number per token:
 
@@ -21,11 +21,16 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 
 
-def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool = True) -> tuple[ScanOperands, ScanKind]:
-    """Build the kernels' operands: micro-steps are flattened into time, except for q and log_decay.
+def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
+    """Build the operands of the chunked kernels: widths padded to multiples of 8, micro-steps flattened into time."""
+    if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, _has_channel_decay(inputs)):
+        inputs = _in_float32(inputs)
+    x, kind = _lower(spec, inputs, config)
+    n = micro_steps(spec)
+    return (_by_micro_steps(spec, x, n) if n > 1 else x), kind
 
-    Args: padded: pad widths to multiples of 8, as chunked kernels need them.
-    """
+
+def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
     erase, write = strengths(spec, inputs)
     tied = write is erase and write is not None
     q, k, v, e = inputs.q, inputs.k, inputs.v, inputs.erase_key
@@ -41,7 +46,7 @@ def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool = Tr
     if log_decay is not None and log_decay.dim() == 2:
         log_decay = log_decay.expand(*q.shape[:2], *log_decay.shape)
     K, V = q.shape[-1], v.shape[-1]
-    to_K, to_V = (-K % 8, -V % 8) if padded else (0, 0)
+    to_K, to_V = -K % 8, -V % 8
     n = micro_steps(spec)
 
     def flat(x: Tensor, extra: int = 0) -> Tensor:
@@ -78,7 +83,7 @@ def micro_steps(spec: UpdateSpec) -> int:
     return 2 if spec.transition == "dplr" else spec.householders
 
 
-def has_channel_decay(inputs: UpdateInputs) -> bool:
+def _has_channel_decay(inputs: UpdateInputs) -> bool:
     """Whether log_decay is per channel: [HV, K] or [B, T, HV, K]."""
     return inputs.log_decay is not None and inputs.log_decay.dim() in (2, 4)
 
@@ -99,7 +104,7 @@ def computes_in_float32(spec: UpdateSpec, K: int, dtype: torch.dtype, channel: b
     return dtype == torch.bfloat16 and channel and splits_terms(spec, K, dtype)
 
 
-def by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
+def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
     """Spread q and log_decay over the n micro-steps of a token: the decay on the first, the read on the last.
 
     A read before the update is on the first micro-step.
@@ -117,7 +122,7 @@ def by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
     return x._replace(q=spread(x.q, 0 if spec.read == "before" else n - 1), log_decay=decay, cu_seqlens=cu)
 
 
-def in_float32(inputs: UpdateInputs) -> UpdateInputs:
+def _in_float32(inputs: UpdateInputs) -> UpdateInputs:
     """Convert the operands to float32."""
     names = ("q", "k", "v", "erase_key", "a", "b")
     operands = {name: getattr(inputs, name) for name in names}

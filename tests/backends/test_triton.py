@@ -29,6 +29,7 @@ from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
+from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.op import chunk_scan
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 
@@ -195,12 +196,20 @@ def test_operators_pass_opcheck():
     o, state, *saved = torch.ops.deltazoo.triton_scan(*x, *kind, True)
     arguments = (*x, *saved, torch.randn_like(o), torch.randn_like(state), *kind)
     torch.library.opcheck(torch.ops.deltazoo.triton_scan_backward.default, arguments, test_utils=tests)
-    one = operands(gated(2, 1))
+    one, kind = decode_operands(GATED, gated(2, 1), config)
+    drafted, _ = decode_operands(GATED, gated(2, 3), config)
+    values, accepted = (
+        torch.randn(2, 3, 1, 2, 16, device=DEVICE),
+        torch.tensor([3, 1], dtype=torch.int32, device=DEVICE),
+    )
     states = torch.randn(5, 2, 16, 16, device=DEVICE)
+    ops = torch.ops.deltazoo
     for slots in (None, torch.tensor([3, 1], device=DEVICE)):
         pool = states if slots is not None else states[:2].clone()
-        arguments = (*one[:7], pool, slots, *kind)
-        torch.library.opcheck(torch.ops.deltazoo.triton_step_.default, arguments, test_utils=tests)
+        torch.library.opcheck(ops.triton_step_.default, (*one, pool, slots, *kind), test_utils=tests)
+        torch.library.opcheck(ops.triton_verify.default, (*drafted, pool, slots, *kind), test_utils=tests)
+        commit = (*drafted, values, pool, slots, accepted, *kind)
+        torch.library.opcheck(ops.triton_commit_.default, commit, test_utils=tests)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -312,7 +321,7 @@ def test_gradients_are_accurate_for_small_step_sizes_of_long_keys(reparam):
 )
 def test_narrow_keys_without_decay_split_terms_in_bfloat16(spec, K, dtype, splits):
     x = draw(Case(spec, Shape("few", 1, 3, 1, 1, K, 8), dtype), "cpu")
-    assert TritonBackend()._operands(spec, x)[1].split_terms is splits
+    assert decode_operands(spec, x, "")[1].split_terms is splits
 
 
 @pytest.mark.parametrize("config", CONFIGS if INTERPRETED else ["one segment"])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.decode.micro_step import micro_step
+from deltazoo.backends.triton.kernels.decode.micro_step import efla_factor, micro_step
 
 
 class StepTraits(NamedTuple):
@@ -116,15 +116,6 @@ def softplus(x):
     # log1p(y), with the rounding error of u = 1 + y corrected
     log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(x, 0.0) + log1p
-
-
-@triton.jit
-def efla_factor(x):
-    """Return (1 - exp(-x)) / x for x >= 0; below 1/4 by its series, whose remainder is below 1e-10."""
-    series = tl.full(x.shape, 1.0, tl.float32)
-    for i in tl.static_range(8):
-        series = 1.0 - tl.minimum(x, 0.25) * series / (9 - i)
-    return tl.where(x < 0.25, series, (1.0 - tl.exp(-x)) / tl.maximum(x, 0.25))
 
 
 @triton.jit
@@ -282,7 +273,7 @@ def fused_step_kernel(
             u = v * writes[m]
             if traits.SCALE_V_BY_DT:
                 u *= dt
-            S = micro_step(
+            S, _ = micro_step(
                 S, keys[m], erases[m], u, decay_factor, traits.DECAY and m == 0, traits.DELTA, traits.ERASE_EARLY
             )
         tl.store(at + vs[None, :], S, mask=in_k[:, None] & in_v[None, :])
