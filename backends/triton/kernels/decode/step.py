@@ -10,7 +10,7 @@ token.py states the update. H key heads, HV value heads, K key width, V value wi
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.decode.token import commit_token, locate, update_token
+from deltazoo.backends.triton.kernels.decode.token import load_token, load_write, locate, update_token, write_token
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
@@ -31,7 +31,8 @@ def decode_kernel(
     """
     row, hv, ks, vs, in_k, in_v, at, in_state, in_pool = locate(states, slots, pool_rows, traits)
     S = tl.load(at, mask=in_state, other=0.0)
-    S, out, _ = update_token(S, q, k, e, v, log_decay, erase, write, a, b, row, hv, ks, vs, in_k, in_v, traits)
+    operands = load_token(q, k, e, v, log_decay, erase, write, a, b, row, hv, ks, vs, in_k, in_v, traits)
+    S, out, _ = update_token(S, operands, traits)
     tl.store(at, S, mask=in_state)
     out *= scale
     if traits.SLOTS:
@@ -56,11 +57,14 @@ def verify_kernel(
     WRITES: tl.constexpr = 2 if traits.PAIR else traits.STEPS
     row, hv, ks, vs, in_k, in_v, at, in_state, in_pool = locate(states, slots, pool_rows, traits)
     S = tl.load(at, mask=in_state, other=0.0)
+    first = row * tokens
+    ahead = load_token(q, k, e, v, log_decay, erase, write, a, b, first, hv, ks, vs, in_k, in_v, traits)
     for t in range(tokens):
-        token = row * tokens + t
-        S, out, written = update_token(
-            S, q, k, e, v, log_decay, erase, write, a, b, token, hv, ks, vs, in_k, in_v, traits
-        )
+        token = first + t
+        operands = ahead
+        following = first + tl.minimum(t + 1, tokens - 1)
+        ahead = load_token(q, k, e, v, log_decay, erase, write, a, b, following, hv, ks, vs, in_k, in_v, traits)
+        S, out, written = update_token(S, operands, traits)
         out *= scale
         if traits.SLOTS:
             out = tl.where(in_pool, out, 0.0)
@@ -85,6 +89,11 @@ def commit_kernel(k, log_decay, b, values, states, slots, accepted, pool_rows, t
     count = tl.minimum(tl.load(accepted + row), tokens)
     in_state = in_state & (count > 0)
     S = tl.load(at, mask=in_state, other=0.0)
+    first = row * tokens
+    ahead = load_write(k, log_decay, b, values, first, hv, ks, vs, in_k, in_v, traits)
     for t in range(count):
-        S = commit_token(S, k, log_decay, b, values, row * tokens + t, hv, ks, vs, in_k, in_v, traits)
+        operands = ahead
+        following = first + tl.minimum(t + 1, count - 1)
+        ahead = load_write(k, log_decay, b, values, following, hv, ks, vs, in_k, in_v, traits)
+        S = write_token(S, operands, traits)
     tl.store(at, S, mask=in_state)

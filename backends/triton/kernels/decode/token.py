@@ -40,92 +40,148 @@ class TokenTraits(NamedTuple):
 
 
 @triton.jit
-def load_decay(log_decay, token, hv, ks, in_k, traits: tl.constexpr):
-    """Return the decay of a token, a number or [BK, 1]."""
+def load_log_decay(log_decay, token, hv, ks, in_k, traits: tl.constexpr):
+    """Load the log decay of a token, a number or [BK]; 0 without a decay."""
     at = hv if traits.FIXED else token * traits.HV + hv
+    loaded = 0.0
+    if traits.DECAY == "head":
+        loaded = tl.load(log_decay + at)
+    if traits.DECAY == "channel":
+        loaded = tl.load(log_decay + at * traits.K + ks, mask=in_k, other=0.0)
+    return loaded
+
+
+@triton.jit
+def decay_of(log_decay, traits: tl.constexpr):
+    """Return the factor of S, a number or [BK, 1]."""
     decay = 1.0
     if traits.DECAY == "head":
-        decay = tl.exp(tl.load(log_decay + at))
+        decay = tl.exp(log_decay)
     if traits.DECAY == "channel":
-        decay = tl.exp(tl.load(log_decay + at * traits.K + ks, mask=in_k, other=0.0))[:, None]
+        decay = tl.exp(log_decay)[:, None]
     return decay
 
 
 @triton.jit
-def update_token(
-    S, q, k, e, v, log_decay, erase, write, a, b, token, hv, ks, vs, in_k, in_v, traits: tl.constexpr,
+def load_token(
+    q, k, e, v, log_decay, erase, write, a, b, token, hv, ks, vs, in_k, in_v, traits: tl.constexpr,
 ):  # fmt: skip
-    """Apply the update of a token to S [BK, BV].
+    """Load the operands of a token as `update_token` takes them.
 
-    Returns: S, S^T q without the scale [BV], and a tuple of the written values x [BV], one for each micro-step.
+    All loads are issued before the first conversion to float32: a conversion of the layout is a barrier, which would
+    wait for one load before it issues the next.
+
+    Returns: q, log decay, and tuples of the micro-steps' k, e, v, erase and write strengths, and (a, b); empty tuples for
+        absent operands.
     """
     HV: tl.constexpr = traits.HV
     K: tl.constexpr = traits.K
     V: tl.constexpr = traits.V
     STEPS: tl.constexpr = traits.STEPS
-    DECAYS: tl.constexpr = traits.DECAY != "none"
     h = hv // (HV // traits.H)
-    q_k = tl.load(q + (token * traits.H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
-    decay = load_decay(log_decay, token, hv, ks, in_k, traits)
-    if traits.READ_EARLY:
-        out = tl.sum(S * q_k[:, None], 0)
-    written = ()
+    q_k = tl.load(q + (token * traits.H + h) * K + ks, mask=in_k, other=0.0)
+    g = load_log_decay(log_decay, token, hv, ks, in_k, traits)
+    keys = ()
+    erase_keys = ()
+    values = ()
+    erases = ()
+    writes = ()
+    pair = ()
     for m in tl.static_range(STEPS):
         step = token * STEPS + m
-        k_k = tl.load(k + (step * traits.H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
-        u = tl.load(v + (step * HV + hv) * V + vs, mask=in_v, other=0.0).to(tl.float32)
-        e_k = k_k
+        keys = keys + (tl.load(k + (step * traits.H + h) * K + ks, mask=in_k, other=0.0),)
+        values = values + (tl.load(v + (step * HV + hv) * V + vs, mask=in_v, other=0.0),)
         if traits.ERASE_KEY:
-            e_k = tl.load(e + (step * traits.H + h) * K + ks, mask=in_k, other=0.0).to(tl.float32)
-        factor = 1.0
+            erase_keys = erase_keys + (tl.load(e + (step * traits.H + h) * K + ks, mask=in_k, other=0.0),)
         if traits.STRENGTH == "head":
-            factor = tl.load(write + step * HV + hv).to(tl.float32)
-            if traits.DELTA:
-                e_k *= factor
+            writes = writes + (tl.load(write + step * HV + hv),)
         if traits.STRENGTH == "channel":
-            factor = tl.load(write + (step * HV + hv) * V + vs, mask=in_v, other=0.0).to(tl.float32)
+            writes = writes + (tl.load(write + (step * HV + hv) * V + vs, mask=in_v, other=0.0),)
             if traits.DELTA:
-                e_k *= tl.load(erase + (step * HV + hv) * K + ks, mask=in_k, other=0.0).to(tl.float32)
+                erases = erases + (tl.load(erase + (step * HV + hv) * K + ks, mask=in_k, other=0.0),)
+    if traits.PAIR:
+        at = (token * HV + hv) * K + ks
+        pair = (tl.load(a + at, mask=in_k, other=0.0), tl.load(b + at, mask=in_k, other=0.0))
+    return q_k, g, keys, erase_keys, values, erases, writes, pair
+
+
+@triton.jit
+def update_token(S, operands, traits: tl.constexpr):
+    """Apply the update of a token to S [BK, BV]. operands: of `load_token`.
+
+    Returns: S, S^T q without the scale [BV], and a tuple of the written values x [BV], one for each micro-step.
+    """
+    STEPS: tl.constexpr = traits.STEPS
+    DECAYS: tl.constexpr = traits.DECAY != "none"
+    q, log_decay, keys, erase_keys, values, erases, writes, pair = operands
+    q = q.to(tl.float32)
+    decay = decay_of(log_decay, traits)
+    if traits.READ_EARLY:
+        out = tl.sum(S * q[:, None], 0)
+    written = ()
+    for m in tl.static_range(STEPS):
+        k = keys[m].to(tl.float32)
+        u = values[m].to(tl.float32)
+        e = k
+        if traits.ERASE_KEY:
+            e = erase_keys[m].to(tl.float32)
+        factor = 1.0
+        if traits.STRENGTH != "none":
+            factor = writes[m].to(tl.float32)
+            if traits.DELTA:
+                e *= factor if traits.STRENGTH == "head" else erases[m].to(tl.float32)
         if traits.REPARAM != "none":
-            size = tl.sum(k_k * e_k, 0)  # beta |k|^2, or k^T (b * k)
+            size = tl.sum(k * e, 0)  # beta |k|^2, or k^T (b * k)
             shrink = efla_factor(size) if traits.REPARAM == "efla" else 1.0 / (1.0 + size)
-            e_k *= shrink
+            e *= shrink
             u *= shrink
         u *= factor * traits.WRITE_FACTOR
         if traits.PAIR:
-            x = tl.sum(S * tl.load(a + (token * HV + hv) * K + ks, mask=in_k, other=0.0).to(tl.float32)[:, None], 0)
-            b_k = tl.load(b + (token * HV + hv) * K + ks, mask=in_k, other=0.0).to(tl.float32)
+            x = tl.sum(S * pair[0].to(tl.float32)[:, None], 0)
             if DECAYS:
                 S *= decay
-            S = S + b_k[:, None] * x[None, :] + k_k[:, None] * u[None, :]
+            S = S + pair[1].to(tl.float32)[:, None] * x[None, :] + k[:, None] * u[None, :]
             written = (x, u)
         else:
             S, x = micro_step(
-                S, k_k, e_k * traits.ERASE_FACTOR, u, decay, DECAYS and m == 0, traits.DELTA, traits.ERASE_EARLY
+                S, k, e * traits.ERASE_FACTOR, u, decay, DECAYS and m == 0, traits.DELTA, traits.ERASE_EARLY
             )
             written = written + (x,)
     if not traits.READ_EARLY:
-        out = tl.sum(S * q_k[:, None], 0)
+        out = tl.sum(S * q[:, None], 0)
     return S, out, written
 
 
 @triton.jit
-def commit_token(S, k, log_decay, b, values, token, hv, ks, vs, in_k, in_v, traits: tl.constexpr):
-    """Return the state after a token whose written values [.., WRITES, HV, V] are known, as `update_token` does."""
+def load_write(k, log_decay, b, values, token, hv, ks, vs, in_k, in_v, traits: tl.constexpr):
+    """Load what `write_token` takes: the log decay, and tuples of keys and written values [.., WRITES, HV, V]."""
     HV: tl.constexpr = traits.HV
     K: tl.constexpr = traits.K
     WRITES: tl.constexpr = 2 if traits.PAIR else traits.STEPS
     h = hv // (HV // traits.H)
-    if traits.DECAY != "none":
-        S *= load_decay(log_decay, token, hv, ks, in_k, traits)
+    g = load_log_decay(log_decay, token, hv, ks, in_k, traits)
+    keys = ()
+    written = ()
     for m in tl.static_range(WRITES):
-        x = tl.load(values + ((token * WRITES + m) * HV + hv) * traits.V + vs, mask=in_v, other=0.0)
+        at = values + ((token * WRITES + m) * HV + hv) * traits.V + vs
+        written = written + (tl.load(at, mask=in_v, other=0.0),)
         if traits.PAIR and m == 0:
-            key = tl.load(b + (token * HV + hv) * K + ks, mask=in_k, other=0.0)
+            keys = keys + (tl.load(b + (token * HV + hv) * K + ks, mask=in_k, other=0.0),)
         else:
             step = token if traits.PAIR else token * WRITES + m
-            key = tl.load(k + (step * traits.H + h) * K + ks, mask=in_k, other=0.0)
-        S += key.to(tl.float32)[:, None] * x[None, :]
+            keys = keys + (tl.load(k + (step * traits.H + h) * K + ks, mask=in_k, other=0.0),)
+    return g, keys, written
+
+
+@triton.jit
+def write_token(S, operands, traits: tl.constexpr):
+    """Return the state after a token whose written values are known, as `update_token` does."""
+    WRITES: tl.constexpr = 2 if traits.PAIR else traits.STEPS
+    log_decay, keys, written = operands
+    if traits.DECAY != "none":
+        S *= decay_of(log_decay, traits)
+    for m in tl.static_range(WRITES):
+        S += keys[m].to(tl.float32)[:, None] * written[m][None, :]
     return S
 
 
