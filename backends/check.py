@@ -70,7 +70,7 @@ def check_commit(spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor |
     check(spec, inputs)
     check_verify(spec, inputs, states, slots)
     B, n, HV, V = inputs.q.shape[0], inputs.q.shape[1], *inputs.v.shape[-2:]
-    required = {"accepted": (accepted, (B,), torch.int32)}
+    required: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {"accepted": (accepted, (B,), torch.int32)}
     if draft.values is not None:
         required["draft.values"] = (draft.values, (B, n, spec.micro_steps, HV, V), state_dtype(inputs.q.dtype))
     for name, (tensor, shape, dtype) in required.items():

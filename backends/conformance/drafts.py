@@ -70,7 +70,8 @@ def _operands(case: Case, counts: tuple[int, ...], device: torch.device | str) -
 
 def _expected(case: Case, inputs: UpdateInputs, initial: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """o of all tokens, and each row's state after its accepted tokens, by the reference in float64."""
-    wide = UpdateInputs(*(None if x is None else x.double() for x in inputs))._replace(state=initial.double())
+    operands = {name: x.double() for name, x in inputs._asdict().items() if x is not None}
+    wide = inputs._replace(**operands, state=initial.double())
     reference, n = ReferenceBackend(), case.shape.T
     after = {m: reference.forward(case.spec, slice_tokens(wide, 0, m)) for m in range(n + 1)}
     states = torch.stack([after[min(max(m, 0), n)].state[row] for row, m in enumerate(counts)])

@@ -71,8 +71,7 @@ def load_token(
     All loads are issued before the first conversion to float32: a conversion of the layout is a barrier, which would
     wait for one load before it issues the next.
 
-    Returns: q, log decay, and tuples of the micro-steps' k, e, v, erase and write strengths, and (a, b); empty tuples for
-        absent operands.
+    Returns: q, log decay; tuples of the micro-steps' k, e, v, erase and write strengths, and (a, b), empty if absent.
     """
     HV: tl.constexpr = traits.HV
     K: tl.constexpr = traits.K
