@@ -13,7 +13,7 @@ from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import StepKind, StepOperands
 
 
-def step_(x: StepOperands, states: Tensor, slots: Tensor | None, kind: StepKind, launch: Launch) -> Tensor:
+def step_(x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None, launch: Launch) -> Tensor:
     """Decode one token per row (T = 1); the states change in place. Returns o [B, 1, HV, V]."""
     traits = _traits(x, slots, kind, launch)
     o = x.v.new_empty(x.q.shape[0], 1, traits.HV, traits.V)
@@ -24,7 +24,7 @@ def step_(x: StepOperands, states: Tensor, slots: Tensor | None, kind: StepKind,
 
 
 def verify(
-    x: StepOperands, states: Tensor, slots: Tensor | None, kind: StepKind, launch: Launch
+    x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None, launch: Launch
 ) -> tuple[Tensor, Tensor]:
     """Decode drafted tokens. Returns o [B, T, HV, V] and the written values [B, T, m, HV, V] float32."""
     traits = _traits(x, slots, kind, launch)
@@ -39,11 +39,11 @@ def verify(
 
 def commit_(
     x: StepOperands,
+    kind: StepKind,
     values: Tensor,
     states: Tensor,
     slots: Tensor | None,
     accepted: Tensor,
-    kind: StepKind,
     launch: Launch,
 ) -> None:
     """Advance each state in place by its row's first `accepted` tokens."""

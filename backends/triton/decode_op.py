@@ -68,7 +68,7 @@ def _step_impl(*arguments: Any) -> Tensor:
 
     call = _contiguous(StepCall, arguments)
     with torch.cuda.device_of(call.x.q):
-        o = step_(call.x, call.states, call.slots, call.kind, resolve_decode(call.x, call.kind))
+        o = step_(call.x, call.kind, call.states, call.slots, resolve_decode(call.x, call.kind))
     mark_written(arguments[_STEP_STATES], call.states)
     return o
 
@@ -79,7 +79,7 @@ def _verify_impl(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     call = _contiguous(StepCall, arguments)
     with torch.cuda.device_of(call.x.q):
-        return verify(call.x, call.states, call.slots, call.kind, resolve_decode(call.x, call.kind))
+        return verify(call.x, call.kind, call.states, call.slots, resolve_decode(call.x, call.kind))
 
 
 def _commit_impl(*arguments: Any) -> None:
@@ -89,7 +89,7 @@ def _commit_impl(*arguments: Any) -> None:
     call = _contiguous(CommitCall, arguments)
     launch = resolve_decode(call.x, call.kind)
     with torch.cuda.device_of(call.x.q):
-        commit_(call.x, call.values, call.states, call.slots, call.accepted, call.kind, launch)
+        commit_(call.x, call.kind, call.values, call.states, call.slots, call.accepted, launch)
     mark_written(arguments[_COMMIT_STATES], call.states)
 
 
