@@ -6,18 +6,20 @@ import os
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
+from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.errors import OperandError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.decode_op import begin_step, commit_, decode_operands, step_, verify
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
-from deltazoo.backends.triton.lower import computes_in_float32, lower, lower_step, micro_steps, splits_terms
-from deltazoo.backends.triton.op import begin_scan, begin_step, chunk_scan, step_
+from deltazoo.backends.triton.lower import computes_in_float32, lower, micro_steps, splits_terms
+from deltazoo.backends.triton.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.show import explain_plan
 
 _MAX_KEY_WIDTH = 256
@@ -80,10 +82,9 @@ class TritonBackend(Backend):
         refuse_forward_mode(self.name, inputs)
         T, K, V, dtype = inputs.q.shape[1], inputs.q.shape[-1], inputs.v.shape[-1], inputs.v.dtype
         if T == 1 and inputs.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
-            x, kind = lower_step(spec, inputs, self.config)
             shape = (inputs.q.shape[0], inputs.v.shape[-2], K, V)
-            state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
-            return UpdateOutput(step_(x._replace(state=None), state, None, kind), state)
+            state = inputs.q.new_zeros(shape, dtype=torch.float32) if inputs.state is None else inputs.state.clone()
+            return UpdateOutput(self.step_(spec, inputs, state, None), state)
         x, kind = lower(spec, inputs, self.config)
         o, state = chunk_scan(x, kind)
         n = micro_steps(spec)
@@ -94,15 +95,31 @@ class TritonBackend(Backend):
     def compile_in_threads(self, spec: UpdateSpec, inputs: UpdateInputs) -> None:
         """Start to compile the kernels of an update in threads: forward and backward, or for T = 1 the decode step."""
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
-            begin_step(*lower_step(spec, inputs, self.config))
+            assert inputs.state is not None
+            begin_step(*decode_operands(spec, inputs, self.config), inputs.state)
         else:
             begin_scan(*lower(spec, inputs, self.config))
 
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
-            x, kind = lower_step(spec, inputs, self.config)
-            return step_(x, states, slots, kind)
+            return step_(*decode_operands(spec, inputs, self.config), states, slots)
+
+    def verify_(
+        self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None
+    ) -> tuple[Tensor, Draft]:
+        refuse_forward_mode(self.name, (*inputs, states))
+        with torch.no_grad():
+            o, values = verify(*decode_operands(spec, inputs, self.config), states, slots)
+            return o, Draft(inputs, values)
+
+    def commit_(self, spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
+        inputs, values = draft
+        if values is None:
+            raise OperandError("draft.values is missing: backend 'triton' must have made the draft")
+        refuse_forward_mode(self.name, (*inputs, states))
+        with torch.no_grad():
+            commit_(*decode_operands(spec, inputs, self.config), values, states, slots, accepted)
 
     def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
         return fused.unsupported(step)

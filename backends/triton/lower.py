@@ -1,4 +1,4 @@
-"""Lowering of a spec and its inputs to the operands of the kernels.
+"""Lowering of a spec and its inputs to the operands of the chunked kernels; decode kernels need none (`decode_op.py`).
 
 The kernels compute one form, per value head, with the strengths b and w one number per token:
 
@@ -26,17 +26,12 @@ def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOper
     """Build the operands of the chunked kernels: widths padded to multiples of 8, micro-steps flattened into time."""
     if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, _has_channel_decay(inputs)):
         inputs = _in_float32(inputs)
-    x, kind = _lower(spec, inputs, config, padded=True)
+    x, kind = _lower(spec, inputs, config)
     n = micro_steps(spec)
     return (_by_micro_steps(spec, x, n) if n > 1 else x), kind
 
 
-def lower_step(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
-    """Build the operands of a decode step: micro-steps are flattened into time, except for q and log_decay."""
-    return _lower(spec, inputs, config, padded=False)
-
-
-def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool) -> tuple[ScanOperands, ScanKind]:
+def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
     in_kernel = spec.reparam != "none" and spec.beta != "channel"
     if in_kernel:
         erase = inputs.v.new_ones(inputs.v.shape[:-1], dtype=torch.float32) if inputs.beta is None else inputs.beta
@@ -57,7 +52,7 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool) ->
     if log_decay is not None and log_decay.dim() == 2:
         log_decay = log_decay.expand(*q.shape[:2], *log_decay.shape)
     K, V = q.shape[-1], v.shape[-1]
-    to_K, to_V = (-K % 8, -V % 8) if padded else (0, 0)
+    to_K, to_V = -K % 8, -V % 8
     n = micro_steps(spec)
 
     def flat(x: Tensor, extra: int = 0) -> Tensor:

@@ -14,9 +14,11 @@ from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, min_key_tile, value_tile
+from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.heuristic import heuristic, on_hopper
-from deltazoo.backends.triton.lower import lower, lower_step
+from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.plan import Problem, make_plan, takes
+from deltazoo.backends.triton.resolve import decode_problem
 from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 from deltazoo.backends.triton.table import STEPS, Kernel
 
@@ -37,8 +39,8 @@ def problem_of(target: Target, kernel: Kernel) -> Problem:
     inputs = zero_operands(target, kernel, torch.device("meta"))
     if not step:
         return problem_of_operands(*lower(spec, inputs, ""))
-    x, kind = lower_step(spec, inputs, "")  # one token; the fused step does not split terms
-    return problem_of_operands(x, kind)._replace(T=1, split_terms=kind.split_terms and kernel == "decode")
+    problem = decode_problem(*decode_operands(spec, inputs, ""))
+    return problem if kernel == "decode" else problem._replace(split_terms=False)
 
 
 def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:

@@ -71,6 +71,11 @@ STEPS = {
     ),
     "additive with beta": make_fused_step(UpdateSpec(decay="head", transition="additive", beta="head"), unit="k"),
     "bounded decay": make_fused_step(decay_bound=-5.0),
+    "kda": make_fused_step(UpdateSpec(decay="channel", beta="head"), gate="sigmoid"),
+    "bounded decays of channels": make_fused_step(
+        UpdateSpec(decay="channel", beta="head", erase_from="previous"), HV=2, decay_bound=-5.0
+    ),
+    "gla": make_fused_step(UpdateSpec(decay="channel", transition="additive"), unit=""),
     "negative": make_fused_step(GATED.model_copy(update={"negative_eigenvalues": "both"}), beta_max=1 - 2**-7),
     "negative erase": make_fused_step(UpdateSpec(beta="head", negative_eigenvalues="erase"), beta_max=0.5),
     "negative without beta": make_fused_step(UpdateSpec(negative_eigenvalues="both")),
@@ -312,6 +317,7 @@ COMPILED = (
     "householders, before",
     "own",
     "longhorn",
+    "kda",
     "layer norm after the gate",
     "eight taps",
 )
@@ -349,6 +355,7 @@ FULLY_FUSED = {
     "efla": mixers.EFLA(heads=2),
     "longhorn": mixers.Longhorn(heads=2),
     "comba": mixers.Comba(heads=2),
+    "kda": mixers.KDA(heads=2, key_width=16, value_width=16),
     "no convolution": mixers.GatedDeltaNet(heads=2, conv_width=0),
     "mamba2, one norm per head": mixers.Mamba2(heads=4, key_width=16, value_width=16),
     "mamba2 without a norm": mixers.Mamba2(key_width=16, value_width=16, norm=False),
@@ -414,7 +421,7 @@ def test_mixers_that_fuse():
     ]
     assert {name for name in builtin if fuses(mixers.parse({"mixer": name}))} == {
         "comba", "deltanet", "deltaproduct", "efla", "gated_deltanet", "gated_deltaproduct", "gated_efla",
-        "gated_longhorn", "longhorn", "mamba2",
+        "gated_longhorn", "kda", "longhorn", "mamba2",
     }  # fmt: skip
 
 
@@ -729,7 +736,7 @@ def test_unsupported_steps_are_refused_with_reasons():
     many = make_fused_step(UpdateSpec(beta="head", householders=5), V=128, K=128)
     assert fused.unsupported(many) == ["householders must be at most 4 in a fused step with V = 128, got 5."]
     fixed = step._replace(spec=UpdateSpec(decay="fixed", beta="head"))
-    assert fused.unsupported(fixed) == ["decay must be 'none' or 'head' in a fused step, got 'fixed'."]
+    assert fused.unsupported(fixed) == ["decay must be 'none', 'head' or 'channel' in a fused step, got 'fixed'."]
     parts = (*step.parts[:2], step.parts[2]._replace(unit=20))
     assert fused.unsupported(step._replace(parts=parts)) == [
         "heads of q and k alone, of K = 12 channels, may have a norm, got [12, 12, 20]."
