@@ -208,6 +208,13 @@ def hopper_channel_prepare_kernel(
         e16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32) if APART else k16
         if EARLY and not OWN:
             e32 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
+        # not kept in registers during the loop
+        k_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+        q_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+        e_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+        k_up_s.reshape([4, 16]).store(k_up)
+        q_up_s.reshape([4, 16]).store(q_up)
+        e_up_s.reshape([4, 16]).store(-e_up)
         sums_s = gl.allocate_shared_memory(gl.float32, [32, 32], SMEM_SUMS)
         q_k = gl.zeros([4, 16], gl.float32, TOKENS)
         blocks = gl.zeros([4, 16, 32], gl.float32, TILE)
@@ -246,7 +253,7 @@ def hopper_channel_prepare_kernel(
             gl.store(gate_row + (first + c), gl.exp2(sum_01 + sum_23), mask=first + c < K)
 
             x16 = gl.where(is_upper_16, pre, suf)
-            x32 = gl.where(is_upper_32, pre + pair_before[:, None, :], suf + pair_after[:, None, :])
+            x32 = gl.where(is_upper_32, pre, suf) + gl.where(w_c >= 2, pair_before, pair_after)[:, None, :]
             G = pre + before[:, None, :]
             factor = exp2_ftz(x16)
             store_tile(k16, tile, k_tile * factor)
@@ -264,20 +271,17 @@ def hopper_channel_prepare_kernel(
             decay_early = exp2_ftz(G - a) if EARLY or READ_EARLY else decay
             tile_size = (T if PACKED else N.to(gl.int64) * T) * HV * K
             out = tiles + value_head + (rows * (HV * K) + (first + channel))
-            Q = q_tile * (decay_early if READ_EARLY else decay) * q_up[:, :, None]
+            q_scale = q_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
+            Q = q_tile * (decay_early if READ_EARLY else decay) * q_scale
             gl.store(out, to_16_bits(Q, dtype), mask=in_tile)
-            W = k_tile * exp2_ftz(suf + after[:, None, :]) * k_up[:, :, None]
+            k_scale = k_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
+            W = k_tile * exp2_ftz(suf + after[:, None, :]) * k_scale
             gl.store(out + tile_size, to_16_bits(W, dtype), mask=in_tile)
             if DELTA:
-                E = e_tile * (decay_early if EARLY else decay) * e_up[:, :, None]
+                e_scale = -e_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
+                E = e_tile * (decay_early if EARLY else decay) * e_scale
                 gl.store(out + 2 * tile_size, to_16_bits(E, dtype), mask=in_tile)
-        k_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        q_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        e_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
         q_k_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        k_up_s.reshape([4, 16]).store(k_up)
-        q_up_s.reshape([4, 16]).store(q_up)
-        e_up_s.reshape([4, 16]).store(-e_up)
         q_k_s.reshape([4, 16]).store(q_k)
         fence_async_shared()
         barrier()
