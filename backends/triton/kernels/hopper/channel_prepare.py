@@ -15,6 +15,9 @@ Then wgmma computes the products of these two levels, for tokens i in the rows a
 
 All factors 2^(sum) are at most 1, at any decay. Rows of bfloat16 operands are scaled by powers of two to fit float16.
 
+Rows of tiles and products have the order of the registers within each warp's 16, see decay_levels.py, until the WY tiles
+are computed and stored.
+
 Supported: 16-bit operands, chunks of 64, K <= 256, K a multiple of 8.
 """
 
@@ -143,7 +146,7 @@ def hopper_channel_prepare_kernel(
     DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../channel/prepare.py. Launch with 4 warps at 168 registers per thread."""
+    """Parameters and results as in ../channel/prepare.py. Launch with 4 warps."""
     gl.static_assert(C == 64 and K <= 256 and K % 8 == 0)
     dtype: gl.constexpr = q.dtype.element_ty
     SCALED: gl.constexpr = dtype != gl.float16
@@ -163,7 +166,7 @@ def hopper_channel_prepare_kernel(
         q_s = gl.allocate_shared_memory(dtype, [NT, 64, 32], SMEM_N32)
         e_s = gl.allocate_shared_memory(dtype, [NT, 64, 32], SMEM_N32) if OWN else k_s
         warp = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))
-        m = gl.arange(0, 16, TOKENS_IN_WARP)
+        m = gl.arange(0, 16, TOKENS_IN_WARP)  # rows g and g + 8 are tokens 2 g and 2 g + 1
         row = warp[:, None] * 16 + (m % 8 * 2 + m // 8)[None, :]
         channel = gl.arange(0, 32, CHANNELS)[None, None, :]
         in_time = row < length - t0
@@ -234,7 +237,7 @@ def hopper_channel_prepare_kernel(
             pre, suf, blocks = level_products(a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, EARLY, READ_EARLY)
             store_half_of_rows(sums_s, pre + suf)
             barrier()
-            # loaded here, it takes no registers before
+            # loaded after the products, where it would take registers that they need
             next_decay = gl.load(
                 gate_at + (first + 32), mask=in_time[:, :, None] & (first + 32 + channel < K), other=0.0
             )  # fmt: skip
