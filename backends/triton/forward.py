@@ -157,6 +157,8 @@ def _prepare_channels_on_hopper(
 ) -> None:
     from deltazoo.backends.triton.kernels.hopper.channel_prepare import hopper_channel_prepare_kernel
 
+    # three programs per SM, or two if the kernel would spill at that
+    three = s.K <= 128 and x.e is None and not (kind.erase_early or kind.read_early)
     prepare = launcher(
         hopper_channel_prepare_kernel,
         (
@@ -166,7 +168,7 @@ def _prepare_channels_on_hopper(
             s.H, s.HV, s.K, s.C, kind.delta, x.e is not None, x.b is not None, x.w is not None, kind.erase_early,
             kind.read_early, s.packed,
         ),
-        registers=168,  # three programs per SM
+        registers=168 if three else None,
     )  # fmt: skip
     prepare(s.slots * s.HV, s.N, s.T, kind.scale)
 

@@ -15,6 +15,9 @@ Then wgmma computes the products of these two levels, for tokens i in the rows a
 
 All factors 2^(sum) are at most 1, at any decay. Rows of bfloat16 operands are scaled by powers of two to fit float16.
 
+Rows of tiles and products have the order of the registers within each warp's 16, see decay_levels.py, until the WY tiles
+are computed and stored.
+
 Supported: 16-bit operands, chunks of 64, K <= 256, K a multiple of 8.
 """
 
@@ -144,7 +147,7 @@ def hopper_channel_prepare_kernel(
     DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../channel/prepare.py. Launch with 4 warps at 168 registers per thread."""
+    """Parameters and results as in ../channel/prepare.py. Launch with 4 warps."""
     gl.static_assert(C == 64 and K <= 256 and K % 8 == 0)
     dtype: gl.constexpr = q.dtype.element_ty
     SCALED: gl.constexpr = dtype != gl.float16
@@ -164,7 +167,7 @@ def hopper_channel_prepare_kernel(
         q_s = gl.allocate_shared_memory(dtype, [NT, 64, 32], SMEM_N32)
         e_s = gl.allocate_shared_memory(dtype, [NT, 64, 32], SMEM_N32) if OWN else k_s
         warp = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))
-        m = gl.arange(0, 16, TOKENS_IN_WARP)
+        m = gl.arange(0, 16, TOKENS_IN_WARP)  # rows g and g + 8 are tokens 2 g and 2 g + 1
         row = warp[:, None] * 16 + (m % 8 * 2 + m // 8)[None, :]
         channel = gl.arange(0, 32, CHANNELS)[None, None, :]
         in_time = row < length - t0
@@ -209,6 +212,13 @@ def hopper_channel_prepare_kernel(
         e16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32) if APART else k16
         if EARLY and not OWN:
             e32 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
+        # not kept in registers during the loop
+        k_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+        q_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+        e_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+        k_up_s.reshape([4, 16]).store(k_up)
+        q_up_s.reshape([4, 16]).store(q_up)
+        e_up_s.reshape([4, 16]).store(-e_up)
         sums_s = gl.allocate_shared_memory(gl.float32, [32, 32], SMEM_SUMS)
         q_k = gl.zeros([4, 16], gl.float32, TOKENS)
         blocks = gl.zeros([4, 16, 32], gl.float32, TILE)
@@ -228,7 +238,7 @@ def hopper_channel_prepare_kernel(
             pre, suf, blocks = level_products(a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, EARLY, READ_EARLY)
             store_half_of_rows(sums_s, pre + suf)
             barrier()
-            # loaded here, it takes no registers before
+            # loaded after the products, where it would take registers that they need
             next_decay = gl.load(
                 gate_at + (first + 32), mask=in_time[:, :, None] & (first + 32 + channel < K), other=0.0
             )  # fmt: skip
@@ -247,7 +257,7 @@ def hopper_channel_prepare_kernel(
             gl.store(gate_row + (first + c), gl.exp2(sum_01 + sum_23), mask=first + c < K)
 
             x16 = gl.where(is_upper_16, pre, suf)
-            x32 = gl.where(is_upper_32, pre + pair_before[:, None, :], suf + pair_after[:, None, :])
+            x32 = gl.where(is_upper_32, pre, suf) + gl.where(w_c >= 2, pair_before, pair_after)[:, None, :]
             G = pre + before[:, None, :]
             factor = exp2_ftz(x16)
             store_tile(k16, tile, k_tile * factor)
@@ -265,20 +275,17 @@ def hopper_channel_prepare_kernel(
             decay_early = exp2_ftz(G - a) if EARLY or READ_EARLY else decay
             tile_size = (T if PACKED else N.to(gl.int64) * T) * HV * K
             out = tiles + value_head + (rows * (HV * K) + (first + channel))
-            Q = q_tile * (decay_early if READ_EARLY else decay) * q_up[:, :, None]
+            q_scale = q_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
+            Q = q_tile * (decay_early if READ_EARLY else decay) * q_scale
             gl.store(out, to_16_bits(Q, dtype), mask=in_tile)
-            W = k_tile * exp2_ftz(suf + after[:, None, :]) * k_up[:, :, None]
+            k_scale = k_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
+            W = k_tile * exp2_ftz(suf + after[:, None, :]) * k_scale
             gl.store(out + tile_size, to_16_bits(W, dtype), mask=in_tile)
             if DELTA:
-                E = e_tile * (decay_early if EARLY else decay) * e_up[:, :, None]
+                e_scale = -e_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
+                E = e_tile * (decay_early if EARLY else decay) * e_scale
                 gl.store(out + 2 * tile_size, to_16_bits(E, dtype), mask=in_tile)
-        k_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        q_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        e_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
         q_k_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        k_up_s.reshape([4, 16]).store(k_up)
-        q_up_s.reshape([4, 16]).store(q_up)
-        e_up_s.reshape([4, 16]).store(-e_up)
         q_k_s.reshape([4, 16]).store(q_k)
         fence_async_shared()
         barrier()

@@ -1,25 +1,21 @@
 """Dyadic sums and products of a tile with a decay per channel, within the 16 rows of each warp (inline PTX).
 
 ../channel/decay_levels.py explains the levels. A tile [4 warps, 16 rows, 32 channels] has the layout TILE: lane 4 g + c
-of a warp holds rows g and g + 8, channels 8 c to 8 c + 7. So the rows of a warp are its lane bits 2 to 4 and one bit of
-the register index. At level s = 1, 2, 4, 8 the exponent of a token is, with sums over the log2 decays a,
+of a warp holds rows g and g + 8, channels 8 c to 8 c + 7. Row g + 8 r is token 2 g + r of the warp's 16, so a thread
+holds pairs of adjacent tokens, and the other bits of a token's number are those of its lane. At level s = 1, 2, 4, 8
+the exponent of a token is, with sums over the log2 decays a,
 
     pre_s,  the sum from the first token of its half up to itself, in the upper half of a block of 2 s tokens;
     suf_s,  the sum over the tokens after it in its half, in the lower half.
 
-Both are sums of terms of one sign, without cancellation. With the sum t_s = pre_s + suf_s of the partner's half, which
-one shuffle brings from the lane at distance s,
+Both are sums of terms of one sign, without cancellation. With t_s, the sum over the other half of the block, which one
+shuffle brings from the lane at distance 2 s,
 
     pre_2s = pre_s + t_s in upper halves,  suf_2s = suf_s + t_s in lower halves,  unchanged otherwise.
 
-In mma.sync m16n8k16 the A operand of a row and the B operand of a column are held by the same lanes, for any common
-order of the channels, so operands stay in registers:
-
-    levels 4, 2, 1   A = [x 0; 0 x'], B = [y; y']: the 8 x 8 blocks x y^T of rows 0 to 7 and x' y'^T of rows 8 to 15
-    level 8          A = [0; x'], B = y: the block x' y^T below the diagonal
-
-The products of a level are added to those of other levels where i is in the upper and j in the lower half of one
-block. Elsewhere they may be inf or NaN.
+In mma.sync m16n8k8 the A operand of a row and the B operand of a column are held by the same lanes, for any common
+order of the channels, so operands stay in registers. The products of a level are added to those of other levels where i
+is in the upper and j in the lower half of one block. Elsewhere they may be inf or NaN.
 """
 
 from triton.experimental import gluon
@@ -60,7 +56,7 @@ def level_products(
 
 @gluon.jit
 def split_blocks(blocks):
-    """Return each warp's 16 x 16 blocks of A and P on the diagonal, strictly lower: two [64, 16]."""
+    """Return each warp's 16 x 16 blocks of A and P on the diagonal, zero unless j < i: two [64, 16]."""
     # [rows, c, A or P, h, p] -> [rows, h, c, p, A or P]
     blocks = gl.permute(gl.reshape(blocks, [64, 4, 2, 2, 2]), [0, 3, 1, 4, 2])
     A, P = gl.split(gl.reshape(blocks, [64, 16, 2]))

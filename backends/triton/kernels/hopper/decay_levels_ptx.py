@@ -10,7 +10,7 @@ from triton.experimental import gluon
 @gluon.constexpr_function
 def mma_asm(d, a, b, accumulate):
     operands = ", ".join("{" + ", ".join(x) + "}" for x in (d, a, b, d if accumulate else ["zero"] * 4))
-    return f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {operands};\n"
+    return f"mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {operands};\n"
 
 
 @gluon.constexpr_function
@@ -40,10 +40,9 @@ def products_asm(s, x, n):
     text = ""
     for h in (0,) if s == 1 else (0, 1):
         t = [f"t{4 * h + r}" for r in range(4)]
-        for pair in (0, 2):
-            even = ["zero", "zero"] if s == 1 else [f"{x}h{pair}", f"{x}h{pair + 1}"]
-            a = [even[0], f"{x}h{4 + pair}", even[1], f"{x}h{5 + pair}"]
-            text += mma_asm(t, a, [f"kh{4 * h + pair}", f"kh{4 * h + pair + 1}"], pair > 0)
+        for pair in range(4):
+            a = ["zero" if s == 1 else f"{x}h{pair}", f"{x}h{4 + pair}"]
+            text += mma_asm(t, a, [f"kh{4 * h + pair}"], pair > 0)
         for r in (1,) if s == 1 else (0, 1):
             for p in range(2):
                 d = f"d{p + 2 * h + 4 * n + 8 * r}"
