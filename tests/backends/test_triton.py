@@ -6,6 +6,7 @@ The kernels run on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's inte
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import (
     CAN_RUN_KERNELS,
     CONFIGS,
@@ -347,6 +348,31 @@ def test_watch_reports_the_kernels_of_a_draft():
         bound.commit_(draft, states, None, torch.ones(2, dtype=torch.int32, device=DEVICE))
         bound.step_(slice_tokens(x, 0, 1), states)
     assert record.kernels == {"verify_kernel": 1, "commit_kernel": 1, "decode_kernel": 1}
+
+
+class RecordOperators(TorchDispatchMode):
+    """Records the names of the operators that torch calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", DRAFTS)
+def test_decode_calls_one_operator(spec):
+    """No launch before the kernel, such as for strengths, repeated heads or the micro-steps of dplr."""
+    spec = DRAFTS[spec]
+    x, states = gated(2, 1, spec=spec)._replace(state=None), torch.randn(2, 2, 16, 16, device=DEVICE)
+    accepted = torch.ones(2, dtype=torch.int32, device=DEVICE)
+    with RecordOperators() as record:
+        backend().step_(spec, x, states, None)
+        _, draft = backend().verify_(spec, x, states, None)
+        backend().commit_(spec, draft, states, None, accepted)
+    assert record.names == [f"deltazoo::triton_{name}" for name in ("step_", "verify", "commit_")]
 
 
 def test_a_draft_of_another_backend_is_refused():
