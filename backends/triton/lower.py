@@ -83,6 +83,13 @@ def has_channel_decay(inputs: UpdateInputs) -> bool:
     return inputs.log_decay is not None and inputs.log_decay.dim() in (2, 4)
 
 
+def with_channel_decay(inputs: UpdateInputs) -> UpdateInputs:
+    """Replace step and rate by the log decay per channel [B, T, HV, K]."""
+    if inputs.step is None or inputs.rate is None:
+        return inputs
+    return inputs._replace(log_decay=inputs.step.unsqueeze(-1) * inputs.rate, step=None, rate=None)
+
+
 def splits_terms(spec: UpdateSpec, K: int, dtype: torch.dtype) -> bool:
     """Whether values that feed back into the state are split into two terms."""
     return _keeps_rounding_errors(spec) or (dtype == torch.bfloat16 and _erases_most_of_the_state(spec, K))
