@@ -16,6 +16,7 @@ from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.element.op import element_step_, element_update, is_elementwise
+from deltazoo.backends.triton.element.show import explain_element
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
 from deltazoo.backends.triton.lower import (
     by_micro_steps,
@@ -85,6 +86,8 @@ class TritonBackend(Backend):
         return [*unsupported, *size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad, split_terms, own)]
 
     def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
+        if is_elementwise(spec, meta.V):
+            return explain_element(meta, shape, device, self.element)
         return explain_plan(spec, meta, shape, device, self.config)
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:

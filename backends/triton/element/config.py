@@ -131,8 +131,9 @@ def segment_length(config: ElementConfig, tile: Tiling, N: int, T: int, processo
     warps = max(1, N * tile.BLOCKS * tile.W)
     if warps >= 3 * processors:
         return 0
-    segments = cdiv(8 * processors, warps)
-    length = max(_MIN_SEGMENT, cdiv(T, segments))
+    longest = max(1, cdiv(T, cdiv(8 * processors, warps)))
+    # a power of two, so that the kernels, which have it as a constant, are not compiled for every T
+    length = max(_MIN_SEGMENT, 1 << (longest.bit_length() - 1))
     unit = max(config.every, config.forward.group)
     length = cdiv(length, unit) * unit
     return length if length < T else 0
