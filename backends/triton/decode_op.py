@@ -12,7 +12,7 @@ from torch import Tensor
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
-from deltazoo.backends.triton.lower import splits_terms
+from deltazoo.backends.triton.lower import splits_terms, with_channel_decay
 from deltazoo.backends.triton.operands import CommitCall, StepCall, StepKind, StepOperands, flatten, schema, unflatten
 from deltazoo.backends.triton.precompile import begin, compiled_ahead
 
@@ -20,6 +20,7 @@ from deltazoo.backends.triton.precompile import begin, compiled_ahead
 def decode_operands(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[StepOperands, StepKind]:
     """Return the operands and traits of decoded tokens."""
     by_channel = spec.beta == "channel"
+    inputs = with_channel_decay(inputs)
     operands = StepOperands(
         inputs.q, inputs.k, inputs.v, inputs.log_decay,
         erase=inputs.erase if by_channel else inputs.beta, write=inputs.write if by_channel else inputs.beta,

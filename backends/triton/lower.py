@@ -24,6 +24,7 @@ from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 
 def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
     """Build the operands of the chunked kernels: widths padded to multiples of 8, micro-steps flattened into time."""
+    inputs = with_channel_decay(inputs)
     if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, _has_channel_decay(inputs)):
         inputs = _in_float32(inputs)
     x, kind = _lower(spec, inputs, config)
@@ -93,6 +94,13 @@ def micro_steps(spec: UpdateSpec) -> int:
 def _has_channel_decay(inputs: UpdateInputs) -> bool:
     """Whether log_decay is per channel: [HV, K] or [B, T, HV, K]."""
     return inputs.log_decay is not None and inputs.log_decay.dim() in (2, 4)
+
+
+def with_channel_decay(inputs: UpdateInputs) -> UpdateInputs:
+    """Replace step and rate by the log decay per channel [B, T, HV, K]."""
+    if inputs.step is None or inputs.rate is None:
+        return inputs
+    return inputs._replace(log_decay=inputs.step.unsqueeze(-1) * inputs.rate, step=None, rate=None)
 
 
 def splits_terms(spec: UpdateSpec, K: int, dtype: torch.dtype) -> bool:

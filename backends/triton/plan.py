@@ -208,6 +208,10 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("gradients", "hopper"): ("hopper_gradients_kernel",),
     ("group sums", "portable"): ("sum_groups_kernel",),
     ("gate gradients", "portable"): ("gate_gradients_kernel",),
+    ("element segments", "forward"): ("element_scan_kernel", "element_combine_kernel"),
+    ("elementwise", "forward"): ("element_scan_kernel",),
+    ("element segments", "backward"): ("element_scan_kernel", "element_reverse_kernel", "element_combine_kernel"),
+    ("elementwise", "backward"): ("element_backward_kernel",),
     ("tail", "portable"): ("zero_tail_kernel",),
 }
 

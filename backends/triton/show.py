@@ -47,7 +47,7 @@ def explain_plan(
 
 def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape) -> Problem:
     """The problem of a spec on a shape, with widths padded to multiples of 8 as the backend pads them."""
-    channel = spec.decay == "channel" or meta.decay_channels
+    channel = spec.decay in ("channel", "rate") or meta.decay_channels
     n = micro_steps(spec)
     decay: Decay = "none" if spec.decay == "none" else "channel" if channel else "head"
     if spec.decay == "fixed" and not channel and n == 1:  # else it is spread over the micro-steps
