@@ -15,8 +15,8 @@ Then wgmma computes the products of these two levels, for tokens i in the rows a
 
 All factors 2^(sum) are at most 1, at any decay. Rows of bfloat16 operands are scaled by powers of two to fit float16.
 
-Within the 16 rows of a warp, tiles and products have the order of the registers (decay_levels.py), until the WY tiles are
-computed and stored.
+Within the 16 rows of a warp, tiles and products have the order of the registers (decay_levels.py), up to the WY tiles,
+which have that of the tokens.
 
 Supported: 16-bit operands, chunks of 64, K <= 256, K a multiple of 8.
 """
