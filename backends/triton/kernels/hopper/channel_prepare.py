@@ -15,8 +15,8 @@ Then wgmma computes the products of these two levels, for tokens i in the rows a
 
 All factors 2^(sum) are at most 1, at any decay. Rows of bfloat16 operands are scaled by powers of two to fit float16.
 
-Rows of tiles and products have the order of the registers within each warp's 16, see decay_levels.py, until the WY tiles
-are computed and stored.
+Within the 16 rows of a warp, tiles and products have the order of the registers (decay_levels.py), up to the WY tiles,
+which have that of the tokens.
 
 Supported: 16-bit operands, chunks of 64, K <= 256, K a multiple of 8.
 """
@@ -273,7 +273,7 @@ def hopper_channel_prepare_kernel(
                 store_tile(e32, tile, e_tile * (factor_early if EARLY else factor))
             decay = exp2_ftz(G)
             decay_early = exp2_ftz(G - a) if EARLY or READ_EARLY else decay
-            tile_size = (T if PACKED else N.to(gl.int64) * T) * HV * K
+            tile_size = (T.to(gl.int64) if PACKED else N.to(gl.int64) * T) * HV * K
             out = tiles + value_head + (rows * (HV * K) + (first + channel))
             q_scale = q_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
             Q = q_tile * (decay_early if READ_EARLY else decay) * q_scale
