@@ -393,4 +393,4 @@ def hopper_channel_gradients_kernel(
                 dk_tile += dy_tile
         store_accumulator(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
         if WRITE:
-            store_write_sums(dgates_at + 2 * C, v + value, du + local_value, tile, tokens_left, HV, V, NV, NK)
+            store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)
