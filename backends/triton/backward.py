@@ -194,6 +194,7 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
         launches.append(_sweep(run, span, scratch, starts))
     else:
         reverse = _reverse_on_hopper if plan.reverse == "hopper" else _reverse
+        assert plan.gradients is not None
         gradients = {
             "channel": _gradients_of_channels, "hopper channel": _gradients_of_channels_on_hopper,
             "portable": _gradients, "hopper": _gradients_on_hopper,

@@ -128,6 +128,28 @@ def test_the_scans_with_a_decay_per_channel_compile_and_fit(delta, early, groups
     assert [name for name, _ in scans] == [SCAN, SCAN, REVERSE]
 
 
+@pytest.mark.parametrize(
+    ("delta", "erase_key", "early", "groups", "packed", "dtype", "K", "V"),
+    [
+        (True, False, False, 1, False, bf16, 128, 128),  # KDA
+        slow(False, False, False, 1, False, bf16, 128, 128),  # GLA
+        slow(True, True, False, 1, False, bf16, 64, 64),  # RWKV-7
+        slow(True, True, False, 1, False, bf16, 128, 128),
+        (True, False, True, 2, True, fp16, 104, 72),
+        slow(False, False, True, 2, True, fp16, 200, 200),
+    ],
+)
+def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, early, groups, packed, dtype, K, V):
+    compiler = Compiler()
+    problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, delta, erase_key, decay="channel", packed=packed)
+    launch_update(problem, DEVICE, compiler, early)
+    (kernel,) = [kernel for name, kernel in compiler.compiled if name == "hopper_channel_gradients_kernel"]
+    assert kernel.metadata.shared <= 113 * 1024  # two programs per SM
+    sass = disassemble(kernel.asm["cubin"])
+    assert not wrong_descriptor_addresses(sass)
+    assert not missing_waits(sass)
+
+
 # SASS of ptxas 12.8.93: the second FMUL reads the result of exp2 without a wait; the first waits for its own operand
 MISSING_WAIT = """
         /*a1e0*/                   MUFU.EX2 R0, R8 ;                /* 0x0000000800007308 */

@@ -85,13 +85,15 @@ def keep_tokens(x, KIND: gl.constexpr, LEVEL: gl.constexpr):
 def sum_decays_async(g_hi, g_lo, KIND: gl.constexpr, LEVEL: gl.constexpr):
     """Issue the wgmma of the log2 decays that a mask (token_masks.py) keeps for each token, [64, keys].
 
+    g_hi, g_lo: the terms of the log2 decays [keys, 64].
+
     Returns: the sums, under way; their A operand, which the caller passes to warpgroup_mma_wait.
     """
     ones = gl.full([64, 64], 1.0, gl.float16, ACC)
     mask = gl.convert_layout(keep_tokens(ones, KIND, LEVEL), A_OPERAND, assert_trivial=True)
     sums = gl.zeros([64, 64], gl.float32, ACC)
-    sums = warpgroup_mma(mask, g_lo, sums, use_acc=False, is_async=True)
-    return warpgroup_mma(mask, g_hi, sums, is_async=True), mask
+    sums = warpgroup_mma(mask, g_lo.permute((1, 0)), sums, use_acc=False, is_async=True)
+    return warpgroup_mma(mask, g_hi.permute((1, 0)), sums, is_async=True), mask
 
 
 @gluon.jit
@@ -296,12 +298,12 @@ def hopper_channel_gradients_kernel(
         g_hi = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
         g_lo = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
         hi = g.to(gl.float16)
-        g_hi.store(hi)
-        g_lo.store((g - hi.to(gl.float32)).to(gl.float16))
+        g_hi.store(gl.permute(hi, (1, 0)))  # a thread holds adjacent tokens of a key
+        g_lo.store(gl.permute((g - hi.to(gl.float32)).to(gl.float16), (1, 0)))
         state_product = gl.sum(S_dot_dS, 0)
         state_product = exp2_ftz(gl.sum(g, 0)) * gl.convert_layout(state_product, gl.SliceLayout(0, BY_KEY))
 
-        dP *= scale
+        dP *= scale  # before it is rounded, for the range of float16
         if WRITE and not DELTA:
             dP *= write_j[None, :]
         if not READ_EARLY:
@@ -391,4 +393,4 @@ def hopper_channel_gradients_kernel(
                 dk_tile += dy_tile
         store_accumulator(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
         if WRITE:
-            store_write_sums(dgates_at + 2 * C, v + value, du + local_value, tile, tokens_left, HV, V, NV, NK)
+            store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)

@@ -302,4 +302,4 @@ def hopper_gradients_kernel(
             dk_tile += to_float32(k_s.load(ACC)) * step_gradient[:, None]
         store_accumulator(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
         if WRITE and not DU_IS_DV:
-            store_write_sums(dgates_at + 2 * C, v + value, du + local_value, tile, tokens_left, HV, V, NV, NK)
+            store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)

@@ -30,16 +30,17 @@ def copy_value_tile(
 
 @gluon.jit
 def store_write_sums(
-    out, v, du, tile, tokens_left, HV: gl.constexpr, V: gl.constexpr, NV: gl.constexpr, NK: gl.constexpr
+    dgates, v, value, du, local_value, tile, tokens_left, HV: gl.constexpr, V: gl.constexpr, NK: gl.constexpr
 ):  # fmt: skip
-    """Store v . du of each token [64]; each tile of keys sums a share of the value tiles."""
-    i = gl.arange(0, 64, gl.SliceLayout(1, LOAD_LAYOUT))
+    """Store v . du of each token to row 2 of dgates; each tile of keys sums a share of the tiles of values."""
+    C: gl.constexpr = 64
+    i = gl.arange(0, C, gl.SliceLayout(1, LOAD_LAYOUT))
     vs = gl.arange(0, 64, gl.SliceLayout(0, LOAD_LAYOUT))
-    dwrite = gl.zeros([64], gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
-    for tw in range(tile, NV, NK):
+    dwrite = gl.zeros([C], gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
+    for tw in range(tile, (V + 63) // 64, NK):
         at_v = i[:, None] * (HV * V) + (tw * 64 + vs)[None, :]
         inside = (tw * 64 + vs < V)[None, :]
-        v_tile = gl.load(v + at_v, mask=(i < tokens_left)[:, None] & inside, other=0.0)
-        du_tile = gl.load(du + at_v, mask=(i < 64)[:, None] & inside, other=0.0)
+        v_tile = gl.load(v + value + at_v, mask=(i < tokens_left)[:, None] & inside, other=0.0)
+        du_tile = gl.load(du + local_value + at_v, mask=(i < C)[:, None] & inside, other=0.0)
         dwrite += gl.sum(v_tile.to(gl.float32) * du_tile.to(gl.float32), 1)
-    gl.store(out + i, dwrite)
+    gl.store(dgates + 2 * C + i, dwrite)
