@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.triton.lower import splits_terms
@@ -20,8 +21,9 @@ from deltazoo.backends.triton.precompile import compiled_ahead
 def decode_operands(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[StepOperands, StepKind]:
     """Return the operands and traits of decoded tokens."""
     by_channel = spec.beta == "channel"
+    decay = log_decay(spec, inputs) if spec.decay == "rate" else inputs.log_decay
     operands = StepOperands(
-        inputs.q, inputs.k, inputs.v, inputs.log_decay,
+        inputs.q, inputs.k, inputs.v, decay,
         erase=inputs.erase if by_channel else inputs.beta, write=inputs.write if by_channel else inputs.beta,
         e=inputs.erase_key, a=inputs.a, b=inputs.b,
     )  # fmt: skip
