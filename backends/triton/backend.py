@@ -16,10 +16,10 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.decode_op import commit_, decode_operands, step_, verify
+from deltazoo.backends.triton.decode_op import begin_step, commit_, decode_operands, step_, verify
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
 from deltazoo.backends.triton.lower import computes_in_float32, lower, micro_steps, splits_terms
-from deltazoo.backends.triton.op import chunk_scan
+from deltazoo.backends.triton.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.show import explain_plan
 
 _MAX_KEY_WIDTH = 256
@@ -91,6 +91,14 @@ class TritonBackend(Backend):
         if n > 1:
             o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
         return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, K))
+
+    def compile_in_threads(self, spec: UpdateSpec, inputs: UpdateInputs) -> None:
+        """Start to compile the kernels of an update in threads: forward and backward, or for T = 1 the decode step."""
+        if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
+            assert inputs.state is not None
+            begin_step(*decode_operands(spec, inputs, self.config), inputs.state)
+        else:
+            begin_scan(*lower(spec, inputs, self.config))
 
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))

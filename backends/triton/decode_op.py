@@ -14,8 +14,8 @@ from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.triton.lower import splits_terms
-from deltazoo.backends.triton.operands import CommitCall, StepCall, StepKind, StepOperands, schema, unflatten
-from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.operands import CommitCall, StepCall, StepKind, StepOperands, flatten, schema, unflatten
+from deltazoo.backends.triton.precompile import begin, compiled_ahead
 
 
 def decode_operands(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[StepOperands, StepKind]:
@@ -62,6 +62,11 @@ def commit_(
 ) -> None:
     """Advance the states in place by the first `accepted` [B] int32 tokens of each row."""
     _commit_op(*x, values, states, slots, accepted, *kind)
+
+
+def begin_step(x: StepOperands, kind: StepKind, states: Tensor) -> None:
+    """Start to compile the kernel of a decode step in threads."""
+    begin(_step_impl, flatten(StepCall(x, states, None, kind)))
 
 
 def _step_impl(*arguments: Any) -> Tensor:

@@ -17,15 +17,17 @@ from deltazoo.backends.triton.operands import (
     BackwardCall,
     Gradients,
     Prepared,
+    Saved,
     ScanCall,
     ScanKind,
     ScanOperands,
     Sizes,
+    flatten,
     ready,
     schema,
     unflatten,
 )
-from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.precompile import begin, compiled_ahead
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -35,6 +37,15 @@ def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
     else:
         out = _scan_op(*x, *kind, False)
     return out[0], out[1]
+
+
+def begin_scan(x: ScanOperands, kind: ScanKind) -> None:
+    """Start to compile the kernels of the forward and the backward in threads."""
+    forward = flatten(ScanCall(x, kind, True))
+    begin(_scan_impl, forward)
+    o, final, *prepared, checkpoints = _scan_fake(*forward)
+    saved = Saved(Prepared(*prepared), checkpoints)
+    begin(_backward_impl, flatten(BackwardCall(x, saved, o, final, kind)))
 
 
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:

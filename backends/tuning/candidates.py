@@ -80,6 +80,8 @@ def candidates(
         launches = [launch for launch in launches if min_key_tile(problem.saved_dtype) <= launch.keys <= widest]
     default = getattr(heuristic(problem, device, base.split), kernel)
     if supports_hopper(kernel, problem, device, base.chunk):
+        if effort == "quick":  # of the portable launches that of the heuristic: they are rarely faster
+            launches = [default.model_copy(update={"kernel": "portable"})]
         launches.append(default if default.kernel != "portable" else on_hopper(kernel, default))
         if kernel == "reverse" and not base.split and takes("reverse", "fused", problem, device, base.chunk):
             other = "hopper" if default.kernel == "fused" else "fused"
