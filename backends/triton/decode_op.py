@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
-from deltazoo.backends.triton.lower import splits_terms, with_channel_decay
+from deltazoo.backends.triton.lower import splits_terms
 from deltazoo.backends.triton.operands import CommitCall, StepCall, StepKind, StepOperands, flatten, schema, unflatten
 from deltazoo.backends.triton.precompile import begin, compiled_ahead
 
@@ -20,9 +21,9 @@ from deltazoo.backends.triton.precompile import begin, compiled_ahead
 def decode_operands(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[StepOperands, StepKind]:
     """Return the operands and traits of decoded tokens."""
     by_channel = spec.beta == "channel"
-    inputs = with_channel_decay(inputs)
+    decay = log_decay(spec, inputs) if spec.decay == "rate" else inputs.log_decay
     operands = StepOperands(
-        inputs.q, inputs.k, inputs.v, inputs.log_decay,
+        inputs.q, inputs.k, inputs.v, decay,
         erase=inputs.erase if by_channel else inputs.beta, write=inputs.write if by_channel else inputs.beta,
         e=inputs.erase_key, a=inputs.a, b=inputs.b,
     )  # fmt: skip
@@ -66,6 +67,11 @@ def commit_(
 ) -> None:
     """Advance the states in place by the first `accepted` [B] int32 tokens of each row."""
     _commit_op(*x, values, states, slots, accepted, *kind)
+
+
+def begin_step(x: StepOperands, kind: StepKind, states: Tensor) -> None:
+    """Start to compile the kernel of a decode step in threads."""
+    begin(_step_impl, flatten(StepCall(x, states, None, kind)))
 
 
 def _step_impl(*arguments: Any) -> Tensor:

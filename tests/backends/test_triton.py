@@ -350,6 +350,15 @@ def test_watch_reports_the_kernels_of_a_draft():
     assert record.kernels == {"verify_kernel": 1, "commit_kernel": 1, "decode_kernel": 1}
 
 
+def test_decode_kernels_take_a_decay_of_step_and_rate():
+    spec = UpdateSpec(decay="rate", transition="additive")
+    x, states = gated(2, 1, spec=spec)._replace(state=None), torch.randn(2, 2, 16, 16, device=DEVICE)
+    want_states = states.clone()
+    o = backend().step_(spec, x, states, None)  # bypasses `unsupported`, which refuses it for the chunked kernels
+    torch.testing.assert_close(o, ReferenceBackend().step_(spec, x, want_states, None), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states, want_states, rtol=1e-5, atol=1e-5)
+
+
 class RecordOperators(TorchDispatchMode):
     """Records the names of the operators that torch calls."""
 
