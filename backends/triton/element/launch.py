@@ -76,6 +76,7 @@ def _traits(
 def forward(x: ElementOperands, kind: ElementKind, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return o, the final state, and with `save` the checkpoints [slots, K, V, HV], else an empty tensor."""
     s, config = resolve(x, kind)
+    x = _with_wide_keys(x, s, config)
     o, final = x.v.new_empty(x.v.shape), _empty(x, s.N, s.HV, s.K, s.V)
     slots = checkpoint_slots(s.N, s.T, config.every, s.packed)
     checkpoints = _empty(x, slots, s.K, s.V, s.HV) if save else _empty(x, 0)
@@ -97,10 +98,12 @@ def backward(
 ) -> list[Tensor]:
     """Return the gradients that `gradient_shapes` lists."""
     s, config = resolve(x, kind)
-    traits = _traits(x, kind, s, config.backward, config.every, key_gradients)
     grads = {
         name: x.q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in gradient_shapes(x, key_gradients).items()
     }
+    key_dtype = x.q.dtype
+    x = _with_wide_keys(x, s, config)
+    traits = _traits(x, kind, s, config.backward, config.every, key_gradients)
     starts = None
     if s.split:
         starts, ends, maps = _segment_states(x, s)
@@ -142,7 +145,7 @@ def backward(
     if d_q is not None and d_k is not None:
         for name, partial in (("q", d_q), ("k", d_k)):
             total = partial.sum(0 if traits.SHARED else 2) if partial.shape[0 if traits.SHARED else 2] > 1 else partial
-            grads[name] = total.view(x.q.shape).to(x.q.dtype)
+            grads[name] = total.view(x.q.shape).to(key_dtype)
     if d_rate is not None:
         name = "rate" if x.rate is not None else "log_decay"
         grads[name] = d_rate.sum(0)
@@ -170,6 +173,16 @@ def step_(call: ElementStepCall) -> Tensor:
     )
     run(B * cdiv(HV, BC), call.scale, call.states.shape[0])
     return o
+
+
+def _with_wide_keys(x: ElementOperands, s: Sizes, config: ElementConfig) -> ElementOperands:
+    """Convert q and k to float32 if the channels of a program share them.
+
+    They are small then, and every program would convert them again, with as many instructions as it updates states.
+    """
+    if not tiling(config.forward, s.H, s.HV, s.K, s.V).SHARED:
+        return x
+    return x._replace(q=x.q.float(), k=x.k.float())
 
 
 def _scan(

@@ -33,6 +33,7 @@ from deltazoo.backends.triton.kernels.element.tile import (
     sum_channels,
     sum_keys,
     tile_at,
+    token_at,
 )
 
 
@@ -54,15 +55,15 @@ def element_reverse_kernel(
     groups = (last - first + traits.GROUP - 1) // traits.GROUP
     for group in range(groups):
         t = first + (groups - 1 - group) * traits.GROUP
+        row = tl.cast(t, tl.int64)
         decays = ()
         qs = ()
         d_os = ()
         for i in tl.static_range(GROUP):
-            row = tl.cast(t + i, tl.int64)
             in_time = t + i < last
-            decays = decays + (load_decay(log_decay, step, row, in_time, hv, n, in_keys, in_channels, traits),)
-            qs = qs + (load_key(q, row, in_time, h, n, in_keys, in_channels, traits),)
-            d_os = d_os + (load_value(d_o, row, in_time, hv, vi, in_values, in_channels, traits),)
+            decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
+            qs = qs + (load_key(q, row, i, in_time, h, n, in_keys, in_channels, traits),)
+            d_os = d_os + (load_value(d_o, row, i, in_time, hv, vi, in_values, in_channels, traits),)
         for i in tl.static_range(GROUP - 1, -1, -1):
             read = qs[i].to(tl.float32) * (d_os[i].to(tl.float32) * scale)
             l = log2_decay(decays[i], rates, traits)
@@ -126,15 +127,17 @@ def element_backward_kernel(
         if STEPS > 1:
             for group in range(groups - 1):
                 tl.store(tile_at(scratch + group * TILE, in_tile), S)
+                row = tl.cast(t0 + group * traits.GROUP, tl.int64)
                 decays = ()
                 ks = ()
                 vs = ()
                 for i in tl.static_range(GROUP):
-                    t = t0 + group * traits.GROUP + i
-                    row = tl.cast(t, tl.int64)
-                    decays = decays + (load_decay(log_decay, step, row, t < last, hv, n, in_keys, in_channels, traits),)
-                    ks = ks + (load_key(k, row, t < last, h, n, in_keys, in_channels, traits),)
-                    vs = vs + (load_value(v, row, t < last, hv, vi, in_values, in_channels, traits),)
+                    in_time = t0 + group * traits.GROUP + i < last
+                    decays = decays + (
+                        load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),
+                    )
+                    ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
+                    vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
                 for i in tl.static_range(GROUP):
                     l = log2_decay(decays[i], rates, traits)
                     S = decay_state(S, l, traits) + ks[i].to(tl.float32) * vs[i].to(tl.float32)
@@ -143,6 +146,7 @@ def element_backward_kernel(
         for group in range(groups):
             j = groups - 1 - group
             t = t0 + j * traits.GROUP
+            row = tl.cast(t, tl.int64)
             if STEPS > 1:
                 S = tl.load(tile_at(scratch + j * TILE, in_tile))
             decays = ()
@@ -151,13 +155,12 @@ def element_backward_kernel(
             vs = ()
             d_os = ()
             for i in tl.static_range(GROUP):
-                row = tl.cast(t + i, tl.int64)
                 in_time = t + i < last
-                decays = decays + (load_decay(log_decay, step, row, in_time, hv, n, in_keys, in_channels, traits),)
-                ks = ks + (load_key(k, row, in_time, h, n, in_keys, in_channels, traits),)
-                vs = vs + (load_value(v, row, in_time, hv, vi, in_values, in_channels, traits),)
-                qs = qs + (load_key(q, row, in_time, h, n, in_keys, in_channels, traits),)
-                d_os = d_os + (load_value(d_o, row, in_time, hv, vi, in_values, in_channels, traits),)
+                decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
+                ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
+                vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
+                qs = qs + (load_key(q, row, i, in_time, h, n, in_keys, in_channels, traits),)
+                d_os = d_os + (load_value(d_o, row, i, in_time, hv, vi, in_values, in_channels, traits),)
             kept = ()  # P_t
             written = S
             for i in tl.static_range(GROUP):
@@ -165,7 +168,6 @@ def element_backward_kernel(
                 kept = kept + (P,)
                 written = P + ks[i].to(tl.float32) * vs[i].to(tl.float32)
             for i in tl.static_range(GROUP - 1, -1, -1):
-                row = tl.cast(t + i, tl.int64)
                 in_time = t + i < last
                 k_i = ks[i].to(tl.float32)
                 v_i = vs[i].to(tl.float32)
@@ -181,41 +183,31 @@ def element_backward_kernel(
                     else:
                         S_read = S
                     if traits.SHARED:
-                        shared_row = (block * tl.cast(rows, tl.int64) + row) * (traits.H * traits.K) + h * traits.K
-                        store_keys(d_q + shared_row, n, sum_channels(S_read * d_o_i), in_keys & in_time, traits)
-                        store_keys(d_k + shared_row, n, sum_channels(dS * v_i), in_keys & in_time, traits)
+                        d_q_i, d_k_i = sum_channels(S_read * d_o_i, dS * v_i)
+                        shared_row = block * tl.cast(rows, tl.int64) + row
+                        store_keys(d_q, shared_row, i, h * traits.K + n, d_q_i, in_keys & in_time, traits)
+                        store_keys(d_k, shared_row, i, h * traits.K + n, d_k_i, in_keys & in_time, traits)
                     else:
-                        key_row = row * (traits.HV * traits.K)
                         in_row = in_keys & in_channels & in_time
-                        tl.store(
-                            tile_at(d_q + key_row, hv * traits.K + n),
-                            tl.sum(S_read * d_o_i, 1, keep_dims=True),
-                            mask=in_row,
-                        )
-                        tl.store(
-                            tile_at(d_k + key_row, hv * traits.K + n), tl.sum(dS * v_i, 1, keep_dims=True), mask=in_row
-                        )
-                value_row = d_v + row * (traits.HV * traits.V)
-                store_row(
-                    value_row,
-                    hv * traits.V + vi,
-                    sum_keys(dS * k_i),
-                    in_values & in_channels & in_time,
-                    traits.V,
-                    traits,
-                )
+                        at_q = token_at(d_q, row, i, traits.HV * traits.K, hv * traits.K + n)
+                        tl.store(at_q, tl.sum(S_read * d_o_i, 1, keep_dims=True), mask=in_row)
+                        at_k = token_at(d_k, row, i, traits.HV * traits.K, hv * traits.K + n)
+                        tl.store(at_k, tl.sum(dS * v_i, 1, keep_dims=True), mask=in_row)
+                in_row = in_values & in_channels & in_time
+                d_v_i = sum_keys(dS * k_i)
+                store_row(d_v, row, i, traits.HV * traits.V, hv * traits.V + vi, d_v_i, in_row, traits.V, traits)
                 if traits.DECAY != "none":
                     d_log = tl.sum(dS * kept[i], 1, keep_dims=True)
                     in_row = in_channels & in_time
                     if traits.DECAY == "rate":
                         d_rates += d_log * decays[i]
                         d_step = sum_keys(d_log * rates) * 0.6931471805599453
-                        store_row(d_decay + row * traits.HV, hv, d_step, in_row, 1, traits)
+                        store_row(d_decay, row, i, traits.HV, hv, d_step, in_row, 1, traits)
                     elif traits.DECAY == "channel":
-                        decay_at = tile_at(d_decay + row * (traits.HV * traits.K), hv * traits.K + n)
+                        decay_at = token_at(d_decay, row, i, traits.HV * traits.K, hv * traits.K + n)
                         tl.store(decay_at, d_log, mask=in_row & in_keys)
                     elif traits.DECAY == "head":
-                        store_row(d_decay + row * traits.HV, hv, sum_keys(d_log), in_row, 1, traits)
+                        store_row(d_decay, row, i, traits.HV, hv, sum_keys(d_log), in_row, 1, traits)
                     elif traits.DECAY == "fixed":
                         d_rates += sum_keys(d_log) * decays[i]
                     else:
@@ -229,7 +221,7 @@ def element_backward_kernel(
         rate_at = tile_at(d_rate + part * (traits.HV * traits.K), hv * traits.K + n)
         tl.store(rate_at, d_rates, mask=in_keys & in_channels)
     elif FIXED:
-        store_row(d_rate + part * traits.HV, hv, d_rates, in_channels, 1, traits)
+        store_row(d_rate, part, 0, traits.HV, hv, d_rates, in_channels, 1, traits)
     if d_initial is not None:
         if segment == 0:
             d_initial_at = tile_at(d_initial + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits))

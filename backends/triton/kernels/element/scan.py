@@ -66,18 +66,18 @@ def element_scan_kernel(
     rates = load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits)
     total = tl.sum(empty_state(traits), 1, keep_dims=True)
     for t in range(first, last, traits.GROUP):
+        row = tl.cast(t, tl.int64)
         decays = ()
         qs = ()
         ks = ()
         vs = ()
         for i in tl.static_range(GROUP):
-            row = tl.cast(t + i, tl.int64)
             in_time = t + i < last
-            decays = decays + (load_decay(log_decay, step, row, in_time, hv, n, in_keys, in_channels, traits),)
-            ks = ks + (load_key(k, row, in_time, h, n, in_keys, in_channels, traits),)
-            vs = vs + (load_value(v, row, in_time, hv, vi, in_values, in_channels, traits),)
+            decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
+            ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
+            vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
             if ends is None:
-                qs = qs + (load_key(q, row, in_time, h, n, in_keys, in_channels, traits),)
+                qs = qs + (load_key(q, row, i, in_time, h, n, in_keys, in_channels, traits),)
         outputs = ()
         for i in tl.static_range(GROUP):
             if traits.EVERY > 0 and i % UNIT == 0:
@@ -96,9 +96,8 @@ def element_scan_kernel(
                 outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
         if ends is None:
             for i in tl.static_range(GROUP):
-                o_row = o + tl.cast(t + i, tl.int64) * (traits.HV * traits.V)
-                in_output = in_values & in_channels & (t + i < last)
-                store_row(o_row, hv * traits.V + vi, outputs[i], in_output, traits.V, traits)
+                in_row = in_values & in_channels & (t + i < last)
+                store_row(o, row, i, traits.HV * traits.V, hv * traits.V + vi, outputs[i], in_row, traits.V, traits)
     if ends is not None:
         tl.store(tile_at(ends + part, in_rows), S, mask=in_state)
         product = tl.exp2(total) + tl.zeros_like(S)

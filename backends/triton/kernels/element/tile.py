@@ -123,7 +123,19 @@ def tile_at(base, offsets, VALUES: tl.constexpr = 1):
 
 
 @triton.jit
-def store_row(base, offsets, x, mask, VALUES: tl.constexpr, traits: tl.constexpr):
+def token_at(base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, VALUES: tl.constexpr = 1):
+    """Pointers of token row + i, with STRIDE elements per token.
+
+    i STRIDE is added last, as a 64-bit constant: it becomes a part of the instruction, and the tokens of a group share
+    the pointers of the first.
+    """
+    return tile_at(base + row * STRIDE + offsets, tl.full([], i * STRIDE, tl.int64), VALUES)
+
+
+@triton.jit
+def store_row(
+    base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, x, mask, VALUES: tl.constexpr, traits: tl.constexpr
+):
     """Store a row of channels [1, VALUES, RC, W, 1, TC]: of the lanes along the keys, one stores.
 
     The tile of pointers has all lanes, so that its layout is that of the states. The offset of the other lanes is not
@@ -131,17 +143,17 @@ def store_row(base, offsets, x, mask, VALUES: tl.constexpr, traits: tl.constexpr
     """
     TN: tl.constexpr = traits.TN
     tn = tl.arange(0, TN)[None, None, None, None, :, None]
-    at = tile_at(base, offsets + tn, VALUES)
+    at = token_at(base, row, i, STRIDE, offsets + tn, VALUES)
     tl.store(at, (x + tl.zeros_like(tn).to(tl.float32)).to(base.dtype.element_ty), mask=mask & (tn == 0))
 
 
 @triton.jit
-def store_keys(base, offsets, x, mask, traits: tl.constexpr):
+def store_keys(base, row, i: tl.constexpr, offsets, x, mask, traits: tl.constexpr):
     """Store keys [RN, 1, 1, 1, TN, 1] by one lane per key, likewise."""
     W: tl.constexpr = traits.W
     TC: tl.constexpr = traits.TC
     lane = tl.arange(0, W)[None, None, None, :, None, None] * TC + tl.arange(0, TC)[None, None, None, None, None, :]
-    at = tile_at(base, offsets + lane)
+    at = token_at(base, row, i, traits.H * traits.K, offsets + lane)
     tl.store(at, x + tl.zeros_like(lane).to(tl.float32), mask=mask & (lane == 0))
 
 
@@ -164,10 +176,15 @@ def sum_keys(x):
 
 
 @triton.jit
-def sum_channels(x):
-    """Sum over values and channels: within a thread, then over lanes, then over warps."""
-    x = tl.sum(tl.sum(x, 1, keep_dims=True), 2, keep_dims=True)
-    return tl.sum(tl.sum(x, 5, keep_dims=True), 3, keep_dims=True)
+def sum_warp(x):
+    """Sum over the values and the channels of a warp: within a thread, then over lanes."""
+    return tl.sum(tl.sum(tl.sum(x, 1, keep_dims=True), 2, keep_dims=True), 5, keep_dims=True)
+
+
+@triton.jit
+def sum_channels(x, y):
+    """Sum x and y over values and channels. The warps exchange both at once."""
+    return tl.split(tl.sum(tl.join(sum_warp(x), sum_warp(y)), 3, keep_dims=True))
 
 
 @triton.jit
@@ -184,14 +201,14 @@ def load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits: tl.constexp
 
 
 @triton.jit
-def load_decay(log_decay, step, row, in_time, hv, n, in_keys, in_channels, traits: tl.constexpr):
-    """Load what the decay takes from token `row`: its step, or its log decay. A fixed decay takes whether it exists."""
+def load_decay(log_decay, step, row, i: tl.constexpr, in_time, hv, n, in_keys, in_channels, traits: tl.constexpr):
+    """Load what the decay takes from token row + i: its step, or its log decay. A fixed decay takes whether it exists."""
     if traits.DECAY == "rate":
-        return tl.load(tile_at(step + row * traits.HV, hv), mask=in_channels & in_time, other=0.0)
+        return tl.load(token_at(step, row, i, traits.HV, hv), mask=in_channels & in_time, other=0.0)
     elif traits.DECAY == "head":
-        return tl.load(tile_at(log_decay + row * traits.HV, hv), mask=in_channels & in_time, other=0.0)
+        return tl.load(token_at(log_decay, row, i, traits.HV, hv), mask=in_channels & in_time, other=0.0)
     elif traits.DECAY == "channel":
-        at = tile_at(log_decay + row * (traits.HV * traits.K), hv * traits.K + n)
+        at = token_at(log_decay, row, i, traits.HV * traits.K, hv * traits.K + n)
         return tl.load(at, mask=in_channels & in_keys & in_time, other=0.0)
     else:
         return tl.where(in_time, 1.0, 0.0)
@@ -209,19 +226,19 @@ def log2_decay(loaded, rates, traits: tl.constexpr):
 
 
 @triton.jit
-def load_key(x, row, in_time, h, n, in_keys, in_channels, traits: tl.constexpr):
-    """Load q or k of token `row`: [RN, 1, 1, 1, TN, 1], or per channel."""
-    x += row * (traits.H * traits.K)
+def load_key(x, row, i: tl.constexpr, in_time, h, n, in_keys, in_channels, traits: tl.constexpr):
+    """Load q or k of token row + i: [RN, 1, 1, 1, TN, 1], or per channel."""
+    STRIDE: tl.constexpr = traits.H * traits.K
     if traits.SHARED:
-        return tl.load(x + h * traits.K + n, mask=in_keys & in_time, other=0.0)
+        return tl.load(x + (row + i) * STRIDE + h * traits.K + n, mask=in_keys & in_time, other=0.0)
     else:
-        return tl.load(tile_at(x, h * traits.K + n), mask=in_keys & in_channels & in_time, other=0.0)
+        return tl.load(token_at(x, row, i, STRIDE, h * traits.K + n), mask=in_keys & in_channels & in_time, other=0.0)
 
 
 @triton.jit
-def load_value(x, row, in_time, hv, vi, in_values, in_channels, traits: tl.constexpr):
-    """Load v or d_o of token `row`: [1, VP, RC, W, 1, TC]."""
-    at = tile_at(x + row * (traits.HV * traits.V), hv * traits.V + vi, traits.V)
+def load_value(x, row, i: tl.constexpr, in_time, hv, vi, in_values, in_channels, traits: tl.constexpr):
+    """Load v or d_o of token row + i: [1, VP, RC, W, 1, TC]."""
+    at = token_at(x, row, i, traits.HV * traits.V, hv * traits.V + vi, traits.V)
     return tl.load(at, mask=in_values & in_channels & in_time, other=0.0)
 
 
