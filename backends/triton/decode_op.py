@@ -41,11 +41,6 @@ def decode_operands(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tupl
     )
 
 
-def begin_step(x: StepOperands, kind: StepKind, states: Tensor) -> None:
-    """Start to compile the kernel of a decode step in threads."""
-    begin(_step_impl, flatten(StepCall(x, states, None, kind)))
-
-
 def step_(x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None) -> Tensor:
     """Decode one token per row (T = 1), updating the states in place. Returns o [B, 1, HV, V].
 

@@ -23,7 +23,7 @@ from typing import Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deltazoo.backends.devices import DeviceSpec, triton_version
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.errors import ConfigError, describe_invalid
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Decay, Plan, Problem, make_plan
@@ -344,8 +344,7 @@ def _parse_table(text: str, name: str) -> Table:
     try:
         return Table.model_validate_json(text)
     except ValidationError as error:
-        wrong = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-        sentences = "; ".join(f"{where}: {message}" if where else message for where, message in wrong)
+        sentences = "; ".join(describe_invalid(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
         raise ConfigError(f"{name} is not a launch table: {sentences}") from error
 
 

@@ -244,7 +244,7 @@ def broken(key=None, **change):
     ("text", "message"),
     [
         ("{", "t.json is not a launch table: .*Invalid JSON"),
-        (broken(launch={"tile": 2}), r"records.0.launch.tile: Input should be greater than or equal to"),
+        (broken(launch={"tile": 2}), r"records.0.launch.tile must be at least"),
         (broken(launch={"tile": 64, "chunk": 32}), r"records.0.launch.chunk: Extra inputs are not permitted"),
         (broken({"kernel": "split"}), r"records.0: kernel='split' needs split alone"),
         (
@@ -252,7 +252,7 @@ def broken(key=None, **change):
             r"split must be 0 or a power of two and a multiple of every",
         ),
         (broken({"dtype": "float8"}), r"records.0.key.dtype"),
-        (broken(ms=math.inf), r"records.0.ms: Input should be a finite number"),
+        (broken(ms=math.inf), r"records.0.ms must be a finite number"),
         (
             broken(launch={"tile": 64, "kernel": "fused"}),
             r"scan.kernel must be one of 'portable', 'hopper', got 'fused'",
