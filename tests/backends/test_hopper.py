@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from assembly import disassemble, missing_waits, wrong_descriptor_addresses
+from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
 from compiling import Compiler, launch_update
 
 from deltazoo.backends.devices import DeviceSpec
@@ -83,6 +83,7 @@ def assert_compiled_and_fits(name, kernel):
     sass = disassemble(kernel.asm["cubin"])
     assert not wrong_descriptor_addresses(sass)
     assert not missing_waits(sass)
+    assert not overwritten_operands(sass)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, early, groups
     sass = disassemble(kernel.asm["cubin"])
     assert not wrong_descriptor_addresses(sass)
     assert not missing_waits(sass)
+    assert not overwritten_operands(sass)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,7 @@ def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, earl
     sass = disassemble(kernel.asm["cubin"])
     assert not wrong_descriptor_addresses(sass)
     assert not missing_waits(sass)
+    assert not overwritten_operands(sass)
 
 
 # SASS of ptxas 12.8.93: the second FMUL reads the result of exp2 without a wait; the first waits for its own operand
@@ -176,11 +179,21 @@ def test_functions_that_triton_renamed_are_called_by_one_name():
     assert calls == {"gluon_versions.py"}
 
 
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R56, R172, gdesc[UR16], R56, gsb0"
+OVERWRITTEN = "".join(
+    f"        /*0{n}00*/      {instruction} ;   /* 0x0000000000000000 */\n            /* 0x000fe20000000000 */\n"
+    for n, instruction in enumerate((PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R173, R2"))
+)
+
+
 def test_the_known_bugs_of_ptxas_are_detected():
     assert missing_waits(MISSING_WAIT) == ["FMUL R215, R5, UR58 does not wait for MUFU.EX2 R5, R5"]
     assert missing_waits(MISSING_WAIT.replace("0x000fe20008400000", "0x008fe20008400000")) == []
     assert len(wrong_descriptor_addresses(WRONG_ADDRESS)) == 1
     assert wrong_descriptor_addresses(WRONG_ADDRESS.replace("UIADD3.X UR5, UR25", "UIADD3.X UR5, URZ")) == []
+    assert overwritten_operands(OVERWRITTEN) == [f"MOV R173, R2 overwrites {PRODUCT}"]
+    assert overwritten_operands(OVERWRITTEN.replace("gsb0, 0x1", "gsb0, 0x0")) == []
+    assert overwritten_operands(OVERWRITTEN.replace("R173", "R176")) == []
 
 
 def test_prepared_tensors_have_the_same_shapes_with_and_without_a_backward():

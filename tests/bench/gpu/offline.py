@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "backends"))
 
 import torch
 import triton
-from assembly import disassemble, missing_waits, wrong_descriptor_addresses
+from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
 from compiling import Compiler, launch_update
 from triton.backends.nvidia.compiler import get_ptxas
 
@@ -36,6 +36,7 @@ DEVICES = {
     "hopper": DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 4, 232448),
     "portable": DeviceSpec("a small GPU", "cuda", (8, 0), 4, 232448),
 }
+SEARCHES = (wrong_descriptor_addresses, missing_waits, overwritten_operands)
 MAX_SPILL = 600  # bytes of spill stores
 
 
@@ -85,7 +86,9 @@ def report(kernel: object) -> dict[str, object]:
         "mma": asm["ptx"].count("mma.sync"),
         "barriers": asm["ptx"].count("bar.sync"),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
-        "faults": len(wrong_descriptor_addresses(sass)) + len(missing_waits(sass)),
+        "faults": sum(
+            len(search(sass)) for search in (wrong_descriptor_addresses, missing_waits, overwritten_operands)
+        ),
     }
     warnings = [line for line in log.splitlines() if "C75" in line or "erialized" in line]
     return info | ({"warnings": warnings[:2]} if warnings else {})
