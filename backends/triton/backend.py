@@ -23,7 +23,6 @@ from deltazoo.backends.triton.lower import (
     in_float32,
     lower,
     micro_steps,
-    splits_terms,
 )
 from deltazoo.backends.triton.op import chunk_scan, step_
 from deltazoo.backends.triton.show import explain_plan
@@ -74,12 +73,10 @@ class TritonBackend(Backend):
             reasons.append(f"K must be at most {_MAX_KEY_WIDTH}, got {meta.K}.")
         if reasons or interpreted or meta.device != "cuda":
             return reasons
-        split_terms = splits_terms(spec, meta.K, meta.dtype)
         channel = spec.decay == "channel" or meta.decay_channels
         dtype = torch.float32 if computes_in_float32(spec, meta.K, meta.dtype, channel) else meta.dtype
         unsupported, name, memory = current_limits(meta.grad) if device is None else limits_of(device, meta.grad)
-        own = spec.erase_key == "own" or spec.transition == "dplr" or spec.beta == "channel"
-        return [*unsupported, *size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad, split_terms, own)]
+        return list(unsupported) or size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad)
 
     def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
         return explain_plan(spec, meta, shape, device, self.config)
