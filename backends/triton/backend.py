@@ -20,7 +20,7 @@ from deltazoo.backends.triton.decode_op import begin_step, commit_, decode_opera
 from deltazoo.backends.triton.element.op import element_step_, element_update, is_elementwise
 from deltazoo.backends.triton.element.show import explain_element
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
-from deltazoo.backends.triton.lower import computes_in_float32, lower, micro_steps, splits_terms
+from deltazoo.backends.triton.lower import computes_in_float32, lower, micro_steps
 from deltazoo.backends.triton.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.show import explain_plan
 
@@ -71,12 +71,10 @@ class TritonBackend(Backend):
             return reasons
         if is_elementwise(spec, meta.V):
             return [*(current_limits(False) if device is None else limits_of(device, False))[0]]
-        split_terms = splits_terms(spec, meta.K, meta.dtype)
         channel = spec.decay in ("channel", "rate") or meta.decay_channels
         dtype = torch.float32 if computes_in_float32(spec, meta.K, meta.dtype, channel) else meta.dtype
         unsupported, name, memory = current_limits(meta.grad) if device is None else limits_of(device, meta.grad)
-        own = spec.erase_key == "own" or spec.transition == "dplr" or spec.beta == "channel"
-        return [*unsupported, *size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad, split_terms, own)]
+        return list(unsupported) or size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad)
 
     def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
         if is_elementwise(spec, meta.V):

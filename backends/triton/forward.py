@@ -272,6 +272,8 @@ def scan(
             ),
             launch.warps,
             launch.stages,
+            # by default ptxas 12.8 and 12.9 used 40 registers for K = 256 and spilled 13 KB
+            registers=min(255, 2048 // launch.warps) if s.K > 128 else None,
         )  # fmt: skip
         columns = 0 if mode == "maps" else cdiv(s.V, BV)
         columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
