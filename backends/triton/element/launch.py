@@ -24,7 +24,7 @@ from deltazoo.backends.triton.element.config import (
     segment_length,
     tiling,
 )
-from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall, gradient_shapes
+from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall, empty_gradients
 from deltazoo.backends.triton.kernels.element.backward import element_backward_kernel, element_reverse_kernel
 from deltazoo.backends.triton.kernels.element.combine import element_combine_kernel
 from deltazoo.backends.triton.kernels.element.scan import element_scan_kernel
@@ -98,11 +98,9 @@ def forward(x: ElementOperands, kind: ElementKind, save: bool) -> tuple[Tensor, 
 def backward(
     x: ElementOperands, kind: ElementKind, checkpoints: Tensor, d_o: Tensor, d_final: Tensor | None, key_gradients: bool
 ) -> list[Tensor]:
-    """Return the gradients that `gradient_shapes` lists."""
+    """Return the gradients that `empty_gradients` lists."""
     s, config = resolve(x, kind)
-    grads = {
-        name: x.q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in gradient_shapes(x, key_gradients).items()
-    }
+    grads = empty_gradients(x, key_gradients)
     key_dtype = x.q.dtype
     x = _kernel_operands(x, s, config)
     traits = _traits(x, kind, s, config.backward, config.every, key_gradients)

@@ -186,7 +186,7 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     x, rest = _split(arguments)
-    return [x.q.new_empty(shape, dtype=dtype) for shape, dtype in gradient_shapes(x, rest[-1]).values()]
+    return list(empty_gradients(x, rest[-1]).values())
 
 
 def _step_fake(*arguments: Any) -> Tensor:
@@ -194,11 +194,26 @@ def _step_fake(*arguments: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
-def gradient_shapes(x: ElementOperands, key_gradients: bool) -> dict[str, tuple[Any, torch.dtype]]:
-    """Shape and dtype of each gradient that the backward operator returns, in order, by the operand's name."""
-    names = [*(("q", "k") if key_gradients else ()), "v", "log_decay", "step", "rate", "state"]
-    present = {name: operand for name in names if (operand := getattr(x, name)) is not None}
-    return {name: (tuple(operand.shape), operand.dtype) for name, operand in present.items()}
+def gradient_names(x: ElementOperands, key_gradients: bool) -> list[str]:
+    """The operands whose gradients the backward operator returns, in order.
+
+    torch.compile traces it, which does not support a comprehension with a cell variable here.
+    """
+    names = ["q", "k"] if key_gradients else []
+    names.append("v")
+    for name, operand in (("log_decay", x.log_decay), ("step", x.step), ("rate", x.rate), ("state", x.state)):
+        if operand is not None:
+            names.append(name)
+    return names
+
+
+def empty_gradients(x: ElementOperands, key_gradients: bool) -> dict[str, Tensor]:
+    """Allocate the gradients that the backward operator returns, in the shapes and dtypes of the operands."""
+    gradients = {}
+    for name in gradient_names(x, key_gradients):
+        operand = getattr(x, name)
+        gradients[name] = operand.new_empty(operand.shape)
+    return gradients
 
 
 _scan_op = operator(
@@ -240,8 +255,10 @@ class _ElementScan(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, (checkpoints,) = _split(ctx.saved_tensors)
         d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
-        needed = dict(zip(x._fields, ctx.needs_input_grad, strict=False))
-        key_gradients = bool(needed["q"] or needed["k"])
-        grads = _backward_op(*x, checkpoints, d_o, d_final, *ctx.kind, key_gradients)
-        by_name = dict(zip(gradient_shapes(x, key_gradients), grads, strict=True))
-        return (*(by_name.get(name) if needed[name] else None for name in x._fields), *(None for _ in ctx.kind))
+        key_gradients = bool(ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        present = _backward_op(*x, checkpoints, d_o, d_final, *ctx.kind, key_gradients)
+        by_name = dict(zip(gradient_names(x, key_gradients), present, strict=True))
+        grads = []
+        for name, needed in zip(x._fields, ctx.needs_input_grad, strict=False):
+            grads.append(by_name.get(name) if needed else None)
+        return (*grads, *(None for _ in ctx.kind))
