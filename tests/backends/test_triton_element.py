@@ -200,20 +200,21 @@ def test_operators_pass_opcheck():
         ({"decay": "rate"}, 1, True),
         ({"decay": "head"}, 2, True),
         ({"decay": "head"}, 3, False),
+        ({"decay": "rate"}, 4, True),
         ({"decay": "head", "householders": 2}, 1, False),
         ({"decay": "rate", "transition": "delta"}, 1, False),
     ],
 )
-def test_additive_specs_with_narrow_values_are_elementwise(axes, V, elementwise):
+def test_additive_specs_with_narrow_values_or_a_rate_are_elementwise(axes, V, elementwise):
     spec = UpdateSpec(**({"transition": "additive"} | axes))
     assert is_elementwise(spec, V) is elementwise
     assert TritonBackend().unsupported(spec, UpdateMeta(DEVICE, DTYPES[1], 1, 4, 4, V)) == []
 
 
-@pytest.mark.parametrize("V", [1, 4])
-def test_a_rate_decay_with_an_erase_term_or_wide_values_conforms(V):
-    spec = UpdateSpec(decay="rate", transition="delta" if V == 1 else "additive")
-    assert_conforms(TritonBackend(), Case(spec, Shape("small", B=1, T=9, H=1, HV=2, K=3, V=V), DTYPES[0]))
+@pytest.mark.parametrize(("transition", "V", "regime"), [("delta", 1, "ordinary"), ("additive", 3, "decays")])
+def test_a_rate_decay_with_an_erase_term_or_wide_values_conforms(transition, V, regime):
+    spec = UpdateSpec(decay="rate", transition=transition)
+    assert_conforms(TritonBackend(), Case(spec, Shape("small", B=1, T=9, H=1, HV=2, K=3, V=V), DTYPES[0], regime))
 
 
 def test_watch_reports_the_elementwise_kernels():

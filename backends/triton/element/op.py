@@ -97,26 +97,44 @@ class ElementStepCall(NamedTuple):
 
 
 def is_elementwise(spec: UpdateSpec, V: int) -> bool:
-    """Whether the elementwise kernels compute a spec: additive, one step per token, values of width 1 or 2.
+    """Whether the elementwise kernels compute a spec: additive, one step per token, and narrow values or a rate.
 
-    For so few values the products of a chunk are more work than the recurrence itself.
+    For values of width 1 or 2 the products of a chunk are more work than the recurrence itself. With a rate, the
+    gradient of the log decay is multiplied by the step, and only these kernels compute it without cancellation.
     """
-    return spec.transition == "additive" and spec.householders == 1 and V <= MAX_VALUE_WIDTH
+    return spec.transition == "additive" and spec.householders == 1 and (has_narrow_values(V) or spec.decay == "rate")
+
+
+def has_narrow_values(V: int) -> bool:
+    """Whether one launch computes all values."""
+    return V <= MAX_VALUE_WIDTH
 
 
 def element_update(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> UpdateOutput:
-    """Compute an update; differentiable once."""
+    """Compute an update; differentiable once. Wider values are computed two columns at a time."""
     x, kind = _lower(spec, inputs), ElementKind(spec.read == "before", spec.scale_of(inputs.q.shape[-1]), config)
     B, T, HV, V = x.v.shape
+    if not has_narrow_values(V):
+        slices = [slice(i, min(i + MAX_VALUE_WIDTH, V)) for i in range(0, V, MAX_VALUE_WIDTH)]
+        parts = [
+            _run(x._replace(v=x.v[..., part], state=None if x.state is None else x.state[..., part]), kind)
+            for part in slices
+        ]
+        return UpdateOutput(torch.cat([o for o, _ in parts], -1), torch.cat([state for _, state in parts], -1))
     if T == 1 and x.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
         shape = (B, HV, x.q.shape[-1], V)
         state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
         return UpdateOutput(element_step_(spec, inputs, state, None), state)
+    return UpdateOutput(*_run(x, kind))
+
+
+def _run(x: ElementOperands, kind: ElementKind) -> tuple[Tensor, Tensor]:
+    """Run the scan, differentiably. Returns o and the final state."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
         out = _ElementScan.apply(*x, *kind)
     else:
         out = _scan_op(*x, *kind, False)
-    return UpdateOutput(out[0], out[1])
+    return out[0], out[1]
 
 
 def element_step_(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
