@@ -17,7 +17,7 @@ from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.decode_op import begin_step, commit_, decode_operands, step_, verify
-from deltazoo.backends.triton.element.op import element_step_, element_update, is_elementwise
+from deltazoo.backends.triton.element.op import element_step_, element_update, has_narrow_values, is_elementwise
 from deltazoo.backends.triton.element.show import explain_element
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
 from deltazoo.backends.triton.lower import computes_in_float32, lower, micro_steps
@@ -30,8 +30,8 @@ _MAX_KEY_WIDTH = 256
 class TritonBackend(Backend):
     """Compute the update with chunked Triton kernels, forward, backward and decode, on NVIDIA GPUs.
 
-    Supports every spec, in float32, bfloat16 and float16. Additive specs with values of width 1 or 2 use elementwise
-    kernels (element/). Accumulates in float32; products of float32 operands use tf32 only if
+    Supports every spec, in float32, bfloat16 and float16. Additive specs with values of width 1 or 2, or with a
+    rate, use elementwise kernels (element/). Accumulates in float32; products of float32 operands use tf32 only if
     `torch.set_float32_matmul_precision` allows it. Deterministic, without host synchronisation, CUDA-graph safe.
     Nothing is tuned at the first call: launch configs come from a table, else from a heuristic.
 
@@ -110,7 +110,7 @@ class TritonBackend(Backend):
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
-            if is_elementwise(spec, inputs.v.shape[-1]):
+            if is_elementwise(spec, V := inputs.v.shape[-1]) and has_narrow_values(V):
                 return element_step_(spec, inputs, states, slots)
             return step_(*decode_operands(spec, inputs, self.config), states, slots)
 

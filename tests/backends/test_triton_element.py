@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from triton_cases import DEVICE, DTYPES, assert_conforms, needs_triton
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, watch
@@ -21,6 +22,7 @@ from deltazoo.backends.triton.element.config import (
     tiling,
 )
 from deltazoo.backends.triton.element.op import is_elementwise
+from deltazoo.backends.triton.element.show import element_kernels
 
 pytestmark = needs_triton
 
@@ -198,20 +200,21 @@ def test_operators_pass_opcheck():
         ({"decay": "rate"}, 1, True),
         ({"decay": "head"}, 2, True),
         ({"decay": "head"}, 3, False),
+        ({"decay": "rate"}, 4, True),
         ({"decay": "head", "householders": 2}, 1, False),
         ({"decay": "rate", "transition": "delta"}, 1, False),
     ],
 )
-def test_additive_specs_with_narrow_values_are_elementwise(axes, V, elementwise):
+def test_additive_specs_with_narrow_values_or_a_rate_are_elementwise(axes, V, elementwise):
     spec = UpdateSpec(**({"transition": "additive"} | axes))
     assert is_elementwise(spec, V) is elementwise
     assert TritonBackend().unsupported(spec, UpdateMeta(DEVICE, DTYPES[1], 1, 4, 4, V)) == []
 
 
-@pytest.mark.parametrize("V", [1, 4])
-def test_a_rate_decay_with_an_erase_term_or_wide_values_conforms(V):
-    spec = UpdateSpec(decay="rate", transition="delta" if V == 1 else "additive")
-    assert_conforms(TritonBackend(), Case(spec, Shape("small", B=1, T=9, H=1, HV=2, K=3, V=V), DTYPES[0]))
+@pytest.mark.parametrize(("transition", "V", "regime"), [("delta", 1, "ordinary"), ("additive", 3, "decays")])
+def test_a_rate_decay_with_an_erase_term_or_wide_values_conforms(transition, V, regime):
+    spec = UpdateSpec(decay="rate", transition=transition)
+    assert_conforms(TritonBackend(), Case(spec, Shape("small", B=1, T=9, H=1, HV=2, K=3, V=V), DTYPES[0], regime))
 
 
 def test_watch_reports_the_elementwise_kernels():
@@ -231,3 +234,38 @@ def test_few_channels_are_divided_into_segments():
     assert segment_length(config, tile, 8, 4096, 132) == 0
     length = segment_length(config, tile, 1, 8192, 132)
     assert 0 < length < 8192 and length % config.every == 0
+
+
+@pytest.mark.parametrize(("config", "split"), [("one segment", 0), ("segments", 8)])
+def test_the_plan_lists_the_kernels_that_are_launched(config, split):
+    x = draw(Case(SPECS["rate, after"], SHAPES["pack"]), DEVICE)
+    x.v.requires_grad_()
+    with watch() as record:
+        out = bind(SPECS["rate, after"], backend(config))(x)
+    kernels = [[run.name for run in record.runs if run.name.endswith("_kernel")]]
+    with watch() as record:
+        out.o.square().sum().backward()
+    kernels.append([run.name for run in record.runs if run.name.endswith("_kernel")])
+    assert tuple(kernels) == element_kernels(split, packed=True, grad=True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_one_graph_forward_and_backward_for_every_length(packed):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    spec = SPECS["rate, after"]
+    bound = bind(spec, backend("one segment"))
+
+    def run(x: UpdateInputs) -> torch.Tensor:
+        out = bound(x)
+        return out.o.square().sum() + out.state.square().sum()
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
+    for T in (9, 13, 4):
+        shape = Shape("some", 1 if packed else 2, T, 1, 2, 3, 1, lengths=(T - 2, 0, 2) if packed else ())
+        x = draw(Case(spec, shape), DEVICE)
+        leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
+        want = torch.autograd.grad(run(x), leaves)
+        for got, grad in zip(torch.autograd.grad(compiled(x), leaves), want, strict=True):
+            torch.testing.assert_close(got, grad)
+    assert counter.frame_count == 1

@@ -24,7 +24,7 @@ from deltazoo.backends.triton.element.config import (
     segment_length,
     tiling,
 )
-from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall, gradient_shapes
+from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall, empty_gradients
 from deltazoo.backends.triton.kernels.element.backward import element_backward_kernel, element_reverse_kernel
 from deltazoo.backends.triton.kernels.element.combine import element_combine_kernel
 from deltazoo.backends.triton.kernels.element.scan import element_scan_kernel
@@ -67,16 +67,18 @@ def _traits(
     x: ElementOperands, kind: ElementKind, s: Sizes, launch: ElementLaunch, every: int, key_gradients: bool = False
 ) -> ElementTraits:
     tile = tiling(launch, s.H, s.HV, s.K, s.V)
+    channels = s.HV // s.H if tile.SHARED else s.HV
     return ElementTraits(
         H=s.H, HV=s.HV, K=s.K, V=s.V, **tile._asdict(), DECAY=x.decay, READ_EARLY=kind.read_early, PACKED=s.packed,
-        EVERY=every, SPLIT=s.split, GROUP=launch.group, KEY_GRADIENTS=key_gradients,
+        EVERY=every, SPLIT=s.split, GROUP=launch.group, KEYS=tile.RN if s.K % tile.RN == 0 else 1,
+        CHANNELS=tile.RC if s.V == 1 and channels % tile.RC == 0 else 1, KEY_GRADIENTS=key_gradients,
     )  # fmt: skip
 
 
 def forward(x: ElementOperands, kind: ElementKind, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return o, the final state, and with `save` the checkpoints [slots, K, V, HV], else an empty tensor."""
     s, config = resolve(x, kind)
-    x = _with_wide_keys(x, s, config)
+    x = _kernel_operands(x, s, config)
     o, final = x.v.new_empty(x.v.shape), _empty(x, s.N, s.HV, s.K, s.V)
     slots = checkpoint_slots(s.N, s.T, config.every, s.packed)
     checkpoints = _empty(x, slots, s.K, s.V, s.HV) if save else _empty(x, 0)
@@ -96,13 +98,11 @@ def forward(x: ElementOperands, kind: ElementKind, save: bool) -> tuple[Tensor, 
 def backward(
     x: ElementOperands, kind: ElementKind, checkpoints: Tensor, d_o: Tensor, d_final: Tensor | None, key_gradients: bool
 ) -> list[Tensor]:
-    """Return the gradients that `gradient_shapes` lists."""
+    """Return the gradients that `empty_gradients` lists."""
     s, config = resolve(x, kind)
-    grads = {
-        name: x.q.new_empty(shape, dtype=dtype) for name, (shape, dtype) in gradient_shapes(x, key_gradients).items()
-    }
+    grads = empty_gradients(x, key_gradients)
     key_dtype = x.q.dtype
-    x = _with_wide_keys(x, s, config)
+    x = _kernel_operands(x, s, config)
     traits = _traits(x, kind, s, config.backward, config.every, key_gradients)
     starts = None
     if s.split:
@@ -148,7 +148,8 @@ def backward(
             grads[name] = total.view(x.q.shape).to(key_dtype)
     if d_rate is not None:
         name = "rate" if x.rate is not None else "log_decay"
-        grads[name] = d_rate.sum(0)
+        total = d_rate.sum(0)
+        grads[name] = total.t().contiguous() if total.dim() == 2 else total
     _zero_tail(
         x, s, v=grads["v"], q=grads.get("q"), k=grads.get("k"),
         log_decay=None if x.decay.startswith("fixed") else grads.get("log_decay"), b=grads.get("step"),
@@ -175,11 +176,17 @@ def step_(call: ElementStepCall) -> Tensor:
     return o
 
 
-def _with_wide_keys(x: ElementOperands, s: Sizes, config: ElementConfig) -> ElementOperands:
-    """Convert q and k to float32 if the channels of a program share them.
+def _kernel_operands(x: ElementOperands, s: Sizes, config: ElementConfig) -> ElementOperands:
+    """Return the operands as the kernels read them: the rate or a fixed decay per channel as [K, HV], so that lanes
+    read adjacent channels, and q and k in float32 if the channels of a program share them.
 
-    They are small then, and every program would convert them again, with as many instructions as it updates states.
+    These are small then, and every program would convert them again, with as many instructions as it updates states.
     """
+    if x.rate is not None:
+        x = x._replace(rate=x.rate.t().contiguous())
+    elif x.decay == "fixed_channel":
+        assert x.log_decay is not None
+        x = x._replace(log_decay=x.log_decay.t().contiguous())
     if not tiling(config.forward, s.H, s.HV, s.K, s.V).SHARED:
         return x
     return x._replace(q=x.q.float(), k=x.k.float())

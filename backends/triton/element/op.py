@@ -97,26 +97,44 @@ class ElementStepCall(NamedTuple):
 
 
 def is_elementwise(spec: UpdateSpec, V: int) -> bool:
-    """Whether the elementwise kernels compute a spec: additive, one step per token, values of width 1 or 2.
+    """Whether the elementwise kernels compute a spec: additive, one step per token, and narrow values or a rate.
 
-    For so few values the products of a chunk are more work than the recurrence itself.
+    For values of width 1 or 2 the products of a chunk are more work than the recurrence itself. With a rate, the
+    gradient of the log decay is multiplied by the step, and only these kernels compute it without cancellation.
     """
-    return spec.transition == "additive" and spec.householders == 1 and V <= MAX_VALUE_WIDTH
+    return spec.transition == "additive" and spec.householders == 1 and (has_narrow_values(V) or spec.decay == "rate")
+
+
+def has_narrow_values(V: int) -> bool:
+    """Whether one launch computes all values."""
+    return V <= MAX_VALUE_WIDTH
 
 
 def element_update(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> UpdateOutput:
-    """Compute an update; differentiable once."""
+    """Compute an update; differentiable once. Wider values are computed two columns at a time."""
     x, kind = _lower(spec, inputs), ElementKind(spec.read == "before", spec.scale_of(inputs.q.shape[-1]), config)
     B, T, HV, V = x.v.shape
+    if not has_narrow_values(V):
+        slices = [slice(i, min(i + MAX_VALUE_WIDTH, V)) for i in range(0, V, MAX_VALUE_WIDTH)]
+        parts = [
+            _run(x._replace(v=x.v[..., part], state=None if x.state is None else x.state[..., part]), kind)
+            for part in slices
+        ]
+        return UpdateOutput(torch.cat([o for o, _ in parts], -1), torch.cat([state for _, state in parts], -1))
     if T == 1 and x.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
         shape = (B, HV, x.q.shape[-1], V)
         state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
         return UpdateOutput(element_step_(spec, inputs, state, None), state)
+    return UpdateOutput(*_run(x, kind))
+
+
+def _run(x: ElementOperands, kind: ElementKind) -> tuple[Tensor, Tensor]:
+    """Run the scan, differentiably. Returns o and the final state."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
         out = _ElementScan.apply(*x, *kind)
     else:
         out = _scan_op(*x, *kind, False)
-    return UpdateOutput(out[0], out[1])
+    return out[0], out[1]
 
 
 def element_step_(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
@@ -186,7 +204,7 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
     x, rest = _split(arguments)
-    return [x.q.new_empty(shape, dtype=dtype) for shape, dtype in gradient_shapes(x, rest[-1]).values()]
+    return list(empty_gradients(x, rest[-1]).values())
 
 
 def _step_fake(*arguments: Any) -> Tensor:
@@ -194,11 +212,26 @@ def _step_fake(*arguments: Any) -> Tensor:
     return v.new_empty(v.shape)
 
 
-def gradient_shapes(x: ElementOperands, key_gradients: bool) -> dict[str, tuple[Any, torch.dtype]]:
-    """Shape and dtype of each gradient that the backward operator returns, in order, by the operand's name."""
-    names = [*(("q", "k") if key_gradients else ()), "v", "log_decay", "step", "rate", "state"]
-    present = {name: operand for name in names if (operand := getattr(x, name)) is not None}
-    return {name: (tuple(operand.shape), operand.dtype) for name, operand in present.items()}
+def gradient_names(x: ElementOperands, key_gradients: bool) -> list[str]:
+    """The operands whose gradients the backward operator returns, in order.
+
+    torch.compile traces it, which does not support a comprehension with a cell variable here.
+    """
+    names = ["q", "k"] if key_gradients else []
+    names.append("v")
+    for name, operand in (("log_decay", x.log_decay), ("step", x.step), ("rate", x.rate), ("state", x.state)):
+        if operand is not None:
+            names.append(name)
+    return names
+
+
+def empty_gradients(x: ElementOperands, key_gradients: bool) -> dict[str, Tensor]:
+    """Allocate the gradients that the backward operator returns, in the shapes and dtypes of the operands."""
+    gradients = {}
+    for name in gradient_names(x, key_gradients):
+        operand = getattr(x, name)
+        gradients[name] = operand.new_empty(operand.shape)
+    return gradients
 
 
 _scan_op = operator(
@@ -240,8 +273,10 @@ class _ElementScan(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, (checkpoints,) = _split(ctx.saved_tensors)
         d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
-        needed = dict(zip(x._fields, ctx.needs_input_grad, strict=False))
-        key_gradients = bool(needed["q"] or needed["k"])
-        grads = _backward_op(*x, checkpoints, d_o, d_final, *ctx.kind, key_gradients)
-        by_name = dict(zip(gradient_shapes(x, key_gradients), grads, strict=True))
-        return (*(by_name.get(name) if needed[name] else None for name in x._fields), *(None for _ in ctx.kind))
+        key_gradients = bool(ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        present = _backward_op(*x, checkpoints, d_o, d_final, *ctx.kind, key_gradients)
+        by_name = dict(zip(gradient_names(x, key_gradients), present, strict=True))
+        grads = []
+        for name, needed in zip(x._fields, ctx.needs_input_grad, strict=False):
+            grads.append(by_name.get(name) if needed else None)
+        return (*grads, *(None for _ in ctx.kind))

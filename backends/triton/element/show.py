@@ -11,6 +11,7 @@ from deltazoo.backends.triton.element.config import (
     segment_length,
     tiling,
 )
+from deltazoo.backends.triton.element.op import MAX_VALUE_WIDTH
 from deltazoo.backends.triton.plan import LAUNCHES
 
 
@@ -29,9 +30,9 @@ def explain_element(meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | 
     device = DeviceSpec.current() if device is None else device
     if device.platform == "interpreter":
         return None
-    launches = parse_element(config) if config else element_heuristic(meta.K, meta.V)
+    launches = parse_element(config) if config else element_heuristic(meta.K, min(meta.V, MAX_VALUE_WIDTH))
     head = f"elementwise kernels on {device.name} ({device.processors} SMs, Triton {device.triton})"
-    sizes = (meta.H, meta.HV, meta.K, meta.V)
+    sizes = (meta.H, meta.HV, meta.K, min(meta.V, MAX_VALUE_WIDTH))
     tiles = {"forward": tiling(launches.forward, *sizes), "backward": tiling(launches.backward, *sizes)}
     split = 0
     if shape is not None:

@@ -72,7 +72,12 @@ def element_reverse_kernel(
             dS = decay_state(dS, l, traits)
             if traits.READ_EARLY:
                 dS += read
-    ends_at = tile_at(ends + tl.cast(sequence * segments + segment, tl.int64) * SIZE, slot_offset(hv, n, vi, traits))
+    ends_at = tile_at(
+        ends + tl.cast(sequence * segments + segment, tl.int64) * SIZE,
+        slot_offset(hv, n, vi, traits),
+        2,
+        traits.CHANNELS,
+    )
     tl.store(ends_at, dS, mask=in_keys & in_values & in_channels)
 
 
@@ -87,7 +92,7 @@ def element_backward_kernel(
     Reads the operands as the forward; d_o [B, T, HV, V]; d_final [N, HV, K, V] (None: 0), or with segments starts
     [N segments, K, V, HV], the gradient of the state at the end of each; checkpoints [slots, K, V, HV].
     Writes d_v [B, T, HV, V]; d_initial [N, HV, K, V] (None: skipped); d_decay, the gradient of log_decay [B, T, HV] or
-    [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, HV, K] or [N segments, HV], the share of each segment
+    [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, K, HV] or [N segments, HV], the share of each segment
     in the gradient of the rate or the fixed decay. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows, H, K],
     the share of each block of channels, where rows = B T; else [B, T, HV, K].
     scratch: [programs, EVERY / GROUP, elements of a tile] float32; None if EVERY is GROUP.
@@ -97,6 +102,8 @@ def element_backward_kernel(
     in_state = in_keys & in_values & in_channels
     SIZE: tl.constexpr = traits.HV * traits.K * traits.V
     GROUP: tl.constexpr = traits.GROUP
+    AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # contiguous in v, and so many elements
+    LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     KP: tl.constexpr = traits.RN * traits.TN
     TILE: tl.constexpr = KP * traits.VP * traits.BC
     STEPS: tl.constexpr = traits.EVERY // traits.GROUP
@@ -109,9 +116,9 @@ def element_backward_kernel(
     dS = empty_state(traits)
     part = tl.cast(sequence * segments + segment, tl.int64)
     if starts is not None:
-        dS += tl.load(tile_at(starts + part * SIZE, in_rows), mask=in_state, other=0.0)
+        dS += tl.load(tile_at(starts + part * SIZE, in_rows, 2, traits.CHANNELS), mask=in_state, other=0.0)
     elif d_final is not None:
-        d_final_at = tile_at(d_final + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits))
+        d_final_at = tile_at(d_final + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1)
         dS += tl.load(d_final_at, mask=in_state, other=0.0)
     rates = load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits)
     if PER_KEY:
@@ -121,12 +128,14 @@ def element_backward_kernel(
     intervals = (last - first + traits.EVERY - 1) // traits.EVERY
     for interval in range(intervals):
         t0 = first + (intervals - 1 - interval) * traits.EVERY
-        saved_at = tile_at(checkpoints + tl.cast(slot + (t0 - start) // traits.EVERY, tl.int64) * SIZE, in_rows)
+        saved_at = tile_at(
+            checkpoints + tl.cast(slot + (t0 - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
+        )
         S = tl.load(saved_at, mask=in_state, other=0.0)
         groups = tl.minimum((last - t0 + traits.GROUP - 1) // traits.GROUP, STEPS)
         if STEPS > 1:
             for group in range(groups - 1):
-                tl.store(tile_at(scratch + group * TILE, in_tile), S)
+                tl.store(tile_at(scratch + group * TILE, in_tile, 2, traits.CHANNELS), S)
                 row = tl.cast(t0 + group * traits.GROUP, tl.int64)
                 decays = ()
                 ks = ()
@@ -141,14 +150,14 @@ def element_backward_kernel(
                 for i in tl.static_range(GROUP):
                     l = log2_decay(decays[i], rates, traits)
                     S = decay_state(S, l, traits) + ks[i].to(tl.float32) * vs[i].to(tl.float32)
-            tl.store(tile_at(scratch + (groups - 1) * TILE, in_tile), S)
+            tl.store(tile_at(scratch + (groups - 1) * TILE, in_tile, 2, traits.CHANNELS), S)
             tl.debug_barrier()  # another thread of the program may have stored what this one loads
         for group in range(groups):
             j = groups - 1 - group
             t = t0 + j * traits.GROUP
             row = tl.cast(t, tl.int64)
             if STEPS > 1:
-                S = tl.load(tile_at(scratch + j * TILE, in_tile))
+                S = tl.load(tile_at(scratch + j * TILE, in_tile, 2, traits.CHANNELS))
             decays = ()
             qs = ()
             ks = ()
@@ -189,25 +198,25 @@ def element_backward_kernel(
                         store_keys(d_k, shared_row, i, h * traits.K + n, d_k_i, in_keys & in_time, traits)
                     else:
                         in_row = in_keys & in_channels & in_time
-                        at_q = token_at(d_q, row, i, traits.HV * traits.K, hv * traits.K + n)
+                        at_q = token_at(d_q, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                         tl.store(at_q, tl.sum(S_read * d_o_i, 1, keep_dims=True), mask=in_row)
-                        at_k = token_at(d_k, row, i, traits.HV * traits.K, hv * traits.K + n)
+                        at_k = token_at(d_k, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                         tl.store(at_k, tl.sum(dS * v_i, 1, keep_dims=True), mask=in_row)
                 in_row = in_values & in_channels & in_time
                 d_v_i = sum_keys(dS * k_i)
-                store_row(d_v, row, i, traits.HV * traits.V, hv * traits.V + vi, d_v_i, in_row, traits.V, traits)
+                store_row(d_v, row, i, traits.HV * traits.V, hv * traits.V + vi, d_v_i, in_row, AXIS, LENGTH, traits)
                 if traits.DECAY != "none":
                     d_log = tl.sum(dS * kept[i], 1, keep_dims=True)
                     in_row = in_channels & in_time
                     if traits.DECAY == "rate":
                         d_rates += d_log * decays[i]
                         d_step = sum_keys(d_log * rates) * 0.6931471805599453
-                        store_row(d_decay, row, i, traits.HV, hv, d_step, in_row, 1, traits)
+                        store_row(d_decay, row, i, traits.HV, hv, d_step, in_row, 2, traits.CHANNELS, traits)
                     elif traits.DECAY == "channel":
-                        decay_at = token_at(d_decay, row, i, traits.HV * traits.K, hv * traits.K + n)
+                        decay_at = token_at(d_decay, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                         tl.store(decay_at, d_log, mask=in_row & in_keys)
                     elif traits.DECAY == "head":
-                        store_row(d_decay, row, i, traits.HV, hv, sum_keys(d_log), in_row, 1, traits)
+                        store_row(d_decay, row, i, traits.HV, hv, sum_keys(d_log), in_row, 2, traits.CHANNELS, traits)
                     elif traits.DECAY == "fixed":
                         d_rates += sum_keys(d_log) * decays[i]
                     else:
@@ -218,11 +227,13 @@ def element_backward_kernel(
         if STEPS > 1:
             tl.debug_barrier()  # the next interval overwrites the scratch
     if PER_KEY:
-        rate_at = tile_at(d_rate + part * (traits.HV * traits.K), hv * traits.K + n)
+        rate_at = tile_at(d_rate + part * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)
         tl.store(rate_at, d_rates, mask=in_keys & in_channels)
     elif FIXED:
-        store_row(d_rate, part, 0, traits.HV, hv, d_rates, in_channels, 1, traits)
+        store_row(d_rate, part, 0, traits.HV, hv, d_rates, in_channels, 2, traits.CHANNELS, traits)
     if d_initial is not None:
         if segment == 0:
-            d_initial_at = tile_at(d_initial + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits))
+            d_initial_at = tile_at(
+                d_initial + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1
+            )
             tl.store(d_initial_at, dS, mask=in_state)

@@ -54,14 +54,16 @@ def element_scan_kernel(
     in_state = in_keys & in_values & in_channels
     SIZE: tl.constexpr = traits.HV * traits.K * traits.V
     GROUP: tl.constexpr = traits.GROUP
+    AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # contiguous in v, and so many elements
+    LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     UNIT: tl.constexpr = traits.EVERY if traits.EVERY > 0 else 1
     in_rows = slot_offset(hv, n, vi, traits)
     part = tl.cast(sequence * segments + segment, tl.int64) * SIZE
     S = empty_state(traits)
     if starts is not None:
-        S += tl.load(tile_at(starts + part, in_rows), mask=in_state, other=0.0)
+        S += tl.load(tile_at(starts + part, in_rows, 2, traits.CHANNELS), mask=in_state, other=0.0)
     elif initial is not None:
-        initial_at = tile_at(initial + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits))
+        initial_at = tile_at(initial + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1)
         S += tl.load(initial_at, mask=in_state, other=0.0)
     rates = load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits)
     total = tl.sum(empty_state(traits), 1, keep_dims=True)
@@ -82,9 +84,8 @@ def element_scan_kernel(
         for i in tl.static_range(GROUP):
             if traits.EVERY > 0 and i % UNIT == 0:
                 if ((t + i - start) % traits.EVERY == 0) & (t + i < last):
-                    saved_at = tile_at(
-                        checkpoints + tl.cast(slot + (t + i - start) // traits.EVERY, tl.int64) * SIZE, in_rows
-                    )
+                    saved_row = tl.cast(slot + (t + i - start) // traits.EVERY, tl.int64) * SIZE
+                    saved_at = tile_at(checkpoints + saved_row, in_rows, 2, traits.CHANNELS)
                     tl.store(saved_at, S, mask=in_state)
             if ends is None and traits.READ_EARLY:
                 outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
@@ -97,13 +98,13 @@ def element_scan_kernel(
         if ends is None:
             for i in tl.static_range(GROUP):
                 in_row = in_values & in_channels & (t + i < last)
-                store_row(o, row, i, traits.HV * traits.V, hv * traits.V + vi, outputs[i], in_row, traits.V, traits)
+                store_row(o, row, i, traits.HV * traits.V, hv * traits.V + vi, outputs[i], in_row, AXIS, LENGTH, traits)
     if ends is not None:
-        tl.store(tile_at(ends + part, in_rows), S, mask=in_state)
+        tl.store(tile_at(ends + part, in_rows, 2, traits.CHANNELS), S, mask=in_state)
         product = tl.exp2(total) + tl.zeros_like(S)
         if traits.DECAY == "none":
             product = tl.zeros_like(S) + 1.0
-        tl.store(tile_at(maps + part, in_rows), product, mask=in_state)
+        tl.store(tile_at(maps + part, in_rows, 2, traits.CHANNELS), product, mask=in_state)
     elif is_last:
-        final_at = tile_at(final + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits))
+        final_at = tile_at(final + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1)
         tl.store(final_at, S, mask=in_state)

@@ -42,6 +42,8 @@ class ElementTraits(NamedTuple):
     EVERY: int  # tokens between checkpoints; 0: none
     SPLIT: int  # tokens per segment; 0: the sequence is one segment
     GROUP: int  # tokens whose operands are loaded at once; the backward keeps their states in registers
+    KEYS: int  # keys of a thread that are contiguous and aligned in an operand [.., K]; 1: not known
+    CHANNELS: int  # the same of channels in an operand [.., HV], if V is 1
     KEY_GRADIENTS: bool = False  # the backward computes d_q and d_k
 
 
@@ -106,44 +108,52 @@ def locate_tokens(cu, T, N, segments, traits: tl.constexpr):
 
 
 @triton.jit
-def tile_at(base, offsets, VALUES: tl.constexpr = 1):
+def tile_at(base, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr):
     """Pointers base + offsets of a tile, with hints that its lanes are [TN, TC] and its warps W.
 
-    Triton orders the axes of a load or store by their contiguity, and would choose another layout. These hints only
-    order them: an alignment of one element keeps each access a single element, or that of the VALUES of a channel,
-    which are contiguous.
+    LENGTH elements along AXIS (0 keys, 1 values, 2 channels) are contiguous and aligned, and a thread accesses them at
+    once. Triton orders the axes of a load or store by their contiguity, and would choose another layout; the hints for
+    the axes 3 to 5 only order them.
     """
-    size: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8 * VALUES
+    element: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    # a thread accesses at most 16 bytes at once; Triton would distribute more over lanes
+    VECTOR: tl.constexpr = LENGTH if LENGTH * element <= 16 else 1
+    size: tl.constexpr = element * VECTOR
     pointers = base + offsets
     pointers = tl.multiple_of(pointers, (size, size, size, size, size, size))
-    if VALUES > 1:
+    if VECTOR == 1:
+        return tl.max_contiguous(pointers, (1, 1, 1, 4, 8, 16))
+    elif AXIS == 0:
+        return tl.max_contiguous(pointers, (32, 1, 1, 4, 8, 16))
+    elif AXIS == 1:
         return tl.max_contiguous(pointers, (1, 32, 1, 4, 8, 16))
     else:
-        return tl.max_contiguous(pointers, (1, 1, 1, 4, 8, 16))
+        return tl.max_contiguous(pointers, (1, 1, 32, 4, 8, 16))
 
 
 @triton.jit
-def token_at(base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, VALUES: tl.constexpr = 1):
+def token_at(base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr):
     """Pointers of token row + i, with STRIDE elements per token.
 
     i STRIDE is added last, as a 64-bit constant: it becomes a part of the instruction, and the tokens of a group share
     the pointers of the first.
     """
-    return tile_at(base + row * STRIDE + offsets, tl.full([], i * STRIDE, tl.int64), VALUES)
+    return tile_at(base + row * STRIDE + offsets, tl.full([], i * STRIDE, tl.int64), AXIS, LENGTH)
 
 
 @triton.jit
 def store_row(
-    base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, x, mask, VALUES: tl.constexpr, traits: tl.constexpr
-):
-    """Store a row of channels [1, VALUES, RC, W, 1, TC]: of the lanes along the keys, one stores.
+    base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, x, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
+    traits: tl.constexpr,
+):  # fmt: skip
+    """Store a row of channels [1, 1 or VP, RC, W, 1, TC]: of the lanes along the keys, one stores.
 
     The tile of pointers has all lanes, so that its layout is that of the states. The offset of the other lanes is not
     used; it keeps Triton from reducing the tile to one without this axis.
     """
     TN: tl.constexpr = traits.TN
     tn = tl.arange(0, TN)[None, None, None, None, :, None]
-    at = token_at(base, row, i, STRIDE, offsets + tn, VALUES)
+    at = token_at(base, row, i, STRIDE, offsets + tn, AXIS, LENGTH)
     tl.store(at, (x + tl.zeros_like(tn).to(tl.float32)).to(base.dtype.element_ty), mask=mask & (tn == 0))
 
 
@@ -153,7 +163,7 @@ def store_keys(base, row, i: tl.constexpr, offsets, x, mask, traits: tl.constexp
     W: tl.constexpr = traits.W
     TC: tl.constexpr = traits.TC
     lane = tl.arange(0, W)[None, None, None, :, None, None] * TC + tl.arange(0, TC)[None, None, None, None, None, :]
-    at = token_at(base, row, i, traits.H * traits.K, offsets + lane)
+    at = token_at(base, row, i, traits.H * traits.K, offsets + lane, 0, 1)
     tl.store(at, x + tl.zeros_like(lane).to(tl.float32), mask=mask & (lane == 0))
 
 
@@ -189,26 +199,35 @@ def sum_channels(x, y):
 
 @triton.jit
 def load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits: tl.constexpr):
-    """Load what the decay does not take from the token, times log2 e: the rate or the fixed log decay."""
+    """Load what the decay does not take from the token, times log2 e: the rate [K, HV] or the fixed log
+    decay [HV] or [K, HV]."""
     if traits.DECAY == "rate":
-        return tl.load(tile_at(rate, hv * traits.K + n), mask=in_channels & in_keys, other=0.0) * LOG2_E
+        return (
+            tl.load(tile_at(rate, n * traits.HV + hv, 2, traits.CHANNELS), mask=in_channels & in_keys, other=0.0)
+            * LOG2_E
+        )
     elif traits.DECAY == "fixed_channel":
-        return tl.load(tile_at(log_decay, hv * traits.K + n), mask=in_channels & in_keys, other=0.0) * LOG2_E
+        return (
+            tl.load(tile_at(log_decay, n * traits.HV + hv, 2, traits.CHANNELS), mask=in_channels & in_keys, other=0.0)
+            * LOG2_E
+        )
     elif traits.DECAY == "fixed":
-        return tl.load(tile_at(log_decay, hv), mask=in_channels, other=0.0) * LOG2_E
+        return tl.load(tile_at(log_decay, hv, 2, traits.CHANNELS), mask=in_channels, other=0.0) * LOG2_E
     else:
         return 0.0
 
 
 @triton.jit
 def load_decay(log_decay, step, row, i: tl.constexpr, in_time, hv, n, in_keys, in_channels, traits: tl.constexpr):
-    """Load what the decay takes from token row + i: its step, or its log decay. A fixed decay takes whether it exists."""
+    """Load what the decay takes from token row + i: its step or log decay. A fixed decay takes whether it exists."""
     if traits.DECAY == "rate":
-        return tl.load(token_at(step, row, i, traits.HV, hv), mask=in_channels & in_time, other=0.0)
+        return tl.load(token_at(step, row, i, traits.HV, hv, 2, traits.CHANNELS), mask=in_channels & in_time, other=0.0)
     elif traits.DECAY == "head":
-        return tl.load(token_at(log_decay, row, i, traits.HV, hv), mask=in_channels & in_time, other=0.0)
+        return tl.load(
+            token_at(log_decay, row, i, traits.HV, hv, 2, traits.CHANNELS), mask=in_channels & in_time, other=0.0
+        )
     elif traits.DECAY == "channel":
-        at = token_at(log_decay, row, i, traits.HV * traits.K, hv * traits.K + n)
+        at = token_at(log_decay, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
         return tl.load(at, mask=in_channels & in_keys & in_time, other=0.0)
     else:
         return tl.where(in_time, 1.0, 0.0)
@@ -232,13 +251,19 @@ def load_key(x, row, i: tl.constexpr, in_time, h, n, in_keys, in_channels, trait
     if traits.SHARED:
         return tl.load(x + (row + i) * STRIDE + h * traits.K + n, mask=in_keys & in_time, other=0.0)
     else:
-        return tl.load(token_at(x, row, i, STRIDE, h * traits.K + n), mask=in_keys & in_channels & in_time, other=0.0)
+        return tl.load(
+            token_at(x, row, i, STRIDE, h * traits.K + n, 0, traits.KEYS),
+            mask=in_keys & in_channels & in_time,
+            other=0.0,
+        )
 
 
 @triton.jit
 def load_value(x, row, i: tl.constexpr, in_time, hv, vi, in_values, in_channels, traits: tl.constexpr):
     """Load v or d_o of token row + i: [1, VP, RC, W, 1, TC]."""
-    at = token_at(x, row, i, traits.HV * traits.V, hv * traits.V + vi, traits.V)
+    AXIS: tl.constexpr = 1 if traits.V > 1 else 2
+    LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
+    at = token_at(x, row, i, traits.HV * traits.V, hv * traits.V + vi, AXIS, LENGTH)
     return tl.load(at, mask=in_values & in_channels & in_time, other=0.0)
 
 
