@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+    from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput
     from deltazoo.backends.check import validate
     from deltazoo.backends.dispatch import BoundUpdate, bind, update, use_backend
     from deltazoo.backends.errors import DeltazooError
@@ -24,6 +24,7 @@ _MODULE_OF = {
     "BoundUpdate": "backends.dispatch",
     "Context": "mixers.core.mixer",
     "DeltazooError": "backends.errors",
+    "Draft": "backends.base",
     "LayerSpec": "blocks.layer",
     "MixerConfig": "mixers.core.mixer",
     "Place": "mixers.core.mixer",
@@ -46,6 +47,7 @@ __all__ = [
     "BoundUpdate",
     "Context",
     "DeltazooError",
+    "Draft",
     "LayerSpec",
     "MixerConfig",
     "Place",

@@ -17,7 +17,7 @@ from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
-from deltazoo.backends.slots import step_in_slots
+from deltazoo.backends.slots import gather_states, step_in_slots, zero_without_state
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -66,6 +66,19 @@ class UpdateOutput(NamedTuple):
 
     o: Tensor
     state: Tensor
+
+
+class Draft(NamedTuple):
+    """Drafted tokens that `verify_` has computed, for `commit_`. Only the backend that made it can commit it.
+
+    Args:
+        inputs: the operands of the n drafted tokens.
+        values: [B, n, m, HV, V] in `state_dtype`, the written values x: each token makes m rank-one writes,
+            S_t = D_t S_{t-1} + sum_i key_ti x_ti^T, with m = `UpdateSpec.micro_steps`. None: `commit_` computes them.
+    """
+
+    inputs: UpdateInputs
+    values: Tensor | None = None
 
 
 class UpdateMeta(NamedTuple):
@@ -151,6 +164,41 @@ class Backend(ABC):
         with torch.no_grad():
             return step_in_slots(lambda state: self.forward(spec, inputs._replace(state=state)), states, slots)
 
+    def verify_(
+        self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None
+    ) -> tuple[Tensor, Draft]:
+        """Decode n drafted tokens (T = n) per row without gradients; `states` do not change.
+
+        By default `forward` of all tokens, and a draft without written values.
+
+        Args: states, slots: as for `step_`.
+        Returns: o [B, n, HV, V], zero in rows without a state, and what `commit_` needs.
+        """
+        with torch.no_grad():
+            o = self.forward(spec, inputs._replace(state=gather_states(states, slots))).o
+            return zero_without_state(o, slots), Draft(inputs)
+
+    def commit_(self, spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
+        """Advance each row's state in place by its first `accepted` drafted tokens, without gradients.
+
+        By default `forward` token by token. Rejected tokens must have no effect, even if they are NaN.
+
+        Args:
+            draft: of `verify_` on the same states.
+            states, slots: as for `step_`.
+            accepted: [B] int32; values outside of 0 to n count as the nearest of them.
+        """
+
+        def advance(state: Tensor) -> tuple[Tensor, Tensor]:
+            for t in range(draft.inputs.q.shape[1]):
+                token = slice_tokens(draft.inputs, t, t + 1)
+                o, after = self.forward(spec, token._replace(state=state))
+                state = torch.where((accepted > t)[:, None, None, None], after, state)
+            return o, state
+
+        with torch.no_grad():
+            step_in_slots(advance, states, slots)
+
     def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
         """Return the reasons not to fuse this decode step of a mixer; [] means that `fused_decode_step_` does.
 
@@ -188,6 +236,20 @@ class Backend(ABC):
         Returns: [B, T, channels] for each part.
         """
         return short_conv(inputs, parts)
+
+
+def slice_tokens(inputs: UpdateInputs, start: int, stop: int) -> UpdateInputs:
+    """Return the operands of tokens start to stop; operands without a time axis are unchanged."""
+    sliced = {name: getattr(inputs, name)[:, start:stop] for name in inputs._fields if has_time_axis(inputs, name)}
+    return inputs._replace(**sliced)
+
+
+def has_time_axis(inputs: UpdateInputs, name: str) -> bool:
+    """Return whether an operand is present and varies over time."""
+    tensor = getattr(inputs, name)
+    if tensor is None or name in ("state", "cu_seqlens", "rate"):
+        return False
+    return name != "log_decay" or tensor.dim() > 2
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

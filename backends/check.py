@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.base import Draft, UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, ValueRangeError
 from deltazoo.backends.spec import UpdateSpec
@@ -52,11 +52,35 @@ def check_step(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Te
     T = inputs.q.shape[1]
     if T != 1:
         raise ShapeError(f"step_ decodes one token per row: q must have T = 1, got T = {T}")
-    if inputs.cu_seqlens is not None:
-        raise OperandError("step_ does not take cu_seqlens: pass each sequence as a row, with a slot for its state")
-    if inputs.state is not None:
-        raise OperandError("step_ reads `states`; inputs.state must be None")
-    _check_states(states, slots, inputs.q, (inputs.v.shape[-2], inputs.q.shape[3], inputs.v.shape[-1]))
+    _check_decode("step_", inputs, states, slots)
+
+
+def check_verify(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> None:
+    """Raise unless `states` and `slots` fit n >= 1 drafted tokens per row; slot values are checked on the CPU."""
+    if inputs.q.shape[1] < 1:
+        raise ShapeError("verify_ decodes at least one drafted token per row: q must have T >= 1, got T = 0")
+    _check_decode("verify_", inputs, states, slots)
+
+
+def check_commit(spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
+    """Raise unless the arguments of `commit_` fit each other; the values of `accepted` are not read."""
+    if not isinstance(draft, Draft):
+        raise OperandError(f"draft must be the Draft that verify_ returned, got {type(draft).__name__}")
+    inputs = draft.inputs
+    check(spec, inputs)
+    check_verify(spec, inputs, states, slots)
+    B, n, HV, V = inputs.q.shape[0], inputs.q.shape[1], *inputs.v.shape[-2:]
+    required: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {"accepted": (accepted, (B,), torch.int32)}
+    if draft.values is not None:
+        required["draft.values"] = (draft.values, (B, n, spec.micro_steps, HV, V), state_dtype(inputs.q.dtype))
+    for name, (tensor, shape, dtype) in required.items():
+        if not isinstance(tensor, Tensor):
+            raise OperandError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        _check_shape(name, tensor, shape)
+        if tensor.dtype != dtype:
+            raise DtypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+        if tensor.device != inputs.q.device:
+            raise DeviceError(f"{name} must be on {inputs.q.device}, where the operands are, got {tensor.device}")
 
 
 def check_fused_decode(step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None) -> None:
@@ -76,6 +100,15 @@ def check_fused_decode(step: FusedDecodeStep, inputs: FusedDecodeInputs, states:
             raise DeviceError(f"{name} must be on {inputs.qkv.device}, where qkv is, got {tensor.device}")
         if tensor.dtype not in _FLOAT_DTYPES:
             raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+
+
+def _check_decode(method: str, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> None:
+    """Check that a batch of decoded tokens is not packed and has no state, and check `states` and `slots`."""
+    if inputs.cu_seqlens is not None:
+        raise OperandError(f"{method} does not take cu_seqlens: pass each sequence as a row, with a slot for its state")
+    if inputs.state is not None:
+        raise OperandError(f"{method} reads `states`; inputs.state must be None")
+    _check_states(states, slots, inputs.q, (inputs.v.shape[-2], inputs.q.shape[3], inputs.v.shape[-1]))
 
 
 def _check_sizes(step: FusedDecodeStep) -> None:

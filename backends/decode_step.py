@@ -20,7 +20,7 @@ class FusedDecodeStep(NamedTuple):
         q, k, v = norm(silu(conv(qkv)))                   SiLU and norm of each part
         q, e = q - correction k, sigmoid(feedback) k      with the last of the n keys
         beta = min(sigmoid(beta), beta_max)
-        log_decay = -exp(A_log) dt, with dt = softplus(decay + dt_bias);
+        log_decay = -exp(A_log) dt, with dt = softplus(decay + dt_bias); per head, or per head and key channel
                     decay_bound sigmoid(exp(A_log) (decay + dt_bias)) if `decay_bound` is set
         v~ = dt v                                         if `scale_v_by_dt`
         S, o = the update of `spec`, including its output scale
@@ -29,12 +29,12 @@ class FusedDecodeStep(NamedTuple):
         o = o activation(gate)                            before the norm if `gate_first`
 
     Args:
-        spec: the update, with decay "none" or "head".
+        spec: the update, with decay "none", "head" or "channel".
         H, HV, K, V: its sizes.
         parts: q, k and v, in this order, as consecutive channels of the projection.
         taps: W of the short convolution; 0 means none.
         beta_max: upper bound of beta.
-        scale_v_by_dt: multiply the values by dt.
+        scale_v_by_dt: multiply the values by dt; needs decay "head".
         decay_bound: lower bound of the log decay (negative); None means none.
         norm: norm of the output; "" means none.
         eps: of the norm.
@@ -62,6 +62,11 @@ class FusedDecodeStep(NamedTuple):
         """C, the channels of the projection to q, k and v."""
         return self.H * self.K + self.spec.householders * (self.H * self.K + self.HV * self.V)
 
+    @property
+    def decays(self) -> int:
+        """Decays of a token: HV, or HV K with a decay per channel."""
+        return self.HV * (self.K if self.spec.decay == "channel" else 1)
+
     def operands(self, B: int, S: int, inputs: "FusedDecodeInputs") -> dict[str, tuple[int, ...]]:
         """Return the shape of every operand.
 
@@ -77,8 +82,9 @@ class FusedDecodeStep(NamedTuple):
             shapes["bias"] = (C,)
         if self.spec.beta == "head":
             shapes["beta"] = (B, 1, self.spec.householders * HV)
-        if self.spec.decay == "head":
-            shapes |= {"decay": (B, 1, HV), "A_log": (HV,), "dt_bias": (HV,)}
+        if self.spec.decay in ("head", "channel"):
+            D = self.decays
+            shapes |= {"decay": (B, 1, D), "A_log": (HV,), "dt_bias": (D,)}
         if self.spec.erase_key == "own":
             shapes |= {"feedback": (self.H,), "correction": (self.H,)}
         if inputs.skip is not None:
@@ -101,8 +107,9 @@ class FusedDecodeInputs(NamedTuple):
         weight, bias: of the convolution, [C, W] and [C].
         history: [S, W - 1, C], the previous inputs of the convolution; the token is appended in place.
         beta: [B, 1, n HV], before the sigmoid.
-        decay: [B, 1, HV], before the softplus or sigmoid.
-        A_log, dt_bias: [HV].
+        decay: [B, 1, HV] or [B, 1, HV K], before the softplus or sigmoid.
+        A_log: [HV].
+        dt_bias: [HV] or [HV K], as `decay`.
         feedback, correction: [H].
         skip: [HV].
         norm_weight, norm_bias: [V], or [HV V].
@@ -128,8 +135,8 @@ class FusedDecodeInputs(NamedTuple):
 def fused_decode_spec_reasons(spec: UpdateSpec) -> list[str]:
     """Return the reasons why decode steps with this spec cannot be fused; [] if they can."""
     reasons = []
-    if spec.decay not in ("none", "head"):
-        reasons.append(f"decay must be 'none' or 'head' in a fused step, got {spec.decay!r}.")
+    if spec.decay not in ("none", "head", "channel"):
+        reasons.append(f"decay must be 'none', 'head' or 'channel' in a fused step, got {spec.decay!r}.")
     if spec.beta not in ("none", "head"):
         reasons.append(f"beta must be 'none' or 'head' in a fused step, got {spec.beta!r}.")
     if spec.transition == "dplr":

@@ -74,8 +74,7 @@ class DeviceSpec(NamedTuple):
     @property
     def triton_version(self) -> tuple[int, int]:
         """Major and minor version of Triton; (0, 0) if none is installed."""
-        match = re.match(r"(\d+)\.(\d+)", self.triton)
-        return (int(match[1]), int(match[2])) if match else (0, 0)
+        return triton_version(self.triton)
 
     @staticmethod
     def current(index: int | None = None) -> "DeviceSpec":
@@ -126,6 +125,12 @@ def _properties(index: int) -> DeviceSpec:
         shared_memory=int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)),
         triton=installed_triton(),
     )
+
+
+def triton_version(version: str) -> tuple[int, int]:
+    """The major and minor number of a version; (0, 0) for ""."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends import registry
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
-from deltazoo.backends.check import check, check_fused_decode, check_step
+from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
+from deltazoo.backends.check import check, check_commit, check_fused_decode, check_step, check_verify
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.errors import OperandError, UnsupportedError
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
@@ -68,6 +68,51 @@ class BoundUpdate:
         _record(backend.name, "step")
         with without_autocast(inputs.q):
             return backend.step_(self.spec, inputs, states, slots)
+
+    def verify_(self, inputs: UpdateInputs, states: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Draft]:
+        """Decode n drafted tokens per row, as n calls of `step_` would, but leave `states` unchanged.
+
+        For speculative decoding: a small model drafts n tokens, one call of the large model computes the outputs for
+        all of them, and `commit_` advances each state by the tokens that are accepted. The triton backend reads each
+        state once.
+
+            S_0 = states[slot],   S_t = update(S_{t-1}, token t),   o_t = scale S_t^T q_t   for t = 1, ..., n
+
+        Args:
+            inputs: the drafted tokens, T = n >= 1; no state, no cu_seqlens.
+            states: [S, HV, K, V], only read.
+            slots: as for `step_`.
+        Returns: o [B, n, HV, V], and a `Draft`, which holds `inputs`; do not change them before `commit_`.
+        Raises: InputError or a subclass; UnsupportedError.
+        Source: speculative decoding, Leviathan et al. 2211.17192.
+        """
+        check(self.spec, inputs)
+        check_verify(self.spec, inputs, states, slots)
+        backend = self.backend_for(UpdateMeta.of(inputs)._replace(grad=False))
+        _record(backend.name, "verify")
+        with without_autocast(inputs.q):
+            return backend.verify_(self.spec, inputs, states, slots)
+
+    def commit_(self, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
+        """Advance each state in place by its row's first `accepted` drafted tokens, as as many calls of `step_` would.
+
+            states[slot_b] = S_m of row b, with m = accepted[b]
+
+        Without a host synchronisation; the triton backend reads and writes each state once.
+
+        Args:
+            draft: of `verify_` on the same states, with the same backend.
+            states: [S, HV, K, V], updated in place.
+            slots: as for `step_`.
+            accepted: [B] int32 on the device of the states; 0 leaves a state as it is, values outside of 0 to n count
+                as the nearest of them.
+        Raises: InputError or a subclass; UnsupportedError.
+        """
+        check_commit(self.spec, draft, states, slots, accepted)
+        backend = self.backend_for(UpdateMeta.of(draft.inputs)._replace(grad=False))
+        _record(backend.name, "commit")
+        with without_autocast(states):
+            backend.commit_(self.spec, draft, states, slots, accepted)
 
     def may_fuse_decode(self, device: str) -> bool:
         """Return whether any candidate for a device type implements fused decode steps."""

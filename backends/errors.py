@@ -19,6 +19,7 @@ An invalid `UpdateSpec` or mixer config raises pydantic's `ValidationError`, whi
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -86,6 +87,28 @@ class PluginError(DeltazooError, RuntimeError):
 
 class UnsupportedError(DeltazooError, RuntimeError):
     """No backend supports this spec on these tensors."""
+
+
+_WORDING = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "a valid integer": "an integer",
+    "a valid dictionary": "a mapping",
+    "a valid ": "a ",
+}
+
+
+def describe_invalid(location: str, message: str) -> str:
+    """Format pydantic's message about one value as a sentence; `location`, the value's name or path, may be empty."""
+    message = message.removeprefix("Value error, ")
+    if message == "Field required":
+        return f"{location} is required"
+    if not message.startswith("Input should be "):
+        return f"{location}: {message}" if location else message
+    rule = re.split(", (?:unable to|got) ", message.removeprefix("Input should be "))[0]
+    for theirs, ours in _WORDING.items():
+        rule = rule.replace(theirs, ours)
+    return f"{location or 'the value'} must be {rule}"
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

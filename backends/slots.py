@@ -13,6 +13,18 @@ from torch import Tensor
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+def gather_states(states: Tensor, slots: Tensor | None) -> Tensor:
+    """Return the state of each batch row, any state for a row without one; without slots `states` itself."""
+    if slots is None or slots.shape[0] == 0:
+        return states if slots is None else states[:0]
+    return states.index_select(0, slots.clamp(min=0))
+
+
+def zero_without_state(o: Tensor, slots: Tensor | None) -> Tensor:
+    """Return o [B, T, HV, V] with zeros in rows without a state."""
+    return o if slots is None else torch.where((slots >= 0)[:, None, None, None], o, 0)
+
+
 def step_in_slots(step: Step, states: Tensor, slots: Tensor | None) -> Tensor:
     """Apply a step to the states of a batch and store the new ones in place, without a host synchronisation.
 
@@ -32,4 +44,4 @@ def step_in_slots(step: Step, states: Tensor, slots: Tensor | None) -> Tensor:
     state = states.index_select(0, index)
     o, new_state = step(state)
     states.index_copy_(0, index, torch.where(has_state.any(), new_state[source], state))
-    return torch.where(has_state[:, None, None, None], o, 0)
+    return zero_without_state(o, slots)

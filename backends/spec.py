@@ -113,6 +113,11 @@ class UpdateSpec(BaseModel):
         """Axis of the decay of one token. "head" for "fixed", whose tensor may also have the axis K."""
         return "channel" if self.decay in ("channel", "rate") else "none" if self.decay == "none" else "head"
 
+    @property
+    def micro_steps(self) -> int:
+        """Rank-one writes per token: one for each householder, and two for dplr, with the keys b and k."""
+        return 2 if self.transition == "dplr" else self.householders
+
     def scale_of(self, K: int) -> float:
         """Return the output factor for key width K."""
         return K**-0.5 if self.scale is None else self.scale

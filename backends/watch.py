@@ -11,7 +11,8 @@ class RunRecord(NamedTuple):
 
     Args:
         backend: name of the backend; "torch" for a short convolution in plain torch.
-        name: "update", "step", "fused step" or "short conv" for a call, the kernel's name for a launch.
+        name: "update", "step", "verify", "commit", "fused step" or "short conv" for a call, the kernel's name for a
+            launch.
         programs, warps: the launch's grid size and warps per program; 0 for a call.
     """
 

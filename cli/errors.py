@@ -58,6 +58,7 @@ def user_error_message(error: Exception) -> str | None:
 
 
 def _describe(title: str, problem: "ErrorDetails") -> str:
+    from deltazoo.backends.errors import describe_invalid
+
     location = ".".join(str(key) for key in problem["loc"]) or title
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{location}: {message}, got {reprlib.repr(problem['input'])}"
+    return f"{describe_invalid(location, problem['msg'])}, got {reprlib.repr(problem['input'])}"

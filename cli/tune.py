@@ -80,6 +80,10 @@ def _print(tuned: "Tuned") -> None:
 
     print_line(tuned.environment.line())
     print_table(COLUMNS, [record.cells() for record in tuned.records])
+    if tuned.gains:
+        print_table(
+            ["shape", "direction", ">heuristic ms", ">tuned ms", ">gain"], [gain.cells() for gain in tuned.gains]
+        )
     for sentence in (*tuned.failures, *tuned.rejected):
         print_line(sentence)
     measured = f"{len(tuned.records)} measured in {tuned.seconds:.0f} s"

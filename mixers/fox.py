@@ -17,6 +17,7 @@ from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.convolution import TokenShift
+from deltazoo.mixers.parts.flex_attention import flex_attend, flex_problems
 from deltazoo.mixers.parts.forget_gates import ForgetGate, accumulate, gate_channels, in_gate_dtype, with_gates
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.rotary import angles, apply_rotary
@@ -62,6 +63,7 @@ class FoX(AttentionHeadsConfig, FilterConfig):
 class FoXMixer(TokenCacheMixer):
     """Module of `FoX`.
 
+    Calls without a state on CUDA run by FlexAttention (`deltazoo.mixers.parts.flex_attention`), all others by SDPA.
     Initialisation: linear maps as in torch, bias of the forget gate 0, norms 1.
     State: "k" [B, S, G, E + X], with the channels of `gate_channels`; "v" [B, S, G, E]; "log_forget" [B, H], the sum
     over the sequence so far; "seen" [B]; with kv_shift the last k and v before the shift, "shift" [B, 1, 2 G E].
@@ -105,12 +107,12 @@ class FoXMixer(TokenCacheMixer):
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         if state is not None:
             self.check_cache(state, x, context)
-        q, k, v = self._operands(x, state, new, context)
+        q, k, v, sums = self._operands(x, state, new, context)
         with without_autocast(q):
-            if state is None:
-                o = attend(q, k, v, self.scale, None, context.cu_seqlens)
+            if state is None and not flex_problems(q):
+                o = flex_attend(q, k, v, sums, self.scale, context.cu_seqlens)
             else:
-                o = self.attend_cached(q, k, v, self.scale, state, new, context)
+                o = self._attend_with_channels(q, k, v, sums, state, new, context)
         o = o.to(x.dtype)
         if self.o_norm is not None:
             o = self.o_norm.transform(o, x)
@@ -119,10 +121,27 @@ class FoXMixer(TokenCacheMixer):
             o = (o * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o.dtype)
         return self.out(o.flatten(2))
 
+    def _attend_with_channels(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sums: Tensor,
+        state: dict[str, Tensor] | None,
+        new: dict[str, Tensor],
+        context: Context,
+    ) -> Tensor:
+        """Attend by torch's SDPA, with the gates as channels of q and k, which the cache stores as well."""
+        q, k, v = in_gate_dtype(q, k, v)
+        q, k = with_gates(q, k, sums, self.scale)
+        if state is None:
+            return attend(q, k, v, self.scale, None, context.cu_seqlens)
+        return self.attend_cached(q, k, v, self.scale, state, new, context)
+
     def _operands(
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and k with the channels of the gates, and v. Write the states of the gates and the shift."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v and the sums of the log gates [B, T, H]. Write the states of the gates and the shift."""
         q = self.to_q(x).unflatten(-1, (self.heads, self.head_width))
         k, v = self._keys_and_values(x, state, new, context)
         if self.q_norm is not None and self.k_norm is not None:
@@ -134,8 +153,7 @@ class FoXMixer(TokenCacheMixer):
         sums, after = accumulate(self.forget(x, context), None if state is None else state["log_forget"], context)
         if state is not None and after is not None:
             new["log_forget"] = write_back(state["log_forget"], after)
-        q, k, v = in_gate_dtype(q, k, v)
-        return *with_gates(q, k, sums, self.scale), v
+        return q, k, v, sums
 
     def _keys_and_values(
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context

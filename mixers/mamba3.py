@@ -24,8 +24,12 @@ class Mamba3(HeadConfig):
     """h_t = a_t h_(t-1) + (1 - lambda_t) dt_t a_t k_(t-1) v_(t-1)^T + lambda_t dt_t k_t v_t^T, o_t = h_t^T q_t.
 
     q and k, C and B in the paper, are normalised, get a bias per head and are rotated by angles that accumulate over
-    the tokens. a, dt, lambda and the angles depend on the input. A skip connection D v and a SiLU gate follow. The
-    state of the update is h_t without the present token's write.
+    the tokens. a, dt, lambda and the angles depend on the input. A skip connection D v and a SiLU gate follow.
+
+    The two writes of a token need no second update step: the write of k_t v_t^T at token t and the one at token t + 1
+    have the same outer product and are added. The update then makes one write per token, and its state is h_t without
+    the present token's write, which `TrapezoidalWrite` adds to the output. This is exact, and the published kernel
+    (state-spaces/mamba, mamba3_siso_fwd.py) sums the two factors in the same way.
     """
 
     name: ClassVar[str] = "mamba3"

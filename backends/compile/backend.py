@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deltazoo.backends.base import (
     Backend,
+    Draft,
     UpdateInputs,
     UpdateMeta,
     UpdateOutput,
@@ -17,8 +18,9 @@ from deltazoo.backends.base import (
 )
 from deltazoo.backends.compile.chunk_layout import merge_chunks, split_into_chunks
 from deltazoo.backends.compile.chunked import chunked_update
-from deltazoo.backends.compile.decode import token_update
-from deltazoo.backends.errors import UnsupportedError
+from deltazoo.backends.compile.decode import accepted_update, drafted_update, token_update
+from deltazoo.backends.errors import OperandError, UnsupportedError
+from deltazoo.backends.slots import gather_states, step_in_slots, zero_without_state
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 
@@ -78,6 +80,29 @@ class CompileBackend(Backend):
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)
         return self._compiled_update(spec, inputs)
+
+    def verify_(
+        self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None
+    ) -> tuple[Tensor, Draft]:
+        refuse_forward_mode(self.name, (*inputs, states))
+        with torch.no_grad():
+            out, values = drafted_update(spec, inputs._replace(state=gather_states(states, slots)))
+            return zero_without_state(out.o, slots), Draft(inputs, values)
+
+    def commit_(self, spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
+        inputs, values = draft
+        if values is None:
+            raise OperandError("draft.values is missing: backend 'compile' must have made the draft")
+        refuse_forward_mode(self.name, (*inputs, states))
+        with torch.no_grad():
+            step_in_slots(
+                lambda state: (
+                    values[:, 0, :1],
+                    accepted_update(spec, inputs, values, state, accepted),
+                ),
+                states,
+                slots,
+            )
 
     def _update(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         """Compute the update by plain PyTorch: traced by the caller's torch.compile, or eager."""

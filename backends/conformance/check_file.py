@@ -18,7 +18,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
 from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError, unknown_name
+from deltazoo.backends.errors import ConfigError, describe_invalid, unknown_name
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import SHAPES, Shape
@@ -105,10 +105,11 @@ def read_check(path: str | Path) -> CheckFile:
         messages = []
         for problem in error.errors():
             location = ".".join(str(part) for part in problem["loc"])
-            message = problem["msg"].removeprefix("Value error, ")
+            message = describe_invalid(location, problem["msg"])
             if problem["type"] == "extra_forbidden":
-                message = unknown_name("field", str(problem["loc"][-1]), _fields(str(problem["loc"][0])))
-            messages.append(f"{location}: {message}" if location else message)
+                unknown = unknown_name("field", str(problem["loc"][-1]), _fields(str(problem["loc"][0])))
+                message = f"{location}: {unknown}"
+            messages.append(message)
         raise ConfigError(f"{path} is not a valid check file: " + "; ".join(messages)) from error
 
 

@@ -73,13 +73,13 @@ def typical_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedDecodeSt
 
     Args: form: 0 is the step of Gated DeltaNet, or of Mamba-2 for an additive spec; the others cover all other fields.
     """
-    is_additive, has_decay = spec.transition == "additive", spec.decay == "head"
+    is_additive, has_decay = spec.transition == "additive", spec.decay in ("head", "channel")
     fields = {"gate_first": is_additive} | _FORMS[form % len(_FORMS)][0]
     if form >= len(_FORMS):
         fields |= {"gate": "", "gate_first": False}
     if not has_decay:
         fields.pop("decay_bound", None)
-    fields["scale_v_by_dt"] = is_additive and has_decay and "decay_bound" not in fields
+    fields["scale_v_by_dt"] = is_additive and spec.decay == "head" and "decay_bound" not in fields
     unit = "" if is_additive or shape.K == 1 else "q" if spec.reparam != "none" else "qk"
     return make_fused_step(spec, shape.H, shape.HV, shape.K, shape.V, unit=unit, **fields)
 
@@ -112,12 +112,13 @@ def draw_step(
         operands |= {"weight": normal(C, step.taps, dtype=parameter_dtype), "history": normal(S, step.taps - 1, C)}
         if "bias" in options:
             operands["bias"] = normal(C, dtype=parameter_dtype)
-    gates = normal(B, 1, n * step.HV + step.HV + 3)
+    gates = normal(B, 1, n * step.HV + step.decays + 3)
     if spec.beta == "head":
         operands["beta"] = gates[..., : n * step.HV]
-    if spec.decay == "head":
-        operands["decay"] = gates[..., n * step.HV : (n + 1) * step.HV]
-        operands |= {"A_log": normal(step.HV, dtype=parameter_dtype), "dt_bias": normal(step.HV, dtype=parameter_dtype)}
+    if spec.decay in ("head", "channel"):
+        operands["decay"] = gates[..., n * step.HV : n * step.HV + step.decays]
+        operands["A_log"] = normal(step.HV, dtype=parameter_dtype)
+        operands["dt_bias"] = normal(step.decays, dtype=parameter_dtype)
     if spec.erase_key == "own":
         operands |= {
             "feedback": normal(step.H, dtype=parameter_dtype),
@@ -153,6 +154,8 @@ def reference_step(step: FusedDecodeStep, operands: FusedOperands) -> tuple[Tens
         update["beta"] = beta.unflatten(-1, (n, -1)) if n > 1 else beta
     if x.decay is not None and x.A_log is not None and x.dt_bias is not None:
         rate, raw = x.A_log.exp(), x.decay + x.dt_bias
+        if step.spec.decay == "channel":
+            rate, raw = rate[:, None], raw.unflatten(-1, (step.HV, step.K))
         dt = F.softplus(raw)
         update["log_decay"] = -rate * dt if step.decay_bound is None else step.decay_bound * (rate * raw).sigmoid()
         if step.scale_v_by_dt:

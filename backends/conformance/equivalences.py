@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, state_dtype
+from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, slice_tokens, state_dtype
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.spec import UpdateSpec
 
@@ -108,17 +108,3 @@ class Traced(Equivalent):
         # torch.compile counts recompilations per code object; a copy of the code object starts at zero.
         copy = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
         return torch.compile(copy, backend="aot_eager", fullgraph=True)(inputs)
-
-
-def slice_tokens(inputs: UpdateInputs, start: int, stop: int) -> UpdateInputs:
-    """Return the operands of tokens start to stop; operands without a time axis are unchanged."""
-    sliced = {name: getattr(inputs, name)[:, start:stop] for name in inputs._fields if has_time_axis(inputs, name)}
-    return inputs._replace(**sliced)
-
-
-def has_time_axis(inputs: UpdateInputs, name: str) -> bool:
-    """Return whether an operand is present and varies over time."""
-    tensor = getattr(inputs, name)
-    if tensor is None or name in ("state", "cu_seqlens", "rate"):
-        return False
-    return name != "log_decay" or tensor.dim() > 2

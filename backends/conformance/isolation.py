@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs
+from deltazoo.backends.base import Backend, UpdateInputs, has_time_axis
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, draw_cotangents, limit, refusal, relative_error, rms, run
-from deltazoo.backends.conformance.equivalences import has_time_axis
 from deltazoo.backends.registry import resolve
 
 Device = torch.device | str

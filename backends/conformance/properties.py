@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs
+from deltazoo.backends.base import Backend, UpdateInputs, has_time_axis
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import (
     Report,
@@ -24,13 +24,13 @@ from deltazoo.backends.conformance.compare import (
     run,
 )
 from deltazoo.backends.conformance.decode_step import compare_step
+from deltazoo.backends.conformance.drafts import compare_draft
 from deltazoo.backends.conformance.equivalences import (
     InPieces,
     RepeatedHeads,
     SequenceBySequence,
     TokenByToken,
     Traced,
-    has_time_axis,
 )
 from deltazoo.backends.conformance.isolation import heads_do_not_leak, later_tokens_do_not_leak, sequences_do_not_leak
 from deltazoo.backends.conformance.pairwise import every_spec
@@ -58,6 +58,11 @@ def decoding_equals_the_full_sequence(backend: str | Backend, case: Case, device
     report = compare(steps, dense(case), grad=False, device=device)
     failures = ["step_ must write only to the slots of its rows"] if steps.wrote_to_other_slots else []
     return report._replace(failures=report.failures + failures)
+
+
+def drafted_tokens_equal_decoding(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
+    """`verify_` leaves the states unchanged, and `commit_` advances each by its row's accepted tokens."""
+    return compare_draft(backend, case, device)
 
 
 def fused_step_matches_reference(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
@@ -152,7 +157,7 @@ def without_erase_and_write_the_state_decays(backend: str | Backend, case: Case,
 
 
 def inputs_are_not_modified(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
-    """Forward, backward and `step_` write to no operand."""
+    """Forward, backward, `step_`, `verify_` and `commit_` write to no operand."""
     backend, inputs = resolve(backend), draw(case, device)
     refused = refusal(backend, case, device)
     if refused is not None:
@@ -162,7 +167,10 @@ def inputs_are_not_modified(backend: str | Backend, case: Case, device: Device =
     one_token = dense(case._replace(shape=case.shape._replace(T=1), state="given"))
     token = draw(one_token, device)
     assert token.state is not None
-    bind(case.spec, backend).step_(token._replace(state=None), token.state.clone())
+    bound, states = bind(case.spec, backend), token.state.clone()
+    bound.step_(token._replace(state=None), states)
+    _, draft = bound.verify_(token._replace(state=None), states)
+    bound.commit_(draft, states, None, torch.ones(len(states), dtype=torch.int32, device=device))
     failures += _modified(token, draw(one_token, device))
     return Report(backend.name, case, [], failures, [])
 
@@ -192,6 +200,7 @@ PROPERTIES: tuple[Property, ...] = (
     unsupported_returns_sentences,
     pieces_equal_the_full_sequence,
     decoding_equals_the_full_sequence,
+    drafted_tokens_equal_decoding,
     fused_step_matches_reference,
     packing_equals_separate_runs,
     rows_after_the_last_sequence_are_zero,

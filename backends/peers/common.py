@@ -41,17 +41,27 @@ def common_reasons(spec: UpdateSpec, meta: UpdateMeta, dtypes: Sequence[torch.dt
         {
             f"it needs tensors on 'cuda', got '{meta.device}'.": meta.device != "cuda",
             f"it computes in {names}, got {str(meta.dtype).removeprefix('torch.')}.": meta.dtype not in dtypes,
-            f"decay must be 'none', 'fixed' or 'head', got '{spec.decay}'.": spec.decay in ("channel", "rate"),
-            "a fixed decay must have one value per head, log_decay [HV], got [HV, K].": meta.decay_channels,
-            f"transition must be 'additive' or 'delta', got '{spec.transition}'.": spec.transition == "dplr",
-            f"beta must be 'none' or 'head', got '{spec.beta}'.": spec.beta == "channel",
+            "decay must not be 'rate'.": spec.decay == "rate",
             f"erase_key must be 'key', got '{spec.erase_key}'.": spec.erase_key == "own",
-            f"erase_from must be 'decayed', got '{spec.erase_from}'.": spec.erase_from == "previous",
+            f"erase_from must be 'decayed', got '{spec.erase_from}'.": spec.transition == "delta"
+            and spec.erase_from == "previous",
             "negative_eigenvalues='erase' needs separate erase and write strengths; it has one strength for both.": (
                 spec.negative_eigenvalues == "erase"
             ),
             f"householders must be 1, got {spec.householders}.": spec.householders > 1,
             f"read must be 'after', got '{spec.read}'.": spec.read == "before",
+        }
+    )
+
+
+def scalar_reasons(spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+    """Return the reasons of packages whose decay and beta are scalars per head."""
+    return violations(
+        {
+            f"decay must be 'none', 'fixed' or 'head', got '{spec.decay}'.": spec.decay == "channel",
+            "a fixed decay must have one value per head, log_decay [HV], got [HV, K].": meta.decay_channels,
+            f"transition must be 'additive' or 'delta', got '{spec.transition}'.": spec.transition == "dplr",
+            f"beta must be 'none' or 'head', got '{spec.beta}'.": spec.beta == "channel",
         }
     )
 

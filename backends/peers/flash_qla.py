@@ -4,7 +4,13 @@ from importlib import import_module
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
 from deltazoo.backends.lowering import log_decay
-from deltazoo.backends.peers.common import common_reasons, missing_packages, strength_or_ones, violations
+from deltazoo.backends.peers.common import (
+    common_reasons,
+    missing_packages,
+    scalar_reasons,
+    strength_or_ones,
+    violations,
+)
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -29,7 +35,8 @@ class FlashQlaBackend(Backend):
             f"K and V must be 128, got K={meta.K}, V={meta.V}.": (meta.K, meta.V) != (128, 128),
             f"scale must be above 0, got {spec.scale}.": spec.scale is not None and spec.scale <= 0,
         }
-        return missing_packages({"flash_qla": "flash-qla"}) + common_reasons(spec, meta) + violations(rules)
+        reasons = common_reasons(spec, meta) + scalar_reasons(spec, meta)
+        return missing_packages({"flash_qla": "flash-qla"}) + reasons + violations(rules)
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         o, state = import_module("flash_qla").chunk_gated_delta_rule(

@@ -9,7 +9,13 @@ import torch
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
 from deltazoo.backends.lowering import log_decay
-from deltazoo.backends.peers.common import common_reasons, missing_packages, strength, violations
+from deltazoo.backends.peers.common import (
+    common_reasons,
+    missing_packages,
+    scalar_reasons,
+    strength,
+    violations,
+)
 from deltazoo.backends.spec import UpdateSpec
 
 
@@ -35,7 +41,7 @@ class FlashInferBackend(Backend):
             "scale must not be 0, which the package replaces by K ** -0.5.": spec.scale == 0,
         }
         packages = {"flashinfer": "flashinfer-python", "cutlass": "nvidia-cutlass-dsl"}
-        return missing_packages(packages) + common_reasons(spec, meta) + violations(rules)
+        return missing_packages(packages) + common_reasons(spec, meta) + scalar_reasons(spec, meta) + violations(rules)
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         B, T, _, K = inputs.q.shape

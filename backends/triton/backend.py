@@ -6,26 +6,22 @@ import os
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
+from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.errors import OperandError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.decode_op import begin_step, commit_, decode_operands, step_, verify
+from deltazoo.backends.triton.element.op import element_step_, element_update, has_narrow_values, is_elementwise
+from deltazoo.backends.triton.element.show import explain_element
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
-from deltazoo.backends.triton.lower import (
-    by_micro_steps,
-    computes_in_float32,
-    has_channel_decay,
-    in_float32,
-    lower,
-    micro_steps,
-    splits_terms,
-)
-from deltazoo.backends.triton.op import chunk_scan, step_
+from deltazoo.backends.triton.lower import computes_in_float32, lower, micro_steps
+from deltazoo.backends.triton.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.show import explain_plan
 
 _MAX_KEY_WIDTH = 256
@@ -34,10 +30,10 @@ _MAX_KEY_WIDTH = 256
 class TritonBackend(Backend):
     """Compute the update with chunked Triton kernels, forward, backward and decode, on NVIDIA GPUs.
 
-    Supports every spec but those with decay "rate", in float32, bfloat16 and float16. Accumulates in float32;
-    products of float32 operands use tf32 only if `torch.set_float32_matmul_precision` allows it. Deterministic, without
-    host synchronisation, CUDA-graph safe. Nothing is tuned at the first call: launch configs come from a table, else
-    from a heuristic.
+    Supports every spec, in float32, bfloat16 and float16. Additive specs with values of width 1 or 2, or with a
+    rate, use elementwise kernels (element/). Accumulates in float32; products of float32 operands use tf32 only if
+    `torch.set_float32_matmul_precision` allows it. Deterministic, without host synchronisation, CUDA-graph safe.
+    Nothing is tuned at the first call: launch configs come from a table, else from a heuristic.
 
     Some specs keep rounding errors in the state: negative eigenvalues, an erase key other than k, several householders,
     and a delta rule with up to 16 keys without decay or beta (32 without both). There bfloat16 values that feed back
@@ -59,6 +55,7 @@ class TritonBackend(Backend):
 
     def __init__(self, config: LaunchConfig | None = None) -> None:
         self.config = "" if config is None else config.model_dump_json()
+        self.element = "" if config is None or config.element is None else config.element.model_dump_json()
         self._installed = importlib.util.find_spec("triton") is not None
         self._interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -69,46 +66,70 @@ class TritonBackend(Backend):
         """Like `unsupported`, on a given device; None: the current GPU, if there is one."""
         interpreted = self._interpreted and device is None
         reasons = self._tensors_unsupported(meta.device, meta.dtype, interpreted, self._installed or device is not None)
-        if spec.decay == "rate":
-            reasons.append("decay must be 'none', 'fixed', 'head' or 'channel', got 'rate'.")
         if meta.K > _MAX_KEY_WIDTH:
             reasons.append(f"K must be at most {_MAX_KEY_WIDTH}, got {meta.K}.")
         if reasons or interpreted or meta.device != "cuda":
             return reasons
-        split_terms = splits_terms(spec, meta.K, meta.dtype)
-        channel = spec.decay == "channel" or meta.decay_channels
+        if is_elementwise(spec, meta.V):
+            return [*(current_limits(False) if device is None else limits_of(device, False))[0]]
+        channel = spec.decay in ("channel", "rate") or meta.decay_channels
         dtype = torch.float32 if computes_in_float32(spec, meta.K, meta.dtype, channel) else meta.dtype
         unsupported, name, memory = current_limits(meta.grad) if device is None else limits_of(device, meta.grad)
-        own = spec.erase_key == "own" or spec.transition == "dplr" or spec.beta == "channel"
-        return [*unsupported, *size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad, split_terms, own)]
+        return list(unsupported) or size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad)
 
     def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
+        if is_elementwise(spec, meta.V):
+            return explain_element(meta, shape, device, self.element)
         return explain_plan(spec, meta, shape, device, self.config)
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         refuse_forward_mode(self.name, inputs)
+        if is_elementwise(spec, inputs.v.shape[-1]):
+            return element_update(spec, inputs, self.element)
         T, K, V, dtype = inputs.q.shape[1], inputs.q.shape[-1], inputs.v.shape[-1], inputs.v.dtype
-        if computes_in_float32(spec, K, dtype, has_channel_decay(inputs)):
-            inputs = in_float32(inputs)
-        x, kind = lower(spec, inputs, self.config)
         if T == 1 and inputs.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
-            shape = (inputs.q.shape[0], inputs.v.shape[-2], x.q.shape[-1], x.v.shape[-1])
-            state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
-            o = step_(x._replace(state=None), state, None, kind)
-            return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, K))
-        n = micro_steps(spec)
-        if n > 1:
-            x = by_micro_steps(spec, x, n)
+            shape = (inputs.q.shape[0], inputs.v.shape[-2], K, V)
+            state = inputs.q.new_zeros(shape, dtype=torch.float32) if inputs.state is None else inputs.state.clone()
+            return UpdateOutput(self.step_(spec, inputs, state, None), state)
+        x, kind = lower(spec, inputs, self.config)
         o, state = chunk_scan(x, kind)
+        n = micro_steps(spec)
         if n > 1:
             o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
         return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, K))
 
+    def compile_in_threads(self, spec: UpdateSpec, inputs: UpdateInputs) -> None:
+        """Start to compile the kernels of an update in threads: forward and backward, or for T = 1 the decode step."""
+        if is_elementwise(spec, inputs.v.shape[-1]):
+            return  # two small kernels
+        if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
+            assert inputs.state is not None
+            begin_step(*decode_operands(spec, inputs, self.config), inputs.state)
+        else:
+            begin_scan(*lower(spec, inputs, self.config))
+
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
-            x, kind = lower(spec, inputs, self.config, padded=False)
-            return step_(x, states, slots, kind)
+            if is_elementwise(spec, V := inputs.v.shape[-1]) and has_narrow_values(V):
+                return element_step_(spec, inputs, states, slots)
+            return step_(*decode_operands(spec, inputs, self.config), states, slots)
+
+    def verify_(
+        self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None
+    ) -> tuple[Tensor, Draft]:
+        refuse_forward_mode(self.name, (*inputs, states))
+        with torch.no_grad():
+            o, values = verify(*decode_operands(spec, inputs, self.config), states, slots)
+            return o, Draft(inputs, values)
+
+    def commit_(self, spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
+        inputs, values = draft
+        if values is None:
+            raise OperandError("draft.values is missing: backend 'triton' must have made the draft")
+        refuse_forward_mode(self.name, (*inputs, states))
+        with torch.no_grad():
+            commit_(*decode_operands(spec, inputs, self.config), values, states, slots, accepted)
 
     def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
         return fused.unsupported(step)

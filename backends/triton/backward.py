@@ -99,7 +99,7 @@ class _GateSums(NamedTuple):
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, plan: Plan, config: LaunchConfig) -> "_GateSums":
-        on_hopper = plan.backward != "reverse+gradients" or plan.gradients == "hopper"
+        on_hopper = plan.backward != "reverse+gradients" or plan.gradients in ("hopper", "hopper channel")
         K0 = key_tiles(s.K)[0]
         requested = 64 if on_hopper else config.gradients.keys or K0
         keys = min(max(requested, min_key_tile(kind.saved_dtype(x.q.dtype))), K0)
@@ -194,9 +194,11 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
         launches.append(_sweep(run, span, scratch, starts))
     else:
         reverse = _reverse_on_hopper if plan.reverse == "hopper" else _reverse
-        gradients = {"channel": _gradients_of_channels, "portable": _gradients, "hopper": _gradients_on_hopper}[
-            plan.gradients
-        ]
+        assert plan.gradients is not None
+        gradients = {
+            "channel": _gradients_of_channels, "hopper channel": _gradients_of_channels_on_hopper,
+            "portable": _gradients, "hopper": _gradients_on_hopper,
+        }[plan.gradients]  # fmt: skip
         launches += [reverse(run, span, scratch, starts), gradients(run, span, scratch)]
     if scratch.partial is not None:
         launches.append(_sum_groups(run, span, scratch))
@@ -263,11 +265,12 @@ def _reverse(
 def _reverse_on_hopper(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> WindowLaunch:
     from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel
 
-    x, kind, s = run.x, run.kind, run.s
+    kind = run.kind
+    x, s = scan_operands(run.x, run.prepared, run.s)
     reverse = launcher(
         hopper_reverse_kernel,
         (
-            x.q, x.k, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.dstates, scratch.du,
+            x.q, x.k, x.e, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.dstates, scratch.du,
             run.d.v, starts, x.cu_seqlens,
         ),
         (
@@ -318,6 +321,26 @@ def _gradients_of_channels(run: _Pass, span: Span, scratch: _Scratch) -> WindowL
         ),
         launch.warps,
         launch.stages,
+    )  # fmt: skip
+    programs = scratch.slots * s.HV * sums.tiles
+    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+
+
+def _gradients_of_channels_on_hopper(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+    from deltazoo.backends.triton.kernels.hopper.channel_gradients import hopper_channel_gradients_kernel
+
+    x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
+    gradients = launcher(
+        hopper_channel_gradients_kernel,
+        (
+            x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, run.d_o, scratch.states, scratch.dstates, scratch.xs,
+            scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, sums.keys, kind.delta, x.e is not None, d.b is not None, x.w is not None,
+            kind.stores_du(x), kind.erase_early, kind.read_early, x.state is not None, s.packed,
+            kind.min_b(x.q.dtype), span.unit,
+        ),
     )  # fmt: skip
     programs = scratch.slots * s.HV * sums.tiles
     return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)

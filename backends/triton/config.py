@@ -9,6 +9,8 @@ from typing import Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deltazoo.backends.triton.element.config import ElementConfig
+
 CHUNK = 64  # tokens per chunk by default
 KernelChoice = Literal["portable", "hopper", "fused"]
 
@@ -54,6 +56,7 @@ class LaunchConfig(BaseModel):
         split: chunks per segment, if the segments of a sequence are computed in parallel; 0: no segments.
         scratch: bytes for the recomputed states and their gradients; the backward processes longer inputs in windows.
         fused_step: None: the heuristic's launch for the sizes.
+        element: launches of the elementwise kernels; None: those of the heuristic.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -69,6 +72,7 @@ class LaunchConfig(BaseModel):
     gradients: Launch = Launch(tile=64, keys=64)
     decode: Launch = Launch(tile=64, warps=4, stages=1)
     fused_step: Launch | None = None
+    element: ElementConfig | None = None
 
     @model_validator(mode="after")
     def _segments_start_at_checkpoints(self) -> Self:

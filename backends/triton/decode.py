@@ -1,35 +1,73 @@
-"""Launch the decode kernel: one token per row, states updated in place.
+"""Launch the decode kernels: one token, drafted tokens, and the commit of those that are accepted.
 
-B batch, n micro-steps, H key heads, HV value heads, K key width, V value width
+B batch, T tokens, n micro-steps, H key heads, HV value heads, K key width, V value width
 """
 
+import torch
 from torch import Tensor
 
 from deltazoo.backends.triton.config import Launch, cdiv, limit_warps, power_of_two
-from deltazoo.backends.triton.kernels.decode.step import decode_kernel
+from deltazoo.backends.triton.kernels.decode.step import commit_kernel, decode_kernel, verify_kernel
+from deltazoo.backends.triton.kernels.decode.token import TokenTraits
 from deltazoo.backends.triton.launcher import launcher
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.operands import StepKind, StepOperands
 
 
-def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind, launch: Launch) -> Tensor:
-    """Decode one token per row. Returns o [B, HV, V].
-
-    Args: x: q [B, H, K]; k, e [B, n, H, K]; v [B, n, HV, V]; log_decay [B, HV], [B, HV, K] or [HV]; b, w [B, n, HV].
-    """
-    B, n, H, K = x.k.shape
-    HV, V = x.v.shape[2:]
-    BV = min(launch.tile, power_of_two(V))
-    decay = "none" if x.log_decay is None else ("fixed", "head", "channel")[x.log_decay.dim() - 1]
-    o = x.v.new_empty(B, HV, V)
-    decode = launcher(
-        decode_kernel,
-        (x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, states, slots, o),
-        (
-            H, HV, K, V, power_of_two(K), BV, n, decay, kind.delta, x.e is not None, x.b is not None,
-            x.w is not None, kind.erase_early, kind.read_early, slots is not None, kind.reparam,
-        ),
-        limit_warps(launch.warps, power_of_two(K) * BV),
-        launch.stages,
-    )  # fmt: skip
-    decode(B * HV * cdiv(V, BV), kind.scale, states.shape[0])
+def step_(x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None, launch: Launch) -> Tensor:
+    """Decode one token per row (T = 1); the states change in place. Returns o [B, 1, HV, V]."""
+    traits = _traits(x, slots, kind, launch)
+    o = x.v.new_empty(x.q.shape[0], 1, traits.HV, traits.V)
+    tensors = (x.q, x.k, x.e, x.v, x.log_decay, x.erase, x.write, x.a, x.b, states, slots, o)
+    decode = launcher(decode_kernel, tensors, (traits,), _warps(traits, launch), launch.stages)
+    decode(_programs(x, traits), kind.scale, states.shape[0])
     return o
+
+
+def verify(
+    x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None, launch: Launch
+) -> tuple[Tensor, Tensor]:
+    """Decode drafted tokens. Returns o [B, T, HV, V] and the written values [B, T, m, HV, V] float32."""
+    traits = _traits(x, slots, kind, launch)
+    B, T = x.q.shape[:2]
+    o = x.v.new_empty(B, T, traits.HV, traits.V)
+    values = o.new_empty(B, T, 2 if traits.PAIR else traits.STEPS, traits.HV, traits.V, dtype=torch.float32)
+    tensors = (x.q, x.k, x.e, x.v, x.log_decay, x.erase, x.write, x.a, x.b, states, slots, o, values)
+    run = launcher(verify_kernel, tensors, (traits,), _warps(traits, launch), launch.stages)
+    run(_programs(x, traits), kind.scale, states.shape[0], T)
+    return o, values
+
+
+def commit_(
+    x: StepOperands,
+    kind: StepKind,
+    values: Tensor,
+    states: Tensor,
+    slots: Tensor | None,
+    accepted: Tensor,
+    launch: Launch,
+) -> None:
+    """Advance each state in place by its row's first `accepted` tokens."""
+    traits = _traits(x, slots, kind, launch)
+    tensors = (x.k, x.log_decay, x.b, values, states, slots, accepted)
+    run = launcher(commit_kernel, tensors, (traits,), _warps(traits, launch), launch.stages)
+    run(_programs(x, traits), states.shape[0], x.q.shape[1])
+
+
+def _traits(x: StepOperands, slots: Tensor | None, kind: StepKind, launch: Launch) -> TokenTraits:
+    (H, K), (HV, V) = x.q.shape[2:], x.v.shape[-2:]
+    strength = "none" if x.write is None else "head" if x.write.dim() < x.v.dim() else "channel"
+    return TokenTraits(
+        H=H, HV=HV, K=K, V=V, BK=power_of_two(K), BV=min(launch.tile, power_of_two(V)), STEPS=kind.steps,
+        DECAY="none" if x.log_decay is None else ("head", "channel")[1 - x.log_decay.dim() % 2],
+        FIXED=x.log_decay is not None and x.log_decay.dim() < 3, DELTA=kind.delta, PAIR=x.a is not None,
+        ERASE_KEY=x.e is not None, STRENGTH=strength, ERASE_FACTOR=kind.erase_factor, WRITE_FACTOR=kind.write_factor,
+        REPARAM=kind.reparam, ERASE_EARLY=kind.erase_early, READ_EARLY=kind.read_early, SLOTS=slots is not None,
+    )  # fmt: skip
+
+
+def _warps(traits: TokenTraits, launch: Launch) -> int:
+    return limit_warps(launch.warps, traits.BK * traits.BV)
+
+
+def _programs(x: StepOperands, traits: TokenTraits) -> int:
+    return x.q.shape[0] * traits.HV * cdiv(traits.V, traits.BV)

@@ -166,7 +166,8 @@ def _launch(
         GATE_STRIDE=_row_stride(x.gate), H=H, HV=HV, K=K, V=V, BK=BK, PV=power_of_two(V), BV=BV, STEPS=n, W=W,
         BIAS=x.bias is not None, SILU_Q=silu_q, SILU_K=silu_k, SILU_V=silu_v, NORM_Q=norm_q, NORM_K=norm_k,
         NORM_QK_EPS=EPS, BETA=x.beta is not None, BETA_MAX=options.beta_max, DECAY=x.decay is not None,
-        DECAY_BOUND=options.decay_bound, SCALE_V_BY_DT=options.scale_v_by_dt, DELTA=options.delta,
+        DECAY_CHANNELS=_has_channel_decay(x, HV), DECAY_BOUND=options.decay_bound,
+        SCALE_V_BY_DT=options.scale_v_by_dt, DELTA=options.delta,
         REPARAM=options.reparam, ERASE_FACTOR=options.erase_factor, WRITE_FACTOR=options.write_factor,
         ERASE_KEY=x.feedback is not None, ERASE_EARLY=options.erase_early, READ_EARLY=options.read_early,
         SKIP=x.skip is not None, NORM=options.norm,
@@ -191,7 +192,7 @@ def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int,
     B, (_, HV, K, V), device = x.qkv.shape[0], states.shape, device_of(x.qkv)
     problem = Problem(
         x.qkv.dtype, B, 1, options.heads, HV, K, V, options.delta, erase_key=x.feedback is not None,
-        decay="none" if x.decay is None else "head", packed=False,
+        decay="none" if x.decay is None else "channel" if _has_channel_decay(x, HV) else "head", packed=False,
     )  # fmt: skip
     select = launch_config if n == 1 and not config else _heuristic
     launch = select(problem, device_spec(device.index)).fused_step
@@ -202,6 +203,11 @@ def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int,
 @functools.lru_cache(maxsize=1024)
 def _heuristic(problem: Problem, device: DeviceSpec) -> LaunchConfig:
     return heuristic(problem, device)
+
+
+def _has_channel_decay(x: FusedDecodeInputs, HV: int) -> bool:
+    """Whether the decay is per channel. For K = 1 both kinds are the same."""
+    return x.dt_bias is not None and x.dt_bias.shape[0] != HV
 
 
 def _row_stride(x: Tensor | None) -> int:

@@ -27,7 +27,7 @@ from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, 
 from deltazoo.backends.triton.plan import Plan, Version
 
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
-# 232, 232 and 40, or 240, 240 and 24.
+# 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
 WARP_SPECIALIZED_REGISTERS = 168
 WindowLaunch = Callable[..., None]  # launches a kernel for one window, by its number; 0 by default
 
@@ -115,7 +115,8 @@ def prepare(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig, s
     s = Sizes.of(x, config.chunk)
     out = Prepared.empty(x, kind, s, save)
     launch = {
-        "gates": _gates, "channel": _prepare_channels, "portable": _prepare, "hopper": _prepare_on_hopper
+        "gates": _gates, "channel": _prepare_channels, "hopper channel": _prepare_channels_on_hopper,
+        "portable": _prepare, "hopper": _prepare_on_hopper,
     }[plan.prepare]  # fmt: skip
     launch(x, kind, s, out, config.prepare, plan.split > 0)
     return out
@@ -140,13 +141,34 @@ def _prepare_channels(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, 
             *out.derivatives(), x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.C, min(64, power_of_two(s.K)), kind.delta, x.e is not None, x.b is not None,
+            s.H, s.HV, s.K, s.C, max(16, min(64, power_of_two(s.K))), kind.delta, x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
             tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32", min(launch.tile, s.C), kind.reparam,
             kind.dv_holds_du(x),
         ),
         launch.warps,
         launch.stages,
+    )  # fmt: skip
+    prepare(s.slots * s.HV, s.N, s.T, kind.scale)
+
+
+def _prepare_channels_on_hopper(
+    x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Launch, segments: bool
+) -> None:
+    from deltazoo.backends.triton.kernels.hopper.channel_prepare import hopper_channel_prepare_kernel
+
+    # three programs per SM, or two if the kernel would spill at that
+    three = s.K <= 128 and x.e is None and not (kind.erase_early or kind.read_early)
+    prepare = launcher(
+        hopper_channel_prepare_kernel,
+        (
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.C, kind.delta, x.e is not None, x.b is not None, x.w is not None, kind.erase_early,
+            kind.read_early, s.packed,
+        ),
+        registers=168 if three else None,
     )  # fmt: skip
     prepare(s.slots * s.HV, s.N, s.T, kind.scale)
 
@@ -229,7 +251,7 @@ def scan(
         run = launcher(
             hopper_scan_kernel,
             (
-                x.q, x.k, x.v, prepared.gates, prepared.wy_tiles, x.state, t("o"), t("final"), t("checkpoints"),
+                x.q, x.k, x.e, x.v, prepared.gates, prepared.wy_tiles, x.state, t("o"), t("final"), t("checkpoints"),
                 t("states"), t("xs"), t("starts"), x.cu_seqlens,
             ),
             (
@@ -260,6 +282,8 @@ def scan(
             ),
             launch.warps,
             launch.stages,
+            # by default ptxas 12.8 and 12.9 used 40 registers for K = 256 and spilled 13 KB
+            registers=min(255, 2048 // launch.warps) if s.K > 128 else None,
         )  # fmt: skip
         columns = 0 if mode == "maps" else cdiv(s.V, BV)
         columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0

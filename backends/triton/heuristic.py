@@ -18,10 +18,11 @@ def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) ->
     """
     split = _split(problem, device) if split is None else split
     scan, gradients = _portable_launches(problem, device)
+    reverse = Launch(tile=32, stages=1) if _is_tight(problem, device) and problem.decay != "channel" else scan
     channel = problem.decay == "channel"
     prepare = Launch(tile=16, warps=8, stages=1) if channel else LaunchConfig().prepare
     launches: dict[Phase, Launch] = {
-        "prepare": prepare, "scan": scan, "recompute": scan, "reverse": scan, "gradients": gradients,
+        "prepare": prepare, "scan": scan, "recompute": scan, "reverse": reverse, "gradients": gradients,
     }  # fmt: skip
     for phase in KERNELS:
         if takes(phase, "hopper", problem, device) and not _portable_is_faster(phase, problem):
@@ -70,15 +71,22 @@ def _portable_launches(problem: Problem, device: DeviceSpec) -> tuple[Launch, La
             return scan, Launch(tile=64, keys=64, warps=8)
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decay != "none" and problem.delta else 2)
         return scan, gradients
+    # no loads ahead where the buffers of two stages would not fit
+    stages = 1 if _is_tight(problem, device) or (problem.decay == "channel" and problem.K > 128) else 2
     if problem.decay == "channel":
-        return Launch(tile=64, stages=1 if problem.K > 128 else 2), Launch(tile=64, keys=64, warps=8)
-    return Launch(tile=64), Launch(tile=64, keys=64)
+        return Launch(tile=64, stages=stages), Launch(tile=64, keys=64, warps=8)
+    return Launch(tile=64, stages=stages), Launch(tile=64, keys=64, stages=stages)
+
+
+def _is_tight(problem: Problem, device: DeviceSpec) -> bool:
+    """Whether shared memory (99 KiB per block on RTX GPUs) is too small for the usual tiles of these keys."""
+    return problem.K > 192 and problem.dtype.itemsize == 2 and device.shared_memory < 144 * 1024
 
 
 def _portable_is_faster(phase: str, problem: Problem) -> bool:
     """Gates alone need no Hopper kernel; with few values and no erase term smaller programs finish sooner."""
     if phase == "prepare":
-        return not problem.delta
+        return not problem.delta and problem.decay != "channel"
     return phase in ("scan", "recompute") and problem.V <= 64 and not problem.delta
 
 

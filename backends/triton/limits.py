@@ -6,17 +6,13 @@ import torch
 
 from deltazoo.backends.devices import INTERPRETER, DeviceSpec, installed_triton
 
-SUPPORTED_TRITON = ((3, 6), (3, 7))
+_OLDEST_TRITON, _NEWEST_TRITON = (3, 6), (3, 9)
 _OLDEST_CAPABILITY = (8, 0)
 
-# Shared memory in bytes of the largest portable kernel for K > 192 in 16 bits, by the tile of value columns: forward
-# alone, and with the backward. Of what the heuristic launches on GPUs with less than 220 KiB per block, compiled for
-# sm_89 with Triton 3.7.1. For narrower keys and for float32 it is at most 93,188 bytes, which every supported GPU has.
-_WIDE_KEYS = {
-    "one term": {16: (93188, 99332), 32: (101380, 113668), 64: (117764, 142340)},
-    "two terms": {16: (65536, 90112), 32: (65536, 98304), 64: (81920, 114688)},
-    "two terms and an erase key": {16: (65536, 65536), 32: (73728, 73728), 64: (90112, 90112)},
-}
+# Shared memory in bytes of the largest portable kernel for K > 192 in 16 bits, forward alone and with the backward,
+# with the tiles that the heuristic chooses for GPUs with 99 KiB per block; compiled for sm_89 with Triton 3.7.1. For
+# narrower keys and for float32 it is at most 93,188 bytes. Larger tiles are chosen only where they fit.
+_WIDE_KEYS = (81920, 98304)
 
 
 def platform_refusals(device: DeviceSpec) -> list[str]:
@@ -24,9 +20,9 @@ def platform_refusals(device: DeviceSpec) -> list[str]:
     if device.platform == "hip":
         return [f"it needs an NVIDIA GPU, and {device.name} is an AMD GPU (ROCm); use backend='compile'."]
     reasons = []
-    if device.triton_version not in SUPPORTED_TRITON:
-        versions = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED_TRITON)
-        reasons.append(f"it is tested with Triton {versions}, and {device.triton or 'none'} is installed.")
+    if not _OLDEST_TRITON <= device.triton_version <= _NEWEST_TRITON:
+        versions = f"{_dotted(_OLDEST_TRITON)} to {_dotted(_NEWEST_TRITON)}"
+        reasons.append(f"it needs Triton {versions}, and {device.triton or 'none'} is installed.")
     if device.capability < _OLDEST_CAPABILITY:
         reasons.append(f"it needs compute capability 8.0 or newer, and {device.name} has {_dotted(device.capability)}.")
     return reasons
@@ -60,14 +56,12 @@ def current_limits(grad: bool) -> tuple[tuple[str, ...], str, int]:
 vars(current_limits)["_dynamo_marked_constant"] = True
 
 
-def size_refusals(
-    name: str, shared_memory: int, dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool
-) -> list[str]:
+def size_refusals(name: str, shared_memory: int, dtype: torch.dtype, K: int, V: int, grad: bool) -> list[str]:
     """Say why the kernels for these widths do not fit the shared memory of a device.
 
     Args: dtype: that of the products: float32 for float16 with split terms.
     """
-    need = shared_memory_needed(dtype, K, V, grad, split_terms, erase_key)
+    need = shared_memory_needed(dtype, K, grad)
     if need <= shared_memory:
         return []
     training = " for training" if grad else ""
@@ -77,18 +71,14 @@ def size_refusals(
     ]
 
 
-def shared_memory_needed(dtype: torch.dtype, K: int, V: int, grad: bool, split_terms: bool, erase_key: bool) -> int:
-    """The shared memory per block of the largest portable kernel, in bytes; 0 if it fits every supported GPU."""
-    if dtype == torch.float32 or K <= 192:
-        return 0
-    kind = "one term" if not split_terms else "two terms and an erase key" if erase_key else "two terms"
-    forward, both = _WIDE_KEYS[kind][16 if V <= 16 else 32 if V <= 32 else 64]
-    return both if grad else forward
+def shared_memory_needed(dtype: torch.dtype, K: int, grad: bool) -> int:
+    """The shared memory per block of the largest portable kernel, in bytes."""
+    return 93188 if dtype == torch.float32 or K <= 192 else _WIDE_KEYS[grad]
 
 
 def _no_gpu() -> DeviceSpec:
     return DeviceSpec("this machine", "cuda", _OLDEST_CAPABILITY, 1, 2**31, installed_triton())
 
 
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

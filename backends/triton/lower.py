@@ -1,4 +1,4 @@
-"""Lowering of a spec and its inputs to the operands of the kernels.
+"""Lowering of a spec and its inputs to the operands of the chunked kernels; decode kernels need none (`decode_op.py`).
 
 The kernels compute one form, per value head, with the strengths b and w one number per token:
 
@@ -24,11 +24,17 @@ from deltazoo.backends.triton import plan as plans
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 
 
-def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool = True) -> tuple[ScanOperands, ScanKind]:
-    """Build the kernels' operands: micro-steps are flattened into time, except for q and log_decay.
+def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
+    """Build the operands of the chunked kernels: widths padded to multiples of 8, micro-steps flattened into time."""
+    inputs = with_channel_decay(inputs)
+    if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, _has_channel_decay(inputs)):
+        inputs = _in_float32(inputs)
+    x, kind = _lower(spec, inputs, config)
+    n = micro_steps(spec)
+    return (_by_micro_steps(spec, x, n) if n > 1 else x), kind
 
-    Args: padded: pad widths to multiples of 8, as chunked kernels need them.
-    """
+
+def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
     in_kernel = spec.reparam != "none" and spec.beta != "channel"
     if in_kernel:
         erase = inputs.v.new_ones(inputs.v.shape[:-1], dtype=torch.float32) if inputs.beta is None else inputs.beta
@@ -49,7 +55,7 @@ def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool = Tr
     if log_decay is not None and log_decay.dim() == 2:
         log_decay = log_decay.expand(*q.shape[:2], *log_decay.shape)
     K, V = q.shape[-1], v.shape[-1]
-    to_K, to_V = (-K % 8, -V % 8) if padded else (0, 0)
+    to_K, to_V = -K % 8, -V % 8
     n = micro_steps(spec)
 
     def flat(x: Tensor, extra: int = 0) -> Tensor:
@@ -82,7 +88,7 @@ def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, padded: bool = Tr
         reparam=spec.reparam if in_kernel else "none",
         saves_16_bits=split_terms
         and _is_hopper(k.device.index)
-        and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, has_channel_decay(inputs)),
+        and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, _has_channel_decay(inputs)),
     )
 
 
@@ -96,9 +102,16 @@ def micro_steps(spec: UpdateSpec) -> int:
     return 2 if spec.transition == "dplr" else spec.householders
 
 
-def has_channel_decay(inputs: UpdateInputs) -> bool:
+def _has_channel_decay(inputs: UpdateInputs) -> bool:
     """Whether log_decay is per channel: [HV, K] or [B, T, HV, K]."""
     return inputs.log_decay is not None and inputs.log_decay.dim() in (2, 4)
+
+
+def with_channel_decay(inputs: UpdateInputs) -> UpdateInputs:
+    """Replace step and rate by the log decay per channel [B, T, HV, K]."""
+    if inputs.step is None or inputs.rate is None:
+        return inputs
+    return inputs._replace(log_decay=inputs.step.unsqueeze(-1) * inputs.rate, step=None, rate=None)
 
 
 def splits_terms(spec: UpdateSpec, K: int, dtype: torch.dtype) -> bool:
@@ -117,7 +130,7 @@ def computes_in_float32(spec: UpdateSpec, K: int, dtype: torch.dtype, channel: b
     return dtype == torch.bfloat16 and channel and splits_terms(spec, K, dtype)
 
 
-def by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
+def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
     """Spread q and log_decay over the n micro-steps of a token: the decay on the first, the read on the last.
 
     A read before the update is on the first micro-step.
@@ -135,7 +148,7 @@ def by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
     return x._replace(q=spread(x.q, 0 if spec.read == "before" else n - 1), log_decay=decay, cu_seqlens=cu)
 
 
-def in_float32(inputs: UpdateInputs) -> UpdateInputs:
+def _in_float32(inputs: UpdateInputs) -> UpdateInputs:
     """Convert the operands to float32."""
     names = ("q", "k", "v", "erase_key", "a", "b")
     operands = {name: getattr(inputs, name) for name in names}

@@ -1,4 +1,4 @@
-"""torch.library operators around the kernels: torch.compile, export and CUDA graphs see one node each.
+"""torch.library operators around the chunked kernels: torch.compile, export and CUDA graphs see one node each.
 
 Triton is imported when a kernel first runs. B batch, T time, N sequences, H key heads, HV value heads, K key width,
 V value width, C chunk
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, mark_written, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 from deltazoo.backends.triton.config import LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import checkpoint_distance
 from deltazoo.backends.triton.operands import (
     BackwardCall,
     Gradients,
     Prepared,
+    Saved,
     ScanCall,
     ScanKind,
     ScanOperands,
     Sizes,
-    StepCall,
-    StepOperands,
+    flatten,
     ready,
     schema,
     unflatten,
 )
-from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.precompile import begin, compiled_ahead
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -39,16 +39,13 @@ def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
-def step_(x: ScanOperands, states: Tensor, slots: Tensor | None, kind: ScanKind) -> Tensor:
-    """Decode one token per row, updating the states in place. Returns o [B, 1, HV, V].
-
-    Args:
-        x: as for `chunk_scan`, with T the micro-steps of the token, but q [B, 1, H, K], log_decay [B, 1, HV],
-            [B, 1, HV, K] or [HV].
-        states: [S, HV, K, V] float32.
-        slots: [B] int64, the row of `states` of each batch row; None: row i has state i.
-    """
-    return _step_op(x.q, x.k, x.v, x.log_decay, x.b, x.w, x.e, states, slots, *kind)
+def begin_scan(x: ScanOperands, kind: ScanKind) -> None:
+    """Start to compile the kernels of the forward and the backward in threads."""
+    forward = flatten(ScanCall(x, kind, True))
+    begin(_scan_impl, forward)
+    o, final, *prepared, checkpoints = _scan_fake(*forward)
+    saved = Saved(Prepared(*prepared), checkpoints)
+    begin(_backward_impl, flatten(BackwardCall(x, saved, o, final, kind)))
 
 
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
@@ -73,27 +70,6 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
         return backward(x, call.kind, call.saved, call.d_o, call.d_final, plan, config).present()
 
 
-def _step_impl(*arguments: Any) -> Tensor:
-    from deltazoo.backends.triton.decode import step_
-    from deltazoo.backends.triton.resolve import resolve_decode
-
-    call = unflatten(StepCall, arguments)
-    operands = StepOperands(*_ready(call.x))
-    x = call.kind.with_write(ScanOperands(*operands))
-    decay = x.log_decay
-    token = x._replace(
-        q=x.q[:, 0].contiguous(),
-        log_decay=decay[:, 0].contiguous() if decay is not None and decay.dim() > 1 else decay,
-    )
-    slots = None if call.slots is None else ready(call.slots)
-    stepped = call.states if call.states.is_contiguous() else call.states.contiguous()
-    launch = resolve_decode(x, call.kind)
-    with torch.cuda.device_of(x.q):
-        o = step_(token, stepped, slots, call.kind, launch)
-    mark_written(call.states, stepped)
-    return o.unsqueeze(1)
-
-
 def _ready(arguments: tuple[Any, ...]) -> list[Any]:
     return [ready(x) if isinstance(x, Tensor) else x for x in arguments]
 
@@ -114,11 +90,6 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     return Gradients.empty(call.x, call.kind).present()
 
 
-def _step_fake(*arguments: Any) -> Tensor:
-    x = unflatten(StepCall, arguments).x
-    return x.v.new_empty(x.q.shape[0], 1, *x.v.shape[2:])
-
-
 def _saved_steps(config: str, packed: bool) -> tuple[int, int]:
     """Tokens per chunk and chunks per checkpoint. No table changes them: saved tensors have these shapes."""
     if config:
@@ -135,11 +106,6 @@ _backward_op = operator(
     f"triton_scan_backward({schema(BackwardCall)}) -> Tensor[]",
     _backward_impl,
     compiled_ahead(_backward_impl, _backward_fake),
-)
-_step_op = operator(
-    f"triton_step_({schema(StepCall, mutated='states')}) -> Tensor",
-    _step_impl,
-    compiled_ahead(_step_impl, _step_fake),
 )
 
 

@@ -262,29 +262,75 @@ class BackwardCall(NamedTuple):
 
 
 class StepOperands(NamedTuple):
-    """The operands of a decode step: those of `ScanOperands` without state and cu_seqlens."""
+    """The operands of decoded tokens, as the spec defines them; n micro-steps make an axis after T if n > 1.
+
+    Args:
+        q, k, e: [B, T, H, K], k and e with n; e is the erase key.
+        v: [B, T, HV, V] with n.
+        log_decay: [B, T, HV], [B, T, HV, K], [HV] or [HV, K].
+        erase, write: strengths, both [B, T, HV], or [B, T, HV, K] and [B, T, HV, V], with n.
+        a, b: [B, T, HV, K], of dplr.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor | None
-    b: Tensor | None
-    w: Tensor | None
+    erase: Tensor | None
+    write: Tensor | None
     e: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+
+
+class StepKind(NamedTuple):
+    """The traits of decoded tokens.
+
+    Args:
+        steps: n, micro-steps of a token.
+        delta: with an erase term. reparam: "none", "efla" or "longhorn".
+        erase_early, read_early: as in `ScanKind`.
+        split_terms: as in `ScanKind`; only for the launch table.
+        erase_factor, write_factor: of the strengths.
+        scale: of q.
+        config: a LaunchConfig as JSON; "": that of the table, else of the heuristic.
+    """
+
+    steps: int
+    delta: bool
+    reparam: str
+    erase_early: bool
+    read_early: bool
+    split_terms: bool
+    erase_factor: float
+    write_factor: float
+    scale: float
+    config: str = ""
 
 
 class StepCall(NamedTuple):
-    """The arguments of the decode operator; states [S, HV, K, V] are updated in place, slots [B] int64."""
+    """The arguments of the decode operators; states [S, HV, K, V], slots [B] int64."""
 
     x: StepOperands
     states: Tensor
     slots: Tensor | None
-    kind: ScanKind
+    kind: StepKind
+
+
+class CommitCall(NamedTuple):
+    """The arguments of the commit operator: values [B, T, m, HV, V] float32, accepted [B] int32, else as `StepCall`."""
+
+    x: StepOperands
+    values: Tensor
+    states: Tensor
+    slots: Tensor | None
+    accepted: Tensor
+    kind: StepKind
 
 
 def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:
     """Write the parameters of a flat operator: the fields of a NamedTuple, nested ones in their place."""
-    names = {bool: "bool", float: "float", str: "str"}
+    names = {bool: "bool", int: "int", float: "float", str: "str"}
     parameters = []
     for name, hint in get_type_hints(call).items():
         if hasattr(hint, "_fields"):
@@ -320,7 +366,7 @@ def _take(call: Any, arguments: Iterator[Any]) -> Any:
 # the NamedTuple class of each field of a call, or None for one argument
 _NESTED = {
     call: tuple(hint if hasattr(hint, "_fields") else None for hint in get_type_hints(call).values())
-    for call in (Saved, ScanCall, BackwardCall, StepCall)
+    for call in (Saved, ScanCall, BackwardCall, StepCall, CommitCall)
 }
 
 

@@ -62,10 +62,10 @@ class Limits(NamedTuple):
     """The problems that one kernel takes.
 
     Args:
-        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key, chunks of 64
-            tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
+        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key unless the decay
+            is per channel, chunks of 64 tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
         keys, values: widths per head.
-        decays: kinds of decay.
+        decays: kinds of decay. channel_keys: widths of keys with a decay per channel.
         grouped: takes grouped heads.
     """
 
@@ -73,14 +73,18 @@ class Limits(NamedTuple):
     keys: range = range(1, 257)
     values: range = range(1, 2**31)
     decays: tuple[str, ...] = SCALAR_DECAYS
+    channel_keys: range = range(1, 257)
     grouped: bool = True
 
 
 _PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"))
-_HOPPER_SCAN = Limits(hopper=True, values=range(33, 513))
+# with more keys and a decay per channel two stages of the ring buffer do not fit
+_HOPPER_SCAN = Limits(
+    hopper=True, values=range(33, 513), decays=(*SCALAR_DECAYS, "channel"), channel_keys=range(1, 129)
+)
 # in order of preference
 KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
-    "prepare": {"hopper": Limits(hopper=True), "portable": _PORTABLE},
+    "prepare": {"hopper": Limits(hopper=True, decays=_PORTABLE.decays), "portable": _PORTABLE},
     "scan": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "recompute": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "reverse": {
@@ -89,14 +93,20 @@ KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
         "hopper": _HOPPER_SCAN,
         "portable": _PORTABLE,
     },
-    "gradients": {"hopper": Limits(hopper=True, values=range(1, 513)), "portable": _PORTABLE},
+    "gradients": {
+        "hopper": Limits(hopper=True, values=range(1, 513), decays=(*SCALAR_DECAYS, "channel")),
+        "portable": _PORTABLE,
+    },
 }
 
 
 def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int = CHUNK) -> bool:
     """Whether a kernel takes a problem on a device."""
     limits = KERNELS[phase].get(kernel)
+    channel = problem.decay == "channel"
     if limits is None or problem.K not in limits.keys or problem.V not in limits.values:
+        return False
+    if channel and problem.K not in limits.channel_keys:
         return False
     if problem.decay not in limits.decays or (problem.grouped and not limits.grouped):
         return False
@@ -104,7 +114,8 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
         return True
     same_dtype = problem.dtype == problem.saved_dtype and problem.dtype.itemsize == 2
     aligned = problem.K % 8 == problem.V % 8 == 0
-    return device.is_hopper and same_dtype and not problem.erase_key and chunk == 64 and aligned
+    own_key = problem.erase_key and not channel  # with a decay per channel E is an operand in any case
+    return device.is_hopper and same_dtype and not own_key and chunk == 64 and aligned
 
 
 def sweeps(K: int, V: int) -> bool:
@@ -124,8 +135,8 @@ class Plan(NamedTuple):
     """The kernels of one update.
 
     Args:
-        prepare: "gates": no erase term, cumulative decays only; "channel": for a decay per channel, also the scaled
-            operands; else also the WY tiles T and P.
+        prepare: "gates": no erase term, cumulative decays only; "channel" and "hopper channel": for a decay per
+            channel, also the scaled operands; else also the WY tiles T and P.
         forward: the scan that computes o and the final state.
         backward: "none": without gradients. "fused": one launch recomputes the states, scans back and computes the
             gradients. "sweep": recomputed states, then one launch for scan and gradients. "reverse+gradients": two.
@@ -134,12 +145,12 @@ class Plan(NamedTuple):
         every: chunks between two checkpoints of the state; 0: none is stored.
     """
 
-    prepare: Literal["gates", "channel", "portable", "hopper"]
+    prepare: Literal["gates", "channel", "hopper channel", "portable", "hopper"]
     forward: Version
     backward: Backward = "none"
     recompute: Version | None = None
     reverse: Version | None = None
-    gradients: Literal["channel", "portable", "hopper"] | None = None
+    gradients: Literal["channel", "hopper channel", "portable", "hopper"] | None = None
     split: int = 0
     every: int = 0
 
@@ -162,7 +173,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     split = config.split if config.split and chunks > config.split else 0
     channel = problem.decay == "channel"
     plan = Plan(
-        "channel" if channel else _version(config.prepare.kernel) if problem.delta else "gates",
+        _prepare(problem, _version(config.prepare.kernel)),
         _version(config.scan.kernel),
         split=split,
     )
@@ -172,12 +183,12 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     if config.reverse.kernel == "fused":
         return plan._replace(backward="fused")
     plan = plan._replace(recompute=_version(config.recompute.kernel))
-    if config.reverse.kernel == "hopper" and sweeps(problem.K, problem.V):
+    if config.reverse.kernel == "hopper" and not channel and sweeps(problem.K, problem.V):
         return plan._replace(backward="sweep")
     return plan._replace(
         backward="reverse+gradients",
         reverse=_version(config.reverse.kernel),
-        gradients="channel" if channel else _version(config.gradients.kernel),
+        gradients=_gradients(config.gradients.kernel, channel),
     )
 
 
@@ -185,6 +196,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
 LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prepare", "gates"): ("gates_kernel",),
     ("prepare", "channel"): ("channel_prepare_kernel",),
+    ("prepare", "hopper channel"): ("hopper_channel_prepare_kernel",),
     ("prepare", "portable"): ("prepare_kernel",),
     ("prepare", "hopper"): ("hopper_prepare_kernel",),
     ("segments", "forward"): ("scan_kernel", "combine_kernel"),
@@ -198,10 +210,15 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("reverse", "portable"): ("reverse_kernel",),
     ("reverse", "hopper"): ("hopper_reverse_kernel",),
     ("gradients", "channel"): ("channel_gradients_kernel",),
+    ("gradients", "hopper channel"): ("hopper_channel_gradients_kernel",),
     ("gradients", "portable"): ("gradients_kernel",),
     ("gradients", "hopper"): ("hopper_gradients_kernel",),
     ("group sums", "portable"): ("sum_groups_kernel",),
     ("gate gradients", "portable"): ("gate_gradients_kernel",),
+    ("element segments", "forward"): ("element_scan_kernel", "element_combine_kernel"),
+    ("elementwise", "forward"): ("element_scan_kernel",),
+    ("element segments", "backward"): ("element_scan_kernel", "element_reverse_kernel", "element_combine_kernel"),
+    ("elementwise", "backward"): ("element_backward_kernel",),
     ("tail", "portable"): ("zero_tail_kernel",),
 }
 
@@ -235,18 +252,32 @@ def _names(steps: list[tuple[str, str]]) -> list[str]:
     return [name for step in steps for name in LAUNCHES[step]]
 
 
+def _prepare(problem: Problem, version: Version) -> Literal["gates", "channel", "hopper channel", "portable", "hopper"]:
+    if problem.decay == "channel":
+        return "hopper channel" if version == "hopper" else "channel"
+    return version if problem.delta else "gates"
+
+
 def _version(kernel: KernelChoice) -> Version:
     return "hopper" if kernel == "hopper" else "portable"
 
 
+def _gradients(kernel: KernelChoice, channel: bool) -> Literal["channel", "hopper channel", "portable", "hopper"]:
+    if kernel == "hopper":
+        return "hopper channel" if channel else "hopper"
+    return "channel" if channel else "portable"
+
+
 def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int) -> str:
     limits = KERNELS[phase][kernel]
-    needs = [f"K in {interval(limits.keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
+    keys = limits.channel_keys if problem.decay == "channel" else limits.keys
+    needs = [f"K in {interval(keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
     needs += [] if limits.grouped else ["H = HV"]
     if limits.hopper:
         needs = [
-            "a Hopper GPU", "16-bit operands and saved states of one dtype", "no erase key", "chunks of 64 tokens",
-            "K and V that are multiples of 8", *needs,
+            "a Hopper GPU", "16-bit operands and saved states of one dtype",
+            "no erase key unless the decay is per channel", "chunks of 64 tokens", "K and V that are multiples of 8",
+            *needs,
         ]  # fmt: skip
     return (
         f"{phase}.kernel = {kernel!r} needs {', '.join(needs)}; got {device.name}, {problem.dtype} saved in "

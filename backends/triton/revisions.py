@@ -11,6 +11,6 @@ REVISIONS = {
     "recompute": 1,
     "reverse": 1,  # with the sweep and the fused backward
     "gradients": 1,
-    "decode": 1,
+    "decode": 1,  # with verify and commit
     "fused_step": 1,
 }

@@ -52,7 +52,7 @@ def explain_plan(
 
 def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape) -> Problem:
     """The problem of a spec on a shape, with widths padded to multiples of 8 as the backend pads them."""
-    channel = spec.decay == "channel" or meta.decay_channels
+    channel = spec.decay in ("channel", "rate") or meta.decay_channels
     n = micro_steps(spec)
     decay: Decay = "none" if spec.decay == "none" else "channel" if channel else "head"
     if spec.decay == "fixed" and not channel and n == 1:  # else it is spread over the micro-steps
@@ -91,9 +91,15 @@ def _conditions(device: DeviceSpec) -> list[str]:
             if limits.hopper and not device.is_hopper:
                 continue
             needs = [f"K {interval(limits.keys)}", f"V {interval(limits.values)}"]
+            if "channel" in limits.decays and limits.channel_keys != limits.keys:
+                needs.append(f"K {interval(limits.channel_keys)} with a decay per channel")
             needs += [] if limits.grouped else ["H = HV", "no segments", "sequences x heads that fill the SMs"]
             if limits.hopper:
-                needs += ["16-bit (split terms: bfloat16, widths of the sweep)", "no erase key", "multiples of 8"]
+                needs += [
+                    "16-bit (split terms: bfloat16, widths of the sweep, no decay per channel)",
+                    "no erase key unless the decay is per channel",
+                    "multiples of 8",
+                ]
             rows.append(f"  {phase} {kernel}: {', '.join(needs)}")
     rows.append("  segments in parallel: sequences x heads x V tiles below 40 % of the SMs, and 32 chunks or more")
     return rows

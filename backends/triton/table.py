@@ -22,8 +22,8 @@ from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.devices import DeviceSpec, triton_version
+from deltazoo.backends.errors import ConfigError, describe_invalid
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Decay, Plan, Problem, make_plan
@@ -36,6 +36,9 @@ Kernel = Literal["split", "prepare", "scan", "reverse", "recompute", "gradients"
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 STEPS: tuple[Kernel, ...] = ("decode", "fused_step")  # of one token: of the update, of a mixer
 
+# Triton versions whose records hold for each other: those that assemble with the same ptxas, here 12.8.93. Kernels
+# were checked with every version of a group on the GPU; Triton 3.8 and 3.9 bring other versions of ptxas.
+_SAME_PTXAS = (((3, 6), (3, 7)),)
 _MAX_PROGRAMS, _MAX_CHUNKS = 256, 1024  # a device is full beyond these
 
 
@@ -103,7 +106,8 @@ class Record(BaseModel):
 
     Args:
         key: the problems it holds for.
-        triton, revision: the Triton version and the kernel revision it was measured with.
+        triton, revision: the Triton version and the kernel revision it was measured with; `holds_for` says for which
+            versions it holds.
         launch, split: the choice: a launch, or for kernel="split" the chunks per segment.
         shape: the measured shape. ms: its median time with the choice. heuristic_ms: its median time with the
             heuristic's choice, other kernels equal; None if that does not run or fails the check.
@@ -162,7 +166,7 @@ COLUMNS = ("kernel", "shape", "class", "chosen", ">ms", ">gain", ">tried", ">rej
 
 
 class Table(BaseModel):
-    """The records of one device; later ones override earlier ones of the same key and Triton version."""
+    """The records of one device. Later ones override earlier ones of the same key and Triton version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -171,12 +175,17 @@ class Table(BaseModel):
     records: tuple[Record, ...] = ()
 
     def usable(self, triton: str) -> dict[Key, Record]:
-        """The records for a Triton version and the present kernel revisions."""
-        return {
-            record.key: record
+        """The records for a Triton version and the present kernel revisions.
+
+        A record also holds for the versions that assemble with the same ptxas, unless there is one of `triton` itself.
+        """
+        records = [
+            record
             for record in self.records
-            if record.triton == triton and record.revision == REVISIONS[record.key.kernel]
-        }
+            if holds_for(record.triton, triton) and record.revision == REVISIONS[record.key.kernel]
+        ]
+        records.sort(key=lambda record: record.triton == triton)  # stable: a later record overrides an earlier one
+        return {record.key: record for record in records}
 
     def merged(self, other: "Table") -> "Table":
         """Override records by another table's. Raises: ConfigError for a table of another device."""
@@ -199,6 +208,12 @@ class Table(BaseModel):
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
+
+
+def holds_for(measured: str, installed: str) -> bool:
+    """Whether a choice that was measured with one Triton version holds for another one."""
+    pair = {triton_version(measured), triton_version(installed)}
+    return measured == installed or any(pair <= set(group) for group in _SAME_PTXAS)
 
 
 def read_table(path: str | Path) -> Table:
@@ -329,8 +344,7 @@ def _parse_table(text: str, name: str) -> Table:
     try:
         return Table.model_validate_json(text)
     except ValidationError as error:
-        wrong = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-        sentences = "; ".join(f"{where}: {message}" if where else message for where, message in wrong)
+        sentences = "; ".join(describe_invalid(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
         raise ConfigError(f"{name} is not a launch table: {sentences}") from error
 
 

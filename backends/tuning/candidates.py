@@ -13,10 +13,12 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, min_key_tile, value_tile
+from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.heuristic import heuristic, on_hopper
+from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.plan import Problem, make_plan, takes
+from deltazoo.backends.triton.resolve import decode_problem
 from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 from deltazoo.backends.triton.table import STEPS, Kernel
 
@@ -33,17 +35,12 @@ class Target(NamedTuple):
 
 def problem_of(target: Target, kernel: Kernel) -> Problem:
     """Return the problem that the backend will look up for a target."""
-    spec, _, dtype = target
-    step = kernel in STEPS
-    x, kind = TritonBackend()._operands(spec, zero_operands(target, kernel, torch.device("meta")), padded=not step)
-    problem = problem_of_operands(x, kind)
-    if step:  # one token; the fused step does not split terms
-        return problem._replace(T=1, split_terms=kind.split_terms and kernel == "decode")
-    if kind.split_terms and dtype == torch.float16:  # the backend computes it in float32
-        problem = problem._replace(dtype=torch.float32)
-    if spec.householders > 1 and problem.decay == "fixed":  # spread over the micro-steps
-        problem = problem._replace(decay="head")
-    return problem._replace(T=x.v.shape[1])
+    spec, step = target.spec, kernel in STEPS
+    inputs = zero_operands(target, kernel, torch.device("meta"))
+    if not step:
+        return problem_of_operands(*lower(spec, inputs, ""))
+    problem = decode_problem(*decode_operands(spec, inputs, ""))
+    return problem if kernel == "decode" else problem._replace(split_terms=False)
 
 
 def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
@@ -83,6 +80,8 @@ def candidates(
         launches = [launch for launch in launches if min_key_tile(problem.saved_dtype) <= launch.keys <= widest]
     default = getattr(heuristic(problem, device, base.split), kernel)
     if supports_hopper(kernel, problem, device, base.chunk):
+        if effort == "quick":  # of the portable launches that of the heuristic: they are rarely faster
+            launches = [default.model_copy(update={"kernel": "portable"})]
         launches.append(default if default.kernel != "portable" else on_hopper(kernel, default))
         if kernel == "reverse" and not base.split and takes("reverse", "fused", problem, device, base.chunk):
             other = "hopper" if default.kernel == "fused" else "fused"

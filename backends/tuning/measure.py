@@ -79,6 +79,13 @@ class CudaRunner(Runner):
         meta = UpdateMeta(self.cuda.type, target.dtype, H, HV, K, V, packed=bool(lengths), grad=True)
         return TritonBackend().unsupported(target.spec, meta)
 
+    def compile(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> None:
+        if kernel == "fused_step":
+            return
+        inputs = zero_operands(target, kernel, self.cuda)
+        for config in configs:
+            TritonBackend(config).compile_in_threads(target.spec, inputs)
+
     def check(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
         problem_key = key_of(kernel, problem_of(target, kernel), config.split)
         key = (problem_key.code, target.spec, getattr(config, kernel))
@@ -90,12 +97,11 @@ class CudaRunner(Runner):
 
     def _verdict(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
         try:
-            checked, cases = checks_of(target, kernel, config, self.regimes)
-            for case in cases:
+            for case in checks_of(target, kernel, config, self.regimes):
                 key = (case, kernel == "fused_step")
                 if key not in self._expected:
                     self._expected[key] = expected_results(case, kernel, self.cuda)
-                if reason := numeric_error(checked, case, self._expected[key], self.cuda):
+                if reason := numeric_error(config, case, self._expected[key], self.cuda):
                     return reason
             _run_once(target, kernel, config, self.cuda)
             torch.cuda.synchronize(self.cuda)
@@ -119,25 +125,20 @@ class CudaRunner(Runner):
             return [math.inf] * len(configs)
 
 
-def checks_of(
-    target: Target, kernel: Kernel, config: LaunchConfig, regimes: Sequence[Regime] = REGIMES
-) -> tuple[LaunchConfig, list[Case]]:
-    """Return the config and the short cases of the numeric check, which runs the same compiled kernels as the target.
+def checks_of(target: Target, kernel: Kernel, config: LaunchConfig, regimes: Sequence[Regime] = REGIMES) -> list[Case]:
+    """Return the short cases of the numeric check, which runs the same compiled kernels as the target.
 
-    The cases have several chunks, and two segments if the target has segments, else several windows that start at
-    checkpoints; a T that is no multiple of the chunk; and packed sequences, one of them empty, if the target is packed.
+    The cases have two segments if the target has segments, else two intervals between checkpoints; a T that is no
+    multiple of the chunk; and packed sequences, one of them empty, if the target is packed. Heads and launch parameters
+    are the target's, because the compiled kernels depend on them.
     """
     spec, shape, dtype = target
     if kernel in STEPS:
-        short = Shape("short", 3, 1, 2, 2 * shape.HV // shape.H, shape.K, shape.V)
-        return config, [Case(spec, short, dtype)]
-    split = config.split if kernel == "split" else min(config.split, LaunchConfig().every)
-    T = 64 * split + 80 if split else 1040 if shape.lengths else 272  # windows of a pack are longer than sequences
-    lengths = (T - 80, 0, 64, 16) if shape.lengths and not split else (T - 16, 0, 16) if shape.lengths else ()
-    short = Shape("short", 1, T, 1, shape.HV // shape.H, shape.K, shape.V, lengths)
-    checked_regimes = regimes if not split else regimes[:1]
-    checked = config.changed(split=split) if split else config.changed(split=0, every=2, scratch=0)
-    return checked, [Case(spec, short, dtype, regime) for regime in checked_regimes]
+        return [Case(spec, Shape("short", 3, 1, *shape[3:7]), dtype)]
+    T = 64 * (config.split or config.every) + 80
+    lengths = (T - 80, 0, 64, 16) if shape.lengths else ()
+    short = Shape("short", 1, T, *shape[3:7], lengths)
+    return [Case(spec, short, dtype, regime) for regime in (regimes[:1] if config.split else regimes)]
 
 
 def expected_results(case: Case, kernel: Kernel, device: torch.device) -> Expected:

@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,7 +26,6 @@ from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.revisions import REVISIONS
 from deltazoo.backends.triton.table import (
-    KERNELS,
     Kernel,
     Key,
     Record,
@@ -41,6 +40,9 @@ from deltazoo.backends.triton.table import (
 )  # fmt: skip
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
 
+_ORDER: tuple[Kernel, ...] = (
+    "split", "reverse", "gradients", "scan", "recompute", "prepare", "decode", "fused_step",
+)  # fmt: skip
 MARGIN = 1.01  # a candidate must be this much faster than the best so far
 DIRECTION_OF: dict[Kernel, Direction] = {
     "split": "backward", "prepare": "forward", "scan": "forward", "recompute": "backward", "reverse": "backward",
@@ -79,6 +81,10 @@ class Runner(ABC):
         """Describe the machine and its software."""
 
     @abstractmethod
+    def compile(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> None:
+        """Start to compile the kernels of configs in parallel; `check` waits for those that it launches."""
+
+    @abstractmethod
     def check(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
         """Run a config on short cases of the target and compare with float64. Returns the error, or "" if it passes."""
 
@@ -103,11 +109,28 @@ class Planned(BaseModel):
         return [self.kernel, self.shape, self.key, str(self.candidates), "in the table" if self.done else ""]
 
 
+class Gain(BaseModel):
+    """Median times of a shape in one direction, with the heuristic's launches and with those of the tables."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shape: str
+    direction: Direction
+    heuristic_ms: float
+    tuned_ms: float
+
+    def cells(self) -> list[str]:
+        """Format a table row: shape, direction, both times, the heuristic's time over the tuned one."""
+        times = f"{self.heuristic_ms:.3f}", f"{self.tuned_ms:.3f}"
+        return [self.shape, self.direction, *times, f"{self.heuristic_ms / self.tuned_ms:.2f}"]
+
+
 class Tuned(BaseModel):
     """The result of tuning.
 
     Args:
         records: records of this run, including those that confirm the heuristic's choice.
+        gains: the times of each shape and direction in which another launch than the heuristic's was chosen.
         kept: number of classes that the table already contained.
         left: number of kernels that the budget did not reach.
         failures: a sentence for each kernel whose candidates all failed.
@@ -119,6 +142,7 @@ class Tuned(BaseModel):
     environment: Environment
     table: Path
     records: list[Record]
+    gains: list[Gain]
     kept: int
     left: int
     failures: list[str]
@@ -127,7 +151,9 @@ class Tuned(BaseModel):
 
     @property
     def last_line(self) -> str:
-        """How to use the table, as a comment or as code."""
+        """How to use the table, as a comment or as code; that there is none if nothing was measured."""
+        if not self.records and not self.kept:
+            return "# nothing was measured; no table was written"
         if self.table == user_table(self.environment.device):
             return f"# used from now on, unless you delete {self.table}"
         return f'from deltazoo.backends.triton import use_table; use_table("{self.table}")'
@@ -190,10 +216,11 @@ def tune(
             records.append(record)
     finally:
         clear_caches()
+    gains = [gain for target in targets for gain in _gains(target, runner, table, records, config.rounds)]
     progress("tune", len(pairs) - left, len(pairs))
     return Tuned(
-        environment=runner.environment(), table=path, records=records, kept=kept, left=left, failures=failures,
-        rejected=rejected, seconds=time.monotonic() - start,
+        environment=runner.environment(), table=path, records=records, gains=gains, kept=kept, left=left,
+        failures=failures, rejected=rejected, seconds=time.monotonic() - start,
     )  # fmt: skip
 
 
@@ -220,18 +247,38 @@ def plan(
 
 
 def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
-    """Return the kernels of a target in the order of tuning."""
+    """Return the kernels of a target in the order of tuning: by their usual share of the time.
+
+    Segments come first, because all other kernels depend on them; the reverse scan decides whether the recomputation
+    and the gradients are launched.
+    """
     directions = {"decode"} & set(config.directions) if target.shape.T == 1 else set(config.directions)
-    excluded = [] if target.spec.transition == "delta" else ["prepare"]
+    only_gates = target.spec.transition == "additive" and target.spec.decay != "channel"
+    excluded = ["prepare"] if only_gates else []
     # with several keys per token the heuristic limits the tile of the fused step by registers
     if target.spec.householders > 1 or fused.unsupported(typical_step(target.spec, target.shape)):
         excluded.append("fused_step")
-    return [kernel for kernel in KERNELS if DIRECTION_OF[kernel] in directions and kernel not in excluded]
+    return [kernel for kernel in _ORDER if DIRECTION_OF[kernel] in directions and kernel not in excluded]
+
+
+def _gains(target: Target, runner: Runner, table: Table, records: Sequence[Record], rounds: int) -> Iterator[Gain]:
+    """Time the heuristic's config against the tuned one, in each direction where a record changed it."""
+    changed = [record for record in records if record.shape == target.shape.name and record.gain != 1]
+    for direction in dict.fromkeys(DIRECTION_OF[record.key.kernel] for record in changed):
+        kernel = next(record.key.kernel for record in changed if DIRECTION_OF[record.key.kernel] == direction)
+        problem = problem_of(target, kernel)
+        known = records_of(runner.device.name, runner.device.triton) | table.usable(runner.device.triton)
+        configs = [configured(problem, runner.device, choices) for choices in ({}, known)]
+        heuristic_s, tuned_s = runner.time(target, kernel, configs, rounds)
+        if math.isfinite(heuristic_s) and math.isfinite(tuned_s):
+            yield Gain(
+                shape=target.shape.name, direction=direction, heuristic_ms=1e3 * heuristic_s, tuned_ms=1e3 * tuned_s
+            )
 
 
 def _job(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> _Job:
     problem, device = problem_of(target, kernel), runner.device
-    measured = table.usable(device.triton)
+    measured = {k: record for k, record in table.usable(device.triton).items() if record.triton == device.triton}
     known = records_of(device.name, device.triton) | measured
     split = 0 if kernel == "split" else configured(problem, device, known).split
     key = key_of(kernel, problem, split)
@@ -243,6 +290,7 @@ def _search(job: _Job, runner: Runner, rounds: int, report: Callable[[str], None
     """Check all candidates and compare the best so far with each. Returns the record, and why some were rejected."""
     target, kernel, key, configs, _ = job
     report(f"{job.name}: checking {len(configs)}")
+    runner.compile(target, kernel, configs)
     reasons = {config: runner.check(target, kernel, config) for config in configs}
     rejected = [f"{job.name} {_choice(config, kernel)}: {reason}" for config, reason in reasons.items() if reason]
     correct = [config for config, reason in reasons.items() if not reason]

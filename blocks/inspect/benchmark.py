@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from deltazoo.backends import registry
 from deltazoo.backends.conformance.check_file import ShapeFields
-from deltazoo.backends.errors import ConfigError, UnknownNameError
+from deltazoo.backends.errors import ConfigError, UnknownNameError, describe_invalid
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import SHAPES, Shape
@@ -56,6 +56,5 @@ def parse_shape(text: str) -> Shape:
     try:
         return ShapeFields(**sizes).shape()
     except ValidationError as error:
-        problems = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-        sentences = "; ".join(f"{name}: {message}" if name else message for name, message in problems)
+        sentences = "; ".join(describe_invalid(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
         raise ConfigError(f"shape {text!r}: {sentences}") from error

@@ -26,7 +26,7 @@ class Difference(BaseModel):
 
     def cells(self) -> list[Any]:
         """Return the row of a table: an empty cell for a field that a stack does not have."""
-        return [self.path, *(_text(getattr(self, side)) if side in self.model_fields_set else "" for side in "ab")]
+        return [self.path, *(flow_yaml(getattr(self, side)) if side in self.model_fields_set else "" for side in "ab")]
 
 
 class StackDiff(BaseModel):
@@ -58,14 +58,15 @@ def _fields(spec: StackSpec, in_both: Set[str]) -> dict[str, Any]:
     fields = dict(_flatten(data, ""))
     for name, layer in spec.layers.items():
         path = f"layers.{name}"
-        fields |= dict(_flatten(layers[name], path)) if name in in_both else {path: _without_defaults(layer)}
+        fields |= dict(_flatten(layers[name], path)) if name in in_both else {path: without_defaults(layer)}
     return fields
 
 
-def _without_defaults(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
+def without_defaults(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
+    """Return the fields of a layer that differ from their defaults, as they stand in a stack file."""
     if isinstance(layer, MixerConfig):
         return {"mixer": layer.name, **layer.model_dump(mode="json", exclude_defaults=True)}
-    mixers = [_without_defaults(config) for config in layer.mixers]
+    mixers = [without_defaults(config) for config in layer.mixers]
     mixer = mixers if isinstance(layer.mixer, tuple) else mixers[0] if mixers else "none"
     return {"mixer": mixer, **layer.model_dump(mode="json", exclude_defaults=True, exclude={"mixer"})}
 
@@ -81,7 +82,8 @@ def _flatten(data: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _flatten(value, f"{path}.{key}" if path else key)
 
 
-def _text(value: Any) -> Any:
+def flow_yaml(value: Any) -> Any:
+    """Format a mapping as YAML in one line; return other values unchanged."""
     if not isinstance(value, dict):
         return value
     return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000).strip()

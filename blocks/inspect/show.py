@@ -17,6 +17,8 @@ from deltazoo.backends.registry import resolve
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect.catalog import first_doc_line
 from deltazoo.blocks.inspect.describe import Description
+from deltazoo.blocks.inspect.diff import flow_yaml, without_defaults
+from deltazoo.blocks.pattern import expand, parse
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
@@ -157,8 +159,13 @@ def _backend(name: str, device: str, dtype: torch.dtype) -> Details:
 
 def _stack(name: str, trust: bool) -> Details:
     spec = StackSpec.load(name, trust)
-    about = {field: str(value) for field, value in spec.model_dump(mode="json").items()}
-    about["layers"] = "; ".join(f"{layer} = {value!r}" for layer, value in spec.layers.items())
+    about = {field: str(value) for field, value in spec.model_dump(mode="json", exclude={"layers"}).items()}
+    if not isinstance(spec.mlp, str):
+        about["mlp"] = flow_yaml({"type": spec.mlp.type, **spec.mlp.model_dump(mode="json", exclude_defaults=True)})
+    used = {term.name for terms in expand(parse(str(spec.pattern)), spec.depth) for term in terms}
+    for layer, config in spec.layers.items():
+        note = "" if layer in used else " (not in the pattern)"
+        about[f"layers.{layer}"] = flow_yaml(without_defaults(config)) + note
     owner = "deltazoo" if name in presets.names() else name
     return Details(kind="stack", name=name, owner=owner, about=about, description=spec.describe())
 

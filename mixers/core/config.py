@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from deltazoo.backends import registry
-from deltazoo.backends.errors import ConfigError, PluginError
+from deltazoo.backends.errors import ConfigError, PluginError, describe_invalid
 from deltazoo.mixers.core.mixer import MixerConfig
 
 
@@ -87,7 +87,6 @@ def describe_errors(path: tuple[str, ...], error: ValidationError) -> str:
     sentences = []
     for problem in error.errors():
         location = ".".join(map(str, (*path, *problem["loc"])))
-        message = problem["msg"].removeprefix("Value error, ")
         value = "" if problem["type"] == "missing" or not problem["loc"] else f", got {problem['input']!r}"
-        sentences.append(f"{location}: {message}{value}" if location else message)
+        sentences.append(describe_invalid(location, problem["msg"]) + value)
     return "; ".join(sentences)

@@ -4,7 +4,6 @@ B batch, T time, C channels, N packed sequences
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +11,12 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend
 from deltazoo.backends.dispatch import bind_conv
 from deltazoo.backends.short_conv import ConvInputs, ConvPart, apply_silu_and_norm, shifted_taps
-from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.grouped import Groupable, Rows
-from deltazoo.mixers.core.grouped_linear import grouped_sum
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.parts.grouped_convolution import grouped_conv
 
 
 class ShortConv(Groupable, HasBackend):
@@ -85,10 +82,9 @@ class ShortConv(Groupable, HasBackend):
         self, parts: Sequence["ShortConv"], rows: Rows, x_1AC: Tensor, state: Tensor | None, context: Context
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         assert context.cu_seqlens is not None  # rows are packed
-        sequence_A = sequence_index(context.cu_seqlens, x_1AC.shape[1])
         history = None if state is None else state.to(x_1AC.dtype)
         weight = torch.stack([part.weight for part in parts])
-        y_AC = _GroupedConv.apply(x_1AC[0], weight, history, *rows, sequence_A, context.cu_seqlens)
+        y_AC = grouped_conv(x_1AC[0], weight, history, rows, context.cu_seqlens)
         biases = [part.bias for part in parts if part.bias is not None]
         y_1AC = y_AC[None] + rows.expand(biases).to(y_AC.dtype) if biases else y_AC[None]
         streams = tuple(y.to(x_1AC.dtype) for y in apply_silu_and_norm(y_1AC, self.parts))
@@ -137,87 +133,3 @@ def _next_state(x_BTC: Tensor, state: Tensor | None, context: Context) -> Tensor
 
 def _gather_tokens(x_BTC: Tensor, index_BP: Tensor) -> Tensor:
     return x_BTC.gather(1, index_BP[..., None].expand(-1, -1, x_BTC.shape[2]))
-
-
-class _GroupedConv(torch.autograd.Function):
-    """Convolve rows x [A, C] with the weight [G, C, W] of their mixer, in float32 or float64.
-
-    Saves x alone: the taps, and the weights at each row, are computed again in the backward.
-
-    Args: history: [N, W - 1, C]; None: zeros. mixer, ends: as in `Rows`. sequence: [A], the sequence of each row.
-    """
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        history: Tensor | None,
-        mixer: Tensor,
-        ends: Tensor,
-        sequence: Tensor,
-        cu_seqlens: Tensor,
-    ) -> Tensor:
-        x, weight_WGC = _widened(x), _taps_first(weight)
-        before = _with_history(x, history)
-        y = x * weight_WGC[-1].index_select(0, mixer)
-        for shift in range(1, weight.shape[2]):
-            index, _ = _earlier_rows(sequence, cu_seqlens, shift, 0 if history is None else history.shape[1])
-            y.addcmul_(before.index_select(0, index), weight_WGC[-1 - shift].index_select(0, mixer))
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, history, mixer, ends, sequence, cu_seqlens = ctx.saved_tensors
-        weight_WGC = _taps_first(weight)
-        before, after = _with_history(_widened(x), history), _with_history(grad, None)
-        A, past = x.shape[0], 0 if history is None else history.shape[1]
-        end_A = cu_seqlens.long()[sequence + 1]
-        row_A = torch.arange(A, device=x.device)
-        grad_x = grad * weight_WGC[-1].index_select(0, mixer)
-        grad_weight = [grouped_sum(grad * x, ends)]
-        grad_history = None if history is None else grad.new_zeros(history.shape).flatten(0, 1)
-        for shift in range(1, weight.shape[2]):
-            index, inside = _earlier_rows(sequence, cu_seqlens, shift, past)
-            grad_weight.insert(0, grouped_sum(before.index_select(0, index).mul_(grad), ends))
-            weight_AC = weight_WGC[-1 - shift].index_select(0, mixer)
-            later = torch.where(row_A + shift < end_A, row_A + shift, A)
-            grad_x.addcmul_(after.index_select(0, later), weight_AC)
-            if grad_history is not None:
-                outside = torch.where(inside[:, None], 0.0, grad * weight_AC)
-                grad_history = grad_history.index_add(0, torch.where(inside, 0, index - A), outside)
-        if history is not None and grad_history is not None:
-            grad_history = grad_history.view(history.shape).to(history.dtype)
-        return grad_x.to(x.dtype), torch.stack(grad_weight, -1).to(weight.dtype), grad_history, *[None] * 4
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _taps_first(weight_GCW: Tensor) -> Tensor:
-    """Return the weights as [W, G, C], contiguous, so that the weights of a row are read as a vector."""
-    return _widened(weight_GCW).permute(2, 0, 1).contiguous()
-
-
-def _with_history(x_AC: Tensor, history_NPC: Tensor | None) -> Tensor:
-    """Append the rows of the history, or a row of zeros."""
-    rows = x_AC.new_zeros(1, x_AC.shape[1]) if history_NPC is None else history_NPC.flatten(0, 1).to(x_AC.dtype)
-    return torch.cat([x_AC, rows])
-
-
-def _earlier_rows(sequence_A: Tensor, cu_seqlens: Tensor, shift: int, past: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of `_with_history` that are `shift` tokens before each row, and whether they are rows of x.
-
-    Args: past: rows of history per sequence; 0: there is only one row of zeros.
-    """
-    A = sequence_A.shape[0]
-    row_A = torch.arange(A, device=sequence_A.device)
-    position_A = row_A - cu_seqlens.long()[sequence_A]
-    inside_A = position_A >= shift
-    history_A = A + sequence_A * past + past - shift + position_A if past else A
-    return torch.where(inside_A, row_A - shift, history_A), inside_A

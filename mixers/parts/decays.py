@@ -97,7 +97,7 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         return inputs._replace(log_decay=dt * rate, v=v)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
-        if step.spec.decay != "head" or self.per != "head":
+        if step.spec.decay != self.per:
             return None
         return step._replace(decay_bound=self.bound, scale_v_by_dt=self.writes and self.bound is None)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.parts.caches import KVCache, token_in_slot
 
@@ -16,12 +17,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu
     """Attend among the tokens of the call, without a cache.
 
     A window takes memory and time linear in T: each block of W tokens attends to itself and to the previous block.
-    Packed sequences without a window need a mask of T x T.
+    Eager calls on a CPU run the packed sequences one by one. Other packs without a window need a mask of T x T, and a
+    NaN in one sequence may reach others, because 0 times NaN is NaN.
 
     Args: q: [B, T, H, E]; k, v: [B, T, G, E]; window: W, None: full attention.
     Returns: [B, T, H, E].
     """
     T = q.shape[1]
+    if cu_seqlens is not None and values_are_readable(cu_seqlens):
+        pieces = [attend(*tokens, scale, window, None) for tokens in _split_packed((q, k, v), cu_seqlens)]
+        return torch.cat(pieces, 1)
     sequence_T = None if cu_seqlens is None else sequence_index(cu_seqlens, T)
     if window is None or window >= T:
         return sdpa(q, k, v, scale, None if sequence_T is None else _causal(T, sequence_T))
@@ -61,11 +66,20 @@ def attend_packed(
 ) -> Tensor:
     """Attend within each packed sequence, to its cached tokens and its new ones.
 
-    The mask has T x (N S + T) elements.
+    The mask has T x (N S + T) elements, except in eager calls on a CPU, which run the sequences one by one.
 
     Args: cache: row n holds sequence n, without the new tokens.
     """
     T, (N, S) = q.shape[1], cache.k.shape[:2]
+    if N > 1 and values_are_readable(cu_seqlens):
+        pieces = []
+        for n, tokens in enumerate(_split_packed((q, k, v), cu_seqlens)):
+            if n < N:
+                row, bounds = KVCache(*(x[n : n + 1] for x in cache)), cu_seqlens.new_tensor([0, tokens[0].shape[1]])
+                pieces.append(attend_packed(*tokens, scale, window, row, bounds))
+            else:
+                pieces.append(attend(*tokens, scale, window, None))
+        return torch.cat(pieces, 1)
     sequence_T = sequence_index(cu_seqlens, T)
     time_T = torch.arange(T, device=q.device)
     position_T = time_T - cu_seqlens.long()[sequence_T] + cache.position[sequence_T.clamp(max=max(N - 1, 0))]
@@ -94,6 +108,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = No
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)[..., :V]
+
+
+def _split_packed(tensors: tuple[Tensor, ...], cu_seqlens: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split tensors [1, T, ...] into the packed sequences, and the tokens after the last one."""
+    counts = cu_seqlens.diff().tolist()
+    counts.append(tensors[0].shape[1] - sum(counts))
+    # not slices: the gradient of each slice has T tokens
+    return list(zip(*(x.split(counts, 1) for x in tensors), strict=True))
 
 
 def _causal(T: int, sequence_T: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Search SASS for two bugs of ptxas 12.8.93 that small tests may not reveal; docs/compiler-bugs.md describes both."""
+"""Search SASS for three bugs of ptxas that small tests may not reveal; docs/compiler-bugs.md describes them."""
 
 import re
 import subprocess
@@ -64,6 +64,35 @@ def missing_waits(text: str) -> list[str]:
             pending |= dict.fromkeys(written, (scoreboard, position, instruction))
         if re.match(r"(BRA|EXIT|RET)\b", instruction):
             pending = {}
+    return faults
+
+
+def overwritten_operands(text: str) -> list[str]:
+    """Find instructions that write to a register of a wgmma's A operand before the wait for that wgmma.
+
+    A wgmma reads its registers asynchronously. Branches are not followed: the search restarts after an unconditional
+    branch.
+    """
+    groups: list[dict[int, str]] = []  # committed groups of wgmmas, the oldest first: their A registers
+    current: dict[int, str] = {}
+    faults = []
+    for instruction, _, _ in _instructions(text):
+        if "HGMMA" in instruction:
+            if m := re.search(r"HGMMA\S* R\d+, R(\d+)", instruction):
+                current |= {int(m[1]) + n: instruction for n in range(4)}
+            if "gsb0" in instruction:
+                groups, current = [*groups, current], {}
+        elif m := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", instruction):  # all but the last few
+            groups = groups[max(0, len(groups) - int(m[1], 16)) :]
+        else:
+            written, _ = _registers(instruction)
+            faults += [
+                f"{instruction} overwrites {group[r]}"
+                for group in (*groups, current)
+                for r in sorted(written & group.keys())
+            ]
+        if re.match(r"(BRA|EXIT|RET)\b", instruction):
+            groups, current = [], {}
     return faults
 
 

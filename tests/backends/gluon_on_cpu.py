@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 
+import ptx_on_cpu
 import torch
 
 TIMEOUT = 120.0  # seconds after which a wait for an mbarrier counts as a deadlock
@@ -171,7 +172,7 @@ class Shared:
     def reshape(self, shape):
         return Shared(self.x.view(shape))
 
-    def _reinterpret(self, dtype, shape, layout=None):
+    def reinterpret(self, dtype, shape, layout=None):
         return Shared(self.x.view(-1).view(dtype.torch).view(shape))
 
     def load(self, layout=None):
@@ -289,16 +290,53 @@ def warpgroup_mma_wait(outstanding=0, deps=()):
 def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
     """Emulate the kernels' inline PTX, recognised by its text."""
     x = args[0].x
+    if "pattern" in text:
+        return _apply_token_mask(text, x)
+    if pack == 16:
+        several = isinstance(dtype, tuple)
+        results = tuple(map(Array, ptx_on_cpu.elementwise(text, [a.x for a in args], len(dtype) if several else 1)))
+        return results if several else results[0]
+    if "@upper fma" in text:
+        upper, factors, z, x, y = torch.broadcast_tensors(*(a.x for a in args))
+        product = factors * z
+        lower = y - product if "minus" in text else y + product
+        return Array(torch.where(upper != 0, x + product, x)), Array(torch.where(upper != 0, y, lower))
     if "shl.b32" in text or "cvt.rn.bf16x2" in text or "cvt.rn.f16x2" in text:
         return Array(x.to(dtype.torch))
     if "movmatrix" in text:  # transpose each block of 8 x 8
         rows, columns = x.shape
         return Array(x.view(rows // 8, 8, columns // 8, 8).permute(0, 3, 2, 1).reshape(rows, columns))
+    if "add.f32 $30, $31, $62" in text:  # sums from each token on, for each half of the tokens
+        return Array(x.view(2, 32, -1).flip(1).cumsum(1).flip(1).reshape(x.shape))
     if "mma.sync" in text:  # dot products of each warp's 16 rows of x with its 16 rows of y
         y, z = (a.x for a in args[1:])
         return Array(z + (x.float().view(-1, 16, 16) @ y.float().view(-1, 16, 16).mT).view(z.shape))
     assert "mov.b32 $0, $1" in text, text
     return args[0]
+
+
+def _apply_token_mask(text, x):
+    """Emulate the PTX of token_masks.py: collect the 8 x 8 block that each register of each warp keeps."""
+    blocks = {"0": torch.zeros(8, 8, dtype=torch.bool), "-1": torch.ones(8, 8, dtype=torch.bool)}
+    keep = torch.zeros(64, 64, dtype=torch.bool)
+    bits, of_warp = 0, [""] * 4
+    for line in text.splitlines():
+        words = line.strip(";").replace(",", "").split()
+        match words:
+            case ["mov.b64", "bits", constant]:
+                bits = int(constant, 16)
+            case ["or.b32", name, "x", "y"]:
+                blocks[name] = torch.tensor([bits >> b & 1 for b in range(64)], dtype=torch.bool).view(8, 8)
+            case ["mov.b32", "m", name]:
+                of_warp = [name] * 4
+            case ["selp.b32", "m", name, "m", warp]:
+                of_warp[int(warp.removeprefix("warp"))] = name
+            case ["and.b32", out, _, "m"]:
+                r = int(out.removeprefix("$"))
+                for warp, name in enumerate(of_warp):
+                    row, column = 16 * warp + r % 2 * 8, r // 2 * 8
+                    keep[row : row + 8, column : column + 8] = blocks[name]
+    return Array(torch.where(keep, x, torch.zeros((), dtype=x.dtype)))
 
 
 def warp_specialize(partitions, warps, registers):
@@ -394,7 +432,7 @@ def _language() -> types.ModuleType:
     gl.__dict__.update(
         constexpr=lambda x: x, pointer_type=Pointer, static_range=range, load=load, store=store, where=where,
         inline_asm_elementwise=inline_asm, warp_specialize=warp_specialize, allocate_shared_memory=_allocate,
-        barrier=lambda: None, thread_barrier=lambda: None,
+        barrier=lambda: None, shared_memory_descriptor=Shared,
         program_id=lambda axis: Array(THREAD.program.pid), num_programs=lambda axis: Array(THREAD.program.programs),
         arange=lambda first, last, layout=None: Array(torch.arange(first, last, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: Array(torch.zeros(shape, dtype=dtype.torch)),
@@ -442,7 +480,7 @@ def _modules():
         return result
 
     async_copy = module(
-        "async_copy", async_copy_global_to_shared=copy, commit_group=commit_group, wait_group=wait_group,
+        "async_copy", async_load=copy, commit_group=commit_group, wait_group=wait_group,
         mbarrier_arrive=lambda barrier, increment_count=True: arrive(barrier, THREAD.threads),
     )  # fmt: skip
     mbarrier = module("mbarrier", MBarrierLayout=_Layout, init=init_barrier, wait=wait, arrive=arrive)

@@ -23,7 +23,7 @@ from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import SHAPES, Shape
 
 GDN = UpdateSpec(decay="head", beta="head")
-DPLR = UpdateSpec(decay="channel", transition="dplr")
+RATE = UpdateSpec(decay="rate", transition="additive")
 CPU = UpdateMeta("cpu", torch.float32, H=2, HV=2, K=4, V=4)
 
 
@@ -144,14 +144,14 @@ def test_refusal_by_triton_is_logged_by_bind_if_there_is_a_gpu(has_gpu, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(DeviceSpec, "current", lambda index=None: DeviceSpec.named("NVIDIA H200"))
     bind(GDN)
-    bind(DPLR, "reference")
+    bind(RATE, "reference")
     assert "must be" not in caplog.text
-    bind(DPLR)
-    messages = [message for message in caplog.messages if "transition must be" in message]
+    bind(RATE)
+    messages = [message for message in caplog.messages if "decay must be" in message]
     assert len(messages) == int(has_gpu)
     if has_gpu:
         assert messages[0].startswith("backend 'triton' cannot run this spec on cuda: ")
-        assert "decay must be 'none', 'fixed' or 'head', got 'channel'." in messages[0]
+        assert "decay must be 'none', 'fixed', 'head' or 'channel', got 'rate'" in messages[0]
         assert "; using 'compile' (" in messages[0]
 
 

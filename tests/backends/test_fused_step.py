@@ -71,6 +71,11 @@ STEPS = {
     ),
     "additive with beta": make_fused_step(UpdateSpec(decay="head", transition="additive", beta="head"), unit="k"),
     "bounded decay": make_fused_step(decay_bound=-5.0),
+    "kda": make_fused_step(UpdateSpec(decay="channel", beta="head"), gate="sigmoid"),
+    "bounded decays of channels": make_fused_step(
+        UpdateSpec(decay="channel", beta="head", erase_from="previous"), HV=2, decay_bound=-5.0
+    ),
+    "gla": make_fused_step(UpdateSpec(decay="channel", transition="additive"), unit=""),
     "negative": make_fused_step(GATED.model_copy(update={"negative_eigenvalues": "both"}), beta_max=1 - 2**-7),
     "negative erase": make_fused_step(UpdateSpec(beta="head", negative_eigenvalues="erase"), beta_max=0.5),
     "negative without beta": make_fused_step(UpdateSpec(negative_eigenvalues="both")),
@@ -181,15 +186,15 @@ def test_the_result_does_not_depend_on_the_launch_config(name, launch):
 def test_the_tuner_accepts_a_correct_launch_and_reports_the_error_of_a_wrong_one(spec, monkeypatch):
     target = Target(spec, Shape("rows", 5, 1, 2, 4, 12, 20), torch.float16)
     config = LaunchConfig(fused_step=Launch(tile=16, warps=1, stages=1))
-    checked, cases = checks_of(target, "fused_step", config)
+    cases = checks_of(target, "fused_step", config)
     expected = measure.expected_results(cases[0], "fused_step", DEVICE)
     with watch() as record:
-        assert measure.numeric_error(checked, cases[0], expected, DEVICE) == ""
+        assert measure.numeric_error(config, cases[0], expected, DEVICE) == ""
         measure._run_once(target, "fused_step", config, DEVICE)
     assert [(run.programs, run.warps) for run in record.runs if run.name == "fused_step_kernel"] == [(12, 1), (20, 1)]
     correct = fused.fused_decode_step_
     monkeypatch.setattr(fused, "fused_decode_step_", lambda *arguments: 1.02 * correct(*arguments))
-    reason = measure.numeric_error(checked, cases[0], expected, DEVICE)
+    reason = measure.numeric_error(config, cases[0], expected, DEVICE)
     assert re.match(r"o has relative RMS error 2\.0e-02, above 5e-03, on ", reason)
 
 
@@ -312,6 +317,7 @@ COMPILED = (
     "householders, before",
     "own",
     "longhorn",
+    "kda",
     "layer norm after the gate",
     "eight taps",
 )
@@ -349,6 +355,7 @@ FULLY_FUSED = {
     "efla": mixers.EFLA(heads=2),
     "longhorn": mixers.Longhorn(heads=2),
     "comba": mixers.Comba(heads=2),
+    "kda": mixers.KDA(heads=2, key_width=16, value_width=16),
     "no convolution": mixers.GatedDeltaNet(heads=2, conv_width=0),
     "mamba2, one norm per head": mixers.Mamba2(heads=4, key_width=16, value_width=16),
     "mamba2 without a norm": mixers.Mamba2(key_width=16, value_width=16, norm=False),
@@ -414,7 +421,7 @@ def test_mixers_that_fuse():
     ]
     assert {name for name in builtin if fuses(mixers.parse({"mixer": name}))} == {
         "comba", "deltanet", "deltaproduct", "efla", "gated_deltanet", "gated_deltaproduct", "gated_efla",
-        "gated_longhorn", "longhorn", "mamba2",
+        "gated_longhorn", "kda", "longhorn", "mamba2",
     }  # fmt: skip
 
 
@@ -729,7 +736,7 @@ def test_unsupported_steps_are_refused_with_reasons():
     many = make_fused_step(UpdateSpec(beta="head", householders=5), V=128, K=128)
     assert fused.unsupported(many) == ["householders must be at most 4 in a fused step with V = 128, got 5."]
     fixed = step._replace(spec=UpdateSpec(decay="fixed", beta="head"))
-    assert fused.unsupported(fixed) == ["decay must be 'none' or 'head' in a fused step, got 'fixed'."]
+    assert fused.unsupported(fixed) == ["decay must be 'none', 'head' or 'channel' in a fused step, got 'fixed'."]
     parts = (*step.parts[:2], step.parts[2]._replace(unit=20))
     assert fused.unsupported(step._replace(parts=parts)) == [
         "heads of q and k alone, of K = 12 channels, may have a norm, got [12, 12, 20]."

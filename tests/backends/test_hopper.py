@@ -1,14 +1,17 @@
 """The Gluon kernels compile offline for sm_90 as launched, fit in shared memory, and show no known bug of ptxas."""
 
+import re
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
-from assembly import disassemble, missing_waits, wrong_descriptor_addresses
+from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
 from compiling import Compiler, launch_update
 
 from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.triton import backend
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Problem
 
@@ -70,12 +73,84 @@ def test_the_kernels_of_the_heuristic_compile_and_fit(delta, early, groups, N, p
     problem = Problem(dtype, N, 200, 2, 2 * groups, K, V, delta, erase_key=False, decay="head", packed=packed)
     launch_update(problem, DEVICE, compiler, early)
     for name, kernel in compiler.compiled:
-        assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
-        assert "wgmma.mma_async" in kernel.asm["ptx"]
-        sass = disassemble(kernel.asm["cubin"])
-        assert not wrong_descriptor_addresses(sass)
-        assert not missing_waits(sass)
+        assert_compiled_and_fits(name, kernel)
     assert [name for name, _ in compiler.compiled] == kernels
+
+
+def assert_compiled_and_fits(name, kernel):
+    assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    sass = disassemble(kernel.asm["cubin"])
+    assert not wrong_descriptor_addresses(sass)
+    assert not missing_waits(sass)
+    assert not overwritten_operands(sass)
+
+
+@pytest.mark.parametrize(
+    ("delta", "erase_key", "early", "groups", "packed", "dtype", "K"),
+    [
+        (True, False, False, 1, False, bf16, 128),
+        (False, False, False, 1, True, bf16, 128),
+        (True, True, True, 1, False, bf16, 64),
+        slow(True, True, False, 2, True, fp16, 72),
+        slow(True, False, True, 1, False, fp16, 256),
+        slow(False, False, True, 2, False, bf16, 32),
+    ],
+)
+def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, early, groups, packed, dtype, K):
+    compiler = Compiler()
+    problem = Problem(dtype, 2, 200, 2, 2 * groups, K, 64, delta, erase_key, "channel", packed)
+    launch_update(problem, DEVICE, compiler, early)
+    kernel = dict(compiler.compiled)["hopper_channel_prepare_kernel"]
+    # three programs per SM
+    assert kernel.metadata.shared <= (74 * 1024 if K <= 128 else DEVICE.shared_memory)
+    sass = disassemble(kernel.asm["cubin"])
+    assert not wrong_descriptor_addresses(sass)
+    assert not missing_waits(sass)
+    assert not overwritten_operands(sass)
+
+
+@pytest.mark.parametrize(
+    ("delta", "early", "groups", "packed", "dtype", "K", "V", "erase_key"),
+    [
+        (True, False, 1, False, bf16, 128, 128, False),
+        (True, True, 1, True, fp16, 104, 72, True),
+        (False, False, 2, False, bf16, 128, 128, False),
+        slow(True, False, 1, False, bf16, 64, 64, True),
+        slow(False, True, 2, True, fp16, 104, 136, False),
+    ],
+)
+def test_the_scans_with_a_decay_per_channel_compile_and_fit(delta, early, groups, packed, dtype, K, V, erase_key):
+    compiler = Compiler()
+    problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, delta, erase_key, decay="channel", packed=packed)
+    launch_update(problem, DEVICE, compiler, early)
+    scans = [(name, kernel) for name, kernel in compiler.compiled if name in (SCAN, REVERSE)]
+    for name, kernel in scans:
+        assert_compiled_and_fits(name, kernel)
+    assert [name for name, _ in scans] == [SCAN, SCAN, REVERSE]
+
+
+@pytest.mark.parametrize(
+    ("delta", "erase_key", "early", "groups", "packed", "dtype", "K", "V"),
+    [
+        (True, False, False, 1, False, bf16, 128, 128),  # KDA
+        slow(False, False, False, 1, False, bf16, 128, 128),  # GLA
+        slow(True, True, False, 1, False, bf16, 64, 64),  # RWKV-7
+        slow(True, True, False, 1, False, bf16, 128, 128),
+        (True, False, True, 2, True, fp16, 104, 72),
+        slow(False, False, True, 2, True, fp16, 200, 200),
+    ],
+)
+def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, early, groups, packed, dtype, K, V):
+    compiler = Compiler()
+    problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, delta, erase_key, decay="channel", packed=packed)
+    launch_update(problem, DEVICE, compiler, early)
+    (kernel,) = [kernel for name, kernel in compiler.compiled if name == "hopper_channel_gradients_kernel"]
+    assert kernel.metadata.shared <= 113 * 1024  # two programs per SM
+    sass = disassemble(kernel.asm["cubin"])
+    assert not wrong_descriptor_addresses(sass)
+    assert not missing_waits(sass)
+    assert not overwritten_operands(sass)
 
 
 # SASS of ptxas 12.8.93: the second FMUL reads the result of exp2 without a wait; the first waits for its own operand
@@ -96,11 +171,29 @@ WRONG_ADDRESS = """
 """
 
 
+def test_functions_that_triton_renamed_are_called_by_one_name():
+    """gluon_versions.py chooses the name that the installed version has."""
+    folder = Path(backend.__file__).with_name("kernels")
+    renamed = re.compile(r"thread_barrier|gl\.barrier|async_copy_global_to_shared|\.async_load|[._]reinterpret\b")
+    calls = {path.name for path in folder.rglob("*.py") if renamed.search(path.read_text())}
+    assert calls == {"gluon_versions.py"}
+
+
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R56, R172, gdesc[UR16], R56, gsb0"
+OVERWRITTEN = "".join(
+    f"        /*0{n}00*/      {instruction} ;   /* 0x0000000000000000 */\n            /* 0x000fe20000000000 */\n"
+    for n, instruction in enumerate((PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R173, R2"))
+)
+
+
 def test_the_known_bugs_of_ptxas_are_detected():
     assert missing_waits(MISSING_WAIT) == ["FMUL R215, R5, UR58 does not wait for MUFU.EX2 R5, R5"]
     assert missing_waits(MISSING_WAIT.replace("0x000fe20008400000", "0x008fe20008400000")) == []
     assert len(wrong_descriptor_addresses(WRONG_ADDRESS)) == 1
     assert wrong_descriptor_addresses(WRONG_ADDRESS.replace("UIADD3.X UR5, UR25", "UIADD3.X UR5, URZ")) == []
+    assert overwritten_operands(OVERWRITTEN) == [f"MOV R173, R2 overwrites {PRODUCT}"]
+    assert overwritten_operands(OVERWRITTEN.replace("gsb0, 0x1", "gsb0, 0x0")) == []
+    assert overwritten_operands(OVERWRITTEN.replace("R173", "R176")) == []
 
 
 def test_prepared_tensors_have_the_same_shapes_with_and_without_a_backward():

@@ -25,12 +25,14 @@ def _emulated(monkeypatch):
 
     names = (
         "hopper.prepare",
+        "hopper.channel_prepare",
         "hopper.scan",
         "hopper.scan_producer",
         "hopper.reverse",
         "hopper.sweep",
         "hopper.fused_backward",
         "hopper.gradients",
+        "hopper.channel_gradients",
     )
     for name, module in kernels(*names).items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -113,6 +115,94 @@ def test_split_terms_in_bfloat16_match_float64(monkeypatch, name, route, regime)
     assert {*LAUNCHED} == {*expected}
 
 
+BY_CHANNEL = {
+    "kda": UpdateSpec(decay="channel", beta="head"),
+    "gla": UpdateSpec(decay="channel", transition="additive"),
+    "beta per channel": UpdateSpec(decay="channel", beta="channel"),  # a write strength per channel scales v
+    "write strength": UpdateSpec(decay="channel", transition="additive", beta="head", read="before"),
+    "read before": UpdateSpec(decay="channel", transition="additive", read="before"),
+    "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
+    "dplr": UpdateSpec(decay="channel", transition="dplr"),  # has its own erase key
+}
+CHANNEL_SCANS = dict.fromkeys(("scan", "recompute", "reverse"), SCAN_LAUNCH)
+CHANNEL_ROUTES = {
+    "two tiles of keys": ({}, Shape("grouped", 1, 230, 1, 2, 128, 128)),
+    "odd tiles": ({}, Shape("pack", 1, 265, 1, 1, 104, 136, lengths=(200, 0, 1, 64))),
+    "one tile of keys": ({}, Shape("heads", 1, 300, 2, 2, 64, 64)),
+    "windows": ({"scratch": 0}, Shape("narrow", 1, 400, 1, 1, 40, 72)),
+    "segments": ({"split": 4}, Shape("segments", 1, 400, 1, 1, 72, 72)),
+}
+CHANNEL_CASES = [
+    pytest.param(
+        route, name, REGIMES[(i + j) % 4], (i + j // 4) % 2 == 0, marks=[pytest.mark.slow] if (i + j) % 3 else []
+    )
+    for i, route in enumerate(CHANNEL_ROUTES)
+    for j, name in enumerate(BY_CHANNEL)
+]
+
+
+@pytest.mark.parametrize(("route", "name", "regime", "late"), CHANNEL_CASES)
+def test_the_scans_with_a_decay_per_channel_match_float64(monkeypatch, route, name, regime, late):
+    monkeypatch.setattr(Timing, "late", late)
+    launches, shape = CHANNEL_ROUTES[route]
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    LAUNCHED.clear()
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, **CHANNEL_SCANS, **({"scratch": 2**20} | launches))),
+        Case(BY_CHANNEL[name], shape, torch.float16, **inputs),
+    )
+    assert {*LAUNCHED} == {"hopper_scan_kernel", "hopper_reverse_kernel"}
+
+
+CHANNEL_SPECS = {
+    "KDA": UpdateSpec(decay="channel", beta="head"),
+    "GLA": UpdateSpec(decay="channel", transition="additive"),
+    "write strength": UpdateSpec(decay="channel", transition="additive", beta="head"),
+    "no beta": UpdateSpec(decay="channel"),
+    "strengths per channel": UpdateSpec(decay="channel", beta="channel"),
+    "DPLR": UpdateSpec(decay="channel", transition="dplr"),
+    "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
+    "read before": UpdateSpec(decay="channel", beta="head", read="before"),
+    "erase before": UpdateSpec(decay="channel", beta="head", erase_from="previous"),
+    "efla": UpdateSpec(decay="channel", beta="head", reparam="efla"),
+}
+CHANNEL_SHAPES = (
+    Shape("short", 1, 100, 1, 2, 72, 104),
+    Shape("pack", 1, 135, 1, 1, 64, 64, lengths=PACK),
+    Shape("value tiles", 1, 70, 2, 2, 40, 200),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "regime", "late"),
+    [
+        (name, CHANNEL_SHAPES[i % 3], REGIMES[(i + j) % 4], (i + j // 2) % 2 == 0)
+        for i, name in enumerate(CHANNEL_SPECS)
+        for j in range(4)
+    ],
+)
+def test_gradients_with_a_decay_per_channel(monkeypatch, name, shape, regime, late):
+    monkeypatch.setattr(Timing, "late", late)
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    LAUNCHED.clear()
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, scratch=2**20, **GRADIENTS)),
+        Case(CHANNEL_SPECS[name], shape, torch.float16, **inputs),
+    )
+    assert {*LAUNCHED} == {"hopper_channel_gradients_kernel"}
+
+
+@pytest.mark.parametrize(("name", "regime"), [*zip(("kda", "gla", "read before", "dplr"), REGIMES, strict=True)])
+def test_prepare_of_a_decay_per_channel(name, regime):
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    LAUNCHED.clear()
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, **PREPARE)),
+        Case(BY_CHANNEL[name], Shape("pack", 1, 135, 1, 2, 40, 16, lengths=PACK), torch.float16, **inputs),
+    )
+    assert {*LAUNCHED} == {"hopper_channel_prepare_kernel"}
+
+
 @pytest.mark.parametrize(
     ("launches", "V"), [(SWEEP, 72), (SCANS, 136), (SWEEP, 136)], ids=["sweep", "scans", "reverse"]
 )
@@ -142,7 +232,8 @@ def test_the_fused_backward_needs_no_scratch_memory():
 @pytest.mark.parametrize("lengths", [(), (256, 256)])
 def test_the_cases_of_the_tuner_start_from_checkpoints(monkeypatch, kernel, module, name, launches, lengths):
     target = Target(SPECS["gated delta"], Shape("tuned", 1, 512, 1, 1, 128, 128, lengths), torch.float16)
-    config, cases = checks_of(target, kernel, LaunchConfig(**launches))
+    config = LaunchConfig(every=2, **launches)
+    cases = checks_of(target, kernel, config)
     assert_conforms(TritonBackend(config), cases[0])
     module = sys.modules[f"{PACKAGE}.{module}"]
     load = getattr(module, name)

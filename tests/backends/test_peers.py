@@ -19,6 +19,7 @@ from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, explain
 from deltazoo.backends import registry
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
+from deltazoo.backends.peers.cudnn import CudnnBackend
 from deltazoo.backends.peers.fla import FlaBackend
 from deltazoo.backends.peers.flash_qla import FlashQlaBackend
 from deltazoo.backends.peers.flashinfer import FlashInferBackend
@@ -26,7 +27,9 @@ from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
 
 GATED = UpdateSpec(decay="head", beta="head")
-PEERS = (FlaBackend, FlashQlaBackend, FlashInferBackend)
+PEERS = (CudnnBackend, FlaBackend, FlashQlaBackend, FlashInferBackend)
+PACKAGES = {"cudnn", "fla", "flash_qla", "flashinfer", "cutlass", "tvm_ffi"}
+SCALAR_PEERS = (FlashQlaBackend, FlashInferBackend)
 SPECS = {
     "gated": GATED,
     "scaled": UpdateSpec(decay="head", beta="head", scale=0.25),
@@ -38,8 +41,16 @@ SPECS = {
     "mamba2": UpdateSpec(decay="head", transition="additive", beta="head"),
     "retnet": UpdateSpec(decay="fixed", transition="additive"),
     "linear": UpdateSpec(transition="additive"),
+    "kda": UpdateSpec(decay="channel", beta="head"),
+    "kda without beta": UpdateSpec(decay="channel", scale=0.25),
+    "kda efla": UpdateSpec(decay="channel", beta="head", reparam="efla"),
+    "gdn2": UpdateSpec(decay="channel", beta="channel"),
+    "gla": UpdateSpec(decay="channel", transition="additive"),
+    "gla with beta": UpdateSpec(decay="channel", transition="additive", beta="head"),
+    "rwkv7": UpdateSpec(decay="channel", transition="dplr"),
 }
 SUPPORTED = {
+    CudnnBackend: ["kda", "kda without beta", "kda efla"],
     FlaBackend: list(SPECS),
     FlashQlaBackend: ["gated", "scaled", "fixed", "no beta"],
     FlashInferBackend: ["gated", "scaled", "fixed", "no beta", "delta"],
@@ -49,14 +60,15 @@ GROUPED = Shape("grouped", 2, 9, 2, 4, 4, 4)
 PACK = Shape("pack", 1, 9, 2, 2, 4, 4, (4, 0, 5))
 
 
-def reference(q, k, v, g, beta, scale, state, cu, transition="delta"):
+def reference(q, k, v, g, beta, scale, state, cu, transition="delta", **others):
     spec = UpdateSpec(
-        decay="none" if g is None else "fixed" if g.dim() == 1 else "head",
+        decay="none" if g is None else {1: "fixed", 3: "head", 4: "channel"}[g.dim()],
         transition=transition,
-        beta="none" if beta is None else "head",
+        beta="channel" if "erase" in others else "none" if beta is None else "head",
         scale=scale,
     )
-    return ReferenceBackend().forward(spec, UpdateInputs(q, k, v, log_decay=g, beta=beta, state=state, cu_seqlens=cu))
+    inputs = UpdateInputs(q, k, v, log_decay=g, beta=beta, state=state, cu_seqlens=cu, **others)
+    return ReferenceBackend().forward(spec, inputs)
 
 
 def gated(q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
@@ -76,6 +88,43 @@ def simple(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output
     assert g is None or g_gamma is None
     decay = g if g_gamma is None else g_gamma
     return tuple(reference(q, k, v, decay, None, scale, initial_state, cu_seqlens, "additive"))
+
+
+def kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    assert g.shape == (*v.shape[:3], q.shape[-1])
+    assert g.dtype == torch.float32
+    assert beta.shape == v.shape[:3]
+    return tuple(reference(q, k, v, g, beta, scale, initial_state, cu_seqlens))
+
+
+def gdn2(q, k, v, g, b, w, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    assert g.shape == b.shape == q.shape
+    assert w.shape == v.shape
+    return tuple(reference(q, k, v, g, None, scale, initial_state, cu_seqlens, erase=b, write=w))
+
+
+def gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    assert g.shape == q.shape
+    return tuple(reference(q, k, v, g, None, scale, initial_state, cu_seqlens, "additive"))
+
+
+def recurrent_gla(q, k, v, gk=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    return gla(q, k, v, gk, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def dplr(q, k, v, a, b, gk, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    assert gk.shape == a.shape == b.shape == q.shape
+    return tuple(reference(q, k, v, gk, None, scale, initial_state, cu_seqlens, "dplr", a=a, b=b))
+
+
+def cudnn_kda(q, k, v, g, beta, cu_seqlens, scale=None, initial_state=None, output_final_state=False):
+    """Packed, states [N, HV, V, K]."""
+    assert q.dim() == 3
+    assert all(x.is_contiguous() for x in (q, k, v, g, beta, initial_state) if x is not None)
+    assert g.dtype == beta.dtype == torch.float32
+    state = None if initial_state is None else initial_state.mT
+    o, after = reference(q[None], k[None], v[None], g[None], beta[None], scale, state, cu_seqlens)
+    return o[0], after.mT.contiguous()
 
 
 def prefill(
@@ -115,6 +164,12 @@ def installed(monkeypatch):
         },
         "fla.ops.delta_rule": {"chunk_delta_rule": delta},
         "fla.ops.simple_gla": {"chunk_simple_gla": simple, "fused_recurrent_simple_gla": simple},
+        "fla.ops.kda": {"chunk_kda": kda, "fused_recurrent_kda": kda},
+        "fla.ops.gdn2": {"chunk_gdn2": gdn2, "fused_recurrent_gdn2": gdn2},
+        "fla.ops.gla": {"chunk_gla": gla, "fused_recurrent_gla": recurrent_gla},
+        "fla.ops.generalized_delta_rule": {"chunk_dplr_delta_rule": dplr, "fused_recurrent_dplr_delta_rule": dplr},
+        "cudnn": {}, "cudnn.linear_attention": {}, "tvm_ffi": {},
+        "cudnn.linear_attention.ops": {"kimi_delta_attention": cudnn_kda},
         "flashinfer.gdn_prefill": {"chunk_gated_delta_rule": prefill},
     }  # fmt: skip
     monkeypatch.setattr("deltazoo.backends.peers.fla._functions", {})
@@ -184,7 +239,12 @@ def test_fla_decodes_in_place(installed, spec, slots):
 
 REFUSALS = {
     ("fla", "K must be at most 256, got 512."): (GATED, {"K": 512}),
-    ("fla", "HV must be H, got HV=4, H=2."): (SPECS["delta"], {"HV": 4}),
+    ("fla", "chunk_delta_rule needs HV = H, got HV=4, H=2."): (SPECS["delta"], {"HV": 4}),
+    ("fla", "chunk_gla needs HV = H, got HV=4, H=2."): (SPECS["gla"], {"HV": 4}),
+    ("cudnn", "decay must be per channel, got 'head'."): (GATED, {}),
+    ("cudnn", "transition must be 'delta', got 'dplr'."): (SPECS["rwkv7"], {}),
+    ("cudnn", "beta must be 'none' or 'head', got 'channel'."): (SPECS["gdn2"], {}),
+    ("cudnn", "K and V must be 128, got K=64, V=128."): (SPECS["kda"], {"K": 64}),
     ("fla", "scale must be above 0, got 0.0."): (UpdateSpec(decay="head", beta="head", scale=0), {}),
     ("flash_qla", "decay must be 'fixed' or 'head', got 'none'."): (SPECS["delta"], {}),
     ("flash_qla", "negative_eigenvalues must be 'off', got 'both'."): (SPECS["negative"], {}),
@@ -196,18 +256,24 @@ REFUSALS = {
 }
 COMMON = {
     "it needs tensors on 'cuda', got 'cpu'.": (GATED, {"device": "cpu"}),
-    "it computes in bfloat16 or float16, got float32.": (GATED, {"dtype": torch.float32}),
-    "decay must be 'none', 'fixed' or 'head', got 'channel'.": (UpdateSpec(decay="channel"), {}),
-    "a fixed decay must have one value per head": (SPECS["fixed"], {"decay_channels": True}),
-    "transition must be 'additive' or 'delta', got 'dplr'.": (UpdateSpec(transition="dplr"), {}),
-    "beta must be 'none' or 'head', got 'channel'.": (UpdateSpec(beta="channel"), {}),
+    "got float32.": (GATED, {"dtype": torch.float32}),
     "erase_key must be 'key', got 'own'.": (UpdateSpec(decay="head", erase_key="own"), {}),
     "erase_from must be 'decayed', got 'previous'.": (UpdateSpec(decay="head", erase_from="previous"), {}),
     "needs separate erase and write strengths": (UpdateSpec(beta="head", negative_eigenvalues="erase"), {}),
     "householders must be 1, got 3.": (UpdateSpec(decay="head", householders=3), {}),
     "read must be 'after', got 'before'.": (UpdateSpec(decay="head", read="before"), {}),
 }
-ALL = {**REFUSALS, **{(peer.name, message): case for peer in PEERS for message, case in COMMON.items()}}
+SCALAR = {
+    "decay must be 'none', 'fixed' or 'head', got 'channel'.": (UpdateSpec(decay="channel"), {}),
+    "a fixed decay must have one value per head": (SPECS["fixed"], {"decay_channels": True}),
+    "transition must be 'additive' or 'delta', got 'dplr'.": (UpdateSpec(transition="dplr"), {}),
+    "beta must be 'none' or 'head', got 'channel'.": (UpdateSpec(beta="channel"), {}),
+}
+ALL = {
+    **REFUSALS,
+    **{(peer.name, message): case for peer in PEERS for message, case in COMMON.items()},
+    **{(peer.name, message): case for peer in SCALAR_PEERS for message, case in SCALAR.items()},
+}
 
 
 @pytest.mark.parametrize(("expected", "case"), ALL.items(), ids=[f"{name}-{message[:30]}" for name, message in ALL])
@@ -221,16 +287,19 @@ def test_refusal_states_the_reason(installed, expected, case):
 
 def test_missing_package_is_reported_with_the_install_command():
     meta = UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)
-    packages = {"fla": "fla-core", "flash_qla": "flash-qla", "flashinfer": "flashinfer-python"}
+    packages = {
+        "cudnn": "nvidia-cudnn-frontend", "fla": "fla-core",
+        "flash_qla": "flash-qla", "flashinfer": "flashinfer-python",
+    }  # fmt: skip
     for name, package in packages.items():
         reasons = registry.resolve(name).unsupported(GATED, meta)
         assert reasons[0] == f"it needs the package {name}, which is not installed: pip install {package}."
 
 
 def test_adapters_are_not_in_the_default_order(installed):
-    assert {"fla", "flash_qla", "flashinfer"} <= set(registry.names(registry.BACKENDS))
+    assert {"cudnn", "fla", "flash_qla", "flashinfer"} <= set(registry.names(registry.BACKENDS))
     for order in registry.DEFAULT_ORDER.values():
-        assert not {"fla", "flash_qla", "flashinfer"} & set(order)
+        assert not {"cudnn", "fla", "flash_qla", "flashinfer"} & set(order)
     verdicts = {v.backend: v for v in explain(GATED, UpdateMeta("cuda", torch.bfloat16, 2, 2, 128, 128)).verdicts}
     for name in ("fla", "flash_qla", "flashinfer"):
         assert not verdicts[name].chosen
@@ -244,7 +313,7 @@ def test_benchmark_row_reports_a_missing_package():
 
 
 def test_listing_and_explaining_do_not_import_the_packages(tmp_path):
-    for name in ("fla", "flash_qla", "flashinfer", "cutlass"):
+    for name in PACKAGES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')")
     code = (
@@ -253,7 +322,7 @@ def test_listing_and_explaining_do_not_import_the_packages(tmp_path):
         "verdicts = deltazoo.explain(deltazoo.UpdateSpec(decay='head', beta='head'), meta).verdicts; "
         "print(json.dumps([[v.backend, v.reasons] for v in verdicts] + "
         "[[e.name, e.problem] for e in catalog().backends] + "
-        "[sorted({n.partition('.')[0] for n in sys.modules} & {'fla', 'flash_qla', 'flashinfer', 'cutlass'})]))"
+        f"[sorted({{n.partition('.')[0] for n in sys.modules}} & {PACKAGES})]))"
     )
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(

@@ -32,6 +32,7 @@ H200, A100, RTX4090, B200 = (
     DeviceSpec.named(name)._replace(triton="3.7.1")
     for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA B200")
 )
+SMALL = RTX4090._replace(name="a small GPU", shared_memory=64 * 1024)
 MI300X = DeviceSpec.named("AMD Instinct MI300X")._replace(triton="3.7.1")
 
 
@@ -51,20 +52,21 @@ def meta(K=128, V=128, dtype=torch.bfloat16, grad=True):
     ("device", "arguments", "message"),
     [
         (MI300X, {}, "it needs an NVIDIA GPU, and AMD Instinct MI300X is an AMD GPU"),
-        (H200._replace(triton="3.9.0"), {}, "it is tested with Triton 3.6 and 3.7, and 3.9.0 is installed"),
-        (H200._replace(triton="3.5.1"), {}, "it is tested with Triton 3.6 and 3.7, and 3.5.1 is installed"),
+        (H200._replace(triton="3.10.0"), {}, "it needs Triton 3.6 to 3.9, and 3.10.0 is installed"),
+        (H200._replace(triton="3.5.1"), {}, "it needs Triton 3.6 to 3.9, and 3.5.1 is installed"),
         (
             H200._replace(name="NVIDIA T4", capability=(7, 5)),
             {},
             "it needs compute capability 8.0 or newer, and NVIDIA T4 has 7.5",
         ),
         (
-            RTX4090,
+            SMALL,
             {"K": 256, "V": 256},
-            "K = 256 and V = 256 in bfloat16 need 142340 bytes of shared memory per block for training, and NVIDIA "
-            "GeForce RTX 4090 has 101376",
+            "K = 256 and V = 256 in bfloat16 need 98304 bytes of shared memory per block for training, and a small GPU "
+            "has 65536",
         ),
-        (RTX4090, {"K": 256, "V": 256, "grad": False}, "need 117764 bytes of shared memory per block, and"),
+        (SMALL, {"K": 256, "V": 256, "grad": False}, "need 81920 bytes of shared memory per block, and"),
+        (SMALL, {}, "K = 128 and V = 128 in bfloat16 need 93188 bytes of shared memory per block for training, and"),
         (B200, {}, "training on compute capability 10.0 needs Triton 3.9 or newer"),
     ],
 )
@@ -80,8 +82,12 @@ def test_unsupported_devices_are_refused_with_the_requirement(backend, device, a
         (H200._replace(triton="3.6.0"), {"K": 256, "V": 512}),
         (A100, {"K": 256, "V": 256}),
         (RTX4090, {}),
+        (RTX4090, {"K": 256, "V": 256}),
         (RTX4090, {"K": 256, "V": 256, "dtype": torch.float32}),
         (B200, {"grad": False}),
+        (H200._replace(triton="3.8.0"), {}),
+        (H200._replace(triton="3.9.0"), {}),
+        (B200._replace(triton="3.9.0"), {}),
     ],
 )
 def test_supported_devices_are_not_refused(backend, device, arguments):
@@ -97,8 +103,8 @@ def test_unsupported_reads_the_current_gpu(backend, monkeypatch):
 
 def test_untested_triton_is_refused_without_a_gpu(backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(triton_limits, "installed_triton", lambda: "3.8.0")
-    assert backend.unsupported(GATED, meta()) == ["it is tested with Triton 3.6 and 3.7, and 3.8.0 is installed."]
+    monkeypatch.setattr(triton_limits, "installed_triton", lambda: "3.10.0")
+    assert backend.unsupported(GATED, meta()) == ["it needs Triton 3.6 to 3.9, and 3.10.0 is installed."]
 
 
 def test_unsupported_does_not_initialise_cuda_without_a_gpu(backend, monkeypatch):
@@ -133,6 +139,40 @@ def test_plan_follows_from_problem_and_device(change, device, prepare, forward, 
     assert (plan.prepare, plan.forward, plan.backward) == (prepare, forward, backward)
     without_grad = make_plan(case, device, heuristic(case, device), grad=False)
     assert (without_grad.backward, without_grad.every) == ("none", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [
+        ({}, "hopper"),
+        ({"delta": False, "HV": 32}, "hopper"),
+        ({"erase_key": True, "packed": True}, "hopper"),  # E is an operand of its own in any case
+        ({"K": 136}, "portable"),  # two chunks do not fit in shared memory
+        ({"dtype": torch.float32}, "portable"),
+        ({"V": 32}, "portable"),
+    ],
+)
+def test_plan_of_a_decay_per_channel_has_no_sweep(change, version):
+    case = problem(decay="channel", **change)
+    plan = make_plan(case, H200, heuristic(case, H200), grad=True)
+    assert (plan.forward, plan.recompute, plan.reverse) == (version,) * 3
+    assert plan.backward == "reverse+gradients"
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "prepare"),
+    [
+        ({}, H200, "hopper channel"),
+        ({"delta": False, "K": 64}, H200, "hopper channel"),
+        ({"erase_key": True, "packed": True, "HV": 32}, H200, "hopper channel"),
+        ({"dtype": torch.float32}, H200, "channel"),
+        ({"K": 20}, H200, "channel"),
+        ({}, A100, "channel"),
+    ],
+)
+def test_prepare_of_a_decay_per_channel(change, device, prepare):
+    case = problem(**({"decay": "channel"} | change))
+    assert make_plan(case, device, heuristic(case, device), grad=True).prepare == prepare
 
 
 def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
@@ -210,7 +250,7 @@ def test_plan_lists_the_kernels_that_are_launched(change):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_unsupported_is_traced_in_one_graph(backend, monkeypatch, dynamic):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(triton_limits, "installed_triton", lambda: "3.8.0")
+    monkeypatch.setattr(triton_limits, "installed_triton", lambda: "3.10.0")
 
     def count(x):
         return x + len(backend.unsupported(GATED, meta(K=x.shape[-1], dtype=x.dtype)))

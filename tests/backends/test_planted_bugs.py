@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from deltazoo import conformance
-from deltazoo.backends.base import UpdateOutput, state_dtype
+from deltazoo.backends.base import UpdateOutput, has_time_axis, slice_tokens, state_dtype
 from deltazoo.backends.conformance import checks
 from deltazoo.backends.conformance.decode_step import FusedOperands, reference_step
-from deltazoo.backends.conformance.equivalences import has_time_axis, slice_tokens
 from deltazoo.backends.decode_step import FusedDecodeInputs
 from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.reference import ReferenceBackend
@@ -124,6 +123,49 @@ class StepsTwice(Correct):
     def step_(self, spec, inputs, states, slots):
         super().step_(spec, inputs, states, slots)
         return super().step_(spec, inputs, states, slots)
+
+
+class CommitsAllTokens(Correct):
+    def commit_(self, spec, draft, states, slots, accepted):
+        n = draft.inputs.q.shape[1]
+        super().commit_(spec, draft, states, slots, torch.full_like(accepted, n))
+
+
+class CommitsRejectedNans(Correct):
+    """Multiplies rejected tokens by zero instead of masking them."""
+
+    def commit_(self, spec, draft, states, slots, accepted):
+        super().commit_(spec, draft, states, slots, accepted)
+        rows = slice(None) if slots is None else slots
+        states[rows] = states[rows] + 0 * draft.inputs.v.to(states.dtype).flatten(1).sum(1)[:, None, None, None]
+
+
+class VerifiesInPlace(Correct):
+    def verify_(self, spec, inputs, states, slots):
+        o, draft = super().verify_(spec, inputs, states, slots)
+        states.mul_(1.01)
+        return o, draft
+
+
+class VerifiesEveryTokenFromTheFirstState(Correct):
+    def verify_(self, spec, inputs, states, slots):
+        tokens = [slice_tokens(inputs, t, t + 1) for t in range(inputs.q.shape[1])]
+        o = torch.cat([Correct.verify_(self, spec, token, states, slots)[0] for token in tokens], 1)
+        return o, super().verify_(spec, inputs, states, slots)[1]
+
+
+class CommitsToEverySlot(Correct):
+    def commit_(self, spec, draft, states, slots, accepted):
+        super().commit_(spec, draft, states, slots, accepted)
+        states.nan_to_num_()
+
+
+class CommitsWithoutClamping(Correct):
+    """Commits nothing if more tokens are accepted than were drafted."""
+
+    def commit_(self, spec, draft, states, slots, accepted):
+        n = draft.inputs.q.shape[1]
+        super().commit_(spec, draft, states, slots, torch.where(accepted > n, 0, accepted))
 
 
 class DropsTheStateOfAnEmptySequence(Correct):
@@ -388,6 +430,12 @@ PLANTED_BUGS = [
     (ModifiesTheInputsOfAStep, "inputs_are_not_modified"),
     (IgnoresSlots, "decoding_equals_the_full_sequence"),
     (StepsTwice, "decoding_equals_the_full_sequence"),
+    (CommitsAllTokens, "drafted_tokens_equal_decoding"),
+    (CommitsRejectedNans, "drafted_tokens_equal_decoding"),
+    (VerifiesInPlace, "drafted_tokens_equal_decoding"),
+    (VerifiesEveryTokenFromTheFirstState, "drafted_tokens_equal_decoding"),
+    (CommitsToEverySlot, "drafted_tokens_equal_decoding"),
+    (CommitsWithoutClamping, "drafted_tokens_equal_decoding"),
     (DropsTheStateOfAnEmptySequence, "empty_sequence_returns_its_initial_state"),
     (ReturnsItsInitialState, "empty_sequence_returns_its_initial_state"),
     (WritesWithoutBeta, "without_erase_and_write_the_state_decays"),

@@ -12,13 +12,15 @@ import pytest
 import torch
 from compiling import Compiler, launch_update, ptx_hash
 
+from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton import decode_step as fused
+from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.operands import StepKind, StepOperands
 from deltazoo.backends.triton.plan import Problem
 from deltazoo.backends.triton.revisions import REVISIONS
 
@@ -54,22 +56,30 @@ def compile_steps() -> dict[str, str]:
     """Compile the kernels of a decode step, of the update and of a mixer."""
     from deltazoo.backends.triton import decode
 
-    spec = UpdateSpec(decay="head", beta="head")
-    x = ScanOperands(
-        q=torch.empty(4, 2, 128, dtype=torch.bfloat16), k=torch.empty(4, 1, 2, 128, dtype=torch.bfloat16),
-        v=torch.empty(4, 1, 2, 128, dtype=torch.bfloat16), log_decay=torch.empty(4, 2), b=torch.empty(4, 1, 2),
-        w=torch.empty(4, 1, 2),
-    )  # fmt: skip
-    kind = ScanKind(True, False, False, False, False, 0.1)
+    spec, dplr = UpdateSpec(decay="head", beta="head"), UpdateSpec(decay="channel", transition="dplr")
+    launch = heuristic(Problem(torch.bfloat16, 4, 1, 2, 2, 128, 128, True, False, "head", False), HOPPER).decode
     step = typical_step(spec, Shape("rows", 4, 1, 2, 4, 128, 128))
+    states, accepted = torch.empty(4, 2, 128, 128), torch.empty(4, dtype=torch.int32)
     compiler = Compiler(all=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "launcher", compiler)
         patch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
-        decode.step_(x, torch.empty(4, 2, 128, 128), None, kind, heuristic(Problem(
-            torch.bfloat16, 4, 1, 2, 2, 128, 128, True, False, "head", False), HOPPER).decode)  # fmt: skip
+        decode.step_(*_tokens(spec, 1), states, None, launch)
         fused.fused_decode_step_(step, *draw_step(step, (), 4, torch.bfloat16, torch.device("cpu"))[:2], None)
+        for update in (spec, dplr):
+            x, kind = _tokens(update, 4)
+            _, values = decode.verify(x, kind, states, None, launch)
+            decode.commit_(x, kind, values, states, None, accepted, launch)
     return hashes("step", compiler)
+
+
+def _tokens(spec: UpdateSpec, T: int) -> tuple[StepOperands, StepKind]:
+    shapes = spec.operands(4, T, 2, 2, 128, 128)
+    x = {
+        name: torch.empty(shape, dtype=torch.float32 if name == "log_decay" else torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    return decode_operands(spec, UpdateInputs(**x), "")
 
 
 def hashes(case: str, compiler: Compiler) -> dict[str, str]:

@@ -114,6 +114,28 @@ def test_outdated_records_beside_usable_ones_cause_no_warning(home, tmp_path, ca
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("installed", "expected"), [("3.6.1", 32), ("3.7.0", 32), ("3.7.1", 128), ("3.8.0", None), ("3.9.0", None)]
+)
+def test_a_record_holds_for_the_versions_with_the_same_ptxas(home, tmp_path, installed, expected):
+    path = tmp_path / "t.json"
+    tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)  # with Triton 3.6.0
+    problem, device = problem_of(PACK, "scan"), T900._replace(triton=installed)
+    data = json.loads(path.read_text())
+    exact = [record | {"triton": "3.7.1"} for record in data["records"] if record["key"]["kernel"] == "scan"]
+    data["records"] = [record | {"launch": {"tile": 128}} for record in exact] + data["records"]
+    path.write_text(json.dumps(data))
+    tables.use_table(path)
+    launch = tables.launch_config(problem, device).scan
+    assert launch == (heuristic(problem, device).scan if expected is None else Launch(tile=expected))
+
+
+def test_the_shipped_records_hold_for_both_versions_of_triton_with_their_ptxas(home):
+    for version in ("3.6.0", "3.7.1"):
+        assert len(tables.records_of("NVIDIA H200", version)) == 6
+    assert not tables.records_of("NVIDIA H200", "3.9.0")
+
+
 @pytest.mark.parametrize("denied", [True, False])
 def test_unreadable_home_folder_means_no_user_table(home, monkeypatch, tmp_path, denied):
     def no_home():
@@ -222,7 +244,7 @@ def broken(key=None, **change):
     ("text", "message"),
     [
         ("{", "t.json is not a launch table: .*Invalid JSON"),
-        (broken(launch={"tile": 2}), r"records.0.launch.tile: Input should be greater than or equal to"),
+        (broken(launch={"tile": 2}), r"records.0.launch.tile must be at least"),
         (broken(launch={"tile": 64, "chunk": 32}), r"records.0.launch.chunk: Extra inputs are not permitted"),
         (broken({"kernel": "split"}), r"records.0: kernel='split' needs split alone"),
         (
@@ -230,7 +252,7 @@ def broken(key=None, **change):
             r"split must be 0 or a power of two and a multiple of every",
         ),
         (broken({"dtype": "float8"}), r"records.0.key.dtype"),
-        (broken(ms=math.inf), r"records.0.ms: Input should be a finite number"),
+        (broken(ms=math.inf), r"records.0.ms must be a finite number"),
         (
             broken(launch={"tile": 64, "kernel": "fused"}),
             r"scan.kernel must be one of 'portable', 'hopper', got 'fused'",

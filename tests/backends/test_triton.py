@@ -6,6 +6,7 @@ The kernels run on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's inte
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import (
     CAN_RUN_KERNELS,
     CONFIGS,
@@ -24,11 +25,15 @@ from triton_cases import (
 )
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance, update, watch
+from deltazoo.backends.base import slice_tokens
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.conformance.drafts import compare_draft
+from deltazoo.backends.errors import OperandError
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
+from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.op import chunk_scan
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 
@@ -195,12 +200,20 @@ def test_operators_pass_opcheck():
     o, state, *saved = torch.ops.deltazoo.triton_scan(*x, *kind, True)
     arguments = (*x, *saved, torch.randn_like(o), torch.randn_like(state), *kind)
     torch.library.opcheck(torch.ops.deltazoo.triton_scan_backward.default, arguments, test_utils=tests)
-    one = operands(gated(2, 1))
+    one, kind = decode_operands(GATED, gated(2, 1), config)
+    drafted, _ = decode_operands(GATED, gated(2, 3), config)
+    values, accepted = (
+        torch.randn(2, 3, 1, 2, 16, device=DEVICE),
+        torch.tensor([3, 1], dtype=torch.int32, device=DEVICE),
+    )
     states = torch.randn(5, 2, 16, 16, device=DEVICE)
+    ops = torch.ops.deltazoo
     for slots in (None, torch.tensor([3, 1], device=DEVICE)):
         pool = states if slots is not None else states[:2].clone()
-        arguments = (*one[:7], pool, slots, *kind)
-        torch.library.opcheck(torch.ops.deltazoo.triton_step_.default, arguments, test_utils=tests)
+        torch.library.opcheck(ops.triton_step_.default, (*one, pool, slots, *kind), test_utils=tests)
+        torch.library.opcheck(ops.triton_verify.default, (*drafted, pool, slots, *kind), test_utils=tests)
+        commit = (*drafted, values, pool, slots, accepted, *kind)
+        torch.library.opcheck(ops.triton_commit_.default, commit, test_utils=tests)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -263,6 +276,121 @@ def test_decode_with_a_slot_outside_the_pool_accesses_no_state(spec):
     assert torch.equal(pool, want_pool)
 
 
+# Every flag of the decode kernels, which read the operands of the spec directly.
+DRAFTS = {
+    "gated delta": SPECS["gated delta"],
+    "householders, before": SPECS["householders, before"],
+    "comba": SPECS["comba"],
+    "efla": SPECS["efla"],
+    "kda": UpdateSpec(decay="channel", beta="head", negative_eigenvalues="both"),
+    "channels": UpdateSpec(decay="channel", beta="channel", reparam="longhorn"),
+    "dplr": UpdateSpec(decay="channel", transition="dplr", beta="channel"),
+    "linear": SPECS["linear"],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("spec", DRAFTS)
+def test_drafted_tokens_equal_decoding(spec, dtype):
+    """H < HV = V, so that a strength per channel cannot be mistaken for one per head; even seed: with slots."""
+    shape = Shape("draft", 6, 3, 2, 4, 12, 4 if spec == "channels" else 20)
+    report = compare_draft(backend(), Case(DRAFTS[spec], shape, dtype, seed=2), DEVICE)
+    assert report.errors and not report.failures, str(report)
+
+
+@pytest.mark.parametrize("spec", ["gated delta", "dplr"])
+def test_verify_and_commit_compile_to_one_graph(spec):
+    spec = DRAFTS[spec]
+    x = gated(3, 4, spec=spec)._replace(state=None)
+    bound, slots = bind(spec, backend()), torch.tensor([3, -1, 0], device=DEVICE)
+    pool = torch.randn(5, 2, 16, 16, device=DEVICE)
+    accepted = torch.tensor([2, 4, 4], dtype=torch.int32, device=DEVICE)
+
+    def decode(x: UpdateInputs, pool: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+        o, draft = bound.verify_(x, pool, slots)
+        bound.commit_(draft, pool, slots, accepted)
+        return o
+
+    torch._dynamo.reset()
+    got, want = pool.clone(), pool.clone()
+    o = torch.compile(decode, fullgraph=True, backend="aot_eager")(x, got, accepted)
+    torch.testing.assert_close(o, decode(x, want, accepted), rtol=0, atol=0)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert not torch.equal(got, pool)
+
+
+@pytest.mark.kernel_smoke
+def test_drafts_with_a_slot_outside_the_pool_access_no_state():
+    """Rows of guard values surround the pool; counts far outside of the draft do not leave its memory."""
+    x = gated(4, 3)._replace(state=None)
+    memory = torch.randn(7, 2, 16, 16, device=DEVICE)
+    memory[[0, 6]] = 7.0
+    before, pool = memory.clone(), memory[1:6]
+    slots = torch.tensor([3, -1, 5, 0], device=DEVICE)
+    accepted = torch.tensor([2**31 - 1, 3, 3, -(2**31)], dtype=torch.int32, device=DEVICE)
+    o, draft = backend().verify_(GATED, x, pool, slots)  # bypasses the checks, which refuse such slots on the CPU
+    assert not o[[1, 2]].any() and o[[0, 3]].any()
+    assert torch.equal(memory, before)
+    backend().commit_(GATED, draft, pool, slots, accepted)
+    assert torch.equal(memory[[0, 1, 2, 3, 5, 6]], before[[0, 1, 2, 3, 5, 6]])
+    first = UpdateInputs(*(t if t is None else t[:1] for t in x))
+    want = before[4:5].clone()
+    for t in range(3):
+        backend().step_(GATED, slice_tokens(first, t, t + 1), want, None)
+    torch.testing.assert_close(pool[3:4], want, rtol=1e-6, atol=1e-6)
+
+
+def test_watch_reports_the_kernels_of_a_draft():
+    x, states = gated(2, 3)._replace(state=None), torch.randn(2, 2, 16, 16, device=DEVICE)
+    bound = bind(GATED, backend())
+    with watch() as record:
+        _, draft = bound.verify_(x, states)
+        bound.commit_(draft, states, None, torch.ones(2, dtype=torch.int32, device=DEVICE))
+        bound.step_(slice_tokens(x, 0, 1), states)
+    assert record.kernels == {"verify_kernel": 1, "commit_kernel": 1, "decode_kernel": 1}
+
+
+def test_decode_kernels_take_a_decay_of_step_and_rate():
+    spec = UpdateSpec(decay="rate", transition="additive")
+    x, states = gated(2, 1, spec=spec)._replace(state=None), torch.randn(2, 2, 16, 16, device=DEVICE)
+    want_states = states.clone()
+    o = backend().step_(spec, x, states, None)  # bypasses `unsupported`, which refuses it for the chunked kernels
+    torch.testing.assert_close(o, ReferenceBackend().step_(spec, x, want_states, None), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states, want_states, rtol=1e-5, atol=1e-5)
+
+
+class RecordOperators(TorchDispatchMode):
+    """Records the names of the operators that torch calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", DRAFTS)
+def test_decode_calls_one_operator(spec):
+    """No launch before the kernel, such as for strengths, repeated heads or the micro-steps of dplr."""
+    spec = DRAFTS[spec]
+    x, states = gated(2, 1, spec=spec)._replace(state=None), torch.randn(2, 2, 16, 16, device=DEVICE)
+    accepted = torch.ones(2, dtype=torch.int32, device=DEVICE)
+    with RecordOperators() as record:
+        backend().step_(spec, x, states, None)
+        _, draft = backend().verify_(spec, x, states, None)
+        backend().commit_(spec, draft, states, None, accepted)
+    assert record.names == [f"deltazoo::triton_{name}" for name in ("step_", "verify", "commit_")]
+
+
+def test_a_draft_of_another_backend_is_refused():
+    x, states = gated(2, 3)._replace(state=None), torch.randn(2, 2, 16, 16, device=DEVICE)
+    _, draft = bind(GATED, "reference").verify_(x, states)
+    with pytest.raises(OperandError, match=r"draft\.values is missing: backend 'triton' must have made the draft"):
+        bind(GATED, backend()).commit_(draft, states, None, torch.ones(2, dtype=torch.int32, device=DEVICE))
+
+
 def test_splitting_the_feedback_in_two_terms_reduces_the_error():
     spec = SPECS["negative"]
     x = draw(Case(spec, SHAPES["many chunks"], torch.float16, "parallel"), DEVICE)
@@ -312,7 +440,7 @@ def test_gradients_are_accurate_for_small_step_sizes_of_long_keys(reparam):
 )
 def test_narrow_keys_without_decay_split_terms_in_bfloat16(spec, K, dtype, splits):
     x = draw(Case(spec, Shape("few", 1, 3, 1, 1, K, 8), dtype), "cpu")
-    assert TritonBackend()._operands(spec, x)[1].split_terms is splits
+    assert decode_operands(spec, x, "")[1].split_terms is splits
 
 
 @pytest.mark.parametrize("config", CONFIGS if INTERPRETED else ["one segment"])

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from deltazoo import UpdateInputs, UpdateSpec, bind, conformance, watch
+from deltazoo.backends.base import slice_tokens
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import TritonBackend
@@ -68,6 +69,36 @@ def test_a_captured_decode_step_updates_the_states_in_place():
         graph.replay()
         assert torch.equal(o, expected)
     assert torch.equal(current, want_states)
+
+
+@pytest.mark.parametrize("spec", [GATED, UpdateSpec(decay="channel", transition="dplr")], ids=["gated delta", "dplr"])
+def test_captured_drafts_read_the_accepted_counts_on_the_device(spec):
+    x = draw(Case(spec, DENSE._replace(T=4), torch.bfloat16), "cuda")._replace(state=None)
+    states, slots = torch.randn(8, 4, 128, 128, device="cuda"), torch.tensor([5, 2], device="cuda")
+    accepted = torch.zeros(2, dtype=torch.int32, device="cuda")
+    bound, current = bind(spec, TritonBackend()), states.clone()
+
+    def decode() -> torch.Tensor:
+        o, draft = bound.verify_(x, current, slots)
+        bound.commit_(draft, current, slots, accepted)
+        return o
+
+    decode()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = decode()
+    for counts in ([4, 1], [0, 3]):
+        current.copy_(states)
+        accepted.copy_(torch.tensor(counts, dtype=torch.int32))
+        graph.replay()
+        want, history, outputs = states.clone(), [states.clone()], []
+        for t in range(4):
+            outputs.append(bound.step_(slice_tokens(x, t, t + 1), want, slots))
+            history.append(want.clone())
+        torch.testing.assert_close(o, torch.cat(outputs, 1))
+        for slot, count in zip((5, 2), counts, strict=True):
+            torch.testing.assert_close(current[slot], history[count][slot], rtol=1e-5, atol=1e-5)
 
 
 def test_packed_sequences_are_deterministic_without_host_sync():

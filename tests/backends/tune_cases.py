@@ -32,10 +32,13 @@ class FakeRunner(Runner):
 
     def __init__(self, quick=None, wrong=(), stop_after=None):
         self.quick, self.wrong, self.stop_after = quick or {}, wrong, stop_after
-        self.checked, self.timed = [], []
+        self.compiled, self.checked, self.timed = [], [], []
 
     def environment(self):
         return environment().model_copy(update={"device": self.device.name})
+
+    def compile(self, target, kernel, configs):
+        self.compiled.append((target, kernel, configs))
 
     def check(self, target, kernel, config):
         if (target, kernel) not in self.checked:

@@ -72,7 +72,7 @@ ERRORS = [
     ("mpl.width=3", "mpl.width: 'mpl' is unknown; did you mean 'mlp'?"),
     ("mlp.widht=3", "mlp.widht: unknown key; did you mean 'width'?"),
     ("width.x=3", "width.x: 'x' cannot be set in 64, which has no fields"),
-    ("layers.swa.window=0", "layers.swa.window: Input should be greater than or equal to 1, got 0"),
+    ("layers.swa.window=0", "layers.swa.window must be at least 1, got 0"),
     ("swa.window=3", "swa.window: 'swa' is a layer; write layers.swa.window=3"),
     ("layers.swa.window", "a setting must be PATH=VALUE, such as layers.swa.window=1024, got 'layers.swa.window'"),
     ("layers..window=3", "a setting must be PATH=VALUE"),

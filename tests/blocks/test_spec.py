@@ -109,7 +109,7 @@ def layers(**fields: object) -> dict[str, object]:
 ERRORS = [
     ({"widht": 3}, "widht: unknown key; did you mean 'width'?"),
     (layers(mixer="gated_deltanet", haeds=6), "layers.gdn.haeds: unknown key; did you mean 'heads'?"),
-    (layers(mixer="gated_deltanet", heads=0), "layers.gdn.heads: Input should be greater than"),
+    (layers(mixer="gated_deltanet", heads=0), "layers.gdn.heads must be at least 1"),
     (layers(mixer="gated_deltnet"), "layers.gdn.mixer: unknown mixer 'gated_deltnet'; did you mean 'gated_deltanet'?"),
     (layers(heads=2), "layers.gdn: must be a mapping with a mixer's name"),
     ({"layers": {"gdn": 3}}, "layers.gdn: must be"),
@@ -120,15 +120,15 @@ ERRORS = [
     (layers(mixer=[]), "layers.gdn.mixer: a layer needs at least one mixer"),
     (layers(mixer={"mixer": "attention"}, mlp={"widht": 3}), "layers.gdn.mlp.widht: unknown key"),
     ({"layers": {"gdn": {"mixer": {"mixer": "attention"}, 1: 2}}}, "layers.gdn.1: unknown key"),
-    ({"norm_eps": float("inf")}, "norm_eps: Input should be a finite number"),
+    ({"norm_eps": float("inf")}, "norm_eps must be a finite number"),
     ({"mlp": 4}, "mlp: must be {width: ...}, {ratio: ...}, {type: moe, ...} or none, got 4"),
     ({"mlp": {"width": 3, "ratio": 2}}, "mlp: give width or ratio, not both"),
     ({"mlp": {"type": "mo"}}, "mlp.type: must be dense or moe, got 'mo'"),
     ({"mlp": {"type": "moe", "expert": 3}}, "mlp.expert: unknown key; did you mean 'experts'?"),
     ({"mlp": {"type": "moe", "experts": 2, "active": 3}}, "mlp: active must be at most experts = 2, got 3"),
     ({"mlp": {"type": "moe", "shared_gate": True}}, "mlp: shared_gate needs shared_width, the hidden width of"),
-    ({"width": 0}, "width: Input should be greater than or equal to 1, got 0"),
-    ({"width": None}, "width: Input should be a valid integer"),
+    ({"width": 0}, "width must be at least 1, got 0"),
+    ({"width": None}, "width must be an integer"),
     ({"pattern": 3}, "pattern: must be text"),
 ]
 
@@ -143,7 +143,7 @@ def test_an_error_names_the_path_and_the_nearest_key(tmp_path: Path, change, sen
 PATTERN_ERRORS = [
     ("2*gdnn", "unknown layer 'gdnn'; did you mean 'gdn'?", 2),
     ("gdn + gdn(haeds=3)", "gdn.haeds: unknown key; did you mean 'heads'?", 6),
-    ("gdn(heads=0)", "gdn.heads: Input should be greater than or equal to 1, got 0", 0),
+    ("gdn(heads=0)", "gdn.heads must be at least 1, got 0", 0),
     ("gdn + layer | gdn", "'|' takes single layers", 12),
 ]
 

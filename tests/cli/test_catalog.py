@@ -131,6 +131,16 @@ def test_show_describes_the_layers_of_a_preset(ok):
     assert f"{spec.describe().parameters:,}" in printed
 
 
+def test_show_lists_the_fields_of_a_file_that_differ_from_their_defaults(ok, tmp_path):
+    path = tmp_path / "mine.yaml"
+    layers = "layers: {gdn: {mixer: gated_deltanet, heads: 2, conv_width: 4}, swa: {mixer: sliding_window, window: 8}}"
+    path.write_text(f"width: 32\ndepth: 2\nvocab: 100\npattern: gdn\nmlp: {{width: 48}}\n{layers}\n")
+    about = ok("show", path, "--json").json["about"]
+    assert about["layers.gdn"] == "{mixer: gated_deltanet, heads: 2}"
+    assert about["layers.swa"] == "{mixer: sliding_window, window: 8} (not in the pattern)"
+    assert about["mlp"] == "{type: dense, width: 48}"
+
+
 def test_build_describes_and_saves_the_stack(ok, tmp_path):
     path = tmp_path / "mine.yaml"
     pattern = "3*gated_deltanet(heads=2) + sliding_window(heads=2, window=8)"

@@ -89,8 +89,8 @@ def test_merge_tables_writes_one_table(ok, run, gpu, tmp_path):
         (("--shape", "pack_8x4096", "--mixer", "kda"), "supports none of the shapes: decay must be"),
         (("--shape", "pack_8x4096", "--mixer", "attention"), "'attention' has no update"),
         (("--shape", "pack_8x4096", "--dtype", "float64"), "dtype must be one of"),
-        (("--shape", "pack_8x4096", "--effort", "some"), "effort: Input should be 'quick' or 'full'"),
-        (("--shape", "pack_8x4096", "--budget", "0"), "budget: Input should be greater than 0"),
+        (("--shape", "pack_8x4096", "--effort", "some"), "effort must be 'quick' or 'full'"),
+        (("--shape", "pack_8x4096", "--budget", "0"), "budget must be greater than 0"),
         (("transformer-pp",), "has no layer with an update"),
     ],
 )

@@ -3,8 +3,6 @@
 B batch, T time, H heads, G key-value heads, E head width
 """
 
-import itertools
-
 import pytest
 import torch
 from equations import LargestTensor, assert_same_with_gradients
@@ -13,6 +11,7 @@ from torch import Tensor
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers import Attention, Context, SlidingWindow
 from deltazoo.mixers.attention import AttentionConfig, AttentionMixer
+from deltazoo.mixers.parts import softmax_attention
 from deltazoo.mixers.parts.caches import KVCache
 
 WIDTH, H, G, E = 24, 4, 2, 6
@@ -119,16 +118,39 @@ def test_window_longer_than_the_capacity_allocates_the_capacity() -> None:
         mixer(x[:, :1], state)
 
 
-def test_packed_window_stays_within_each_sequence() -> None:
-    config = SlidingWindow(**HEADS, window=3)
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("config", [Attention(**HEADS), SlidingWindow(**HEADS, window=3)], ids=lambda c: c.name)
+def test_packed_attention_stays_within_each_sequence(
+    config: AttentionConfig, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequence by sequence, as on a CPU, and with a mask over the whole pack; without a cache and with one."""
+    monkeypatch.setattr(softmax_attention, "values_are_readable", lambda *_: one_by_one)
     torch.manual_seed(0)
     mixer = config.build(WIDTH).double()
     x = torch.randn(1, 23, WIDTH, dtype=torch.float64)
-    bounds = [0, 2, 9, 10, 21, 23]
-    actual, _ = mixer(x, None, Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32)))
-    for start, stop in itertools.pairwise(bounds):
-        expected = looped_attention(mixer, config, x[:, start:stop], 3)
-        torch.testing.assert_close(actual[:, start:stop], expected, rtol=1e-9, atol=1e-11)
+    context = Context(cu_seqlens=torch.tensor([0, 2, 9, 9, 21, 23], dtype=torch.int32))  # one sequence is empty
+    window = config.window if isinstance(config, SlidingWindow) else 23
+    for state in (None, mixer.init_state(5, 12)):
+        actual, _ = mixer(x, state, context)
+        for start, stop in ((0, 2), (2, 9), (9, 21), (21, 23)):
+            expected = looped_attention(mixer, config, x[:, start:stop], window)
+            torch.testing.assert_close(actual[:, start:stop], expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("config", [Attention(**HEADS), SlidingWindow(**HEADS, window=3)], ids=lambda c: c.name)
+def test_a_nan_stays_in_its_packed_sequence_on_a_cpu(config: AttentionConfig) -> None:
+    mixer = config.build(WIDTH)
+    x = torch.randn(1, 12, WIDTH)
+    x[0, 2] = torch.nan
+    x[0, 8] = torch.inf
+    x.requires_grad_()
+    context = Context(cu_seqlens=torch.tensor([0, 4, 8, 12], dtype=torch.int32))
+    for state in (None, mixer.init_state(3, 4)):
+        y, _ = mixer(x, state, context)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        for result in (y, gradient):
+            assert result[0, 4:8].isfinite().all()
+            assert result[0, 2].isnan().all()
 
 
 def test_cache_can_be_filled_to_the_last_slot() -> None:

@@ -201,7 +201,7 @@ def test_rebind_changes_the_backend(one_of_each: MixerConfig) -> None:
         (
             {"mixer": "gated_deltanet", "heads": 0},
             ConfigError,
-            "heads: Input should be greater than or equal to 1, got 0",
+            "heads must be at least 1, got 0",
         ),
         ({"mixer": "gated_deltanett"}, UnknownNameError, "did you mean 'gated_deltanet'"),
         ({"heads": 3}, ConfigError, "needs the key 'mixer'"),

@@ -33,13 +33,22 @@ SPECS = {
     "house": UpdateSpec(decay="head", beta="head", householders=2, negative_eigenvalues="both"),
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
     "longhorn": UpdateSpec(decay="fixed", beta="head", reparam="longhorn"),
+    "kda": UpdateSpec(decay="channel", beta="head"),
+    "kda neg": UpdateSpec(decay="channel", beta="head", negative_eigenvalues="both"),
+    "kda early": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
+    "kda efla": UpdateSpec(decay="channel", beta="head", reparam="efla"),
+    "gla": UpdateSpec(decay="channel", transition="additive"),
+    "rwkv6": UpdateSpec(decay="channel", transition="additive", read="before"),
+    "gdn2": UpdateSpec(decay="channel", beta="channel"),
+    "rwkv7": UpdateSpec(decay="channel", transition="dplr"),
+    "house channel": UpdateSpec(decay="channel", beta="head", householders=2, negative_eigenvalues="both"),
 }
 ALL_SPECS = {  # shapes that run with every spec
     "128": Shape("128", 2, 200, 2, 4, 128, 128),
     "pack": Shape("pack", 1, 700, 1, 2, 128, 128, lengths=(300, 0, 1, 64, 335)),
     "busy": Shape("busy", 4, 330, 32, 32, 128, 128),
 }
-TWO_SPECS = {  # shapes that run with gdn and mamba2
+THREE_SPECS = {  # shapes that run with gdn, mamba2 and kda
     "64x96": Shape("64x96", 1, 130, 2, 2, 64, 96),
     "192x384": Shape("192x384", 1, 130, 1, 1, 192, 384),
     "200x400": Shape("200x400", 1, 130, 1, 2, 200, 400),
@@ -56,14 +65,14 @@ def cases():
         for spec in SPECS:
             for shape in ALL_SPECS:
                 for regime in ("ordinary", "decays", "parallel"):
-                    if dtype != torch.bfloat16 and spec not in ("gdn", "neg", "house"):
+                    if dtype != torch.bfloat16 and spec not in ("gdn", "neg", "house", "kda"):
                         continue
                     if shape != "pack" or regime != "ordinary":
                         name = f"{spec} {shape} {regime} {str(dtype)[6:]}"
                         yield name, Case(SPECS[spec], ALL_SPECS[shape], dtype, regime)
-        for spec in ("gdn", "mamba2"):
-            for shape in TWO_SPECS:
-                yield f"{spec} {shape} ordinary {str(dtype)[6:]}", Case(SPECS[spec], TWO_SPECS[shape], dtype)
+        for spec in ("gdn", "mamba2", "kda"):
+            for shape in THREE_SPECS:
+                yield f"{spec} {shape} ordinary {str(dtype)[6:]}", Case(SPECS[spec], THREE_SPECS[shape], dtype)
 
 
 def run_case(name):

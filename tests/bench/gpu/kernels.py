@@ -15,6 +15,7 @@ from perf import SHAPES, bench, both, inputs
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton.heuristic import on_hopper
+from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.resolve import resolve
 
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]
@@ -51,7 +52,7 @@ JOBS = {  # letter: spec, and B, T, H, HV, lengths, K, V
 
 def config_for(spec, x):
     """The heuristic's config with the changes of the command line; None without changes."""
-    operands, kind = TritonBackend()._operands(spec, x)
+    operands, kind = lower(spec, x, "")
     _, config = resolve(operands, kind, grad=True)
     changes = {}
     for word in sys.argv[2:]:

@@ -20,13 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "backends"))
 
 import torch
 import triton
-from assembly import disassemble, missing_waits, wrong_descriptor_addresses
+from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
 from compiling import Compiler, launch_update
+from triton.backends.nvidia.compiler import get_ptxas
 
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton.plan import Problem
 
-PTXAS = Path(triton.__path__[0]) / "backends/nvidia/bin/ptxas"
+OPTIONS = ("--regAllocOptLevel=2",) if triton.__version__ >= "3.8" else ()  # of ptxas, as Triton sets them
 WIDTHS = (
     (16, 16), (32, 32), (32, 64), (64, 16), (64, 64), (64, 128), (72, 104), (104, 40), (128, 32), (128, 64), (128, 128),
     (128, 256), (192, 384), (200, 400), (256, 256),
@@ -35,6 +36,7 @@ DEVICES = {
     "hopper": DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 4, 232448),
     "portable": DeviceSpec("a small GPU", "cuda", (8, 0), 4, 232448),
 }
+SEARCHES = (wrong_descriptor_addresses, missing_waits, overwritten_operands)
 MAX_SPILL = 600  # bytes of spill stores
 
 
@@ -73,7 +75,7 @@ def report(kernel: object) -> dict[str, object]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(asm["ptx"])
         file.flush()
-        command = [PTXAS, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(90).path, "-v", *OPTIONS, "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         log = subprocess.run(command, capture_output=True, text=True).stderr
     sass = disassemble(asm["cubin"])
     info = {
@@ -84,7 +86,9 @@ def report(kernel: object) -> dict[str, object]:
         "mma": asm["ptx"].count("mma.sync"),
         "barriers": asm["ptx"].count("bar.sync"),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
-        "faults": len(wrong_descriptor_addresses(sass)) + len(missing_waits(sass)),
+        "faults": sum(
+            len(search(sass)) for search in (wrong_descriptor_addresses, missing_waits, overwritten_operands)
+        ),
     }
     warnings = [line for line in log.splitlines() if "C75" in line or "erialized" in line]
     return info | ({"warnings": warnings[:2]} if warnings else {})

@@ -2,7 +2,8 @@
 
 JOB is a key of JOBS below. Calls are captured in CUDA graphs, or with `eager` queued. `warm` limits each job to 0.01 s:
 run it first to fill the compilation caches, and discard its numbers. Errors are measured for the job "packed" only.
-Needs a CUDA device and the packages fla-core, flash-qla, tilelang with nvcc. First calls take up to a minute: FlashQLA
+Needs a CUDA device and the packages of the peers: fla-core; flash-qla, tilelang with nvcc; nvidia-cudnn-frontend,
+nvidia-cutlass-dsl, apache-tvm-ffi. First calls take up to a minute: FlashQLA
 compiles, and flash-linear-attention autotunes in every process.
 """
 
@@ -17,6 +18,8 @@ from deltazoo.backends.shapes import SHAPES
 
 GATED, DELTA = UpdateSpec(decay="head", beta="head"), UpdateSpec(beta="head")
 ADDITIVE = UpdateSpec(decay="head", transition="additive")
+KDA, GLA = UpdateSpec(decay="channel", beta="head"), UpdateSpec(decay="channel", transition="additive")
+RWKV7 = UpdateSpec(decay="channel", transition="dplr")
 JOBS = {
     "packed": (GATED, "pack_8x4096"),
     "dense": (GATED, "dense_8x4096"),
@@ -25,6 +28,9 @@ JOBS = {
     "longer": (GATED, "dense_1x32768"),
     "delta": (DELTA, "dense_8x4096"),
     "additive": (ADDITIVE, "dense_8x4096"),
+    "kda": (KDA, "dense_8x4096"),
+    "gla": (GLA, "dense_8x4096"),
+    "rwkv7": (RWKV7, "dense_8x4096"),
     "decode": (GATED, "decode_64"),
 }
 

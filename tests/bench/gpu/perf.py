@@ -1,8 +1,11 @@
 """Time the triton backend through autograd: python perf.py [PREFIX OF A SHAPE'S NAME | specs]...
 
-Gated delta rule on five shapes, then other specs on 8 x 4096 dense, bf16, K = V = 128. Prints ms of the forward and of
-forward and backward, captured in a CUDA graph and eager, with L2 flushed before each call; and the peak memory of a
-step, gradients included. Needs a CUDA device. Uses the public API only, so that it also measures other versions.
+Gated delta rule on five shapes, then other specs on 8 x 4096 dense, bf16, K = V = 128 with 16 heads (RWKV-7: 64 heads
+of 64). Prints ms of the forward and of forward and backward, captured in a CUDA graph and eager, with L2 flushed before
+each call; and the peak memory of a step, gradients included. Needs a CUDA device. Uses the public API only, so that it
+also measures other versions.
+
+Decays per channel are weak, logsigmoid(N(0, 1)) / 16, or strong, 3 logsigmoid(N(0, 1)).
 """
 
 import statistics
@@ -27,6 +30,13 @@ OTHERS = {
     "delta": UpdateSpec(beta="head"),
     "additive": UpdateSpec(decay="head", transition="additive"),
     "retnet": UpdateSpec(decay="fixed", transition="additive"),
+    "negative": UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"),
+    "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
+    "kda weak": UpdateSpec(decay="channel", beta="head"),
+    "kda strong": UpdateSpec(decay="channel", beta="head"),
+    "gla weak": UpdateSpec(decay="channel", transition="additive"),
+    "gdn2 weak": UpdateSpec(decay="channel", beta="channel"),
+    "rwkv7": UpdateSpec(decay="channel", transition="dplr"),
 }
 
 
@@ -53,7 +63,7 @@ def bench(call, n=25, graph=True):
     return statistics.median(times)
 
 
-def inputs(spec, B, T, H, HV, lengths, K=128, V=128, grad=False, dtype=torch.bfloat16):
+def inputs(spec, B, T, H, HV, lengths, K=128, V=128, grad=False, dtype=torch.bfloat16, strong=False):
     """Random operands without a state, equal for equal sizes."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -69,6 +79,13 @@ def inputs(spec, B, T, H, HV, lengths, K=128, V=128, grad=False, dtype=torch.bfl
         x["log_decay"] = torch.nn.functional.logsigmoid(normal(B, T, HV) + 3)
     if spec.decay == "fixed":
         x["log_decay"] = -torch.rand(HV, generator=generator, device=DEVICE) * 0.1
+    if spec.decay == "channel":
+        x["log_decay"] = torch.nn.functional.logsigmoid(normal(B, T, HV, K)) * (3 if strong else 1 / 16)
+    if spec.transition == "dplr":
+        removal_key = unit(normal(B, T, HV, K))
+        x |= {"a": -removal_key.to(dtype), "b": (removal_key * normal(B, T, HV, K).sigmoid()).to(dtype)}
+    if spec.beta == "channel":
+        x["erase"], x["write"] = (normal(B, T, HV, n).sigmoid().to(dtype) for n in (K, V))
     if spec.beta == "head":
         x["beta"] = normal(B, T, HV).sigmoid()
     if lengths:
@@ -119,13 +136,24 @@ def main(words):
             f"{steps[1]:.3f}; peak {peak(step):.0f} MiB  [{time.time() - began:.0f} s]",
             flush=True,
         )
-    for name, spec in OTHERS.items() if not words or "specs" in words else ():
+    for name, spec in OTHERS.items():
+        if words and "specs" not in words and not any(name.startswith(word) for word in words):
+            continue
         bound = bind(spec, TritonBackend())
-        x = inputs(spec, *SHAPES["8x4096 16/16"])
-        forward = bench(lambda x=x, bound=bound: bound(x))
-        x = inputs(spec, *SHAPES["8x4096 16/16"], grad=True)
-        step = bench(both(bound, x, torch.randn_like(x.v)))
-        print(f"{name} fwd {forward:.3f} both {step:.3f} [{time.time() - began:.0f} s]", flush=True)
+        shape, widths = SHAPES["8x4096 16/16"], {}
+        if spec.transition == "dplr":
+            shape, widths = (8, 4096, 64, 64, None), {"K": 64, "V": 64}
+        widths["strong"] = name.endswith("strong")
+        x = inputs(spec, *shape, **widths)
+        forward = [bench(lambda x=x, bound=bound: bound(x), graph=graph) for graph in (True, False)]
+        x = inputs(spec, *shape, grad=True, **widths)
+        step = both(bound, x, torch.randn_like(x.v))
+        steps = [bench(step, graph=graph) for graph in (True, False)]
+        print(
+            f"{name:15s} fwd graph {forward[0]:.3f} eager {forward[1]:.3f}; both graph {steps[0]:.3f} eager "
+            f"{steps[1]:.3f}; peak {peak(step):.0f} MiB  [{time.time() - began:.0f} s]",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

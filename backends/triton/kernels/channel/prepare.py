@@ -59,7 +59,7 @@ def channel_prepare_kernel(
         in_time = i < length - t0
         row = start + t0
         chunk = tl.cast(slot, tl.int64) * HV + hv
-        tile_size = (T if PACKED else tl.cast(N, tl.int64) * T) * HV * K
+        tile_size = (tl.cast(T, tl.int64) if PACKED else tl.cast(N, tl.int64) * T) * HV * K
         gate_row = gates + chunk * (K + C)
         if WRITE and REPARAM == "none":
             tl.store(gate_row + K + i, tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32))

@@ -45,6 +45,7 @@ class StepTraits(NamedTuple):
     BETA: bool  # beta is an operand; else 1
     BETA_MAX: float
     DECAY: bool
+    DECAY_CHANNELS: bool  # a decay per key channel: decay [B, HV K], dt_bias [HV K]
     DECAY_BOUND: float | None  # log decay = DECAY_BOUND sigmoid(exp(A_log) (decay + dt_bias)) instead
     SCALE_V_BY_DT: bool
     DELTA: bool
@@ -183,9 +184,9 @@ def fused_step_kernel(
 
     Grid: row, value head. Each program processes BV columns of its state at a time and prefetches the next BV.
 
-    Reads x [B, C], beta [B, STEPS HV], decay [B, HV], gate [B, HV V], each with its row stride; weight [C, W];
-    bias [C]; A_log, dt_bias, skip [HV]; feedback, correction [H]; norm_weight, norm_bias [V] or [HV V];
-    slots [B] int64, the pool row of each row.
+    Reads x [B, C], beta [B, STEPS HV], decay [B, HV] or [B, HV K], gate [B, HV V], each with its row stride;
+    weight [C, W]; bias [C]; A_log, skip [HV]; dt_bias [HV] or [HV K]; feedback, correction [H]; norm_weight,
+    norm_bias [V] or [HV V]; slots [B] int64, the pool row of each row.
     Updates states [pool_rows, HV, K, V] and history [pool_rows, W - 1, C] in place; with shared key heads (H < HV) not
     the history of q and k, which push_kernel updates. Writes o [B, HV, V].
 
@@ -244,10 +245,17 @@ def fused_step_kernel(
         q -= tl.load(correction + h).to(tl.float32) * keys[STEPS - 1]
     decay_factor = 1.0
     if traits.DECAY:
-        raw = tl.load(decay + row * traits.DECAY_STRIDE + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
+        decay += row * traits.DECAY_STRIDE
+        if traits.DECAY_CHANNELS:
+            raw = tl.load(decay + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
+            raw += tl.load(dt_bias + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
+        else:
+            raw = tl.load(decay + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
         rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
         dt = softplus(raw)
         decay_factor = tl.exp(-rate * dt if traits.DECAY_BOUND is None else traits.DECAY_BOUND * tl.sigmoid(rate * raw))
+        if traits.DECAY_CHANNELS:
+            decay_factor = decay_factor[:, None]
 
     gates = ()
     if GATE != "":
@@ -270,7 +278,7 @@ def fused_step_kernel(
             u = v * writes[m]
             if traits.SCALE_V_BY_DT:
                 u *= dt
-            S = micro_step(
+            S, _ = micro_step(
                 S, keys[m], erases[m], u, decay_factor, traits.DECAY and m == 0, traits.DELTA, traits.ERASE_EARLY
             )
         tl.store(at + vs[None, :], S, mask=in_k[:, None] & in_v[None, :])

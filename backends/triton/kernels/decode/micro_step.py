@@ -1,4 +1,4 @@
-"""One micro-step of the state, shared by the decode kernel and the fused decode kernel."""
+"""One micro-step of the state, shared by the decode kernels and the fused decode kernel."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 def micro_step(
     S, k, e, u, decay, DECAYS: tl.constexpr, DELTA: tl.constexpr, ERASE_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Return decay S + k (u - R^T e)^T in float32, where R is decay S, or S with ERASE_EARLY.
+    """Return decay S + k x^T in float32 and the written value x = u - R^T e, where R is decay S, or S with ERASE_EARLY.
 
     S [K, V]; k [K]; e [K], the erase key times the erase strength; u [V], the value times the write strength.
     """
@@ -18,4 +18,4 @@ def micro_step(
         S *= decay
     if DELTA and not ERASE_EARLY:
         u -= tl.sum(S * e[:, None], 0)
-    return S + k[:, None] * u[None, :]
+    return S + k[:, None] * u[None, :], u

@@ -12,6 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import barrier as barrier  # exported to the kernels
+
 # accumulators of one warp group, [64, 64] and [64, 16]; the A operand in registers; the row and column vectors of ACC
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 ACC_N16 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 16, 16]))
@@ -42,9 +45,6 @@ STORE_128_COLUMNS = gl.constexpr(  # the same for [64, 128], of which each of tw
     )
 )  # fmt: skip
 WARP_GROUP_THREADS = gl.constexpr(128)
-
-# bar.sync over the warps of the current partition; Triton before 3.7 calls it thread_barrier
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -112,13 +112,13 @@ def copy_tile_async(tile, at, OFFSET: gl.constexpr, rows, columns, MASK_ROWS: gl
     in_rows = r * ROWS_PER_PASS + t < rows
     in_columns = j < columns
     if MASK_ROWS and MASK_COLUMNS:
-        async_copy.async_copy_global_to_shared(tile, at, mask=in_rows & in_columns)
+        async_load(tile, at, mask=in_rows & in_columns)
     elif MASK_ROWS:
-        async_copy.async_copy_global_to_shared(tile, at, mask=in_rows)
+        async_load(tile, at, mask=in_rows)
     elif MASK_COLUMNS:
-        async_copy.async_copy_global_to_shared(tile, at, mask=in_columns)
+        async_load(tile, at, mask=in_columns)
     else:
-        async_copy.async_copy_global_to_shared(tile, at)
+        async_load(tile, at)
 
 
 @gluon.jit
@@ -185,7 +185,9 @@ def copy_wy_tile_async(tile, base, IS_T: gl.constexpr, zero=0):
         belongs = block <= 0
     else:
         belongs = block >= 0
-    async_copy.async_copy_global_to_shared(tile.reshape([4, 16, 64]), at, mask=belongs)
+    # blocks of 8 columns, 16 bytes, are contiguous and masked as one; Triton 3.8 does not see it through the select
+    at = gl.multiple_of(gl.max_contiguous(at, [1, 1, 8]), [1, 1, 16])
+    async_load(tile.reshape([4, 16, 64]), at, mask=belongs)
 
 
 @gluon.jit
@@ -194,14 +196,14 @@ def copy_gates_async(
 ):
     """Issue the cp.async of a chunk's gates [3, 64]: G, with EARLY also G before each token, c and w."""
     if DECAY != "none":
-        async_copy.async_copy_global_to_shared(smem.G.index(stage), gates + gl.arange(0, 64, FOUR_PER_THREAD))
+        async_load(smem.G.index(stage), gates + gl.arange(0, 64, FOUR_PER_THREAD))
         if EARLY:
             i = gl.arange(0, 64, ONE_PER_THREAD)
-            async_copy.async_copy_global_to_shared(smem.G_prev.index(stage), gates - 1 + i, mask=i > 0)
+            async_load(smem.G_prev.index(stage), gates - 1 + i, mask=i > 0)
     if DELTA:
-        async_copy.async_copy_global_to_shared(smem.c.index(stage), gates + 64 + gl.arange(0, 64, FOUR_PER_THREAD))
+        async_load(smem.c.index(stage), gates + 64 + gl.arange(0, 64, FOUR_PER_THREAD))
     if WRITE:
-        async_copy.async_copy_global_to_shared(smem.w.index(stage), gates + 128 + gl.arange(0, 64, FOUR_PER_THREAD))
+        async_load(smem.w.index(stage), gates + 128 + gl.arange(0, 64, FOUR_PER_THREAD))
 
 
 @gluon.jit
@@ -214,8 +216,17 @@ def allocate_tile_rings(dtype: gl.constexpr, COUNT: gl.constexpr, NUM_STAGES: gl
 
 
 @gluon.jit
-def allocate_vector_ring(NUM_STAGES: gl.constexpr):
-    return gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 64], SMEM_VECTOR)
+def copy_channel_gates_async(gates, smem, stage, K: gl.constexpr, NK: gl.constexpr, WRITE: gl.constexpr):
+    """Issue the cp.async of a chunk's gates for a decay per channel [K + 64]: 2^Gend, and with WRITE w."""
+    k = gl.arange(0, 64 * NK, FOUR_PER_THREAD)
+    async_load(smem.G.index(stage), gates + k, mask=k < K)
+    if WRITE:
+        async_load(smem.w.index(stage), gates + K + gl.arange(0, 64, FOUR_PER_THREAD))
+
+
+@gluon.jit
+def allocate_vector_ring(NUM_STAGES: gl.constexpr, SIZE: gl.constexpr = 64):
+    return gl.allocate_shared_memory(gl.float32, [NUM_STAGES, SIZE], SMEM_VECTOR)
 
 
 @gluon.jit

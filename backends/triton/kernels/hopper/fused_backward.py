@@ -49,6 +49,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import reinterpret
 from deltazoo.backends.triton.kernels.hopper.interval_states import (
     FIRST_ROWS_OFFSET,
     LAST_ROWS_OFFSET,
@@ -131,7 +132,7 @@ def producer(
                 wy_tile = wy_tiles + gate_row * (traits.TERMS * 64 * 72)
                 copy_wy_tile_async(smem.T.index(stage), wy_tile, True, zero)
                 if traits.TERMS == 2:
-                    T_low = smem.P.index(stage)._reinterpret(smem.T.dtype, [64, 64], SMEM_TILE)
+                    T_low = reinterpret(smem.P.index(stage), smem.T.dtype, [64, 64], SMEM_TILE)
                     copy_wy_tile_async(T_low, wy_tile + 64 * 72, True, zero)
             async_copy.commit_group()
             producer_arrive(smem.k_full.index(stage), 1, True)
@@ -215,7 +216,7 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
         y, _ = warpgroup_mma_wait(0, deps=[y, S_16])
         x -= y * erase[None, :]
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
-        T_low = smem.P.index(stage)._reinterpret(smem.T.dtype, [64, 64], SMEM_TILE)
+        T_low = reinterpret(smem.P.index(stage), smem.T.dtype, [64, 64], SMEM_TILE)
         x, a_u, scales = matmul_inverse_async(
             x, smem.T.index(stage).permute((1, 0)), T_low.permute((1, 0)), A_VT, SCALED, traits.TERMS
         )

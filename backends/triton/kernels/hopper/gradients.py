@@ -44,33 +44,14 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load
+from deltazoo.backends.triton.kernels.hopper.value_tiles import copy_value_tile, store_write_sums
 from deltazoo.backends.triton.kernels.layout import (
     clamp_away_from_zero,
     locate_scratch_chunk_in_sequence,
     opaque_zero,
     scratch_slots_per_sequence,
 )
-
-LOAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
-
-@gluon.jit
-def copy_value_tile(
-    buffers, pointers, tv: gl.constexpr, tokens_left, column, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr
-):  # fmt: skip
-    """Issue the copies of value tile tv of do, du and x [64, 64], and of S^T and dS'^T for 64 keys from `column` on."""
-    do_s, du_s, x_s, S_s, dS_s = buffers
-    do_at, du_at, x_at, S_at, dS_at = pointers
-    MASK_V: gl.constexpr = V % 64 != 0
-    MASK_K: gl.constexpr = K % 64 != 0
-    stage: gl.constexpr = tv % len(do_s)
-    copy_tile_async(do_s[stage], do_at, tv * 64, tokens_left, V - tv * 64, True, MASK_V)
-    if DELTA:
-        copy_tile_async(du_s[stage], du_at, tv * 64, tokens_left, V - tv * 64, True, MASK_V)
-    copy_tile_async(x_s[stage], x_at, tv * 64, tokens_left, V - tv * 64, not DELTA, MASK_V)
-    copy_tile_async(S_s[stage], S_at, tv * 64 * K, V - tv * 64, K - column, MASK_V, MASK_K)
-    copy_tile_async(dS_s[stage], dS_at, tv * 64 * K, V - tv * 64, K - column, MASK_V, MASK_K)
-    async_copy.commit_group()
 
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
@@ -127,14 +108,14 @@ def hopper_gradients_kernel(
 
         gates_at = gates + gate_row * 3 * C
         if DECAY != "none":
-            async_copy.async_copy_global_to_shared(G_s, gates_at + gl.arange(0, C, FOUR_PER_THREAD))
+            async_load(G_s, gates_at + gl.arange(0, C, FOUR_PER_THREAD))
             G_end = gl.load(gates_at + C - 1)
             if EARLY:
                 i = gl.arange(0, C, ACC_ROWS)
                 G_prev = gl.load(gates_at + i - 1, mask=i > 0, other=0.0)
         if WRITE and not DELTA:
             w_s = gl.allocate_shared_memory(gl.float32, [C], SMEM_VECTOR)
-            async_copy.async_copy_global_to_shared(w_s, gates_at + 2 * C + gl.arange(0, C, FOUR_PER_THREAD))
+            async_load(w_s, gates_at + 2 * C + gl.arange(0, C, FOUR_PER_THREAD))
         MASK_K: gl.constexpr = K % 64 != 0
         do_at = copy_pointers(do + value, HV * V)
         if DELTA:
@@ -321,14 +302,4 @@ def hopper_gradients_kernel(
             dk_tile += to_float32(k_s.load(ACC)) * step_gradient[:, None]
         store_accumulator(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
         if WRITE and not DU_IS_DV:
-            # v . du of each token: each tile of keys sums a share of the tiles of values
-            i = gl.arange(0, C, gl.SliceLayout(1, LOAD_LAYOUT))
-            vs = gl.arange(0, 64, gl.SliceLayout(0, LOAD_LAYOUT))
-            dwrite = gl.zeros([C], gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
-            for tw in range(tile, NV, NK):
-                at_v = i[:, None] * (HV * V) + (tw * 64 + vs)[None, :]
-                inside = (tw * 64 + vs < V)[None, :]
-                v_tile = gl.load(v + value + at_v, mask=(i < tokens_left)[:, None] & inside, other=0.0)
-                du_tile = gl.load(du + local_value + at_v, mask=(i < C)[:, None] & inside, other=0.0)
-                dwrite += gl.sum(v_tile.to(gl.float32) * du_tile.to(gl.float32), 1)
-            gl.store(dgates_at + 2 * C + i, dwrite)
+            store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from deltazoo.backends.triton.kernels.hopper.common import barrier
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import reinterpret
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import ACC_VK, ACC_VT
 from deltazoo.backends.triton.kernels.layout import opaque_zero
 
@@ -89,15 +90,15 @@ def spill_dstate(dS, first_columns, last_columns):
     """Move the accumulators of dS^T to two idle buffers, to free their registers while states are recomputed."""
     barrier()  # all warps have finished reading the buffers
     halves = gl.split(gl.permute(gl.reshape(dS, [128, 2, 64]), (0, 2, 1)))
-    first_columns._reinterpret(gl.float32, [128, 64], SMEM_SPILLED).store(gl.convert_layout(halves[0], ACC_VT))
-    last_columns._reinterpret(gl.float32, [128, 64], SMEM_SPILLED).store(gl.convert_layout(halves[1], ACC_VT))
+    reinterpret(first_columns, gl.float32, [128, 64], SMEM_SPILLED).store(gl.convert_layout(halves[0], ACC_VT))
+    reinterpret(last_columns, gl.float32, [128, 64], SMEM_SPILLED).store(gl.convert_layout(halves[1], ACC_VT))
 
 
 @gluon.jit
 def reload_dstate(first_columns, last_columns):
     """Load the accumulators of dS^T that `spill_dstate` stored."""
-    first = first_columns._reinterpret(gl.float32, [128, 64], SMEM_SPILLED).load(ACC_VT)
-    last = last_columns._reinterpret(gl.float32, [128, 64], SMEM_SPILLED).load(ACC_VT)
+    first = reinterpret(first_columns, gl.float32, [128, 64], SMEM_SPILLED).load(ACC_VT)
+    last = reinterpret(last_columns, gl.float32, [128, 64], SMEM_SPILLED).load(ACC_VT)
     return gl.convert_layout(gl.reshape(gl.permute(gl.join(first, last), (0, 2, 1)), [128, 128]), ACC_VK)
 
 

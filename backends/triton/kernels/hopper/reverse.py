@@ -8,13 +8,20 @@ head:
     dv = w du
     dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du
 
+With a decay per channel the scaled operands Q, W and E of ../channel/prepare.py replace q, k and e:
+
+    dx = P^T do + W dS',    dS = diag(2^Gend) dS' + Q^T do - E^T du
+
 dS' and du of every chunk go to scratch memory for gradients.py.
 
 Grid, warp groups, ring buffer and barrier protocol are those of scan.py, with the chunks in reverse order and do in the
-buffers of v. Each consumer keeps the float32 accumulators of dS^T [64 values, K].
+buffers of v. With a decay per channel k_full and k_empty protect W, do and P, which the consumers release when dx is
+complete, and v_full and empty T, Q, E, 2^Gend and w. Each consumer keeps the float32 accumulators of dS^T [64 values,
+K].
 
-Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256, K and V multiples of 8, erase keys equal to
-k. Shapes that sweep.py takes (64 < K <= 128, V <= 128 or a multiple of 128) run sweep.py instead.
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (128 with a decay per channel), K and V
+multiples of 8, erase keys equal to k unless the decay is per channel. Without a decay per channel, shapes that sweep.py
+takes (64 < K <= 128, V <= 128 or a multiple of 128) run sweep.py instead.
 """
 
 from typing import Any, NamedTuple
@@ -34,9 +41,9 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.scan import issue_kq, store_p_tile
+from deltazoo.backends.triton.kernels.hopper.scan import issue_kq, scale_channels, store_p_tile
 from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer
-from deltazoo.backends.triton.kernels.hopper.scan_traits import WorkTile, allocate_smem, make_traits
+from deltazoo.backends.triton.kernels.hopper.scan_traits import WorkTile, allocate_smem, make_traits, num_stages
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from_zero, sequence_and_segment
 
@@ -93,41 +100,51 @@ def reverse_chunk(
     DECAY: gl.constexpr = traits.DECAY
     DELTA: gl.constexpr = traits.DELTA
     WRITE: gl.constexpr = traits.WRITE
+    BY_CHANNEL: gl.constexpr = DECAY == "channel"
+    BY_TOKEN: gl.constexpr = DECAY != "none" and not BY_CHANNEL
+    P_IS_LOADED: gl.constexpr = DELTA or BY_CHANNEL
     dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
     columns = V - column
     scratch_slot = (work.first_scratch_slot + c - work.window_first).to(gl.int64)
 
     mbarrier.wait(smem.k_full.index(stage), phase)
-    if not DELTA:
+    if not P_IS_LOADED:
         store_p_tile(issue_kq(smem, stage, traits), 0, P_s, smem, stage, scale, traits)
     # dx = P^T do + 2^(Gend - G) k dS', transposed
     dx = multiply_keys(
         dS, gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K, smem, stage, columns, traits
     )
-    mbarrier.wait(smem.v_full.index(stage), phase)
+    if not BY_CHANNEL:
+        mbarrier.wait(smem.v_full.index(stage), phase)
     do_T = smem.v[HALF].index(stage).permute((1, 0)).load(ACC)
-    doq = to_float32(do_T) * scale
-    if DECAY != "none":
+    if not BY_CHANNEL:
+        doq = to_float32(do_T) * scale
+    if BY_TOKEN:
         G = smem.G.index(stage).load(ACC_COLUMNS)
         G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if traits.EARLY else G
         G_end = smem.G.index(stage).slice(63, 1).load(ACC_COLUMNS)
         dx *= gl.exp2(G_end - G)[None, :]
         doq *= gl.exp2(G_read)[None, :]
     a_do = gl.convert_layout(do_T, A_OPERAND, assert_trivial=True)
-    P = P_s.index(stage if DELTA else 0).permute((1, 0))
+    P = P_s.index(stage if P_IS_LOADED else 0).permute((1, 0))
     dx = warpgroup_mma(a_do, P, dx, is_async=True)
     # dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du, transposed
-    if DECAY != "none":
+    if BY_CHANNEL:
+        mbarrier.wait(smem.v_full.index(stage), phase)
+        dS0 = scale_channels(dS, smem.G, stage, NK)
+    elif BY_TOKEN:
         chunk_decay = gl.exp2(G_end)[None, :]
         dS0 = (dS[0] * chunk_decay,)
         for tk in gl.static_range(NK - 1):
             dS0 = dS0 + (dS[tk + 1] * chunk_decay,)
     else:
         dS0 = dS
-    a_doq = gl.convert_layout(to_16_bits(doq, dtype), A_OPERAND, assert_trivial=True)
+    a_doq = a_do if BY_CHANNEL else gl.convert_layout(to_16_bits(doq, dtype), A_OPERAND, assert_trivial=True)
     dS1 = issue_outer_products(a_doq, smem.q, stage, dS0, traits)
     dx, a_do = warpgroup_mma_wait(NK, deps=[dx, a_do])
+    if BY_CHANNEL:
+        consumer_release(smem.k_empty.index(stage))
     # du = T^T dx
     if DELTA:
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
@@ -135,9 +152,13 @@ def reverse_chunk(
         dx, a_dx = warpgroup_mma_wait(0, deps=[dx, a_dx])
         if SCALED:
             dx *= scales[:, None]
-        erase = smem.c.index(stage).load(ACC_COLUMNS)
-        a_du = gl.convert_layout(to_16_bits(dx * -erase[None, :], dtype), A_OPERAND, assert_trivial=True)
-        dS1 = issue_outer_products(a_du, smem.k, stage, dS1, traits)
+        if BY_CHANNEL:
+            minus_du = -dx
+        else:
+            erase = smem.c.index(stage).load(ACC_COLUMNS)
+            minus_du = dx * -erase[None, :]
+        a_du = gl.convert_layout(to_16_bits(minus_du, dtype), A_OPERAND, assert_trivial=True)
+        dS1 = issue_outer_products(a_du, smem.e, stage, dS1, traits)
     else:
         a_du = a_doq
     if (DELTA or WRITE) and not DU_IS_DV:
@@ -192,24 +213,25 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def hopper_reverse_kernel(
-    q, k, do, gates, wy_tiles, dstate, dstates, du, dv, starts, cu, scale, T,
+    q, k, e, do, gates, wy_tiles, dstate, dstates, du, dv, starts, cu, scale, T,
     window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
     PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../reverse.py.
+    """Parameters and results as in ../reverse.py. e is read if the decay is per channel.
 
-    Launch with 4 warps and 168 registers per thread, reallocated as in scan.py.
+    Launch with 4 warps and 168 registers per thread, reallocated as in scan.py; with a decay per channel 216 per thread
+    in a consumer and 72 in the producer.
     """
     gl.static_assert(C == 64 and K <= K0 + K1)
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
     gl.static_assert(dstates.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K0 + K1) // 64
-    NUM_STAGES: gl.constexpr = 3 if NK <= 2 else 2
+    NUM_STAGES: gl.constexpr = num_stages(NK, DECAY, DELTA, True)
     V_TILES: gl.constexpr = (V + 127) // 128
-    EARLY: gl.constexpr = READ_EARLY and DECAY != "none"
+    EARLY: gl.constexpr = READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)
     value_tile = pid % V_TILES
@@ -233,8 +255,8 @@ def hopper_reverse_kernel(
             [
                 (consumer, (gmem, scale, smem, P_s[0], staging[0], work, MIN_BETA, DU_IS_DV, 0, traits)),
                 (consumer, (gmem, scale, smem, P_s[1], staging[1], work, MIN_BETA, DU_IS_DV, 1, traits)),
-                (producer, (q, k, do, gates, wy_tiles, smem, slot, work, traits, True)),
+                (producer, (q, k, e, do, gates, wy_tiles, smem, slot, work, traits, True)),
             ],
             [4, 4],
-            [240, 24] if NK > 3 else [232, 40],
+            [240, 24] if NK > 3 else [216, 72] if DECAY == "channel" else [232, 40],
         )

@@ -6,6 +6,11 @@ For a chunk with initial state S [K, V], WY tiles T and P and gates G, G'', c an
     o  = scale 2^G'' (S^T q) + P x            OUTPUT
     S' = 2^Gend S + (2^(Gend - G) k)^T x
 
+With a decay per channel the scaled operands Q, W and E of ../channel/prepare.py replace q, k and e, and 2^Gend is a
+vector [K]; P is always a tile:
+
+    x = T (w v - E S),    o = Q S + P x,    S' = diag(2^Gend) S + W^T x
+
 Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. One
 CTA occupies an SM. A segment is SPLIT consecutive chunks of a sequence; segments are computed in parallel. A window
 is the chunks of each sequence whose states scratch memory holds at a time (../layout.py).
@@ -14,13 +19,22 @@ Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 
 float32 accumulators. All of its matrices are transposed, so that S^T and x^T are A operands in registers and the tiles
 of the chunk are B operands in shared memory. The producer copies the tiles of one chunk after the other with cp.async.
 
-Barriers (scan_traits.SharedStorage), each an array over the stages of the ring buffer, NUM_STAGES = 3 (2 for K > 128,
-or with two terms and outputs):
+Barriers (scan_traits.SharedStorage), each an array over the stages of the ring buffer, 2 or 3 (scan_traits.num_stages):
 
     barrier  arrivals             arrives              waits      protects
     k_full   1                    producer             consumers  k, q, G, G_prev, c, w
     v_full   1                    producer             consumers  v, T, P
     empty    2 x 128 (threads)    consumers, at the    producer   all buffers of the stage
+                                  end of the chunk
+
+With a decay per channel and an erase term only two stages fit. The consumers therefore release E and Q as soon as E S
+and Q S are complete (k_empty), and the producer replaces them while the consumers compute the rest of the chunk:
+
+    k_full   1                    producer             consumers  E, Q
+    v_full   1                    producer             consumers  W, v, T, P, 2^Gend, w
+    k_empty  2 x 128 (threads)    consumers, after     producer   E, Q
+                                  Q S and E S
+    empty    2 x 128 (threads)    consumers, at the    producer   the other buffers of the stage
                                   end of the chunk
 
 The consumers start with phase 0 and the producer with phase 1, so its first wait on each empty barrier returns at once;
@@ -31,8 +45,9 @@ of the warp group.
 
 TERMS = 2 splits S in S^T k, and x in P x and in S', into two 16-bit terms (hi + lo), and T has two; docs/kernels.md.
 
-Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (TERMS = 2: K <= 128), K and V multiples of
-8, erase keys equal to k, modes "output" and "recompute" (recompute states).
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (128 with a decay per channel or TERMS = 2,
+which exclude each other), K and V multiples of 8, erase keys equal to k unless the decay is per channel, modes "output"
+and "recompute" (of states).
 """
 
 from triton.experimental import gluon
@@ -57,7 +72,13 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer
-from deltazoo.backends.triton.kernels.hopper.scan_traits import GlobalPointers, WorkTile, allocate_smem, make_traits
+from deltazoo.backends.triton.kernels.hopper.scan_traits import (
+    GlobalPointers,
+    WorkTile,
+    allocate_smem,
+    make_traits,
+    num_stages,
+)
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, sequence_and_segment
 
@@ -77,7 +98,7 @@ def read_state_by_key_tiles(S, smem, state_s, stage, traits: gl.constexpr):
         S_low = to_16_bits(S[tk], traits.dtype)
         a_S = gl.convert_layout(S_low, A_OPERAND, assert_trivial=True)
         if traits.DELTA:
-            k_T = smem.k[tk].index(stage).permute((1, 0))
+            k_T = smem.e[tk].index(stage).permute((1, 0))
             y = warpgroup_mma(a_S, k_T, y, use_acc=tk > 0, is_async=True)
         if OUTPUT:
             q_T = smem.q[tk].index(stage).permute((1, 0))
@@ -123,6 +144,16 @@ def store_p_tile(P, PENDING: gl.constexpr, P_s, smem, stage, scale, traits: gl.c
 
 
 @gluon.jit
+def scale_channels(S, decays, stage, NK: gl.constexpr):
+    """Multiply the columns of S^T, the keys, by 2^Gend of each."""
+    scaled = (S[0] * decays.index(stage).slice(0, 64).load(ACC_COLUMNS)[None, :],)
+    for tk in gl.static_range(NK - 1):
+        factors = decays.index(stage).slice(tk * 64 + 64, 64).load(ACC_COLUMNS)
+        scaled = scaled + (S[tk + 1] * factors[None, :],)
+    return scaled
+
+
+@gluon.jit
 def scan_chunk(
     S, gmem, scale, smem, P_s, staging, state_s, stage, phase, c, column, work,
     HALF: gl.constexpr, traits: gl.constexpr,
@@ -137,6 +168,9 @@ def scan_chunk(
     EARLY: gl.constexpr = traits.EARLY
     OUTPUT: gl.constexpr = traits.OUTPUT
     CHECKPOINT_EVERY: gl.constexpr = traits.CHECKPOINT_EVERY
+    BY_CHANNEL: gl.constexpr = DECAY == "channel"
+    BY_TOKEN: gl.constexpr = DECAY != "none" and not BY_CHANNEL
+    P_IS_LOADED: gl.constexpr = DELTA or BY_CHANNEL
     dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
     columns = V - column
@@ -162,24 +196,23 @@ def scan_chunk(
     mbarrier.wait(smem.k_full.index(stage), phase)
     y = gl.zeros([64, 64], gl.float32, ACC)
     out = gl.zeros([64, 64], gl.float32, ACC)
-    if OUTPUT and not DELTA:
+    if OUTPUT and not P_IS_LOADED:
         P = issue_kq(smem, stage, traits)
     if TERMS == 2:
         # complete before the other products are issued, which then do not share the registers with the low terms
         for tk in gl.static_range(NK):
             a_S_low = gl.convert_layout(low_term(S[tk], S_low[tk]), A_OPERAND, assert_trivial=True)
-            y = warpgroup_mma(a_S_low, smem.k[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
+            y = warpgroup_mma(a_S_low, smem.e[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0, is_async=True)
             y, a_S_low = warpgroup_mma_wait(0, deps=[y, a_S_low])
     if DELTA and not BY_KEY_TILES:
         for tk in gl.static_range(NK):
-            y = warpgroup_mma(
-                a_S[tk], smem.k[tk].index(stage).permute((1, 0)), y, use_acc=tk > 0 or TERMS == 2, is_async=True
-            )
+            e_T = smem.e[tk].index(stage).permute((1, 0))
+            y = warpgroup_mma(a_S[tk], e_T, y, use_acc=tk > 0 or TERMS == 2, is_async=True)
     if OUTPUT and not BY_KEY_TILES:
         for tk in gl.static_range(NK):
             out = warpgroup_mma(a_S[tk], smem.q[tk].index(stage).permute((1, 0)), out, use_acc=tk > 0, is_async=True)
 
-    if OUTPUT and not DELTA:
+    if OUTPUT and not P_IS_LOADED:
         store_p_tile(P, 0 if BY_KEY_TILES else NK, P_s, smem, stage, scale, traits)
     if BY_KEY_TILES:
         y, out = read_state_by_key_tiles(S, smem, state_s, stage, traits)
@@ -197,15 +230,18 @@ def scan_chunk(
     if traits.WRITE:
         x *= smem.w.index(stage).load(ACC_COLUMNS)[None, :]
     if DELTA:
-        erase = smem.c.index(stage).load(ACC_COLUMNS)
+        if not BY_CHANNEL:
+            erase = smem.c.index(stage).load(ACC_COLUMNS)
         if not BY_KEY_TILES:
             y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, a_S[0], a_S[NK - 1]])
-        x -= y * erase[None, :]
+        x -= y if BY_CHANNEL else y * erase[None, :]
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
         x, a_u, scales = matmul_inverse_async(
             x, smem.T.index(stage).permute((1, 0)), smem.T_low.index(stage).permute((1, 0)), A_OPERAND, SCALED, TERMS
         )
-    if DECAY != "none":
+    if BY_CHANNEL:
+        S0 = scale_channels(S, smem.G, stage, NK)
+    elif BY_TOKEN:
         G = smem.G.index(stage).load(ACC_COLUMNS)
         G_end = smem.G.index(stage).slice(63, 1).load(ACC_COLUMNS)
         chunk_decay = gl.exp2(G_end)[None, :]
@@ -219,18 +255,20 @@ def scan_chunk(
     if OUTPUT:
         if not BY_KEY_TILES:
             out, _, _ = warpgroup_mma_wait(TERMS if DELTA else 0, deps=[out, a_S[0], a_S[NK - 1]])
-        if DECAY != "none":
+        if BY_TOKEN:
             G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if EARLY else G
             out *= (gl.exp2(G_read) * scale)[None, :]
-        else:
+        elif not BY_CHANNEL:
             out *= scale
+    if BY_CHANNEL:
+        consumer_release(smem.k_empty.index(stage))
     if DELTA:
         x, a_u = warpgroup_mma_wait(0, deps=[x, a_u])
         if SCALED:
             x *= scales[:, None]
     x_low = to_16_bits(x, dtype)
     a_x = gl.convert_layout(x_low, A_OPERAND, assert_trivial=True)
-    if DECAY != "none":
+    if BY_TOKEN:
         x_decayed = to_16_bits(x * decay_to_end[None, :], dtype)
         a_x_decayed = gl.convert_layout(x_decayed, A_OPERAND, assert_trivial=True)
     else:
@@ -239,11 +277,11 @@ def scan_chunk(
     if TERMS == 2:
         x_rest = low_term(x, x_low)
         a_x_rest = gl.convert_layout(x_rest, A_OPERAND, assert_trivial=True)
-        if DECAY != "none":
+        if BY_TOKEN:
             x_rest = low_term(x * decay_to_end[None, :], x_decayed)
         a_x_decayed_rest = gl.convert_layout(x_rest, A_OPERAND, assert_trivial=True)
     if OUTPUT:
-        out = warpgroup_mma(a_x, P_s.index(stage if DELTA else 0), out, is_async=True)
+        out = warpgroup_mma(a_x, P_s.index(stage if P_IS_LOADED else 0), out, is_async=True)
         if TERMS == 2:
             out = warpgroup_mma(a_x_rest, P_s.index(stage), out, is_async=True)
     # S'^T = 2^Gend S^T + (2^(Gend - G) x)^T k
@@ -325,7 +363,7 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
 
 @gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def hopper_scan_kernel(
-    q, k, v, gates, wy_tiles, state, o, final, checkpoints, states, xs, starts, cu,
+    q, k, e, v, gates, wy_tiles, state, o, final, checkpoints, states, xs, starts, cu,
     scale, T, window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
@@ -333,15 +371,16 @@ def hopper_scan_kernel(
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
     SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../scan.py, modes "output" and "recompute".
+    """Parameters and results as in ../scan.py, modes "output" and "recompute". e is read if the decay is per channel.
 
     Launch with 4 warps and 168 registers per thread. warp_specialize adds two warp groups of 4 warps and reallocates
-    the registers: 232 per thread in a consumer and 40 in the producer, or 240 and 24 with four tiles of keys.
+    the registers: 232 per thread in a consumer and 40 in the producer, 240 and 24 with four tiles of keys, or 224 and
+    56 with a decay per channel.
     """
     OUTPUT: gl.constexpr = MODE == "output"
     gl.static_assert(OUTPUT or (MODE == "recompute" and CHECKPOINT_EVERY > 0))
     gl.static_assert(C == 64 and K <= K0 + K1)
-    gl.static_assert(TERMS == 1 or (DELTA and K0 + K1 <= 128))
+    gl.static_assert(TERMS == 1 or (DELTA and K0 + K1 <= 128 and DECAY != "channel"))
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
     gl.static_assert(CHECKPOINT_EVERY == 0 or checkpoints.dtype == k.dtype)
@@ -349,9 +388,9 @@ def hopper_scan_kernel(
     if HAS_STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
     NK: gl.constexpr = (K0 + K1) // 64
-    NUM_STAGES: gl.constexpr = 2 if NK > 2 or (OUTPUT and TERMS == 2) else 3
+    NUM_STAGES: gl.constexpr = num_stages(NK, DECAY, DELTA, OUTPUT, TERMS)
     V_TILES: gl.constexpr = (V + 127) // 128
-    EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none"
+    EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
     pid = gl.program_id(0)
     value_tile = pid % V_TILES
@@ -389,8 +428,8 @@ def hopper_scan_kernel(
             [
                 (consumer, (gmem, scale, smem, P_s[0], staging[0], states_s[0], work, 0, traits)),
                 (consumer, (gmem, scale, smem, P_s[1], staging[1], states_s[1], work, 1, traits)),
-                (producer, (q, k, v, gates, wy_tiles, smem, slot, work, traits, False)),
+                (producer, (q, k, e, v, gates, wy_tiles, smem, slot, work, traits, False)),
             ],
             [4, 4],
-            [240, 24] if NK > 3 else [232, 40],
+            [240, 24] if NK > 3 else [224, 56] if DECAY == "channel" else [232, 40],
         )

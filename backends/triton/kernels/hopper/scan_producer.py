@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltazoo.backends.triton.kernels.hopper.common import (
+    copy_channel_gates_async,
     copy_gates_async,
     copy_pointers,
     copy_tile_async,
@@ -24,27 +25,62 @@ def advance(stage, phase, traits: gl.constexpr):
 
 
 @gluon.jit
-def producer(q, k, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr, REVERSED: gl.constexpr):
+def copy_keys_async(rings, keys, stage, rows, traits: gl.constexpr):
+    """Issue the cp.async of the NK tiles of a chunk's keys or queries."""
+    K: gl.constexpr = traits.K
+    NK: gl.constexpr = traits.NK
+    at = copy_pointers(keys, traits.H * K)
+    for tk in gl.static_range(NK):
+        copy_tile_async(rings[tk].index(stage), at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
+
+
+@gluon.jit
+def copy_values_async(v, token, smem, stage, rows, work, traits: gl.constexpr):
+    """Issue the cp.async of the two tiles of a chunk's values."""
+    HV: gl.constexpr = traits.HV
+    V: gl.constexpr = traits.V
+    column = work.value_tile * 128
+    at = copy_pointers(v + ((token * HV + work.hv) * V + column), HV * V)
+    for half in gl.static_range(2):
+        copy_tile_async(smem.v[half].index(stage), at, half * 64, rows, V - column - half * 64, True, V % 128 != 0)
+
+
+@gluon.jit
+def copy_wy_tiles_async(
+    wy_tile, smem, stage, COPY_T: gl.constexpr, COPY_P: gl.constexpr, dtype: gl.constexpr, TERMS: gl.constexpr,
+):  # fmt: skip
+    """Issue the cp.async of T, with TERMS = 2 of both of its terms, and of P^T."""
+    if COPY_T:
+        copy_wy_tile_async(smem.T.index(stage), wy_tile, True)
+        if TERMS == 2:
+            copy_wy_tile_async(smem.T_low.index(stage), wy_tile + 64 * 72, True)
+    if COPY_P:
+        copy_wy_tile_async(smem.P.index(stage), wy_tile.to(gl.pointer_type(dtype), bitcast=True), False)
+
+
+@gluon.jit
+def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr, REVERSED: gl.constexpr):
     """Producer warp group: copy the tiles of each chunk, from the first to the last, or the other way if REVERSED.
 
-    Each chunk is two cp.async groups: k, the gates and q, then v, T and P. slot: slot of the sequence's first chunk.
+    Each chunk is two cp.async groups: k, the gates and q, then v, T and P. With a decay per channel the first group is
+    what the consumers release early, e and q, or if REVERSED k, v and P; the second all else. slot: slot of the
+    sequence's first chunk.
     """
     H: gl.constexpr = traits.H
     HV: gl.constexpr = traits.HV
     K: gl.constexpr = traits.K
-    V: gl.constexpr = traits.V
     NK: gl.constexpr = traits.NK
     DECAY: gl.constexpr = traits.DECAY
     DELTA: gl.constexpr = traits.DELTA
     WRITE: gl.constexpr = traits.WRITE
     EARLY: gl.constexpr = traits.EARLY
     OUTPUT: gl.constexpr = traits.OUTPUT
+    BY_CHANNEL: gl.constexpr = DECAY == "channel"
     dtype: gl.constexpr = traits.dtype
-    # with a spare stage, arrive on v_full only after the copies of the next chunk's first group have been issued
-    DEFER_V: gl.constexpr = traits.NUM_STAGES > 2
+    # Arrive on v_full only after the copies of the next chunk's first group have been issued, where these do not wait
+    # for the end of this chunk: with a spare stage, or because their buffers are released early.
+    DEFER_V: gl.constexpr = traits.NUM_STAGES > 2 or BY_CHANNEL
     h = work.hv // (HV // H)
-    column = work.value_tile * 128
-    MASK_V: gl.constexpr = V % 128 != 0
     stage = 0
     phase = 1
     deferred = 0  # the stage whose v_full has not been arrived on
@@ -54,28 +90,44 @@ def producer(q, k, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr, R
         token = work.start + c * 64
         gate_row = (slot + c).to(gl.int64) * HV + work.hv
         key = (token * H + h) * K
-        k_at = copy_pointers(k + key, H * K)
-        mbarrier.wait(smem.empty.index(stage), phase)
-        for tk in gl.static_range(NK):
-            copy_tile_async(smem.k[tk].index(stage), k_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
-        copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
-        if OUTPUT:
-            q_at = copy_pointers(q + key, H * K)
+        wy_tile = wy_tiles + gate_row * (traits.TERMS * 64 * 72) if DELTA or BY_CHANNEL else wy_tiles
+        if BY_CHANNEL:
+            mbarrier.wait(smem.k_empty.index(stage), phase)
+            if REVERSED:
+                copy_keys_async(smem.k, k + key, stage, rows, traits)
+                copy_values_async(v, token, smem, stage, rows, work, traits)
+                copy_wy_tiles_async(wy_tile, smem, stage, False, True, dtype, 1)
+            else:
+                if DELTA:
+                    copy_keys_async(smem.e, e + key, stage, rows, traits)
+                if OUTPUT:
+                    copy_keys_async(smem.q, q + key, stage, rows, traits)
+        else:
+            k_at = copy_pointers(k + key, H * K)
+            mbarrier.wait(smem.empty.index(stage), phase)
             for tk in gl.static_range(NK):
-                copy_tile_async(smem.q[tk].index(stage), q_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
+                copy_tile_async(smem.k[tk].index(stage), k_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
+            copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
+            if OUTPUT:
+                copy_keys_async(smem.q, q + key, stage, rows, traits)
         async_copy.commit_group()
         if DEFER_V:
             producer_arrive(smem.v_full.index(deferred), 1, i > work.first)
-        v_at = copy_pointers(v + ((token * HV + work.hv) * V + column), HV * V)
-        for half in gl.static_range(2):
-            copy_tile_async(smem.v[half].index(stage), v_at, half * 64, rows, V - column - half * 64, True, MASK_V)
-        if DELTA:
-            wy_tile = wy_tiles + gate_row * (traits.TERMS * 64 * 72)
-            copy_wy_tile_async(smem.T.index(stage), wy_tile, True)
-            if traits.TERMS == 2:
-                copy_wy_tile_async(smem.T_low.index(stage), wy_tile + 64 * 72, True)
-            if OUTPUT:
-                copy_wy_tile_async(smem.P.index(stage), wy_tile.to(gl.pointer_type(dtype), bitcast=True), False)
+        if BY_CHANNEL:
+            mbarrier.wait(smem.empty.index(stage), phase)
+            if REVERSED:
+                copy_wy_tiles_async(wy_tile, smem, stage, DELTA, False, dtype, 1)
+                copy_keys_async(smem.q, q + key, stage, rows, traits)
+                if DELTA:
+                    copy_keys_async(smem.e, e + key, stage, rows, traits)
+            else:
+                copy_values_async(v, token, smem, stage, rows, work, traits)
+                copy_wy_tiles_async(wy_tile, smem, stage, DELTA, OUTPUT, dtype, 1)
+                copy_keys_async(smem.k, k + key, stage, rows, traits)
+            copy_channel_gates_async(gates + gate_row * (K + 64), smem, stage, K, NK, WRITE)
+        else:
+            copy_values_async(v, token, smem, stage, rows, work, traits)
+            copy_wy_tiles_async(wy_tile, smem, stage, DELTA, DELTA and OUTPUT, dtype, traits.TERMS)
         async_copy.commit_group()
         producer_arrive(smem.k_full.index(stage), 1, True)
         if not DEFER_V:

@@ -12,15 +12,17 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     allocate_gate_rings,
     allocate_tile_rings,
     allocate_tiles,
+    allocate_vector_ring,
 )
 
 
 class KernelTraits(NamedTuple):
     """Compile-time constants of a kernel: heads, widths and the variant of the update.
 
-    NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", "fixed" per head, or "head": per token
-    and head. DELTA: the update has an erase term. WRITE: there is a w. HAS_STATE: there is an initial state.
-    READ_EARLY: the output is read from the state before the token's update. EARLY: G before each token is needed.
+    NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", "fixed" per head, "head": per token and
+    head, or "channel": also per key. DELTA: the update has an erase term. WRITE: there is a w. HAS_STATE: there is an
+    initial state. READ_EARLY: the output is read from the state before the token's update. EARLY: G before each token
+    is needed.
     CHECKPOINT_EVERY: chunks between checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute
     o and the final state, else recompute the states of chunks. TERMS: 2 if S in S^T k, and x in S', are split into two
     terms (hi + lo); then NK <= 2.
@@ -51,16 +53,28 @@ def make_traits(*fields):
     return KernelTraits(*fields)
 
 
+@gluon.constexpr_function
+def num_stages(NK, DECAY, DELTA, OUTPUT, TERMS=1):
+    """The chunks that fit in the ring buffer.
+
+    With OUTPUT, a stage of two tiles of keys has 80 KiB with a decay per channel and E, and 72 KiB with two terms.
+    """
+    by_channel = DECAY == "channel" and DELTA and OUTPUT
+    return 2 if NK > 2 or (NK == 2 and by_channel) or (OUTPUT and TERMS == 2) else 3
+
+
 class SharedStorage(NamedTuple):
     """Shared memory: ring buffers of NUM_STAGES chunks and their mbarriers.
 
-    k, q, v: NK, NK and 2 tiles of 64 columns; T, P: the WY tiles T and P^T; T_low: second term of T; G, G_prev, c, w:
-    gates [64].
-    k_full: k, q and the gates of a stage are loaded; v_full: v, T and P are; empty: both consumers have released it.
+    k, q, e, v: NK, NK, NK and 2 tiles of 64 columns; T, P: the WY tiles T and P^T; T_low: second term of T; G, G_prev,
+    c, w: gates [64], with a decay per channel G: 2^Gend [64 NK]. k_full, v_full: the first and the second group of the
+    producer's copies to a stage have completed; empty: both consumers have released it. k_empty: with a decay per
+    channel, both consumers have released what the first group holds.
     """
 
     k: Any
     q: Any
+    e: Any
     v: Any
     T: Any
     T_low: Any
@@ -71,6 +85,7 @@ class SharedStorage(NamedTuple):
     w: Any
     k_full: Any
     v_full: Any
+    k_empty: Any
     empty: Any
 
 
@@ -121,20 +136,23 @@ class WorkTile(NamedTuple):
 def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     """Allocate the ring buffers, their mbarriers and the private buffers of the two consumer warp groups.
 
-    Returns: the SharedStorage, and for each consumer a buffer of P^T (private where the update is additive, because
-    each consumer then computes P), a staging tile, and NK staging tiles for a state (the one staging tile with OUTPUT).
+    Returns: the SharedStorage, and for each consumer a buffer of P^T (private where each consumer computes P: an
+    additive update without a decay per channel), a staging tile, and NK staging tiles for a state (the one staging tile
+    with OUTPUT).
     """
     NK: gl.constexpr = traits.NK
     NUM_STAGES: gl.constexpr = traits.NUM_STAGES
     DELTA: gl.constexpr = traits.DELTA
     OUTPUT: gl.constexpr = traits.OUTPUT
+    BY_CHANNEL: gl.constexpr = traits.DECAY == "channel"
     dtype: gl.constexpr = traits.dtype
     k_s = allocate_tile_rings(dtype, NK, NUM_STAGES)
     q_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if OUTPUT else k_s
+    e_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if DELTA and BY_CHANNEL else k_s
     v_s = allocate_tile_rings(dtype, 2, NUM_STAGES)
     T_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if DELTA else k_s[0]
     T_low_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if traits.TERMS == 2 else T_s
-    if OUTPUT and DELTA:
+    if OUTPUT and (DELTA or BY_CHANNEL):
         P_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
         P_a = P_s
         P_b = P_s
@@ -149,9 +167,16 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     staging = allocate_tiles(dtype, 2)
     state_a = staging if OUTPUT else allocate_tiles(dtype, NK)
     state_b = staging if OUTPUT else allocate_tiles(dtype, NK)
-    G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, traits.EARLY, DELTA, traits.WRITE)
+    if BY_CHANNEL:
+        G_s = allocate_vector_ring(NUM_STAGES, 64 * NK)
+        G_prev_s = G_s
+        c_s = G_s
+        w_s = allocate_vector_ring(NUM_STAGES) if traits.WRITE else G_s
+    else:
+        G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, traits.EARLY, DELTA, traits.WRITE)
     k_full = allocate_barriers(NUM_STAGES, 1)
     v_full = allocate_barriers(NUM_STAGES, 1)
     empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS)
-    smem = SharedStorage(k_s, q_s, v_s, T_s, T_low_s, P_s, G_s, G_prev_s, c_s, w_s, k_full, v_full, empty)
+    k_empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS) if BY_CHANNEL else empty
+    smem = SharedStorage(k_s, q_s, e_s, v_s, T_s, T_low_s, P_s, G_s, G_prev_s, c_s, w_s, k_full, v_full, k_empty, empty)
     return smem, (P_a, P_b), staging, (state_a, state_b)

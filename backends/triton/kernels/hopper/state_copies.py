@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from deltazoo.backends.triton.kernels.hopper.common import ACC, barrier, copy_pointers, copy_tile_async, to_float32
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import reinterpret
 
 # global stores of a tile [64, 64] from shared memory: 16 bytes per thread, each warp the 16 rows it has in an
 # accumulator
@@ -56,11 +57,11 @@ def load_half(at, K: gl.constexpr, stride: gl.constexpr, rows, OFFSET: gl.conste
 def half_to_accumulator(half, staging, TRANSPOSED: gl.constexpr):
     """Convert what load_half loaded to half an accumulator tile [64 values, 32 keys], through the tile `staging`."""
     if TRANSPOSED:
-        smem_half = staging._reinterpret(gl.float32, [32, 64], SMEM_HALF)
+        smem_half = reinterpret(staging, gl.float32, [32, 64], SMEM_HALF)
         smem_half.store(half)
         return smem_half.permute((1, 0)).load(ACC_HALF)
     else:
-        smem_half = staging._reinterpret(gl.float32, [64, 32], SMEM_HALF)
+        smem_half = reinterpret(staging, gl.float32, [64, 32], SMEM_HALF)
         smem_half.store(half)
         return smem_half.load(ACC_HALF)
 
@@ -108,7 +109,7 @@ def load_checkpoint(at, staging, K: gl.constexpr, rows, NK: gl.constexpr, MASK_V
 @gluon.jit
 def store_state(at, S, staging, K: gl.constexpr, stride: gl.constexpr, rows, NK: gl.constexpr):
     """Store accumulators of S^T [64 values, keys] as a float32 state [keys, values], up to value `rows`."""
-    smem_half = staging._reinterpret(gl.float32, [32, 64], SMEM_HALF)
+    smem_half = reinterpret(staging, gl.float32, [32, 64], SMEM_HALF)
     i = gl.arange(0, 32, gl.SliceLayout(1, HALF_TRANSPOSED))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, HALF_TRANSPOSED))[None, :]
     for tk in gl.static_range(NK):

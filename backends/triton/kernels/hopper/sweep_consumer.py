@@ -29,6 +29,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import reinterpret
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import (
     ACC_TK,
     ACC_TK_HALVES,
@@ -118,7 +119,7 @@ def chunk_gradients(
             slope = load_slopes(grads.slopes, gate_row)
         erase_rows = gl.convert_layout(erase_scale, ACC_TT_ROWS, assert_trivial=True)[:, None]
         dP_s = smem.P.index(stage)
-        dA_s = smem.T.index(stage)._reinterpret(dtype, [64, 64], SMEM_TILE)
+        dA_s = reinterpret(smem.T.index(stage), dtype, [64, 64], SMEM_TILE)
         if DECAY != "none":
             # may be inf or NaN at non-causal positions, masked below
             G_j = smem.G.index(stage).load(ACC_TT_COLUMNS)
@@ -173,7 +174,7 @@ def chunk_gradients(
         dk_state *= key_scale[:, None]
     if DELTA:
         barrier()
-    low_s = smem.do.index(stage)._reinterpret(dtype, [2, 64, 64], SMEM_TILE)
+    low_s = reinterpret(smem.do.index(stage), dtype, [2, 64, 64], SMEM_TILE)
     if SPLIT_DP:
         # do has been read
         low_s.index(0).store(dP_low)

@@ -14,6 +14,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     copy_wy_tile_async,
     producer_arrive,
 )
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import reinterpret
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import CHUNKS_LEFT, GATE_ROW, TOKENS_LEFT, V_ROW
 from deltazoo.backends.triton.kernels.layout import opaque_zero
 
@@ -67,7 +68,7 @@ def copy_chunk(
 @gluon.jit
 def low_inverse_tile(smem):
     """Return the tile of the second term of T, in the buffer of du, which is unused until du is stored."""
-    return smem.du.index(0)._reinterpret(smem.T.dtype, [2, 64, 64], SMEM_TILE).index(0)
+    return reinterpret(smem.du.index(0), smem.T.dtype, [2, 64, 64], SMEM_TILE).index(0)
 
 
 @gluon.jit

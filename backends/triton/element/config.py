@@ -1,0 +1,157 @@
+"""Launch configs of the elementwise kernels, and the heuristic that chooses one; does not import Triton.
+
+N sequences, T tokens, H key heads, HV value heads (channels), K key width, V value width
+"""
+
+import functools
+from typing import Any, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_LANES = 32
+_MIN_SHARED_GROUP = 16  # channels per key head from which a program has the channels of one key head
+_MIN_SEGMENT = 128  # tokens
+
+
+class ElementLaunch(BaseModel):
+    """How the forward or the backward scan is launched. A thread owns keys x channels x V elements of the state.
+
+    Args:
+        keys: keys per thread, raised where 32 lanes would not have all keys.
+        channels: channels per thread.
+        warps: warps of 32 threads per program, lowered if there are fewer channels.
+        group: tokens whose operands are loaded at once; the backward keeps a state per token in registers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keys: int = Field(ge=1)
+    channels: int = Field(default=1, ge=1)
+    warps: int = Field(default=4, ge=1)
+    group: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _sizes_are_powers_of_two(self) -> Self:
+        for name, number in self:
+            if number & (number - 1):
+                raise ValueError(f"{name} must be a power of two, got {number}")
+        return self
+
+
+class ElementConfig(BaseModel):
+    """How the elementwise kernels of one update are launched.
+
+    Args:
+        every: tokens between two checkpoints of the state.
+        split: tokens per segment, if the segments of a sequence are computed in parallel; 0: no segments.
+            None: chosen by the heuristic.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every: int = Field(ge=1)
+    split: int | None = None
+    forward: ElementLaunch
+    backward: ElementLaunch
+
+    @model_validator(mode="after")
+    def _groups_and_segments_start_at_checkpoints(self) -> Self:
+        if self.every % self.backward.group:
+            raise ValueError(f"every must be a multiple of backward.group = {self.backward.group}, got {self.every}")
+        if self.every % self.forward.group and self.forward.group % self.every:
+            raise ValueError(
+                f"every must be a multiple or a divisor of forward.group = {self.forward.group}, got {self.every}"
+            )
+        if self.split and self.split % max(self.every, self.forward.group):
+            raise ValueError(f"split must be a multiple of every = {self.every} and forward.group, got {self.split}")
+        return self
+
+
+@functools.lru_cache(maxsize=256)
+def parse_element(config: str) -> ElementConfig:
+    """Parse a config given as JSON, once."""
+    return ElementConfig.model_validate_json(config)
+
+
+@functools.lru_cache(maxsize=1024)
+def element_heuristic(K: int, V: int) -> ElementConfig:
+    """Choose a config from the size of a channel's state. The number of segments follows from `segment_length`.
+
+    Small states: bound by memory, so that many tokens are loaded at once. Larger states: bound by arithmetic and
+    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles.
+    """
+    state = power_of_two(K) * power_of_two(V)
+    if state <= 2:
+        return ElementConfig(every=8, forward=ElementLaunch(keys=2, group=16), backward=ElementLaunch(keys=2, group=8))
+    if state <= 4:
+        return ElementConfig(every=32, forward=ElementLaunch(keys=4, group=8), backward=ElementLaunch(keys=4, group=8))
+    return ElementConfig(
+        every=64, forward=ElementLaunch(keys=16), backward=ElementLaunch(keys=4, channels=2 if state <= 64 else 1)
+    )
+
+
+class Tiling(NamedTuple):
+    """The tile of a program: the fields of the same names of `ElementTraits` (kernels/element/tile.py), and so many
+    blocks of channels in total."""
+
+    RN: int
+    TN: int
+    VP: int
+    RC: int
+    TC: int
+    W: int
+    BC: int
+    BLOCKS: int
+    SHARED: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def tiling(launch: ElementLaunch, H: int, HV: int, K: int, V: int) -> Tiling:
+    """Divide the state of a token into tiles."""
+    keys = power_of_two(K)
+    RN = max(min(launch.keys, keys), keys // _LANES)
+    TN = keys // RN
+    TC = _LANES // TN
+    shared = HV // H >= _MIN_SHARED_GROUP
+    channels = HV // H if shared else HV
+    RC = min(launch.channels, power_of_two(cdiv(channels, TC)))
+    W = min(launch.warps, power_of_two(cdiv(channels, RC * TC)))
+    BC = RC * TC * W
+    blocks = H * cdiv(channels, BC) if shared else cdiv(channels, BC)
+    return Tiling(RN, TN, power_of_two(V), RC, TC, W, BC, blocks, shared)
+
+
+def segment_length(config: ElementConfig, tile: Tiling, N: int, T: int, processors: int) -> int:
+    """Tokens per segment, a multiple of `config.every`; 0: no segments, because there are enough programs without.
+
+    Segments cost another pass, so they are used only if fewer than 3 warps per processor would run.
+    """
+    if config.split is not None:
+        return config.split if config.split < T else 0
+    warps = max(1, N * tile.BLOCKS * tile.W)
+    if warps >= 3 * processors:
+        return 0
+    longest = max(1, cdiv(T, cdiv(8 * processors, warps)))
+    # a power of two, so that the kernels, which have it as a constant, are not compiled for every T
+    length = max(_MIN_SEGMENT, 1 << (longest.bit_length() - 1))
+    unit = max(config.every, config.forward.group)
+    length = cdiv(length, unit) * unit
+    return length if length < T else 0
+
+
+def checkpoint_slots(N: Any, T: Any, every: int, packed: bool) -> Any:
+    """Slots for the states before every `every` tokens of each sequence, an upper bound if packed.
+
+    Two more than needed: torch.compile would specialise on a size of 0 or 1.
+    """
+    return (T // every + N if packed else N * ((T + every - 1) // every)) + 2
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two >= n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(n: int, divisor: int) -> int:
+    """Divide and round up."""
+    return -(-n // divisor)

@@ -1,0 +1,282 @@
+"""Operators of the elementwise recurrence: torch.compile, export and CUDA graphs see one node each.
+
+    S_t = d_t * S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t
+
+Triton is imported when a kernel first runs. B batch, T time, N sequences, H key heads, HV value heads (channels), K key
+width, V value width
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.base import UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.lowering import strengths
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, mark_written, operator
+from deltazoo.backends.triton.element.config import checkpoint_slots, element_heuristic, parse_element
+from deltazoo.backends.triton.operands import ready, schema
+from deltazoo.backends.triton.precompile import compiled_ahead
+
+MAX_VALUE_WIDTH = 2
+
+
+class ElementOperands(NamedTuple):
+    """The tensors of an update. None: no such operand.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V].
+        log_decay: [HV], [HV, K], [B, T, HV] or [B, T, HV, K].
+        step, rate: [B, T, HV] and [HV, K]; the log decay is their product.
+        state: [N, HV, K, V].
+        cu_seqlens: [N + 1] int32.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None = None
+    step: Tensor | None = None
+    rate: Tensor | None = None
+    state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def decay(self) -> str:
+        """The kind of decay; the kernels' constant DECAY."""
+        if self.step is not None:
+            return "rate"
+        if self.log_decay is None:
+            return "none"
+        return ("fixed", "fixed_channel", "head", "channel")[self.log_decay.dim() - 1]
+
+
+class ElementKind(NamedTuple):
+    """The traits of an update. config: an ElementConfig as JSON; "": the heuristic's."""
+
+    read_early: bool
+    scale: float
+    config: str = ""
+
+
+class ElementCall(NamedTuple):
+    """The arguments of the forward operator; save: store what the backward needs."""
+
+    x: ElementOperands
+    kind: ElementKind
+    save: bool
+
+
+class ElementBackwardCall(NamedTuple):
+    """The arguments of the backward operator; key_gradients: q or k requires a gradient."""
+
+    x: ElementOperands
+    checkpoints: Tensor
+    d_o: Tensor
+    d_final: Tensor | None
+    kind: ElementKind
+    key_gradients: bool
+
+
+class ElementStepCall(NamedTuple):
+    """The arguments of the decode operator; states [S, HV, K, V] are updated in place, slots [B] int64."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    step: Tensor | None
+    rate: Tensor | None
+    states: Tensor
+    slots: Tensor | None
+    read_early: bool
+    scale: float
+
+
+def is_elementwise(spec: UpdateSpec, V: int) -> bool:
+    """Whether the elementwise kernels compute a spec: additive, one step per token, and narrow values or a rate.
+
+    For values of width 1 or 2 the products of a chunk are more work than the recurrence itself. With a rate, the
+    gradient of the log decay is multiplied by the step, and only these kernels compute it without cancellation.
+    """
+    return spec.transition == "additive" and spec.householders == 1 and (has_narrow_values(V) or spec.decay == "rate")
+
+
+def has_narrow_values(V: int) -> bool:
+    """Whether one launch computes all values."""
+    return V <= MAX_VALUE_WIDTH
+
+
+def element_update(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> UpdateOutput:
+    """Compute an update; differentiable once. Wider values are computed two columns at a time."""
+    x, kind = _lower(spec, inputs), ElementKind(spec.read == "before", spec.scale_of(inputs.q.shape[-1]), config)
+    B, T, HV, V = x.v.shape
+    if not has_narrow_values(V):
+        slices = [slice(i, min(i + MAX_VALUE_WIDTH, V)) for i in range(0, V, MAX_VALUE_WIDTH)]
+        parts = [
+            _run(x._replace(v=x.v[..., part], state=None if x.state is None else x.state[..., part]), kind)
+            for part in slices
+        ]
+        return UpdateOutput(torch.cat([o for o, _ in parts], -1), torch.cat([state for _, state in parts], -1))
+    if T == 1 and x.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
+        shape = (B, HV, x.q.shape[-1], V)
+        state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
+        return UpdateOutput(element_step_(spec, inputs, state, None), state)
+    return UpdateOutput(*_run(x, kind))
+
+
+def _run(x: ElementOperands, kind: ElementKind) -> tuple[Tensor, Tensor]:
+    """Run the scan, differentiably. Returns o and the final state."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
+        out = _ElementScan.apply(*x, *kind)
+    else:
+        out = _scan_op(*x, *kind, False)
+    return out[0], out[1]
+
+
+def element_step_(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
+    """Decode one token per row without gradients, updating the states in place. Returns o [B, 1, HV, V]."""
+    x = _lower(spec, inputs)
+    scale = spec.scale_of(x.q.shape[-1])
+    return _step_op(x.q, x.k, x.v, x.log_decay, x.step, x.rate, states, slots, spec.read == "before", scale)
+
+
+def _lower(spec: UpdateSpec, inputs: UpdateInputs) -> ElementOperands:
+    """The operands of the kernels, with the values multiplied by their write strengths."""
+    _, write = strengths(spec, inputs)
+    v = inputs.v
+    if write is not None:
+        v = (v * (write if write.dim() == v.dim() else write.unsqueeze(-1))).to(v.dtype)
+    return ElementOperands(
+        inputs.q, inputs.k, v, inputs.log_decay, inputs.step, inputs.rate, inputs.state, inputs.cu_seqlens
+    )
+
+
+def _split(arguments: Any) -> tuple[ElementOperands, Any]:
+    n = len(ElementOperands._fields)
+    return ElementOperands(*arguments[:n]), arguments[n:]
+
+
+def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
+    from deltazoo.backends.triton.element.launch import forward
+
+    x, rest = _split(_ready(arguments))
+    with torch.cuda.device_of(x.q):
+        return forward(x, ElementKind(*rest[:-1]), rest[-1])
+
+
+def _backward_impl(*arguments: Any) -> list[Tensor]:
+    from deltazoo.backends.triton.element.launch import backward
+
+    x, (checkpoints, d_o, d_final, *kind, key_gradients) = _split(_ready(arguments))
+    with torch.cuda.device_of(x.q):
+        return backward(x, ElementKind(*kind), checkpoints, d_o, d_final, key_gradients)
+
+
+def _step_impl(*arguments: Any) -> Tensor:
+    from deltazoo.backends.triton.element.launch import step_
+
+    states = arguments[ElementStepCall._fields.index("states")]
+    call = ElementStepCall(*_ready(arguments))
+    with torch.cuda.device_of(call.q):
+        o = step_(call)
+    mark_written(states, states if call.states.data_ptr() == states.data_ptr() else call.states)
+    return o
+
+
+def _ready(arguments: Any) -> list[Any]:
+    return [ready(x) if isinstance(x, Tensor) else x for x in arguments]
+
+
+def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    x, (_, _, config, save) = _split(arguments)
+    (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    every = (parse_element(config) if config else element_heuristic(K, V)).every
+    slots = checkpoint_slots(N, T, every, x.cu_seqlens is not None)
+    checkpoints = x.q.new_empty((slots, K, V, HV) if save else (0,), dtype=torch.float32)
+    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    return o, x.q.new_empty((N, HV, K, V), dtype=torch.float32), checkpoints
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    x, rest = _split(arguments)
+    return list(empty_gradients(x, rest[-1]).values())
+
+
+def _step_fake(*arguments: Any) -> Tensor:
+    v = ElementStepCall(*arguments).v
+    return v.new_empty(v.shape)
+
+
+def gradient_names(x: ElementOperands, key_gradients: bool) -> list[str]:
+    """The operands whose gradients the backward operator returns, in order.
+
+    torch.compile traces it, which does not support a comprehension with a cell variable here.
+    """
+    names = ["q", "k"] if key_gradients else []
+    names.append("v")
+    for name, operand in (("log_decay", x.log_decay), ("step", x.step), ("rate", x.rate), ("state", x.state)):
+        if operand is not None:
+            names.append(name)
+    return names
+
+
+def empty_gradients(x: ElementOperands, key_gradients: bool) -> dict[str, Tensor]:
+    """Allocate the gradients that the backward operator returns, in the shapes and dtypes of the operands."""
+    gradients = {}
+    for name in gradient_names(x, key_gradients):
+        operand = getattr(x, name)
+        gradients[name] = operand.new_empty(operand.shape)
+    return gradients
+
+
+_scan_op = operator(
+    f"triton_element_scan({schema(ElementCall)}) -> (Tensor, Tensor, Tensor)",
+    _scan_impl,
+    compiled_ahead(_scan_impl, _scan_fake),
+)
+_backward_op = operator(
+    f"triton_element_scan_backward({schema(ElementBackwardCall)}) -> Tensor[]",
+    _backward_impl,
+    compiled_ahead(_backward_impl, _backward_fake),
+)
+_step_op = operator(
+    f"triton_element_step_({schema(ElementStepCall, mutated='states')}) -> Tensor",
+    _step_impl,
+    compiled_ahead(_step_impl, _step_fake),
+)
+
+
+@cache_forward_signature
+class _ElementScan(torch.autograd.Function):
+    """The scan with its backward."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _scan_op(*arguments, True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, kind = _split(inputs)
+        o, _, checkpoints = output
+        ctx.mark_non_differentiable(checkpoints)
+        ctx.set_materialize_grads(False)
+        ctx.kind, ctx.o_shape = ElementKind(*kind), o.shape
+        ctx.save_for_backward(*x, checkpoints)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        x, (checkpoints,) = _split(ctx.saved_tensors)
+        d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
+        key_gradients = bool(ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        present = _backward_op(*x, checkpoints, d_o, d_final, *ctx.kind, key_gradients)
+        by_name = dict(zip(gradient_names(x, key_gradients), present, strict=True))
+        grads = []
+        for name, needed in zip(x._fields, ctx.needs_input_grad, strict=False):
+            grads.append(by_name.get(name) if needed else None)
+        return (*grads, *(None for _ in ctx.kind))

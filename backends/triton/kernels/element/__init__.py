@@ -1,0 +1,1 @@
+"""Portable kernels of elementwise recurrences: no erase term and narrow values."""

@@ -1,0 +1,279 @@
+"""Tiles of the elementwise kernels: which element of the state each thread owns, and where its operands are.
+
+A program owns the states [K, V] of BC channels (value heads) as one tile with the axes
+
+    [RN, VP, RC, W, TN, TC]        key n = tn RN + rn,  value vi,  channel (w TC + tc) RC + rc
+
+Triton distributes a tile from its last axis on: TN TC = 32 are the lanes of a warp, W the warps, and the other axes are
+the registers of a thread. So a sum over the keys or the channels is mostly a sum over registers of a thread, and lanes
+read adjacent channels. Operands without one of the axes have size 1 there.
+
+If G = HV / H channels share a key head (SHARED) a program owns channels of one key head, and loads q and k once for all
+of them; else q and k are loaded per channel.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class ElementTraits(NamedTuple):
+    """Compile-time properties of a launch."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    RN: int  # keys per thread
+    TN: int  # lanes along the keys
+    VP: int  # V, rounded up to a power of two
+    RC: int  # channels per thread
+    TC: int  # lanes along the channels
+    W: int  # warps
+    BC: int  # channels of a program, RC W TC
+    BLOCKS: int  # blocks of channels; of all key heads, if a block has one key head
+    SHARED: bool  # channels of a program share one key head
+    DECAY: str  # none, fixed [HV], fixed_channel [HV, K], head, channel or rate
+    READ_EARLY: bool
+    PACKED: bool
+    EVERY: int  # tokens between checkpoints; 0: none
+    SPLIT: int  # tokens per segment; 0: the sequence is one segment
+    GROUP: int  # tokens whose operands are loaded at once; the backward keeps their states in registers
+    KEYS: int  # keys of a thread that are contiguous and aligned in an operand [.., K]; 1: not known
+    CHANNELS: int  # the same of channels in an operand [.., HV], if V is 1
+    KEY_GRADIENTS: bool = False  # the backward computes d_q and d_k
+
+
+@triton.jit
+def locate_tile(traits: tl.constexpr):
+    """Return what a program owns: keys, values, channels and key heads, each with its mask, and the block's number.
+
+    Programs with adjacent channels are adjacent in the grid, so that they read the same keys at about the same time.
+    Returns: n [RN, 1, 1, 1, TN, 1]; vi [1, VP, 1, 1, 1, 1]; hv [1, 1, RC, W, 1, TC]; h, a number or like hv; the masks
+        of n, vi and hv; the number of the block among those of its key head.
+    """
+    G: tl.constexpr = traits.HV // traits.H
+    rn = tl.arange(0, traits.RN)[:, None, None, None, None, None]
+    tn = tl.arange(0, traits.TN)[None, None, None, None, :, None]
+    vi = tl.arange(0, traits.VP)[None, :, None, None, None, None]
+    rc = tl.arange(0, traits.RC)[None, None, :, None, None, None]
+    w = tl.arange(0, traits.W)[None, None, None, :, None, None]
+    tc = tl.arange(0, traits.TC)[None, None, None, None, None, :]
+    n = tn * traits.RN + rn
+    lane = (w * traits.TC + tc) * traits.RC + rc
+    block = tl.program_id(0) % traits.BLOCKS
+    if traits.SHARED:
+        h = block // (traits.BLOCKS // traits.H)
+        block = block % (traits.BLOCKS // traits.H)
+        in_group = block * traits.BC + lane
+        in_channels = in_group < G
+        hv = h * G + in_group
+    else:
+        hv = block * traits.BC + lane
+        in_channels = hv < traits.HV
+        h = hv // G
+    return n, vi, hv, h, n < traits.K, vi < traits.V, in_channels, block
+
+
+@triton.jit
+def locate_tokens(cu, T, N, segments, traits: tl.constexpr):
+    """Return the sequence, its segment, the first token of the sequence, the tokens first to last - 1 of the segment,
+    whether it is the last segment (the first is the last if the sequence is empty), and the first checkpoint slot.
+    """
+    index = tl.program_id(0) // traits.BLOCKS
+    sequence = index // segments
+    segment = index % segments
+    if traits.PACKED:
+        start = tl.load(cu + sequence)
+        stop = tl.load(cu + sequence + 1)
+    else:
+        start = sequence * T
+        stop = start + T
+    first = start
+    last = stop
+    is_last = segment == 0
+    if traits.SPLIT > 0:
+        first = tl.minimum(start + segment * traits.SPLIT, stop)
+        last = tl.minimum(first + traits.SPLIT, stop)
+        is_last = (last == stop) & ((first < stop) | (segment == 0))
+    slot = 0
+    if traits.EVERY > 0:
+        slot = sequence * ((T + traits.EVERY - 1) // traits.EVERY)
+        if traits.PACKED:
+            slot = start // traits.EVERY + sequence
+    return sequence, segment, start, first, last, is_last, slot
+
+
+@triton.jit
+def tile_at(base, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr):
+    """Pointers base + offsets of a tile, with hints that its lanes are [TN, TC] and its warps W.
+
+    LENGTH elements along AXIS (0 keys, 1 values, 2 channels) are contiguous and aligned, and a thread accesses them at
+    once. Triton orders the axes of a load or store by their contiguity, and would choose another layout; the hints for
+    the axes 3 to 5 only order them.
+    """
+    element: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    # a thread accesses at most 16 bytes at once; Triton would distribute more over lanes
+    VECTOR: tl.constexpr = LENGTH if LENGTH * element <= 16 else 1
+    size: tl.constexpr = element * VECTOR
+    pointers = base + offsets
+    pointers = tl.multiple_of(pointers, (size, size, size, size, size, size))
+    if VECTOR == 1:
+        return tl.max_contiguous(pointers, (1, 1, 1, 4, 8, 16))
+    elif AXIS == 0:
+        return tl.max_contiguous(pointers, (32, 1, 1, 4, 8, 16))
+    elif AXIS == 1:
+        return tl.max_contiguous(pointers, (1, 32, 1, 4, 8, 16))
+    else:
+        return tl.max_contiguous(pointers, (1, 1, 32, 4, 8, 16))
+
+
+@triton.jit
+def token_at(base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr):
+    """Pointers of token row + i, with STRIDE elements per token.
+
+    i STRIDE is added last, as a 64-bit constant: it becomes a part of the instruction, and the tokens of a group share
+    the pointers of the first.
+    """
+    return tile_at(base + row * STRIDE + offsets, tl.full([], i * STRIDE, tl.int64), AXIS, LENGTH)
+
+
+@triton.jit
+def store_row(
+    base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, x, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
+    traits: tl.constexpr,
+):  # fmt: skip
+    """Store a row of channels [1, 1 or VP, RC, W, 1, TC]: of the lanes along the keys, one stores.
+
+    The tile of pointers has all lanes, so that its layout is that of the states. The offset of the other lanes is not
+    used; it keeps Triton from reducing the tile to one without this axis.
+    """
+    TN: tl.constexpr = traits.TN
+    tn = tl.arange(0, TN)[None, None, None, None, :, None]
+    at = token_at(base, row, i, STRIDE, offsets + tn, AXIS, LENGTH)
+    tl.store(at, (x + tl.zeros_like(tn).to(tl.float32)).to(base.dtype.element_ty), mask=mask & (tn == 0))
+
+
+@triton.jit
+def store_keys(base, row, i: tl.constexpr, offsets, x, mask, traits: tl.constexpr):
+    """Store keys [RN, 1, 1, 1, TN, 1] by one lane per key, likewise."""
+    W: tl.constexpr = traits.W
+    TC: tl.constexpr = traits.TC
+    lane = tl.arange(0, W)[None, None, None, :, None, None] * TC + tl.arange(0, TC)[None, None, None, None, None, :]
+    at = token_at(base, row, i, traits.H * traits.K, offsets + lane, 0, 1)
+    tl.store(at, x + tl.zeros_like(lane).to(tl.float32), mask=mask & (lane == 0))
+
+
+@triton.jit
+def empty_state(traits: tl.constexpr):
+    """Zeros of the shape of a tile."""
+    RN: tl.constexpr = traits.RN
+    VP: tl.constexpr = traits.VP
+    RC: tl.constexpr = traits.RC
+    W: tl.constexpr = traits.W
+    TN: tl.constexpr = traits.TN
+    TC: tl.constexpr = traits.TC
+    return tl.zeros([RN, VP, RC, W, TN, TC], tl.float32)
+
+
+@triton.jit
+def sum_keys(x):
+    """Sum over the keys, which are axes 0 and 4."""
+    return tl.sum(tl.sum(x, 0, keep_dims=True), 4, keep_dims=True)
+
+
+@triton.jit
+def sum_warp(x):
+    """Sum over the values and the channels of a warp: within a thread, then over lanes."""
+    return tl.sum(tl.sum(tl.sum(x, 1, keep_dims=True), 2, keep_dims=True), 5, keep_dims=True)
+
+
+@triton.jit
+def sum_channels(x, y):
+    """Sum x and y over values and channels. The warps exchange both at once."""
+    return tl.split(tl.sum(tl.join(sum_warp(x), sum_warp(y)), 3, keep_dims=True))
+
+
+@triton.jit
+def load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits: tl.constexpr):
+    """Load what the decay does not take from the token, times log2 e: the rate [K, HV] or the fixed log
+    decay [HV] or [K, HV]."""
+    if traits.DECAY == "rate":
+        return (
+            tl.load(tile_at(rate, n * traits.HV + hv, 2, traits.CHANNELS), mask=in_channels & in_keys, other=0.0)
+            * LOG2_E
+        )
+    elif traits.DECAY == "fixed_channel":
+        return (
+            tl.load(tile_at(log_decay, n * traits.HV + hv, 2, traits.CHANNELS), mask=in_channels & in_keys, other=0.0)
+            * LOG2_E
+        )
+    elif traits.DECAY == "fixed":
+        return tl.load(tile_at(log_decay, hv, 2, traits.CHANNELS), mask=in_channels, other=0.0) * LOG2_E
+    else:
+        return 0.0
+
+
+@triton.jit
+def load_decay(log_decay, step, row, i: tl.constexpr, in_time, hv, n, in_keys, in_channels, traits: tl.constexpr):
+    """Load what the decay takes from token row + i: its step or log decay. A fixed decay takes whether it exists."""
+    if traits.DECAY == "rate":
+        return tl.load(token_at(step, row, i, traits.HV, hv, 2, traits.CHANNELS), mask=in_channels & in_time, other=0.0)
+    elif traits.DECAY == "head":
+        return tl.load(
+            token_at(log_decay, row, i, traits.HV, hv, 2, traits.CHANNELS), mask=in_channels & in_time, other=0.0
+        )
+    elif traits.DECAY == "channel":
+        at = token_at(log_decay, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
+        return tl.load(at, mask=in_channels & in_keys & in_time, other=0.0)
+    else:
+        return tl.where(in_time, 1.0, 0.0)
+
+
+@triton.jit
+def log2_decay(loaded, rates, traits: tl.constexpr):
+    """Return the log2 decay of a token; 0 for a token that does not exist."""
+    if traits.DECAY == "rate":
+        return loaded * rates
+    elif traits.DECAY == "fixed" or traits.DECAY == "fixed_channel":
+        return tl.where(loaded > 0, rates, 0.0)
+    else:
+        return loaded * LOG2_E
+
+
+@triton.jit
+def load_key(x, row, i: tl.constexpr, in_time, h, n, in_keys, in_channels, traits: tl.constexpr):
+    """Load q or k of token row + i: [RN, 1, 1, 1, TN, 1], or per channel."""
+    STRIDE: tl.constexpr = traits.H * traits.K
+    if traits.SHARED:
+        return tl.load(x + (row + i) * STRIDE + h * traits.K + n, mask=in_keys & in_time, other=0.0)
+    else:
+        return tl.load(
+            token_at(x, row, i, STRIDE, h * traits.K + n, 0, traits.KEYS),
+            mask=in_keys & in_channels & in_time,
+            other=0.0,
+        )
+
+
+@triton.jit
+def load_value(x, row, i: tl.constexpr, in_time, hv, vi, in_values, in_channels, traits: tl.constexpr):
+    """Load v or d_o of token row + i: [1, VP, RC, W, 1, TC]."""
+    AXIS: tl.constexpr = 1 if traits.V > 1 else 2
+    LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
+    at = token_at(x, row, i, traits.HV * traits.V, hv * traits.V + vi, AXIS, LENGTH)
+    return tl.load(at, mask=in_values & in_channels & in_time, other=0.0)
+
+
+@triton.jit
+def state_offset(hv, n, vi, traits: tl.constexpr):
+    """Offset of the elements of a state [HV, K, V]."""
+    return (hv * traits.K + n) * traits.V + vi
+
+
+@triton.jit
+def slot_offset(hv, n, vi, traits: tl.constexpr):
+    """Offset of the elements of a checkpoint [K, V, HV]: lanes store adjacent channels."""
+    return (n * traits.V + vi) * traits.HV + hv

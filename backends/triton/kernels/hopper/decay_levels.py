@@ -1,0 +1,63 @@
+"""Dyadic sums and products of a tile with a decay per channel, within the 16 rows of each warp (inline PTX).
+
+../channel/decay_levels.py explains the levels. A tile [4 warps, 16 rows, 32 channels] has the layout TILE: lane 4 g + c
+of a warp holds rows g and g + 8, channels 8 c to 8 c + 7. Row g + 8 r is token 2 g + r of the warp's 16, so a thread
+holds pairs of adjacent tokens, and the other bits of a token's number are those of its lane. At level s = 1, 2, 4, 8
+the exponent of a token is, with sums over the log2 decays a,
+
+    pre_s,  the sum from the first token of its half up to itself, in the upper half of a block of 2 s tokens;
+    suf_s,  the sum over the tokens after it in its half, in the lower half.
+
+Both are sums of terms of one sign, without cancellation. With t_s, the sum over the other half of the block, which one
+shuffle brings from the lane at distance 2 s,
+
+    pre_2s = pre_s + t_s in upper halves,  suf_2s = suf_s + t_s in lower halves,  unchanged otherwise.
+
+In mma.sync m16n8k8 the A operand of a row and the B operand of a column are held by the same lanes, for any common
+order of the channels, so operands stay in registers. The products of a level are added to those of other levels where i
+is in the upper and j in the lower half of one block. Elsewhere they may be inf or NaN.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from deltazoo.backends.triton.kernels.hopper.common import ACC_N16
+from deltazoo.backends.triton.kernels.hopper.decay_levels_ptx import (
+    level_products_asm,
+    level_products_operands,
+)
+
+TILE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]], [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
+    )
+)  # fmt: skip
+
+
+@gluon.jit
+def level_products(
+    a, k, q, e, blocks, DELTA: gl.constexpr, OWN: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr
+):
+    """Add a tile's products of levels 8, 4, 2 and 1, of e and k and of q and k, to the blocks of A and P.
+
+    a: log2 decays; k, q, e: scaled rows; all float32. OWN: e is not k. ERASE_EARLY, READ_EARLY: e and q have the decays
+    before their token.
+
+    Returns: the sums pre_16 and suf_16 over a warp's 16 tokens, and the blocks.
+    """
+    asm: gl.constexpr = level_products_asm(DELTA, OWN, ERASE_EARLY, READ_EARLY)
+    operands: gl.constexpr = level_products_operands(OWN)
+    inputs = [a, k, q, e, blocks] if OWN else [a, k, q, blocks]
+    return gl.inline_asm_elementwise(
+        asm, operands, inputs, (gl.float32, gl.float32, gl.float32), is_pure=True, pack=16
+    )  # fmt: skip
+
+
+@gluon.jit
+def split_blocks(blocks):
+    """Return each warp's 16 x 16 blocks of A and P on the diagonal, zero unless j < i: two [64, 16]."""
+    # [rows, c, A or P, h, p] -> [rows, h, c, p, A or P]
+    blocks = gl.permute(gl.reshape(blocks, [64, 4, 2, 2, 2]), [0, 3, 1, 4, 2])
+    A, P = gl.split(gl.reshape(blocks, [64, 16, 2]))
+    return gl.convert_layout(A, ACC_N16, assert_trivial=True), gl.convert_layout(P, ACC_N16, assert_trivial=True)

@@ -1,0 +1,46 @@
+"""Copies and sums over value tiles that the gradient kernels share."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from deltazoo.backends.triton.kernels.hopper.common import copy_tile_async
+
+LOAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def copy_value_tile(
+    buffers, pointers, tv: gl.constexpr, tokens_left, column, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr
+):  # fmt: skip
+    """Issue the copies of value tile tv of do, du and x [64, 64], and of S^T and dS'^T for 64 keys from `column` on."""
+    do_s, du_s, x_s, S_s, dS_s = buffers
+    do_at, du_at, x_at, S_at, dS_at = pointers
+    MASK_V: gl.constexpr = V % 64 != 0
+    MASK_K: gl.constexpr = K % 64 != 0
+    stage: gl.constexpr = tv % len(do_s)
+    copy_tile_async(do_s[stage], do_at, tv * 64, tokens_left, V - tv * 64, True, MASK_V)
+    if DELTA:
+        copy_tile_async(du_s[stage], du_at, tv * 64, tokens_left, V - tv * 64, True, MASK_V)
+    copy_tile_async(x_s[stage], x_at, tv * 64, tokens_left, V - tv * 64, not DELTA, MASK_V)
+    copy_tile_async(S_s[stage], S_at, tv * 64 * K, V - tv * 64, K - column, MASK_V, MASK_K)
+    copy_tile_async(dS_s[stage], dS_at, tv * 64 * K, V - tv * 64, K - column, MASK_V, MASK_K)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def store_write_sums(
+    dgates, v, value, du, local_value, tile, tokens_left, HV: gl.constexpr, V: gl.constexpr, NK: gl.constexpr
+):  # fmt: skip
+    """Store v . du of each token to row 2 of dgates; each tile of keys sums a share of the tiles of values."""
+    C: gl.constexpr = 64
+    i = gl.arange(0, C, gl.SliceLayout(1, LOAD_LAYOUT))
+    vs = gl.arange(0, 64, gl.SliceLayout(0, LOAD_LAYOUT))
+    dwrite = gl.zeros([C], gl.float32, gl.SliceLayout(1, LOAD_LAYOUT))
+    for tw in range(tile, (V + 63) // 64, NK):
+        at_v = i[:, None] * (HV * V) + (tw * 64 + vs)[None, :]
+        inside = (tw * 64 + vs < V)[None, :]
+        v_tile = gl.load(v + value + at_v, mask=(i < tokens_left)[:, None] & inside, other=0.0)
+        du_tile = gl.load(du + local_value + at_v, mask=(i < C)[:, None] & inside, other=0.0)
+        dwrite += gl.sum(v_tile.to(gl.float32) * du_tile.to(gl.float32), 1)
+    gl.store(dgates + 2 * C + i, dwrite)
