@@ -440,6 +440,8 @@ def _language() -> types.ModuleType:
         convert_layout=lambda x, layout, assert_trivial=False: x,
         cast=lambda x, dtype: (x if isinstance(x, Array) else Array(x)).to(dtype),
         cdiv=lambda x, y: -(-x // y),
+        # facts for the compiler, which change no value
+        max_contiguous=lambda x, values: x, multiple_of=lambda x, values: x,
         exp2=_unary(torch.exp2), log2=_unary(torch.log2), abs=_unary(torch.abs),
         maximum=_binary(torch.maximum), minimum=_binary(torch.minimum),
         sum=lambda x, axis: Array(x.x.sum(axis)), max=lambda x, axis: Array(x.x.amax(axis)),
