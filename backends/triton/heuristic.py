@@ -35,7 +35,9 @@ def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) ->
         split=split,
         scratch=2**29 if split and not occupies(problem, device) else LaunchConfig().scratch,
         **launches,
-        decode=Launch(tile=16, warps=2, stages=1) if few_rows else Launch(tile=64, warps=4, stages=1),
+        decode=Launch(tile=16, warps=2, stages=1)
+        if few_rows
+        else Launch(tile=64, warps=4 if problem.K > 64 else 2, stages=1),
         # one warp per 32 keys, so that two tiles stay in registers
         fused_step=Launch(tile=64, warps=max(1, min(8, power_of_two(problem.K) // 32)), stages=1),
     )
