@@ -73,7 +73,7 @@ def forward(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig) -
     Returns: o, the final state, the fields of `Prepared`, and with plan.every the checkpoints [slots, HV, V, K] of S^T.
     """
     s = Sizes.of(x, config.chunk)
-    segments = cdiv(cdiv(s.T, s.C), plan.split) if plan.split else 1
+    segments = cdiv(cdiv(s.T, s.C), plan.forward_split) if plan.forward_split else 1
     save = plan.every > 0
     prepared = prepare(x, kind, plan, config, save)
     o = x.v.new_empty(x.v.shape)
@@ -81,13 +81,13 @@ def forward(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig) -
     shape = (s.checkpoint_slots(plan.every), s.HV, s.V, s.K) if save else (0,)
     checkpoints = empty(x.q, *shape, dtype=kind.saved_dtype(x.q.dtype))
     starts = None
-    if plan.split:
+    if plan.forward_split:
         starts, ends = segment_states(x, s, segments)
-        span = Span(segments, plan.split)
+        span = Span(segments, plan.forward_split)
         scan("portable", x, kind, prepared, s, config.scan, "ends", span, ends=ends)()
         combine(prepared, s, x.state, starts, ends, x.cu_seqlens, span, reverse=False)()
     scan(
-        plan.forward, x, kind, prepared, s, config.scan, "output", Span(segments, plan.split, plan.every), o=o,
+        plan.forward, x, kind, prepared, s, config.scan, "output", Span(segments, plan.forward_split, plan.every), o=o,
         final=final, checkpoints=checkpoints, starts=starts,
     )()  # fmt: skip
     zero_tail(s, x.cu_seqlens, v=o)

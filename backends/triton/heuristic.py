@@ -7,7 +7,7 @@ import torch
 
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, power_of_two
-from deltazoo.backends.triton.plan import KERNELS, Phase, Problem, takes
+from deltazoo.backends.triton.plan import KERNELS, Phase, Problem, occupies, takes
 
 
 def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) -> LaunchConfig:
@@ -33,9 +33,11 @@ def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) ->
     return LaunchConfig(
         every=checkpoint_distance(problem.packed),
         split=split,
-        scratch=2**29 if split else LaunchConfig().scratch,
+        scratch=2**29 if split and not occupies(problem, device) else LaunchConfig().scratch,
         **launches,
-        decode=Launch(tile=16, warps=2, stages=1) if few_rows else Launch(tile=64, warps=4, stages=1),
+        decode=Launch(tile=16, warps=2, stages=1)
+        if few_rows
+        else Launch(tile=64, warps=4 if problem.K > 64 else 2, stages=1),
         # one warp per 32 keys, so that two tiles stay in registers
         fused_step=Launch(tile=64, warps=max(1, min(8, power_of_two(problem.K) // 32)), stages=1),
     )
@@ -100,10 +102,18 @@ def _fills(problem: Problem, device: DeviceSpec) -> bool:
 
 
 def _split(problem: Problem, device: DeviceSpec) -> int:
-    """Chunks per segment, a power of two, where sequences, heads and V tiles leave most SMs idle; else 0."""
+    """Chunks per segment, a power of two, or 0: the sequences are not divided.
+
+    They are divided where sequences, heads and V tiles leave most SMs idle. Sequences of a pack are also divided if
+    they are longer than the average, because the longest alone would determine the time of the backward. Measured on an
+    H200 for lengths of 1 to 12,000 tokens with 16/32 heads: backward 1.94 -> 1.46 ms with segments of 64 chunks.
+    """
     programs = problem.N * problem.HV * cdiv(problem.V, 128)
     chunks = problem.T // 64 // (max(problem.N, 1) if problem.packed else 1)
-    if programs * 5 >= device.processors * 2 or chunks < 32:
+    if occupies(problem, device):
+        fused = takes("reverse", "fused", problem, device) and _fills(problem, device)
+        return power_of_two(chunks) if problem.packed and problem.delta and chunks >= 32 and not fused else 0
+    if chunks < 32:
         return 0
     segments = max(2, device.processors // max(programs, 1))
     return max(16, power_of_two(cdiv(chunks, segments)))

@@ -118,6 +118,11 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
     return device.is_hopper and same_dtype and not own_key and chunk == 64 and aligned
 
 
+def occupies(problem: Problem, device: DeviceSpec) -> bool:
+    """Whether one program per sequence, head and 128 values occupies at least 40 % of the SMs."""
+    return problem.N * problem.HV * cdiv(problem.V, 128) * 5 >= device.processors * 2
+
+
 def sweeps(K: int, V: int) -> bool:
     """Whether the Hopper reverse scan computes the gradients, too.
 
@@ -141,7 +146,8 @@ class Plan(NamedTuple):
         backward: "none": without gradients. "fused": one launch recomputes the states, scans back and computes the
             gradients. "sweep": recomputed states, then one launch for scan and gradients. "reverse+gradients": two.
         recompute, reverse, gradients: the version of each kernel that the backward launches.
-        split: chunks per segment if the segments of a sequence are computed in parallel, else 0.
+        split: chunks per segment if the backward computes the segments of a sequence in parallel, else 0.
+        forward_split: the same in the forward.
         every: chunks between two checkpoints of the state; 0: none is stored.
     """
 
@@ -152,6 +158,7 @@ class Plan(NamedTuple):
     reverse: Version | None = None
     gradients: Literal["channel", "hopper channel", "portable", "hopper"] | None = None
     split: int = 0
+    forward_split: int = 0
     every: int = 0
 
 
@@ -176,6 +183,8 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
         _prepare(problem, _version(config.prepare.kernel)),
         _version(config.scan.kernel),
         split=split,
+        # in a pack that keeps the device busy only the backward gains from segments
+        forward_split=0 if problem.packed and occupies(problem, device) else split,
     )
     if not grad:
         return plan
@@ -225,7 +234,7 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
 
 def forward_kernels(plan: Plan, problem: Problem) -> list[str]:
     """The kernels of the forward pass in the order of their launches."""
-    segments = [("segments", "forward")] if plan.split else []
+    segments = [("segments", "forward")] if plan.forward_split else []
     return _names([("prepare", plan.prepare), *segments, ("forward", plan.forward), *_tail(problem)])
 
 

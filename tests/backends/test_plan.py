@@ -257,3 +257,20 @@ def test_unsupported_is_traced_in_one_graph(backend, monkeypatch, dynamic):
 
     compiled = torch.compile(count, fullgraph=True, backend="eager", dynamic=dynamic)
     assert compiled(torch.zeros(2, 64)).unique().item() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "splits"),
+    [
+        ({"T": 20576, "HV": 32}, (64, 0)),  # lengths differ: only the backward is divided, at the average length
+        ({"T": 20576, "HV": 32, "packed": False}, (0, 0)),
+        ({"T": 20576, "HV": 32, "delta": False}, (0, 0)),
+        ({"T": 8 * 4096, "HV": 16}, (0, 0)),  # the fused backward has no segments
+        ({"T": 8 * 1024, "HV": 32}, (0, 0)),  # short on average
+        ({"N": 1, "T": 32768, "H": 2, "HV": 8}, (32, 32)),  # few programs
+    ],
+)
+def test_sequences_of_a_pack_longer_than_the_average_are_divided_in_the_backward(change, splits):
+    case = problem(**({"N": 8, "H": 16, "packed": True} | change))
+    plan = make_plan(case, H200, heuristic(case, H200), grad=True)
+    assert (plan.split, plan.forward_split) == splits

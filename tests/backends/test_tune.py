@@ -65,7 +65,8 @@ def test_infinite_times_are_not_stored(tmp_path):
     prepare = by_kernel(result.records)["prepare"]
     assert prepare.launch != default
     assert prepare.gain is None
-    result = tune([PACK], FakeRunner({0: math.inf}), FORWARD, tmp_path / "none.json")
+    split = heuristic(problem_of(PACK, "scan"), T900).split
+    result = tune([PACK], FakeRunner({split: math.inf}), FORWARD, tmp_path / "none.json")
     assert len(result.failures) == 2
     assert not (tmp_path / "none.json").exists()
     assert read_table(tmp_path / "t.json").records
