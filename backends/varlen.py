@@ -13,8 +13,9 @@ from deltazoo.backends.errors import ShapeError
 
 def sequence_index(cu_seqlens: Tensor, T: int) -> Tensor:
     """Return the index of the sequence that each row belongs to, [T] int64; N for rows after cu_seqlens[-1]."""
-    time_T = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:], time_T, right=True)
+    bounds = cu_seqlens.long()  # not a view: torch 2.11's Inductor ignores the offset of a view in searchsorted
+    time_T = torch.arange(T, device=bounds.device)
+    return torch.searchsorted(bounds, time_T, right=True) - 1  # bounds[0] = 0
 
 
 def valid_sequence_index(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.varlen import valid_sequence_index
 
 
 class Packing(NamedTuple):
@@ -48,7 +49,7 @@ def packing(cu_seqlens: Tensor, T: int, C: int) -> Packing:
     token = starts[sequence][:, None] + offset
     is_token = (token < stops[sequence][:, None]) & (chunk < last_chunk[-1])[:, None]
     time = torch.arange(T, device=bounds.device)
-    owner = torch.searchsorted(stops, time, right=True).clamp(max=sequences - 1)
+    owner = valid_sequence_index(cu_seqlens, T)
     slot = first_chunk[owner] * C + time - starts[owner]
     slot_of_token = torch.where(time < stops[-1], slot, N * C)
     return Packing(torch.where(is_token, token, T).flatten(), slot_of_token, sequence, sequences, C)
