@@ -311,7 +311,7 @@ def _gradients_of_channels(run: _Pass, span: Span, scratch: _Scratch) -> WindowL
         channel_gradients_kernel,
         (
             x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, run.d_o, scratch.states, scratch.dstates, scratch.xs,
-            scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, run.slopes, x.cu_seqlens,
+            scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), kind.delta, x.e is not None,

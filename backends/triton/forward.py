@@ -137,14 +137,12 @@ def _prepare_channels(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, 
     prepare = launcher(
         channel_prepare_kernel,
         (
-            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, out.scaled,
-            *out.derivatives(), x.cu_seqlens,
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.C, max(16, min(64, power_of_two(s.K))), kind.delta, x.e is not None, x.b is not None,
             x.w is not None, kind.erase_early, kind.read_early, s.packed, tl.float32 if exact else tl.float16,
-            tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32", min(launch.tile, s.C), kind.reparam,
-            kind.dv_holds_du(x),
+            tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32", min(launch.tile, s.C),
         ),
         launch.warps,
         launch.stages,

@@ -34,7 +34,7 @@ from deltazoo.backends.triton.kernels.layout import (
 
 @triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def channel_gradients_kernel(
-    q, k, e, v, log_decay, b, w, do, states, dstates, xs, du, dq, dk, de, dlog_decay, dgates, partial, slopes, cu, N,
+    q, k, e, v, log_decay, b, w, do, states, dstates, xs, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
@@ -47,7 +47,7 @@ def channel_gradients_kernel(
     Grid: scratch slot, value head, K tile. Each program owns [C, BK] of dq, dk and de and loops over V tiles.
 
     Reads states, dstates [scratch slot, HV, V, K]; with DELTA xs (x of each chunk), with STORED_DU du
-    [scratch slot, C, HV, V]; the operands and do; slopes as in ../gradients.py.
+    [scratch slot, C, HV, V]; the operands and do.
     Writes dlog_decay [B, T, HV, K]; dq, dk, de [B, T, H, K], or with grouped heads partial
     [3, num_scratch_slots, C, HV, K] for sum_groups_kernel; for gate_gradients_kernel rows 1 (e . de) and 2 (v . du) of
     dgates [K tiles, slots, HV, 3, C]. de contains b clamped away from 0, because db is e . de divided by it.
@@ -131,10 +131,6 @@ def channel_gradients_kernel(
                 erase = tl.load(b + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
                 y_tile = e_tile * erase[:, None]
             dy_tile *= -(decay_early if ERASE_EARLY else decay)
-        if slopes is not None:
-            du_dot_x = tl.sum(tl.where(i[:, None] == i[None, :], dA, 0.0), 1)
-            slope = tl.load(slopes + (tl.cast(slot, tl.int64) * HV + hv) * 2 * C + i)
-            step_gradient = (du_dot_x * slope)[:, None] * k_tile
         for level in tl.range(0, levels_of(C), num_stages=1):
             upper = is_upper(i, level)[:, None]
             pairs = level_pairs(i, level)
@@ -192,7 +188,5 @@ def channel_gradients_kernel(
                 store_rows(de_at, dy_tile, i, ks, in_time, in_k, STRIDE)
             else:
                 dk_tile += dy_tile
-        if slopes is not None:
-            dk_tile += step_gradient
         store_rows(dq_at, dq_tile, i, ks, in_time, in_k, STRIDE)
         store_rows(dk_at, dk_tile, i, ks, in_time, in_k, STRIDE)

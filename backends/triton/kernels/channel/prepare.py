@@ -25,18 +25,16 @@ from deltazoo.backends.triton.kernels.channel.decay_levels import (
 )
 from deltazoo.backends.triton.kernels.layout import load_rows, locate_chunk, store_rows
 from deltazoo.backends.triton.kernels.prepare import unit_lower_inverse
-from deltazoo.backends.triton.kernels.step_size import store_step_size
 from deltazoo.backends.triton.kernels.wy_tiles import store_wy_tiles
 
 
 @triton.jit(do_not_specialize=["N", "T"])
 def channel_prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, tiles, strengths, slopes, cu, N, T, scale,
+    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, tiles, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-    REPARAM: tl.constexpr, DU_IS_DV: tl.constexpr,
 ):  # fmt: skip
     """Prepare the chunks of an update with a decay per channel.
 
@@ -44,8 +42,7 @@ def channel_prepare_kernel(
 
     Reads q, k, e [B, T, H, K]; log_decay [B, T, HV, K]; b, w [B, T, HV].
     Writes tiles [2 or 3, B, T, HV, K] = Q, W and with DELTA E; gates [slots, HV, K + C] = 2^Gend, w; wy_tiles
-    [slots, HV, 1, C, C + 8], T and P (T = 0 without an erase term); decay_bounds [slots, HV] = 0. REPARAM, strengths
-    and slopes as in ../prepare.py.
+    [slots, HV, 1, C, C + 8], T and P (T = 0 without an erase term); decay_bounds [slots, HV] = 0.
     """
     pid = tl.program_id(0)
     slot = pid // HV
@@ -61,21 +58,10 @@ def channel_prepare_kernel(
         chunk = tl.cast(slot, tl.int64) * HV + hv
         tile_size = (tl.cast(T, tl.int64) if PACKED else tl.cast(N, tl.int64) * T) * HV * K
         gate_row = gates + chunk * (K + C)
-        if WRITE and REPARAM == "none":
+        if WRITE:
             tl.store(gate_row + K + i, tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32))
         if ERASE:
             erase = tl.load(b + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
-        if REPARAM != "none":
-            k_dot_k = tl.zeros([C], tl.float32)
-            for tile in range((K + BK - 1) // BK):
-                ks = tile * BK + tl.arange(0, BK)
-                k_tile = load_rows(k + (row * H + h) * K, i, ks, in_time, ks < K, H * K).to(tl.float32)
-                k_dot_k += tl.sum(k_tile * k_tile, 1)
-            erase = store_step_size(
-                strengths, slopes, (row + i) * HV + hv, chunk, i, erase, k_dot_k, in_time, C, REPARAM == "efla",
-                DU_IS_DV,
-            )  # fmt: skip
-            tl.store(gate_row + K + i, erase)
         A = tl.zeros([C, C], tl.float32)
         P = tl.zeros([C, C], tl.float32)
         for tile in range((K + BK - 1) // BK):
