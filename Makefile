@@ -21,7 +21,7 @@ LAYERS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
 INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_hopper hopper_numbers short_conv fused_step precompile)
 
-.PHONY: demo test test-kernels test-all lint bench bench-baseline readme-table conformance mutations plugin setup clean
+.PHONY: demo test test-kernels test-all lint bench bench-baseline readme-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -61,6 +61,11 @@ readme-table: $(READY)
 # make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'".
 conformance: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/backends -n auto $(ARGS)
+
+# Compile every kernel for all supported Triton versions and GPU architectures: hours of one core. Parts:
+# make portability ARGS="--triton 3.9.0 --devices sm_89,sm_100 --updates gdn,kda --widths 128,256". See docs/portability.md.
+portability: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=build/typing $(BIN)/python tests/bench/portability.py $(ARGS)
 
 # Plant bugs in a copy of the source, one at a time; a test must catch each. ARGS="scan decay": those by name.
 mutations: $(READY)

@@ -1,4 +1,4 @@
-"""A replacement of `launcher` for machines without a GPU: it compiles for sm_90 and launches nothing."""
+"""A replacement of `launcher` for machines without a GPU: it compiles, by default for sm_90, and launches nothing."""
 
 import hashlib
 import re
@@ -42,15 +42,15 @@ class Compiler:
         return lambda *_: None
 
 
-def launch_update(problem: Problem, device: DeviceSpec, launcher: Any, early: bool = False) -> Plan:
-    """Run the launch code of an update with gradients, forward and backward, with this launcher on CPU tensors.
+def launch_update(problem: Problem, device: DeviceSpec, launcher: Any, early: bool = False, grad: bool = True) -> Plan:
+    """Run the launch code of an update, forward and with gradients backward, with this launcher on CPU tensors.
 
     Args: early: the erase reads the state before the decay, and q the state before the update.
     """
     from deltazoo.backends.triton import backward, forward
 
     config = heuristic(problem, device)
-    plan = make_plan(problem, device, config, grad=True)
+    plan = make_plan(problem, device, config, grad)
     B, T, H, HV, K, V = 1 if problem.packed else problem.N, *problem[2:7]
     dtype, strength = problem.dtype, torch.empty(B, T, HV)
     log_decay = {"head": strength, "channel": torch.empty(B, T, HV, K)}.get(problem.decay)
@@ -65,14 +65,21 @@ def launch_update(problem: Problem, device: DeviceSpec, launcher: Any, early: bo
     with patch.object(forward, "launcher", launcher), patch.object(backward, "launcher", launcher):
         _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
         saved = Saved(Prepared(*prepared), checkpoints)
-        backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+        if grad:
+            backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
     return plan
 
 
 def compile_kernel(
-    kernel: Any, tensors: Sequence[Any], constants: Sequence[Hashable], warps: int, stages: int, registers: int | None
+    kernel: Any,
+    tensors: Sequence[Any],
+    constants: Sequence[Hashable],
+    warps: int,
+    stages: int,
+    registers: int | None,
+    architecture: int = 90,
 ) -> Any:
-    """Compile a kernel for sm_90 as `launcher` does: pointers are 16-byte aligned, scalars not specialised."""
+    """Compile a kernel as `launcher` does: pointers are 16-byte aligned, scalars not specialised."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -88,7 +95,7 @@ def compile_kernel(
     source_type = GluonASTSource if getattr(kernel, "is_gluon", bool)() else ASTSource
     source = source_type(kernel, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
     options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
 def _type(x: Any) -> str:

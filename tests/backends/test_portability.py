@@ -1,0 +1,66 @@
+"""What does not run on a device, as the stored compilations show, is refused; `make portability` compiles it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from deltazoo.backends.triton import heuristic, plan
+
+STORED = json.loads(Path(__file__).with_name("portability.json").read_text())["results"]
+_spec = importlib.util.spec_from_file_location("portability", Path(__file__).parents[1] / "bench" / "portability.py")
+portability = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(portability)
+
+
+def stored_updates():
+    """Versions, problems and results of every update, forward or with gradients."""
+    for version, results in STORED.items():
+        for name, result in results.items():
+            words = name.split()
+            if len(words) == 5 and words[-1] in ("forward", "training"):
+                device, update, dtype, width, kind = words
+                yield version, (device, update, dtype, int(width), kind), result
+
+
+@pytest.mark.parametrize("version", STORED)
+def test_what_does_not_fit_a_device_is_refused(version):
+    wrong = [
+        f"{problem}: {result['faults']}"
+        for triton, problem, result in stored_updates()
+        if triton == version and result["faults"] and not portability.refusals(*problem, version)
+    ]
+    assert not wrong, wrong
+
+
+def test_what_is_not_refused_fits_shared_memory():
+    for version, problem, result in stored_updates():
+        limit = portability.DEVICES[problem[0]][2]
+        if not portability.refusals(*problem, version):
+            assert result["shared"] <= limit, (version, problem)
+
+
+def test_the_grid_covers_every_kind_of_decay_and_every_architecture():
+    assert {"head", "none", "channel"} <= {update.get("decay", "none") for update in portability.UPDATES.values()}
+    assert {capability for _, capability, _ in portability.DEVICES.values()} == {
+        (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
+    }  # fmt: skip
+
+
+def test_the_summary_counts_what_does_not_run():
+    fits = {"faults": [], "shared": 2048, "tensor memory": 0, "registers": 255, "spills": {"a": 8}, "serialized": []}
+    refused = fits | {"faults": ["b: shared 200000 > 101376"], "shared": 200000}
+    text = portability.page({"results": {"3.9.0": {"sm_89 gdn 64": fits, "sm_89 gdn 256": refused}}})
+    assert text.splitlines()[-1] == "| 3.9.0 | sm_89 | 2 | 2 | 0 | 255 | 8 (a) | 1 |"
+
+
+@pytest.mark.parametrize("split_terms", [False, True])
+def test_wide_keys_get_smaller_tiles_where_shared_memory_is_small(split_terms):
+    import torch
+
+    problem = plan.Problem(torch.bfloat16, 2, 200, 2, 2, 256, 256, True, False, "head", False, split_terms)
+    small, large = (
+        heuristic.heuristic(problem, portability.device_of(name, "3.7.1")).reverse for name in ("sm_89", "sm_80")
+    )
+    assert small.tile * small.stages < large.tile * large.stages

@@ -1,0 +1,275 @@
+"""Compile the kernels that the plan chooses for every Triton version, GPU architecture and kind of update.
+
+    python tests/bench/portability.py                            the whole grid
+    python tests/bench/portability.py --triton 3.9.0 --devices sm_100,sm_120 --updates gdn,kda --widths 128
+
+Each Triton version is installed into build/portability/ and runs in its own process. A kernel is compiled once per
+architecture; results are kept in build/portability/ until the kernel changes. The resources of every problem go to
+tests/backends/portability.json, which a test compares with what the backend refuses, and a summary to
+docs/portability.md. Problems that are not compiled by a call keep their former results.
+"""
+
+import argparse
+import contextlib
+import datetime
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "portability"
+STORED = ROOT / "tests" / "backends" / "portability.json"
+PAGE = ROOT / "docs" / "portability.md"
+TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+# name: compute capability and bytes of shared memory per block (CUDA programming guide, table of capabilities)
+DEVICES = {
+    "sm_80": ("NVIDIA A100-SXM4-80GB", (8, 0), 163 * 1024), "sm_86": ("NVIDIA RTX A6000", (8, 6), 99 * 1024),
+    "sm_89": ("NVIDIA GeForce RTX 4090", (8, 9), 99 * 1024), "sm_90": ("NVIDIA H200", (9, 0), 227 * 1024),
+    "sm_100": ("NVIDIA B200", (10, 0), 227 * 1024), "sm_120": ("NVIDIA GeForce RTX 5090", (12, 0), 99 * 1024),
+}  # fmt: skip
+UPDATES: dict[str, dict[str, str]] = {
+    "gdn": {"decay": "head", "beta": "head"},
+    "additive": {"decay": "head", "transition": "additive"},
+    "delta": {"beta": "head"},
+    "kda": {"decay": "channel", "beta": "head"},
+    "gla": {"decay": "channel", "transition": "additive"},
+    "efla": {"decay": "head", "beta": "head", "reparam": "efla"},
+    "negative": {"decay": "head", "beta": "head", "negative_eigenvalues": "both"},
+    "dplr": {"decay": "channel", "transition": "dplr"},
+}
+PASSES = ("forward", "training", "decode", "convolution")
+TENSOR_MEMORY = 512  # columns
+Problem = tuple[str, str, str, int, str]  # device, update ("": convolution), dtype, width, pass
+
+
+def device_of(name: str, triton: str) -> Any:
+    from deltazoo.backends.devices import DeviceSpec
+
+    gpu, capability, shared = DEVICES[name]
+    return DeviceSpec(gpu, "cuda", capability, 4, shared, triton)  # 4 processors: no segments
+
+
+def refusals(device: str, update: str, dtype: str, width: int, kind: str, triton: str) -> list[str]:
+    """What the backend says about a problem."""
+    import torch
+
+    from deltazoo.backends.base import UpdateMeta
+    from deltazoo.backends.spec import UpdateSpec
+    from deltazoo.backends.triton import TritonBackend
+
+    backend = TritonBackend()
+    backend._interpreted = False
+    meta = UpdateMeta("cuda", getattr(torch, dtype), H=2, HV=2, K=width, V=width, grad=kind == "training")
+    return backend.unsupported_on(UpdateSpec(**UPDATES[update]), meta, device_of(device, triton))
+
+
+class Compiler:
+    """A replacement of `launcher` that compiles each distinct kernel once and keeps its resources.
+
+    used: the resources of the kernels launched since the last reset.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
+        self.architecture = 90
+        self.used: list[dict[str, Any]] = []
+
+    def __call__(
+        self,
+        kernel: Any,
+        tensors: Sequence[Any],
+        constants: Sequence[Hashable],
+        warps: int = 4,
+        stages: int = 1,
+        registers: int | None = None,
+    ) -> Any:
+        types = [None if x is None else str(getattr(x, "dtype", x)) for x in tensors]
+        text = repr((kernel.cache_key, types, constants, warps, stages, registers, self.architecture))
+        key = hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
+        if key not in self.known:
+            self.known[key] = self.compile(kernel, tensors, constants, warps, stages, registers)
+            self.path.write_text(json.dumps(self.known))
+        self.used.append(self.known[key])
+        return lambda *_: None
+
+    def compile(self, kernel: Any, *launch: Any) -> dict[str, Any]:
+        from compiling import compile_kernel
+
+        log = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(log):
+                compiled = compile_kernel(kernel, *launch, architecture=self.architecture)
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            return {"kernel": kernel.__name__, "error": lines[0][:200] if lines else type(error).__name__}
+        text = log.getvalue()  # of ptxas
+        return {
+            "kernel": kernel.__name__,
+            "shared": compiled.metadata.shared,
+            "tensor memory": getattr(compiled.metadata, "tmem_size", None) or 0,
+            "registers": max(map(int, re.findall(r"Used (\d+) registers", text))),
+            "spills": max(map(int, re.findall(r"(\d+) bytes spill stores", text))),
+            "serialized": bool(re.search(r"C75\d\d", text)),
+        }
+
+
+def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
+    """Run the launch code of a problem on CPU tensors with this launcher."""
+    import torch
+    from compiling import launch_update
+
+    from deltazoo.backends.base import ConvInputs
+    from deltazoo.backends.spec import UpdateSpec
+    from deltazoo.backends.triton import decode, plan, short_conv
+    from deltazoo.backends.triton.heuristic import heuristic
+    from deltazoo.backends.triton.lower import computes_in_float32, splits_terms
+    from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+
+    name, update, dtype_name, width, kind = problem
+    device, dtype = device_of(name, triton), getattr(torch, dtype_name)
+    if kind == "convolution":
+        inputs = ConvInputs(torch.empty(2, 200, 4 * width, dtype=dtype), torch.empty(4 * width, 4, dtype=dtype))
+        config = [*short_conv.FORWARD, *short_conv.BACKWARD]
+        with patch("deltazoo.backends.triton.launcher.launcher", compiler):
+            (y,) = short_conv._forward(*inputs, [4 * width], [True], [0], config)
+            short_conv._backward(*inputs, [y], [4 * width], [True], [0], config)
+        return
+    spec = UpdateSpec(**UPDATES[update])
+    split_terms, channel = splits_terms(spec, width, dtype), spec.decay == "channel"
+    dtype = torch.float32 if computes_in_float32(spec, width, dtype, channel) else dtype
+    split_terms = split_terms and dtype != torch.float32
+    dplr = spec.transition == "dplr"
+    n = 2 if dplr else 1
+    what = plan.Problem(
+        dtype, 2, 200 * n, 2, 2, width, width, spec.transition != "additive", dplr, spec.decay, False, split_terms
+    )
+    if kind != "decode":
+        launch_update(what, device, compiler, early=dplr, grad=kind == "training")
+        return
+    gate = torch.empty(4, n, 2)
+    keys = torch.empty(4, n, 2, width, dtype=dtype)
+    decay = {"head": torch.empty(4, 2), "channel": torch.empty(4, 2, width)}.get(spec.decay)
+    x = ScanOperands(keys[:, 0], keys, keys, decay, None if dplr else gate, gate, keys if dplr else None)
+    traits = ScanKind(what.delta, dplr, False, split_terms, False, 0.1)
+    with patch.object(decode, "launcher", compiler):
+        decode.step_(x, torch.empty(4, 2, width, width), None, traits, heuristic(what, device).decode)
+
+
+def summarise(used: list[dict[str, Any]], shared: int) -> dict[str, Any]:
+    """The largest use of each resource, and why kernels do not run."""
+    done = [kernel for kernel in used if "error" not in kernel]
+    result: dict[str, Any] = {"faults": sorted({f"{k['kernel']}: {k['error']}" for k in used if "error" in k})}
+    for name, limit in (("shared", shared), ("tensor memory", TENSOR_MEMORY), ("registers", 255)):
+        largest = max(done, key=lambda kernel: kernel[name], default=None)
+        result[name] = largest[name] if largest else 0
+        if largest and largest[name] > limit:
+            result["faults"].append(f"{largest['kernel']}: {name} {largest[name]} > {limit}")
+    result["spills"] = {k["kernel"]: k["spills"] for k in sorted(done, key=lambda k: k["spills"]) if k["spills"]}
+    result["serialized"] = sorted({k["kernel"] for k in done if k["serialized"]})
+    return result
+
+
+def compile_all(problems: list[Problem]) -> None:
+    """Compile problems with the installed Triton; print one JSON line for each."""
+    import triton
+
+    triton.knobs.compilation.always_compile = True
+    triton.knobs.nvidia.dump_ptxas_log = True
+    compiler = Compiler(FOLDER / f"{triton.__version__}.json")
+    for problem in problems:
+        compiler.architecture, compiler.used = int(problem[0].removeprefix("sm_")), []
+        launch(problem, triton.__version__, compiler)
+        print(json.dumps([problem, summarise(compiler.used, DEVICES[problem[0]][2])]), flush=True)
+
+
+def run_version(version: str, problems: list[Problem]) -> Iterator[tuple[Problem, dict[str, Any]]]:
+    """Compile problems in a process with this version of Triton, which is installed first."""
+    target = FOLDER / f"triton-{version}"
+    if not (target / "triton").is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
+        subprocess.run([*pip, f"triton=={version}"], check=True)
+    paths = [str(target), str(ROOT / "tests" / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(FOLDER / "cache")}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": "1"}  # the default until 3.9, which warns about it
+    command = [sys.executable, __file__, "--compile", json.dumps(problems)]
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for line in child.stdout:
+        if line.startswith("[["):
+            problem, result = json.loads(line)
+            yield tuple(problem), result
+    if child.wait():
+        raise SystemExit(f"compiling with Triton {version} ended with exit status {child.returncode}")
+
+
+def problems_of(options: argparse.Namespace) -> list[Problem]:
+    """Problems by update, so that devices share what Triton caches. A convolution does not depend on the update."""
+    grid = product(options.widths, options.dtypes, options.updates, options.devices, PASSES)
+    found = [(d, "" if p == "convolution" else u, t, int(w), p) for w, t, u, d, p in grid if p in options.passes]
+    return list(dict.fromkeys(found))
+
+
+def name_of(problem: Problem) -> str:
+    return " ".join(map(str, filter(None, problem)))
+
+
+def page(stored: dict[str, Any]) -> str:
+    """The summary: per version and device the largest resources and what does not run."""
+    head = "| Triton | device | problems | shared KiB | tensor memory | registers | spill B | not run |\n|" + "---|" * 8
+    rows = []
+    for version, device in product(TRITON, DEVICES):
+        results = {n: r for n, r in stored["results"].get(version, {}).items() if n.startswith(f"{device} ")}
+        if not results:
+            continue
+        spills = {k: b for r in results.values() for k, b in r["spills"].items()}
+        kernel = max(spills, key=lambda k: spills[k], default="")
+        faults = [n.removeprefix(f"{device} ") for n, r in results.items() if r["faults"]]
+        largest = [max(r[name] for r in results.values() if not r["faults"]) if len(faults) < len(results) else 0
+                   for name in ("shared", "tensor memory", "registers")]  # fmt: skip
+        numbers = [f"{largest[0] / 1024:.0f}", *map(str, largest[1:])]
+        spill = f"{spills[kernel]} ({kernel})" if spills else "0"
+        rows.append(f"| {version} | {device} | {len(results)} | {' | '.join(numbers)} | {spill} | {len(faults)} |")
+    return f"{head}\n" + "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = {"triton": TRITON, "devices": tuple(DEVICES), "updates": tuple(UPDATES), "passes": PASSES,
+             "dtypes": ("bfloat16", "float32"), "widths": ("64", "128", "256")}  # fmt: skip
+    for option, values in names.items():
+        parser.add_argument(f"--{option}", type=lambda text: text.split(","), default=values, help=",".join(values))
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile:
+        compile_all([tuple(problem) for problem in json.loads(options.compile)])
+        return
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    stored = json.loads(STORED.read_text()) if STORED.is_file() else {"results": {}}
+    for version in options.triton:
+        for problem, result in run_version(version, problems_of(options)):
+            stored["results"].setdefault(version, {})[name_of(problem)] = result
+            print(version, name_of(problem), json.dumps(result), flush=True)
+    stored["date"] = datetime.date.today().isoformat()
+    lines = (f"  {json.dumps(v)}: {{\n{_lines(r)}\n  }}" for v, r in sorted(stored["results"].items()))
+    STORED.write_text(f'{{"date": "{stored["date"]}", "results": {{\n' + ",\n".join(lines) + "\n}}\n")
+    text = PAGE.read_text().partition("<!-- table -->")[0] if PAGE.is_file() else "# Portability\n\n"
+    PAGE.write_text(f"{text}<!-- table -->\n\nCompiled on {stored['date']}.\n\n{page(stored)}\n")
+
+
+def _lines(results: dict[str, Any]) -> str:
+    return ",\n".join(f"    {json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "tests" / "backends")]
+    main()
