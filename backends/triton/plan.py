@@ -136,6 +136,15 @@ def saves_16_bits(dtype: torch.dtype, K: int, V: int, erase_key: bool, channel: 
     return dtype == torch.bfloat16 and V in _HOPPER_SCAN.values and sweeps(K, V) and not (erase_key or channel)
 
 
+def on_device(problem: Problem, device: DeviceSpec) -> Problem:
+    """Return a problem that was derived without a device as that device computes it."""
+    if not (problem.split_terms and device.is_hopper):
+        return problem
+    by_channel = problem.decay == "channel"
+    takes_16_bits = saves_16_bits(problem.dtype, problem.K, problem.V, problem.erase_key, by_channel)
+    return problem._replace(saves_16_bits=takes_16_bits)
+
+
 class Plan(NamedTuple):
     """The kernels of one update.
 

@@ -17,7 +17,7 @@ from deltazoo.backends.triton.plan import (
     backward_kernels,
     forward_kernels,
     interval,
-    saves_16_bits,
+    on_device,
 )
 from deltazoo.backends.triton.table import describe, look_up
 
@@ -36,11 +36,7 @@ def explain_plan(
     where = f"{device.name} (sm_{capability}, {device.processors} SMs, Triton {device.triton})"
     if shape is None:
         return "\n".join([f"kernel versions on {where}, in order of preference:", *_conditions(device)])
-    problem = problem_for(spec, meta, shape)
-    if problem.split_terms and device.is_hopper:
-        channel = problem.decay == "channel"
-        takes_16_bits = saves_16_bits(problem.dtype, problem.K, problem.V, problem.erase_key, channel)
-        problem = problem._replace(saves_16_bits=takes_16_bits)
+    problem = on_device(problem_for(spec, meta, shape), device)
     try:
         plan, launches = look_up(config, problem, device, meta.grad)
     except ConfigError as error:

@@ -29,6 +29,7 @@ from deltazoo.backends.shapes import Shape
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.plan import on_device
 from deltazoo.backends.triton.table import STEPS, Kernel, key_of
 from deltazoo.backends.tuning.candidates import Target, problem_of, zero_operands
 from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner
@@ -87,7 +88,7 @@ class CudaRunner(Runner):
             TritonBackend(config).compile_in_threads(target.spec, inputs)
 
     def check(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
-        problem_key = key_of(kernel, problem_of(target, kernel), config.split)
+        problem_key = key_of(kernel, on_device(problem_of(target, kernel), self.device), config.split)
         key = (problem_key.code, target.spec, getattr(config, kernel))
         if key not in self._verdicts:
             self._bench = None  # frees its memory

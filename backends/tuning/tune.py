@@ -24,6 +24,7 @@ from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import LaunchConfig
+from deltazoo.backends.triton.plan import on_device
 from deltazoo.backends.triton.revisions import REVISIONS
 from deltazoo.backends.triton.table import (
     Kernel,
@@ -266,7 +267,7 @@ def _gains(target: Target, runner: Runner, table: Table, records: Sequence[Recor
     changed = [record for record in records if record.shape == target.shape.name and record.gain != 1]
     for direction in dict.fromkeys(DIRECTION_OF[record.key.kernel] for record in changed):
         kernel = next(record.key.kernel for record in changed if DIRECTION_OF[record.key.kernel] == direction)
-        problem = problem_of(target, kernel)
+        problem = on_device(problem_of(target, kernel), runner.device)
         known = records_of(runner.device.name, runner.device.triton) | table.usable(runner.device.triton)
         configs = [configured(problem, runner.device, choices) for choices in ({}, known)]
         heuristic_s, tuned_s = runner.time(target, kernel, configs, rounds)
@@ -277,7 +278,8 @@ def _gains(target: Target, runner: Runner, table: Table, records: Sequence[Recor
 
 
 def _job(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> _Job:
-    problem, device = problem_of(target, kernel), runner.device
+    device = runner.device
+    problem = on_device(problem_of(target, kernel), device)
     measured = {k: record for k, record in table.usable(device.triton).items() if record.triton == device.triton}
     known = records_of(device.name, device.triton) | measured
     split = 0 if kernel == "split" else configured(problem, device, known).split

@@ -201,6 +201,15 @@ def test_kernels_of_a_target_depend_on_spec_and_length():
     assert kernels_of(TOKEN._replace(spec=UpdateSpec(householders=2)), TuneConfig()) == ["decode"]
 
 
+def test_hopper_kernels_are_candidates_for_updates_with_split_terms(tmp_path):
+    negative = PACK._replace(spec=UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"))
+    runner = FakeRunner()
+    runner.device = HOPPER
+    tune([negative], runner, FORWARD, tmp_path / "t.json")
+    scans = [config.scan.kernel for _, kernel, configs in runner.compiled if kernel == "scan" for config in configs]
+    assert scans[0] == "hopper"
+
+
 def test_dry_run_lists_kernels_and_measures_nothing(tmp_path):
     out, runner = tmp_path / "t.json", FakeRunner()
     listed = plan([LONG, TOKEN], runner, None, out)
