@@ -37,6 +37,8 @@ def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOper
 def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
     # the kernels for scalar decays and strengths compute the step sizes of EFLA and Longhorn
     in_kernel = spec.reparam != "none" and spec.beta != "channel" and not _has_channel_decay(inputs)
+    erase: Tensor | None
+    write: Tensor | None
     if in_kernel:
         erase = inputs.v.new_ones(inputs.v.shape[:-1], dtype=torch.float32) if inputs.beta is None else inputs.beta
         write = erase

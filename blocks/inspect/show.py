@@ -18,7 +18,7 @@ from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect.catalog import first_doc_line
 from deltazoo.blocks.inspect.describe import Description
 from deltazoo.blocks.inspect.diff import flow_yaml, without_defaults
-from deltazoo.blocks.pattern import expand, parse
+from deltazoo.blocks.pattern import names, parse
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
@@ -162,7 +162,7 @@ def _stack(name: str, trust: bool) -> Details:
     about = {field: str(value) for field, value in spec.model_dump(mode="json", exclude={"layers"}).items()}
     if not isinstance(spec.mlp, str):
         about["mlp"] = flow_yaml({"type": spec.mlp.type, **spec.mlp.model_dump(mode="json", exclude_defaults=True)})
-    used = {term.name for terms in expand(parse(str(spec.pattern)), spec.depth) for term in terms}
+    used = {term.name for term in names(parse(str(spec.pattern)))}
     for layer, config in spec.layers.items():
         note = "" if layer in used else " (not in the pattern)"
         about[f"layers.{layer}"] = flow_yaml(without_defaults(config)) + note

@@ -25,8 +25,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu
     """
     T = q.shape[1]
     if cu_seqlens is not None and values_are_readable(cu_seqlens):
-        pieces = [attend(*tokens, scale, window, None) for tokens in _split_packed((q, k, v), cu_seqlens)]
-        return torch.cat(pieces, 1)
+        pieces = _split_packed((q, k, v), cu_seqlens)
+        return torch.cat([attend(q_n, k_n, v_n, scale, window, None) for q_n, k_n, v_n in pieces], 1)
     sequence_T = None if cu_seqlens is None else sequence_index(cu_seqlens, T)
     if window is None or window >= T:
         return sdpa(q, k, v, scale, None if sequence_T is None else _causal(T, sequence_T))
@@ -73,12 +73,12 @@ def attend_packed(
     T, (N, S) = q.shape[1], cache.k.shape[:2]
     if N > 1 and values_are_readable(cu_seqlens):
         pieces = []
-        for n, tokens in enumerate(_split_packed((q, k, v), cu_seqlens)):
+        for n, (q_n, k_n, v_n) in enumerate(_split_packed((q, k, v), cu_seqlens)):
             if n < N:
-                row, bounds = KVCache(*(x[n : n + 1] for x in cache)), cu_seqlens.new_tensor([0, tokens[0].shape[1]])
-                pieces.append(attend_packed(*tokens, scale, window, row, bounds))
+                row, bounds = KVCache(*(x[n : n + 1] for x in cache)), cu_seqlens.new_tensor([0, q_n.shape[1]])
+                pieces.append(attend_packed(q_n, k_n, v_n, scale, window, row, bounds))
             else:
-                pieces.append(attend(*tokens, scale, window, None))
+                pieces.append(attend(q_n, k_n, v_n, scale, window, None))
         return torch.cat(pieces, 1)
     sequence_T = sequence_index(cu_seqlens, T)
     time_T = torch.arange(T, device=q.device)

@@ -178,7 +178,7 @@ def element_backward_kernel(
                 written = P + ks[i].to(tl.float32) * vs[i].to(tl.float32)
             for i in tl.static_range(GROUP - 1, -1, -1):
                 in_time = t + i < last
-                k_i = ks[i].to(tl.float32)
+                k_i = ks[i].to(tl.float32)  # type: ignore[var-annotated]
                 v_i = vs[i].to(tl.float32)
                 d_o_i = d_os[i].to(tl.float32) * scale
                 read = qs[i].to(tl.float32) * d_o_i
