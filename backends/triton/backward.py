@@ -3,12 +3,11 @@
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, min_key_tile, value_tile
+from deltazoo.backends.triton.backward_pass import GateSums, Pass, Scratch, bytes_per_slot, windows_of
+from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, value_tile
 from deltazoo.backends.triton.forward import (
     WARP_SPECIALIZED_REGISTERS,
     Span,
@@ -25,115 +24,10 @@ from deltazoo.backends.triton.kernels.channel.gradients import channel_gradients
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launcher import launcher
-from deltazoo.backends.triton.operands import Gradients, Prepared, Saved, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import Gradients, Saved, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan
 
 _RECOMPUTED_CHUNKS = 16  # per program of the recomputation, without segments; amortises the load of a checkpoint
-
-
-class _Scratch(NamedTuple):
-    """The scratch buffers of a window, in `saved_dtype`.
-
-    Args:
-        slots: chunk slots of a window.
-        states: [slots, HV, V, K], the state before each chunk. xs: [slots, C, HV, V], x of the delta rule.
-        dstates: [slots, HV, V, K], the gradient of the state after each chunk; None in the sweep.
-        du: [slots, C, HV, V], or dv where du is recovered from dv.
-        programs: programs per chunk and sequence that add to key gradients: HV times the V tiles of the sweep.
-        partial: [2 or 3, slots, C, programs, K], the key gradients of each program, if several share a key head.
-    """
-
-    slots: int
-    states: Tensor
-    xs: Tensor | None
-    dstates: Tensor | None
-    du: Tensor
-    programs: int
-    partial: Tensor | None
-
-    @classmethod
-    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, slots: int, dv: Tensor, sweep: bool) -> "_Scratch":
-        dtype = kind.saved_dtype(x.q.dtype)
-        states, values = (slots, s.HV, s.V, s.K), (slots, s.C, s.HV, s.V)
-        programs = s.HV * _value_tiles(s, sweep)
-        partial = (3 if x.e is not None else 2, slots, s.C, programs, s.K)
-        return cls(
-            slots=slots,
-            states=empty(x.q, *states, dtype=dtype),
-            xs=empty(x.q, *values, dtype=dtype) if kind.delta else None,
-            dstates=None if sweep else empty(x.q, *states, dtype=dtype),
-            du=empty(x.q, *values, dtype=dtype) if kind.stores_du(x) and not sweep else dv,
-            programs=programs,
-            partial=empty(x.q, *partial, dtype=dtype) if programs > s.H else None,
-        )
-
-
-def _value_tiles(s: Sizes, sweep: bool) -> int:
-    """The V tiles whose gradients separate programs compute."""
-    return cdiv(s.V, 128) if sweep else 1
-
-
-def bytes_per_slot(x: ScanOperands, kind: ScanKind, s: Sizes, sweep: bool) -> int:
-    """The scratch of one chunk slot, without the key gradients of grouped heads."""
-    numbers = s.K + kind.delta * s.C
-    if not sweep:
-        numbers += s.K + kind.stores_du(x) * s.C
-    return s.HV * s.V * numbers * kind.saved_dtype(x.q.dtype).itemsize
-
-
-class _GateSums(NamedTuple):
-    """The partial sums of each tile, from which gate_gradients_kernel computes the gate gradients.
-
-    Args:
-        keys: key columns per tile. key_tiles: number of K tiles. tiles: key_tiles times the V tiles of the sweep.
-        early: with an early read or erase, which adds a row.
-        dgates: [tiles, slots, HV, 3 or 4, C]. state_products: [tiles, slots, HV], <dS, S>.
-    """
-
-    keys: int
-    key_tiles: int
-    tiles: int
-    early: bool
-    dgates: Tensor
-    state_products: Tensor
-
-    @classmethod
-    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, plan: Plan, config: LaunchConfig) -> "_GateSums":
-        on_hopper = plan.backward != "reverse+gradients" or plan.gradients in ("hopper", "hopper channel")
-        K0 = key_tiles(s.K)[0]
-        requested = 64 if on_hopper else config.gradients.keys or K0
-        keys = min(max(requested, min_key_tile(kind.saved_dtype(x.q.dtype))), K0)
-        tiles_of_K = cdiv(s.K, keys)
-        tiles = tiles_of_K * _value_tiles(s, plan.backward != "reverse+gradients")
-        early = (kind.erase_early or kind.read_early) and x.decay != "channel"
-        dgates = empty(x.q, tiles, s.slots, s.HV, 4 if early else 3, s.C)
-        return cls(keys, tiles_of_K, tiles, early, dgates, empty(x.q, tiles, s.slots, s.HV))
-
-
-class _Pass(NamedTuple):
-    """Operands and results that the launches of one backward pass share.
-
-    Args:
-        d_state: [N, HV, K, V], the gradient of the state: of the final one at first, of the initial one at the end.
-        d: the gradients that they compute.
-    """
-
-    x: ScanOperands
-    kind: ScanKind
-    s: Sizes
-    plan: Plan
-    config: LaunchConfig
-    prepared: Prepared
-    checkpoints: Tensor
-    d_o: Tensor
-    d_state: Tensor
-    sums: _GateSums
-    d: Gradients
-
-    @property
-    def slopes(self) -> Tensor | None:
-        """The derivatives of the strengths of EFLA and Longhorn."""
-        return self.prepared.derivatives()[1]
 
 
 def backward(
@@ -146,8 +40,8 @@ def backward(
     if kind.reparam != "none":
         x = x._replace(b=saved.prepared.strengths, w=saved.prepared.strengths)
     d_state = empty(x.q, s.N, s.HV, s.K, s.V) if d.state is None else d.state
-    sums = _GateSums.empty(x, kind, s, plan, config)
-    run = _Pass(x, kind, s, plan, config, saved.prepared, saved.checkpoints, d_o, d_state, sums, d)
+    sums = GateSums.empty(x, kind, s, plan, config)
+    run = Pass(x, kind, s, plan, config, saved.prepared, saved.checkpoints, d_o, d_state, sums, d)
     if plan.backward == "fused":
         _set(d_state, d_final)
         _fused(run)
@@ -161,7 +55,7 @@ def _set(d_state: Tensor, d_final: Tensor | None) -> None:
     d_state.zero_() if d_final is None else d_state.copy_(d_final)
 
 
-def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
+def _by_windows(run: Pass, d_final: Tensor | None) -> None:
     """Recompute the states of a window and scan it backwards, the last window first."""
     x, kind, s, plan, config = run.x, run.kind, run.s, run.plan, run.config
     sweep = plan.backward == "sweep"
@@ -169,7 +63,7 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
     unit, windows, slots = windows_of(s, config.every, plan.split, max_slots)
     chunks = cdiv(cdiv(cdiv(s.T, s.C), unit), windows) * unit  # of one sequence in a window, at most
     segments = cdiv(chunks, plan.split) if plan.split else 1
-    scratch = _Scratch.empty(x, kind, s, slots, run.d.v, sweep)
+    scratch = Scratch.empty(x, kind, s, slots, run.d.v, sweep)
 
     assert plan.recompute is not None
     stored = config.every if plan.split else max(config.every, _RECOMPUTED_CHUNKS)
@@ -209,34 +103,8 @@ def _by_windows(run: _Pass, d_final: Tensor | None) -> None:
             launch(window)
 
 
-def windows_of(s: Sizes, every: int, split: int, max_slots: int) -> tuple[int, int, int]:
-    """Divide the chunks into windows that fit `max_slots` chunk slots of scratch.
-
-    A window has at least one unit of each sequence: a segment, or the chunks between two checkpoints. Lengths of packed
-    sequences are unknown on the host, so that one unit of each may be unused. If that exceeds a sixteenth of the slots,
-    the units of a pack are smaller, and the recomputation starts from the checkpoint before the window.
-
-    Returns: the unit that windows end at, the number of windows, the slots of a window.
-    """
-    unit = max(every, split)
-    if max_slots >= s.slots:
-        return unit, 1, s.slots
-    if s.packed:
-        if not split and max_slots >= 8 * s.N:
-            unit = min(every, 1 << (max(max_slots // (16 * s.N), 1).bit_length() - 1))
-        units = cdiv(cdiv(s.T, s.C), unit)
-        # beside one unit of each sequence: the slots that are left, or as many again if none are left
-        windows = min(max(units, 1), cdiv(s.slots + 1, max(max_slots - s.N * unit, s.N * unit)))
-        slots = (s.slots + 1) // windows + s.N * unit
-    else:
-        units = cdiv(cdiv(s.T, s.C), unit)
-        windows = cdiv(units, max(max_slots // (s.N * unit), 1))
-        slots = s.N * cdiv(units, windows) * unit
-    return (unit, windows, slots) if slots < s.slots else (unit, 1, s.slots)
-
-
 def _reverse(
-    run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None, ends: Tensor | None = None
+    run: Pass, span: Span, scratch: Scratch, starts: Tensor | None, ends: Tensor | None = None
 ) -> WindowLaunch:
     """The portable reverse scan; with `ends` the contributions of the segments, before they are combined."""
     kind, launch, dtype = run.kind, run.config.reverse, run.x.q.dtype
@@ -262,7 +130,7 @@ def _reverse(
     return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments)
 
 
-def _reverse_on_hopper(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> WindowLaunch:
+def _reverse_on_hopper(run: Pass, span: Span, scratch: Scratch, starts: Tensor | None) -> WindowLaunch:
     from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel
 
     kind = run.kind
@@ -283,7 +151,7 @@ def _reverse_on_hopper(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor
     return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments)
 
 
-def _gradients(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+def _gradients(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
     x, kind, s, launch, sums, d = run.x, run.kind, run.s, run.config.gradients, run.sums, run.d
     small = scratch.states.itemsize == 2 and max(sums.keys, launch.tile) <= 64 and launch.warps == 4
     gradients = launcher(
@@ -305,7 +173,7 @@ def _gradients(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
     return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
 
 
-def _gradients_of_channels(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+def _gradients_of_channels(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
     x, kind, s, launch, sums, d = run.x, run.kind, run.s, run.config.gradients, run.sums, run.d
     gradients = launcher(
         channel_gradients_kernel,
@@ -326,7 +194,7 @@ def _gradients_of_channels(run: _Pass, span: Span, scratch: _Scratch) -> WindowL
     return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
 
 
-def _gradients_of_channels_on_hopper(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
     from deltazoo.backends.triton.kernels.hopper.channel_gradients import hopper_channel_gradients_kernel
 
     x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
@@ -346,7 +214,7 @@ def _gradients_of_channels_on_hopper(run: _Pass, span: Span, scratch: _Scratch) 
     return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
 
 
-def _gradients_on_hopper(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+def _gradients_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
     from deltazoo.backends.triton.kernels.hopper.gradients import hopper_gradients_kernel
 
     x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
@@ -365,7 +233,7 @@ def _gradients_on_hopper(run: _Pass, span: Span, scratch: _Scratch) -> WindowLau
     return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
 
 
-def _sweep(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> WindowLaunch:
+def _sweep(run: Pass, span: Span, scratch: Scratch, starts: Tensor | None) -> WindowLaunch:
     """The reverse scan and the gradients in one launch."""
     from deltazoo.backends.triton.kernels.hopper.sweep import hopper_backward_sweep_kernel
 
@@ -389,7 +257,7 @@ def _sweep(run: _Pass, span: Span, scratch: _Scratch, starts: Tensor | None) -> 
     return lambda window: sweep(programs, s.slots, scratch.slots, kind.scale, s.T, window, span.windows, span.segments)
 
 
-def _fused(run: _Pass) -> None:
+def _fused(run: Pass) -> None:
     """Recompute the states, scan back and compute the gradients in one launch, one program per sequence and head.
 
     The recomputed state before each chunk is stored where the chunk's gradients will be written, except the state
@@ -416,7 +284,7 @@ def _fused(run: _Pass) -> None:
     fused(s.N * s.HV, s.slots, kind.scale, s.T)
 
 
-def _sum_groups(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
+def _sum_groups(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
     x, s, d = run.x, run.s, run.d
     sum_groups = launcher(
         sum_groups_kernel,
@@ -428,7 +296,7 @@ def _sum_groups(run: _Pass, span: Span, scratch: _Scratch) -> WindowLaunch:
     return lambda window: sum_groups(slots * s.H, s.N, s.T, window, span.windows, slots)
 
 
-def _gate_gradients(run: _Pass) -> None:
+def _gate_gradients(run: Pass) -> None:
     x, s, d = run.x, run.s, run.d
     d_log_decay = empty(x.q, *x.v.shape[:3]) if x.decay == "fixed" else d.log_decay
     by_chunk = d_log_decay is not None and x.decay != "channel"  # else the gradients kernel has written it
@@ -440,7 +308,7 @@ def _gate_gradients(run: _Pass) -> None:
         torch.sum(d_log_decay, (0, 1), out=d.log_decay)
 
 
-def _sum_gate_gradients(run: _Pass, d_log_decay: Tensor | None, needed: tuple[bool, bool, bool]) -> None:
+def _sum_gate_gradients(run: Pass, d_log_decay: Tensor | None, needed: tuple[bool, bool, bool]) -> None:
     x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
     gate_gradients = launcher(
         gate_gradients_kernel,

@@ -28,6 +28,7 @@ def _emulated(monkeypatch):
         "hopper.channel_prepare",
         "hopper.scan",
         "hopper.scan_producer",
+        "hopper.scan_products",
         "hopper.reverse",
         "hopper.sweep",
         "hopper.fused_backward",

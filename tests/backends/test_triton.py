@@ -486,7 +486,7 @@ def test_unsupported_specs_are_refused_with_reasons():
 
 
 def test_window_units_of_a_pack_grow_with_the_number_of_sequences():
-    from deltazoo.backends.triton.backward import windows_of
+    from deltazoo.backends.triton.backward_pass import windows_of
 
     def sizes(N: int, T: int) -> Sizes:
         return Sizes(N, T, T // 64 + N, 16, 16, 128, 128, 64, True)
@@ -518,7 +518,7 @@ def test_gradients_do_not_depend_on_the_number_of_windows(lengths, heads):
 
 @pytest.mark.parametrize(("lengths", "heads"), [((300, 41), 2), ((341,), 1), ((200, 141), 1)], ids=str)
 def test_a_window_may_start_between_checkpoints(lengths, heads):
-    from deltazoo.backends.triton.backward import windows_of
+    from deltazoo.backends.triton.backward_pass import windows_of
 
     x = draw(Case(GATED, Shape("between", 1, 341, 1, heads, 16, 16, lengths=lengths)), DEVICE)
     leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]

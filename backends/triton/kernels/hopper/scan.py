@@ -53,7 +53,6 @@ and "recompute" (of states).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -63,7 +62,6 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     A_OPERAND,
     ACC,
     ACC_COLUMNS,
-    ACC_ROWS,
     barrier,
     consumer_release,
     low_term,
@@ -72,6 +70,12 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer
+from deltazoo.backends.triton.kernels.hopper.scan_products import (
+    issue_kq,
+    read_state_by_key_tiles,
+    scale_channels,
+    store_p_tile,
+)
 from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     GlobalPointers,
     WorkTile,
@@ -81,76 +85,6 @@ from deltazoo.backends.triton.kernels.hopper.scan_traits import (
 )
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, sequence_and_segment
-
-
-@gluon.jit
-def read_state_by_key_tiles(S, smem, state_s, stage, traits: gl.constexpr):
-    """Return S^T k^T and S^T q^T, one tile of 64 keys after the other.
-
-    For NK > 2, where the registers cannot hold S^T in 16 bits beside its accumulators. When states are recomputed,
-    leaves the 16-bit tiles in state_s.
-    """
-    NK: gl.constexpr = traits.NK
-    OUTPUT: gl.constexpr = traits.OUTPUT
-    y = gl.zeros([64, 64], gl.float32, ACC)
-    out = gl.zeros([64, 64], gl.float32, ACC)
-    for tk in gl.static_range(NK):
-        S_low = to_16_bits(S[tk], traits.dtype)
-        a_S = gl.convert_layout(S_low, A_OPERAND, assert_trivial=True)
-        if traits.DELTA:
-            k_T = smem.e[tk].index(stage).permute((1, 0))
-            y = warpgroup_mma(a_S, k_T, y, use_acc=tk > 0, is_async=True)
-        if OUTPUT:
-            q_T = smem.q[tk].index(stage).permute((1, 0))
-            out = warpgroup_mma(a_S, q_T, out, use_acc=tk > 0, is_async=True)
-        else:
-            state_s[tk].store(S_low)
-        if traits.DELTA and OUTPUT:
-            y, out, a_S = warpgroup_mma_wait(0, deps=[y, out, a_S])
-        elif traits.DELTA:
-            y, a_S = warpgroup_mma_wait(0, deps=[y, a_S])
-        elif OUTPUT:
-            out, a_S = warpgroup_mma_wait(0, deps=[out, a_S])
-    return y, out
-
-
-@gluon.jit
-def issue_kq(smem, stage, traits: gl.constexpr):
-    """Issue the wgmmas of k q^T [64, 64] of a chunk."""
-    NK: gl.constexpr = traits.NK
-    P = gl.zeros([64, 64], gl.float32, ACC)
-    for tk in gl.static_range(NK):
-        q_T = smem.q[tk].index(stage).permute((1, 0))
-        P = warpgroup_mma(smem.k[tk].index(stage), q_T, P, use_acc=tk > 0, is_async=True)
-    return P
-
-
-@gluon.jit
-def store_p_tile(P, PENDING: gl.constexpr, P_s, smem, stage, scale, traits: gl.constexpr):
-    """Store P^T [written token j, reading token i] in P_s, from the accumulator of k q^T (additive updates).
-
-    PENDING: number of wgmmas that were issued after those of k q^T.
-    """
-    P = warpgroup_mma_wait(PENDING, deps=[P])
-    i = gl.arange(0, 64, ACC_COLUMNS)[None, :]
-    j = gl.arange(0, 64, ACC_ROWS)[:, None]
-    if traits.DECAY != "none":
-        # may be inf or NaN at non-causal positions, masked below
-        G_i = smem.G_prev.index(stage).load(ACC_COLUMNS) if traits.EARLY else smem.G.index(stage).load(ACC_COLUMNS)
-        P *= gl.exp2(G_i[None, :] - smem.G.index(stage).load(ACC_ROWS)[:, None])
-    P_s.index(0).store(to_16_bits(gl.where(j + (1 if traits.READ_EARLY else 0) <= i, P * scale, 0.0), traits.dtype))
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
-def scale_channels(S, decays, stage, NK: gl.constexpr):
-    """Multiply the columns of S^T, the keys, by 2^Gend of each."""
-    scaled = (S[0] * decays.index(stage).slice(0, 64).load(ACC_COLUMNS)[None, :],)
-    for tk in gl.static_range(NK - 1):
-        factors = decays.index(stage).slice(tk * 64 + 64, 64).load(ACC_COLUMNS)
-        scaled = scaled + (S[tk + 1] * factors[None, :],)
-    return scaled
 
 
 @gluon.jit
