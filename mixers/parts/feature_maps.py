@@ -35,7 +35,8 @@ class FeatureMap(OperandPart, ResizesHeads):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        return inputs._replace(q=phi(self.feature, inputs.q), k=phi(self.feature, inputs.k)), None
+        q, k = (phi(self.feature, x).to(x.dtype) for x in (inputs.q, inputs.k))  # autocast computes some in float32
+        return inputs._replace(q=q, k=k), None
 
     def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(key_width=feature_width(self.feature, shape.key_width))

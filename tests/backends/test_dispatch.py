@@ -17,13 +17,11 @@ from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain
 from deltazoo.backends import dispatch, registry
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import SHAPES, Shape
 
 GDN = UpdateSpec(decay="head", beta="head")
-RATE = UpdateSpec(decay="rate", transition="additive")
 CPU = UpdateMeta("cpu", torch.float32, H=2, HV=2, K=4, V=4)
 
 
@@ -136,23 +134,6 @@ def test_refusal_of_tensors_is_logged_by_the_first_call(monkeypatch, caplog):
         call(inputs)
     (message,) = caplog.messages
     assert "backend 'powers' cannot run this spec on cpu: K must be a power of two, got 6; using 'reference'" in message
-
-
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_refusal_by_triton_is_logged_by_bind_if_there_is_a_gpu(has_gpu, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "_logged", set())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(DeviceSpec, "current", lambda index=None: DeviceSpec.named("NVIDIA H200"))
-    bind(GDN)
-    bind(RATE, "reference")
-    assert "must be" not in caplog.text
-    bind(RATE)
-    messages = [message for message in caplog.messages if "decay must be" in message]
-    assert len(messages) == int(has_gpu)
-    if has_gpu:
-        assert messages[0].startswith("backend 'triton' cannot run this spec on cuda: ")
-        assert "decay must be 'none', 'fixed', 'head' or 'channel', got 'rate'" in messages[0]
-        assert "; using 'compile' (" in messages[0]
 
 
 def test_error_lists_the_reasons_of_all_candidates(monkeypatch):
