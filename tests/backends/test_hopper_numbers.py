@@ -101,9 +101,15 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays"])
-@pytest.mark.parametrize("route", ["sweep of value tiles", "sweep", "fused", "fused packs"])
-@pytest.mark.parametrize("name", SPLIT)
+SPLIT_CASES = [
+    pytest.param(name, route, regime, marks=[pytest.mark.slow] if (i + j + n) % 3 else [])
+    for i, name in enumerate(SPLIT)
+    for j, route in enumerate(("sweep of value tiles", "sweep", "fused", "fused packs"))
+    for n, regime in enumerate(("ordinary", "parallel", "decays"))
+]
+
+
+@pytest.mark.parametrize(("name", "route", "regime"), SPLIT_CASES)
 def test_split_terms_in_bfloat16_match_float64(monkeypatch, name, route, regime):
     # the interpreter has no bfloat16 arithmetic; the portable kernels that run here only convert it
     monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
@@ -177,7 +183,13 @@ CHANNEL_SHAPES = (
 @pytest.mark.parametrize(
     ("name", "shape", "regime", "late"),
     [
-        (name, CHANNEL_SHAPES[i % 3], REGIMES[(i + j) % 4], (i + j // 2) % 2 == 0)
+        pytest.param(
+            name,
+            CHANNEL_SHAPES[i % 3],
+            REGIMES[(i + j) % 4],
+            (i + j // 2) % 2 == 0,
+            marks=[pytest.mark.slow] if j > 1 else [],
+        )
         for i, name in enumerate(CHANNEL_SPECS)
         for j in range(4)
     ],
