@@ -136,7 +136,7 @@ def checks_of(target: Target, kernel: Kernel, config: LaunchConfig, regimes: Seq
     spec, shape, dtype = target
     if kernel in STEPS:
         return [Case(spec, Shape("short", 3, 1, *shape[3:7]), dtype)]
-    T = 64 * (config.split or config.every) + 144
+    T = 64 * (config.split or max(config.every, 16)) + 144  # recomputation runs over 16 chunks at least
     lengths = (T - 80, 0, 64, 16) if shape.lengths else ()
     short = Shape("short", 1, T, *shape[3:7], lengths)
     return [Case(spec, short, dtype, regime) for regime in (regimes[:1] if config.split else regimes)]

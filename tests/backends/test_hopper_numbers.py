@@ -245,7 +245,7 @@ def test_the_fused_backward_needs_no_scratch_memory():
 @pytest.mark.parametrize("lengths", [(), (256, 256)])
 def test_the_cases_of_the_tuner_start_from_checkpoints(monkeypatch, kernel, module, name, launches, lengths):
     target = Target(SPECS["gated delta"], Shape("tuned", 1, 512, 1, 1, 128, 128, lengths), torch.float16)
-    config = LaunchConfig(every=2, scratch=0, **launches)
+    config = LaunchConfig(every=2, **launches)
     cases = checks_of(target, kernel, config)
     assert_conforms(TritonBackend(config), cases[0])
     module = sys.modules[f"{PACKAGE}.{module}"]

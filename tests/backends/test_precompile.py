@@ -10,7 +10,7 @@ from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.triton import TritonBackend, op, precompile
+from deltazoo.backends.triton import TritonBackend, decode_op, op, precompile
 from deltazoo.backends.triton import plan as plans
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.operands import ScanKind
@@ -82,7 +82,8 @@ def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, wha
         shape = Shape(what, B=1, T=T, H=1, HV=2, K=16, V=16, lengths=lengths)
         operands, kind, arguments = scan_arguments(shape, DEVICE)
         if what == "step":
-            calls = [(op._step_impl, (*operands[:7], torch.zeros(1, 2, 16, 16, device=DEVICE), None, *kind))]
+            x, step_kind = decode_op.decode_operands(GATED, draw(Case(GATED, shape, torch.float16), DEVICE), "")
+            calls = [(decode_op._step_impl, (*x, torch.zeros(1, 2, 16, 16, device=DEVICE), None, *step_kind))]
         else:
             o, final, *saved = op._scan_impl(*arguments)
             calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, *saved, o, final, *kind))]

@@ -348,7 +348,7 @@ def test_fused_backward_is_a_candidate_of_the_reverse_scan_without_segments_and_
 def test_check_uses_short_cases_with_the_target_s_kernels():
     cases = checks_of(PACK, "scan", LaunchConfig(every=8))
     assert [case.regime for case in cases] == ["ordinary", "parallel", "decays"]
-    assert all(case.shape.T == sum(case.shape.lengths) == 8 * 64 + 144 and 0 in case.shape.lengths for case in cases)
+    assert all(case.shape.T == sum(case.shape.lengths) == 16 * 64 + 144 and 0 in case.shape.lengths for case in cases)
     for kernel in ("split", "scan"):
         (case,) = checks_of(LONG, kernel, LaunchConfig(split=64))
         assert (case.shape.H, case.shape.HV, case.shape.T) == (2, 8, 64 * 64 + 144)
