@@ -1,4 +1,4 @@
-"""The check of `verify_` and `commit_`: drafted tokens of which each row accepts another number.
+"""Check `verify_` and `commit_` with drafts of which each row accepts a different number of tokens.
 
 B batch, n drafted tokens, HV value heads, K key width, V value width, S rows of the states
 """

@@ -63,7 +63,7 @@ def _fields(spec: StackSpec, in_both: Set[str]) -> dict[str, Any]:
 
 
 def without_defaults(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
-    """Return the fields of a layer that differ from their defaults, as they stand in a stack file."""
+    """Return the fields of a layer that differ from their defaults, in the form of a stack file."""
     if isinstance(layer, MixerConfig):
         return {"mixer": layer.name, **layer.model_dump(mode="json", exclude_defaults=True)}
     mixers = [without_defaults(config) for config in layer.mixers]
