@@ -41,8 +41,8 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.scan import issue_kq, scale_channels, store_p_tile
 from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer
+from deltazoo.backends.triton.kernels.hopper.scan_products import issue_kq, scale_channels, store_p_tile
 from deltazoo.backends.triton.kernels.hopper.scan_traits import WorkTile, allocate_smem, make_traits, num_stages
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from_zero, sequence_and_segment
