@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import re
 
 from pydantic import BaseModel
 
@@ -26,6 +27,18 @@ class MixerEntry(BaseModel):
     source: str = ""
     owner: str = ""
     problem: str | None = None
+
+    @property
+    def recurrence(self) -> str:
+        """The first formula of the equation, short enough for one line.
+
+        In the recurrence of a state, S is the state before token t and S' the state after it, and the index t is
+        omitted except for the decay: d_t depends on the token, d does not.
+        """
+        formula = re.split(r"; |   \(|\n", self.equation)[0]
+        if not re.fullmatch(r"S_t = [^,]*", formula):
+            return formula
+        return re.sub(r"(?<!\bd)_t\b", "", formula.replace("S_t", "S'", 1).replace("S_(t-1)", "S"))
 
 
 class BackendEntry(BaseModel):

@@ -34,6 +34,27 @@ def test_list_of_one_kind_contains_no_other(ok):
     assert "gated_deltanet" not in printed
 
 
+def test_list_prints_one_line_per_entry_at_80_columns(ok, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("list").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [*registry.names(registry.MIXERS), *registry.names(registry.BACKENDS), *presets.names()]
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in names] == names
+    assert len(lines) <= len(names) + 12  # three headers with a rule, blank lines, the legend and the last line
+    (gated_deltanet,) = (line for line in lines if line.startswith("gated_deltanet "))
+    assert gated_deltanet.split(maxsplit=1)[1] == "S' = d_t (I - beta k k^T) S + beta k v^T"
+    assert not any("deltazoo 0" in line or "arXiv" in line for line in lines)
+
+
+def test_list_names_the_package_and_the_problem_of_a_plug_in(ok, broken_plug_in, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("list", "backends").out.splitlines()
+    assert any(line.startswith("broken ") and "PROBLEM, see below" in line for line in lines)
+    assert any(
+        line.startswith("broken of ") and "no_such_module" in " ".join(lines[i : i + 3]) for i, line in enumerate(lines)
+    )
+
+
 def test_a_broken_plug_in_is_listed_with_its_problem(ok, run, broken_plug_in):
     result = ok("list", "--json").json
     entries = {entry["name"]: entry for entry in result["backends"]}
