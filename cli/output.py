@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from deltazoo.backends.progress import Progress
-    from deltazoo.blocks.inspect.describe import Description, LayerRow
 
 _LOG_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
@@ -87,37 +86,6 @@ def output_width() -> int | None:
     if columns.isdecimal() and int(columns) > 0:
         return int(columns)
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def print_layers(description: "Description") -> None:
-    """Print the mixers and costs of every layer, and the totals."""
-    columns = ["", "mixer", ">parameters", ">FLOPs/token", ">/context", ">state B", ">cache B", "backend"]
-    rows = [
-        [
-            row.layer,
-            row.mixer,
-            *_costs(row),
-            _join_devices({device: name or "none" for device, name in row.backends.items()}),
-        ]
-        for row in description.layers
-    ]
-    print_table(columns, [*rows, ["", "all", *_costs(description), ""]])
-    print_line(
-        f"{description.dtype}. all: with embedding and head. /context: additional FLOPs per token for each token of "
-        "context. state B: bytes per sequence. cache B: bytes per token."
-    )
-
-
-def _join_devices(backends: Mapping[str, str]) -> str:
-    """Return the name of the backend if it is the same on all devices, else each name with its device."""
-    if len(set(backends.values())) == 1:
-        return next(iter(backends.values()))
-    return ", ".join(f"{name} ({device})" for device, name in backends.items())
-
-
-def _costs(row: "LayerRow | Description") -> list[str]:
-    counts = (row.parameters, row.flops, row.flops_context, row.state_bytes, row.cache_bytes)
-    return [f"{count:,}" for count in counts]
 
 
 @contextmanager

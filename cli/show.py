@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.cli.layers import print_layers
 from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
-from deltazoo.cli.output import print_json, print_layers, print_line, print_table
+from deltazoo.cli.output import print_json, print_line, print_table
 
 
 def command(

@@ -1,5 +1,7 @@
 """list, show, build, schema and doctor print the results of the library."""
 
+import re
+
 import pytest
 import torch
 
@@ -171,6 +173,26 @@ def test_build_describes_and_saves_the_stack(ok, tmp_path):
     assert result["description"]["parameters"] == sum(weight.numel() for weight in model.parameters())
     assert [layer["mixer"] for layer in result["description"]["layers"]] == ["gated_deltanet"] * 3 + ["sliding_window"]
     assert StackSpec.load(path) == model.spec == StackSpec(**result["stack"])
+
+
+@pytest.mark.parametrize("name", ["minimax-01", "kimi-linear", "nemotron-h", "gated-deltanet-h1-small"])
+def test_build_folds_equal_layers_at_80_columns(ok, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("build", name).out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = StackSpec.load(name).describe().layers
+    folded = re.findall(r"^ *(\d+) x (\S+) ", "\n".join(lines), re.MULTILINE)
+    assert len(folded) < len(rows)
+    for mixer in {row.mixer for row in rows}:
+        layers = sum(row.mixer == mixer for row in rows)
+        assert sum(int(count) for count, folded_mixer in folded if folded_mixer == mixer) == layers
+    assert lines[0].startswith(str(StackSpec.load(name).pattern)[:70])
+
+
+def test_build_omits_the_columns_of_a_model_without_a_cache(ok, stack_file):
+    printed = ok("build", stack_file).out
+    assert "state" in printed.split("─")[0]
+    assert "cache" not in printed.split("─")[0]
 
 
 def test_build_changes_only_the_given_fields_of_a_file(ok, stack_file):
