@@ -69,9 +69,11 @@ def print_table(
 
 
 def print_text(text: str) -> None:
-    """Print sentences, wrapped to the width of the output; the lines after the first are indented."""
-    for line in wrap(text, output_width(), rest="  "):
-        print_line(line)
+    """Print lines, wrapped to the width of the output; a line's continuation is indented by two columns more."""
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        for wrapped in wrap(line, output_width(), rest=indent):
+            print_line(wrapped)
 
 
 def print_notes(notes: Iterable[tuple[str, str]]) -> None:

@@ -104,6 +104,45 @@ def test_show_lists_the_verdicts_of_explain(ok, name):
     assert "chosen" in ok("show", name).out
 
 
+@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "mla", "minimax-01", "cudnn", "nemotron-h"])
+def test_show_fits_80_columns_without_an_update_spec_in_python(ok, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = ok("show", name, "--width", 256).out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "UpdateSpec(" not in printed
+    assert "version" not in printed
+
+
+def test_show_prints_the_recurrence_uses_and_costs_of_a_mixer(ok, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    config = config_class("gated_deltanet")()
+    printed = ok("show", "gated_deltanet").out
+    recurrence, output = config.equation().split(";  ")
+    for text in (recurrence, output, config.source, "decay=head beta=head", "Gated DeltaNet (Yang 2024, 2412.06464)"):
+        assert text in printed
+    presets_line = printed.partition("presets")[2].partition("spec ")[0].replace("\n", " ").split()
+    assert {"qwen3-next,", "olmo-hybrid,"} <= {*presets_line}
+    assert not any("tiny" in name for name in presets_line)
+    cost = config.cost(1024)
+    for figure in (cost.state_bytes, cost.flops):
+        assert f" {figure:,}\n" in printed
+    assert cost.cache_bytes == 0
+    assert "cache" not in printed
+
+
+def test_show_prints_each_refusal_once(ok):
+    printed = ok("show", "gated_deltanet").out
+    result = ok("show", "gated_deltanet", "--json").json
+    reasons = {reason for row in result["backends"] for reason in row["reasons"]}
+    assert {printed.count(reason) for reason in reasons} == {1}
+    assert "backend chosen on cpu: compile" in printed
+    flashinfer = ok("show", "flashinfer", "--json").json["takes"]
+    every = set.intersection(*(set(reasons) for reasons in flashinfer.values()))
+    printed = ok("show", "flashinfer").out
+    assert every
+    assert all(printed.count(f"every mixer: {reason}") == 1 for reason in every)
+
+
 def test_show_prints_the_kernel_plan_for_a_named_gpu(ok, run):
     options = ("show", "gated_deltanet", "--dtype", "bfloat16", "--device-name", "NVIDIA H200")
     update = config_class("gated_deltanet")().build(1024).update
