@@ -268,10 +268,22 @@ def test_doctor_lists_versions_devices_and_backends(ok):
     assert result["environment"]["torch"] == torch.__version__
     assert result["environment"]["deltazoo"] == deltazoo.__version__
     assert result["devices"][0] == "cpu"
-    verdicts = {(row["device"], row["dtype"], row["backend"]): row["verdict"] for row in result["backends"]}
-    assert verdicts["cpu", "float32", "compile"] == "chosen"
-    assert "requested by name" in verdicts["cpu", "bfloat16", "reference"]
+    rows = {(row["device"], row["dtype"], row["backend"]): row for row in result["backends"]}
+    assert rows["cpu", "float32", "compile"]["chosen"] is True
+    assert rows["cpu", "bfloat16", "reference"]["chosen"] is False
+    assert "requested by name" in rows["cpu", "bfloat16", "reference"]["reasons"][0]
     assert "No problems found." in ok("doctor").out
+
+
+def test_doctor_prints_each_refusal_once_at_80_columns(ok, monkeypatch):
+    reasons = {reason for row in ok("doctor", "--json").json["backends"] for reason in row["reasons"]}
+    printed = ok("doctor").out
+    assert {printed.count(reason) for reason in reasons} == {1}
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("doctor").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.split() == ["compile", "chosen", "chosen"] for line in lines if line.startswith("compile"))
+    assert any(line.startswith("flashinfer ") and "refuses" in line for line in lines)
 
 
 def test_doctor_reports_a_missing_compiler(run, monkeypatch):
