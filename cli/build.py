@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.cli.layers import print_layers
 from deltazoo.cli.options import AsJson, BackendName, OptionalStack, Trust
-from deltazoo.cli.output import print_json, print_layers, print_line
+from deltazoo.cli.output import print_json, print_line, print_text
 
 
 def command(
@@ -56,6 +57,8 @@ def command(
     if as_json:
         print_json({"stack": spec, "description": description})
         return
+    print_text(f"{spec.pattern}: width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters")
+    print_line()
     print_layers(description)
     if plot is not None:
         print_line(f"plotted to {plot}")

@@ -1,42 +1,79 @@
 """`deltazoo check`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deltazoo.cli.options import AsJson, BackendNames, Device, split
-from deltazoo.cli.output import print_json, print_line, print_table, progress
+from deltazoo.cli.output import print_json, print_line, print_notes, print_table, print_text, progress
+
+if TYPE_CHECKING:
+    from deltazoo.backends.conformance.check_file import CheckResults
+
+_MAX_FAILURES = 5  # sentences without --verbose
 
 
 def command(
     file: Annotated[Path, typer.Argument(help="YAML or JSON file in the format above.")],
     backends: BackendNames = None,
     device: Device = "cpu",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every case, tensor and failure.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare backends with the float64 reference on the recurrence, shapes and dtypes of a file.
 
-    Exit code 1: a backend exceeds a tolerance or refuses every case.
+    \b
+    Prints the worst error of each backend, relative to its limit.
+    Exit code 1: an error exceeds its limit, a backend raises an exception,
+    or a backend that --backends names refuses every case.
 
     \b
     spec: {decay: head, beta: head, negative_eigenvalues: both}
-    shapes: [cpu, {B: 4, T: 1000, H: 8, K: 96, V: 192}, {H: 2, HV: 8, K: 64, lengths: [700, 0, 324]}]
+    shapes:
+    - cpu
+    - {B: 4, T: 1000, H: 8, K: 96, V: 192}
+    - {H: 2, HV: 8, K: 64, lengths: [700, 0, 324]}
     dtypes: ["float32", "bfloat16"]
     """
     from deltazoo.backends.conformance.check_file import check_file
 
     with progress() as report_progress:
-        report = check_file(file, split(backends), device, report_progress)
+        results = check_file(file, split(backends), device, report_progress)
     if as_json:
-        print_json(report)
+        print_json(results)
     else:
-        print_table(["case", "backend", "tensor", ">error", ">limit", ""], [row.cells() for row in report.rows])
-        for sentence in report.failures:
-            print_line(sentence)
-        refusals = sum(bool(row.refused) for row in report.rows)
-        refused = f", {refusals} refused" if refusals else ""
-        print_line(f"{len(report.failures)} failures on {report.cases} cases of {', '.join(report.backends)}{refused}")
-        for name in report.refusing:
-            print_line(f"{name} refused every case, so it was not checked")
-    raise typer.Exit(1 if report.failures or report.refusing else 0)
+        _print(results, verbose)
+    raise typer.Exit(1 if results.failures else 0)
+
+
+def _print(results: "CheckResults", verbose: bool) -> None:
+    columns = ["tensor", ">error", ">limit", "", "case"]
+    print_line(f"{results.spec}, relative RMS errors")
+    if verbose:
+        print_table(["backend", *columns], [(row.backend, *row.cells()) for row in results.rows])
+    else:
+        print_table(
+            ["backend", ">cases", *(f"worst\n{column}" if column else "" for column in columns)], _worst(results)
+        )
+    print_line()
+    print_notes((row.backend, reason) for row in results.rows for reason in row.refused)
+    failures = results.failures if verbose else results.failures[:_MAX_FAILURES]
+    for sentence in failures:
+        print_text(sentence)
+    if more := len(results.failures) - len(failures):
+        print_line(f"{more} more failures: --verbose prints them")
+    refusals = sum(row.refused for row in results.summary)
+    refused = f", {refusals} refused" if refusals else ""
+    print_text(f"{len(results.failures)} failures on {results.cases} cases of {', '.join(results.backends)}{refused}")
+
+
+def _worst(results: "CheckResults") -> list[list[str]]:
+    """Return a row per backend: how many cases were compared, and the cells of the worst error."""
+    rows = []
+    for summary in results.summary:
+        raised = results.cases - summary.compared - summary.refused
+        nothing = ["", "", "", "raised an error" if raised else "refused", ""]
+        cells = nothing if summary.worst is None else summary.worst.cells()
+        rows.append([summary.backend, f"{summary.compared}/{results.cases}", *cells])
+    return rows

@@ -1,9 +1,14 @@
 """`deltazoo doctor`."""
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from deltazoo.cli.options import AsJson
-from deltazoo.cli.output import print_json, print_line, print_table
+from deltazoo.cli.output import print_json, print_line, print_notes, print_table, print_text
+
+if TYPE_CHECKING:
+    from deltazoo.blocks.inspect.doctor import BackendStatus
 
 
 def command(as_json: AsJson = False) -> None:
@@ -18,8 +23,29 @@ def command(as_json: AsJson = False) -> None:
         print_json(diagnosis)
     else:
         print_table(["environment", ""], diagnosis.environment.model_dump().items())
-        columns = ["device", "dtype", "backend", "gated delta rule, training"]
-        print_table(columns, [row.model_dump().values() for row in diagnosis.backends])
+        print_line()
+        _print_backends(diagnosis.backends)
+        print_line()
         for problem in diagnosis.problems or ["No problems found."]:
-            print_line(problem)
+            print_text(problem)
     raise typer.Exit(1 if diagnosis.problems else 0)
+
+
+def _print_backends(rows: "list[BackendStatus]") -> None:
+    """Print a column per device and dtype, and below it each reason against a backend once."""
+    places = list(dict.fromkeys((row.device, row.dtype) for row in rows))
+    verdicts = {(row.backend, row.device, row.dtype): _verdict(row) for row in rows}
+    backends = sorted({row.backend for row in rows})
+    print_table(
+        ["backend", *(f"{device}\n{dtype}" for device, dtype in places)],
+        [[backend, *(verdicts.get((backend, *place), "") for place in places)] for backend in backends],
+        title="training with the gated delta rule",
+    )
+    print_line()
+    print_notes((row.backend, reason) for row in rows for reason in row.reasons)
+
+
+def _verdict(row: "BackendStatus") -> str:
+    if row.chosen:
+        return "chosen"
+    return "supported" if all(reason.startswith("supported; ") for reason in row.reasons) else "refuses"

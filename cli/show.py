@@ -1,11 +1,16 @@
 """`deltazoo show`."""
 
-from typing import Annotated
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deltazoo.cli.layers import print_layers
 from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
-from deltazoo.cli.output import print_json, print_layers, print_line, print_table
+from deltazoo.cli.output import print_json, print_line, print_notes, print_table, print_text
+
+if TYPE_CHECKING:
+    from deltazoo.blocks.inspect.show import BackendRow
 
 
 def command(
@@ -28,14 +33,43 @@ def command(
         print_json(result)
         return
     print_line(f"{result.name}, a {result.kind} of {result.owner}\n")
-    print_table(["", ""], result.about.items())
-    print_table(["field", "default", ""], [row.model_dump().values() for row in result.fields])
-    print_table(["cost", ">"], [(title, f"{figure:,}") for title, figure in result.cost.items()])
-    verdicts = [(row.backend, "chosen" if row.chosen else " ".join(row.reasons)) for row in result.backends]
-    print_table([f"backend on {device_name or device}", ""], verdicts)
+    print_table(["", ""], [(title, text.replace(";  ", "\n")) for title, text in result.about.items()])
+    if result.fields:
+        print_line()
+        print_table(["field", "default", ""], [(row.name, _in_yaml(row.default), row.about) for row in result.fields])
+    if result.cost:
+        costs = [(title, f"{figure:,}") for title, figure in result.cost.items() if figure and title != "width"]
+        print_line()
+        print_table([f"cost at width {width}", ">"], costs)
+    if result.backends:
+        _print_backends(result.backends, device_name or device)
     if result.plan is not None:
-        print_line(result.plan)
-    supported = [(mixer, " ".join(reasons) or "yes") for mixer, reasons in result.takes.items()]
-    print_table([f"mixer on {device}", ""], supported)
+        print_line()
+        print_text(result.plan)
+    if result.kind == "backend":
+        _print_mixers(result.takes, device)
     if result.description is not None:
+        print_line()
         print_layers(result.description)
+
+
+def _print_backends(rows: "list[BackendRow]", device: str) -> None:
+    chosen = [row.backend for row in rows if row.chosen]
+    print_line()
+    print_line(f"backend chosen on {device}: {chosen[0]}" if chosen else f"no installed backend runs it on {device}")
+    print_notes((row.backend, reason) for row in rows for reason in row.reasons)
+
+
+def _print_mixers(takes: dict[str, list[str]], device: str) -> None:
+    """Print the mixers that a backend computes, and the reasons against the others."""
+    computed = [mixer for mixer, reasons in takes.items() if not reasons]
+    print_line()
+    print_text(f"mixers on {device}: {', '.join(computed) or 'none'}")
+    notes = [(mixer, reason) for mixer, reasons in takes.items() for reason in reasons]
+    counts = Counter(reason for _, reason in notes)
+    print_notes(("every mixer" if counts[reason] == len(takes) else mixer, reason) for mixer, reason in notes)
+
+
+def _in_yaml(value: object) -> object:
+    """Return true and false for booleans, as they are written in a stack file."""
+    return str(value).lower() if isinstance(value, bool) else value

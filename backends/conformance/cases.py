@@ -41,13 +41,22 @@ class Case(NamedTuple):
     seed: int = 0
 
     def __str__(self) -> str:
+        return f"{self.spec_text} {self.conditions}"
+
+    @property
+    def spec_text(self) -> str:
+        """The fields of the spec that differ from their defaults."""
         axes = {name: value for name, value in self.spec if value != UpdateSpec.model_fields[name].default}
         axes.pop("erase_from" if self.spec.transition == "dplr" else "", None)
-        spec = " ".join(f"{name}={value}" for name, value in axes.items()) or "delta"
+        return " ".join(f"{name}={value}" for name, value in axes.items()) or "delta"
+
+    @property
+    def conditions(self) -> str:
+        """The shape, the dtype and the other conditions of the comparison."""
         rest = [self.shape.name, str(self.dtype).removeprefix("torch."), self.regime]
         rest += [self.layout] if self.layout == "strided" else []
         rest += ["no-state"] if self.state == "none" else []
-        return " ".join([spec, *rest, f"seed={self.seed}"])
+        return " ".join([*rest, f"seed={self.seed}"])
 
 
 def draw(case: Case, device: torch.device | str = "cpu") -> UpdateInputs:

@@ -5,6 +5,7 @@ shapes: [cpu, {B: 4, T: 1000, H: 8, K: 96, V: 192}, {H: 2, HV: 8, K: 64, lengths
 dtypes: [float32, bfloat16]
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -140,31 +141,57 @@ class CheckRow(BaseModel):
     error: float | None = None
     limit: float | None = None
     ok: bool = True
-    refused: str = ""
+    refused: list[str] = []
 
     def cells(self) -> list[str]:
-        """Return the row as text: case, backend, tensor, error, limit, verdict."""
+        """Return the row as text: tensor, error, limit, verdict, case."""
         if self.error is None or self.limit is None:
-            return [self.case, self.backend, "", "", "", f"refused: {self.refused}"]
+            return ["", "", "", "refused", self.case]
         verdict = "" if self.ok else "ABOVE LIMIT"
-        return [self.case, self.backend, self.tensor, f"{self.error:.1e}", f"{self.limit:.0e}", verdict]
+        return [self.tensor, f"{self.error:.1e}", f"{self.limit:.0e}", verdict, self.case]
+
+    @property
+    def severity(self) -> float:
+        """The error relative to the limit; infinite if it is not a number, -1 without an error."""
+        if self.error is None or self.limit is None:
+            return -1.0
+        return self.error / self.limit if math.isfinite(self.error) and self.limit else math.inf
+
+
+class BackendSummary(BaseModel):
+    """The result of one backend.
+
+    Args:
+        compared: number of cases with errors; refused: number of cases that the backend does not support. It raised
+            an exception on the others.
+        worst: the row with the largest error relative to its limit; None if there is none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    backend: str
+    compared: int
+    refused: int
+    worst: CheckRow | None
 
 
 class CheckResults(BaseModel):
-    """Results of a check file. failures: one sentence each, with the backend and the case."""
+    """Results of a check file.
+
+    Args:
+        spec: the fields of the spec that differ from their defaults; `case` of a row gives the other conditions.
+        failures: one sentence each, with the backend and the case: an error above its limit, an exception, or the
+            refusal of every case by a backend that was named.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backends: list[str]
+    spec: str
     cases: int
+    summary: list[BackendSummary]
     rows: list[CheckRow]
     failures: list[str]
-
-    @property
-    def refusing(self) -> list[str]:
-        """The backends that refuse every case."""
-        compared = {row.backend for row in self.rows if not row.refused}
-        return [name for name in self.backends if name not in compared]
 
 
 def check_file(
@@ -185,13 +212,29 @@ def check_file(
         rows += _rows(report)
         failures += [f"{report.backend} on {report.case}: {failure}" for failure in report.failures]
         progress("check", done, total, report.backend)
-    return CheckResults(backends=names, cases=len(cases), rows=rows, failures=failures)
+    summary = [_summary(resolve(name).name, rows) for name in names]
+    if backends is not None:
+        refusing = [row.backend for row in summary if row.refused == len(cases)]
+        failures += [f"{name} refused every case, so it was not checked" for name in refusing]
+    spec = cases[0].spec_text
+    return CheckResults(backends=names, spec=spec, cases=len(cases), summary=summary, rows=rows, failures=failures)
+
+
+def _summary(backend: str, rows: list[CheckRow]) -> BackendSummary:
+    own = [row for row in rows if row.backend == backend]
+    compared = [row for row in own if not row.refused]
+    return BackendSummary(
+        backend=backend,
+        compared=len({row.case for row in compared}),
+        refused=len(own) - len(compared),
+        worst=max(compared, key=lambda row: row.severity, default=None),
+    )
 
 
 def _rows(report: Report) -> list[CheckRow]:
-    case, backend = str(report.case), report.backend
+    case, backend = report.case.conditions, report.backend
     if report.refused:
-        return [CheckRow(case=case, backend=backend, refused=" ".join(report.refused))]
+        return [CheckRow(case=case, backend=backend, refused=report.refused)]
     return [
         CheckRow(case=case, backend=backend, tensor=error.tensor, error=error.relative, limit=error.limit, ok=error.ok)
         for error in report.errors

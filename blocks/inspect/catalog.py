@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import re
 
 from pydantic import BaseModel
 
@@ -26,6 +27,18 @@ class MixerEntry(BaseModel):
     source: str = ""
     owner: str = ""
     problem: str | None = None
+
+    @property
+    def recurrence(self) -> str:
+        """The first formula of the equation, short enough for one line.
+
+        In the recurrence of a state, S is the state before token t and S' the state after it, and the index t is
+        omitted except for the decay: d_t depends on the token, d does not.
+        """
+        formula = re.split(r"; |   \(|\n", self.equation)[0]
+        if not re.fullmatch(r"S_t = [^,]*", formula):
+            return formula
+        return re.sub(r"(?<!\bd)_t\b", "", formula.replace("S_t", "S'", 1).replace("S_(t-1)", "S"))
 
 
 class BackendEntry(BaseModel):
@@ -75,12 +88,26 @@ def first_doc_line(instance: object) -> str:
     return (inspect.getdoc(type(instance)) or "").partition("\n")[0]
 
 
+def changed_fields(spec: UpdateSpec | None) -> str:
+    """Format the fields that differ from UpdateSpec's defaults."""
+    if spec is None:
+        return ""
+    changed = {name: value for name, value in spec if value != UpdateSpec.model_fields[name].default}
+    return " ".join(f"{name}={value}" for name, value in changed.items()) or "the delta rule"
+
+
+def preset_about(name: str) -> str:
+    """Return the first sentence of the comment in the file of a preset."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), presets.text(name).splitlines())
+    return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".") + "."
+
+
 def _mixer_entry(name: str) -> MixerEntry:
     owner = registry.owner(registry.MIXERS, name)
     try:
         config_type = config_class(name)
         config = config_type()
-        fields = _changed_fields(config.spec())
+        fields = changed_fields(config.spec())
         return MixerEntry(name=name, equation=config.equation(), spec=fields, source=config_type.source, owner=owner)
     except Exception as error:  # plug-ins may raise anything
         return MixerEntry(name=name, owner=owner, problem=_message(error))
@@ -96,17 +123,9 @@ def _backend_entry(name: str) -> BackendEntry:
 
 def _preset_entry(name: str) -> PresetEntry:
     spec = preset(name)
-    comment = itertools.takewhile(lambda line: line.startswith("#"), presets.text(name).splitlines())
-    sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".") + "."
-    return PresetEntry(name=name, pattern=str(spec.pattern), width=spec.width, depth=spec.depth, about=sentence)
-
-
-def _changed_fields(spec: UpdateSpec | None) -> str:
-    """Format the fields that differ from UpdateSpec's defaults."""
-    if spec is None:
-        return ""
-    changed = {name: value for name, value in spec if value != UpdateSpec.model_fields[name].default}
-    return " ".join(f"{name}={value}" for name, value in changed.items()) or "the delta rule"
+    return PresetEntry(
+        name=name, pattern=str(spec.pattern), width=spec.width, depth=spec.depth, about=preset_about(name)
+    )
 
 
 def _message(error: Exception) -> str:

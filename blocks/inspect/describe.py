@@ -64,6 +64,18 @@ class Description(BaseModel):
     cache_bytes: int
     dtype: str
 
+    def fold(self) -> list[tuple[int, LayerRow]]:
+        """Return the rows that differ in more than the index, each with the number of layers that equal it."""
+        folded: list[tuple[int, LayerRow]] = []
+        for row in self.layers:
+            for i, (count, first) in enumerate(folded):
+                if row.model_copy(update={"layer": first.layer}) == first:
+                    folded[i] = (count + 1, first)
+                    break
+            else:
+                folded.append((1, row))
+        return folded
+
 
 def describe(model: LanguageModel) -> Description:
     """Count the costs of a model. Nothing is computed, so the model may be on the meta device."""

@@ -20,13 +20,14 @@ _HEADS, _HEAD_WIDTH = 8, 128
 class BackendStatus(BaseModel):
     """One backend on one device, for training with the gated delta rule.
 
-    Args: verdict: "chosen", or the reasons why the backend is not.
+    Args: chosen: whether it computes the update; reasons: why it is not chosen.
     """
 
     device: str
     dtype: str
     backend: str
-    verdict: str
+    chosen: bool
+    reasons: list[str]
 
 
 class Diagnosis(BaseModel):
@@ -58,8 +59,7 @@ def _backend_statuses(device_names: list[str]) -> list[BackendStatus]:
             meta = UpdateMeta(device, dtype, _HEADS, _HEADS, _HEAD_WIDTH, _HEAD_WIDTH, grad=True)
             dtype_name = str(dtype).removeprefix("torch.")
             for row in explain(_GATED_DELTA_RULE, meta).verdicts:
-                verdict = "chosen" if row.chosen else " ".join(row.reasons)
-                statuses.append(BackendStatus(device=device, dtype=dtype_name, backend=row.backend, verdict=verdict))
+                statuses.append(BackendStatus(device=device, dtype=dtype_name, **row._asdict()))
     return statuses
 
 

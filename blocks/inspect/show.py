@@ -15,17 +15,18 @@ from deltazoo.backends.explain import explain
 from deltazoo.backends.papers import papers
 from deltazoo.backends.registry import resolve
 from deltazoo.blocks import document, presets
-from deltazoo.blocks.inspect.catalog import first_doc_line
+from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
 from deltazoo.blocks.inspect.describe import Description
 from deltazoo.blocks.inspect.diff import flow_yaml, without_defaults
 from deltazoo.blocks.pattern import names, parse
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec import StackSpec, preset
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 from deltazoo.mixers.parts.convolution import ShortConv
 
 _WIDTH = 1024
+_BYTES = 256  # vocabulary of the small presets
 
 
 class FieldRow(BaseModel):
@@ -48,7 +49,8 @@ class Details(BaseModel):
     """Details of a mixer, a backend or a stack.
 
     Args:
-        about: equation, source and other text, by title.
+        about: equation, source and other text, by title. papers: those with the same update. presets: of published
+            models with the mixer. spec: the fields that differ from UpdateSpec's defaults.
         fields: the fields of a mixer's config.
         cost: the costs of a mixer; the titles give the units.
         backends: for a mixer, which backend computes its update on the device, and why the others do not.
@@ -113,8 +115,11 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: 
     spec = config.spec()
     about = {"equation": config.equation(), "source": config_type.source}
     if spec is not None:
-        about |= {"papers with this update": "; ".join(papers(spec)) or "none known"}
-        about |= {"eigenvalue of the erased direction": str(spec.spectrum()), "spec": repr(spec)}
+        about |= {"papers": "; ".join(papers(spec)) or "none known with this update"}
+    if uses := _presets_with(name):
+        about |= {"presets": ", ".join(uses)}
+    if spec is not None:
+        about |= {"spec": changed_fields(spec), "erased direction": f"eigenvalue {spec.spectrum()}"}
     mixer = _build_on_meta(config, width)
     about |= _convolution(mixer, device, dtype)
     cost = config.cost(width)
@@ -159,7 +164,9 @@ def _backend(name: str, device: str, dtype: torch.dtype) -> Details:
 
 def _stack(name: str, trust: bool) -> Details:
     spec = StackSpec.load(name, trust)
-    about = {field: str(value) for field, value in spec.model_dump(mode="json", exclude={"layers"}).items()}
+    about = {"about": preset_about(name)} if name in presets.names() else {}
+    fields = spec.model_dump(mode="json", exclude={"layers"})
+    about |= {field: str(value) for field, value in fields.items() if value is not None}
     if not isinstance(spec.mlp, str):
         about["mlp"] = flow_yaml({"type": spec.mlp.type, **spec.mlp.model_dump(mode="json", exclude_defaults=True)})
     used = {term.name for term in names(parse(str(spec.pattern)))}
@@ -168,6 +175,16 @@ def _stack(name: str, trust: bool) -> Details:
         about[f"layers.{layer}"] = flow_yaml(without_defaults(config)) + note
     owner = "deltazoo" if name in presets.names() else name
     return Details(kind="stack", name=name, owner=owner, about=about, description=spec.describe())
+
+
+def _presets_with(mixer: str) -> list[str]:
+    """Return the presets of published models that contain a mixer; the models of bytes are made for tests."""
+    specs = {name: preset(name) for name in presets.names()}
+    return [
+        name
+        for name, spec in specs.items()
+        if spec.vocab > _BYTES and any(config.name == mixer for layer in spec.expand() for config in layer.mixers)
+    ]
 
 
 def _owner(group: str, name: str) -> str:

@@ -106,21 +106,58 @@ def test_check_accepts_a_correct_backend_and_rejects_a_wrong_one(ok, run, wrong,
     assert rows["reference", "o"]["ok"] is True
     assert any("o has relative RMS error" in failure for failure in result.json["failures"])
     refused = [row for row in result.json["rows"] if row["refused"]]
-    assert [row["refused"] for row in refused] == ["slightly_wrong takes no bfloat16."]
+    assert [row["refused"] for row in refused] == [["slightly_wrong takes no bfloat16."]]
 
 
-def test_check_fails_if_a_backend_refuses_every_case(run, check_file):
+def test_check_fails_if_a_named_backend_refuses_every_case(ok, run, check_file, monkeypatch):
     result = run("check", check_file, "--backends", "fla,reference")
     assert result.code == 1
-    assert result.out.splitlines()[-1] == "fla refused every case, so it was not checked"
+    assert "fla refused every case, so it was not checked" in result.out
+    assert "1 failures on 2 cases of fla, reference, 2 refused" in result.out
+    monkeypatch.setattr(registry, "names", lambda group: ["fla", "reference"])
+    result = ok("check", check_file)
     assert "0 failures on 2 cases of fla, reference, 2 refused" in result.out
+    assert result.out.count("fla: it needs the package fla") == 1
 
 
-def test_check_prints_errors_and_a_summary(run, wrong, check_file):
+def test_check_prints_the_worst_row_of_each_backend(run, wrong, check_file, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("check", check_file, "--backends", f"reference,{wrong}")
+    assert result.code == 1
+    lines = result.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = (line for line in lines if line.startswith(f"{wrong}  "))
+    assert row.split()[1] == "1/2"
+    rows = run("check", check_file, "--backends", f"reference,{wrong}", "--json").json["rows"]
+    worst = max(
+        (row for row in rows if row["backend"] == wrong and not row["refused"]), key=lambda r: r["error"] / r["limit"]
+    )
+    assert row.split()[2:4] == [worst["tensor"], f"{worst['error']:.1e}"]
+    assert "ABOVE LIMIT" in row
+    assert "more failures: --verbose prints them" in result.out
+    assert "failures on 2 cases of reference, slightly_wrong, 1 refused" in lines[-1]
+
+
+def test_check_prints_every_row_and_failure_if_verbose(run, wrong, check_file):
+    result = run("check", check_file, "--backends", wrong, "--verbose")
+    data = run("check", check_file, "--backends", wrong, "--json").json
+    table = [line for line in result.out.splitlines() if line.startswith(f"{wrong}  ")]
+    assert len(table) == len(data["rows"])
+    for row, line in zip(data["rows"], table, strict=True):
+        assert ("refused" if row["refused"] else f" {row['tensor']} ") in line
+    assert all(failure in result.out for failure in data["failures"])
+
+
+def test_check_counts_a_backend_that_raises_as_failed_not_as_refusing(run, wrong, check_file, monkeypatch):
+    def fail(self, spec, inputs):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(SlightlyWrong, "forward", fail)
     result = run("check", check_file, "--backends", wrong)
     assert result.code == 1
-    assert "ABOVE LIMIT" in result.out
-    assert "failures on 2 cases of slightly_wrong" in result.out.splitlines()[-1]
+    assert "raised an error" in result.out
+    assert "out of registers" in result.out
+    assert "refused every case" not in result.out
 
 
 def test_demo_prints_the_results_of_its_report(ok, text_file, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """list, show, build, schema and doctor print the results of the library."""
 
+import re
+
 import pytest
 import torch
 
@@ -32,6 +34,27 @@ def test_list_of_one_kind_contains_no_other(ok):
     printed = ok("list", "backends").out
     assert "reference" in printed
     assert "gated_deltanet" not in printed
+
+
+def test_list_prints_one_line_per_entry_at_80_columns(ok, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("list").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [*registry.names(registry.MIXERS), *registry.names(registry.BACKENDS), *presets.names()]
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in names] == names
+    assert len(lines) <= len(names) + 12  # three headers with a rule, blank lines, the legend and the last line
+    (gated_deltanet,) = (line for line in lines if line.startswith("gated_deltanet "))
+    assert gated_deltanet.split(maxsplit=1)[1] == "S' = d_t (I - beta k k^T) S + beta k v^T"
+    assert not any("deltazoo 0" in line or "arXiv" in line for line in lines)
+
+
+def test_list_names_the_package_and_the_problem_of_a_plug_in(ok, broken_plug_in, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("list", "backends").out.splitlines()
+    assert any(line.startswith("broken ") and "PROBLEM, see below" in line for line in lines)
+    assert any(
+        line.startswith("broken of ") and "no_such_module" in " ".join(lines[i : i + 3]) for i, line in enumerate(lines)
+    )
 
 
 def test_a_broken_plug_in_is_listed_with_its_problem(ok, run, broken_plug_in):
@@ -79,6 +102,45 @@ def test_show_lists_the_verdicts_of_explain(ok, name):
     expected = explain(config_class(name)().spec(), meta).verdicts
     assert [(v["backend"], v["chosen"], v["reasons"]) for v in result["backends"]] == [tuple(v) for v in expected]
     assert "chosen" in ok("show", name).out
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "mla", "minimax-01", "cudnn", "nemotron-h"])
+def test_show_fits_80_columns_without_an_update_spec_in_python(ok, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = ok("show", name, "--width", 256).out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "UpdateSpec(" not in printed
+    assert "version" not in printed
+
+
+def test_show_prints_the_recurrence_uses_and_costs_of_a_mixer(ok, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    config = config_class("gated_deltanet")()
+    printed = ok("show", "gated_deltanet").out
+    recurrence, output = config.equation().split(";  ")
+    for text in (recurrence, output, config.source, "decay=head beta=head", "Gated DeltaNet (Yang 2024, 2412.06464)"):
+        assert text in printed
+    presets_line = printed.partition("presets")[2].partition("spec ")[0].replace("\n", " ").split()
+    assert {"qwen3-next,", "olmo-hybrid,"} <= {*presets_line}
+    assert not any("tiny" in name for name in presets_line)
+    cost = config.cost(1024)
+    for figure in (cost.state_bytes, cost.flops):
+        assert f" {figure:,}\n" in printed
+    assert cost.cache_bytes == 0
+    assert "cache" not in printed
+
+
+def test_show_prints_each_refusal_once(ok):
+    printed = ok("show", "gated_deltanet").out
+    result = ok("show", "gated_deltanet", "--json").json
+    reasons = {reason for row in result["backends"] for reason in row["reasons"]}
+    assert {printed.count(reason) for reason in reasons} == {1}
+    assert "backend chosen on cpu: compile" in printed
+    flashinfer = ok("show", "flashinfer", "--json").json["takes"]
+    every = set.intersection(*(set(reasons) for reasons in flashinfer.values()))
+    printed = ok("show", "flashinfer").out
+    assert every
+    assert all(printed.count(f"every mixer: {reason}") == 1 for reason in every)
 
 
 def test_show_prints_the_kernel_plan_for_a_named_gpu(ok, run):
@@ -152,6 +214,26 @@ def test_build_describes_and_saves_the_stack(ok, tmp_path):
     assert StackSpec.load(path) == model.spec == StackSpec(**result["stack"])
 
 
+@pytest.mark.parametrize("name", ["minimax-01", "kimi-linear", "nemotron-h", "gated-deltanet-h1-small"])
+def test_build_folds_equal_layers_at_80_columns(ok, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("build", name).out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = StackSpec.load(name).describe().layers
+    folded = re.findall(r"^ *(\d+) x (\S+) ", "\n".join(lines), re.MULTILINE)
+    assert len(folded) < len(rows)
+    for mixer in {row.mixer for row in rows}:
+        layers = sum(row.mixer == mixer for row in rows)
+        assert sum(int(count) for count, folded_mixer in folded if folded_mixer == mixer) == layers
+    assert lines[0].startswith(str(StackSpec.load(name).pattern)[:70])
+
+
+def test_build_omits_the_columns_of_a_model_without_a_cache(ok, stack_file):
+    printed = ok("build", stack_file).out
+    assert "state" in printed.split("─")[0]
+    assert "cache" not in printed.split("─")[0]
+
+
 def test_build_changes_only_the_given_fields_of_a_file(ok, stack_file):
     result = ok("build", stack_file, "--depth", 5, "--untied", "--json").json
     assert result["stack"]["depth"] == len(result["description"]["layers"]) == 5
@@ -186,10 +268,22 @@ def test_doctor_lists_versions_devices_and_backends(ok):
     assert result["environment"]["torch"] == torch.__version__
     assert result["environment"]["deltazoo"] == deltazoo.__version__
     assert result["devices"][0] == "cpu"
-    verdicts = {(row["device"], row["dtype"], row["backend"]): row["verdict"] for row in result["backends"]}
-    assert verdicts["cpu", "float32", "compile"] == "chosen"
-    assert "requested by name" in verdicts["cpu", "bfloat16", "reference"]
+    rows = {(row["device"], row["dtype"], row["backend"]): row for row in result["backends"]}
+    assert rows["cpu", "float32", "compile"]["chosen"] is True
+    assert rows["cpu", "bfloat16", "reference"]["chosen"] is False
+    assert "requested by name" in rows["cpu", "bfloat16", "reference"]["reasons"][0]
     assert "No problems found." in ok("doctor").out
+
+
+def test_doctor_prints_each_refusal_once_at_80_columns(ok, monkeypatch):
+    reasons = {reason for row in ok("doctor", "--json").json["backends"] for reason in row["reasons"]}
+    printed = ok("doctor").out
+    assert {printed.count(reason) for reason in reasons} == {1}
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("doctor").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.split() == ["compile", "chosen", "chosen"] for line in lines if line.startswith("compile"))
+    assert any(line.startswith("flashinfer ") and "refuses" in line for line in lines)
 
 
 def test_doctor_reports_a_missing_compiler(run, monkeypatch):
