@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError, WithJsonSchema, field_serializer
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend
-from deltazoo.backends.errors import ConfigError, PatternError, unknown_name
+from deltazoo.backends.errors import ConfigError, PatternError, cut, unknown_name
+from deltazoo.backends.frozen_config import describe_errors
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
@@ -157,8 +158,8 @@ class StackSpec(PlainDataModel):
                 first, other = shared.setdefault(layer.share, (i, layer))
                 if layer != other:
                     raise ConfigError(
-                        f"share: layers with the same label must be equal, got {other!r} in layer {first} and "
-                        f"{layer!r} in layer {i} for {layer.share!r}"
+                        f"share: layers with the same label must be equal, got {cut(other)} in layer {first} and "
+                        f"{cut(layer)} in layer {i} for {cut(layer.share)}"
                     )
 
     @field_serializer("pattern")
@@ -173,7 +174,7 @@ class StackSpec(PlainDataModel):
     def _parse_fields(data: dict[str, Any]) -> dict[str, Any]:
         layers = data.get("layers", {})
         if not isinstance(layers, Mapping):
-            raise ConfigError(f"layers: must map names to mixers or layers, got {layers!r}")
+            raise ConfigError(f"layers: must map names to mixers or layers, got {cut(layers)}")
         data["layers"] = parsed = {name: _parse_layer(name, layer) for name, layer in layers.items()}
         if "mlp" in data:
             data["mlp"] = parse_mlp(("mlp",), data["mlp"])
@@ -181,7 +182,7 @@ class StackSpec(PlainDataModel):
         if isinstance(pattern, Term):
             data["pattern"] = _pattern_text(pattern, parsed)
         elif not isinstance(pattern, str):
-            raise ConfigError(f"pattern: must be text, or mixers joined by +, * and |, got {pattern!r}")
+            raise ConfigError(f"pattern: must be text, or mixers joined by +, * and |, got {cut(pattern)}")
         return data
 
 
@@ -200,7 +201,7 @@ def preset(name: str) -> StackSpec:
 def _parse_layer(name: str, data: object) -> MixerConfig | LayerSpec:
     """Parse an entry of `layers`: a mixer's config if the value of its key `mixer` is a mixer's name, else a layer."""
     if not isinstance(name, str) or not re.fullmatch(NAME, name) or name in RESERVED:
-        raise ConfigError(f"layers: a layer's name must be a word other than {' and '.join(RESERVED)}, got {name!r}")
+        raise ConfigError(f"layers: a layer's name must be a word other than {' and '.join(RESERVED)}, got {cut(name)}")
     if isinstance(data, LayerSpec):
         return data
     mixer = data.get("mixer") if isinstance(data, Mapping) else None
@@ -224,7 +225,7 @@ def _pattern_text(pattern: Term, layers: dict[str, MixerConfig | LayerSpec]) -> 
 
     def layer_name(config: Term) -> Name:
         if not isinstance(config, MixerConfig | LayerSpec):
-            raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {config!r}")
+            raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {cut(config)}")
         for name, layer in layers.items():
             if layer == config:
                 return Name(name)
@@ -251,9 +252,9 @@ def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: st
         return config
     try:
         check_keys((term.name,), dict(term.fields), type(config).model_fields)
-        return type(config)(**{**dict(config), **dict(term.fields)})
+        return type(config).model_validate({**dict(config), **dict(term.fields)})
     except ValidationError as error:
-        raise pattern_error(f"pattern: {configs.describe_errors((term.name,), error)}", text, term.position) from None
+        raise pattern_error(f"pattern: {describe_errors((term.name,), error)}", text, term.position) from None
     except ConfigError as error:
         raise pattern_error(f"pattern: {error}", text, term.position) from None
 
@@ -264,5 +265,5 @@ def _as_layer(parallel: list[MixerConfig | LayerSpec], text: str) -> LayerSpec:
         return parallel[0] if isinstance(parallel[0], LayerSpec) else LayerSpec(mixer=parallel[0])
     for config in parallel:
         if isinstance(config, LayerSpec):
-            raise PatternError(f"pattern: '|' in '{text}' takes mixers, got the layer {config!r}")
+            raise PatternError(f"pattern: '|' in '{text}' takes mixers, got the layer {cut(config)}")
     return LayerSpec(mixer=tuple(config for config in parallel if isinstance(config, MixerConfig)))

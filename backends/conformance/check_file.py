@@ -19,6 +19,7 @@ from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
 from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError, describe_invalid, unknown_name
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import SHAPES, Shape
@@ -27,10 +28,8 @@ from deltazoo.backends.spec import UpdateSpec
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
-class ShapeFields(BaseModel):
+class ShapeFields(FrozenConfig):
     """A shape in a file. HV defaults to H and V to K; `lengths` of packed sequences replace B and T."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
     B: int = Field(default=1, ge=1)
@@ -69,10 +68,8 @@ def _expand_named_shape(value: object) -> object:
     return {key: field for key, field in SHAPES[value]._asdict().items() if key != "T" or not SHAPES[value].lengths}
 
 
-class CheckFile(BaseModel):
+class CheckFile(FrozenConfig):
     """Contents of a check file. Shapes are names or sizes; regimes are described at `Case`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     spec: UpdateSpec
     shapes: tuple[Annotated[ShapeFields, BeforeValidator(_expand_named_shape)], ...] = Field(min_length=1)

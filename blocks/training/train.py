@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.losses import Losses
@@ -22,7 +23,7 @@ from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_t
 from deltazoo.mixers.core.delta_mixer import Update
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(FrozenConfig):
     """The settings of a training run.
 
     Args:
@@ -39,8 +40,6 @@ class TrainConfig(BaseModel):
         backend: as for `deltazoo.bind`.
         compile: compile the model layer by layer, see `deltazoo.blocks.compilation`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(default=300, ge=1)
     batch: int = Field(default=8, ge=1)
