@@ -11,7 +11,7 @@ from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.check import check, check_commit, check_fused_decode, check_step, check_verify
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.errors import OperandError, UnsupportedError
+from deltazoo.backends.errors import OperandError, UnsupportedError, cut
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.watch import RunRecord, is_watched, record_run
@@ -287,6 +287,8 @@ def requested_backend(backend: str | Backend | None) -> str | Backend | None:
 
 
 def _bound_update(spec: UpdateSpec, requested: str | Backend | None) -> BoundUpdate:
+    if not isinstance(spec, UpdateSpec):
+        raise OperandError(f"spec must be a deltazoo.UpdateSpec, got {cut(spec)}")
     return BoundUpdate(spec, registry.candidates_of(requested), requested)
 
 

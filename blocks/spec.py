@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, ValidationError, WithJsonSchema, field_serializer
 
 from deltazoo.backends import registry
+from deltazoo.backends.allocation import allocation_problem, format_bytes, physical_memory
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError, PatternError, cut, unknown_name
 from deltazoo.backends.frozen_config import describe_errors
@@ -57,7 +58,7 @@ class StackSpec(PlainDataModel):
     """
 
     width: int = Field(ge=1)
-    depth: int = Field(ge=1)
+    depth: int = Field(ge=1, le=10_000)
     vocab: int = Field(ge=1)
     pattern: Annotated[str | Term, WithJsonSchema({"type": "string"})]
     layers: dict[str, MixerConfig | LayerSpec] = Field(default_factory=dict)
@@ -88,9 +89,17 @@ class StackSpec(PlainDataModel):
         """Build the model, with weights drawn from torch's default generator.
 
         Args: backend: overrides the backends of the layers and of the stack.
-        Raises: ConfigError: a mixer does not fit the width; UnknownNameError: unknown backend.
+        Raises: ConfigError: a mixer does not fit the width, or the weights do not fit in memory; UnknownNameError:
+            unknown backend.
         """
-        return LanguageModel(self, backend)
+        try:
+            self._check_memory(backend)
+            return LanguageModel(self, backend)
+        except (RuntimeError, TypeError, MemoryError, OverflowError) as error:
+            problem = allocation_problem(error)
+            if problem is None:
+                raise
+            raise ConfigError(self._too_large(problem)) from error
 
     def build_layers(self, backend: str | Backend | None = None) -> list[Layer]:
         """Build the layers only; arguments and errors as for `build`. A shared module is repeated in the list."""
@@ -139,6 +148,21 @@ class StackSpec(PlainDataModel):
     def json_schema() -> dict[str, Any]:
         """Return the JSON Schema of the files that `load` reads, with every installed mixer, for editors."""
         return schema.with_mixers(StackSpec)
+
+    def _check_memory(self, backend: str | Backend | None) -> None:
+        """Refuse weights that exceed the main memory, because Linux kills the process instead of raising an error."""
+        memory = physical_memory()
+        roughly = torch.get_default_dtype().itemsize * self.width * (self.vocab + 12 * self.width * self.depth)
+        if memory is None or roughly < memory / 4 or torch.get_default_device().type != "cpu":
+            return
+        with torch.device("meta"):
+            needed = sum(x.numel() * x.element_size() for x in LanguageModel(self, backend).parameters())
+        if needed > memory:
+            weights = f"the weights need {format_bytes(needed)}, and this machine has {format_bytes(memory)}"
+            raise ConfigError(self._too_large(weights))
+
+    def _too_large(self, problem: str) -> str:
+        return f"{problem} (width={self.width}, depth={self.depth}, vocab={self.vocab})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StackSpec) and self._model() == other._model()

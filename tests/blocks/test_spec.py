@@ -226,3 +226,10 @@ def test_backends_take_precedence_from_argument_to_layer_to_stack_to_context():
 def test_a_key_of_another_place_says_where_it_belongs(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         StackSpec(**{"width": 64, "depth": 2, "vocab": 16, "pattern": "m + gated_deltanet"} | change)
+
+
+@pytest.mark.parametrize("width", [200_000, 10**9, 10**30])
+def test_a_model_that_does_not_fit_in_memory_is_refused(width):
+    spec = StackSpec(width=width, depth=100, vocab=256, pattern="gated_deltanet(heads=4)")
+    with pytest.raises(ConfigError, match=rf"(the weights need [\d.,]+ .iB, and this|not enough mem).*width={width}"):
+        spec.build()

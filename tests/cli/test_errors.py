@@ -22,6 +22,16 @@ CASES = {
     "unknown stack to compare": (("diff", "samba", "sambo"), "did you mean 'samba'"),
     "invalid save suffix": (("build", "gated-deltanet-small", "--save", "x.txt"), "'x.txt'"),
     "missing save folder": (("build", "gated-deltanet-small", "--save", "/no/folder/x.yaml"), "/no/folder/x.yaml"),
+    "too wide": (
+        ("show", "kda", "--width", "10000000000000"),
+        "not enough memory: the size of a tensor exceeds 64 bits",
+    ),
+    "wider than an int64": (("show", "kda", "--width", "9" * 30), "not enough memory: the size of a tensor exceeds"),
+    "true as a number": (
+        ("build", "gated-deltanet-small", "--set", "width=true"),
+        "width must be an integer, got True",
+    ),
+    "too deep": (("build", "gated-deltanet-small", "--depth", "2000000000"), "depth must be at most 10000"),
     "unknown kind": (("list", "mixer"), "'mixer'"),
     "unknown device": (("show", "kda", "--device", "tpu9"), "'tpu9'"),
     "no stack to train": (("train",), "give a FILE or a PRESET, or --resume FOLDER"),
