@@ -54,7 +54,7 @@ def test_characters_that_the_terminal_lacks_are_escaped() -> None:
         ("build nowhere --json", "UnknownNameError", "unknown preset 'nowhere'"),
         ("list --jsn --json", "UsageError", "No such option: --jsn"),
         ("train --json", "UsageError", "give a FILE or a PRESET"),
-        ("build x --width wide --json", "UsageError", "'wide'"),
+        ("build x --width wide --json", "UsageError", "'--width'"),
     ],
 )
 def test_with_json_an_error_is_a_json_document(arguments: str, kind: str, message: str) -> None:
