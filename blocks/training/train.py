@@ -249,7 +249,7 @@ class _Run:
     def restore(self, saved: dict[str, Any]) -> None:
         """Load everything that `state` saved."""
         checkpoint.load_weights(self.model, saved)
-        self.optimizer.load_state_dict(saved["optimizer"])
+        checkpoint.load_optimizer(self.optimizer, saved)
         self.step = saved["step"]
         self.points = [Point(**point) for point in saved["points"]]
         torch.set_rng_state(saved["rng"])
