@@ -101,7 +101,9 @@ def _check_types(path: Path, data: dict[str, Any], types: Mapping[str, Any]) -> 
     for key, expected in types.items():
         if not isinstance(data[key], expected):
             name = getattr(expected, "__name__", str(expected))
-            raise ConfigError(f"{path} is not from a training run: {key} must have the type {name}, got {cut(data[key])}")
+            raise ConfigError(
+                f"{path} is not from a training run: {key} must have the type {name}, got {cut(data[key])}"
+            )
 
 
 def _check_has(path: Path, data: Any, keys: tuple[str, ...]) -> None:

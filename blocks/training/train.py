@@ -21,6 +21,7 @@ from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import checkpoint
 from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_text, random_crops
 from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.initialization import no_weight_decay
 
 
 class TrainConfig(FrozenConfig):
@@ -331,9 +332,7 @@ class _Run:
 
 def _adamw(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
     """Build AdamW with weight decay on matrices only, without those that a module lists in `no_weight_decay`."""
-    excluded = {
-        id(getattr(module, name)) for module in model.modules() for name in getattr(module, "no_weight_decay", ())
-    }
+    excluded = {id(getattr(module, name)) for module in model.modules() for name in no_weight_decay(module)}
     decayed = [x for x in model.parameters() if x.dim() >= 2 and id(x) not in excluded]
     others = [x for x in model.parameters() if x.dim() < 2 or id(x) in excluded]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
