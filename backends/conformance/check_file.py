@@ -13,7 +13,7 @@ import torch
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from deltazoo.backends import registry
+from deltazoo.backends import registry, yaml_text
 from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
@@ -93,8 +93,8 @@ def read_check(path: str | Path) -> CheckFile:
     Raises: ConfigError, which names every invalid field, and the nearest known field for an unknown one.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = yaml_text.load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         return CheckFile.model_validate(data)
