@@ -90,6 +90,10 @@ class UnsupportedError(DeltazooError, RuntimeError):
     """No backend supports this spec on these tensors."""
 
 
+class ConfigWarning(UserWarning):
+    """A part of a configuration has no effect."""
+
+
 _WORDING = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",

@@ -1,4 +1,4 @@
-"""Changes of a stack's fields by dotted path: `layers.swa.window=1024`."""
+"""Changes of a stack's fields by dotted path: `layers.sliding_window.window=1024`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,7 +28,9 @@ def override(data: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         path, equals, text = setting.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            raise ConfigError(f"a setting must be PATH=VALUE, such as layers.swa.window=1024, got {cut(setting)}")
+            raise ConfigError(
+                f"a setting must be PATH=VALUE, such as layers.sliding_window.window=1024, got {cut(setting)}"
+            )
         if keys[0] == "layers" and len(keys) > 1:
             data = _with_layers_of_pattern(data)
             _check_layer(keys, data)

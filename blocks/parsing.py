@@ -51,7 +51,7 @@ class PlainDataModel(FrozenConfig, ABC):
 def check_keys(
     path: KeyPath, data: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
 ) -> None:
-    """Raise ConfigError for an unknown key: `layers.gdn.haeds: unknown key; did you mean 'heads'? ...`.
+    """Raise ConfigError for an unknown key: `layers.kda.haeds: unknown key; did you mean 'heads'? ...`.
 
     Args: elsewhere: for keys that belong to another place, what to write instead.
     """
@@ -118,5 +118,5 @@ def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
 
 
 def join_path(path: KeyPath, *keys: object) -> str:
-    """Format a path as `layers.gdn.heads`."""
+    """Format a path as `layers.kda.heads`."""
     return ".".join(map(str, (*path, *keys)))

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -12,7 +13,7 @@ from pydantic import Field, ValidationError, WithJsonSchema, field_serializer
 from deltazoo.backends import registry
 from deltazoo.backends.allocation import allocation_problem, format_bytes, physical_memory
 from deltazoo.backends.base import Backend
-from deltazoo.backends.errors import ConfigError, PatternError, cut, unknown_name
+from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, cut, unknown_name
 from deltazoo.backends.frozen_config import describe_errors
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
@@ -20,7 +21,7 @@ from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, check_keys, parse_mixer, parse_mlp
-from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
+from deltazoo.blocks.pattern import NAME, RESERVED, expand, names, parse, pattern_error, unreached, with_names
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
 from deltazoo.mixers.core import config as configs
@@ -31,8 +32,8 @@ from deltazoo.mixers.core.patterns import Name, Term
 class StackSpec(PlainDataModel):
     """The config of a language model: embedding, layers in the order of a pattern, norm, head.
 
-        StackSpec(width=768, depth=12, vocab=256, pattern="3*gdn + swa",
-                  layers={"gdn": GatedDeltaNet(heads=6), "swa": SlidingWindow(window=2048)})
+        StackSpec(width=768, depth=12, vocab=256, pattern="3*gated_deltanet + window",
+                  layers={"gated_deltanet": GatedDeltaNet(heads=6), "window": SlidingWindow(window=2048)})
         StackSpec(width=768, depth=12, vocab=256, pattern=3 * GatedDeltaNet(heads=6) + SlidingWindow(window=2048))
 
     The two are equal: equality compares the models that the specs describe, not the names of their layers.
@@ -175,6 +176,15 @@ class StackSpec(PlainDataModel):
         head = (self.tied, self.norm_eps, self.embedding_scale, self.logit_cap)
         return self.width, self.vocab, head, tuple(self.expand())
 
+    def unused(self) -> list[str]:
+        """Return a sentence for each entry of `layers` and each name in the pattern that has no effect."""
+        pattern, text = parse(str(self.pattern)), cut(str(self.pattern))
+        used = {term.name for term in names(pattern)}
+        sentences = [f"layers.{name} is not in the pattern {text}" for name in self.layers if name not in used]
+        for name in unreached(pattern, self.depth):
+            sentences.append(f"{name} in the pattern {text} is not reached: depth={self.depth} has no layer for it")
+        return sentences
+
     def _check(self) -> None:
         shared: dict[str, tuple[int, LayerSpec]] = {}
         for i, layer in enumerate(self.expand()):
@@ -185,6 +195,8 @@ class StackSpec(PlainDataModel):
                         f"share: layers with the same label must be equal, got {cut(other)} in layer {first} and "
                         f"{cut(layer)} in layer {i} for {cut(layer.share)}"
                     )
+        for sentence in self.unused():
+            warnings.warn(sentence, ConfigWarning, stacklevel=4)  # the caller of StackSpec(...)
 
     @field_serializer("pattern")
     def _dump_pattern(self, pattern: Any) -> str:

@@ -5,8 +5,10 @@
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 import typer
 
@@ -30,7 +32,8 @@ def report_user_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return command(*args, **kwargs)
+            with _warnings_as_sentences():
+                return command(*args, **kwargs)
         except Exception as error:
             if isinstance(error, OSError) and error.filename is None:
                 code = output_failed(probe="\n")
@@ -45,6 +48,27 @@ def report_user_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
             raise typer.Exit(USER_ERROR) from error
 
     return run
+
+
+@contextmanager
+def _warnings_as_sentences() -> Iterator[None]:
+    """Print each warning about a configuration once, as a sentence on stderr; others as Python does."""
+    from deltazoo.backends.errors import ConfigWarning
+
+    printed: set[str] = set()
+    with warnings.catch_warnings():
+        default = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if not issubclass(category, ConfigWarning):
+                default(message, category, *where, **more)
+            elif str(message) not in printed:
+                printed.add(str(message))
+                sys.stderr.write(f"deltazoo: warning: {message}\n")
+
+        warnings.showwarning = show
+        warnings.simplefilter("always", ConfigWarning)
+        yield
 
 
 def user_error_message(error: Exception) -> str | None:

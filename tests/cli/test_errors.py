@@ -116,3 +116,12 @@ def test_every_command_has_a_json_option(ok):
     commands = "list show build train generate bench check tune merge-tables doctor demo schema"
     for command in commands.split():
         assert "--json" in ok(command, "--help").out
+
+
+def test_a_part_without_effect_is_one_warning_on_stderr(run):
+    result = run("build", "olmo-hybrid-tiny", "--depth", "3", "--json")
+    assert result.code == 0
+    assert result.err == (
+        "deltazoo: warning: attn in the pattern '3*gdn + attn' is not reached: depth=3 has no layer for it\n"
+    )
+    assert result.json["stack"]["depth"] == 3
