@@ -15,7 +15,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import packing_problems, sequence_count
 
-_FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Operands in `state_dtype`, and operands in either that or the dtype of q.
 _STATE_DTYPE_OPERANDS = ("log_decay", "step", "rate", "state")
 _EITHER_DTYPE_OPERANDS = ("beta", "erase", "write")
@@ -98,7 +98,7 @@ def check_fused_decode(step: FusedDecodeStep, inputs: FusedDecodeInputs, states:
         _check_shape(name, tensor, shapes[name])
         if tensor.device != inputs.qkv.device:
             raise DeviceError(f"{name} must be on {inputs.qkv.device}, where qkv is, got {tensor.device}")
-        if tensor.dtype not in _FLOAT_DTYPES:
+        if tensor.dtype not in FLOAT_DTYPES:
             raise DtypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
 
 
@@ -177,6 +177,8 @@ def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
 
 def _required_shapes(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, tuple[int, ...]]:
     """The shapes of all operands, from the sizes of q and v, which are checked here."""
+    if not isinstance(inputs, UpdateInputs):
+        raise OperandError(f"inputs must be deltazoo.UpdateInputs, got {type(inputs).__name__}")
     for name in ("q", "k", "v"):
         if not isinstance(getattr(inputs, name), Tensor):
             raise OperandError(f"{name} must be a tensor, got {type(getattr(inputs, name)).__name__}")
@@ -246,7 +248,7 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 def _check_dtypes(inputs: UpdateInputs) -> None:
     dtype, device = inputs.q.dtype, inputs.q.device
-    if dtype not in _FLOAT_DTYPES:
+    if dtype not in FLOAT_DTYPES:
         raise DtypeError(f"q must be float64, float32, bfloat16 or float16, got {dtype}")
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None:

@@ -11,7 +11,7 @@ from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.check import check, check_commit, check_fused_decode, check_step, check_verify
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.errors import OperandError, UnsupportedError
+from deltazoo.backends.errors import OperandError, UnsupportedError, cut
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.watch import RunRecord, is_watched, record_run
@@ -287,6 +287,8 @@ def requested_backend(backend: str | Backend | None) -> str | Backend | None:
 
 
 def _bound_update(spec: UpdateSpec, requested: str | Backend | None) -> BoundUpdate:
+    if not isinstance(spec, UpdateSpec):
+        raise OperandError(f"spec must be a deltazoo.UpdateSpec, got {cut(spec)}")
     return BoundUpdate(spec, registry.candidates_of(requested), requested)
 
 
@@ -317,7 +319,7 @@ def _log_common_refusals(bound: BoundUpdate, metas: Sequence[UpdateMeta]) -> Non
     """Log the candidates that refuse all metas (of one device) for a common reason, up to the first that does not."""
     refusals: list[Refusal] = []
     for backend in bound.candidates(metas[0].device):
-        first, *others = (backend.unsupported(bound.spec, meta) for meta in metas)
+        first, *others = (_sentences(backend.unsupported(bound.spec, meta)) for meta in metas)
         common = [reason for reason in first if all(reason in other for other in others)]
         if not common:
             _log_refusals(bound.spec, metas[0].device, refusals, backend)
@@ -325,10 +327,15 @@ def _log_common_refusals(bound: BoundUpdate, metas: Sequence[UpdateMeta]) -> Non
         refusals.append((backend, common))
 
 
+def _sentences(reasons: list[str] | str) -> list[str]:
+    """The reasons as a list, also if a plug-in returned one text."""
+    return [reasons] if isinstance(reasons, str) else reasons
+
+
 def _log_refusals(spec: UpdateSpec, device: str, refusals: Sequence[Refusal], chosen: Backend) -> None:
     for backend, reasons in refusals:
         message = (
-            f"backend {backend.name!r} cannot run this spec on {device}: {' '.join(reasons).rstrip('.')}; "
+            f"backend {backend.name!r} cannot run this spec on {device}: {' '.join(_sentences(reasons)).rstrip('.')}; "
             f"using {chosen.name!r} ({spec!r})"
         )
         if message not in _logged:
@@ -339,5 +346,5 @@ def _log_refusals(spec: UpdateSpec, device: str, refusals: Sequence[Refusal], ch
 def _no_backend(spec: UpdateSpec, meta: UpdateMeta, refusals: Sequence[Refusal]) -> str:
     # Field by field: torch.compile may trace this function and cannot trace pydantic's repr.
     fields = ", ".join(f"{name}={getattr(spec, name)!r}" for name in _SPEC_FIELDS)
-    lines = [f"  {backend.name}: {' '.join(reasons)}" for backend, reasons in refusals]
+    lines = [f"  {backend.name}: {' '.join(_sentences(reasons))}" for backend, reasons in refusals]
     return "\n".join([f"no backend supports UpdateSpec({fields}) on {meta}:", *lines])

@@ -9,18 +9,19 @@
     │   └── ValueRangeError              a value is outside the range of its operand
     ├── StateError (ValueError)          a state does not fit the module, or is full
     ├── PatternError (ValueError)        a layer pattern cannot be parsed
-    ├── ConfigError (ValueError)         a configuration cannot be read or built
+    ├── ConfigError (ValueError)         a configuration is invalid, or cannot be read or built
     ├── UnknownNameError (KeyError)      no such backend, mixer or preset; suggests the nearest
     ├── DuplicateNameError (ValueError)  two plug-ins declare the same name
     ├── PluginError (RuntimeError)       a plug-in cannot be imported or created
     └── UnsupportedError (RuntimeError)  no backend supports this spec on these tensors; lists the reasons
 
-An invalid `UpdateSpec` or mixer config raises pydantic's `ValidationError`, which contains our message.
+An invalid `UpdateSpec` or mixer config raises `ConfigError`, whose cause is pydantic's `ValidationError`.
 """
 
 import difflib
 import re
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Sequence
 
 
 class DeltazooError(Exception):
@@ -60,7 +61,7 @@ class PatternError(DeltazooError, ValueError):
 
 
 class ConfigError(DeltazooError, ValueError):
-    """A configuration cannot be read or built."""
+    """A configuration is invalid, or cannot be read or built."""
 
 
 class UnknownNameError(DeltazooError, KeyError):
@@ -89,6 +90,10 @@ class UnsupportedError(DeltazooError, RuntimeError):
     """No backend supports this spec on these tensors."""
 
 
+class ConfigWarning(UserWarning):
+    """A part of a configuration has no effect."""
+
+
 _WORDING = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
@@ -114,6 +119,38 @@ def describe_invalid(location: str, message: str) -> str:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Format the message for an unknown name, with the nearest known name and the list of all."""
     names = sorted(set(known))
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {matches[0]!r}?" if matches else "."
-    return f"unknown {kind} {name!r}{hint} Known: {', '.join(names) or 'none'}."
+    hint = nearest(name, names) or "."
+    return f"unknown {kind} {cut(name)}{hint} Known: {', '.join(names) or 'none'}."
+
+
+def unknown_field(location: str, field: str, known: Sequence[str]) -> str:
+    """Format the message for an unknown field, with the nearest known field and the list of all."""
+    return f"{location}: unknown field{nearest(field, known) or '.'} Known: {', '.join(known)}."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'head'?" with the nearest known name, or "" if none is near."""
+    matches = difflib.get_close_matches(name[:_MAX_TEXT], list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+_MAX_TEXT = 200  # characters of a value in a message
+
+
+class _ShortRepr(reprlib.Repr):
+    """`repr` with a limited number of items, levels and characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _MAX_TEXT
+        self.maxlevel = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        # str(int) raises ValueError beyond sys.get_int_max_str_digits()
+        return f"an integer of {x.bit_length()} bits" if x.bit_length() > 256 else repr(x)
+
+
+def cut(value: object) -> str:
+    """Return `repr(value)` cut to a length that fits a message."""
+    text = _ShortRepr().repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

@@ -6,7 +6,7 @@ from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateMeta
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.dispatch import requested_backend
-from deltazoo.backends.errors import DuplicateNameError, PluginError
+from deltazoo.backends.errors import DuplicateNameError, PluginError, cut
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 
@@ -94,6 +94,9 @@ def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta, device:
     except (PluginError, DuplicateNameError) as error:
         return [str(error)]
     try:
-        return plugin.unsupported_on(spec, meta, device)
+        reasons = plugin.unsupported_on(spec, meta, device)
+        if not isinstance(reasons, list | tuple) or not all(isinstance(reason, str) for reason in reasons):
+            return [f"its `unsupported` must return a list of sentences, got {cut(reasons)}"]
+        return list(reasons)
     except Exception as error:
         return [f"its `unsupported` failed: {type(error).__name__}: {error}"]

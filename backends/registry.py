@@ -11,12 +11,20 @@ A plug-in package declares an entry point in its pyproject.toml, as deltazoo doe
 import functools
 import importlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from types import SimpleNamespace
 from typing import Any, cast
 
 from deltazoo.backends.base import Backend
-from deltazoo.backends.errors import ConfigError, DuplicateNameError, PluginError, UnknownNameError
+from deltazoo.backends.errors import (
+    ConfigError,
+    DeltazooError,
+    DuplicateNameError,
+    PluginError,
+    UnknownNameError,
+)
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
 BACKENDS = "deltazoo.backends"
@@ -36,6 +44,29 @@ def _entry_points(group: str) -> tuple[EntryPoint, ...]:
     return tuple(sorted(set(entry_points(group=group)), key=lambda point: (point.name, point.value)))
 
 
+def _claims(group: str, name: str) -> list[EntryPoint]:
+    """The entry points with this name, that of deltazoo first."""
+    points = [point for point in _entry_points(group) if point.name == name]
+    return sorted(points, key=lambda point: not _is_ours(point))
+
+
+def _is_ours(point: EntryPoint) -> bool:
+    return point.dist is not None and point.dist.name == "deltazoo"
+
+
+def _distribution(point: EntryPoint) -> str:
+    return "unknown" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def _conflict(group: str, name: str) -> str:
+    points, kind = _claims(group, name), _KIND[group]
+    if _is_ours(points[0]):
+        others = ", ".join(map(_distribution, points[1:]))
+        return f"{kind} {name!r} of {others} is ignored, because deltazoo has a {kind} of this name: rename it there."
+    claims = ", ".join(f"{point.value} ({_distribution(point)})" for point in points)
+    return f"{kind} {name!r} is claimed {len(points)} times: {claims}. Uninstall all but one."
+
+
 def names(group: str) -> list[str]:
     """List the installed names of a group, sorted, without importing anything.
 
@@ -46,15 +77,20 @@ def names(group: str) -> list[str]:
 
 def owner(group: str, name: str) -> str:
     """Return the distribution that provides `name`, with its version."""
-    for point in _entry_points(group):
-        if point.name == name and point.dist is not None:
-            return f"{point.dist.name} {point.dist.version}"
-    return "unknown"
+    points = _claims(group, name)
+    return _distribution(points[0]) if points else "unknown"
 
 
-def duplicates(group: str) -> list[str]:
-    """List the names that more than one distribution declares."""
-    return sorted(name for name, count in Counter(point.name for point in _entry_points(group)).items() if count > 1)
+def is_built_in(group: str, name: str) -> bool:
+    """Whether deltazoo itself provides `name`."""
+    return any(_is_ours(point) for point in _claims(group, name))
+
+
+def conflicts(group: str) -> list[str]:
+    """Describe each name that more than one distribution declares, in a sentence."""
+    counts = Counter(point.name for point in _entry_points(group))
+    repeated = [name for name, count in sorted(counts.items()) if count > 1]
+    return [_conflict(group, name) for name in repeated if not all(map(_is_ours, _claims(group, name)))]
 
 
 def refresh() -> None:
@@ -69,19 +105,33 @@ def load(group: str, name: str) -> Any:
     Args: name: an installed name, or "module:Class".
     Raises:
         UnknownNameError: no distribution declares the name.
-        DuplicateNameError: two distributions declare it.
+        DuplicateNameError: two distributions declare it, and neither is deltazoo, whose names nobody can replace.
         PluginError: the import fails. Other names still load.
     """
     kind = _KIND.get(group, group)
     if ":" in name:
         return _import_object(kind, name, name)
-    points = [point for point in _entry_points(group) if point.name == name]
+    points = _claims(group, name)
     if not points:
         raise UnknownNameError(kind, name, names(group))
-    if len(points) > 1:
-        claims = ", ".join(f"{point.value} ({point.dist.name if point.dist else '?'})" for point in points)
-        raise DuplicateNameError(f"{kind} {name!r} is claimed {len(points)} times: {claims}. Uninstall all but one.")
+    if len(points) > 1 and not _is_ours(points[0]):
+        raise DuplicateNameError(_conflict(group, name))
     return _import_object(kind, name, points[0].value)
+
+
+@contextmanager
+def plugin_errors(group: str, name: str) -> Iterator[None]:
+    """Raise PluginError, which names the distribution, in place of an exception of a plug-in's own code."""
+    try:
+        yield
+    except DeltazooError:
+        raise
+    except Exception as error:
+        if ":" not in name and is_built_in(group, name):
+            raise
+        raise PluginError(
+            f"{_KIND[group]} {name!r} of {owner(group, name)} fails: {type(error).__name__}: {error}"
+        ) from error
 
 
 def refuse_untrusted(kind: str, name: str, where: str) -> None:
@@ -156,7 +206,7 @@ def _attribute(name: str) -> str:
 def _instantiate(name: str, plugin: Any) -> Backend:
     try:
         backend = plugin() if isinstance(plugin, type) else plugin
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"backend {name!r} cannot be created: {type(error).__name__}: {error}") from error
     if not isinstance(backend, Backend):
         raise PluginError(f"backend {name!r} must be a deltazoo.Backend, got {type(backend).__name__}")
@@ -173,6 +223,6 @@ def _import_object(kind: str, name: str, path: str) -> Any:
         imported: Any = importlib.import_module(module)
         for part in attribute.split("."):
             imported = getattr(imported, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{kind} {name!r} ({path}) cannot be loaded: {type(error).__name__}: {error}") from error
     return imported

@@ -2,7 +2,9 @@
 
 from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from deltazoo.backends.frozen_config import FrozenConfig
 
 Decay = Literal["none", "fixed", "head", "channel", "rate"]
 Transition = Literal["additive", "delta", "dplr"]
@@ -30,7 +32,7 @@ class Spectrum(NamedTuple):
         return f"{left}{self.low:g}, {self.high:g}] for {self.condition}"
 
 
-class UpdateSpec(BaseModel):
+class UpdateSpec(FrozenConfig):
     """Specify the recurrence. Per head, with state S in R^{K x V}:
 
         S~_t = D_t S_{t-1},    R_t = S~_t, or S_{t-1} with erase_from="previous"
@@ -56,12 +58,10 @@ class UpdateSpec(BaseModel):
         read: whether o_t reads the state "after" or "before" the update of token t.
         scale: factor on the output; None is K ** -0.5.
     Raises:
-        pydantic.ValidationError: the combination of fields is undefined; the message gives the reason.
+        ConfigError: a field is unknown or invalid, or the combination of fields is undefined; gives the reason.
     Source: DeltaNet 2406.06484, Gated DeltaNet 2412.06464, Kimi Linear 2510.26692, Comba 2506.02475,
         EFLA 2512.12602, Longhorn 2407.14207, DeltaProduct 2502.10297, RWKV-7 2503.14456.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = 1
     decay: Decay = "none"

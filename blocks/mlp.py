@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from typing import Literal, Self
 
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.mixers.core.mixer import Context
 
 Activation = Literal["silu", "gelu", "relu2"]
@@ -32,13 +33,11 @@ class Mlp(nn.Module, ABC):
         """Compute y, and append auxiliary losses to `context.losses`."""
 
 
-class HiddenWidth(BaseModel, ABC):
+class HiddenWidth(FrozenConfig, ABC):
     """The hidden width F of an MLP: `width`, or `ratio` times the width of the layer, by default 8/3.
 
     A ratio of 8/3 with a gate gives as many parameters as a ratio of 4 without one.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     width: int | None = Field(default=None, ge=1)
     ratio: float | None = Field(default=None, gt=0, allow_inf_nan=False)

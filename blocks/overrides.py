@@ -1,10 +1,10 @@
-"""Changes of a stack's fields by dotted path: `layers.swa.window=1024`."""
+"""Changes of a stack's fields by dotted path: `layers.sliding_window.window=1024`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deltazoo.backends import registry
-from deltazoo.backends.errors import ConfigError, PatternError
+from deltazoo.backends.errors import ConfigError, PatternError, cut
 from deltazoo.blocks import document
 from deltazoo.blocks.parsing import suggestion
 from deltazoo.blocks.pattern import names, parse
@@ -28,7 +28,9 @@ def override(data: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         path, equals, text = setting.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            raise ConfigError(f"a setting must be PATH=VALUE, such as layers.swa.window=1024, got {setting!r}")
+            raise ConfigError(
+                f"a setting must be PATH=VALUE, such as layers.sliding_window.window=1024, got {cut(setting)}"
+            )
         if keys[0] == "layers" and len(keys) > 1:
             data = _with_layers_of_pattern(data)
             _check_layer(keys, data)
@@ -50,7 +52,7 @@ def _set(node: Any, keys: list[str], value: Any, path: str) -> Any:
         items[int(key)] = _set(items[int(key)], rest, value, path) if rest else value
         return items
     if not isinstance(node, Mapping):
-        raise ConfigError(f"{path}: {key!r} cannot be set in {node!r}, which has no fields")
+        raise ConfigError(f"{path}: {key!r} cannot be set in {cut(node)}, which has no fields")
     if rest:
         if key not in node:
             raise ConfigError(f"{path}: {_unknown(key, node)}")
@@ -61,7 +63,7 @@ def _set(node: Any, keys: list[str], value: Any, path: str) -> Any:
 
 
 def _unknown(key: str, known: Iterable[str]) -> str:
-    return f"{key!r} is unknown;{suggestion(key, list(known))}"
+    return f"{cut(key)} is unknown{suggestion(key, list(known))}"
 
 
 def _with_layers_of_pattern(data: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Parsing of plain data from YAML and JSON into configs. Errors begin with the path of the wrong key."""
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 
-from deltazoo.backends.errors import ConfigError, DeltazooError
+from deltazoo.backends.errors import ConfigError, DeltazooError, cut, nearest
+from deltazoo.backends.frozen_config import FrozenConfig, describe_errors
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.moe import MoE
 from deltazoo.mixers.core import config as configs
@@ -23,10 +23,10 @@ _LAYER_FIELDS = dict.fromkeys(
 )
 
 
-class PlainDataModel(BaseModel, ABC):
+class PlainDataModel(FrozenConfig, ABC):
     """A frozen pydantic model that is built from plain data and raises ConfigError with the path of the wrong key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     if not TYPE_CHECKING:  # type checkers still see the fields as parameters
 
@@ -35,7 +35,7 @@ class PlainDataModel(BaseModel, ABC):
             try:
                 super().__init__(**self._parse_fields(data))
             except ValidationError as error:
-                raise ConfigError(configs.describe_errors((), error)) from None
+                raise ConfigError(describe_errors((), error)) from None
             self._check()
 
     @staticmethod
@@ -51,7 +51,7 @@ class PlainDataModel(BaseModel, ABC):
 def check_keys(
     path: KeyPath, data: Mapping[str, Any], known: Iterable[str], elsewhere: Mapping[str, str] | None = None
 ) -> None:
-    """Raise ConfigError for an unknown key: `layers.gdn.haeds: unknown key; did you mean 'heads'? ...`.
+    """Raise ConfigError for an unknown key: `layers.kda.haeds: unknown key; did you mean 'heads'? ...`.
 
     Args: elsewhere: for keys that belong to another place, what to write instead.
     """
@@ -61,14 +61,12 @@ def check_keys(
             continue
         if elsewhere and key in elsewhere:
             raise ConfigError(f"{join_path(path, key)}: unknown key; {elsewhere[key]}.")
-        raise ConfigError(f"{join_path(path, key)}: unknown key;{suggestion(str(key), names)}")
+        raise ConfigError(f"{join_path(path, key)}: unknown key{suggestion(str(key), names)}")
 
 
 def suggestion(key: str, known: Sequence[str]) -> str:
     """Return the end of a message about an unknown key: the nearest known key, if there is one, and all of them."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f" did you mean {near[0]!r}?" if near else ""
-    return f"{hint} Known: {', '.join(known)}."
+    return f"{nearest(key, known) or '.'} Known: {', '.join(known)}."
 
 
 def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
@@ -79,7 +77,7 @@ def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
     if isinstance(data, MixerConfig):
         return data
     if not isinstance(data, Mapping) or not isinstance(data.get("mixer"), str):
-        value = "no such key" if isinstance(data, Mapping) and "mixer" not in data else repr(data)
+        value = "no such key" if isinstance(data, Mapping) and "mixer" not in data else cut(data)
         raise ConfigError(
             f"{join_path(path)}: must be a mapping with a mixer's name under the key 'mixer', got {value}"
         )
@@ -92,7 +90,7 @@ def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
     try:
         return configs.from_fields(config_type, fields, trust=True)
     except ValidationError as error:
-        raise ConfigError(configs.describe_errors(path, error)) from None
+        raise ConfigError(describe_errors(path, error)) from None
 
 
 def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
@@ -106,19 +104,19 @@ def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
         return "none"
     if not isinstance(data, Mapping):
         raise ConfigError(
-            f"{join_path(path)}: must be {{width: ...}}, {{ratio: ...}}, {{type: moe, ...}} or none, got {data!r}"
+            f"{join_path(path)}: must be {{width: ...}}, {{ratio: ...}}, {{type: moe, ...}} or none, got {cut(data)}"
         )
     name = data.get("type", "dense")
     if name not in _MLPS:
-        raise ConfigError(f"{join_path(path, 'type')}: must be {' or '.join(_MLPS)}, got {name!r}")
+        raise ConfigError(f"{join_path(path, 'type')}: must be {' or '.join(_MLPS)}, got {cut(name)}")
     moe_only = MoE.model_fields.keys() - Dense.model_fields.keys() if "type" not in data else ()
     check_keys(path, data, _MLPS[name].model_fields, dict.fromkeys(moe_only, "a mixture of experts has type: moe"))
     try:
-        return _MLPS[name](**data)
+        return _MLPS[name].model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError(configs.describe_errors(path, error)) from None
+        raise ConfigError(describe_errors(path, error)) from None
 
 
 def join_path(path: KeyPath, *keys: object) -> str:
-    """Format a path as `layers.gdn.heads`."""
+    """Format a path as `layers.kda.heads`."""
     return ".".join(map(str, (*path, *keys)))

@@ -5,7 +5,7 @@
             | layer
     layer   = chain {"|" chain}                 parallel mixers in one layer, outputs summed
     chain   = product {"+" product}             consecutive layers
-    product = factor {"*" factor}               one of two factors is a count: 3*gdn, (gdn + swa)*2
+    product = factor {"*" factor}               one of two factors is a count: 3*kda, (kda + mla)*2
     factor  = int | name [ "(" field "=" value {"," field "=" value} ")" ] | "(" layer ")"
     value   = number | true | false | null | word | "string" | "[" value {"," value} "]"
 
@@ -32,17 +32,22 @@ _TOKEN = re.compile(
       | (?P<sign>[-+*|@()\[\],=%]))\s*""",
     re.VERBOSE,
 )
+_MAX_DIGITS = 9
+_EXCERPT = 100  # characters on each side of the caret in an error message
 _WORDS = {"true": True, "false": False, "null": None}
 
 
 def parse(text: str) -> Term:
-    """Parse a pattern: `parse("3*gdn + swa") == 3 * Name("gdn") + Name("swa")`.
+    """Parse a pattern: `parse("3*kda + mla") == 3 * Name("kda") + Name("mla")`.
 
     Raises: PatternError: marks the position with a caret and says what was expected.
     """
-    parser = _Parser(text)
-    term = parser.pattern()
-    parser.expect("end", "'+', '*', '|' or the end")
+    try:
+        parser = _Parser(text)
+        term = parser.pattern()
+        parser.expect("end", "'+', '*', '|' or the end")
+    except RecursionError:
+        raise PatternError("pattern: its parentheses are nested too deeply") from None
     return term
 
 
@@ -91,9 +96,17 @@ def names(pattern: Term) -> Iterator[Name]:
             yield from names(over)
 
 
+def unreached(pattern: Term, depth: int) -> list[Name]:
+    """Return the names of a parsed pattern that are in none of `depth` layers."""
+    reached = {name.position for terms in expand(pattern, depth) for term in terms for name in names(term)}
+    return [name for name in names(pattern) if name.position not in reached]
+
+
 def pattern_error(sentence: str, text: str, position: int) -> PatternError:
     """Return an error that shows the pattern with a caret under the position."""
-    return PatternError(f"{sentence}\n    {_flat(text)}\n    {' ' * position}^")
+    start = max(0, position - _EXCERPT) if len(text) > 2 * _EXCERPT else 0
+    excerpt = _flat(text)[start : start + 2 * _EXCERPT]
+    return PatternError(f"{sentence}\n    {excerpt}\n    {' ' * (position - start)}^")
 
 
 def _indices(pattern: At | Spread, depth: int) -> list[int]:
@@ -155,10 +168,10 @@ class _Parser:
         if at.kind != "@":
             return part
         self.next += 1
-        self.expect("[", "'[' and layers, such as attn@[2, 7]")
-        layers = [self.integer("a layer index, such as attn@[2, 7]")]
+        self.expect("[", "'[' and layers, such as attention@[2, 7]")
+        layers = [self.integer("a layer index, such as attention@[2, 7]")]
         while self.accept(","):
-            layers.append(self.integer("a layer index, such as attn@[2, 7]"))
+            layers.append(self.integer("a layer index, such as attention@[2, 7]"))
         self.expect("]", "',' or ']'")
         return self.compose(at, At, part, layers, self.else_pattern())
 
@@ -214,7 +227,7 @@ class _Parser:
             while not self.accept(")"):
                 if fields:
                     self.expect(",", "',' or ')'")
-                name = self.expect("name", "a field, such as gdn(heads=6)").text
+                name = self.expect("name", "a field, such as kda(heads=6)").text
                 if name in dict(fields):
                     self.next -= 1
                     raise self.unexpected(f"a field of {token.text} that is not set yet")
@@ -256,6 +269,8 @@ class _Parser:
         token = self.token
         if not re.fullmatch(r"-?\d+", token.text):
             raise self.unexpected(expected)
+        if len(token.text) > _MAX_DIGITS:
+            raise pattern_error(f"pattern: a count has at most {_MAX_DIGITS} digits", self.text, token.position)
         self.next += 1
         return int(token.text)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -10,15 +11,17 @@ import torch
 from pydantic import Field, ValidationError, WithJsonSchema, field_serializer
 
 from deltazoo.backends import registry
+from deltazoo.backends.allocation import allocation_problem, format_bytes, physical_memory
 from deltazoo.backends.base import Backend
-from deltazoo.backends.errors import ConfigError, PatternError, unknown_name
+from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, cut, unknown_name
+from deltazoo.backends.frozen_config import describe_errors
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, check_keys, parse_mixer, parse_mlp
-from deltazoo.blocks.pattern import NAME, RESERVED, expand, parse, pattern_error, with_names
+from deltazoo.blocks.pattern import NAME, RESERVED, expand, names, parse, pattern_error, unreached, with_names
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
 from deltazoo.mixers.core import config as configs
@@ -29,8 +32,8 @@ from deltazoo.mixers.core.patterns import Name, Term
 class StackSpec(PlainDataModel):
     """The config of a language model: embedding, layers in the order of a pattern, norm, head.
 
-        StackSpec(width=768, depth=12, vocab=256, pattern="3*gdn + swa",
-                  layers={"gdn": GatedDeltaNet(heads=6), "swa": SlidingWindow(window=2048)})
+        StackSpec(width=768, depth=12, vocab=256, pattern="3*gated_deltanet + window",
+                  layers={"gated_deltanet": GatedDeltaNet(heads=6), "window": SlidingWindow(window=2048)})
         StackSpec(width=768, depth=12, vocab=256, pattern=3 * GatedDeltaNet(heads=6) + SlidingWindow(window=2048))
 
     The two are equal: equality compares the models that the specs describe, not the names of their layers.
@@ -56,7 +59,7 @@ class StackSpec(PlainDataModel):
     """
 
     width: int = Field(ge=1)
-    depth: int = Field(ge=1)
+    depth: int = Field(ge=1, le=10_000)
     vocab: int = Field(ge=1)
     pattern: Annotated[str | Term, WithJsonSchema({"type": "string"})]
     layers: dict[str, MixerConfig | LayerSpec] = Field(default_factory=dict)
@@ -87,9 +90,17 @@ class StackSpec(PlainDataModel):
         """Build the model, with weights drawn from torch's default generator.
 
         Args: backend: overrides the backends of the layers and of the stack.
-        Raises: ConfigError: a mixer does not fit the width; UnknownNameError: unknown backend.
+        Raises: ConfigError: a mixer does not fit the width, or the weights do not fit in memory; UnknownNameError:
+            unknown backend.
         """
-        return LanguageModel(self, backend)
+        try:
+            self._check_memory(backend)
+            return LanguageModel(self, backend)
+        except (RuntimeError, TypeError, MemoryError, OverflowError) as error:
+            problem = allocation_problem(error)
+            if problem is None:
+                raise
+            raise ConfigError(self._too_large(problem)) from error
 
     def build_layers(self, backend: str | Backend | None = None) -> list[Layer]:
         """Build the layers only; arguments and errors as for `build`. A shared module is repeated in the list."""
@@ -139,6 +150,21 @@ class StackSpec(PlainDataModel):
         """Return the JSON Schema of the files that `load` reads, with every installed mixer, for editors."""
         return schema.with_mixers(StackSpec)
 
+    def _check_memory(self, backend: str | Backend | None) -> None:
+        """Refuse weights that exceed the main memory, because Linux kills the process instead of raising an error."""
+        memory = physical_memory()
+        roughly = torch.get_default_dtype().itemsize * self.width * (self.vocab + 12 * self.width * self.depth)
+        if memory is None or roughly < memory / 4 or torch.get_default_device().type != "cpu":
+            return
+        with torch.device("meta"):
+            needed = sum(x.numel() * x.element_size() for x in LanguageModel(self, backend).parameters())
+        if needed > memory:
+            weights = f"the weights need {format_bytes(needed)}, and this machine has {format_bytes(memory)}"
+            raise ConfigError(self._too_large(weights))
+
+    def _too_large(self, problem: str) -> str:
+        return f"{problem} (width={self.width}, depth={self.depth}, vocab={self.vocab})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StackSpec) and self._model() == other._model()
 
@@ -150,6 +176,15 @@ class StackSpec(PlainDataModel):
         head = (self.tied, self.norm_eps, self.embedding_scale, self.logit_cap)
         return self.width, self.vocab, head, tuple(self.expand())
 
+    def unused(self) -> list[str]:
+        """Return a sentence for each entry of `layers` and each name in the pattern that has no effect."""
+        pattern, text = parse(str(self.pattern)), cut(str(self.pattern))
+        used = {term.name for term in names(pattern)}
+        sentences = [f"layers.{name} is not in the pattern {text}" for name in self.layers if name not in used]
+        for name in unreached(pattern, self.depth):
+            sentences.append(f"{name} in the pattern {text} is not reached: depth={self.depth} has no layer for it")
+        return sentences
+
     def _check(self) -> None:
         shared: dict[str, tuple[int, LayerSpec]] = {}
         for i, layer in enumerate(self.expand()):
@@ -157,9 +192,11 @@ class StackSpec(PlainDataModel):
                 first, other = shared.setdefault(layer.share, (i, layer))
                 if layer != other:
                     raise ConfigError(
-                        f"share: layers with the same label must be equal, got {other!r} in layer {first} and "
-                        f"{layer!r} in layer {i} for {layer.share!r}"
+                        f"share: layers with the same label must be equal, got {cut(other)} in layer {first} and "
+                        f"{cut(layer)} in layer {i} for {cut(layer.share)}"
                     )
+        for sentence in self.unused():
+            warnings.warn(sentence, ConfigWarning, stacklevel=4)  # the caller of StackSpec(...)
 
     @field_serializer("pattern")
     def _dump_pattern(self, pattern: Any) -> str:
@@ -173,7 +210,7 @@ class StackSpec(PlainDataModel):
     def _parse_fields(data: dict[str, Any]) -> dict[str, Any]:
         layers = data.get("layers", {})
         if not isinstance(layers, Mapping):
-            raise ConfigError(f"layers: must map names to mixers or layers, got {layers!r}")
+            raise ConfigError(f"layers: must map names to mixers or layers, got {cut(layers)}")
         data["layers"] = parsed = {name: _parse_layer(name, layer) for name, layer in layers.items()}
         if "mlp" in data:
             data["mlp"] = parse_mlp(("mlp",), data["mlp"])
@@ -181,7 +218,7 @@ class StackSpec(PlainDataModel):
         if isinstance(pattern, Term):
             data["pattern"] = _pattern_text(pattern, parsed)
         elif not isinstance(pattern, str):
-            raise ConfigError(f"pattern: must be text, or mixers joined by +, * and |, got {pattern!r}")
+            raise ConfigError(f"pattern: must be text, or mixers joined by +, * and |, got {cut(pattern)}")
         return data
 
 
@@ -200,7 +237,7 @@ def preset(name: str) -> StackSpec:
 def _parse_layer(name: str, data: object) -> MixerConfig | LayerSpec:
     """Parse an entry of `layers`: a mixer's config if the value of its key `mixer` is a mixer's name, else a layer."""
     if not isinstance(name, str) or not re.fullmatch(NAME, name) or name in RESERVED:
-        raise ConfigError(f"layers: a layer's name must be a word other than {' and '.join(RESERVED)}, got {name!r}")
+        raise ConfigError(f"layers: a layer's name must be a word other than {' and '.join(RESERVED)}, got {cut(name)}")
     if isinstance(data, LayerSpec):
         return data
     mixer = data.get("mixer") if isinstance(data, Mapping) else None
@@ -224,7 +261,7 @@ def _pattern_text(pattern: Term, layers: dict[str, MixerConfig | LayerSpec]) -> 
 
     def layer_name(config: Term) -> Name:
         if not isinstance(config, MixerConfig | LayerSpec):
-            raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {config!r}")
+            raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {cut(config)}")
         for name, layer in layers.items():
             if layer == config:
                 return Name(name)
@@ -251,9 +288,9 @@ def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: st
         return config
     try:
         check_keys((term.name,), dict(term.fields), type(config).model_fields)
-        return type(config)(**{**dict(config), **dict(term.fields)})
+        return type(config).model_validate({**dict(config), **dict(term.fields)})
     except ValidationError as error:
-        raise pattern_error(f"pattern: {configs.describe_errors((term.name,), error)}", text, term.position) from None
+        raise pattern_error(f"pattern: {describe_errors((term.name,), error)}", text, term.position) from None
     except ConfigError as error:
         raise pattern_error(f"pattern: {error}", text, term.position) from None
 
@@ -264,5 +301,5 @@ def _as_layer(parallel: list[MixerConfig | LayerSpec], text: str) -> LayerSpec:
         return parallel[0] if isinstance(parallel[0], LayerSpec) else LayerSpec(mixer=parallel[0])
     for config in parallel:
         if isinstance(config, LayerSpec):
-            raise PatternError(f"pattern: '|' in '{text}' takes mixers, got the layer {config!r}")
+            raise PatternError(f"pattern: '|' in '{text}' takes mixers, got the layer {cut(config)}")
     return LayerSpec(mixer=tuple(config for config in parallel if isinstance(config, MixerConfig)))

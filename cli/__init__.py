@@ -1,5 +1,6 @@
 """The command line. Every command parses its options, calls one library function and prints the result."""
 
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 from deltazoo.cli import bench, build, check, demo, diff, doctor, generate, schema, show, train, tune, zoo
 from deltazoo.cli import list as list_
 from deltazoo.cli.errors import Debug, report_user_errors
+from deltazoo.cli.streams import run
 
 app = typer.Typer(
     name="deltazoo",
@@ -58,4 +60,4 @@ def options(
 
 def main() -> None:
     """Run the `deltazoo` command."""
-    app()
+    sys.exit(run(app))

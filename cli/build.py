@@ -27,7 +27,7 @@ def command(
         typer.Option(
             "--set",
             metavar="PATH=VALUE",
-            help="Set a field by its dotted path to a YAML value, such as layers.swa.window=1024 or mlp.width=512; "
+            help="Set a field by its dotted path to a YAML value, such as layers.kda.heads=8 or mlp.width=512; "
             "repeatable. A new mixer or type resets the other fields beside it.",
         ),
     ] = None,

@@ -1,15 +1,18 @@
-"""User errors: one sentence on stderr and exit code 2. --debug prints the traceback as well."""
+"""User errors: one sentence on stderr and exit code 2, with --json also as a JSON document on stdout.
+
+--debug prints the traceback as well. An error that is none of these is a bug and keeps its traceback.
+"""
 
 import functools
-import reprlib
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 import typer
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
+from deltazoo.cli.streams import output_failed, print_json_error
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -29,36 +32,60 @@ def report_user_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return command(*args, **kwargs)
+            with _warnings_as_sentences():
+                return command(*args, **kwargs)
         except Exception as error:
+            if isinstance(error, OSError) and error.filename is None:
+                code = output_failed(probe="\n")
+                if code is not None:
+                    raise typer.Exit(code) from error
             message = user_error_message(error)
             if message is None or Debug.on:
                 raise
+            if kwargs.get("as_json"):
+                print_json_error(type(error).__name__, message)
             sys.stderr.write(f"deltazoo: {message}\n")
             raise typer.Exit(USER_ERROR) from error
 
     return run
 
 
+@contextmanager
+def _warnings_as_sentences() -> Iterator[None]:
+    """Print each warning about a configuration once, as a sentence on stderr; others as Python does."""
+    from deltazoo.backends.errors import ConfigWarning
+
+    printed: set[str] = set()
+    with warnings.catch_warnings():
+        default = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if not issubclass(category, ConfigWarning):
+                default(message, category, *where, **more)
+            elif str(message) not in printed:
+                printed.add(str(message))
+                sys.stderr.write(f"deltazoo: warning: {message}\n")
+
+        warnings.showwarning = show
+        warnings.simplefilter("always", ConfigWarning)
+        yield
+
+
 def user_error_message(error: Exception) -> str | None:
     """Return the message of a user error, or None for any other error."""
+    from deltazoo.backends.allocation import allocation_problem
     from deltazoo.backends.errors import DeltazooError
 
     if isinstance(error, DeltazooError):
         return str(error)
     if isinstance(error, BrokenPipeError):
         return None
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        return "; ".join(_describe(error.title, problem) for problem in error.errors())
-    return None
+        from deltazoo.backends.frozen_config import describe_errors
 
-
-def _describe(title: str, problem: "ErrorDetails") -> str:
-    from deltazoo.backends.errors import describe_invalid
-
-    location = ".".join(str(key) for key in problem["loc"]) or title
-    return f"{describe_invalid(location, problem['msg'])}, got {reprlib.repr(problem['input'])}"
+        return f"{error.title}: {describe_errors((), error)}"
+    return allocation_problem(error)

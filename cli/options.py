@@ -30,7 +30,7 @@ class Dtype(StrEnum):
 
 DEVICE_HELP = "Device: cpu, cuda, cuda:1 or mps."
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON document.")]
 Device = Annotated[str, typer.Option(help=DEVICE_HELP)]
 OperandDtype = Annotated[Dtype, typer.Option(help="Dtype of the operands.")]
 BackendName = Annotated[

@@ -143,7 +143,7 @@ class AttentionMixer(Mixer):
     def forward(
         self, x: Tensor, state: KVCache | None = None, context: Context | None = None
     ) -> tuple[Tensor, KVCache | None]:
-        x_BTD, context, order = left_align(x, self.width, context)
+        x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
             self._check_cache(state, x_BTD, context)
         q, k, v = self._operands(x_BTD, None if state is None else state.position, context)

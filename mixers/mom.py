@@ -158,7 +158,7 @@ class MoMMixer(Mixer):
     def forward(
         self, x: Tensor, state: dict[str, State] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, State] | None]:
-        x_BTD, context, order = left_align(x, self.width, context)
+        x_BTD, context, order = left_align(x, self.width, context, self.router.weight)
         context = context._replace(values=None)  # values of other layers belong to all tokens, not to one memory's
         if state is not None:
             expected = {*self.names, *(["shared"] if self.shared is not None else [])}

@@ -14,12 +14,13 @@ import torch
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from deltazoo.backends import registry
+from deltazoo.backends import registry, yaml_text
 from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
 from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError, describe_invalid, unknown_name
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import SHAPES, Shape
@@ -28,10 +29,8 @@ from deltazoo.backends.spec import UpdateSpec
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
-class ShapeFields(BaseModel):
+class ShapeFields(FrozenConfig):
     """A shape in a file. HV defaults to H and V to K; `lengths` of packed sequences replace B and T."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
     B: int = Field(default=1, ge=1)
@@ -70,10 +69,8 @@ def _expand_named_shape(value: object) -> object:
     return {key: field for key, field in SHAPES[value]._asdict().items() if key != "T" or not SHAPES[value].lengths}
 
 
-class CheckFile(BaseModel):
+class CheckFile(FrozenConfig):
     """Contents of a check file. Shapes are names or sizes; regimes are described at `Case`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     spec: UpdateSpec
     shapes: tuple[Annotated[ShapeFields, BeforeValidator(_expand_named_shape)], ...] = Field(min_length=1)
@@ -97,8 +94,8 @@ def read_check(path: str | Path) -> CheckFile:
     Raises: ConfigError, which names every invalid field, and the nearest known field for an unknown one.
     """
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        data = yaml_text.load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         return CheckFile.model_validate(data)

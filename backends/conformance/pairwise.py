@@ -9,9 +9,9 @@ from itertools import combinations, product
 from typing import Any, TypeVar, get_args
 
 import torch
-from pydantic import ValidationError
 
 from deltazoo.backends.conformance.cases import REGIMES, Case
+from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.spec import UpdateSpec
 
@@ -37,7 +37,7 @@ def _every_spec() -> tuple[UpdateSpec, ...]:
     specs = []
     for values in product(*AXES.values()):
         axes: dict[str, Any] = dict(zip(AXES, values, strict=True))
-        with contextlib.suppress(ValidationError):
+        with contextlib.suppress(ConfigError):
             specs.append(UpdateSpec(**axes))
     return tuple(specs)
 

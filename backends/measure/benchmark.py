@@ -15,6 +15,7 @@ from deltazoo.backends.devices import usable_device
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.explain import explain
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.timing import MIN_ROUNDS, Times, peak_bytes, time_interleaved, time_once
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Workload
@@ -27,7 +28,7 @@ from deltazoo.backends.watch import watch
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
-class BenchConfig(BaseModel):
+class BenchConfig(FrozenConfig):
     """Settings of a benchmark.
 
     Args:
@@ -40,8 +41,6 @@ class BenchConfig(BaseModel):
         errors: measure the error against the float64 reference.
         graphs: time replays of CUDA graphs; a backend that cannot be captured gets a row with the reason.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     directions: tuple[Direction, ...] = DIRECTIONS
     device: str = "cpu"

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deltazoo.backends.conformance.decode_step import typical_step
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.output_path import output_path
@@ -52,7 +53,7 @@ DIRECTION_OF: dict[Kernel, Direction] = {
 }  # fmt: skip
 
 
-class TuneConfig(BaseModel):
+class TuneConfig(FrozenConfig):
     """Settings of the tuner.
 
     Args:
@@ -63,8 +64,6 @@ class TuneConfig(BaseModel):
         rounds: timed calls of each of two compared configs.
         again: also measure classes that the table already contains.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     directions: tuple[Direction, ...] = DIRECTIONS
     effort: Literal["quick", "full"] = "quick"

@@ -10,21 +10,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.blocks.generation.generate import stream
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training.checkpoint import load_model
 from deltazoo.blocks.training.text import BYTES
 
 
-class Sampling(BaseModel):
+class Sampling(FrozenConfig):
     """Sampling parameters; see `deltazoo.blocks.generation.generate.generate`.
 
     Args:
         max_bytes: maximum number of bytes to generate.
         stop: text after which generation stops; None generates `max_bytes` bytes.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_bytes: int = Field(default=256, ge=1)
     temperature: float = Field(default=0.8, ge=0, allow_inf_nan=False)

@@ -54,7 +54,7 @@ def parse_shape(text: str) -> Shape:
         name, _, size = item.partition("=")
         sizes[name] = size
     try:
-        return ShapeFields(**sizes).shape()
+        return ShapeFields.model_validate(sizes).shape()
     except ValidationError as error:
         sentences = "; ".join(describe_invalid(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
         raise ConfigError(f"shape {text!r}: {sentences}") from error

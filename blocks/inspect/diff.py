@@ -15,7 +15,7 @@ class Difference(BaseModel):
     """A field in which two stacks differ.
 
     Args:
-        path: dotted, such as `layers.swa.window`.
+        path: dotted, such as `layers.sliding_window.window`.
         a, b: the values; a value is not set if its stack has no such field. The value of a layer that only one stack
             has is its config, without the fields that have their defaults.
     """

@@ -1,17 +1,14 @@
 """The diagnosis that `deltazoo doctor` prints: environment, backends of each device, and problems."""
 
-from typing import Any
-
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.devices import devices
 from deltazoo.backends.explain import explain
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.blocks.inspect.catalog import catalog
+from deltazoo.blocks.inspect.plugins import plugin_problems
 
 _GATED_DELTA_RULE = UpdateSpec(decay="head", beta="head")
 _HEADS, _HEAD_WIDTH = 8, 128
@@ -67,12 +64,4 @@ def _problems() -> list[str]:
     problems = []
     if environment().compiler is None:
         problems.append("No C++ compiler: torch.compile cannot run on the CPU. Install g++ or clang++ (Windows: cl).")
-    for group in (registry.BACKENDS, registry.MIXERS):
-        for name in registry.duplicates(group):
-            problems.append(f"{group}: {name!r} is registered by more than one package. Uninstall all but one.")
-    installed = catalog()
-    entries: list[Any] = [*installed.backends, *installed.mixers]
-    for entry in entries:
-        if entry.problem is not None:
-            problems.append(f"{entry.name} of {entry.owner} cannot be used: {entry.problem}")
-    return problems
+    return problems + plugin_problems()

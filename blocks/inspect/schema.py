@@ -5,7 +5,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from deltazoo.backends import registry
-from deltazoo.backends.errors import DuplicateNameError, PluginError
 from deltazoo.mixers.core import config as configs
 
 # A mixer that is not registered is named "module:Class"; the schema cannot list its fields.
@@ -27,7 +26,7 @@ def with_mixers(stack: type[BaseModel]) -> dict[str, Any]:
     for name in registry.names(registry.MIXERS):
         try:
             mixer = configs.config_class(name).model_json_schema()
-        except (PluginError, DuplicateNameError):
+        except Exception:  # plug-ins may raise anything
             continue
         definitions |= mixer.pop("$defs", {})
         mixer["properties"] = {"mixer": {"const": name}, **mixer["properties"]}

@@ -10,10 +10,10 @@ from pydantic_core import to_jsonable_python
 from deltazoo.backends import registry
 from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.dispatch import bind_conv
-from deltazoo.backends.errors import ConfigError, PluginError, UnknownNameError
+from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.explain import explain
 from deltazoo.backends.papers import papers
-from deltazoo.backends.registry import resolve
+from deltazoo.backends.registry import plugin_errors, resolve
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
 from deltazoo.blocks.inspect.describe import Description
@@ -94,9 +94,11 @@ def details(
     """
     mixers, backends = registry.names(registry.MIXERS), registry.names(registry.BACKENDS)
     if name in mixers:
-        return _mixer(name, width, device, dtype, device_name)
+        with plugin_errors(registry.MIXERS, name):
+            return _mixer(name, width, device, dtype, device_name)
     if name in backends:
-        return _backend(name, device, dtype)
+        with plugin_errors(registry.BACKENDS, name):
+            return _backend(name, device, dtype)
     if name in presets.names() or name.endswith(document.SUFFIXES):
         return _stack(name, trust)
     if ":" in name:
@@ -156,8 +158,9 @@ def _backend(name: str, device: str, dtype: torch.dtype) -> Details:
             spec = config.spec()
             if spec is not None:
                 takes[mixer] = backend.unsupported(spec, _update_meta(_build_on_meta(config, _WIDTH), device, dtype))
-        except PluginError:  # `details` of that mixer reports the error
-            continue
+        except Exception:  # plug-ins may raise anything; `details` of that mixer reports the error
+            if registry.is_built_in(registry.MIXERS, mixer) and registry.is_built_in(registry.BACKENDS, name):
+                raise
     about = {"about": first_doc_line(backend)}
     return Details(kind="backend", name=name, owner=_owner(registry.BACKENDS, name), about=about, takes=takes)
 

@@ -1,12 +1,13 @@
 """Checkpoint folders: the stack and the settings as YAML, and the tensors, which are written atomically."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.errors import ConfigError, cut
 from deltazoo.backends.output_path import output_folder
 from deltazoo.blocks import document
 from deltazoo.blocks.spec import StackSpec
@@ -54,6 +55,9 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     _check_has(folder / CHECKPOINT, checkpoint, ("model", "optimizer", "step", "points", "rng"))
     _check_has(folder / SETTINGS, settings, ("text", "train"))
     _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))
+    _check_types(folder / CHECKPOINT, checkpoint, _CHECKPOINT_TYPES)
+    _check_types(folder / SETTINGS, settings, {"train": dict})
+    _check_types(folder / SETTINGS, settings["text"], {"path": str | None, "digest": str, "source": str})
     return spec, settings, checkpoint
 
 
@@ -64,6 +68,16 @@ def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
     except RuntimeError as error:
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
         raise ConfigError(f"the weights must be those of {STACK}, got others: {first}") from error
+    except Exception as error:  # the entries are no tensors
+        raise ConfigError(f"the weights must be those of {STACK}: {error}") from error
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+    """Load the state of a checkpoint's optimizer. Raises: ConfigError: it belongs to other weights."""
+    try:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    except Exception as error:  # the type of torch's error depends on what differs
+        raise ConfigError(f"the optimizer's state must be that of the weights of {STACK}: {error}") from error
 
 
 def load_model(
@@ -78,6 +92,19 @@ def load_model(
     model = spec.build(backend=backend)
     load_weights(model, checkpoint)
     return model.to(usable_device(device)).eval()
+
+
+_CHECKPOINT_TYPES = {"model": dict, "optimizer": dict, "step": int, "points": list, "rng": torch.Tensor}
+
+
+def _check_types(path: Path, data: dict[str, Any], types: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a value has another type than `save` and `create` write."""
+    for key, expected in types.items():
+        if not isinstance(data[key], expected):
+            name = getattr(expected, "__name__", str(expected))
+            raise ConfigError(
+                f"{path} is not from a training run: {key} must have the type {name}, got {cut(data[key])}"
+            )
 
 
 def _check_has(path: Path, data: Any, keys: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.output_path import output_folder
@@ -26,7 +27,7 @@ BASELINES = ("transformer-pp-small", "gated-deltanet-small")
 BACKENDS = ("reference", "compile")
 
 
-class DemoConfig(BaseModel):
+class DemoConfig(FrozenConfig):
     """The settings of the demo.
 
     Args:
@@ -36,8 +37,6 @@ class DemoConfig(BaseModel):
         prompt: text that the hybrid continues.
         bench: settings of the benchmark, which times the hybrid's update on the shape of a training step.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     stacks: tuple[str, ...] = Field(default=(HYBRID, *BASELINES), min_length=1)
     train: TrainConfig = TrainConfig(learning_rate=4e-3)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.losses import Losses
@@ -20,9 +21,10 @@ from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import checkpoint
 from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_text, random_crops
 from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.initialization import no_weight_decay
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(FrozenConfig):
     """The settings of a training run.
 
     Args:
@@ -39,8 +41,6 @@ class TrainConfig(BaseModel):
         backend: as for `deltazoo.bind`.
         compile: compile the model layer by layer, see `deltazoo.blocks.compilation`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(default=300, ge=1)
     batch: int = Field(default=8, ge=1)
@@ -250,7 +250,7 @@ class _Run:
     def restore(self, saved: dict[str, Any]) -> None:
         """Load everything that `state` saved."""
         checkpoint.load_weights(self.model, saved)
-        self.optimizer.load_state_dict(saved["optimizer"])
+        checkpoint.load_optimizer(self.optimizer, saved)
         self.step = saved["step"]
         self.points = [Point(**point) for point in saved["points"]]
         torch.set_rng_state(saved["rng"])
@@ -332,9 +332,7 @@ class _Run:
 
 def _adamw(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
     """Build AdamW with weight decay on matrices only, without those that a module lists in `no_weight_decay`."""
-    excluded = {
-        id(getattr(module, name)) for module in model.modules() for name in getattr(module, "no_weight_decay", ())
-    }
+    excluded = {id(getattr(module, name)) for module in model.modules() for name in no_weight_decay(module)}
     decayed = [x for x in model.parameters() if x.dim() >= 2 and id(x) not in excluded]
     others = [x for x in model.parameters() if x.dim() < 2 or id(x) in excluded]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -1,13 +1,13 @@
 """Conversion of mixer configs to plain data and back, tagged with the mixer's name."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from deltazoo.backends import registry
-from deltazoo.backends.errors import ConfigError, PluginError, describe_invalid
+from deltazoo.backends.errors import ConfigError, PluginError, cut, nearest
+from deltazoo.backends.frozen_config import describe_errors
 from deltazoo.mixers.core.mixer import MixerConfig
 
 
@@ -31,12 +31,12 @@ def parse(data: Mapping[str, Any] | MixerConfig, trust: bool = False) -> MixerCo
     if isinstance(data, MixerConfig):
         return data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"a mixer must be a mapping with the key 'mixer', got {data!r}")
+        raise ConfigError(f"a mixer must be a mapping with the key 'mixer', got {cut(data)}")
     fields = dict(data)
     name = fields.pop("mixer", None)
     if not isinstance(name, str):
-        got = "no such key" if name is None else repr(name)
-        raise ConfigError(f"a mixer needs the key 'mixer' with a registered name, got {got} in {dict(data)!r}")
+        got = "no such key" if name is None else cut(name)
+        raise ConfigError(f"a mixer needs the key 'mixer' with a registered name, got {got} in {cut(dict(data))}")
     if not trust:
         registry.refuse_untrusted("mixer", name, "key 'mixer'")
     config_type = config_class(name)
@@ -77,16 +77,4 @@ def _tag(config_type: type[MixerConfig]) -> str:
 
 def _unknown_field(name: str, field: object, config_type: type[MixerConfig]) -> str:
     known = list(config_type.model_fields)
-    near = difflib.get_close_matches(str(field), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"mixer {name!r} has no field {field!r}{hint} It has: {', '.join(known)}."
-
-
-def describe_errors(path: tuple[str, ...], error: ValidationError) -> str:
-    """Join pydantic's errors into one message, a sentence for each key, which begins with its path."""
-    sentences = []
-    for problem in error.errors():
-        location = ".".join(map(str, (*path, *problem["loc"])))
-        value = "" if problem["type"] == "missing" or not problem["loc"] else f", got {problem['input']!r}"
-        sentences.append(describe_invalid(location, problem["msg"]) + value)
-    return "; ".join(sentences)
+    return f"mixer {name!r} has no field {cut(field)}{nearest(str(field), known) or '.'} It has: {', '.join(known)}."

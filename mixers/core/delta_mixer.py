@@ -128,7 +128,7 @@ class DeltaMixer(Mixer):
     def forward(
         self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        x_BTD, context, order = left_align(x, self.width, context)
+        x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         context = context._replace(intermediates={})
         old = {} if state is None else state
         new: dict[str, Tensor | None] = {}

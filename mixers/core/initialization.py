@@ -1,9 +1,11 @@
 """Initialisation of every parameter and buffer of a module, also after `torch.device("meta")` and `to_empty`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+
+from deltazoo.backends.errors import PluginError, cut
 
 
 @torch.no_grad()
@@ -25,6 +27,14 @@ def init_weights(module: nn.Module) -> None:
                 f"{type(submodule).__name__} has parameters or buffers, so it needs a method reset_parameters() that "
                 "initialises all of them"
             )
+
+
+def no_weight_decay(module: nn.Module) -> Sequence[str]:
+    """Return the parameters of a module that weight decay must skip. Raises: PluginError: they are not a tuple."""
+    names = getattr(module, "no_weight_decay", ())
+    if not isinstance(names, tuple | list):
+        raise PluginError(f"{type(module).__name__}.no_weight_decay must be a tuple of names, got {cut(names)}")
+    return names
 
 
 def _children_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:

@@ -6,10 +6,10 @@ B batch, T time, D width, N packed sequences
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.losses import AuxiliaryLoss
@@ -116,15 +116,13 @@ class Cost(NamedTuple):
     cache_bytes: int
 
 
-class MixerConfig(BaseModel, Term, ABC):
+class MixerConfig(FrozenConfig, Term, ABC):
     """Config that builds a mixer. Subclass it, give every field a default, and register it in `deltazoo.mixers`.
 
     The operators `+`, `*` and `|` compose configs into a pattern of layers; see `deltazoo.mixers.core.patterns`.
 
     Class attributes: `name`, the registered name and serialised tag (`mixer: name`); `source`, the paper.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     source: ClassVar[str]

@@ -109,7 +109,7 @@ class At(Term):
     def __post_init__(self) -> None:
         _require_single_layer("@", self.part)
         if not self.layers or any(isinstance(index, bool) or not isinstance(index, int) for index in self.layers):
-            raise PatternError(f"'@' needs a list of layers, such as attn@[2, 7], got {self.layers!r}")
+            raise PatternError(f"'@' needs a list of layers, such as attention@[2, 7], got {self.layers!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from deltazoo.backends.check import FLOAT_DTYPES
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import packing_problems, sequence_index, valid_sequence_index
@@ -16,18 +17,20 @@ from deltazoo.mixers.core.mixer import Context
 _EMPTY = Context()
 
 
-def left_align(x_BTD: Tensor, width: int, context: Context | None) -> tuple[Tensor, Context, Tensor | None]:
+def left_align(
+    x_BTD: Tensor, width: int, context: Context | None, like: Tensor | None = None
+) -> tuple[Tensor, Context, Tensor | None]:
     """Check x and the context, set padded tokens to zero, and move the real tokens of each row to its start.
 
     Mixers then have to handle padding on the right only.
 
+    Args: like: a weight that x meets in a matrix product, so that both must have the same dtype without autocast.
     Returns:
         x [B, T, D] in the new order; the context with mask and positions in the same order; the inverse permutation
         [B, T] for `undo_left_align`, or None if nothing was moved.
     Raises: ShapeError, DtypeError, DeviceError, OperandError, ValueRangeError.
     """
-    if x_BTD.dim() != 3 or x_BTD.shape[2] != width:
-        raise ShapeError(f"x must have shape [B, T, {width}], got {list(x_BTD.shape)}")
+    _check_input(x_BTD, width, like)
     if context is None:
         return x_BTD, _EMPTY, None
     _check(x_BTD, context)
@@ -146,6 +149,20 @@ def unpack(tensors: Iterable[Tensor], cu_seqlens: Tensor) -> tuple[list[Tensor],
 
 def _permute(x_BTD: Tensor, order_BT: Tensor) -> Tensor:
     return x_BTD.gather(1, order_BT[..., None].expand_as(x_BTD))
+
+
+def _check_input(x_BTD: Tensor, width: int, like: Tensor | None) -> None:
+    if not isinstance(x_BTD, Tensor):
+        raise OperandError(f"x must be a tensor, got {type(x_BTD).__name__}")
+    if x_BTD.dim() != 3 or x_BTD.shape[2] != width:
+        raise ShapeError(f"x must have shape [B, T, {width}], got {list(x_BTD.shape)}")
+    if x_BTD.dtype not in FLOAT_DTYPES:
+        raise DtypeError(f"x must be float64, float32, bfloat16 or float16, got {x_BTD.dtype}")
+    # Quantised weights have other dtypes, and convert x themselves.
+    if like is None or like.dtype == x_BTD.dtype or like.dtype not in FLOAT_DTYPES:
+        return
+    if x_BTD.is_meta or not torch.is_autocast_enabled(x_BTD.device.type):
+        raise DtypeError(f"x must be {like.dtype} like the weights, or torch.autocast must be on, got {x_BTD.dtype}")
 
 
 def _check(x_BTD: Tensor, context: Context) -> None:

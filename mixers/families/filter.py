@@ -56,6 +56,8 @@ class FilterMixer(Mixer, ABC):
     and `filters` is registered here.
     """
 
+    out: nn.Module  # the last map, which a subclass creates
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
@@ -93,7 +95,7 @@ class FilterMixer(Mixer, ABC):
     def forward(
         self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        x_BTD, context, order = left_align(x, self.width, context)
+        x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
             expected = set(self.init_state(0, 1))
             if set(state) != expected:

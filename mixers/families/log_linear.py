@@ -86,7 +86,7 @@ class LogLinearMixer(Mixer):
     def forward(
         self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        x_BTD, context, order = left_align(x, self.width, context)
+        x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         context = context._replace(intermediates={})
         if state is not None:
             expected = list(self.init_state(0))

@@ -4,10 +4,11 @@ from abc import ABC, abstractmethod
 from typing import Self
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from deltazoo.backends.base import Backend
+from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Cost, MixerConfig, Place
@@ -38,8 +39,8 @@ class UpdateConfig(MixerConfig, ABC):
     def _spec_is_valid(self) -> Self:
         try:
             self.spec()
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix(f"{UpdateSpec.__name__}: ")) from None
         return self
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> DeltaMixer:

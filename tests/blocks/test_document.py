@@ -1,5 +1,6 @@
 """YAML 1.2 and JSON files: scalar types, round trips, and error messages."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import yaml
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.blocks import document
+from deltazoo.blocks.spec import StackSpec
 
 TEXT = """
 word: off
@@ -68,3 +70,58 @@ def test_errors_name_the_file_and_the_problem(tmp_path: Path, name: str, text: s
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=sentence.replace("(", "\\(")):
         document.read(tmp_path / name)
+
+
+def nested_aliases(levels: int, merge: bool = False) -> str:
+    """A text of a few hundred bytes that describes 9 ** levels values."""
+    lines = ["a0: &a0 {x: 1}" if merge else "a0: &a0 [1, 2, 3, 4, 5, 6, 7, 8, 9]"]
+    for i in range(1, levels):
+        aliases = ", ".join([f"*a{i - 1}"] * 9)
+        lines.append(f"a{i}: &a{i} {{<<: [{aliases}]}}" if merge else f"a{i}: &a{i} [{aliases}]")
+    return "\n".join(lines)
+
+
+HOSTILE = {
+    "nested aliases": (nested_aliases(9), "at most 10,000 values, aliases expanded, got"),
+    "nested merges": (nested_aliases(12, merge=True), "at most 10,000 values"),
+    "aliases in a chain": (
+        "\n".join(["a0: &a0 []", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 99))]),
+        "levels deep, got 100",
+    ),
+    "a value in itself": ("width: &a [*a]", "a value must not contain itself, as that in line 1 does"),
+    "deep lists": ("width: " + "[" * 200 + "]" * 200, "nested at most 50 levels deep, got more"),
+    "very deep lists": ("width: " + "[" * 500, "nested at most 50 levels deep, got more"),
+    "a long integer": ("width: " + "9" * 10_000, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_yaml_is_refused_at_once_in_a_short_message(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    start = time.process_time()
+    with pytest.raises(ConfigError) as raised:
+        StackSpec.load(path)
+    assert time.process_time() - start < 1
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "[" * 300 + "]" * 300 + "}", '{"a": ' + "9" * 10_000 + "}"])
+def test_hostile_json_is_refused(tmp_path: Path, text: str):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        StackSpec.load(path)
+    assert len(str(raised.value)) < 500
+
+
+def test_aliases_are_allowed():
+    data = document.parse("a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}", ".yaml", "text")
+    assert data == {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
+
+
+def test_values_in_messages_are_cut():
+    with pytest.raises(ConfigError) as raised:
+        StackSpec(width=8, depth=1, vocab=9, pattern="kda", layers=[["x" * 1000] * 1000] * 1000)
+    assert len(str(raised.value)) < 400

@@ -1,11 +1,12 @@
 """Layer patterns: text and Python's operators give equal terms; errors mark the position."""
 
 import itertools
+import re
 
 import pytest
 
 from deltazoo.backends.errors import PatternError
-from deltazoo.blocks.pattern import expand, parse
+from deltazoo.blocks.pattern import expand, parse, unreached
 from deltazoo.mixers import GatedDeltaNet
 from deltazoo.mixers.core.patterns import At, Name, Spread
 
@@ -82,7 +83,7 @@ ERRORS = [
     ("a(heads=6 kind=x)", 10, "expected ',' or ')'"),
     ("a@[2]", 5, "expected 'else'"),
     ("a@2 else b", 2, "expected '['"),
-    ("a@[2.5] else b", 3, "expected a layer index, such as attn@[2, 7]"),
+    ("a@[2.5] else b", 3, "expected a layer index, such as attention@[2, 7]"),
     ("a + b@[2] else c", 5, "'@' takes single layers, got 'a + b'"),
     ("2*(a@[1] else b)", 4, "expected ')'"),
     ("spread(a) else b", 8, "expected ',' and a count or a percentage"),
@@ -137,3 +138,34 @@ def test_configs_compose_to_patterns():
     gdn = GatedDeltaNet(heads=6)
     assert expand(2 * gdn + (gdn | GatedDeltaNet()), 4) == [(gdn,), (gdn,), (gdn, GatedDeltaNet()), (gdn,)]
     assert 3 * gdn == gdn * 3 != 2 * gdn
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("(" * 3000 + "kda" + ")" * 3000, "nested too deeply"),
+        ("9" * 5000 + "*kda", "a count has at most 9 digits"),
+        ("kda + " * 5000 + "$", "cannot read '$'"),
+    ],
+    ids=["parentheses", "digits", "length"],
+)
+def test_a_hostile_pattern_is_refused_in_a_short_message(text, message):
+    with pytest.raises(PatternError, match=re.escape(message)) as raised:
+        parse(text)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "depth", "missing"),
+    [
+        ("3*kda + mla", 3, ["mla"]),
+        ("3*kda + mla", 4, []),
+        ("kda + mla + kda", 2, ["kda"]),
+        ("mla@[1] else kda + gla", 2, ["gla"]),
+        ("mla@[1] else kda + gla", 4, []),
+        ("kda | mla", 1, []),
+        ("spread(mla, 1) else kda", 1, ["kda"]),
+    ],
+)
+def test_names_that_no_layer_reaches_are_found(text, depth, missing):
+    assert [name.name for name in unreached(parse(text), depth)] == missing

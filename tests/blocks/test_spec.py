@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deltazoo
-from deltazoo.backends.errors import ConfigError, PatternError, UnknownNameError
+from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, UnknownNameError
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.spec import LayerSpec, StackSpec
@@ -226,3 +226,24 @@ def test_backends_take_precedence_from_argument_to_layer_to_stack_to_context():
 def test_a_key_of_another_place_says_where_it_belongs(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         StackSpec(**{"width": 64, "depth": 2, "vocab": 16, "pattern": "m + gated_deltanet"} | change)
+
+
+@pytest.mark.parametrize("width", [200_000, 10**9, 10**30])
+def test_a_model_that_does_not_fit_in_memory_is_refused(width):
+    spec = StackSpec(width=width, depth=100, vocab=256, pattern="gated_deltanet(heads=4)")
+    with pytest.raises(ConfigError, match=rf"(the weights need [\d.,]+ .iB, and this|not enough mem).*width={width}"):
+        spec.build()
+
+
+def test_parts_without_effect_warn_at_the_caller():
+    with pytest.warns(ConfigWarning) as warned:
+        StackSpec(width=16, depth=3, vocab=9, pattern="3*kda + mla", layers={"spare": {"mixer": "gla"}})
+    assert [str(warning.message) for warning in warned] == [
+        "layers.spare is not in the pattern '3*kda + mla'",
+        "mla in the pattern '3*kda + mla' is not reached: depth=3 has no layer for it",
+    ]
+    assert {warning.filename for warning in warned} == {__file__}
+
+
+def test_presets_have_no_parts_without_effect():
+    assert [sentence for name in presets.names() for sentence in StackSpec.load(name).unused()] == []

@@ -235,6 +235,35 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"step": "ten"}, r"checkpoint\.pt is not from a training run: step must have the type int, got 'ten'"),
+        ({"model": 3}, "model must have the type dict, got 3"),
+        ({"model": {"x": 1}}, "the weights must be those of stack.yaml"),
+        ({"optimizer": {}}, "the optimizer's state must be that of the weights of stack.yaml"),
+    ],
+)
+def test_an_edited_checkpoint_is_reported(text, uninterrupted, tmp_path, edit, message):
+    for name in (STACK, SETTINGS):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    torch.save({**torch.load(uninterrupted[0] / CHECKPOINT), **edit}, tmp_path / CHECKPOINT)
+    with pytest.raises(ConfigError, match=message):
+        resume(tmp_path, text)
+
+
+def test_edited_settings_are_reported(text, uninterrupted, tmp_path):
+    for name in (STACK, SETTINGS, CHECKPOINT):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    settings = (tmp_path / SETTINGS).read_text()
+    (tmp_path / SETTINGS).write_text(settings.replace("warmup:", "warmpu:"))
+    with pytest.raises(ConfigError, match=r"warmpu: unknown field; did you mean 'warmup'\?"):
+        resume(tmp_path, text)
+    (tmp_path / SETTINGS).write_text(settings.replace("train:", "train: 4\nother:"))
+    with pytest.raises(ConfigError, match=r"train must have the type dict, got 4"):
+        resume(tmp_path, text)
+
+
 def test_a_loss_that_is_not_finite_stops_training(text):
     with pytest.raises(ConfigError, match=r"the loss is (nan|inf) at step \d: lower learning_rate, got 1e\+30"):
         train(SPEC, text, CONFIG.model_copy(update={"learning_rate": 1e30, "warmup": 0}))

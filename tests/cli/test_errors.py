@@ -22,6 +22,16 @@ CASES = {
     "unknown stack to compare": (("diff", "samba", "sambo"), "did you mean 'samba'"),
     "invalid save suffix": (("build", "gated-deltanet-small", "--save", "x.txt"), "'x.txt'"),
     "missing save folder": (("build", "gated-deltanet-small", "--save", "/no/folder/x.yaml"), "/no/folder/x.yaml"),
+    "too wide": (
+        ("show", "kda", "--width", "10000000000000"),
+        "not enough memory: the size of a tensor exceeds 64 bits",
+    ),
+    "wider than an int64": (("show", "kda", "--width", "9" * 30), "not enough memory: the size of a tensor exceeds"),
+    "true as a number": (
+        ("build", "gated-deltanet-small", "--set", "width=true"),
+        "width must be an integer, got True",
+    ),
+    "too deep": (("build", "gated-deltanet-small", "--depth", "2000000000"), "depth must be at most 10000"),
     "unknown kind": (("list", "mixer"), "'mixer'"),
     "unknown device": (("show", "kda", "--device", "tpu9"), "'tpu9'"),
     "no stack to train": (("train",), "give a FILE or a PRESET, or --resume FOLDER"),
@@ -106,3 +116,12 @@ def test_every_command_has_a_json_option(ok):
     commands = "list show build train generate bench check tune merge-tables doctor demo schema"
     for command in commands.split():
         assert "--json" in ok(command, "--help").out
+
+
+def test_a_part_without_effect_is_one_warning_on_stderr(run):
+    result = run("build", "olmo-hybrid-tiny", "--depth", "3", "--json")
+    assert result.code == 0
+    assert result.err == (
+        "deltazoo: warning: attn in the pattern '3*gdn + attn' is not reached: depth=3 has no layer for it\n"
+    )
+    assert result.json["stack"]["depth"] == 3

@@ -229,7 +229,7 @@ def test_a_trusted_name_must_be_a_mixer_config() -> None:
 
 
 def test_invalid_fields_are_refused_with_a_reason() -> None:
-    with pytest.raises(ValidationError, match="extra_forbidden"):
+    with pytest.raises(ConfigError, match="RetNet: negative_eigenvalues: unknown field"):
         RetNet(negative_eigenvalues="both")
     with pytest.raises(ValidationError, match="frozen"):
         GatedDeltaNet().heads = 3
@@ -249,6 +249,13 @@ def test_invalid_calls_are_refused_with_a_reason(mixer: Mixer, x: Tensor) -> Non
     cases: list[tuple[Tensor, Context, type[Exception], str]] = [
         (x[..., :5], Context(), ShapeError, r"x must have shape \[B, T, 24\], got \[3, 9, 5\]"),
         (x[0], Context(), ShapeError, "x must have shape"),
+        (x.long(), Context(), DtypeError, "x must be float64, float32, bfloat16 or float16, got torch.int64"),
+        (
+            x.half(),
+            Context(),
+            DtypeError,
+            "x must be torch.float(64|32) like the weights, or torch.autocast must be on",
+        ),
         (x, Context(cu_seqlens=pack), ShapeError, "need B = 1, got B = 3"),
         (x[:1], Context(cu_seqlens=pack.long()), DtypeError, "must be int32"),
         (x[:1], Context(cu_seqlens=pack - 1), ValueRangeError, "must rise from 0 to T = 9, got"),
@@ -289,7 +296,7 @@ def test_invalid_states_are_refused_with_a_reason() -> None:
     ],
 )
 def test_field_out_of_range_is_refused_by_name(name: str, fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValidationError, match=f"(?s){message}"):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         registry.load(registry.MIXERS, name)(**fields)
 
 

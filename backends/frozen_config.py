@@ -1,0 +1,88 @@
+"""FrozenConfig: the base class of every config and spec, and the sentences of its errors.
+
+pydantic reports invalid fields with an exception that cannot be subclassed. The constructor of a `FrozenConfig` raises
+`ConfigError` in its place, so that one `except DeltazooError`, or `except ValueError`, catches every error of a config.
+"""
+
+import typing
+from abc import ABC
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from deltazoo.backends.errors import ConfigError, cut, describe_invalid, nearest, unknown_field
+
+ModelMetaclass: Any = type(BaseModel)
+
+
+class _RaisesConfigError(ModelMetaclass):  # type: ignore[misc]
+    """Converts the errors of the constructor.
+
+    `model_validate` and fields that hold another config do not pass here, so pydantic adds the path of nested fields.
+    """
+
+    if not TYPE_CHECKING:  # type checkers still see the fields as parameters
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except ValidationError as error:
+                raise ConfigError(f"{self.__name__}: {describe_errors((), error, self)}") from error
+
+
+class FrozenConfig(BaseModel, ABC, metaclass=_RaisesConfigError):
+    """A frozen pydantic model that refuses unknown fields, and true or false in place of a number.
+
+    Raises: ConfigError: one sentence for each invalid field; the nearest field for an unknown one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before", check_fields=False)
+    @classmethod
+    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        items = value if isinstance(value, list | tuple) else (value,)
+        if any(isinstance(item, bool) for item in items):
+            types = set(_types(cls.model_fields[str(info.field_name)].annotation))
+            if types & {int, float} and bool not in types:
+                rule = "an integer" if int in types else "a number"
+                raise PydanticCustomError("bool_as_number", f"Input should be {rule}")  # type: ignore[arg-type]
+        return value
+
+
+def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    """Join pydantic's errors into one message, a sentence for each key, which begins with its path.
+
+    Args: model: the validated class; its fields are the suggestions for an unknown field.
+    """
+    sentences = []
+    for problem in error.errors():
+        location = ".".join(map(str, (*path, *problem["loc"])))
+        if problem["type"] == "extra_forbidden" and model is not None and len(problem["loc"]) == 1:
+            sentences.append(unknown_field(location, str(problem["loc"][0]), list(model.model_fields)))
+            continue
+        sentence = describe_invalid(location, problem["msg"])
+        if problem["type"] != "missing" and problem["loc"]:
+            sentence += f", got {cut(problem['input'])}"
+        if problem["type"] == "literal_error" and isinstance(problem["input"], str):
+            sentence += nearest(problem["input"], _choices(problem.get("ctx", {})))
+        sentences.append(sentence)
+    return "; ".join(sentences)
+
+
+def _choices(context: Mapping[str, Any]) -> list[str]:
+    """The values of a Literal, from the text "'none', 'head' or 'channel'"."""
+    return str(context.get("expected", "")).split("'")[1::2]
+
+
+def _types(annotation: Any) -> typing.Iterator[Any]:
+    """Yield every class in a type annotation, and the types of the values of its literals."""
+    if typing.get_origin(annotation) is typing.Literal:
+        yield from map(type, typing.get_args(annotation))
+    elif typing.get_args(annotation):
+        for argument in typing.get_args(annotation):
+            yield from _types(argument)
+    else:
+        yield annotation

@@ -1,0 +1,104 @@
+"""YAML 1.2 text to plain data.
+
+PyYAML implements YAML 1.1. This loader follows 1.2: only true and false are booleans (`off` is a string), 1e-5 is
+a number, 010 is ten. A repeated key is an error. Aliases (`*name`) repeat an anchored value, so a few nested ones
+describe more values than memory holds; the number of values is limited.
+"""
+
+import re
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import yaml
+
+from deltazoo.backends.errors import ConfigError, cut
+
+MAX_VALUES, MAX_LEVELS = 10_000, 50
+
+
+def load(text: str) -> Any:
+    """Parse any YAML value.
+
+    Raises: ConfigError: a key is repeated or no name, or the text has too many or too deeply nested values;
+        yaml.YAMLError; RecursionError; ValueError: an integer has too many digits.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        size = _size(node, {})
+        if size.values > MAX_VALUES:
+            raise ConfigError(f"there must be at most {MAX_VALUES:,} values, aliases expanded, got {size.values:,}")
+        if size.levels > MAX_LEVELS:
+            raise ConfigError(f"values must be nested at most {MAX_LEVELS} levels deep, got {size.levels}")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+class _Size(NamedTuple):
+    """Number of values in a node and levels below it, with every alias expanded."""
+
+    values: int = 1
+    levels: int = 0
+
+
+def _size(node: yaml.Node, known: dict[int, _Size | None]) -> _Size:
+    """Measure a node. known: the sizes of measured nodes by id; None while a node is measured."""
+    if not isinstance(node, yaml.CollectionNode):
+        return _Size()
+    if id(node) not in known:
+        known[id(node)] = None
+        items = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+        sizes = [_size(item, known) for item in items]
+        known[id(node)] = _Size(1 + sum(x.values for x in sizes), 1 + max((x.levels for x in sizes), default=0))
+    size = known[id(node)]
+    if size is None:
+        raise ConfigError(f"a value must not contain itself, as that in line {node.start_mark.line + 1} does")
+    return size
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalar types of YAML 1.2, which refuses repeated keys."""
+
+    level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.level > MAX_LEVELS:
+            raise ConfigError(f"values must be nested at most {MAX_LEVELS} levels deep, got more")
+        self.level += 1
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"a key must be a name, got a list or a mapping in line {line}")
+            if key.value in keys:
+                raise ConfigError(f"the key {cut(key.value)} is repeated in line {line}")
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_YAML_1_1_TYPES = ("bool", "int", "float", "timestamp")
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.split(":")[-1] not in _YAML_1_1_TYPES]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^([-+]?\d+|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: _integer(node.value))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+\.\d*|\d+(?=[eE]))([eE][-+]?\d+)?$"), list("-+.0123456789")
+)
+
+
+def _integer(text: str) -> int:
+    return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
