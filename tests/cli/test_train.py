@@ -1,6 +1,7 @@
 """train and generate print the results of the library, and share checkpoints."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -85,3 +86,10 @@ def test_generate_at_temperature_zero_is_greedy(ok, folder):
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens]))[0][0, -1].argmax()))
     assert result["text"] == bytes(tokens[3:]).decode("utf-8", "replace")
+
+
+def test_demo_without_matplotlib_says_so_before_the_work(run, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("deltazoo.blocks.training.demo.train", lambda *args, **kwargs: sys.exit("training started"))
+    result = run("demo", "--text", text_file, "--out", tmp_path / "demo")
+    assert result.err.splitlines()[0] == "the report will have no plots: plots need matplotlib: pip install 'deltazoo[plot]'"
