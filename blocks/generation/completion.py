@@ -1,6 +1,7 @@
 """Text completion with a byte-level model, streamed as the bytes are generated."""
 
 import codecs
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from deltazoo.blocks.generation.generate import stream
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training.checkpoint import load_model
 from deltazoo.blocks.training.text import BYTES
+
+_log = logging.getLogger("deltazoo")
 
 
 class Sampling(BaseModel):
@@ -88,13 +91,14 @@ def complete(
     stop = [] if sampling.stop is None else [list(encode("stop", sampling.stop))]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces: list[str] = []
-    byte_count = 0
+    byte_count = outside = 0
     start = first = time.perf_counter()
     columns = stream(
         model, prompt_BT, sampling.max_bytes, sampling.temperature, sampling.top_k, sampling.top_p, stop, generator
     )
     for token in columns:
         byte = min(int(token), BYTES - 1)
+        outside += int(token) >= BYTES
         byte_count += 1
         if byte_count == 1:
             first = time.perf_counter()
@@ -105,6 +109,11 @@ def complete(
     pieces.append(decoder.decode(b"", final=True))
     if on_text is not None and pieces[-1]:
         on_text(pieces[-1])
+    if outside:
+        _log.warning(
+            "%d of %d sampled ids are above %d and no bytes (the model's vocabulary is %d): each is written as byte %d",
+            *(outside, byte_count, BYTES - 1, model.spec.vocab, BYTES - 1),
+        )
     return Completion(
         prompt=prompt,
         text="".join(pieces),

@@ -49,7 +49,8 @@ def generate(
         stop: tokens or sequences of tokens after which a row stops; the result includes them.
         generator: a generator on the model's device, or a seed; None uses torch's default generator.
     Returns: the new tokens, [B, n] int64 with n <= max_tokens; -1 after the end of a row that stopped.
-    Raises: InputError or a subclass; StateError: the capacity of the decoder is too small.
+    Raises: InputError or a subclass; ValueRangeError: a weight is NaN, so that the logits of the prompt are not finite;
+        StateError: the capacity of the decoder is too small.
     """
     return torch.stack(list(stream(model, prompt, max_tokens, temperature, top_k, top_p, stop, generator)), 1)
 
@@ -66,7 +67,7 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the columns [B] of the result of `generate` as they are sampled; arguments as for `generate`.
 
-    The host does not synchronise with the device, except to test the stop condition if `stop` is not empty.
+    The host synchronises with the device once after the prompt, and to test the stop condition if `stop` is not empty.
     """
     check_sampling(temperature, top_k, top_p)
     check_integer("max_tokens", max_tokens)
@@ -83,6 +84,8 @@ def stream(
 
     def columns() -> Iterator[Tensor]:
         decoder.prefill(tokens_BT, mask_BT)
+        if not bool(decoder.logits.isfinite().all()):
+            raise ValueRangeError("the logits of the prompt must be finite, got NaN or inf: check the model's weights")
         stopped_B = torch.zeros(B, dtype=torch.bool, device=decoder.tokens.device)
         sampled: list[Tensor] = []
         for i in range(max_tokens):

@@ -145,9 +145,8 @@ def _write_report(result: Demo, specs: Mapping[str, StackSpec], folder: Path) ->
 
 
 def _markdown(result: Demo, specs: Mapping[str, StackSpec], plots: bool) -> str:
-    curves, bars = (
-        (f"![bits per byte over steps]({PLOTS[0]})\n", f"![medians of the backends]({PLOTS[1]})\n") if plots else ("", "")
-    )
+    curves = f"![bits per byte over steps]({PLOTS[0]})\n" if plots else ""
+    bars = f"![medians of the backends]({PLOTS[1]})\n" if plots else ""
     hybrid, completion, sampling = next(iter(specs)), result.completion, result.completion.sampling
     source = next(iter(result.trainings.values())).source
     config = result.config.train

@@ -149,6 +149,13 @@ def test_a_captured_step_generates_the_same_tokens(spec, compiled):
     assert torch.equal(generate(decoder, prompt, 30, generator=1), generate(model, prompt, 30, generator=1))
 
 
+def test_weights_that_are_nan_are_refused(model, tokens):
+    with torch.no_grad():
+        model.stack.layers[1].mixers[0].out.weight[0, 0] = float("nan")
+    with pytest.raises(ValueRangeError, match="the logits of the prompt must be finite, got NaN or inf"):
+        generate(model, tokens(1, 3), 4)
+
+
 def test_streaming_does_not_disable_gradients(model, tokens):
     for _ in stream(model, tokens(1, 3), 3):
         assert torch.is_grad_enabled()
