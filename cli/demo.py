@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.options import AsJson, BackendName, Device, Seed, TextFile
-from deltazoo.cli.output import print_json, print_line, print_table, progress
+from deltazoo.cli.output import print_json, print_line, print_note, print_table, progress
 from deltazoo.cli.threads import let_idle_threads_sleep
 
 
@@ -21,10 +21,13 @@ def command(
 ) -> None:
     """Train a small hybrid and two baselines, sample from the hybrid, time the backends, and write a report."""
     let_idle_threads_sleep()
+    from deltazoo.blocks.inspect.figure import why_no_plots
     from deltazoo.blocks.training.demo import DemoConfig, demo
     from deltazoo.blocks.training.text import load_text
 
     config = DemoConfig().with_options(steps=steps, device=device, backend=backend, seed=seed)
+    if reason := why_no_plots():
+        print_note(f"the report will have no plots: {reason}")
     with progress() as report_progress:
         result = demo(load_text(text), out, config, report_progress)
     if as_json:

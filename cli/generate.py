@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.options import AsJson, BackendName, Device, Seed, Trust
-from deltazoo.cli.output import print_json, print_line, print_piece
+from deltazoo.cli.output import print_json, print_line, print_note, print_piece
+from deltazoo.cli.threads import let_idle_threads_sleep
 
 
 def command(
@@ -22,18 +23,30 @@ def command(
     seed: Seed = 0,
     device: Device = "cpu",
     backend: BackendName = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            show_default="compile on a CPU from 4096 bytes",
+            help="Compile the decode step with torch.compile. Shorter texts are finished before the compilation.",
+        ),
+    ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a trained model by cached decoding, and print the text as it is generated."""
-    from deltazoo.blocks.generation.completion import Sampling, complete, encode, load_for_completion
+    let_idle_threads_sleep()
+    from deltazoo.blocks.generation.completion import Sampling, compiles, complete, encode, load_for_completion
 
     sampling = Sampling(max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed)
     model = load_for_completion(checkpoint, device, backend, trust)
+    compile = compiles(model, sampling) if compile is None else compile
+    if compile:
+        print_note("compiling the decode step, which takes seconds to minutes (--no-compile starts at once)")
     if as_json:
-        print_json(complete(model, prompt, sampling))
+        print_json(complete(model, prompt, sampling, compile=compile))
         return
     encode("prompt", prompt)  # report an invalid prompt before it is printed
     print_piece(prompt)
-    complete(model, prompt, sampling, print_piece)
+    complete(model, prompt, sampling, print_piece, compile)
     print_line()

@@ -24,6 +24,12 @@ def print_line(text: str = "") -> None:
     sys.stdout.write(f"{_encodable(text)}\n")
 
 
+def print_note(text: str) -> None:
+    """Print a line on stderr, for example a warning."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def print_piece(text: str) -> None:
     """Print text without a line break on stdout, and flush."""
     sys.stdout.write(_encodable(text))

@@ -1,5 +1,6 @@
 """`deltazoo train`."""
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.options import DEVICE_HELP, AsJson, BackendName, OptionalStack, TextFile, Trust
-from deltazoo.cli.output import print_json, print_line, print_table, progress
+from deltazoo.cli.output import print_json, print_line, print_note, print_table, progress
 from deltazoo.cli.threads import let_idle_threads_sleep
 
 
@@ -24,7 +25,11 @@ def command(
     text: TextFile = None,
     out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="Folder for the checkpoint.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue the run in this folder, with its stack and settings.")
+        Path | None,
+        typer.Option(
+            help="Continue the run in this folder, with its stack and settings. Only --steps, --device and --backend "
+            "can change.",
+        ),
     ] = None,
     until: Annotated[
         int | None, typer.Option(min=1, help="Stop after this step; --resume continues the schedule.")
@@ -58,25 +63,37 @@ def command(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a stack on the bytes of a text. Losses are in bits per byte; checkpoints resume bit for bit."""
+    """Train a stack on the bytes of a text. Losses are in bits per byte; checkpoints resume bit for bit.
+
+    Ctrl-C and SIGTERM save a checkpoint and print the command that continues the run.
+    """
     let_idle_threads_sleep()
     from deltazoo.blocks.spec import StackSpec
+    from deltazoo.blocks.training.interrupts import TrainingInterrupted
     from deltazoo.blocks.training.text import load_text
-    from deltazoo.blocks.training.train import TrainConfig, train
+    from deltazoo.blocks.training.train import RESUMABLE, TrainConfig, train
     from deltazoo.blocks.training.train import resume as resume_training
 
     settings = {name: context.params[name] for name in TrainConfig.model_fields if context.params.get(name) is not None}
-    if resume is not None and (stack or out or settings):
-        conflict = stack or out or settings
+    fixed = {name: value for name, value in settings.items() if name not in RESUMABLE}
+    conflict = stack or out or fixed
+    if resume is not None and conflict:
         raise typer.BadParameter(f"--resume takes stack and settings from the checkpoint, got {conflict}")
-    with progress() as report_progress:
-        if resume is not None:
-            training = resume_training(resume, load_text(text) if text else None, until, report_progress, trust)
-        elif stack is not None:
-            spec, out = StackSpec.load(stack, trust), out or Path("runs") / Path(stack).stem
-            training = train(spec, load_text(text), TrainConfig(**settings), out, until, report_progress)
-        else:
-            raise typer.BadParameter("give a FILE or a PRESET, or --resume FOLDER")
+    try:
+        with progress() as report_progress:
+            if resume is not None:
+                read = load_text(text) if text else None
+                training = resume_training(resume, read, until, report_progress, trust, settings)
+            elif stack is not None:
+                spec, out = StackSpec.load(stack, trust), out or Path("runs") / Path(stack).stem
+                training = train(spec, load_text(text), TrainConfig(**settings), out, until, report_progress)
+            else:
+                raise typer.BadParameter("give a FILE or a PRESET, or --resume FOLDER")
+    except TrainingInterrupted as interrupted:
+        options = ["--resume", str(interrupted.folder), *(["--until", str(until)] if until else [])]
+        continuation = shlex.join(["deltazoo", "train", *options, *(["--trust"] if trust else [])])
+        print_note(f"stopped by {interrupted}; continue with: {continuation}")
+        raise typer.Exit(128 + interrupted.signum) from interrupted
     if as_json:
         print_json(training)
         return

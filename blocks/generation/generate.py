@@ -49,7 +49,8 @@ def generate(
         stop: tokens or sequences of tokens after which a row stops; the result includes them.
         generator: a generator on the model's device, or a seed; None uses torch's default generator.
     Returns: the new tokens, [B, n] int64 with n <= max_tokens; -1 after the end of a row that stopped.
-    Raises: InputError or a subclass; StateError: the capacity of the decoder is too small.
+    Raises: InputError or a subclass; ValueRangeError: a weight is NaN, so that the logits of the prompt are not finite;
+        StateError: the capacity of the decoder is too small.
     """
     return torch.stack(list(stream(model, prompt, max_tokens, temperature, top_k, top_p, stop, generator)), 1)
 
@@ -66,7 +67,7 @@ def stream(
 ) -> Iterator[Tensor]:
     """Yield the columns [B] of the result of `generate` as they are sampled; arguments as for `generate`.
 
-    The host does not synchronise with the device, except to test the stop condition if `stop` is not empty.
+    The host synchronises with the device once after the prompt, and to test the stop condition if `stop` is not empty.
     """
     check_sampling(temperature, top_k, top_p)
     check_integer("max_tokens", max_tokens)
@@ -83,6 +84,8 @@ def stream(
 
     def columns() -> Iterator[Tensor]:
         decoder.prefill(tokens_BT, mask_BT)
+        if not bool(decoder.logits.isfinite().all()):
+            raise ValueRangeError("the logits of the prompt must be finite, got NaN or inf: check the model's weights")
         stopped_B = torch.zeros(B, dtype=torch.bool, device=decoder.tokens.device)
         sampled: list[Tensor] = []
         for i in range(max_tokens):
@@ -106,7 +109,7 @@ class Decoder:
     Args:
         batch: number of rows B.
         capacity: maximum number of tokens per row, including the prompt.
-        compile: compile the step with torch.compile, as one graph.
+        compile: compile the step with torch.compile, as one graph. `rebind` the model before the first step.
 
     A step reads `tokens` [B, 1] int64, updates `state` in place and writes `logits` [B, L] float32.
     """
@@ -118,7 +121,9 @@ class Decoder:
         self.logits = torch.zeros(batch, model.spec.vocab, device=weight.device)
         with torch.no_grad():
             self.state: StackState = model.init_state(batch, capacity)
-        self._run = _compiled_step() if compile else _step
+        self.compile = compile
+        self._run = _compiled_step(weight.device) if compile else _step
+        self._layout = _layout(model)
         self._replay: Call | None = None
 
     @torch.no_grad()
@@ -135,6 +140,10 @@ class Decoder:
             raise StateError(
                 f"a prompt of {tokens_BT.shape[1]} tokens exceeds the decoder's capacity of {self.capacity}"
             )
+        if self.compile and self._layout != _layout(self.model):
+            raise StateError(
+                "the model's dtypes, shapes and devices must stay those of the compiled decoder, got others"
+            )
         rollback_(self.state, self.model.init_state(self.batch, self.capacity))
         x_BTD, new_state = self.model.features(tokens_BT, self.state, Context(mask=mask_BT))
         _copy_new_tensors(self.state, new_state)
@@ -147,6 +156,14 @@ class Decoder:
             self._replay()
         else:
             self._run(self.model, self.tokens, self.state, self.logits)
+
+    @torch.no_grad()
+    def warm_up(self) -> Self:
+        """Run the step once, which compiles it if `compile` is set. The state does not change."""
+        state_before = snapshot(self.state)
+        self._run(self.model, self.tokens, self.state, self.logits)
+        rollback_(self.state, state_before)
+        return self
 
     @torch.no_grad()
     def capture(self) -> Self:
@@ -169,10 +186,25 @@ def _step(model: LanguageModel, tokens_B1: Tensor, state: StackState, logits_BL:
     logits_BL.copy_(logits_B1L[:, 0])
 
 
-def _compiled_step() -> Callable[[LanguageModel, Tensor, StackState, Tensor], None]:
-    """Compile a copy of the step: Dynamo limits the compilations of one code object to eight."""
+def _compiled_step(device: torch.device) -> Callable[[LanguageModel, Tensor, StackState, Tensor], None]:
+    """Compile a copy of the step: Dynamo limits the compilations of one code object to eight.
+
+    On a CPU a step of a small model is mostly overhead of the host. Two options avoid it: Inductor calls its kernels
+    from C++, and Dynamo checks no guards. Nothing needs them: a decoder calls its own copy of the step with the same
+    tensors each time, and `prefill` checks the weights. Measured for `gated-deltanet-h1-small` (0.9 M parameters) on
+    one thread, torch 2.13: 6.7 ms of CPU time per eager step, 1.29 ms compiled, 0.98 ms with calls from C++, 0.65 ms
+    with both.
+    """
     copy = FunctionType(_step.__code__.replace(), _step.__globals__, "step")
-    return torch.compile(copy, fullgraph=True, dynamic=False)
+    if device.type != "cpu":
+        return torch.compile(copy, fullgraph=True, dynamic=False)
+    options = {"cpp_wrapper": True, "guard_filter_fn": lambda guards: [False] * len(guards)}
+    return torch.compile(copy, fullgraph=True, dynamic=False, options=options)
+
+
+def _layout(model: LanguageModel) -> list[tuple[torch.dtype, torch.Size, torch.device]]:
+    """Return what a compiled step assumes about the weights."""
+    return [(x.dtype, x.shape, x.device) for x in (*model.parameters(), *model.buffers())]
 
 
 def _copy_new_tensors(state: StackState, new_state: StackState | None) -> None:

@@ -8,10 +8,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def why_no_plots() -> str | None:
+    """Return why plots cannot be drawn, or None. Call it before work whose result is plotted."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return "plots need matplotlib: pip install 'deltazoo[plot]'"
+    return None
+
+
 def new_figure(width: float, height: float) -> "Figure":
     """Return an empty figure of a size in inches. Raises: ConfigError: matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'deltazoo[plot]'") from error
+    if reason := why_no_plots():
+        raise ConfigError(reason)
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")

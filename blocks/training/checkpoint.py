@@ -1,6 +1,8 @@
 """Checkpoint folders: the stack and the settings as YAML, and the tensors, which are written atomically."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,43 @@ def create(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
     if (folder / CHECKPOINT).exists():
         raise ConfigError(f"{folder} already contains a checkpoint: resume it, or choose another folder")
     output_folder(folder)
-    spec.save(folder / STACK)
-    document.write(folder / SETTINGS, settings)
+    with _complete_file(folder / STACK) as temporary:
+        spec.save(temporary)
+    write_settings(folder, settings)
+
+
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Replace the settings. Raises: OSError: the file cannot be written; the old one is kept."""
+    with _complete_file(folder / SETTINGS) as temporary:
+        document.write(temporary, settings)
 
 
 def save(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """Write the checkpoint to a temporary file and rename it, so that an interrupted write leaves the old one."""
-    temporary = folder / f"{CHECKPOINT}.part"
-    torch.save(checkpoint, temporary)
-    temporary.replace(folder / CHECKPOINT)
+    """Replace the checkpoint. Raises: OSError: the file cannot be written, for example on a full disk."""
+    # torch.save reports a full disk as a RuntimeError, which has the OSError as context if it writes to a file object.
+    with _complete_file(folder / CHECKPOINT) as temporary, temporary.open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())  # some file systems report a full disk only here
+
+
+@contextmanager
+def _complete_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path and rename it to `path` if the block succeeds, else remove it and keep the old file.
+
+    Raises: OSError with `path` as the file name.
+    """
+    temporary = path.with_name(f"part.{path.name}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(error, OSError | RuntimeError) or not isinstance(cause, OSError):
+            raise
+        kept = f"; the previous {path.name} is kept" if path.exists() else ""
+        raise OSError(cause.errno, f"{cause.strerror}{kept}", str(path)) from error
 
 
 def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], dict[str, Any]]:
@@ -86,11 +116,14 @@ def load_model(
     """Build the model of a checkpoint with its weights, in evaluation mode.
 
     Args: trust: as for `StackSpec.load`.
-    Raises: ConfigError; UnknownNameError.
+    Raises: ConfigError: also if a weight is NaN or infinite; UnknownNameError.
     """
     spec, _, checkpoint = load(Path(folder), trust)
     model = spec.build(backend=backend)
     load_weights(model, checkpoint)
+    invalid = [name for name, weight in model.state_dict().items() if not bool(weight.isfinite().all())]
+    if invalid:
+        raise ConfigError(f"the weights in {Path(folder) / CHECKPOINT} must be finite, got NaN or inf in {invalid[0]}")
     return model.to(usable_device(device)).eval()
 
 

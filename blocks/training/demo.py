@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.errors import ConfigError
@@ -14,9 +15,10 @@ from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.output_path import output_folder
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
+from deltazoo.backends.spec import UpdateSpec
 from deltazoo.blocks.generation.completion import Completion, Sampling, complete, load_for_completion
+from deltazoo.blocks.inspect.figure import why_no_plots
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import checkpoint, report
 from deltazoo.blocks.training.text import Text
 from deltazoo.blocks.training.train import TrainConfig, Training, train
@@ -25,6 +27,7 @@ from deltazoo.mixers.core.delta_mixer import Update
 HYBRID = "gated-deltanet-h1-small"
 BASELINES = ("transformer-pp-small", "gated-deltanet-small")
 BACKENDS = ("reference", "compile")
+PLOTS = ("curves.png", "benchmark.png")
 
 
 class DemoConfig(FrozenConfig):
@@ -77,12 +80,14 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
     """Run the demo and write its report.
 
     The folder receives report.md, curves.png, benchmark.png, report.json with every figure, sample.txt, and for each
-    stack a folder with its config and checkpoint. Files of an earlier demo are overwritten.
+    stack a folder with its config and checkpoint. Files of an earlier demo are overwritten. Without matplotlib the two
+    plots are left out.
 
     Raises: ConfigError.
     """
     config, folder, start = config or DemoConfig(), output_folder(folder), time.perf_counter()
     specs = {Path(stack).stem: StackSpec.load(stack) for stack in config.stacks}
+    update, shape = _update_to_time(config, next(iter(specs.values())))
     trainings = {}
     for name, spec in specs.items():
         (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
@@ -98,7 +103,7 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
         config=config,
         trainings=trainings,
         completion=completion,
-        benchmark=_benchmark(model, config, progress),
+        benchmark=bench(update, [shape], BACKENDS, config.bench, progress),
         folder=str(folder),
         seconds=time.perf_counter() - start,
     )
@@ -115,24 +120,32 @@ def _with_task_name(name: str, progress: Progress) -> Progress:
     return renamed
 
 
-def _benchmark(model: LanguageModel, config: DemoConfig, progress: Progress) -> Benchmark:
-    update = next((module for module in model.modules() if isinstance(module, Update)), None)
+def _update_to_time(config: DemoConfig, spec: StackSpec) -> tuple[UpdateSpec, Shape]:
+    """Return the first update of the hybrid, and its shape in a training step."""
+    with torch.device("meta"):
+        modules = spec.build().modules()
+    update = next((module for module in modules if isinstance(module, Update)), None)
     if update is None:
         raise ConfigError(f"the first stack must contain a mixer with an update to time, got {config.stacks[0]}")
     _, H, HV, K, V, _ = update.shape
-    shape = Shape("training", config.train.batch, config.train.length, H, HV, K, V)
-    return bench(update.spec, [shape], BACKENDS, config.bench, progress)
+    return update.spec, Shape("training", config.train.batch, config.train.length, H, HV, K, V)
 
 
 def _write_report(result: Demo, specs: Mapping[str, StackSpec], folder: Path) -> None:
-    report.plot_curves(result.trainings, folder / "curves.png")
-    report.plot_benchmark(result.benchmark, folder / "benchmark.png")
+    for name in PLOTS:
+        (folder / name).unlink(missing_ok=True)  # a plot of an earlier demo
+    plots = why_no_plots() is None
+    if plots:
+        report.plot_curves(result.trainings, folder / PLOTS[0])
+        report.plot_benchmark(result.benchmark, folder / PLOTS[1])
     (folder / "sample.txt").write_text(result.completion.prompt + result.completion.text, encoding="utf-8")
     (folder / "report.json").write_text(result.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(_markdown(result, specs), encoding="utf-8")
+    (folder / "report.md").write_text(_markdown(result, specs, plots), encoding="utf-8")
 
 
-def _markdown(result: Demo, specs: Mapping[str, StackSpec]) -> str:
+def _markdown(result: Demo, specs: Mapping[str, StackSpec], plots: bool) -> str:
+    curves = f"![bits per byte over steps]({PLOTS[0]})\n" if plots else ""
+    bars = f"![medians of the backends]({PLOTS[1]})\n" if plots else ""
     hybrid, completion, sampling = next(iter(specs)), result.completion, result.completion.sampling
     source = next(iter(result.trainings.values())).source
     config = result.config.train
@@ -148,8 +161,7 @@ every model; AdamW, learning rate {config.learning_rate:g}, {config.dtype}. Loss
 better, and a uniform prediction has 8.
 
 {report.training_table(result.trainings)}
-![bits per byte over steps](curves.png)
-
+{curves}
 ## {hybrid}, layer by layer
 
 {report.layers_table(specs[hybrid].describe())}
@@ -158,8 +170,7 @@ better, and a uniform prediction has 8.
 The update of {hybrid}, on the shape of a training step.
 
 {result.benchmark.markdown()}
-![medians of the backends](benchmark.png)
-
+{bars}
 ## Sample
 
 {completion.bytes} bytes by cached decoding, temperature {sampling.temperature:g}, seed {sampling.seed}{speed}.

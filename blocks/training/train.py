@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
@@ -19,9 +19,12 @@ from deltazoo.blocks.losses import Losses
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import checkpoint
+from deltazoo.blocks.training.interrupts import Interrupts, TrainingInterrupted
 from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_text, random_crops
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.initialization import no_weight_decay
+
+RESUMABLE = frozenset({"steps", "device", "backend"})  # settings that a resumed run can change
 
 
 class TrainConfig(FrozenConfig):
@@ -139,7 +142,9 @@ def train(
     Args:
         folder: folder for the checkpoint; None saves none.
         until: stop after this step; `resume` continues the same schedule.
-    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, or the loss is not finite.
+    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, or the loss is not finite;
+        OSError: a checkpoint cannot be written, the last one is kept; TrainingInterrupted (KeyboardInterrupt): SIGINT
+        or SIGTERM in the main thread, after the state is saved in `folder`.
     """
     config = config or TrainConfig()
     run = _Run(spec, text, config)
@@ -155,21 +160,33 @@ def resume(
     until: int | None = None,
     progress: Progress = silent,
     trust: bool = False,
+    changes: Mapping[str, Any] | None = None,
 ) -> Training:
     """Continue from a checkpoint. On the same machine and versions the result equals an uninterrupted run bit for bit.
 
     Args:
         text: the text of the run; None reads it again from its path.
         trust: as for `StackSpec.load`.
-    Raises: ConfigError: the checkpoint is invalid or of another text; OSError: the text cannot be read.
+        changes: new values of `RESUMABLE` settings, which the folder keeps. More steps lengthen the cosine decay of the
+            learning rate: each remaining step takes the rate that it has in a run with that number of steps.
+    Raises: as for `train`; ConfigError: the checkpoint is invalid or of another text, or a change is not possible;
+        OSError: the text cannot be read.
     """
     spec, settings, saved = checkpoint.load(Path(folder), trust)
     origin = settings["text"]
     text = load_text(origin["path"]) if text is None else text
     if origin["digest"] != text.digest:
         raise ConfigError(f"{folder} was trained on another text ({origin['source']}), got {text.source}")
-    run = _Run(spec, text, TrainConfig(**settings["train"]))
+    changes = dict(changes or {})
+    if fixed := sorted(changes.keys() - RESUMABLE):
+        raise ConfigError(f"a resumed run can change {', '.join(sorted(RESUMABLE))}, got {', '.join(fixed)}")
+    config = TrainConfig(**{**settings["train"], **changes})
+    if config.steps < saved["step"]:
+        raise ConfigError(f"steps must be at least {saved['step']}, which the run has taken, got {config.steps}")
+    run = _Run(spec, text, config)
     run.restore(saved)
+    if changes:
+        checkpoint.write_settings(Path(folder), {**settings, "train": config.model_dump()})
     return run.train(until, folder, progress)
 
 
@@ -218,26 +235,42 @@ class _Run:
         batches = even_crops(text.validation, config.batch, config.length, config.validation_batches)
         self.validation_batches = [self._to_device(batch) for batch in batches]
         self.points: list[Point] = []
+        self.recent: list[_Step] = []  # the steps since the last point
 
     def train(self, until: int | None, folder: str | Path | None, progress: Progress) -> Training:
         """Train up to step `until` or the end of the schedule, with a point and a checkpoint after every `every`."""
+        if folder is None:
+            return self._train(until, None, progress, Interrupts())
+        interrupts = Interrupts()
+        with interrupts.catch():
+            try:
+                return self._train(until, Path(folder), progress, interrupts)
+            except KeyboardInterrupt as error:
+                if interrupts.signum is None or interrupts.deferred:
+                    raise  # a second signal, perhaps in the middle of a step
+                checkpoint.save(Path(folder), self.state())
+                raise TrainingInterrupted(interrupts.signum, Path(folder), self.step) from error
+
+    def _train(self, until: int | None, folder: Path | None, progress: Progress, interrupts: Interrupts) -> Training:
         last = self.config.steps if until is None else min(until, self.config.steps)
         progress("training", self.step, last, "compiling" if self.config.compile else "")
         first_call_s = self._warm_up()
         if not self.points:
-            self._add_point([], [])
+            self._add_point([])
         seconds: list[float] = []
-        steps: list[_Step] = []
-        while self.step < last:
+        interrupts.deferred = True
+        while self.step < last and interrupts.signum is None:
             start = time.perf_counter()
-            steps.append(self._take_step())
+            self.recent.append(self._take_step())
             seconds.append(time.perf_counter() - start)
             if self.step % self.config.every == 0 or self.step == last:
-                self._add_point(steps, seconds[-len(steps) :])
-                steps = []
+                self._add_point(seconds[-len(self.recent) :])
                 if folder is not None:
-                    checkpoint.save(Path(folder), self.state())
+                    checkpoint.save(folder, self.state())
             progress("training", self.step, last, self._note(seconds))
+        interrupts.deferred = False
+        if interrupts.signum is not None:
+            raise KeyboardInterrupt
         return Training(
             config=self.config,
             parameters=sum(x.numel() for x in self.model.parameters()),
@@ -253,8 +286,9 @@ class _Run:
         checkpoint.load_optimizer(self.optimizer, saved)
         self.step = saved["step"]
         self.points = [Point(**point) for point in saved["points"]]
+        self.recent = [_Step(**step) for step in saved.get("recent", ())]
         torch.set_rng_state(saved["rng"])
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and saved["cuda_rng"] is not None:  # None: the run was on another device
             torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
 
     def state(self) -> dict[str, Any]:
@@ -264,6 +298,7 @@ class _Run:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "points": [point.model_dump() for point in self.points],
+            "recent": [step._asdict() for step in self.recent],
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
@@ -288,8 +323,9 @@ class _Run:
         auxiliary = {name: float(value.detach()) for name, value in losses.auxiliary.items()}
         return _Step(bits, auxiliary, rate, float(norm))
 
-    def _add_point(self, steps: list[_Step], seconds: list[float]) -> None:
-        """Validate, and average the steps since the previous point."""
+    def _add_point(self, seconds: list[float]) -> None:
+        """Validate, and average the steps since the previous point, which took these seconds."""
+        steps = self.recent
         entropies = [float(self._losses(batch).cross_entropy.detach()) for batch in self.validation_batches]
         figures: dict[str, Any] = {}
         if steps:
@@ -301,6 +337,7 @@ class _Run:
                 "tokens_per_second": self._tokens_per_second(seconds),
             }
         self.points.append(Point(step=self.step, validation_bits=fmean(entropies) / math.log(2), **figures))
+        self.recent = []
 
     def _warm_up(self) -> float:
         """Run a forward and backward pass, which compiles the graphs of training and validation; return its seconds."""

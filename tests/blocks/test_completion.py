@@ -62,3 +62,33 @@ def test_an_empty_prompt_and_a_small_vocabulary_are_refused(model):
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)").build()
     with pytest.raises(ConfigError, match="vocab must be at least 256 to generate bytes, got 100"):
         complete(small, "a")
+
+
+def test_sampled_ids_above_255_are_reported(monkeypatch, caplog):
+    model = SPEC.model_copy(update={"vocab": 300}).build(backend="reference")
+    generated = [torch.tensor([token]) for token in (65, 299, 256, 66)]
+    monkeypatch.setattr("deltazoo.blocks.generation.completion.stream", lambda *args: iter(generated))
+    assert complete(model, "x").text == "A\ufffd\ufffdB"
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "2 of 4 sampled ids are above 255 and no bytes (the model's vocabulary is 300)"
+    )
+
+
+def test_a_long_text_is_decoded_by_a_compiled_step_with_equal_text(model, monkeypatch):
+    calls = []
+
+    def compile_eagerly(step, **options):
+        calls.append(options)
+        return torch_compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    monkeypatch.setattr("deltazoo.blocks.generation.completion.COMPILE_FROM", 50)
+    eager = complete(model, "a", Sampling(max_bytes=49))
+    assert (eager.compile_s, calls) == (None, [])
+    compiled = complete(model, "a", Sampling(max_bytes=50))
+    assert compiled.compile_s > 0
+    assert len(calls) == 1
+    assert compiled.text.startswith(eager.text[:40])
+    assert compiled.text == complete(model, "a", Sampling(max_bytes=50), compile=False).text

@@ -1,6 +1,7 @@
 """The demo: the report holds the figures of the run, and the checkpoint reproduces the sample."""
 
 import json
+import sys
 
 import matplotlib.image
 import pytest
@@ -95,6 +96,20 @@ def test_a_hybrid_without_an_update_is_refused(finished):
     config = result.config.model_copy(update={"stacks": (result.config.stacks[1],)})
     with pytest.raises(ConfigError, match=r"the first stack must contain a mixer with an update to time, got .*pure"):
         demo(load_text(folder.parent / "text.txt"), folder / "other", config)
+    assert not list((folder / "other").iterdir())  # refused before the training
+
+
+def test_without_matplotlib_the_report_has_no_plots(finished, monkeypatch, tmp_path):
+    result, folder, _ = finished
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(demo_module, "BACKENDS", ("reference",))
+    (tmp_path / "curves.png").write_text("the plot of an earlier demo")
+    again = demo(load_text(folder.parent / "text.txt"), tmp_path, result.config)
+    assert again.completion.text == result.completion.text
+    assert not (tmp_path / "curves.png").exists()
+    report = (tmp_path / "report.md").read_text()
+    assert "## Backends" in report
+    assert ".png" not in report
 
 
 def test_the_demo_compares_models_of_equal_size():

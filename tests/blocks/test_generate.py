@@ -12,6 +12,7 @@ from deltazoo.blocks.generation.generate import STOPPED, Decoder, generate, stre
 from deltazoo.blocks.generation.sampling import filter_logits, sample
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers import GatedDeltaNet, SlidingWindow
+from deltazoo.mixers.core.state import snapshot
 
 
 def greedy_reference(model, tokens_BT: Tensor, count: int) -> Tensor:
@@ -137,6 +138,26 @@ def test_a_compiled_step_generates_the_same_tokens(build, tokens, monkeypatch, c
     )
 
 
+def test_a_compiled_decoder_refuses_a_model_that_was_converted(build, spec, tokens, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = build(spec)
+    decoder = Decoder(model, batch=1, capacity=20, compile=True)
+    generate(decoder, tokens(1, 3), 4)
+    model.half()
+    with pytest.raises(StateError, match="must keep the dtypes, shapes and devices of the compiled decoder"):
+        generate(decoder, tokens(1, 3), 4)
+
+
+def test_warm_up_leaves_the_state(model, tokens):
+    decoder = Decoder(model, batch=1, capacity=20)
+    decoder.prefill(tokens(1, 3))
+    before = snapshot(decoder.state)
+    decoder.warm_up()
+    assert all(map(torch.equal, tree_leaves(decoder.state), tree_leaves(before)))
+    decoder.step()
+    assert not all(map(torch.equal, tree_leaves(decoder.state), tree_leaves(before)))
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
@@ -147,6 +168,13 @@ def test_a_captured_step_generates_the_same_tokens(spec, compiled):
     expected = generate(model, prompt, 30, temperature=0)
     assert torch.equal(generate(decoder, prompt, 30, temperature=0), expected)
     assert torch.equal(generate(decoder, prompt, 30, generator=1), generate(model, prompt, 30, generator=1))
+
+
+def test_weights_that_are_nan_are_refused(model, tokens):
+    with torch.no_grad():
+        model.stack.layers[1].mixers[0].out.weight[0, 0] = float("nan")
+    with pytest.raises(ValueRangeError, match="the logits of the prompt must be finite, got NaN or inf"):
+        generate(model, tokens(1, 3), 4)
 
 
 def test_streaming_does_not_disable_gradients(model, tokens):

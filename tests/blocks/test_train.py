@@ -1,6 +1,7 @@
 """Training: the loss falls, a resumed run equals an uninterrupted one bit for bit, and errors are clear."""
 
 import math
+import signal
 from functools import partial
 from statistics import fmean
 
@@ -11,8 +12,9 @@ from deltazoo.backends.errors import ConfigError, UnsupportedError
 from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
+from deltazoo.blocks.training.interrupts import TrainingInterrupted
 from deltazoo.blocks.training.text import even_crops, load_text, random_crops
-from deltazoo.blocks.training.train import TrainConfig, _adamw, learning_rate, resume, train
+from deltazoo.blocks.training.train import TrainConfig, _adamw, _Run, learning_rate, resume, train
 from deltazoo.mixers import LinearAttention, MoM
 
 SPEC = StackSpec(
@@ -267,6 +269,90 @@ def test_edited_settings_are_reported(text, uninterrupted, tmp_path):
 def test_a_loss_that_is_not_finite_stops_training(text):
     with pytest.raises(ConfigError, match=r"the loss is (nan|inf) at step \d: lower learning_rate, got 1e\+30"):
         train(SPEC, text, CONFIG.model_copy(update={"learning_rate": 1e30, "warmup": 0}))
+
+
+def _send_after(monkeypatch, signum, steps):
+    """Send a signal to this process during the step with this number."""
+    take_step = _Run._take_step
+
+    def step_and_send(run):
+        if run.step == steps - 1:
+            signal.raise_signal(signum)
+        return take_step(run)
+
+    monkeypatch.setattr(_Run, "_take_step", step_and_send)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_after_the_step_and_the_resumed_run_equals_an_uninterrupted_one(
+    text, uninterrupted, tmp_path, monkeypatch, signum
+):
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch:
+        _send_after(patch, signum, steps=5)
+        with pytest.raises(TrainingInterrupted, match=rf"{signum.name} after step 5; checkpoint in ") as caught:
+            train(SPEC, text, CONFIG, tmp_path)
+    assert (caught.value.step, caught.value.folder, caught.value.signum) == (5, tmp_path, signum)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
+    resumed = resume(tmp_path, text)
+    expected, actual = _checkpoint(uninterrupted[0]), _checkpoint(tmp_path)
+    assert all(torch.equal(tensor, actual["model"][name]) for name, tensor in expected["model"].items())
+    for point, uninterrupted_point in zip(resumed.points, uninterrupted[1].points, strict=True):
+        assert point == uninterrupted_point.model_copy(update={"tokens_per_second": point.tokens_per_second})
+
+
+def test_a_signal_before_the_first_step_saves_the_initial_state(text, uninterrupted, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_warm_up", lambda run: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(TrainingInterrupted, match="SIGINT after step 0"):
+            train(SPEC, text, CONFIG, tmp_path)
+    assert resume(tmp_path, text).validation_bits == uninterrupted[1].validation_bits
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_temporary_file(text, tmp_path):
+    train(SPEC, text, CONFIG, tmp_path, until=2)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    resource = pytest.importorskip("resource")  # POSIX
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # fails as a full disk does, with another errno
+    try:
+        with pytest.raises(OSError, match=r"File too large; the previous checkpoint\.pt is kept: .*checkpoint\.pt'$"):
+            resume(tmp_path, text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_resume_with_more_steps_follows_the_schedule_of_the_longer_run(text, tmp_path):
+    train(SPEC, text, CONFIG, tmp_path)
+    longer = resume(tmp_path, text, changes={"steps": 11})
+    assert longer.points[-1].step == longer.config.steps == 11
+    assert longer.points[-1].learning_rate == learning_rate(CONFIG.model_copy(update={"steps": 11}), 10)
+    assert resume(tmp_path, text).config.steps == 11  # the folder keeps the new settings
+    with pytest.raises(ConfigError, match="steps must be at least 11, which the run has taken, got 8"):
+        resume(tmp_path, text, changes={"steps": 8})
+    with pytest.raises(ConfigError, match="a resumed run can change backend, device, steps, got seed"):
+        resume(tmp_path, text, changes={"seed": 8})
+
+
+def test_resume_continues_a_run_of_another_device(text, uninterrupted, tmp_path):
+    train(SPEC, text, CONFIG, tmp_path, until=4)
+    settings = (tmp_path / SETTINGS).read_text()
+    (tmp_path / SETTINGS).write_text(settings.replace("device: cpu", "device: cuda:7"))
+    with pytest.raises(ConfigError, match="device must be available"):
+        resume(tmp_path, text)
+    resumed = resume(tmp_path, text, changes={"device": "cpu"})
+    assert resumed.validation_bits == uninterrupted[1].validation_bits
+    assert (tmp_path / SETTINGS).read_text() == settings
+
+
+def test_weights_that_are_nan_are_refused(text, tmp_path):
+    train(SPEC, text, CONFIG, tmp_path, until=1)
+    saved = _checkpoint(tmp_path)
+    saved["model"]["stack.norm.weight"][3] = float("nan")
+    torch.save(saved, tmp_path / CHECKPOINT)
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt must be finite, got NaN or inf in stack\.norm\.weight"):
+        load_model(tmp_path)
 
 
 def test_a_vocabulary_below_256_is_refused(text):

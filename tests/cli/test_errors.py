@@ -40,7 +40,7 @@ CASES = {
     "no text": (("train", "gated-deltanet-small", "--text", "/no/text"), "/no/text: No such file or directory"),
     "a folder as text": (("train", "gated-deltanet-small", "--text", "/"), "/: Is a directory"),
     "no checkpoint": (("train", "--resume", "/no/run"), "/no/run is not a checkpoint folder"),
-    "resume with settings": (("train", "--resume", "/no/run", "--steps", "9"), "{'steps': 9}"),
+    "resume with settings": (("train", "--resume", "/no/run", "--batch", "9"), "{'batch': 9}"),
     "no model to generate with": (("generate", "/no/run"), "/no/run is not a checkpoint folder"),
     "negative temperature": (
         ("generate", "/no/run", "--temperature", "-1"),

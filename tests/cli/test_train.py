@@ -1,6 +1,9 @@
 """train and generate print the results of the library, and share checkpoints."""
 
 import re
+import shlex
+import signal
+import sys
 
 import pytest
 import torch
@@ -85,3 +88,22 @@ def test_generate_at_temperature_zero_is_greedy(ok, folder):
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens]))[0][0, -1].argmax()))
     assert result["text"] == bytes(tokens[3:]).decode("utf-8", "replace")
+
+
+def test_demo_without_matplotlib_says_so_before_the_work(run, text_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("deltazoo.blocks.training.demo.train", lambda *args, **kwargs: sys.exit("training started"))
+    result = run("demo", "--text", text_file, "--out", tmp_path / "demo")
+    reason = "plots need matplotlib: pip install 'deltazoo[plot]'"
+    assert result.err.splitlines()[0] == f"the report will have no plots: {reason}"
+
+
+def test_a_signal_prints_the_command_that_continues(run, ok, stack_file, text_file, tmp_path, monkeypatch):
+    folder = tmp_path / "a run"
+    with monkeypatch.context() as patch:
+        patch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda _: signal.raise_signal(signal.SIGTERM))
+        result = run("train", stack_file, "--text", text_file, "--out", folder, "--steps", 6, *QUICK)
+    assert result.code == 128 + signal.SIGTERM
+    continuation = f"deltazoo train --resume '{folder}'"
+    assert result.err == f"stopped by SIGTERM after step 0; checkpoint in {folder}; continue with: {continuation}\n"
+    assert "after 7 steps" in ok(*shlex.split(continuation)[1:], "--steps", 7, "--device", "cpu").out
