@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
+from deltazoo.backends.cross_entropy import IGNORE_INDEX, cap_logits, linear_cross_entropy
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
-from deltazoo.blocks.head import IGNORE_INDEX, cap_logits, cross_entropy
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.mlp import Mlp
@@ -168,7 +168,8 @@ class LanguageModel(nn.Module):
             raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
         recorded: list[AuxiliaryLoss] = []
         x_BTD, _ = self.features(tokens_BT, None, (context or Context())._replace(losses=recorded))
-        entropy = cross_entropy(x_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten(), cap=self.logit_cap)
+        x_ND = x_BTD.flatten(0, 1)
+        entropy = linear_cross_entropy(x_ND, self.head_weight, targets_BT.flatten(), cap=self.logit_cap)
         return combine_losses(entropy, recorded)
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:

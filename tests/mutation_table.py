@@ -315,14 +315,19 @@ BLOCKS = [
         "test", "blocks/test_text.py::test_targets_are_the_inputs_shifted_by_one_byte",
     ),
     Mutation(
-        "loss: ignored targets count in the mean", "blocks/head.py",
-        "(targets_N != IGNORE_INDEX).sum()", "torch.tensor(targets_N.numel())",
-        "test", "blocks/test_head.py::test_cross_entropy_equals_torch_in_value_and_gradient[4-None]",
+        "loss: ignored targets count in the mean", "backends/cross_entropy.py",
+        "(targets_N != ignore_index).sum()", "torch.tensor(targets_N.numel())",
+        "test", "backends/test_cross_entropy.py::test_equals_its_definition_in_value_and_gradient[4-mean-None-None]",
     ),
     Mutation(
-        "loss: the gradient ignores the cap of the logits", "blocks/head.py",
-        "error_CL *= 1 - (logits_CL / cap).square()", "pass",
-        "test", "blocks/test_head.py::test_cross_entropy_equals_torch_in_value_and_gradient[4-1.5]",
+        "loss: the gradient ignores the cap of the logits", "backends/cross_entropy.py",
+        "p_RL *= slope(z_RL)", "pass",
+        "test", "backends/test_cross_entropy.py::test_equals_its_definition_in_value_and_gradient[4-mean-None-1.5]",
+    ),
+    Mutation(
+        "loss: the backward ignores the scale of the loss", "backends/cross_entropy.py",
+        "torch.mul(gradient, factor.reshape(1), out=out)", "out.copy_(gradient)",
+        "test", "backends/test_cross_entropy.py::test_tied_weights_and_accumulated_gradients_add_up",
     ),
     Mutation(
         "layer: the residual connection of DeepNorm passes by the norm", "blocks/layer.py",
