@@ -1,11 +1,15 @@
 """Output of the commands: tables and JSON on stdout, progress and errors on stderr."""
 
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from deltazoo.cli.layout import group_by_text, table_lines, wrap
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -13,19 +17,28 @@ if TYPE_CHECKING:
     from deltazoo.backends.progress import Progress
     from deltazoo.blocks.inspect.describe import Description, LayerRow
 
-_PIPE_WIDTH, _MAX_WIDTH = 160, 1000  # columns
 _LOG_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 
 def print_line(text: str = "") -> None:
     """Print a line on stdout."""
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{_encodable(text)}\n")
 
 
 def print_piece(text: str) -> None:
     """Print text without a line break on stdout, and flush."""
-    sys.stdout.write(text)
+    sys.stdout.write(_encodable(text))
     sys.stdout.flush()
+
+
+def _encodable(text: str, replacement: str | None = None) -> str:
+    """Return the text with a replacement, or escapes, for the characters that the encoding of stdout lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return replacement or text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def print_json(data: "BaseModel | Any") -> None:
@@ -40,38 +53,40 @@ def print_json(data: "BaseModel | Any") -> None:
     print_line(json.dumps(plain, indent=2, allow_nan=False))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None) -> None:
-    """Print a table, unless it has no rows. A column whose title starts with ">" is right-aligned and never wrapped.
+def print_table(
+    columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, one_line: bool = False
+) -> None:
+    """Print a table that fits the width of the output, unless it has no rows; see `table_lines`.
 
-    On a narrow terminal the other columns wrap. If the right-aligned columns still do not fit, the table is wider than
-    the terminal.
+    A long text, such as the reason of a refusal, makes other columns narrow: print it below, see `print_notes`.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = list(rows)
+    rows = [tuple(row) for row in rows]
     if not rows:
         return
-    table = Table(
-        title=title and Text(title),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-        show_header=any(columns),
-    )
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text("none" if cell is None else str(cell)) for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
-    min_width = Measurement.get(console, console.options.update(width=_MAX_WIDTH), table).minimum
-    console.width = max(console.width, min_width)
-    console.print(table)
+    if title:
+        print_line(title)
+    for line in table_lines(columns, rows, output_width(), _encodable("─", "-"), one_line):
+        print_line(line)
+
+
+def print_text(text: str) -> None:
+    """Print sentences, wrapped to the width of the output; the lines after the first are indented."""
+    for line in wrap(text, output_width(), rest="  "):
+        print_line(line)
+
+
+def print_notes(notes: Iterable[tuple[str, str]]) -> None:
+    """Print sentences with the names they are about, below a table; a sentence that several names share once."""
+    for text, names in group_by_text(notes).items():
+        print_text(f"{', '.join(names)}: {text}")
+
+
+def output_width() -> int | None:
+    """Return the columns of COLUMNS or of the terminal; None for a pipe or a file, where nothing is wrapped."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def print_layers(description: "Description") -> None:
