@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.output_path import output_path
 
 SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -58,7 +59,7 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
     """Write a mapping as YAML or JSON; the suffix selects the format."""
     _check_suffix(path)
     text = json.dumps(data, indent=2) + "\n" if path.suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
-    path.write_text(text, encoding="utf-8")
+    output_path(path).write_text(text, encoding="utf-8")
 
 
 def _check_suffix(path: Path) -> None:

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from deltazoo.backends.devices import DeviceSpec, triton_version
 from deltazoo.backends.errors import ConfigError, describe_invalid
+from deltazoo.backends.output_path import output_path
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Decay, Plan, Problem, make_plan
@@ -196,8 +197,7 @@ class Table(BaseModel):
 
     def write(self, path: str | Path) -> None:
         """Write one record per line, atomically. Raises: OSError."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = output_path(path)
         lines = ",\n  ".join(record.model_dump_json(exclude_none=True) for record in self.records)
         text = f'{{"version": {self.version}, "device": {json.dumps(self.device)}, "records": [\n  {lines}\n]}}\n'
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -21,6 +21,7 @@ from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
+from deltazoo.backends.output_path import output_path
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import LaunchConfig
@@ -346,8 +347,7 @@ def _read_or_create(path: Path, device: str) -> Table:
 
 def _store(record: Record, path: Path, device: str) -> Table:
     """Add a record to the table on disk, which other processes may have extended."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f".{path.name}.lock")):
+    with FileLock(output_path(path).with_name(f".{path.name}.lock")):
         table = _read_or_create(path, device).merged(Table(device=device, records=(record,)))
         table.write(path)
     return table

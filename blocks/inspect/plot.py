@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.output_path import output_path
 from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.inspect.figure import new_figure
 from deltazoo.blocks.layer import LayerSpec
@@ -37,7 +38,7 @@ def plot_stack(spec: StackSpec, path: Path) -> None:
     above, below = figure.subplots(2)
     _plot_layers(spec, above)
     _plot_memory(spec, below)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(output_path(path), metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def transformer_of(spec: StackSpec) -> StackSpec:

@@ -7,6 +7,7 @@ import torch
 
 from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.output_path import output_folder
 from deltazoo.blocks import document
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
@@ -19,7 +20,7 @@ def create(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
     """Create the folder with the stack and the settings. Raises: ConfigError: it already contains a checkpoint."""
     if (folder / CHECKPOINT).exists():
         raise ConfigError(f"{folder} already contains a checkpoint: resume it, or choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    output_folder(folder)
     spec.save(folder / STACK)
     document.write(folder / SETTINGS, settings)
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
 from deltazoo.backends.measure.environment import Environment, environment
+from deltazoo.backends.output_path import output_folder
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.blocks.generation.completion import Completion, Sampling, complete, load_for_completion
@@ -81,8 +82,7 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
 
     Raises: ConfigError.
     """
-    config, folder, start = config or DemoConfig(), Path(folder), time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
+    config, folder, start = config or DemoConfig(), output_folder(folder), time.perf_counter()
     specs = {Path(stack).stem: StackSpec.load(stack) for stack in config.stacks}
     trainings = {}
     for name, spec in specs.items():

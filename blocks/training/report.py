@@ -5,6 +5,7 @@ from pathlib import Path
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.benchmark import Benchmark
+from deltazoo.backends.output_path import output_path
 from deltazoo.blocks.inspect.describe import Description
 from deltazoo.blocks.inspect.figure import new_figure
 from deltazoo.blocks.training.train import Training
@@ -28,7 +29,7 @@ def plot_curves(trainings: Mapping[str, Training], path: str | Path) -> None:
     axes.set(xlabel="steps", ylabel="bits per byte (lines: validation, dots: training)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(output_path(path), dpi=_DPI)
 
 
 def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
@@ -57,7 +58,7 @@ def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
     axes.legend()
     environment = benchmark.environment
     axes.set_title(f"{environment.device}, torch {environment.torch}, {benchmark.config.dtype}", fontsize="small")
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(output_path(path), dpi=_DPI)
 
 
 def save_benchmark(benchmark: Benchmark, table: Path | None = None, plot: Path | None = None) -> None:
@@ -116,7 +117,7 @@ def layers_table(description: Description) -> str:
 
 def _insert(table: str, path: Path) -> None:
     if not path.exists():
-        path.write_text(f"{BEGIN}\n{table}{END}\n", encoding="utf-8")
+        output_path(path).write_text(f"{BEGIN}\n{table}{END}\n", encoding="utf-8")
         return
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.backends.errors import StateError
+from deltazoo.backends.output_path import output_path
 from deltazoo.mixers.core.mixer import State
 
 
@@ -47,7 +48,7 @@ def rollback_(state: State, saved: State) -> State:
 
 def save(state: State, path: str | Path) -> None:
     """Write the tensors of a state to a file."""
-    torch.save([x.detach() for x in tree_leaves(state)], path)
+    torch.save([x.detach() for x in tree_leaves(state)], output_path(path))
 
 
 def load_(state: State, path: str | Path) -> State:
