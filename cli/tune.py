@@ -21,7 +21,7 @@ def command(
         typer.Option(help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable.'),
     ] = None,
     mixer: Annotated[
-        str, typer.Option(help="Comma-separated mixers whose updates are tuned on --shape.")
+        str, typer.Option(help="Comma-separated mixers, with fields if any, whose updates are tuned on --shape.")
     ] = "gated_deltanet",
     dtype: Annotated[str, typer.Option(help="Comma-separated dtypes of the operands.")] = "bfloat16",
     batch: Annotated[int, typer.Option(min=1, help="Batch size of the stack, in sequences.")] = 8,

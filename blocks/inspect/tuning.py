@@ -15,9 +15,8 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import CudaRunner, refusals
 from deltazoo.backends.tuning.tune import Planned, TuneConfig, Tuned, plan, tune
-from deltazoo.blocks.inspect.benchmark import parse_shape
+from deltazoo.blocks.inspect.benchmark import parse_shape, parse_update
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import Update
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -31,11 +30,12 @@ def build_targets(
     tokens: tuple[int, int],
     trust: bool = False,
 ) -> list[Target]:
-    """List the tuning targets: the updates of a stack, and those of mixers with default fields on named shapes.
+    """List the tuning targets: the updates of a stack, and those of mixers on named shapes.
 
     Args:
         stack: a file or the name of a preset.
         shapes: names or sizes for the mixers, as for `parse_shape`.
+        mixers: as for `parse_update`.
         tokens: batch size B and length T for the stack.
         trust: as for `StackSpec.load`.
     Raises: ConfigError; PatternError; UnknownNameError.
@@ -45,10 +45,7 @@ def build_targets(
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {', '.join(unknown) or 'none'}")
     pairs = [] if stack is None else _stack_updates(StackSpec.load(stack, trust), stack, *tokens)
     for mixer, shape in product(mixers, shapes):
-        spec = config_class(mixer)().spec()
-        if spec is None:
-            raise ConfigError(f"mixer {mixer!r} has no update; there is nothing to tune")
-        pairs.append((spec, parse_shape(shape)))
+        pairs.append((parse_update(mixer), parse_shape(shape)))
     return list(dict.fromkeys(Target(spec, shape, DTYPES[dtype]) for (spec, shape), dtype in product(pairs, dtypes)))
 
 
