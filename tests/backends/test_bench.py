@@ -228,5 +228,5 @@ def test_comparison_names_what_became_worse(tmp_path):
     assert Earlier(path, before).compare(old).unmatched == 1
     with pytest.raises(ConfigError, match="has no case of this benchmark"):
         read_earlier(path).compare(bench(GATED, [TINY[3]], ["reference"], QUICK))
-    with pytest.raises(ConfigError, match="measured with device .*, which does not compare with H100"):
+    with pytest.raises(ConfigError, match=r"measured with device .*, which does not compare with H100"):
         read_earlier(path).check(before.config, before.environment.model_copy(update={"device": "H100"}))
