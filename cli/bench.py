@@ -1,7 +1,7 @@
 """`deltazoo bench`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,13 +9,27 @@ from deltazoo.cli.measurements import print_header, print_measurements
 from deltazoo.cli.options import AsJson, BackendNames, Device, Directions, Dtype, OperandDtype, Seed, split
 from deltazoo.cli.output import print_json, print_line, progress
 
+if TYPE_CHECKING:
+    from deltazoo.backends.measure.benchmark import BenchConfig
+
 NOTHING_RAN_OR_REGRESSED = 1  # exit code
 
 
 def command(
     shape: Annotated[
         list[str] | None,
-        typer.Option(help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable. Default: cpu.'),
+        typer.Option(
+            help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable. Default: cpu. With --model the '
+            'sequences and their tokens, by default "B=1 T=512".'
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|PRESET",
+            help="Time a whole model instead: training step, prefill and decoding. --backends then lists deltazoo (the "
+            "default), backends, transformers_model and fla_model.",
+        ),
     ] = None,
     mixer: Annotated[
         list[str] | None,
@@ -54,6 +68,7 @@ def command(
 
     Exit code 1: no backend ran, or a case became worse than in --compare.
     """
+    from deltazoo.backends.errors import ConfigError
     from deltazoo.backends.measure.benchmark import BenchConfig
     from deltazoo.backends.measure.compare import read_earlier
     from deltazoo.backends.measure.environment import environment
@@ -72,6 +87,13 @@ def command(
         graphs=graphs,
     )
     check_outputs(markdown, plot)
+    if model is not None:
+        others = {"--mixer": mixer, "--baseline": baseline, "--graphs": graphs, "--matrix": matrix}
+        others |= {"--compare": compare, "--plot": plot}
+        if given := [name for name, value in others.items() if value]:
+            raise ConfigError(f"--model does not take {', '.join(given)}")
+        _bench_model(model, shape, split(backends), config, markdown, as_json)
+        return
     earlier = None if compare is None else read_earlier(compare)
     if earlier is not None:
         earlier.check(config, environment(device))
@@ -93,4 +115,34 @@ def command(
     if plot is not None and benchmark.timed:
         plot_benchmark(benchmark, plot)
     if not benchmark.timed or (comparison is not None and comparison.regressions):
+        raise typer.Exit(NOTHING_RAN_OR_REGRESSED)
+
+
+def _bench_model(
+    model: str,
+    shapes: list[str] | None,
+    implementations: list[str] | None,
+    config: "BenchConfig",
+    markdown: Path | None,
+    as_json: bool,
+) -> None:
+    from deltazoo.blocks.inspect.benchmark import parse_batch
+    from deltazoo.blocks.inspect.model_benchmark import OURS, ModelBenchConfig, bench_model
+    from deltazoo.blocks.spec import StackSpec
+    from deltazoo.blocks.training.report import save_table
+
+    batch, length = parse_batch(shapes or ["B=1 T=512"])
+    settings = config.model_dump(include={"directions", "device", "dtype", "rounds", "seconds", "seed"})
+    model_config = ModelBenchConfig(batch=batch, length=length, **settings)
+    spec = StackSpec.load(model)
+    with progress() as report_progress:
+        benchmark = bench_model(model, spec, implementations or [OURS], model_config, report_progress)
+    if as_json:
+        print_json(benchmark)
+    else:
+        print_header(benchmark.header())
+        print_measurements(benchmark.table())
+    if markdown is not None:
+        save_table(benchmark.markdown(), markdown)
+    if not benchmark.timed:
         raise typer.Exit(NOTHING_RAN_OR_REGRESSED)

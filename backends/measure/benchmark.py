@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.explain import explain
 from deltazoo.backends.measure.environment import environment
 from deltazoo.backends.measure.result import BenchConfig, Benchmark, Row
-from deltazoo.backends.measure.timing import Times, peak_bytes, time_interleaved, time_once
+from deltazoo.backends.measure.timing import Times, failure_reason, peak_bytes, time_interleaved, time_once
 from deltazoo.backends.measure.workload import Workload
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
@@ -108,8 +107,7 @@ class _Comparison:
             peak = peak_bytes(call, self.device)
             timed: Call = capture(call, self.device) if self.config.graphs else call
         except Exception as failure:  # one backend's failure must not end the benchmark
-            sentence = str(failure).strip().partition("\n")[0]
-            return row.model_copy(update={"refused": [f"failed with {type(failure).__name__}: {sentence}"]})
+            return row.model_copy(update={"refused": [failure_reason(failure)]})
         self.calls[row.backend] = timed
         figures = {"first_call_s": seconds, "error": error, "peak_mib": peak and peak / 2**20}
         return row.model_copy(update=figures | {"kernels": log.kernels})
@@ -122,7 +120,7 @@ class _Comparison:
 def _with_times(row: Row, times: Times, base: float | None) -> Row:
     if not times.seconds:
         return row
-    low, middle, high = (float(x) for x in np.percentile(times.seconds, [20, 50, 80]))
-    figures = {"median_ms": 1e3 * middle, "low_ms": 1e3 * low, "high_ms": 1e3 * high, "rounds": len(times.seconds)}
+    low, middle, high = times.percentiles_ms()
+    figures = {"median_ms": middle, "low_ms": low, "high_ms": high, "rounds": len(times.seconds)}
     figures |= {"host_ms": 1e3 * median(times.host)} if times.host else {}
-    return row.model_copy(update=figures | {"ratio": None if base is None else base / middle})
+    return row.model_copy(update=figures | {"ratio": None if base is None else 1e3 * base / middle})

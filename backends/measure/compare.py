@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from deltazoo.backends.errors import ConfigError, describe_invalid
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.result import BenchConfig, Benchmark, Row
-from deltazoo.backends.measure.table import Table, format_ms
+from deltazoo.backends.measure.table import Table, three_digits
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 
@@ -31,9 +31,9 @@ class Change(BaseModel):
         before, now = self.before.median_ms, self.now.median_ms
         assert before is not None
         if now is None:
-            figures = [format_ms(before), "-", ""]
+            figures = [three_digits(before), "-", ""]
         else:
-            figures = [format_ms(before), format_ms(now), f"{before / now:.2f}"]
+            figures = [three_digits(before), three_digits(now), f"{before / now:.2f}"]
         verdict = "regression" if self.regressions else "faster" if _is_faster(self.before, self.now) else ""
         return [*self.now.labels(), self.now.backend, *figures, verdict]
 
@@ -142,7 +142,7 @@ def _regressions(before: Row, now: Row) -> list[str]:
     assert before.median_ms is not None and before.high_ms is not None and now.low_ms is not None
     sentences = []
     if now.median_ms > TIME_FACTOR * before.median_ms and now.low_ms > before.high_ms:
-        sentences.append(f"{format_ms(before.median_ms)} ms became {format_ms(now.median_ms)} ms")
+        sentences.append(f"{three_digits(before.median_ms)} ms became {three_digits(now.median_ms)} ms")
     if before.peak_mib is not None and now.peak_mib is not None and now.peak_mib > MEMORY_FACTOR * before.peak_mib:
         sentences.append(f"{before.peak_mib:.0f} MiB became {now.peak_mib:.0f} MiB")
     if before.error is not None and now.error is not None and _is_worse(before.error, now.error):

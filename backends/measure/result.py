@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from deltazoo.backends.measure.environment import Environment
-from deltazoo.backends.measure.table import Table, format_ms, group
+from deltazoo.backends.measure.table import Table, group, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.shapes import Shape
@@ -85,12 +85,12 @@ class Row(BaseModel):
         """Format the figures of a row that has some; "" for those that were not measured."""
         assert self.median_ms is not None and self.low_ms is not None and self.high_ms is not None
         return [
-            format_ms(self.median_ms),
-            f"{format_ms(self.low_ms)}-{format_ms(self.high_ms)}",
+            three_digits(self.median_ms),
+            f"{three_digits(self.low_ms)}-{three_digits(self.high_ms)}",
             "" if self.ratio is None else f"{self.ratio:.2f}",
             "" if self.error is None else f"{self.error:.1e}",
             "" if self.peak_mib is None else f"{self.peak_mib:.0f}",
-            "" if self.host_ms is None else format_ms(self.host_ms),
+            "" if self.host_ms is None else three_digits(self.host_ms),
             "" if self.first_call_s is None else f"{self.first_call_s:.2f}",
         ]
 
@@ -145,7 +145,7 @@ class Benchmark(BaseModel):
         rows = []
         for _, group_of_case in itertools.groupby(self.rows, Row.labels):
             case = list(group_of_case)
-            medians = {row.backend: format_ms(row.median_ms) for row in case if row.median_ms is not None}
+            medians = {row.backend: three_digits(row.median_ms) for row in case if row.median_ms is not None}
             rows.append([*self._labels(case[0]), *(medians.get(backend, "-") for backend in backends)])
         columns = ["mixer", "shape", "direction", *(f">{backend}, ms" for backend in backends)]
         return Table(columns, rows, self._refusals()).without_empty_columns()

@@ -54,6 +54,6 @@ def group(notes: Iterable[tuple[str, str, str]], places: int) -> list[tuple[str,
     ]
 
 
-def format_ms(milliseconds: float) -> str:
-    """Format a time with three digits, without an exponent for large ones."""
-    return f"{milliseconds:.0f}" if milliseconds >= 1000 else f"{milliseconds:.3g}"
+def three_digits(x: float) -> str:
+    """Format a figure with three digits, or more if it is large, without an exponent."""
+    return f"{x:.0f}" if x >= 1000 else f"{x:.3g}"

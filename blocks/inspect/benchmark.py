@@ -86,3 +86,11 @@ def parse_shape(text: str) -> Shape:
     except ValidationError as error:
         sentences = "; ".join(describe_invalid(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
         raise ConfigError(f"shape {text!r}: {sentences}") from error
+
+
+def parse_batch(texts: Sequence[str]) -> tuple[int, int]:
+    """Return the batch B and the length T of sizes such as ["B=4 T=1000"]. Raises: ConfigError."""
+    match = re.fullmatch(r"B=(\d+)[\s,]+T=(\d+)", texts[0].strip()) if len(texts) == 1 else None
+    if match is None:
+        raise ConfigError(f"the shape of a model must be one such as 'B=4 T=1000', got {', '.join(texts)}")
+    return int(match[1]), int(match[2])
