@@ -1,43 +1,79 @@
 """`deltazoo bench`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deltazoo.cli.measurements import print_header, print_measurements
 from deltazoo.cli.options import AsJson, BackendNames, Device, Directions, Dtype, OperandDtype, Seed, split
-from deltazoo.cli.output import print_json, print_line, print_table, progress
+from deltazoo.cli.output import print_json, print_line, progress
+
+if TYPE_CHECKING:
+    from deltazoo.backends.measure.benchmark import BenchConfig
+
+NOTHING_RAN_OR_REGRESSED = 1  # exit code
 
 
 def command(
     shape: Annotated[
         list[str] | None,
-        typer.Option(help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable. Default: cpu.'),
+        typer.Option(
+            help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable. Default: cpu. With --model the '
+            'sequences and their tokens, by default "B=1 T=512".'
+        ),
     ] = None,
-    mixer: Annotated[str, typer.Option(help="Mixer whose update is timed, with default fields.")] = "gated_deltanet",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|PRESET",
+            help="Time a whole model instead: training step, prefill and decoding. --backends then lists deltazoo (the "
+            "default), backends, transformers_model and fla_model.",
+        ),
+    ] = None,
+    mixer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Mixer whose update is timed, with fields such as "gated_deltanet(negative_eigenvalues=both)"; '
+            "repeatable. Default: gated_deltanet, with --matrix all."
+        ),
+    ] = None,
     backends: BackendNames = None,
     directions: Directions = "forward,backward,decode",
     device: Device = "cpu",
     dtype: OperandDtype = Dtype.float32,
     rounds: Annotated[int, typer.Option(help="Maximum number of timed calls per backend.")] = 20,
-    seconds: Annotated[float, typer.Option(help="Time budget in seconds per shape and direction.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="Time budget in seconds per mixer, shape and direction.")] = 20.0,
     baseline: Annotated[
         str | None, typer.Option(help="Backend that the ratios are relative to. Default: the first one.")
     ] = None,
     seed: Seed = 0,
     errors: Annotated[bool, typer.Option(help="Measure the error relative to float64.")] = True,
     graphs: Annotated[bool, typer.Option(help="Time replays of CUDA graphs.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Print one table of medians with a column per backend.")
+    ] = False,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Output of an earlier run with --json. Exit code 1 if a case became worse."),
+    ] = None,
     markdown: Annotated[
         Path | None,
         typer.Option(help="Write the table to this Markdown file; an existing file must contain the table's markers."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the medians to this PNG file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the medians to this PNG, SVG or PDF file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time backends on the update of a mixer, interleaved; report times, ratios and errors."""
+    """Time backends on the updates of mixers, interleaved; report times, ratios and errors.
+
+    Exit code 1: no backend ran, or a case became worse than in --compare.
+    """
+    from deltazoo.backends.errors import ConfigError
     from deltazoo.backends.measure.benchmark import BenchConfig
+    from deltazoo.backends.measure.compare import read_earlier
+    from deltazoo.backends.measure.environment import environment
     from deltazoo.blocks.inspect.benchmark import DEFAULT_SHAPE, measure
-    from deltazoo.blocks.training.report import save_benchmark
+    from deltazoo.blocks.training.report import check_outputs, plot_benchmark, save_table
 
     config = BenchConfig(
         directions=split(directions),
@@ -50,12 +86,63 @@ def command(
         errors=errors,
         graphs=graphs,
     )
+    check_outputs(markdown, plot)
+    if model is not None:
+        others = {"--mixer": mixer, "--baseline": baseline, "--graphs": graphs, "--matrix": matrix}
+        others |= {"--compare": compare, "--plot": plot}
+        if given := [name for name, value in others.items() if value]:
+            raise ConfigError(f"--model does not take {', '.join(given)}")
+        _bench_model(model, shape, split(backends), config, markdown, as_json)
+        return
+    earlier = None if compare is None else read_earlier(compare)
+    if earlier is not None:
+        earlier.check(config, environment(device))
+    mixers = mixer or (None if matrix else ["gated_deltanet"])
     with progress() as report_progress:
-        benchmark = measure(mixer, shape or [DEFAULT_SHAPE], split(backends), config, report_progress)
+        benchmark = measure(mixers, shape or [DEFAULT_SHAPE], split(backends), config, report_progress)
+    comparison = None if earlier is None else earlier.compare(benchmark)
+    if as_json:
+        print_json(benchmark if comparison is None else {"benchmark": benchmark, "comparison": comparison})
+    else:
+        print_header(benchmark.header())
+        print_measurements(benchmark.matrix() if matrix else benchmark.table())
+        if comparison is not None:
+            print_header(["", f"compared with {comparison.before.line()}"])
+            print_measurements(comparison.table())
+            print_line(comparison.line())
+    if markdown is not None:
+        save_table(benchmark.markdown(matrix), markdown)
+    if plot is not None and benchmark.timed:
+        plot_benchmark(benchmark, plot)
+    if not benchmark.timed or (comparison is not None and comparison.regressions):
+        raise typer.Exit(NOTHING_RAN_OR_REGRESSED)
+
+
+def _bench_model(
+    model: str,
+    shapes: list[str] | None,
+    implementations: list[str] | None,
+    config: "BenchConfig",
+    markdown: Path | None,
+    as_json: bool,
+) -> None:
+    from deltazoo.blocks.inspect.benchmark import parse_batch
+    from deltazoo.blocks.inspect.model_benchmark import OURS, ModelBenchConfig, bench_model
+    from deltazoo.blocks.spec import StackSpec
+    from deltazoo.blocks.training.report import save_table
+
+    batch, length = parse_batch(shapes or ["B=1 T=512"])
+    settings = config.model_dump(include={"directions", "device", "dtype", "rounds", "seconds", "seed"})
+    model_config = ModelBenchConfig(batch=batch, length=length, **settings)
+    spec = StackSpec.load(model)
+    with progress() as report_progress:
+        benchmark = bench_model(model, spec, implementations or [OURS], model_config, report_progress)
     if as_json:
         print_json(benchmark)
     else:
-        print_line(benchmark.header())
-        columns = [*benchmark.columns[:3], *(f">{column}" for column in benchmark.columns[3:])]
-        print_table(columns, [row.cells() for row in benchmark.rows])
-    save_benchmark(benchmark, markdown, plot)
+        print_header(benchmark.header())
+        print_measurements(benchmark.table())
+    if markdown is not None:
+        save_table(benchmark.markdown(), markdown)
+    if not benchmark.timed:
+        raise typer.Exit(NOTHING_RAN_OR_REGRESSED)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.cli.measurements import print_measurements
 from deltazoo.cli.options import AsJson, BackendName, Device, Seed, TextFile
 from deltazoo.cli.output import print_json, print_line, print_note, print_table, progress
 from deltazoo.cli.threads import let_idle_threads_sleep
@@ -35,6 +36,6 @@ def command(
         return
     print_line(result.environment.line())
     print_table(["model", "result"], [(name, training.line()) for name, training in result.trainings.items()])
-    print_table(result.benchmark.columns, [row.cells() for row in result.benchmark.rows])
+    print_measurements(result.benchmark.table())
     print_line(f"{result.completion.prompt}{result.completion.text}\n")
     print_line(f"{result.seconds:.0f} s; the report is {out / 'report.md'}")

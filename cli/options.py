@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,5 +58,5 @@ Trust = Annotated[
 
 
 def split(names: str | None) -> list[str] | None:
-    """Split a comma-separated list; None stays None."""
-    return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    """Split a list at its commas, except those in parentheses; None stays None."""
+    return None if names is None else [name.strip() for name in re.split(r",(?![^()]*\))", names) if name.strip()]

@@ -9,7 +9,9 @@ from deltazoo.cli.options import AsJson, Directions, OptionalStack, Trust, split
 from deltazoo.cli.output import print_json, print_line, print_table, progress
 
 if TYPE_CHECKING:
-    from deltazoo.backends.tuning.tune import Tuned
+    from collections.abc import Sequence
+
+    from deltazoo.backends.tuning.tune import Planned, Tuned
 
 
 def command(
@@ -19,7 +21,7 @@ def command(
         typer.Option(help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable.'),
     ] = None,
     mixer: Annotated[
-        str, typer.Option(help="Comma-separated mixers whose updates are tuned on --shape.")
+        str, typer.Option(help="Comma-separated mixers, with fields if any, whose updates are tuned on --shape.")
     ] = "gated_deltanet",
     dtype: Annotated[str, typer.Option(help="Comma-separated dtypes of the operands.")] = "bfloat16",
     batch: Annotated[int, typer.Option(min=1, help="Batch size of the stack, in sequences.")] = 8,
@@ -39,21 +41,27 @@ def command(
     ] = None,
     again: Annotated[bool, typer.Option(help="Re-measure kernels that are already in the table.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the measurements without running them.")] = False,
+    device_name: Annotated[
+        str | None,
+        typer.Option(help='With --dry-run: list those of this GPU, such as "NVIDIA H200"; this machine needs no GPU.'),
+    ] = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure launch configs of the triton backend's kernels on this GPU. A second run continues an unfinished one."""
+    from deltazoo.backends.devices import DeviceSpec
+    from deltazoo.backends.errors import ConfigError
     from deltazoo.backends.tuning.tune import TuneConfig
     from deltazoo.blocks.inspect.tuning import build_targets, plan_targets, tune_targets
 
+    if device_name is not None and not dry_run:
+        raise ConfigError("--device-name needs --dry-run: launches are measured on a GPU of this machine")
     config = TuneConfig(directions=split(directions), effort=effort, budget=budget, again=again)
     targets = build_targets(stack, shape or [], split(mixer) or [], split(dtype) or [], (batch, length), trust)
     if dry_run:
-        planned = plan_targets(device, targets, config, out)
-        if as_json:
-            print_json(planned)
-        else:
-            print_table(["kernel", "shape", "class", ">candidates", ""], [step.cells() for step in planned])
+        where = device if device_name is None else DeviceSpec.named(device_name)
+        planned = plan_targets(where, targets, config, out)
+        print_json(planned) if as_json else _print_plan(planned)
         return
     with progress() as report_progress:
         tuned = tune_targets(device, targets, config, out, report_progress)
@@ -73,6 +81,15 @@ def merge(
         print_json(merged)
     else:
         print_line(f"{len(merged.records)} records of {merged.device} in {out}")
+
+
+def _print_plan(planned: "Sequence[Planned]") -> None:
+    print_table(["kernel", "shape", ">candidates", ""], [step.cells() for step in planned])
+    for step in planned:
+        print_line(f"\n{step.kernel}, {step.shape}")
+        print_line(f"  class: {step.key}")
+        for candidate in step.candidates:
+            print_line(f"  {candidate}")
 
 
 def _print(tuned: "Tuned") -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from deltazoo.backends.torch_ext.cuda_graph import Call
@@ -22,6 +23,16 @@ class Times(NamedTuple):
 
     seconds: list[float]
     host: list[float]
+
+    def percentiles_ms(self) -> tuple[float, float, float]:
+        """Return the 20th percentile, the median and the 80th percentile in milliseconds."""
+        low, middle, high = (1e3 * float(x) for x in np.percentile(self.seconds, [20, 50, 80]))
+        return low, middle, high
+
+
+def failure_reason(failure: Exception) -> str:
+    """Describe in one line why a call failed; the row of a benchmark holds it, so that the others are still timed."""
+    return f"failed with {type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
 
 
 def time_interleaved(

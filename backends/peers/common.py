@@ -41,6 +41,14 @@ def common_reasons(spec: UpdateSpec, meta: UpdateMeta, dtypes: Sequence[torch.dt
         {
             f"it needs tensors on 'cuda', got '{meta.device}'.": meta.device != "cuda",
             f"it computes in {names}, got {str(meta.dtype).removeprefix('torch.')}.": meta.dtype not in dtypes,
+        }
+    ) + recurrence_reasons(spec)
+
+
+def recurrence_reasons(spec: UpdateSpec) -> list[str]:
+    """Return the reasons of recurrences that no package computes."""
+    return violations(
+        {
             "decay must not be 'rate'.": spec.decay == "rate",
             f"erase_key must be 'key', got '{spec.erase_key}'.": spec.erase_key == "own",
             f"erase_from must be 'decayed', got '{spec.erase_from}'.": spec.transition == "delta"

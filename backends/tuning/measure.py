@@ -76,9 +76,7 @@ class CudaRunner(Runner):
 
     def refusals(self, target: Target) -> list[str]:
         """Return why the kernels do not support a target; [] if they do."""
-        _, _, _, H, HV, K, V, lengths = target.shape
-        meta = UpdateMeta(self.cuda.type, target.dtype, H, HV, K, V, packed=bool(lengths), grad=True)
-        return TritonBackend().unsupported(target.spec, meta)
+        return refusals(target, self.device)
 
     def compile(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> None:
         if kernel == "fused_step":
@@ -124,6 +122,13 @@ class CudaRunner(Runner):
             self._bench = None
             torch.cuda.empty_cache()
             return [math.inf] * len(configs)
+
+
+def refusals(target: Target, device: DeviceSpec) -> list[str]:
+    """Return why the kernels do not support a target on a device, which need not exist here; [] if they do."""
+    _, _, _, H, HV, K, V, lengths = target.shape
+    meta = UpdateMeta("cuda", target.dtype, H, HV, K, V, packed=bool(lengths), grad=True)
+    return TritonBackend().unsupported_on(target.spec, meta, device)
 
 
 def checks_of(target: Target, kernel: Kernel, config: LaunchConfig, regimes: Sequence[Regime] = REGIMES) -> list[Case]:

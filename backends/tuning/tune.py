@@ -95,19 +95,25 @@ class Runner(ABC):
 
 
 class Planned(BaseModel):
-    """A kernel of a shape that `tune` would measure. done: the table already contains its class."""
+    """A kernel of a shape that `tune` would measure.
+
+    Args:
+        key: the class of problems that the record in the table would serve.
+        candidates: the launches to compare, the default first; for "split" the numbers of chunks per segment.
+        done: the table already contains the class.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kernel: Kernel
     shape: str
     key: str
-    candidates: int
+    candidates: list[str]
     done: bool
 
     def cells(self) -> list[str]:
-        """Format a table row: kernel, shape, class, candidates, whether it is in the table."""
-        return [self.kernel, self.shape, self.key, str(self.candidates), "in the table" if self.done else ""]
+        """Format a table row: kernel, shape, number of candidates, whether it is in the table."""
+        return [self.kernel, self.shape, str(len(self.candidates)), "in the table" if self.done else ""]
 
 
 class Gain(BaseModel):
@@ -198,7 +204,7 @@ def tune(
     kept, left, measured = 0, 0, set[Key]()
     try:
         for done, (target, kernel) in enumerate(pairs):
-            job = _job(target, kernel, runner, table, config)
+            job = _job(target, kernel, runner.device, table, config)
             if job.key in measured or len(job.configs) == 1 or (job.done and not config.again):
                 kept += job.key not in measured and job.done
                 continue
@@ -226,22 +232,23 @@ def tune(
 
 
 def plan(
-    targets: Sequence[Target], runner: Runner, config: TuneConfig | None = None, out: str | Path | None = None
+    targets: Sequence[Target], device: DeviceSpec, config: TuneConfig | None = None, out: str | Path | None = None
 ) -> list[Planned]:
-    """List what `tune` would measure, with the table's segments, else the heuristic's.
+    """List what `tune` would measure on a device, with the table's segments, else the heuristic's. No GPU is needed.
 
     Raises: ConfigError for an invalid table or one of another device.
     """
     config = config or TuneConfig()
-    table = _read_or_create(user_table(runner.device.name) if out is None else Path(out), runner.device.name)
+    table = _read_or_create(user_table(device.name) if out is None else Path(out), device.name)
     planned: dict[Key, Planned] = {}
     for target in targets:
         for kernel in kernels_of(target, config):
-            job = _job(target, kernel, runner, table, config)
+            job = _job(target, kernel, device, table, config)
             if len(job.configs) == 1 or job.key in planned:
                 continue
             planned[job.key] = Planned(
-                kernel=kernel, shape=target.shape.name, key=str(job.key), candidates=len(job.configs),
+                kernel=kernel, shape=target.shape.name, key=str(job.key),
+                candidates=[_choice(candidate, kernel) for candidate in job.configs],
                 done=job.done and not config.again,
             )  # fmt: skip
     return list(planned.values())
@@ -277,8 +284,7 @@ def _gains(target: Target, runner: Runner, table: Table, records: Sequence[Recor
             )
 
 
-def _job(target: Target, kernel: Kernel, runner: Runner, table: Table, config: TuneConfig) -> _Job:
-    device = runner.device
+def _job(target: Target, kernel: Kernel, device: DeviceSpec, table: Table, config: TuneConfig) -> _Job:
     problem = on_device(problem_of(target, kernel), device)
     measured = {k: record for k, record in table.usable(device.triton).items() if record.triton == device.triton}
     known = records_of(device.name, device.triton) | measured

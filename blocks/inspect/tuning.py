@@ -1,21 +1,22 @@
 """Tuning of the triton backend for stacks, mixers, shapes and dtypes given by name."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
 import torch
 
+from deltazoo.backends.devices import KNOWN_DEVICES, DeviceSpec
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.tuning.candidates import Target
-from deltazoo.backends.tuning.measure import CudaRunner
+from deltazoo.backends.tuning.measure import CudaRunner, refusals
 from deltazoo.backends.tuning.tune import Planned, TuneConfig, Tuned, plan, tune
-from deltazoo.blocks.inspect.benchmark import parse_shape
+from deltazoo.blocks.inspect.benchmark import parse_shape, parse_update
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import Update
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -29,11 +30,12 @@ def build_targets(
     tokens: tuple[int, int],
     trust: bool = False,
 ) -> list[Target]:
-    """List the tuning targets: the updates of a stack, and those of mixers with default fields on named shapes.
+    """List the tuning targets: the updates of a stack, and those of mixers on named shapes.
 
     Args:
         stack: a file or the name of a preset.
         shapes: names or sizes for the mixers, as for `parse_shape`.
+        mixers: as for `parse_update`.
         tokens: batch size B and length T for the stack.
         trust: as for `StackSpec.load`.
     Raises: ConfigError; PatternError; UnknownNameError.
@@ -43,10 +45,7 @@ def build_targets(
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {', '.join(unknown) or 'none'}")
     pairs = [] if stack is None else _stack_updates(StackSpec.load(stack, trust), stack, *tokens)
     for mixer, shape in product(mixers, shapes):
-        spec = config_class(mixer)().spec()
-        if spec is None:
-            raise ConfigError(f"mixer {mixer!r} has no update; there is nothing to tune")
-        pairs.append((spec, parse_shape(shape)))
+        pairs.append((parse_update(mixer), parse_shape(shape)))
     return list(dict.fromkeys(Target(spec, shape, DTYPES[dtype]) for (spec, shape), dtype in product(pairs, dtypes)))
 
 
@@ -55,21 +54,33 @@ def tune_targets(
 ) -> Tuned:
     """Tune on a CUDA device; see `tune`. Raises: ConfigError: there is no CUDA device."""
     runner = CudaRunner(device)
-    return tune(_supported(targets, runner), runner, config, out, progress)
+    return tune(_supported(targets, runner.refusals), runner, config, out, progress)
 
 
-def plan_targets(device: str, targets: Sequence[Target], config: TuneConfig, out: Path | None) -> list[Planned]:
-    """List the measurements that `tune_targets` would make. Raises: ConfigError: there is no CUDA device."""
-    runner = CudaRunner(device)
-    return plan(_supported(targets, runner), runner, config, out)
+def plan_targets(
+    device: DeviceSpec | str, targets: Sequence[Target], config: TuneConfig, out: Path | None
+) -> list[Planned]:
+    """List the measurements that `tune_targets` would make.
+
+    Args: device: the name of a CUDA device of this machine, or a DeviceSpec, for which no GPU is needed.
+    Raises: ConfigError: there is no CUDA device with this name.
+    """
+    if isinstance(device, DeviceSpec):
+        return plan(_supported(targets, functools.partial(refusals, device=device)), device, config, out)
+    try:
+        runner = CudaRunner(device)
+    except ConfigError as error:
+        known = ", ".join(repr(known.name) for known in KNOWN_DEVICES)
+        raise ConfigError(f"{error}. A plan needs none if --device-name is one of {known}") from error
+    return plan(_supported(targets, runner.refusals), runner.device, config, out)
 
 
-def _supported(targets: Sequence[Target], runner: CudaRunner) -> list[Target]:
+def _supported(targets: Sequence[Target], reasons_against: Callable[[Target], list[str]]) -> list[Target]:
     """Return the targets that the kernels support. Raises: ConfigError with the reasons if there are none."""
-    reasons = {target: runner.refusals(target) for target in targets}
+    reasons = {target: reasons_against(target) for target in targets}
     supported = [target for target in targets if not reasons[target]]
     if not supported:
-        sentences = "; ".join(sorted({sentence for refusals in reasons.values() for sentence in refusals}))
+        sentences = "; ".join(sorted({sentence for refused in reasons.values() for sentence in refused}))
         raise ConfigError(f"the triton backend supports none of the shapes: {sentences or 'got no shapes'}")
     return supported
 

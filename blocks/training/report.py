@@ -1,5 +1,6 @@
 """Reports: plots and Markdown tables of training runs and benchmarks."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,22 +38,23 @@ def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
 
     Raises: ConfigError: matplotlib is not installed, or no call was timed.
     """
-    rows = [row for row in benchmark.rows if row.median_ms is not None]
-    if not rows:
+    if not benchmark.timed:
         raise ConfigError("there is nothing to plot: no backend ran on any shape")
-    groups = list(dict.fromkeys((row.shape, row.direction) for row in rows))
-    backends = list(dict.fromkeys(row.backend for row in rows))
+    place = {(*row.labels(), row.backend): tuple(row.labels()[len(benchmark.specs) == 1 :]) for row in benchmark.timed}
+    groups = list(dict.fromkeys(place.values()))
+    backends = list(dict.fromkeys(row.backend for row in benchmark.timed))
     figure = new_figure(max(6.0, 1.6 * len(groups)), 4.5)
     axes = figure.subplots()
     bar_width = 0.8 / len(backends)
     for n, backend in enumerate(backends):
-        bars = {(row.shape, row.direction): row for row in rows if row.backend == backend}
-        positions = [groups.index(group) + (n - (len(backends) - 1) / 2) * bar_width for group in bars]
-        medians = [row.median_ms or 0.0 for row in bars.values()]
-        below = [(row.median_ms or 0.0) - (row.low_ms or 0.0) for row in bars.values()]
-        above = [(row.high_ms or 0.0) - (row.median_ms or 0.0) for row in bars.values()]
+        rows = [row for row in benchmark.timed if row.backend == backend]
+        indices = [groups.index(place[(*row.labels(), backend)]) for row in rows]
+        positions = [index + (n - (len(backends) - 1) / 2) * bar_width for index in indices]
+        medians = [row.median_ms or 0.0 for row in rows]
+        below = [(row.median_ms or 0.0) - (row.low_ms or 0.0) for row in rows]
+        above = [(row.high_ms or 0.0) - (row.median_ms or 0.0) for row in rows]
         axes.bar(positions, medians, bar_width, yerr=[below, above], label=backend, color=f"C{n}", capsize=2)
-    axes.set_xticks(range(len(groups)), [f"{shape}\n{direction}" for shape, direction in groups], fontsize="small")
+    axes.set_xticks(range(len(groups)), ["\n".join(filter(None, group)) for group in groups], fontsize="small")
     axes.set(yscale="log", ylabel="median, ms")
     axes.grid(axis="y", alpha=0.3)
     axes.legend()
@@ -61,17 +63,33 @@ def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
     figure.savefig(output_path(path), dpi=_DPI)
 
 
-def save_benchmark(benchmark: Benchmark, table: Path | None = None, plot: Path | None = None) -> None:
-    """Write the table to a Markdown file and the plot to a PNG file, if their paths are given.
+def check_outputs(table: Path | None = None, plot: Path | None = None) -> None:
+    """Check the output files of a benchmark before it runs, and create their folders.
 
-    An existing Markdown file must contain the markers `BEGIN` and `END`; the text between them is replaced.
+    Raises: ConfigError: a path is a folder, cannot be written or has another format; a Markdown file without the
+        markers exists; the plot needs matplotlib, which is not installed.
+    """
+    for path in filter(None, (table, plot)):
+        place = output_path(path)
+        if not os.access(place if place.exists() else place.parent, os.W_OK):
+            raise ConfigError(f"{path} cannot be written: permission denied")
+    if table is not None and table.exists():
+        _split_at_markers(table)
+    if plot is not None:
+        formats = new_figure(1, 1).canvas.get_supported_filetypes()
+        if plot.suffix[1:].lower() not in formats:
+            raise ConfigError(f"{plot} must end in one of {', '.join(f'.{name}' for name in sorted(formats))}")
+
+
+def save_table(markdown: str, path: Path) -> None:
+    """Write a Markdown table to a file.
+
+    An existing file must contain the markers `BEGIN` and `END`; the text between them is replaced.
 
     Raises: ConfigError; OSError.
     """
-    if table is not None:
-        _insert(benchmark.markdown(), table)
-    if plot is not None:
-        plot_benchmark(benchmark, plot)
+    before, after = _split_at_markers(path) if path.exists() else ("", "\n")
+    output_path(path).write_text(f"{before}{BEGIN}\n{markdown}{END}{after}", encoding="utf-8")
 
 
 def training_table(trainings: Mapping[str, Training]) -> str:
@@ -115,12 +133,10 @@ def layers_table(description: Description) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _insert(table: str, path: Path) -> None:
-    if not path.exists():
-        output_path(path).write_text(f"{BEGIN}\n{table}{END}\n", encoding="utf-8")
-        return
+def _split_at_markers(path: Path) -> tuple[str, str]:
+    """Return the text before and after the markers of an existing file. Raises: ConfigError; OSError."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ConfigError(f"{path} exists and must contain the markers {BEGIN} and {END}, between which the table goes")
-    path.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
+    return before, after

@@ -10,6 +10,7 @@ from deltazoo.backends.base import Backend, UpdateOutput
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
+from deltazoo.backends.measure.compare import Earlier, read_earlier
 from deltazoo.backends.measure.timing import MAX_LEAD, time_interleaved
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import TINY, Shape
@@ -119,7 +120,9 @@ def test_refusals_and_failures_are_rows_with_reasons():
     assert slow.refused == ["slow takes no packed sequences."]
     assert broken.refused == ["failed with RuntimeError: no such kernel"]
     assert slow.median_ms is None
-    assert "refused: slow takes no packed sequences." in result.markdown()
+    table, notes = result.markdown().split("\n\n")[1:]
+    assert "slow" not in table
+    assert notes == "- slow: slow takes no packed sequences.\n- broken: failed with RuntimeError: no such kernel\n"
 
 
 def test_table_has_the_environment_the_shapes_and_the_figures():
@@ -130,6 +133,7 @@ def test_table_has_the_environment_the_shapes_and_the_figures():
     assert "plain: B=2 T=7 H=2 HV=2 K=4 V=4" in lines[0]
     row = result.rows[1]
     assert f"| plain | fwd + bwd | reference | {row.median_ms:.3g} |" in lines[5]
+    assert lines[2] == "| shape | direction | backend | ms | 20-80 % | ratio | error | first s |"  # no MiB on a CPU
 
 
 def test_benchmark_round_trips_through_json():
@@ -197,3 +201,32 @@ def test_device_that_is_not_current_is_timed_correctly(graphs):
         )
     )
     assert 0.5 < first / second < 2
+
+
+def test_comparison_names_what_became_worse(tmp_path):
+    path = tmp_path / "old.json"
+    before = bench(GATED, [PLAIN], ["reference", "compile"], QUICK.model_copy(update={"directions": ("forward",)}))
+    path.write_text(before.model_dump_json())
+    reference, other = before.rows
+    time = {"median_ms": 10.0, "low_ms": 9.0, "high_ms": 11.0}
+    old = before.model_copy(update={"rows": [reference.model_copy(update=time | {"peak_mib": 100.0, "error": 1e-7})]})
+
+    def regressions(**figures):
+        now = before.model_copy(update={"rows": [reference.model_copy(update=time | figures), other]})
+        (change,) = Earlier(path, old).compare(now).changes
+        return change.regressions
+
+    assert regressions(peak_mib=100.0, error=1.9e-7) == []
+    assert regressions(median_ms=10.4, low_ms=11.1, high_ms=12.0) == []
+    assert regressions(median_ms=12.0, low_ms=10.9, high_ms=13.0) == []  # the ranges overlap
+    assert regressions(median_ms=12.0, low_ms=11.1, high_ms=13.0) == ["10 ms became 12 ms"]
+    assert regressions(peak_mib=106.0) == ["100 MiB became 106 MiB"]
+    assert regressions(error=2.1e-7) == ["the error 1.0e-07 became 2.1e-07"]
+    assert regressions(error=float("nan")) == ["the error 1.0e-07 became nan"]
+    assert regressions(median_ms=None, refused=["no."]) == ["it ran before; now: no."]
+    assert read_earlier(path).compare(before).line() == "0 regressions in 2 cases"
+    assert Earlier(path, before).compare(old).unmatched == 1
+    with pytest.raises(ConfigError, match="has no case of this benchmark"):
+        read_earlier(path).compare(bench(GATED, [TINY[3]], ["reference"], QUICK))
+    with pytest.raises(ConfigError, match=r"measured with device .*, which does not compare with H100"):
+        read_earlier(path).check(before.config, before.environment.model_copy(update={"device": "H100"}))

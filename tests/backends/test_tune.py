@@ -152,7 +152,7 @@ def test_segments_are_tuned_before_the_scans(tmp_path):
 
 
 def test_no_segments_are_tried_if_sequences_and_heads_fill_half_of_the_gpu(tmp_path):
-    assert plan([PACK], FakeRunner(), None, tmp_path / "t.json")[0].kernel == "reverse"
+    assert plan([PACK], T900, None, tmp_path / "t.json")[0].kernel == "reverse"
     result = tune([PACK], FakeRunner({16: 0.1}), None, tmp_path / "t.json")
     assert "split" not in by_kernel(result.records)
 
@@ -212,15 +212,16 @@ def test_hopper_kernels_are_candidates_for_updates_with_split_terms(tmp_path):
 
 def test_dry_run_lists_kernels_and_measures_nothing(tmp_path):
     out, runner = tmp_path / "t.json", FakeRunner()
-    listed = plan([LONG, TOKEN], runner, None, out)
+    listed = plan([LONG, TOKEN], T900, None, out)
     assert [step.kernel for step in listed] == [
         "split", "reverse", "gradients", "scan", "recompute", "prepare", "decode", "fused_step", "decode", "fused_step",
     ]  # fmt: skip
     assert not any(step.done for step in listed)
-    assert listed[3].candidates == 7
+    assert len(listed[3].candidates) == 7
+    assert "tile=128 warps=8 stages=3" in listed[3].candidates
     assert (runner.checked, runner.timed, out.exists()) == ([], [], False)
     tune([LONG], FakeRunner(), FORWARD, out)
-    assert [step.kernel for step in plan([LONG], runner, None, out) if step.done] == ["scan", "prepare"]
+    assert [step.kernel for step in plan([LONG], T900, None, out) if step.done] == ["scan", "prepare"]
 
 
 def test_full_effort_includes_all_quick_candidates():

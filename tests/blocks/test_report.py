@@ -75,17 +75,17 @@ def test_the_layers_table_holds_the_description():
 def test_a_table_replaces_only_the_text_between_the_markers(benchmark_result, tmp_path):
     path = tmp_path / "README.md"
     path.write_text(f"# Title\n{report.BEGIN}\nold\n{report.END}\nend\n")
-    report.save_benchmark(benchmark_result, table=path)
+    report.save_table(benchmark_result.markdown(), path)
     expected = f"# Title\n{report.BEGIN}\n{benchmark_result.markdown()}{report.END}\nend\n"
     assert path.read_text() == expected
-    report.save_benchmark(benchmark_result, table=path)
+    report.save_table(benchmark_result.markdown(), path)
     assert path.read_text() == expected
     new = tmp_path / "new.md"
-    report.save_benchmark(benchmark_result, table=new)
+    report.save_table(benchmark_result.markdown(), new)
     assert benchmark_result.markdown() in new.read_text()
     path.write_text("no marks")
     with pytest.raises(ConfigError, match="exists and must contain the markers"):
-        report.save_benchmark(benchmark_result, table=path)
+        report.save_table(benchmark_result.markdown(), path)
     assert path.read_text() == "no marks"
 
 

@@ -1,6 +1,7 @@
 """bench, check and demo: results on stdout, in files and as exit codes."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import matplotlib.image
@@ -9,6 +10,7 @@ import torch
 
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateOutput
+from deltazoo.backends.measure.benchmark import bench
 from deltazoo.backends.reference import ReferenceBackend
 
 SMALL = ("--shape", "plain", "--rounds", 3, "--seconds", 0.1, "--backends", "reference")
@@ -61,7 +63,7 @@ def test_bench_accepts_sizes_a_mixer_and_a_dtype(ok):
     options = ("--shape", "B=2 T=5 H=1 HV=2 K=4", "--mixer", "kda", "--dtype", "bfloat16", "--directions", "forward")
     result = ok("bench", *options, *SMALL[2:], "--json").json
     assert list(result["shapes"][0].values())[1:7] == [2, 5, 1, 2, 4, 4]
-    assert result["spec"]["decay"] == "channel"
+    assert result["specs"]["kda"]["decay"] == "channel"
     assert 1e-4 < result["rows"][0]["error"] < 1e-2
     without = ok("bench", *options, *SMALL[2:], "--no-errors", "--json").json
     assert without["rows"][0]["error"] is None
@@ -81,6 +83,123 @@ def test_bench_prints_the_environment_and_the_figures(ok):
     assert f"torch {torch.__version__}" in printed
     assert "plain: B=2 T=7 H=2 HV=2 K=4 V=4" in printed
     assert "1.00" in printed
+
+
+def test_refusals_are_below_a_table_without_empty_columns(ok, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = ok("bench", *SMALL[:-1], "reference,fla,cudnn").out.splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("shape "))
+    assert lines[head].split() == ["shape", "direction", "backend", "ms", "20-80", "%", "ratio", "error", "first", "s"]
+    assert len(lines[head + 2 : lines.index("", head + 2)]) == 3 + 2  # the rows of the reference, and the legend
+    refusals = lines[lines.index("", head + 2) :]
+    assert any(line.startswith("fla: it needs the package fla, which is not installed") for line in refusals)
+    assert sum("it needs tensors on 'cuda', got 'cpu'." in line for line in refusals) == 1
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("more", [(), ("--json",), ("--plot", "bench.png")])
+def test_bench_fails_if_no_backend_ran(run, tmp_path, monkeypatch, more):
+    monkeypatch.chdir(tmp_path)
+    result = run("bench", *SMALL[:-1], "fla", *more)
+    assert result.code == 1
+    assert "it needs tensors on 'cuda', got 'cpu'." in result.out
+    assert ("nothing ran" in result.out) == ("--json" not in more)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--markdown", "folder"), "folder is a folder: give the path of a file to write"),
+        (("--markdown", "other.md"), "other.md exists and must contain the markers"),
+        (("--markdown", "other.md/table.md"), "other.md/table.md cannot be written: other.md is not a folder"),
+        (("--plot", "folder"), "folder is a folder: give the path of a file to write"),
+        (("--plot", "bench.xyz"), "bench.xyz must end in one of ."),
+        (("--compare", "other.md"), "other.md must contain the output of `deltazoo bench --json`"),
+        (("--compare", "missing.json"), "missing.json: No such file or directory"),
+        (("--mixer", "gated_deltanet(haeds=3)"), "gated_deltanet.haeds: unknown key; did you mean 'heads'?"),
+        (("--mixer", "gated_deltanet + kda"), "a mixer must be one name"),
+        (("--mixer", "gated_deltanett"), "did you mean 'gated_deltanet'?"),
+        (("--mixer", "attention"), "'attention' has no update"),
+    ],
+)
+def test_outputs_and_arguments_are_checked_before_the_work(run, tmp_path, monkeypatch, options, message):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "other.md").write_text("no markers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("deltazoo.blocks.inspect.benchmark.bench", lambda *args: pytest.fail("the work began"))
+    result = run("bench", *options)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+
+
+def test_a_missing_matplotlib_is_reported_before_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("deltazoo.blocks.inspect.benchmark.bench", lambda *args: pytest.fail("the work began"))
+    result = run("bench", "--plot", tmp_path / "bench.png")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "deltazoo: plots need matplotlib: pip install 'deltazoo[plot]'\n"
+
+
+def test_bench_times_a_mixer_with_changed_fields(ok):
+    name = "gated_deltanet(negative_eigenvalues=both)"
+    result = ok("bench", *SMALL, "--mixer", name, "--directions", "forward", "--json").json
+    assert result["specs"][name]["negative_eigenvalues"] == "both"
+    assert result["rows"][0]["mixer"] == name
+    assert result["rows"][0]["error"] < 1e-6
+
+
+def test_matrix_has_a_row_per_case_and_a_column_per_backend(ok, tmp_path):
+    options = ("--shape", "plain", "--shape", "row", "--mixer", "kda", "--mixer", "gla(heads=1)", "--matrix")
+    markdown = tmp_path / "matrix.md"
+    directions = ("--directions", "forward,decode", "--backends", "reference,fla", "--rounds", 3, "--seconds", 0.1)
+    printed = ok("bench", *options, *directions, "--markdown", markdown).out.splitlines()
+    head = next(n for n, line in enumerate(printed) if line.startswith("mixer "))
+    assert printed[head].split() == ["mixer", "shape", "direction", "reference,", "ms", "fla,", "ms"]
+    cells = [line.split() for line in printed[head + 2 : head + 10]]
+    assert [row[:3] for row in cells] == [
+        [mixer, shape, direction]
+        for mixer in ("kda", "gla(heads=1)") for shape in ("plain", "row") for direction in ("forward", "decode")
+    ]  # fmt: skip
+    assert all(float(reference) > 0 and fla == "-" for *_, reference, fla in cells)
+    assert "| gla(heads=1) | row | decode |" in markdown.read_text()
+
+
+def test_matrix_times_every_distinct_update_by_default(ok, monkeypatch):
+    asked = {}
+
+    def remember(specs, shapes, backends, config, progress):
+        asked.update(specs)
+        return bench({"kda": specs["kda"]}, shapes, backends, config, progress)
+
+    monkeypatch.setattr("deltazoo.blocks.inspect.benchmark.bench", remember)
+    ok("bench", *SMALL, "--directions", "decode", "--matrix")
+    assert {"gated_deltanet", "kda", "gla", "rwkv7", "mamba"} <= asked.keys()
+    assert len({*asked.values()}) == len(asked)
+
+
+def test_compare_reports_regressions(ok, run, tmp_path):
+    options = ("bench", *SMALL, "--directions", "forward,decode")
+    old = tmp_path / "old.json"
+    old.write_text(ok(*options, "--json").out)
+    earlier = json.loads(old.read_text())
+    slower, faster = earlier["rows"]
+    for key in ("median_ms", "low_ms", "high_ms"):
+        slower[key], faster[key] = 1e-4 * slower[key], 1e4 * faster[key]
+    old.write_text(json.dumps(earlier))
+    result = run(*options, "--compare", old)
+    assert result.code == 1
+    assert "plain forward reference: " in result.out
+    assert result.out.splitlines()[-1] == "1 regressions in 2 cases"
+    compared = run(*options, "--compare", old, "--json").json
+    assert [len(change["regressions"]) for change in compared["comparison"]["changes"]] == [1, 0]
+    old.write_text(json.dumps(compared))
+    assert run(*options, "--compare", old).out.splitlines()[-1].endswith("regressions in 2 cases")
+    result = run(*options, "--compare", old, "--dtype", "float64")
+    assert result.code == 2
+    assert "was measured with dtype float32, which does not compare with float64" in result.err
+    result = run(*options, "--compare", old, "--mixer", "kda")
+    assert result.code == 2
+    assert "has no case of this benchmark" in result.err
 
 
 @pytest.fixture

@@ -35,10 +35,31 @@ def gpu(monkeypatch, tmp_path):
 
 def test_tune_without_a_gpu_is_refused(run, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the machine of the test may have a GPU
-    for more in ((), ("--dry-run",)):
-        result = run("tune", "--shape", "dense_8x4096", *more)
-        assert (result.code, result.out) == (2, "")
-        assert result.err == "deltazoo: tuning needs an NVIDIA GPU, and torch finds none on this machine\n"
+    result = run("tune", "--shape", "dense_8x4096")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "deltazoo: tuning needs an NVIDIA GPU, and torch finds none on this machine\n"
+    result = run("tune", "--shape", "dense_8x4096", "--dry-run")
+    assert (result.code, result.out) == (2, "")
+    assert "A plan needs none if --device-name is one of 'NVIDIA H200'," in result.err
+
+
+def test_dry_run_of_a_named_device_lists_the_candidates_without_a_gpu(ok, run, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tables.Path, "home", lambda: tmp_path)
+    options = ("tune", "--shape", "pack_8x4096", "--dry-run", "--directions", "forward", "--device-name")
+    scan, prepare = ok(*options, "NVIDIA H200", "--json").json
+    assert (scan["kernel"], prepare["kernel"], scan["done"]) == ("scan", "prepare", False)
+    assert any("kernel=hopper" in candidate for candidate in scan["candidates"])
+    printed = ok(*options, "NVIDIA H200").out
+    assert all(f"  {candidate}\n" in printed for candidate in (*scan["candidates"], *prepare["candidates"]))
+    assert max(map(len, printed.splitlines())) <= 160
+    ampere = ok(*options, "NVIDIA A100-SXM4-80GB", "--json").json
+    assert not any("hopper" in candidate for step in ampere for candidate in step["candidates"])
+    result = run(*options, "NVIDIA H20")
+    assert result.code == 2
+    assert "device must be one of 'NVIDIA H200'" in result.err
+    result = run("tune", "--shape", "pack_8x4096", "--device-name", "NVIDIA H200")
+    assert "--device-name needs --dry-run" in result.err
 
 
 def test_tune_prints_gains_rejections_and_how_to_load_the_table(ok, gpu, tmp_path):

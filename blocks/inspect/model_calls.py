@@ -1,0 +1,127 @@
+"""The calls of a model that a benchmark times: a training step, a prefill and decoding steps.
+
+B batch, T time
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.backends.torch_ext.cuda_graph import Call
+from deltazoo.blocks.compilation import compile_layers
+from deltazoo.blocks.generation.generate import Decoder
+from deltazoo.blocks.inspect.describe import parameter_count
+from deltazoo.blocks.spec import StackSpec
+from deltazoo.mixers.core.delta_mixer import Update
+
+DECODED = 16  # tokens per row and timed call
+_SPARE_CALLS = 6  # decoding calls that are not timed: the first, the one whose memory is measured, warm-ups
+
+
+class ModelCalls(ABC):
+    """A language model on a device, as calls without arguments. tokens [B, T]: the text that it reads."""
+
+    def __init__(self, module: nn.Module, tokens: Tensor) -> None:
+        self.module, self.tokens, self.parameters = module, tokens, parameter_count(module)
+
+    def training_step(self) -> Call:
+        """Return a call of a forward and backward pass and a step of fused AdamW."""
+        optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
+
+        def step() -> None:
+            self.loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    @abstractmethod
+    def loss(self) -> Tensor:
+        """Return the mean cross entropy of the next tokens."""
+
+    @abstractmethod
+    def prefill(self) -> Call:
+        """Return a call that reads the tokens and keeps a state."""
+
+    @abstractmethod
+    def decoding(self, rounds: int) -> Call:
+        """Return a call that decodes `DECODED` tokens greedily after the text, for up to `rounds` timed calls."""
+
+
+class OurCalls(ModelCalls):
+    """A model of deltazoo: layers compiled one by one, the decoding step as one graph, on CUDA as a CUDA graph."""
+
+    def __init__(self, spec: StackSpec, backend: str | None, tokens: Tensor, dtype: torch.dtype) -> None:
+        with tokens.device:
+            self.model = spec.build(backend).to(dtype)
+        for update in self.model.modules():
+            # An unsupported update raises a one-sentence error here, but a long traceback in a compiled graph.
+            if isinstance(update, Update):
+                update.bound.backend_for(update.meta(tokens.device.type, dtype, grad=True))
+        super().__init__(compile_layers(self.model), tokens)
+        self.targets = tokens.roll(-1, 1)
+
+    def loss(self) -> Tensor:
+        return self.model.loss(self.tokens, self.targets)
+
+    def prefill(self) -> Call:
+        decoder = Decoder(self.model, *self.tokens.shape)
+        return lambda: decoder.prefill(self.tokens)
+
+    def decoding(self, rounds: int) -> Call:
+        batch, length = self.tokens.shape
+        decoder = Decoder(self.model, batch, length + DECODED * (rounds + _SPARE_CALLS), compile=True)
+        decoder.prefill(self.tokens)
+
+        def decode() -> None:
+            for _ in range(DECODED):
+                decoder.tokens.copy_(decoder.logits.argmax(-1, keepdim=True))
+                decoder.step()
+
+        def first_call() -> None:
+            if self.tokens.device.type == "cuda":
+                decoder.capture()
+            decode()
+
+        return _with_first_call(first_call, decode)
+
+
+class PretrainedCalls(ModelCalls):
+    """A model with the interface of transformers, eager, with the caches and fused losses of its package."""
+
+    def loss(self) -> Tensor:
+        loss: Tensor = self.module(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+        return loss
+
+    def prefill(self) -> Call:
+        return lambda: self._read(self.tokens, 0)
+
+    def decoding(self, rounds: int) -> Call:
+        out, read = self._read(self.tokens, 0), self.tokens.shape[1]
+
+        def decode() -> None:
+            nonlocal out, read
+            for _ in range(DECODED):
+                out = self._read(out.logits[:, -1].argmax(-1, keepdim=True), read, out.past_key_values)
+                read += 1
+
+        return decode
+
+    @torch.no_grad()
+    def _read(self, tokens: Tensor, start: int, cache: object = None) -> Any:
+        more: dict[str, Any] = {}
+        if set(getattr(self.module.config, "layer_types", None) or ()) == {"linear_attention"}:
+            # Without these arguments the model reads the length from the cache, which only attention layers keep.
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+            more["position_ids"] = positions.expand(tokens.shape)
+            more["attention_mask"] = {"full_attention": None, "linear_attention": None}
+        return self.module(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **more)
+
+
+def _with_first_call(first: Callable[[], None], later: Callable[[], None]) -> Call:
+    """Return a call that runs `first` once and then `later`."""
+    pending = [first]
+    return lambda: (pending.pop() if pending else later)()
