@@ -88,7 +88,7 @@ def command(
     )
     check_outputs(markdown, plot)
     if model is not None:
-        others = {"--mixer": mixer, "--baseline": baseline, "--graphs": graphs, "--matrix": matrix}
+        others: dict[str, object] = {"--mixer": mixer, "--baseline": baseline, "--graphs": graphs, "--matrix": matrix}
         others |= {"--compare": compare, "--plot": plot}
         if given := [name for name, value in others.items() if value]:
             raise ConfigError(f"--model does not take {', '.join(given)}")

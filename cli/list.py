@@ -1,5 +1,6 @@
 """`deltazoo list`."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,7 +48,10 @@ def command(
     if presets:
         sizes = [(entry.name, str(entry.depth), str(entry.width), entry.pattern) for entry in listed.presets]
         _print_next(mixers or backends, ["preset", ">layers", ">width", "pattern"], sizes)
-    listed_plug_ins = [*(listed.mixers if mixers else []), *(listed.backends if backends else [])]
+    listed_plug_ins: list[MixerEntry | BackendEntry] = [
+        *(listed.mixers if mixers else []),
+        *(listed.backends if backends else []),
+    ]
     print_notes((f"{e.name} of {e.owner} cannot be used", e.problem) for e in listed_plug_ins if e.problem is not None)
     if kind is None:
         print_line("\nEquations, fields and sources: deltazoo show NAME")
@@ -59,7 +63,7 @@ def _plug_in(entry: "MixerEntry | BackendEntry") -> tuple[str, str]:
     return owner, "" if entry.problem is None else "PROBLEM, see below"
 
 
-def _print_next(follows: bool, columns: list[str], rows: list[tuple[str, ...]]) -> None:
+def _print_next(follows: bool, columns: list[str], rows: Sequence[Sequence[str]]) -> None:
     if follows:
         print_line()
     print_table(columns, rows, one_line=True)
