@@ -59,12 +59,12 @@ def print_table(
 
     A long text, such as the reason of a refusal, makes other columns narrow: print it below, see `print_notes`.
     """
-    rows = [tuple(row) for row in rows]
-    if not rows:
+    cells = [list(row) for row in rows]
+    if not cells:
         return
     if title:
         print_line(title)
-    for line in table_lines(columns, rows, output_width(), _encodable("─", "-"), one_line):
+    for line in table_lines(columns, cells, output_width(), _encodable("─", "-"), one_line):
         print_line(line)
 
 
