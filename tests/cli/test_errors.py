@@ -21,7 +21,10 @@ CASES = {
     "invalid plot suffix": (("build", "gated-deltanet-small", "--plot", "x.txt"), "'x.txt'"),
     "unknown stack to compare": (("diff", "samba", "sambo"), "did you mean 'samba'"),
     "invalid save suffix": (("build", "gated-deltanet-small", "--save", "x.txt"), "'x.txt'"),
-    "missing save folder": (("build", "gated-deltanet-small", "--save", "/no/folder/x.yaml"), "/no/folder/x.yaml"),
+    "a file as save folder": (
+        ("build", "gated-deltanet-small", "--save", "/dev/null/x.yaml"),
+        "/dev/null/x.yaml cannot be written: /dev/null is not a folder",
+    ),
     "unknown kind": (("list", "mixer"), "'mixer'"),
     "unknown device": (("show", "kda", "--device", "tpu9"), "'tpu9'"),
     "no stack to train": (("train",), "give a FILE or a PRESET, or --resume FOLDER"),
