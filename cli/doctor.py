@@ -24,15 +24,15 @@ def command(as_json: AsJson = False) -> None:
     else:
         print_table(["environment", ""], diagnosis.environment.model_dump().items())
         print_line()
-        _print_backends(diagnosis.backends)
+        _print_backends(diagnosis.backends, diagnosis.problems)
         print_line()
         for problem in diagnosis.problems or ["No problems found."]:
             print_text(problem)
     raise typer.Exit(1 if diagnosis.problems else 0)
 
 
-def _print_backends(rows: "list[BackendStatus]") -> None:
-    """Print a column per device and dtype, and below it each reason against a backend once."""
+def _print_backends(rows: "list[BackendStatus]", problems: list[str]) -> None:
+    """Print a column per device and dtype, and below it each reason once that is not among the problems."""
     places = list(dict.fromkeys((row.device, row.dtype) for row in rows))
     verdicts = {(row.backend, row.device, row.dtype): _verdict(row) for row in rows}
     backends = sorted({row.backend for row in rows})
@@ -42,7 +42,8 @@ def _print_backends(rows: "list[BackendStatus]") -> None:
         title="training with the gated delta rule",
     )
     print_line()
-    print_notes((row.backend, reason) for row in rows for reason in row.reasons)
+    reasons = [(row.backend, reason) for row in rows for reason in row.reasons]
+    print_notes((backend, reason) for backend, reason in reasons if not any(reason in text for text in problems))
 
 
 def _verdict(row: "BackendStatus") -> str:

@@ -32,11 +32,14 @@ def print_layers(description: "Description") -> None:
     print_table(list(columns), zip(*columns.values(), strict=True))
     print_line()
     print_notes((row.mixer, f"update by {_join_devices(row.backends)}") for row in description.layers if row.backends)
-    print_text(
-        f"The figures of a row are those of one layer; all: with embedding and head, in {description.dtype}. FLOPs per "
-        "token: forward, a multiply-add counts as two. FLOPs per context: additional ones per token for each token of "
-        "context. State: per sequence. Cache: per token."
-    )
+    terms = [
+        f"Figures of one layer; all: with embedding and head, in {description.dtype}.",
+        "FLOPs per token: forward, a multiply-add counts as two.",
+        "FLOPs per context: additional ones per token for each token of context." if description.flops_context else "",
+        "State: per sequence." if description.state_bytes else "",
+        "Cache: per token." if description.cache_bytes else "",
+    ]
+    print_text(" ".join(term for term in terms if term))
 
 
 def _join_devices(backends: dict[str, str | None]) -> str:

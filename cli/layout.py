@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from rich.cells import cell_len  # terminal columns: two for a wide character
 
 _GAP = "  "  # between two columns
+_CUT = " ..."  # end of a shortened text
 
 
 def table_lines(
@@ -74,9 +75,9 @@ def group_by_text(notes: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _shorten(text: str, width: int) -> str:
-    return (
-        text if _width([text]) <= width else textwrap.shorten(text, width, placeholder=" ...", break_on_hyphens=False)
-    )
+    if _width([text]) <= width:
+        return text
+    return textwrap.shorten(text, max(width, len(_CUT)), placeholder=_CUT, break_on_hyphens=False)
 
 
 def _width(texts: Iterable[str]) -> int:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deltazoo.blocks.inspect.catalog import BackendEntry, MixerEntry
 
 _LEGEND = "S: state before token t, S': state after it. d_t: decay that depends on the token, d: constant decay."
-_PLUG_IN = ("of", "")  # columns that are empty, and therefore omitted, without plug-ins
+_OWNER = "package"  # a column that is empty, and therefore omitted, without plug-ins
 
 
 class Kind(StrEnum):
@@ -39,31 +39,34 @@ def command(
         return
     mixers, backends, presets = (kind in (None, each) for each in Kind)
     if mixers:
-        rows = [(entry.name, entry.recurrence, *_plug_in(entry)) for entry in listed.mixers]
-        print_table(["mixer", "recurrence", *_PLUG_IN], rows, one_line=True)
+        rows = [_row(entry, entry.recurrence) for entry in listed.mixers]
+        print_table(["mixer", "recurrence", _OWNER], rows, one_line=True)
         print_text(_LEGEND)
     if backends:
-        rows = [(entry.name, entry.about, *_plug_in(entry)) for entry in listed.backends]
-        _print_next(mixers, ["backend", "", *_PLUG_IN], rows)
+        rows = [_row(entry, entry.about) for entry in listed.backends]
+        _print_next(mixers, ["backend", "", _OWNER], rows)
     if presets:
         sizes = [(entry.name, str(entry.depth), str(entry.width), entry.pattern) for entry in listed.presets]
         _print_next(mixers or backends, ["preset", ">layers", ">width", "pattern"], sizes)
-    listed_plug_ins: list[MixerEntry | BackendEntry] = [
-        *(listed.mixers if mixers else []),
-        *(listed.backends if backends else []),
-    ]
-    print_notes((f"{e.name} of {e.owner} cannot be used", e.problem) for e in listed_plug_ins if e.problem is not None)
+    _print_problems([*(listed.mixers if mixers else []), *(listed.backends if backends else [])])
     if kind is None:
         print_line("\nEquations, fields and sources: deltazoo show NAME")
 
 
-def _plug_in(entry: "MixerEntry | BackendEntry") -> tuple[str, str]:
-    """Return the package of a plug-in, empty for deltazoo's own entries, and whether it has a problem."""
+def _row(entry: "MixerEntry | BackendEntry", about: str) -> tuple[str, str, str]:
+    """Return the row of an entry: its name, what it is, and the package of a plug-in."""
     owner = "" if entry.owner.startswith("deltazoo ") else entry.owner
-    return owner, "" if entry.problem is None else "PROBLEM, see below"
+    return entry.name, about if entry.problem is None else "PROBLEM, see below", owner
 
 
-def _print_next(follows: bool, columns: list[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_problems(entries: "Sequence[MixerEntry | BackendEntry]") -> None:
+    broken = [(f"{entry.name} of {entry.owner} cannot be used", entry.problem) for entry in entries if entry.problem]
+    if broken:
+        print_line()
+        print_notes(broken)
+
+
+def _print_next(follows: bool, columns: list[str], rows: Sequence[tuple[str, ...]]) -> None:
     if follows:
         print_line()
     print_table(columns, rows, one_line=True)

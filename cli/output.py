@@ -65,7 +65,7 @@ def print_table(
 
     A long text, such as the reason of a refusal, makes other columns narrow: print it below, see `print_notes`.
     """
-    cells = [tuple(row) for row in rows]
+    cells = [list(row) for row in rows]
     if not cells:
         return
     if title:

@@ -66,6 +66,7 @@ def test_a_broken_plug_in_is_listed_with_its_problem(ok, run, broken_plug_in):
     doctor = run("doctor", "--json")
     assert doctor.code == 1
     assert any("broken" in problem and "no_such_module" in problem for problem in doctor.json["problems"])
+    assert run("doctor").out.count("backend 'broken' (no_such_module:Nothing) cannot be loaded") == 1
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ CASES = {
     "invalid plot suffix": (("build", "gated-deltanet-small", "--plot", "x.txt"), "'x.txt'"),
     "unknown stack to compare": (("diff", "samba", "sambo"), "did you mean 'samba'"),
     "invalid save suffix": (("build", "gated-deltanet-small", "--save", "x.txt"), "'x.txt'"),
-    "missing save folder": (("build", "gated-deltanet-small", "--save", "/no/folder/x.yaml"), "/no/folder/x.yaml"),
     "too wide": (
         ("show", "kda", "--width", "10000000000000"),
         "not enough memory: the size of a tensor exceeds 64 bits",
@@ -32,6 +31,10 @@ CASES = {
         "width must be an integer, got True",
     ),
     "too deep": (("build", "gated-deltanet-small", "--depth", "2000000000"), "depth must be at most 10000"),
+    "a file as save folder": (
+        ("build", "gated-deltanet-small", "--save", "/dev/null/x.yaml"),
+        "/dev/null/x.yaml cannot be written: /dev/null is not a folder",
+    ),
     "unknown kind": (("list", "mixer"), "'mixer'"),
     "unknown device": (("show", "kda", "--device", "tpu9"), "'tpu9'"),
     "no stack to train": (("train",), "give a FILE or a PRESET, or --resume FOLDER"),

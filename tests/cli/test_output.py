@@ -69,6 +69,12 @@ def test_one_line_shortens_texts_instead_of_wrapping_them(terminal, capsys):
     assert lines[2:] == ["mla   c_t = norm(W x_t), k_t = [W_k ..."]
 
 
+def test_one_line_shortens_on_a_very_narrow_terminal(terminal, capsys):
+    terminal("8")
+    print_table(["name", "equation"], [["mla", "a b c d e f g h i"]], one_line=True)
+    assert capsys.readouterr().out.splitlines()[2:] == ["mla   a b ..."]
+
+
 def test_empty_columns_are_omitted(terminal, capsys):
     terminal("80")
     print_table(["backend", ">ms", ">MiB", ""], [["fla", "1.5", "", ""], ["triton", "", "", ""]])
