@@ -6,7 +6,7 @@ B batch, T prompt length, L vocabulary
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -198,7 +198,10 @@ def _compiled_step(device: torch.device) -> Callable[[LanguageModel, Tensor, Sta
     copy = FunctionType(_step.__code__.replace(), _step.__globals__, "step")
     if device.type != "cpu":
         return torch.compile(copy, fullgraph=True, dynamic=False)
-    options = {"cpp_wrapper": True, "guard_filter_fn": lambda guards: [False] * len(guards)}
+    options: dict[str, str | int | bool | Callable[..., Any]] = {
+        "cpp_wrapper": True,
+        "guard_filter_fn": lambda guards: [False] * len(guards),
+    }
     return torch.compile(copy, fullgraph=True, dynamic=False, options=options)
 
 
