@@ -27,7 +27,7 @@ def command(
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            show_default="compile on a CPU from 4096 bytes",
+            show_default="compile on a CPU from 2048 bytes",
             help="Compile the decode step with torch.compile. Shorter texts are finished before the compilation.",
         ),
     ] = None,

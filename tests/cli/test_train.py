@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from deltazoo.blocks.generation.generate import _step
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.text import load_text
 from deltazoo.blocks.training.train import TrainConfig, train
@@ -107,3 +108,14 @@ def test_a_signal_prints_the_command_that_continues(run, ok, stack_file, text_fi
     continuation = f"deltazoo train --resume '{folder}'"
     assert result.err == f"stopped by SIGTERM after step 0; checkpoint in {folder}; continue with: {continuation}\n"
     assert "after 7 steps" in ok(*shlex.split(continuation)[1:], "--steps", 7, "--device", "cpu").out
+
+
+def test_generate_says_that_it_compiles(ok, folder, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("deltazoo.blocks.generation.generate._compiled_step", lambda _: compiled.append(1) or _step)
+    eager = ok("generate", folder, "--max-bytes", 9)
+    assert (eager.err, compiled) == ("", [])
+    result = ok("generate", folder, "--max-bytes", 9, "--compile")
+    assert result.err.startswith("compiling the decode step")
+    assert compiled == [1]
+    assert result.out == eager.out
