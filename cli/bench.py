@@ -34,8 +34,8 @@ def command(
     mixer: Annotated[
         list[str] | None,
         typer.Option(
-            help='Mixer whose update is timed, with fields such as "gated_deltanet(negative_eigenvalues=both)"; '
-            "repeatable. Default: gated_deltanet, with --matrix all."
+            help='Mixer whose update is timed, with changed fields in parentheses: "kda(reparam=efla)"; repeatable. '
+            "Default: gated_deltanet, with --matrix all."
         ),
     ] = None,
     backends: BackendNames = None,
@@ -88,7 +88,7 @@ def command(
     )
     check_outputs(markdown, plot)
     if model is not None:
-        others = {"--mixer": mixer, "--baseline": baseline, "--graphs": graphs, "--matrix": matrix}
+        others: dict[str, object] = {"--mixer": mixer, "--baseline": baseline, "--graphs": graphs, "--matrix": matrix}
         others |= {"--compare": compare, "--plot": plot}
         if given := [name for name, value in others.items() if value]:
             raise ConfigError(f"--model does not take {', '.join(given)}")
