@@ -34,8 +34,8 @@ def command(
     mixer: Annotated[
         list[str] | None,
         typer.Option(
-            help='Mixer whose update is timed, with fields such as "gated_deltanet(negative_eigenvalues=both)"; '
-            "repeatable. Default: gated_deltanet, with --matrix all."
+            help='Mixer whose update is timed, with changed fields in parentheses: "kda(reparam=efla)"; repeatable. '
+            "Default: gated_deltanet, with --matrix all."
         ),
     ] = None,
     backends: BackendNames = None,

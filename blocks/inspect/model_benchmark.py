@@ -113,7 +113,7 @@ class ModelBenchmark(BaseModel):
     def header(self) -> list[str]:
         """Describe environment, settings, sizes and operations, one sentence per line."""
         config = self.config
-        parameters = {row.implementation: row.parameters for row in self.rows if row.parameters is not None}
+        parameters = {_label(row.implementation): row.parameters for row in self.rows if row.parameters is not None}
         sizes = ", ".join(f"{name} {count:,}" for name, count in parameters.items())
         counts = ", ".join(
             f"{_PHASES[direction]} {flops.by_parameters / 1e6:,.4g} and {flops.all / 1e6:,.4g}"
@@ -141,9 +141,15 @@ class ModelBenchmark(BaseModel):
             ("first s", "first call, with compilation"),
         ]
         columns = ["model", "", *(f">{title}" for title, _ in legend)]
-        rows = [[row.implementation, _PHASES[row.direction], *self._figures(row)] for row in self.timed]
-        refused = [(row.implementation, _PHASES[row.direction], reason) for row in self.rows for reason in row.refused]
-        notes = group(refused, len(self.flops))
+        rows = [[_label(row.implementation), _PHASES[row.direction], *self._figures(row)] for row in self.timed]
+        notes = group(
+            (
+                (_label(row.implementation), _PHASES[row.direction], reason)
+                for row in self.rows
+                for reason in row.refused
+            ),
+            len(self.flops),
+        )
         return Table(columns, rows, notes, legend).without_empty_columns()
 
     def markdown(self) -> str:
@@ -160,9 +166,16 @@ class ModelBenchmark(BaseModel):
             three_digits(row.median_ms),
             f"{three_digits(row.low_ms)}-{three_digits(row.high_ms)}",
             *(f"{100 * x / self.peak_tflops:.1f}" if self.peak_tflops else three_digits(1e3 * x) for x in speeds),
-            "" if row.peak_gib is None else f"{row.peak_gib:.2f}",
+            "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
             "" if row.first_call_s is None else f"{row.first_call_s:.2f}",
         ]
+
+
+def _label(name: str) -> str:
+    """Return the name under which an implementation is printed: its package, and for ours the backend."""
+    if name in PEER_MODELS:
+        return name.removesuffix("_model")
+    return OURS if name == OURS else f"{OURS} ({name})"
 
 
 def bench_model(
@@ -221,8 +234,9 @@ def _measure(
     progress(f"{name} build", 0, 1)
     try:
         calls = _build(spec, name, config, device)
-    except DeltazooError as error:
-        yield from (ModelRow(implementation=name, direction=direction, refused=[str(error)]) for direction in flops)
+    except Exception as failure:  # other packages raise ImportError for their optional requirements
+        reason = str(failure) if isinstance(failure, DeltazooError) else failure_reason(failure)
+        yield from (ModelRow(implementation=name, direction=direction, refused=[reason]) for direction in flops)
         return
     progress(f"{name} build", 1, 1)
     for direction, counts in flops.items():

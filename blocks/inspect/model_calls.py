@@ -29,6 +29,7 @@ class ModelCalls(ABC):
 
     def training_step(self) -> Call:
         """Return a call of a forward and backward pass and a step of fused AdamW."""
+        self.module.train()
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
 
         def step() -> None:
@@ -68,10 +69,12 @@ class OurCalls(ModelCalls):
         return self.model.loss(self.tokens, self.targets)
 
     def prefill(self) -> Call:
+        self.module.eval()
         decoder = Decoder(self.model, *self.tokens.shape)
         return lambda: decoder.prefill(self.tokens)
 
     def decoding(self, rounds: int) -> Call:
+        self.module.eval()
         batch, length = self.tokens.shape
         decoder = Decoder(self.model, batch, length + DECODED * (rounds + _SPARE_CALLS), compile=True)
         decoder.prefill(self.tokens)
@@ -97,9 +100,11 @@ class PretrainedCalls(ModelCalls):
         return loss
 
     def prefill(self) -> Call:
+        self.module.eval()
         return lambda: self._read(self.tokens, 0)
 
     def decoding(self, rounds: int) -> Call:
+        self.module.eval()
         out, read = self._read(self.tokens, 0), self.tokens.shape[1]
 
         def decode() -> None:

@@ -47,7 +47,7 @@ def transformers_model(spec: StackSpec, device: str) -> nn.Module:
             max_position_embeddings=2**20,
         )  # fmt: skip
         return package.MistralForCausalLM(config)
-    raise ConfigError("transformers has no model with these layers; it needs all gated_deltanet, or equal attention.")
+    raise ConfigError("it has no model with these layers; it needs all gated_deltanet, or equal attention.")
 
 
 def fla_model(spec: StackSpec, device: str) -> nn.Module:
@@ -56,7 +56,7 @@ def fla_model(spec: StackSpec, device: str) -> nn.Module:
     Raises: ConfigError: there is no CUDA device, the package is not installed, or it has no model with these layers.
     """
     if device != "cuda":
-        raise ConfigError(f"fla needs a CUDA device, got {device!r}.")
+        raise ConfigError(f"it needs a CUDA device, got {device!r}.")
     _check_installed({"fla.models": "flash-linear-attention", "transformers": "transformers"})
     package, config = import_module("fla.models"), fla_config(spec)
     model: nn.Module = getattr(package, config.pop("class") + "ForCausalLM")(
@@ -75,7 +75,7 @@ def fla_config(spec: StackSpec) -> dict[str, Any]:
     recurrent = [mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet | KDA)]
     attention = [mixer for mixer in mixers if isinstance(mixer, Attention | SlidingWindow)]
     if len(recurrent) + len(attention) < len(mixers):
-        raise ConfigError("fla has no model with these layers; it needs gated_deltanet, kda or attention.")
+        raise ConfigError("it has no model with these layers; it needs gated_deltanet, kda or attention.")
     names = ("num_heads", "num_kv_heads", "head_dim")
     if not recurrent:
         mixer = _equal(mixers)
@@ -84,7 +84,7 @@ def fla_config(spec: StackSpec) -> dict[str, Any]:
         return common | heads | extra | {"class": "Transformer", "config": "TransformerConfig"}
     mixer, name = _equal(recurrent), "KDA" if isinstance(recurrent[0], KDA) else "GatedDeltaNet"
     if mixer.negative_eigenvalues == "erase":
-        raise ConfigError("fla has no negative_eigenvalues='erase'.")
+        raise ConfigError("it has no negative_eigenvalues='erase'.")
     shape = _delta_shape(mixer, spec.width, "negative_eigenvalues")
     common |= {
         "head_dim": shape.key_width, "expand_v": shape.value_width / shape.key_width, "num_heads": shape.heads,
@@ -113,7 +113,7 @@ def _check_installed(packages: dict[str, str]) -> None:
 def _mixers(spec: StackSpec) -> list[MixerConfig]:
     """Return the mixer of each layer. Raises: ConfigError: the layers have a form that the other packages lack."""
     if spec.embedding_scale != 1 or spec.logit_cap is not None:
-        raise ConfigError("the other packages have no embedding_scale and no logit_cap.")
+        raise ConfigError("it has no embedding_scale and no logit_cap.")
     mixers = []
     for i, layer in enumerate(spec.expand()):
         if len(layer.mixers) != 1 or layer.norm_position != "pre" or layer.share is not None:
@@ -142,7 +142,7 @@ def _delta_shape(mixer: GatedDeltaNet | KDA, width: int, *supported: str) -> Hea
     defaults = dict(type(mixer)())
     changed = [name for name, value in mixer if name not in sizes and value != defaults[name]]
     if changed:
-        raise ConfigError(f"the model of the other package has no {', '.join(changed)}.")
+        raise ConfigError(f"its mixer has no {', '.join(changed)}.")
     return mixer.shape(width).validated()
 
 
@@ -155,5 +155,5 @@ def _attention_heads(mixer: AttentionConfig, width: int, *names: str) -> dict[st
 def _fla_heads(mixer: AttentionConfig, width: int, names: tuple[str, str, str]) -> dict[str, int]:
     heads = _attention_heads(mixer, width, *names)
     if heads.pop("head_dim") * heads["num_heads"] != width:
-        raise ConfigError("attention of fla needs head_width = width / heads.")
+        raise ConfigError("its attention needs head_width = width / heads.")
     return heads

@@ -202,6 +202,49 @@ def test_compare_reports_regressions(ok, run, tmp_path):
     assert "has no case of this benchmark" in result.err
 
 
+def test_bench_of_a_model_prints_and_writes_its_figures(ok, stack_file, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", minversion="5.23")
+    monkeypatch.setenv("COLUMNS", "80")
+    stack, table = tmp_path / "gdn.yaml", tmp_path / "model.md"
+    stack.write_text("{width: 16, depth: 1, vocab: 64, pattern: 'gated_deltanet(heads=1)', mlp: {width: 16}}")
+    options = ("--model", stack, "--shape", "B=2 T=8", "--rounds", 3, "--seconds", 0.1)
+    options += ("--backends", "transformers_model,fla_model", "--directions", "forward,backward")
+    lines = ok("bench", *options, "--markdown", table).out.splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("model "))
+    assert lines[head].split() == ["model", "tokens/s", "ms", "20-80", "%", "6N", "all", "first", "s"]
+    assert [line.split()[1] for line in lines[head + 2 : head + 4]] == ["training", "prefill"]
+    assert lines[-1] == "fla: it needs a CUDA device, got 'cpu'."
+    assert max(map(len, lines)) <= 80
+    assert "| transformers | training |" in table.read_text()
+    result = ok("bench", *options, "--json").json
+    assert (result["stack"]["width"], result["config"]["length"]) == (16, 8)
+    assert result["rows"][0]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--matrix", "--plot", "bench.png"), "--model does not take --matrix, --plot"),
+        (("--shape", "cpu"), "the shape of a model must be one such as 'B=4 T=1000', got cpu"),
+        (("--shape", "B=1 T=1"), "length must be at least 2, got 1"),
+        (("--dtype", "float64"), "dtype must be 'float32', 'bfloat16' or 'float16'"),
+        (("--backends", "fla_modell"), "did you mean 'fla_model'?"),
+    ],
+)
+def test_bench_of_a_model_refuses_other_arguments(run, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    result = run("bench", "--model", "gated-deltanet-small", *options)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+
+
+def test_bench_of_a_model_fails_if_nothing_ran(run):
+    result = run("bench", "--model", "gated-deltanet-small", "--backends", "fla_model")
+    assert result.code == 1
+    assert "nothing ran" in result.out
+    assert run("bench", "--model", "gated-deltanet-smal").err.startswith("deltazoo: unknown preset")
+
+
 @pytest.fixture
 def check_file(tmp_path):
     path = tmp_path / "check.yaml"
