@@ -14,7 +14,7 @@ from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.errors import OperandError, UnsupportedError, cut
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.watch import RunRecord, is_watched, record_run
+from deltazoo.backends.watch import RunRecord, is_watched, record_run, record_traced
 
 Candidates = dict[str, tuple[Backend, ...]]  # device type -> backends in order of preference; "" is any other device
 Refusal = tuple[Backend, list[str]]
@@ -301,7 +301,9 @@ def _candidate_names(candidates: Candidates) -> dict[str, list[str]]:
 
 
 def _record(backend: str, name: str) -> None:
-    if not torch.compiler.is_compiling() and is_watched():
+    if torch.compiler.is_compiling():
+        record_traced(backend, name)
+    elif is_watched():
         record_run(RunRecord(backend, name))
 
 

@@ -1,9 +1,11 @@
 """Record which backends compute updates and which kernels are launched."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
+
+from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
 
 class RunRecord(NamedTuple):
@@ -23,10 +25,14 @@ class RunRecord(NamedTuple):
 
 
 class RunLog:
-    """Records in the order of execution. `str` prints equal records as one line with their count."""
+    """Records in the order of execution. `str` prints equal records as one line with their count.
+
+    traced: calls that torch.compile traced into a graph inside the block. The runs of the graph are not recorded.
+    """
 
     def __init__(self) -> None:
         self.runs: list[RunRecord] = []
+        self.traced: list[RunRecord] = []
 
     @property
     def kernels(self) -> dict[str, int]:
@@ -38,18 +44,30 @@ class RunLog:
         for (backend, name, programs, warps), count in Counter(self.runs).items():
             grid = f", {programs} programs of {warps} warps" if programs else ""
             lines.append(f"{count} x {backend}: {name}{grid}")
+        if self.traced:
+            lines.append(f"traced into a compiled graph: {_names(self.traced)}. {_HIDDEN}")
+        if not lines and _traced_before:
+            lines.append(f"nothing in eager code. {_HIDDEN} Graphs of this process contain {_names(_traced_before)}.")
         return "\n".join(lines) or "nothing"
 
 
+_HIDDEN = "The runs of a compiled graph are not recorded: deltazoo.explain prints the backend and its kernels."
+
+
+def _names(records: Iterable[RunRecord]) -> str:
+    return ", ".join(dict.fromkeys(f"{record.backend}: {record.name}" for record in records))
+
+
 _active_logs: list[RunLog] = []
+_traced_before: dict[RunRecord, None] = {}  # an ordered set
 
 
 @contextmanager
 def watch() -> Iterator[RunLog]:
     """Record the backend calls and kernel launches inside the block, in all threads.
 
-    Backend calls are recorded in eager code only: torch.compile chooses the backend once, during tracing. Launches of
-    the triton backend are recorded whenever Python executes them, so also in compiled graphs and in the backward. A
+    Backend calls are recorded in eager code only: torch.compile chooses the backend once, during tracing. `str` of the
+    log names the calls that were traced, and says where to look. Launches of the triton backend are recorded whenever Python executes them, so also in compiled graphs and in the backward. A
     replayed CUDA graph launches its kernels without Python, so nothing is recorded; nor are Inductor's own kernels.
     """
     log = RunLog()
@@ -69,3 +87,12 @@ def record_run(run: RunRecord) -> None:
     """Append a record to the log of every active `watch` block."""
     for log in tuple(_active_logs):
         log.runs.append(run)
+
+
+@constant_in_graphs
+def record_traced(backend: str, name: str) -> None:
+    """Remember a call that torch.compile traces. Dynamo runs this function while it traces, and not in the graph."""
+    record = RunRecord(backend, name)
+    _traced_before[record] = None
+    for log in tuple(_active_logs):
+        log.traced.append(record)

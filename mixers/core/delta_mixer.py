@@ -93,12 +93,22 @@ class Update(nn.Module, HasBackend):
 class DeltaMixer(Mixer):
     """Mix with a matrix state: y = W_o outputs(update(operands(project(x)))) + skip(x).
 
-    Args: shape: the sizes; spec: the recurrence; parts: the modules around the update; backend: as for `deltazoo.bind`.
-    State: one tensor per part with a state, by the part's name; "update" is S [B, HV, K, V].
+    Args:
+        shape: the sizes; spec: the recurrence; parts: the modules around the update; backend: as for `deltazoo.bind`.
+        name: the mixer's name, a part of a key of the state, so that the states of other mixers do not fit.
+    State: one tensor per part with a state, by the part's name; "NAME.update" is S [B, HV, K, V].
     """
 
-    def __init__(self, shape: HeadShape, spec: UpdateSpec, parts: Parts, backend: str | Backend | None = None) -> None:
+    def __init__(
+        self,
+        shape: HeadShape,
+        spec: UpdateSpec,
+        parts: Parts,
+        backend: str | Backend | None = None,
+        name: str = "mixer",
+    ) -> None:
         super().__init__()
+        self.update_key = f"{name}.update"
         self.width = shape.width
         self.project = parts.projection
         self.operands = nn.ModuleDict(parts.operands)
@@ -122,7 +132,7 @@ class DeltaMixer(Mixer):
             if isinstance(part, Stateful | Update):
                 initial = part.init_state(batch, self.out.weight)
                 if initial is not None:
-                    state[name] = initial
+                    state[self.update_key if name == "update" else name] = initial
         return state
 
     def forward(
@@ -148,7 +158,7 @@ class DeltaMixer(Mixer):
                 inputs = linear_parts[name].prepare(raw[name], inputs)
             else:
                 inputs, new[name] = part(x_BTD, inputs, old.get(name), context)
-        o, new["update"] = self.update(inputs, old.get("update"), context)
+        o, new[self.update_key] = self.update(inputs, old.get(self.update_key), context)
         arguments = OutputArguments(x_BTD, projected, inputs)
         for name, part in self.outputs.items():
             o, new[name] = part(o, arguments, old.get(name), context)
@@ -186,7 +196,7 @@ class DeltaMixer(Mixer):
         projected = inputs = run("project", x_1AD)
         for name in self.operands:
             inputs = run(name, x_1AD, inputs)
-        o, new["update"] = self.update(inputs, old.get("update"), context)
+        o, new[self.update_key] = self.update(inputs, old.get(self.update_key), context)
         for name in self.outputs:
             o = run(name, o, OutputArguments(x_1AD, projected, inputs))
         y_1AD = rows.linear(rearrange(o, "b t h v -> b t (h v)"), [mixer.out for mixer in mixers])
@@ -200,7 +210,7 @@ class DeltaMixer(Mixer):
         fusion = None if torch.is_grad_enabled() or not bound.may_fuse_decode(device) else self.decode_fusion()
         if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
             return None
-        o = bound.fused_decode_step_(fusion.step, fusion.inputs(x_BTD, state.get("project")), state["update"])
+        o = bound.fused_decode_step_(fusion.step, fusion.inputs(x_BTD, state.get("project")), state[self.update_key])
         for part in fusion.remaining:
             o = part.transform(o, x_BTD)
         return o

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_structure
 
 from deltazoo.backends.errors import StateError
 from deltazoo.backends.output_path import output_path
@@ -38,6 +38,8 @@ def rollback_(state: State, saved: State) -> State:
     Raises: StateError, if the structures or shapes differ.
     """
     targets, sources = tree_leaves(state), tree_leaves(saved)
+    if tree_structure(state) != tree_structure(saved):
+        raise StateError("a state can be overwritten only by one of the same kind of model, got another structure")
     if len(sources) != len(targets) or any(a.shape != b.shape for a, b in zip(sources, targets, strict=True)):
         raise StateError("a state can be overwritten only by one with the same tensors, got other tensors or shapes")
     with torch.no_grad():
@@ -47,8 +49,8 @@ def rollback_(state: State, saved: State) -> State:
 
 
 def save(state: State, path: str | Path) -> None:
-    """Write the tensors of a state to a file."""
-    torch.save([x.detach() for x in tree_leaves(state)], output_path(path))
+    """Write the tensors of a state to a file, each with its path in the tree."""
+    torch.save(_by_path(detach(state)), output_path(path))
 
 
 def load_(state: State, path: str | Path) -> State:
@@ -56,7 +58,11 @@ def load_(state: State, path: str | Path) -> State:
 
     Raises: StateError, if the file holds a state with other tensors or shapes.
     """
-    return rollback_(state, torch.load(path, map_location="cpu", weights_only=True))
+    saved, targets = torch.load(path, map_location="cpu", weights_only=True), _by_path(state)
+    if not isinstance(saved, dict) or list(saved) != list(targets):
+        raise StateError(f"{path} must hold the state of the same kind of model, with the tensors {list(targets)}")
+    rollback_(list(targets.values()), list(saved.values()))
+    return state
 
 
 def write_back(old: Tensor, new: Tensor) -> Tensor:
@@ -72,6 +78,11 @@ def nbytes(state: State) -> int:
 def batch(state: State) -> int:
     """Return the number of rows of a state."""
     return int(next(x for x in tree_leaves(state) if isinstance(x, Tensor)).shape[0])
+
+
+def _by_path(state: State) -> dict[str, Tensor]:
+    """The tensors of a state by their paths, such as ".layers[0][0]['kda.update']"."""
+    return {keystr(path): tensor for path, tensor in tree_flatten_with_path(state)[0]}
 
 
 def _map(function: Callable[[Tensor], Tensor], state: State) -> State:

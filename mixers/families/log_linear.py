@@ -51,7 +51,8 @@ class LogLinearConfig(FilterConfig, ABC):
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "LogLinearMixer":
         shape = self.shape(width).validated()
-        return LogLinearMixer(shape, self.parts(shape), LogLinearUpdate(shape, self.level_spec(), self.levels), backend)
+        update = LogLinearUpdate(shape, self.level_spec(), self.levels)
+        return LogLinearMixer(shape, self.parts(shape), update, backend, self.name)
 
     def recurrence_flops(self, width: int) -> int:
         return self.levels * update_flops(self.level_spec(), self.shape(width))
@@ -60,14 +61,15 @@ class LogLinearConfig(FilterConfig, ABC):
 class LogLinearMixer(Mixer):
     """y = W_o outputs(update(operands(project(x)))).
 
-    Args: backend: of the short convolution; plain PyTorch computes the update.
-    State: "project", the convolution's; "levels" and "seen" of `LogLinearUpdate`.
+    Args: backend: of the short convolution; plain PyTorch computes the update. name: the mixer's, for its state.
+    State: "project", the convolution's; "levels" of `LogLinearUpdate` as "NAME.levels", and its "seen".
     """
 
     def __init__(
-        self, shape: HeadShape, parts: Parts, update: LogLinearUpdate, backend: str | Backend | None = None
+        self, shape: HeadShape, parts: Parts, update: LogLinearUpdate, backend: str | Backend | None, name: str
     ) -> None:
         super().__init__()
+        self.levels_key = f"{name}.levels"
         self.width = shape.width
         self.project = parts.projection
         self.operands = nn.ModuleDict(parts.operands)
@@ -81,7 +83,12 @@ class LogLinearMixer(Mixer):
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token. Its size does not depend on `capacity`."""
         history = self.project.init_state(batch, self.out.weight) if isinstance(self.project, Stateful) else None
-        return ({} if history is None else {"project": history}) | self.update.init_state(batch, self.out.weight)
+        initial = self.update.init_state(batch, self.out.weight)
+        return ({} if history is None else {"project": history}) | self._with_name(initial)
+
+    def _with_name(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rename a tensor of the update, so that the states of other mixers do not fit."""
+        return {self.levels_key: state["levels"], "seen": state["seen"]}
 
     def forward(
         self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
@@ -97,10 +104,11 @@ class LogLinearMixer(Mixer):
         projected = inputs
         for part in self.operands.values():
             inputs, _ = part(x_BTD, inputs, None, context)
-        o, new = self.update(x_BTD, inputs, state, context)
+        old = None if state is None else {"levels": state[self.levels_key], "seen": state["seen"]}
+        o, new = self.update(x_BTD, inputs, old, context)
         for part in self.outputs.values():
             o, _ = part(o, OutputArguments(x_BTD, projected, inputs), None, context)
         y_BTD = undo_left_align(self.out(rearrange(o, "b t h v -> b t (h v)")), order)
-        if new is None or history is None:
-            return y_BTD, new
-        return y_BTD, {"project": history, **new}
+        if new is None:
+            return y_BTD, None
+        return y_BTD, ({} if history is None else {"project": history}) | self._with_name(new)

@@ -45,7 +45,7 @@ class UpdateConfig(MixerConfig, ABC):
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> DeltaMixer:
         shape = self.shape(width).validated()
-        return DeltaMixer(shape, self.spec(), self.parts(shape, place), backend)
+        return DeltaMixer(shape, self.spec(), self.parts(shape, place), backend, self.name)
 
     def cost(self, width: int) -> Cost:
         with torch.device("meta"):

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from deltazoo import UpdateInputs, UpdateSpec, bind, update, watch
+from deltazoo.backends import watch as watching
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.dispatch import bind_conv
 from deltazoo.backends.short_conv import ConvInputs, ConvPart
@@ -41,7 +42,8 @@ def test_calls_inside_the_block_are_recorded_in_order():
     assert log.kernels == {}
 
 
-def test_equal_records_print_as_one_line_with_a_count():
+def test_equal_records_print_as_one_line_with_a_count(monkeypatch):
+    monkeypatch.setattr(watching, "_traced_before", {})
     with watch() as log:
         assert str(log) == "nothing"
         for _ in range(3):
@@ -86,3 +88,10 @@ def test_compiled_graph_records_nothing_and_is_not_recompiled():
         step(make_inputs())
     assert counter.frame_count == 1
     assert log.runs == second_log.runs == []
+    assert str(log).startswith(
+        "traced into a compiled graph: compile: update. The runs of a compiled graph are not rec"
+    )
+    assert str(second_log).startswith(
+        "nothing in eager code. The runs of a compiled graph are not recorded: deltazoo.ex"
+    )
+    assert "compile: update" in str(second_log)

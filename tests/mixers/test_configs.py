@@ -272,7 +272,7 @@ def test_invalid_calls_are_refused_with_a_reason(mixer: Mixer, x: Tensor) -> Non
 
 def test_invalid_states_are_refused_with_a_reason() -> None:
     x, other = torch.randn(1, 2, 32), LinearAttention().build(32, backend="reference")
-    with pytest.raises(StateError, match=r"must have the tensors \('project', 'update'\), got \('update',\)"):
+    with pytest.raises(StateError, match=r"\('project', 'gated_deltanet.update'\), got \('linear_attention.update',\)"):
         GatedDeltaNet().build(32, backend="reference")(
             x, LinearAttention().build(32, backend="reference").init_state(1)
         )

@@ -161,7 +161,7 @@ def test_packed_and_padded_sequences_of_several_chunks_equal_separate_ones(mixer
 @torch.no_grad()
 def test_state_after_t_tokens_has_a_level_for_each_binary_digit_of_t(mixer: Mixer) -> None:
     _, state = mixer(torch.randn(1, 0b1101001, D, dtype=torch.float64), mixer.init_state(1))
-    used = [bool(tensor.any()) for tensor in state["levels"][0]]
+    used = [bool(tensor.any()) for tensor in state[mixer.levels_key][0]]
     assert used == [bool(0b1101001 >> i & 1) for i in range(len(used))]
 
 
@@ -173,7 +173,7 @@ def test_levels_depend_on_the_last_digits_of_the_position_only(mixer: Mixer) -> 
     late, early = ({**snapshot(state), "seen": torch.tensor([2**digits - 70])} for digits in (23, 12))
     (y_late, late), (y_early, early) = mixer(x, late), mixer(x, early)
     torch.testing.assert_close(y_late, y_early)
-    torch.testing.assert_close(late["levels"], early["levels"])
+    torch.testing.assert_close(late[mixer.levels_key], early[mixer.levels_key])
 
 
 @pytest.mark.parametrize("transition", ["additive", "delta"])

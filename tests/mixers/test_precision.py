@@ -100,7 +100,7 @@ def test_bf16_module_is_close_to_float64(config: MixerConfig, backend: str | Bac
     assert y.dtype == torch.bfloat16
     assert relative_error(y, expected) < 0.03
     if isinstance(mixer, DeltaMixer):
-        assert state["update"].dtype == torch.float32
+        assert state[mixer.update_key].dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def time_kernels(mixer, B, variants):
     """Time the update and the fused step alone."""
     x = torch.randn(B, 1, 2048, device="cuda", dtype=torch.bfloat16)
     step, inputs, update_inputs = operands(mixer, x, mixer.init_state(B))
-    bound, states = mixer.update.bound, mixer.init_state(B)["update"]
+    bound, states = mixer.update.bound, mixer.init_state(B)[mixer.update_key]
     line = [f"update {median(captured(lambda: bound.step_(update_inputs, states))):.1f}"]
     line.append(f"fused {median(captured(lambda: bound.fused_decode_step_(step, inputs, states))):.1f}")
     for tile, warps in variants:
@@ -106,7 +106,7 @@ def time_steps(mixer, backend, x, state):
     torch._dynamo.reset()
     compiled = torch.compile(mixer, fullgraph=True, dynamic=False)
     y = torch.cat([mixer(x[:, t : t + 1], state)[0] for t in range(x.shape[1])], 1)
-    after, now = state["update"].clone(), x[:, :1].contiguous()
+    after, now = state[mixer.update_key].clone(), x[:, :1].contiguous()
     steps = [lambda: mixer(now, state), lambda: compiled(now, state)]
     return [median(mode(step)) for step in steps for mode in (repeated, captured)], (y, after)
 

@@ -1,0 +1,74 @@
+"""A state fits only the kind of mixer that made it, also where all shapes are equal."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.errors import StateError
+from deltazoo.blocks.spec import StackSpec
+from deltazoo.mixers import (
+    DeltaNet,
+    GatedDeltaNet,
+    LogLinearGDN,
+    LogLinearMamba2,
+    Longhorn,
+    MixerConfig,
+    RetNet,
+    SimpleGLA,
+)
+from deltazoo.mixers.core import state as states
+
+EAGER = CompileBackend(compiled=False)
+SIZES = {"heads": 2, "key_width": 8, "value_width": 8}
+PAIRS = [
+    (GatedDeltaNet(**SIZES), DeltaNet(**SIZES)),
+    (GatedDeltaNet(**SIZES), Longhorn(**SIZES)),
+    (SimpleGLA(**SIZES), RetNet(**SIZES)),
+    (LogLinearGDN(heads=1, levels=4), LogLinearMamba2(heads=1, levels=4, value_heads=1)),
+]
+
+
+@pytest.mark.parametrize(("config", "other"), PAIRS, ids=[f"{a.name}-{b.name}" for a, b in PAIRS])
+@torch.no_grad()
+def test_a_state_of_another_kind_is_refused(config: MixerConfig, other: MixerConfig) -> None:
+    mixer, state = config.build(32, backend=EAGER), other.build(32, backend=EAGER).init_state(2, 8)
+    for tokens in (1, 3):
+        with pytest.raises(StateError, match=rf"must have the tensors .*{config.name}\..*, got .*{other.name}\."):
+            mixer(torch.randn(2, tokens, 32), state)
+    own = mixer.init_state(2, 8)
+    mixer(torch.randn(2, 1, 32), own)
+    assert all(type(tensor) is torch.Tensor for tensor in tree_leaves(own))
+
+
+def stack(pattern: str) -> StackSpec:
+    return StackSpec(width=32, depth=2, vocab=9, pattern=pattern, mlp="none")
+
+
+@torch.no_grad()
+def test_a_state_of_another_model_is_refused_by_forward_rollback_and_load(tmp_path) -> None:
+    model, other = (stack(f"{name}(heads=2, key_width=8, value_width=8)") for name in ("gated_deltanet", "deltanet"))
+    model, other = model.build(EAGER), other.build(EAGER)
+    state, foreign = model.init_state(1), other.init_state(1)
+    assert [x.shape for x in tree_leaves(state)] == [x.shape for x in tree_leaves(foreign)]
+    with pytest.raises(StateError, match=r"gated_deltanet\.update"):
+        model(torch.zeros(1, 2, dtype=torch.int64), foreign)
+    with pytest.raises(StateError, match="of the same kind of model"):
+        states.rollback_(state, foreign)
+    states.save(foreign, tmp_path / "state")
+    with pytest.raises(StateError, match="must hold the state of the same kind of model"):
+        states.load_(state, tmp_path / "state")
+    _, later = model(torch.ones(1, 2, dtype=torch.int64), state)
+    states.save(later, tmp_path / "state")
+    loaded = states.load_(model.init_state(1), tmp_path / "state")
+    torch.testing.assert_close(tree_leaves(loaded), tree_leaves(later))
+
+
+@torch.no_grad()
+def test_compiled_models_refuse_the_state_too_and_take_their_own() -> None:
+    mixer = GatedDeltaNet(**SIZES).build(32, backend=EAGER)
+    compiled = torch.compile(mixer, fullgraph=True, backend="eager")
+    x, state = torch.randn(2, 3, 32), mixer.init_state(2)
+    torch.testing.assert_close(compiled(x, states.snapshot(state))[0], mixer(x, state)[0])
+    with pytest.raises(Exception, match=r"deltanet\.update"):
+        compiled(x, DeltaNet(**SIZES).build(32, backend=EAGER).init_state(2))
