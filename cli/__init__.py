@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli import bench, build, check, demo, diff, doctor, generate, schema, show, train, tune, zoo
+from deltazoo.cli import bench, build, check, demo, diff, doctor, evaluate, generate, schema, show, train, tune, zoo
 from deltazoo.cli import list as list_
 from deltazoo.cli.errors import Debug, report_user_errors
 from deltazoo.cli.streams import run
@@ -15,7 +15,6 @@ app = typer.Typer(
     name="deltazoo",
     help="A torch.compile-first layer zoo for linear-recurrent token mixers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -26,6 +25,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "diff": diff.command,
     "train": train.command,
     "generate": generate.command,
+    "evaluate": evaluate.command,
     "bench": bench.command,
     "check": check.command,
     "tune": tune.command,
@@ -42,15 +42,18 @@ for _name, _command in _COMMANDS.items():
 def _print_version(requested: bool) -> None:
     if requested:
         import deltazoo
+        from deltazoo.backends.versions import versions
 
         typer.echo(f"deltazoo {deltazoo.__version__}")
+        for name, version in versions().items():
+            typer.echo(f"{name} {version}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of user errors as well.")] = False,
 ) -> None:

@@ -36,17 +36,20 @@ def command(
 ) -> None:
     """Continue a prompt with a trained model by cached decoding, and print the text as it is generated."""
     let_idle_threads_sleep()
-    from deltazoo.blocks.generation.completion import Sampling, compiles, complete, encode, load_for_completion
+    import deltazoo
+    from deltazoo.blocks.generation.completion import compiles, encode
 
-    sampling = Sampling(max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed)
-    model = load_for_completion(checkpoint, device, backend, trust)
+    sampling = deltazoo.Sampling(
+        max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed
+    )
+    model = deltazoo.load(checkpoint, device, backend, trust)
     compile = compiles(model, sampling) if compile is None else compile
     if compile:
         print_note("compiling the decode step, which takes seconds to minutes (--no-compile starts at once)")
     if as_json:
-        print_json(complete(model, prompt, sampling, compile=compile))
+        print_json(deltazoo.generate(model, prompt, sampling, compile=compile))
         return
     encode("prompt", prompt)  # report an invalid prompt before it is printed
     print_piece(prompt)
-    complete(model, prompt, sampling, print_piece, compile)
+    deltazoo.generate(model, prompt, sampling, print_piece, compile)
     print_line()

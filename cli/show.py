@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deltazoo.cli.completion import complete_name
 from deltazoo.cli.layers import print_layers
 from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
 from deltazoo.cli.output import print_json, print_line, print_notes, print_table, print_text
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="Mixer, backend, preset, module:Class, or a stack file (YAML or JSON).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Mixer, backend, preset, module:Class, or a stack file (YAML or JSON).", autocompletion=complete_name
+        ),
+    ],
     width: Annotated[int, typer.Option(min=1, help="Layer width for the costs of a mixer.")] = 1024,
     device: Device = "cpu",
     dtype: OperandDtype = Dtype.float32,

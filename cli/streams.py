@@ -58,7 +58,7 @@ def print_json_error(kind: str, message: str) -> None:
 def _exit_code(app: typer.Typer) -> int:
     as_json = "--json" in sys.argv[1:]
     try:
-        result: Any = app(standalone_mode=not as_json)
+        result: Any = app(prog_name="deltazoo", standalone_mode=not as_json)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except typer.Abort:

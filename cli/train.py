@@ -57,7 +57,7 @@ def command(
         typer.Option(
             "--compile/--no-compile",
             show_default="compile",
-            help="Compile the model with torch.compile. The backend `compile` compiles its update in any case.",
+            help="Compile the model with torch.compile; without it the first step starts at once and each is slower.",
         ),
     ] = None,
     trust: Trust = False,
@@ -68,13 +68,12 @@ def command(
     Ctrl-C and SIGTERM save a checkpoint and print the command that continues the run.
     """
     let_idle_threads_sleep()
-    from deltazoo.blocks.spec import StackSpec
+    import deltazoo
     from deltazoo.blocks.training.interrupts import TrainingInterrupted
-    from deltazoo.blocks.training.text import load_text
-    from deltazoo.blocks.training.train import RESUMABLE, TrainConfig, train
-    from deltazoo.blocks.training.train import resume as resume_training
+    from deltazoo.blocks.training.train import RESUMABLE
 
-    settings = {name: context.params[name] for name in TrainConfig.model_fields if context.params.get(name) is not None}
+    fields = deltazoo.TrainConfig.model_fields
+    settings = {name: context.params[name] for name in fields if context.params.get(name) is not None}
     fixed = {name: value for name, value in settings.items() if name not in RESUMABLE}
     conflict = stack or out or fixed
     if resume is not None and conflict:
@@ -82,11 +81,11 @@ def command(
     try:
         with progress() as report_progress:
             if resume is not None:
-                read = load_text(text) if text else None
-                training = resume_training(resume, read, until, report_progress, trust, settings)
+                training = deltazoo.resume(resume, text, until, report_progress, trust, settings)
             elif stack is not None:
-                spec, out = StackSpec.load(stack, trust), out or Path("runs") / Path(stack).stem
-                training = train(spec, load_text(text), TrainConfig(**settings), out, until, report_progress)
+                out = out or Path("runs") / Path(stack).stem
+                config = deltazoo.TrainConfig(**settings)
+                training = deltazoo.train(stack, out, text, config, until, report_progress, trust)
             else:
                 raise typer.BadParameter("give a FILE or a PRESET, or --resume FOLDER")
     except TrainingInterrupted as interrupted:

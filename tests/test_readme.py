@@ -1,6 +1,9 @@
 """The README: its Python examples run, its YAML is the spec of the Python example, its commands exist."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,17 @@ def test_update_example_computes_the_recurrence() -> None:
         S = S + k[..., None] * (inputs.beta[:, t, :, None] * (v - (k[..., None] * S).sum(-2)))[..., None, :]
     torch.testing.assert_close(out.state, S, rtol=1e-4, atol=1e-5)
     assert str(spec).startswith("S_t = d_t")
+
+
+def test_the_first_example_answers_without_compiling(tmp_path: Path) -> None:
+    """A compilation alone takes 20 s; the example takes 5 s of processor time, half of it to import torch."""
+    code = f"import time\n{code_blocks('python')[0]}\nprint(time.process_time())"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    assert float(process.stdout.split()[-1]) < 10
 
 
 def test_mixer_example_gives_equal_results_in_pieces_and_at_once() -> None:

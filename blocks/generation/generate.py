@@ -27,7 +27,7 @@ Prompt = Tensor | Sequence[Tensor]
 Stop = Sequence[int | Sequence[int]]
 
 
-def generate(
+def generate_tokens(
     model: "LanguageModel | Decoder",
     prompt: Prompt,
     max_tokens: int,
@@ -65,7 +65,7 @@ def stream(
     stop: Stop = (),
     generator: torch.Generator | int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the columns [B] of the result of `generate` as they are sampled; arguments as for `generate`.
+    """Yield the columns [B] of the result of `generate_tokens` as they are sampled; arguments as for `generate_tokens`.
 
     The host synchronises with the device once after the prompt, and to test the stop condition if `stop` is not empty.
     """

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import deltazoo
 from deltazoo.blocks.generation.generate import _step
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.text import load_text
@@ -119,3 +120,12 @@ def test_generate_says_that_it_compiles(ok, folder, monkeypatch):
     assert result.err.startswith("compiling the decode step")
     assert compiled == [1]
     assert result.out == eager.out
+
+
+def test_evaluate_prints_the_library_result(ok, folder, text_file):
+    options = ("--text", text_file, "--length", 8, "--batch", 2, "--backend", "reference")
+    expected = deltazoo.evaluate(deltazoo.load(folder, backend="reference"), text_file, length=8, batch=2)
+    assert ok("evaluate", folder, *options, "--json").json == expected.model_dump()
+    assert ok("evaluate", folder, *options).out == f"{expected.line()}\n"
+    whole = deltazoo.evaluate(deltazoo.load(folder, backend="reference"), text_file, 8, 2, batches=None)
+    assert ok("evaluate", folder, *options, "--batches", 0, "--json").json == whole.model_dump()

@@ -3,10 +3,8 @@
 from typing import ClassVar
 
 from deltazoo import Place, UpdateSpec
-from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
-from deltazoo.mixers.parts.decays import FixedDecay
-from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers import DeltaRuleConfig
+from deltazoo.mixers.parts import FixedDecay, HeadNorm, HeadShape, Parts
 
 
 class DecayedDeltaNet(DeltaRuleConfig):
@@ -23,7 +21,7 @@ class DecayedDeltaNet(DeltaRuleConfig):
         return self.delta_rule_spec("fixed")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        """Create the modules around the update. `init_weights` needs this order: projection, operands, outputs."""
+        """Create the modules around the update."""
         projection = self.qkv_projection(shape)
         operands = {**self.beta(shape), "decay": FixedDecay(shape)}
         return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps)})
