@@ -1,79 +1,72 @@
 """deltazoo: a torch.compile-first layer zoo for linear-recurrent token mixers.
 
-An `UpdateSpec` defines the recurrence, and backends compute it. Mixers, blocks and the CLI build on that. The public
-names are imported on first use, so that `import deltazoo` is fast.
+An `UpdateSpec` defines the recurrence, and backends compute it. Mixers, blocks and the CLI build on that. `preset`,
+`train`, `load`, `generate` and `evaluate` are the functions for whole models.
+
+The public names are those in `__all__` of deltazoo, deltazoo.backends, deltazoo.mixers, deltazoo.mixers.parts and
+deltazoo.blocks. Each is imported on first use, so that `import deltazoo` is fast; the stub `__init__.pyi` beside each
+package lists them for type checkers.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput
-    from deltazoo.backends.check import validate
-    from deltazoo.backends.dispatch import BoundUpdate, bind, update, use_backend
-    from deltazoo.backends.errors import DeltazooError
-    from deltazoo.backends.explain import explain
-    from deltazoo.backends.spec import UpdateSpec
-    from deltazoo.backends.watch import watch
-    from deltazoo.blocks.layer import LayerSpec
-    from deltazoo.blocks.spec import StackSpec
-    from deltazoo.mixers.core.mixer import Context, MixerConfig, Place
 
-_MODULE_OF = {
-    "Backend": "backends.base",
-    "BoundUpdate": "backends.dispatch",
-    "Context": "mixers.core.mixer",
-    "DeltazooError": "backends.errors",
-    "Draft": "backends.base",
-    "LayerSpec": "blocks.layer",
-    "MixerConfig": "mixers.core.mixer",
-    "Place": "mixers.core.mixer",
-    "StackSpec": "blocks.spec",
-    "UpdateInputs": "backends.base",
-    "UpdateMeta": "backends.base",
-    "UpdateOutput": "backends.base",
-    "UpdateSpec": "backends.spec",
-    "bind": "backends.dispatch",
-    "explain": "backends.explain",
-    "update": "backends.dispatch",
-    "use_backend": "backends.dispatch",
-    "validate": "backends.check",
-    "watch": "backends.watch",
-}
+def lazy_exports(
+    package: str, find: Callable[[], Mapping[str, str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Create `__getattr__` and `__dir__` of a package whose public names are imported on first use.
+
+    Args:
+        package: `__name__` of the package.
+        find: returns the module of each public name; that of a public submodule is the package. Called at the first
+            use.
+    """
+
+    def get(name: str) -> Any:
+        if name == "__all__":
+            return listed()
+        if name.startswith("__") or name not in (modules := find()):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if modules[name] == package:
+            value = importlib.import_module(f"{package}.{name}")
+        else:
+            value = getattr(__import__(modules[name], fromlist=[name]), name)  # `from module import name`
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def listed() -> list[str]:
+        return sorted(find())
+
+    return get, listed
+
+
+def by_name(modules: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Return the module of each name, from the names of each module."""
+    return {name: module for module, names in modules.items() for name in names}
+
 
 __version__ = "0.1.0"
-__all__ = [
-    "Backend",
-    "BoundUpdate",
-    "Context",
-    "DeltazooError",
-    "Draft",
-    "LayerSpec",
-    "MixerConfig",
-    "Place",
-    "StackSpec",
-    "UpdateInputs",
-    "UpdateMeta",
-    "UpdateOutput",
-    "UpdateSpec",
-    "bind",
-    "explain",
-    "update",
-    "use_backend",
-    "validate",
-    "watch",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "conformance":
-        return importlib.import_module("deltazoo.backends.conformance")
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'deltazoo' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"deltazoo.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__", "conformance"]
+_MODULES = by_name(
+    {
+        "deltazoo.backends": ["conformance"],
+        "deltazoo.backends.base": ["Backend", "Draft", "UpdateInputs", "UpdateMeta", "UpdateOutput"],
+        "deltazoo.backends.check": ["validate"],
+        "deltazoo.backends.dispatch": ["BoundUpdate", "bind", "update", "use_backend"],
+        "deltazoo.backends.errors": ["DeltazooError"],
+        "deltazoo.backends.explain": ["explain"],
+        "deltazoo.backends.spec": ["UpdateSpec"],
+        "deltazoo.backends.watch": ["watch"],
+        "deltazoo.blocks.evaluation": ["Evaluation", "evaluate"],
+        "deltazoo.blocks.generation.completion": ["Completion", "Sampling"],
+        "deltazoo.blocks.layer": ["LayerSpec"],
+        "deltazoo.blocks.spec": ["StackSpec", "preset"],
+        "deltazoo.blocks.stack": ["LanguageModel"],
+        "deltazoo.blocks.tasks": ["generate", "load", "presets", "resume", "train"],
+        "deltazoo.blocks.training.train": ["TrainConfig", "Training"],
+        "deltazoo.mixers.core.mixer": ["Context", "MixerConfig", "Place"],
+    }
+)
+__getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)

@@ -1,24 +1,27 @@
-"""Residual layers, layer patterns, language models, training, generation and inspection."""
+"""Residual layers, layer patterns, language models, training, generation and inspection.
 
-import importlib
-from typing import TYPE_CHECKING, Any
+`dir(deltazoo.blocks)` lists the public names.
+"""
 
-if TYPE_CHECKING:
-    from deltazoo.blocks.compilation import compile_layers
-    from deltazoo.blocks.spec import preset
+from deltazoo import by_name, lazy_exports
 
-_MODULES = {"compile_layers": "compilation", "preset": "spec"}
-
-__all__ = ["compile_layers", "preset"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'deltazoo.blocks' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"deltazoo.blocks.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+_MODULES = by_name(
+    {
+        "deltazoo.backends.progress": ["Progress", "silent"],
+        "deltazoo.blocks.compilation": ["compile_layers"],
+        "deltazoo.blocks.evaluation": ["Evaluation"],
+        "deltazoo.blocks.generation.completion": ["Completion", "Sampling"],
+        "deltazoo.blocks.generation.generate": ["Decoder", "generate_tokens", "stream"],
+        "deltazoo.blocks.inspect.describe": ["Description", "LayerRow"],
+        "deltazoo.blocks.layer": ["Layer", "LayerOutput", "LayerSpec"],
+        "deltazoo.blocks.losses": ["Losses"],
+        "deltazoo.blocks.mlp": ["Dense"],
+        "deltazoo.blocks.moe": ["MoE"],
+        "deltazoo.blocks.spec": ["StackSpec", "preset"],
+        "deltazoo.blocks.stack": ["LanguageModel"],
+        "deltazoo.blocks.training.objective": ["Objective"],
+        "deltazoo.blocks.training.text": ["Text", "load_text"],
+        "deltazoo.blocks.training.train": ["Point", "TrainConfig", "Training"],
+    }
+)
+__getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)

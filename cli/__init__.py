@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli import bench, build, check, demo, diff, doctor, generate, schema, show, train, tune, zoo
+from deltazoo.cli import bench, build, check, demo, diff, doctor, evaluate, generate, schema, show, train, tune, zoo
 from deltazoo.cli import list as list_
 from deltazoo.cli.errors import Debug, report_user_errors
 
@@ -24,6 +24,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "diff": diff.command,
     "train": train.command,
     "generate": generate.command,
+    "evaluate": evaluate.command,
     "bench": bench.command,
     "check": check.command,
     "tune": tune.command,

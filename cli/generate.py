@@ -26,14 +26,17 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with a trained model by cached decoding, and print the text as it is generated."""
-    from deltazoo.blocks.generation.completion import Sampling, complete, encode, load_for_completion
+    import deltazoo
+    from deltazoo.blocks.generation.completion import encode
 
-    sampling = Sampling(max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed)
-    model = load_for_completion(checkpoint, device, backend, trust)
+    sampling = deltazoo.Sampling(
+        max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed
+    )
+    model = deltazoo.load(checkpoint, device, backend, trust)
     if as_json:
-        print_json(complete(model, prompt, sampling))
+        print_json(deltazoo.generate(model, prompt, sampling))
         return
     encode("prompt", prompt)  # report an invalid prompt before it is printed
     print_piece(prompt)
-    complete(model, prompt, sampling, print_piece)
+    deltazoo.generate(model, prompt, sampling, print_piece)
     print_line()

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from deltazoo.blocks.inspect.describe import Description, LayerRow
 
 _PIPE_WIDTH, _MAX_WIDTH = 160, 1000  # columns
-_LOG_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 
 def print_line(text: str = "") -> None:
@@ -109,7 +107,9 @@ def _costs(row: "LayerRow | Description") -> list[str]:
 def progress() -> Iterator["Progress"]:
     """Yield a progress callback: it draws a bar per task on a terminal, and prints occasional lines elsewhere."""
     if not sys.stderr.isatty():
-        yield _ProgressLog()
+        from deltazoo.backends.progress import ProgressLines
+
+        yield ProgressLines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -131,17 +131,3 @@ def progress() -> Iterator["Progress"]:
             bars.update(tasks[task], completed=done, total=total, note=note)
 
         yield draw
-
-
-class _ProgressLog:
-    """Print progress on stderr at most every ten seconds, so that short tasks print nothing."""
-
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-
-    def __call__(self, task: str, done: int, total: int, note: str = "") -> None:
-        now = time.monotonic()
-        if now - self.last >= _LOG_INTERVAL:
-            self.last = now
-            sys.stderr.write(f"{task}: {done}/{total} {note}\n")
-            sys.stderr.flush()

@@ -60,21 +60,21 @@ def command(
 ) -> None:
     """Train a stack on the bytes of a text. Losses are in bits per byte; checkpoints resume bit for bit."""
     let_idle_threads_sleep()
-    from deltazoo.blocks.spec import StackSpec
-    from deltazoo.blocks.training.text import load_text
-    from deltazoo.blocks.training.train import TrainConfig, train
-    from deltazoo.blocks.training.train import resume as resume_training
+    import deltazoo
 
-    settings = {name: context.params[name] for name in TrainConfig.model_fields if context.params.get(name) is not None}
+    settings = {
+        name: context.params[name] for name in deltazoo.TrainConfig.model_fields if context.params.get(name) is not None
+    }
     if resume is not None and (stack or out or settings):
         conflict = stack or out or settings
         raise typer.BadParameter(f"--resume takes stack and settings from the checkpoint, got {conflict}")
     with progress() as report_progress:
         if resume is not None:
-            training = resume_training(resume, load_text(text) if text else None, until, report_progress, trust)
+            training = deltazoo.resume(resume, text, until, report_progress, trust)
         elif stack is not None:
-            spec, out = StackSpec.load(stack, trust), out or Path("runs") / Path(stack).stem
-            training = train(spec, load_text(text), TrainConfig(**settings), out, until, report_progress)
+            out = out or Path("runs") / Path(stack).stem
+            config = deltazoo.TrainConfig(**settings)
+            training = deltazoo.train(stack, out, text, config, until, report_progress, trust)
         else:
             raise typer.BadParameter("give a FILE or a PRESET, or --resume FOLDER")
     if as_json:

@@ -1,44 +1,48 @@
 """Token mixers: modules that mix information along time, and the configs that build them.
 
-Attributes: the mixer classes that the distribution `deltazoo` registers as entry points, and the names in
-`_OTHER_NAMES`. Each is imported at its first use. `__init__.pyi` lists them for type checkers.
+`dir(deltazoo.mixers)` lists the public names: the mixer classes that the distribution `deltazoo` registers as entry
+points; the base classes of mixers and of their configs; and functions for states and sequences. Parts are in
+`deltazoo.mixers.parts`.
 """
 
 import functools
-import importlib
 from importlib.metadata import entry_points
-from typing import Any
 
-_OTHER_NAMES = {
-    "AuxiliaryLoss": "deltazoo.mixers.core.losses:AuxiliaryLoss",
-    "Context": "deltazoo.mixers.core.mixer:Context",
-    "Cost": "deltazoo.mixers.core.mixer:Cost",
-    "Mixer": "deltazoo.mixers.core.mixer:Mixer",
-    "MixerConfig": "deltazoo.mixers.core.mixer:MixerConfig",
-    "Place": "deltazoo.mixers.core.mixer:Place",
-    "conformance": "deltazoo.mixers.core.conformance",
-    "dump": "deltazoo.mixers.core.config:dump",
-    "parse": "deltazoo.mixers.core.config:parse",
+from deltazoo import by_name, lazy_exports
+
+_OTHERS = {
+    "deltazoo.mixers.core": ["conformance"],
+    "deltazoo.mixers.core.config": ["dump", "parse"],
+    "deltazoo.mixers.core.delta_mixer": ["DeltaMixer"],
+    "deltazoo.mixers.core.initialization": ["init_weights"],
+    "deltazoo.mixers.core.losses": ["AuxiliaryLoss"],
+    "deltazoo.mixers.core.mixer": ["Context", "Cost", "Mixer", "MixerConfig", "Place"],
+    "deltazoo.mixers.core.sequences": [
+        "check_state",
+        "last_of_each_sequence",
+        "left_align",
+        "positions",
+        "segment_cumsum",
+        "token_counts",
+        "undo_left_align",
+        "unpack",
+    ],
+    "deltazoo.mixers.core.state": ["nbytes", "reorder", "rollback_", "select", "snapshot", "write_back"],
+    "deltazoo.mixers.families.attention_heads": ["AttentionHeadsConfig"],
+    "deltazoo.mixers.families.delta_rule": ["DeltaRuleConfig"],
+    "deltazoo.mixers.families.fast_weights": ["FastWeightMixer"],
+    "deltazoo.mixers.families.filter": ["FilterConfig", "FilterMixer"],
+    "deltazoo.mixers.families.log_linear": ["LogLinearConfig"],
+    "deltazoo.mixers.families.token_cache": ["TokenCacheMixer"],
+    "deltazoo.mixers.families.update": ["ChannelConfig", "HeadConfig", "UpdateConfig"],
 }
 
 
 @functools.cache
-def _locations() -> dict[str, str]:
-    """Attribute name -> "module:name", or "module" for a submodule."""
+def _modules() -> dict[str, str]:
+    """Return the module of each public name."""
     points = [point for point in entry_points(group="deltazoo.mixers") if point.dist and point.dist.name == "deltazoo"]
-    return {point.value.rpartition(":")[2]: point.value for point in points} | _OTHER_NAMES
+    return {point.value.rpartition(":")[2]: point.value.partition(":")[0] for point in points} | by_name(_OTHERS)
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("__") or name not in _locations():
-        raise AttributeError(f"module 'deltazoo.mixers' has no attribute {name!r}")
-    module, _, attribute = _locations()[name].partition(":")
-    value: Any = importlib.import_module(module)
-    if attribute:
-        value = getattr(value, attribute)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(_locations())
+__getattr__, __dir__ = lazy_exports(__name__, _modules)

@@ -17,7 +17,7 @@ from deltazoo.blocks.training.text import BYTES
 
 
 class Sampling(BaseModel):
-    """Sampling parameters; see `deltazoo.blocks.generation.generate.generate`.
+    """Sampling parameters; see `deltazoo.blocks.generate_tokens`.
 
     Args:
         max_bytes: maximum number of bytes to generate.

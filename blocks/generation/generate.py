@@ -27,7 +27,7 @@ Prompt = Tensor | Sequence[Tensor]
 Stop = Sequence[int | Sequence[int]]
 
 
-def generate(
+def generate_tokens(
     model: "LanguageModel | Decoder",
     prompt: Prompt,
     max_tokens: int,
@@ -64,7 +64,7 @@ def stream(
     stop: Stop = (),
     generator: torch.Generator | int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the columns [B] of the result of `generate` as they are sampled; arguments as for `generate`.
+    """Yield the columns [B] of the result of `generate_tokens` as they are sampled; arguments as for `generate_tokens`.
 
     The host does not synchronise with the device, except to test the stop condition if `stop` is not empty.
     """

@@ -86,6 +86,16 @@ def even_crops(tokens: Tensor, batch: int, length: int, batches: int) -> list[Ba
     return [_windows(tokens, row, length) for row in starts.reshape(batches, batch)]
 
 
+def covering_crops(tokens: Tensor, batch: int, length: int) -> list[Batch]:
+    """Cut consecutive windows from the start of the text; a rest shorter than a window is left out.
+
+    Raises: ConfigError: the text is too short.
+    """
+    _check_length(tokens, length)
+    starts = np.arange(0, len(tokens) - length, length)
+    return [_windows(tokens, starts[first : first + batch], length) for first in range(0, len(starts), batch)]
+
+
 def _standard_library() -> Text:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []

@@ -3,7 +3,6 @@
 import torch
 
 import deltazoo
-from deltazoo.backends import registry
 from deltazoo.mixers import conformance as mixer_conformance
 from deltazoo.mixers import parse
 
@@ -13,9 +12,9 @@ test_backend_conforms = deltazoo.conformance.suite("prefix")
 test_mixer_conforms = mixer_conformance.suite(CONFIG)
 
 
-def test_plugin_is_registered():
-    assert "prefix" in registry.names(registry.BACKENDS)
-    assert registry.owner(registry.MIXERS, "decayed_deltanet") == "deltazoo-example 0.1.0"
+def test_backend_is_registered():
+    meta = deltazoo.UpdateMeta("cpu", torch.float32, H=2, HV=2, K=16, V=16)
+    assert "prefix" in {verdict.backend for verdict in deltazoo.explain(deltazoo.UpdateSpec(), meta).verdicts}
 
 
 def test_mixer_has_the_same_output_on_both_backends_and_in_chunked_prefill():

@@ -5,7 +5,7 @@ import torch
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.blocks.generation.completion import Sampling, complete
-from deltazoo.blocks.generation.generate import generate
+from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.spec import StackSpec
 
 SPEC = StackSpec(
@@ -31,7 +31,7 @@ def test_pieces_add_up_to_the_bytes_of_generate(model):
     pieces = []
     completion = complete(model, "naïve ", sampling, pieces.append)
     tokens = torch.tensor([list("naïve ".encode())])
-    generated = generate(model, tokens, 60, temperature=1.3, top_k=100, top_p=0.95, generator=3)[0]
+    generated = generate_tokens(model, tokens, 60, temperature=1.3, top_k=100, top_p=0.95, generator=3)[0]
     assert completion.text == bytes(generated.tolist()).decode("utf-8", "replace")
     assert "".join(pieces) == completion.text
     assert all(pieces)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+import deltazoo
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.text import load_text
 from deltazoo.blocks.training.train import TrainConfig, train
@@ -85,3 +86,12 @@ def test_generate_at_temperature_zero_is_greedy(ok, folder):
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens]))[0][0, -1].argmax()))
     assert result["text"] == bytes(tokens[3:]).decode("utf-8", "replace")
+
+
+def test_evaluate_prints_the_library_result(ok, folder, text_file):
+    options = ("--text", text_file, "--length", 8, "--batch", 2, "--backend", "reference")
+    expected = deltazoo.evaluate(deltazoo.load(folder, backend="reference"), text_file, length=8, batch=2)
+    assert ok("evaluate", folder, *options, "--json").json == expected.model_dump()
+    assert ok("evaluate", folder, *options).out == f"{expected.line()}\n"
+    whole = deltazoo.evaluate(deltazoo.load(folder, backend="reference"), text_file, 8, 2, batches=None)
+    assert ok("evaluate", folder, *options, "--batches", 0, "--json").json == whole.model_dump()

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from deltazoo import Backend, UpdateInputs, UpdateMeta, UpdateOutput, UpdateSpec
-from deltazoo.backends.base import state_dtype
-from deltazoo.backends.lowering import log_decay, strengths
+from deltazoo.backends import lowering, state_dtype
 
 
 class PrefixBackend(Backend):
@@ -46,7 +45,7 @@ class PrefixBackend(Backend):
 def token_maps(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[Tensor, Tensor]:
     """Return A = (I - k (erase * e)^T) D, [B, T, HV, K, K], and W = k (write * v)^T, [B, T, HV, K, V]."""
     k, v = per_value_head(inputs.k, inputs), inputs.v.to(state_dtype(inputs.v.dtype))
-    scalars = (*strengths(spec, inputs), log_decay(spec, inputs))
+    scalars = (*lowering.strengths(spec, inputs), lowering.log_decay(spec, inputs))
     # Per head [B, T, HV] or per channel [B, T, HV, K or V]; None: no factor.
     erase, write, decay = (x if x is None or x.dim() == 4 else x[..., None] for x in scalars)
     A = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*k.shape, -1)

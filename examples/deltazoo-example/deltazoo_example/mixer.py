@@ -3,10 +3,8 @@
 from typing import ClassVar
 
 from deltazoo import Place, UpdateSpec
-from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
-from deltazoo.mixers.parts.decays import FixedDecay
-from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers import DeltaRuleConfig
+from deltazoo.mixers.parts import FixedDecay, HeadNorm, HeadShape, Parts
 
 
 class DecayedDeltaNet(DeltaRuleConfig):

@@ -1,0 +1,100 @@
+"""The main tasks on language models of bytes, in Python as on the command line: train, resume, load, generate."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.progress import Progress, ProgressLines
+from deltazoo.blocks import presets as presets_folder
+from deltazoo.blocks.generation.completion import Completion, Sampling, complete, load_for_completion
+from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.training import train as training
+from deltazoo.blocks.training.text import Text, load_text
+from deltazoo.blocks.training.train import TrainConfig, Training
+
+
+def presets() -> list[str]:
+    """Return the names of the presets, sorted; see `preset`."""
+    return presets_folder.names()
+
+
+def train(
+    stack: StackSpec | str | Path,
+    folder: str | Path,
+    text: Text | str | Path | None = None,
+    config: TrainConfig | None = None,
+    until: int | None = None,
+    progress: Progress | None = None,
+    trust: bool = False,
+) -> Training:
+    """Train a model of bytes from its initial weights, and save it in a checkpoint folder.
+
+        training = deltazoo.train("gated-deltanet-small", "runs/first", config=TrainConfig(steps=100))
+        model = deltazoo.load("runs/first")
+
+    Args:
+        stack: a spec, a stack file, or the name of a preset.
+        folder: folder of the checkpoint, which `load` and `resume` read.
+        text: a text, or the path of a text file; None: the sources of Python's standard library.
+        config: the settings; None: the defaults of `TrainConfig`.
+        until: stop after this step; `resume` continues the same schedule.
+        progress: called with the progress; None: prints a line on stderr at most every ten seconds.
+        trust: as for `StackSpec.load`.
+    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, or the loss is not finite;
+        OSError: the text cannot be read.
+    """
+    spec = stack if isinstance(stack, StackSpec) else StackSpec.load(stack, trust)
+    return training.train(spec, _text(text), config, folder, until, progress or ProgressLines())
+
+
+def resume(
+    folder: str | Path,
+    text: Text | str | Path | None = None,
+    until: int | None = None,
+    progress: Progress | None = None,
+    trust: bool = False,
+) -> Training:
+    """Continue from a checkpoint. On the same machine and versions the result equals an uninterrupted run bit for bit.
+
+    Args:
+        text: the text of the run; None reads it again from its path.
+        until, progress, trust: as for `train`.
+    Raises: ConfigError: the checkpoint is invalid or of another text; OSError: the text cannot be read.
+    """
+    return training.resume(folder, None if text is None else _text(text), until, progress or ProgressLines(), trust)
+
+
+def load(folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False) -> LanguageModel:
+    """Build the model of a checkpoint folder with its weights, in evaluation mode.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1" or "mps".
+        backend: as for `deltazoo.bind`. None on the CPU is `CompileBackend(compiled=False)`: eager calls answer
+            without compiling first, and `torch.compile(model)` compiles the updates with the rest.
+        trust: as for `StackSpec.load`.
+    Raises: ConfigError: the folder is not a checkpoint; UnknownNameError: unknown backend.
+    """
+    if not Path(folder).exists() and str(folder) in presets_folder.names():
+        raise ConfigError(
+            f"{folder} is a preset, which has no trained weights: build it with deltazoo.preset({str(folder)!r})"
+            ".build(), or train it first"
+        )
+    return load_for_completion(folder, device, backend, trust)
+
+
+def generate(
+    model: LanguageModel, prompt: str, sampling: Sampling | None = None, on_text: Callable[[str], None] | None = None
+) -> Completion:
+    """Continue a prompt with a model of bytes; for tokens see `deltazoo.blocks.generate_tokens`.
+
+    Args:
+        sampling: None: the defaults of `Sampling`.
+        on_text: called with each piece of text as soon as it is generated.
+    Raises: ConfigError: the prompt is empty, or the vocabulary of the model has fewer than 256 tokens.
+    """
+    return complete(model, prompt, sampling, on_text)
+
+
+def _text(text: Text | str | Path | None) -> Text:
+    return text if isinstance(text, Text) else load_text(text)

@@ -1,0 +1,118 @@
+"""The main tasks in Python: train, resume, load, generate and evaluate, with public names only."""
+
+import math
+
+import pytest
+import torch
+
+import deltazoo
+from deltazoo import Sampling, StackSpec, TrainConfig
+from deltazoo.backends import CompileBackend, ConfigError, UnknownNameError
+from deltazoo.blocks import load_text, silent
+
+SPEC = StackSpec(width=16, depth=1, vocab=256, pattern="gated_deltanet(heads=1)", mlp={"width": 16})
+CONFIG = TrainConfig(steps=6, batch=2, length=12, every=3, validation_batches=3, backend="reference", compile=False)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "bottles.txt"
+    path.write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(300)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(text_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    return folder, deltazoo.train(SPEC, folder, text_file, CONFIG)
+
+
+def test_a_loaded_model_has_the_validation_figure_of_its_training(trained, text_file):
+    folder, training = trained
+    model = deltazoo.load(folder, backend="reference")
+    evaluation = deltazoo.evaluate(model, text_file, length=12, batch=2, batches=3)
+    assert evaluation.bits_per_byte == pytest.approx(training.validation_bits, rel=1e-5)
+    assert evaluation.bytes == 72
+    assert evaluation.source == training.source
+
+
+def test_evaluation_without_a_number_of_batches_covers_the_validation_part(trained, text_file):
+    model, text = deltazoo.load(trained[0], backend="reference"), load_text(text_file)
+    evaluation = deltazoo.evaluate(model, text, length=100, batch=7, batches=None)
+    bits = []
+    for start in range(0, len(text.validation) - 100, 100):
+        window = text.validation[start : start + 101].long()[None]
+        with torch.no_grad():
+            logits, _ = model(window[:, :-1])
+        bits.append(float(torch.nn.functional.cross_entropy(logits[0], window[0, 1:])) / math.log(2))
+    assert evaluation.bytes == 100 * len(bits)
+    assert evaluation.bits_per_byte == pytest.approx(sum(bits) / len(bits), rel=1e-5)
+    assert not model.training
+
+
+def test_evaluation_restores_the_mode_of_the_model_and_refuses_a_small_vocabulary(trained, text_file):
+    model = deltazoo.load(trained[0], backend="reference").train()
+    deltazoo.evaluate(model, text_file, length=12)
+    assert model.training
+    small = StackSpec(width=16, depth=1, vocab=100, pattern="gated_deltanet(heads=1)").build()
+    with pytest.raises(ConfigError, match="vocab must be at least 256 to evaluate on bytes, got 100"):
+        deltazoo.evaluate(small, text_file)
+    with pytest.raises(deltazoo.DeltazooError, match="batches must be"):
+        deltazoo.evaluate(model, text_file, batches=0)
+
+
+def test_training_in_two_parts_equals_training_at_once(trained, text_file, tmp_path):
+    deltazoo.train(SPEC, tmp_path / "half", load_text(text_file), CONFIG, until=3)
+    resumed = deltazoo.resume(tmp_path / "half")
+    assert resumed.points == [
+        point.model_copy(update={"tokens_per_second": actual.tokens_per_second})
+        for point, actual in zip(trained[1].points, resumed.points, strict=True)
+    ]
+
+
+def test_a_stack_file_and_a_preset_name_train(text_file, tmp_path):
+    SPEC.save(tmp_path / "stack.yaml")
+    one_step = CONFIG.model_copy(update={"steps": 1, "every": 1, "validation_batches": 1})
+    deltazoo.train(tmp_path / "stack.yaml", tmp_path / "file", text_file, one_step)
+    assert deltazoo.load(tmp_path / "file").spec == SPEC
+    with pytest.raises(UnknownNameError, match="did you mean 'gated-deltanet-small'"):
+        deltazoo.train("gated-deltanet-smal", tmp_path / "preset", text_file, one_step)
+
+
+def test_generate_continues_a_prompt_with_the_sampling(trained):
+    model, pieces = deltazoo.load(trained[0]), []
+    completion = deltazoo.generate(model, "12 gr", Sampling(max_bytes=9, seed=3), pieces.append)
+    assert completion.bytes == 9
+    assert "".join(pieces) == completion.text
+    assert deltazoo.generate(model, "12 gr", Sampling(max_bytes=9, seed=3)).text == completion.text
+
+
+def test_a_model_loaded_on_the_cpu_runs_without_compiling(trained):
+    model = deltazoo.load(trained[0])
+    update = next(module for module in model.modules() if hasattr(module, "meta"))
+    backend = update.bound.backend_for(update.meta("cpu", torch.float32))
+    assert isinstance(backend, CompileBackend)
+    assert not backend.compiled
+
+
+def test_presets_lists_what_preset_builds(tmp_path):
+    assert {"gated-deltanet-small", "qwen3-next-tiny"} <= set(deltazoo.presets())
+    assert deltazoo.preset("qwen3-next-tiny") == StackSpec.load("qwen3-next-tiny")
+    with pytest.raises(ConfigError, match=r"deltazoo.preset\('qwen3-next-tiny'\).build\(\)"):
+        deltazoo.load("qwen3-next-tiny")
+
+
+def test_training_reports_its_progress(text_file, tmp_path):
+    reports = []
+    one_step = CONFIG.model_copy(update={"steps": 1})
+    deltazoo.train(SPEC, tmp_path / "a", text_file, one_step, progress=lambda *report: reports.append(report))
+    assert [report[:3] for report in reports] == [("training", 0, 1), ("training", 1, 1)]
+    assert silent("training", 0, 1) is None
+
+
+def test_progress_is_printed_on_stderr_every_ten_seconds(text_file, tmp_path, monkeypatch, capsys):
+    seconds = iter(range(0, 1000, 6))
+    monkeypatch.setattr("deltazoo.backends.progress.time.monotonic", lambda: float(next(seconds)))
+    deltazoo.train(SPEC, tmp_path / "a", text_file, CONFIG)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[:2] for line in lines] == [["training:", f"{step}/6"] for step in (1, 3, 5)]
