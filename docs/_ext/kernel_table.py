@@ -17,11 +17,15 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 
 DEVICE, WIDTH, SHAPE = "NVIDIA H200", 2048, (8, 4096)
 CONDITIONS = f"{DEVICE}, width {WIDTH}, default fields, bfloat16, {SHAPE[0]} x {SHAPE[1]} tokens, training"
+DECODE = (
+    "* All of a decode step between the projections and the output map is one kernel, or two if value heads share the "
+    "key heads of a convolution."
+)
 BEGIN, END = "<!-- kernels -->", "<!-- /kernels -->"
 
 FAMILIES = {
     "hopper": "Hopper kernels (Gluon, sm_90), forward and backward",
-    "mixed": "Hopper kernels for a part of the steps, portable Triton for the rest",
+    "mixed": "Hopper kernels for a part of the steps, portable or elementwise Triton kernels for the rest",
     "portable": "portable Triton kernels",
     "element": "elementwise Triton kernels",
     "none": "no update kernel: PyTorch code, which torch.compile compiles",
@@ -50,7 +54,7 @@ class MixerKernels(NamedTuple):
             return "none"
         if not chunked:
             return "element"
-        return "hopper" if hopper == chunked else "mixed" if hopper else "portable"
+        return "hopper" if hopper == kernels else "mixed" if hopper else "portable"
 
 
 def mixer_kernels(name: str) -> MixerKernels:
@@ -77,12 +81,7 @@ def all_mixers() -> list[MixerKernels]:
 
 def summary(mixers: list[MixerKernels]) -> str:
     """Format README's table: the mixers of each family. An asterisk marks a fused decode step."""
-    rows = [
-        f"{CONDITIONS}; * the decode step of the whole mixer is one kernel",
-        "",
-        "| kernels | mixers |",
-        "| --- | --- |",
-    ]
+    rows = [f"{CONDITIONS}. {DECODE}", "", "| kernels | mixers |", "| --- | --- |"]
     for family, about in FAMILIES.items():
         names = ", ".join(f"`{m.name}`" + "\\*" * m.decode for m in mixers if m.family == family)
         if names:
@@ -100,7 +99,7 @@ def rows(mixers: list[MixerKernels]) -> Iterator[list[str]]:
     """Yield the cells of the site's table: a row for each mixer that has kernels."""
     for mixer in mixers:
         if mixer.forward:
-            decode = "one kernel" if mixer.decode else "update kernel"
+            decode = "fused" if mixer.decode else "update only"
             yield [f"`{mixer.name}`", *(" → ".join(names) for names in (mixer.forward, mixer.backward)), decode]
 
 
@@ -115,7 +114,13 @@ def setup(app: object) -> dict[str, bool]:
             head = ["mixer", "forward", "backward", "decode"]
             table = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * 4, *rows(mixers)]]
             others = ", ".join(f"`{mixer.name}`" for mixer in mixers if not mixer.forward)
-            text = [f"Conditions: {CONDITIONS}.", "", *table, "", f"Without an update kernel: {others}."]
+            text = [
+                f"Conditions: {CONDITIONS}. {DECODE.replace('*', 'Fused:')}",
+                "",
+                *table,
+                "",
+                f"Without an update kernel: {others}.",
+            ]
             return self.parse_text_to_nodes("\n".join(text))
 
     assert isinstance(app, Sphinx)
