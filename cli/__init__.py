@@ -13,7 +13,6 @@ app = typer.Typer(
     name="deltazoo",
     help="A torch.compile-first layer zoo for linear-recurrent token mixers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -41,15 +40,18 @@ for _name, _command in _COMMANDS.items():
 def _print_version(requested: bool) -> None:
     if requested:
         import deltazoo
+        from deltazoo.backends.versions import versions
 
         typer.echo(f"deltazoo {deltazoo.__version__}")
+        for name, version in versions().items():
+            typer.echo(f"{name} {version}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of user errors as well.")] = False,
 ) -> None:
@@ -59,4 +61,4 @@ def options(
 
 def main() -> None:
     """Run the `deltazoo` command."""
-    app()
+    app(prog_name="deltazoo")

@@ -4,13 +4,21 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.cli.completion import complete_stack
 from deltazoo.cli.options import AsJson, Trust
 from deltazoo.cli.output import print_json, print_line, print_table
 
 
 def command(
-    a: Annotated[str, typer.Argument(metavar="A", help="Stack file (YAML or JSON), or the name of a preset.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Stack that A is compared with.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="Stack file (YAML or JSON), or the name of a preset.", autocompletion=complete_stack
+        ),
+    ],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="Stack that A is compared with.", autocompletion=complete_stack)
+    ],
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deltazoo.cli.completion import complete_backend, complete_backends, complete_device, complete_stack
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,22 +33,35 @@ class Dtype(StrEnum):
 DEVICE_HELP = "Device: cpu, cuda, cuda:1 or mps."
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
-Device = Annotated[str, typer.Option(help=DEVICE_HELP)]
+Device = Annotated[str, typer.Option(help=DEVICE_HELP, autocompletion=complete_device)]
 OperandDtype = Annotated[Dtype, typer.Option(help="Dtype of the operands.")]
 BackendName = Annotated[
     str | None,
-    typer.Option("--backend", help="Backend of the updates, a name or module:Class. Default: chosen for the device."),
+    typer.Option(
+        "--backend",
+        help="Backend of the updates, a name or module:Class. Default: chosen for the device.",
+        autocompletion=complete_backend,
+    ),
 ]
 BackendNames = Annotated[
     str | None,
-    typer.Option("--backends", help="Comma-separated backends, names or module:Class. Default: all installed."),
+    typer.Option(
+        "--backends",
+        help="Comma-separated backends, names or module:Class. Default: all installed.",
+        autocompletion=complete_backends,
+    ),
 ]
 Directions = Annotated[
     str, typer.Option(help="Comma-separated list of forward, backward (includes forward) and decode.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 OptionalStack = Annotated[
-    str | None, typer.Argument(metavar="FILE|PRESET", help="Stack file (YAML or JSON), or the name of a preset.")
+    str | None,
+    typer.Argument(
+        metavar="FILE|PRESET",
+        help="Stack file (YAML or JSON), or the name of a preset.",
+        autocompletion=complete_stack,
+    ),
 ]
 TextFile = Annotated[
     Path | None, typer.Option("--text", help="Text file. Default: the sources of Python's standard library.")

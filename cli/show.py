@@ -4,12 +4,18 @@ from typing import Annotated
 
 import typer
 
+from deltazoo.cli.completion import complete_name
 from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
 from deltazoo.cli.output import print_json, print_layers, print_line, print_table
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="Mixer, backend, preset, module:Class, or a stack file (YAML or JSON).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Mixer, backend, preset, module:Class, or a stack file (YAML or JSON).", autocompletion=complete_name
+        ),
+    ],
     width: Annotated[int, typer.Option(min=1, help="Layer width for the costs of a mixer.")] = 1024,
     device: Device = "cpu",
     dtype: OperandDtype = Dtype.float32,

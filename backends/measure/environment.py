@@ -4,13 +4,13 @@ import datetime
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.devices import cxx_compiler, tf32_allowed, usable_device
+from deltazoo.backends.versions import installed
 
 
 class Environment(BaseModel):
@@ -66,10 +66,10 @@ def environment(device: str | torch.device = "cpu") -> Environment:
     device = usable_device(device)
     return Environment(
         date=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z"),
-        deltazoo=_installed("deltazoo") or "not installed",
+        deltazoo=installed("deltazoo") or "not installed",
         python=platform.python_version(),
         torch=torch.__version__,
-        triton=_installed("triton"),
+        triton=installed("triton"),
         platform=f"{platform.system()} {platform.machine()}",
         device=_device_name(device),
         driver=_driver() if device.type == "cuda" else None,
@@ -79,13 +79,6 @@ def environment(device: str | torch.device = "cpu") -> Environment:
         compiler=cxx_compiler(),
         commit=_commit(),
     )
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _device_name(device: torch.device) -> str:

@@ -96,13 +96,7 @@ def test_the_cli_imports_neither_torch_nor_pydantic():
     assert result.stdout.strip() == "[]"
 
 
-def test_version_prints_the_package_version(ok):
-    import deltazoo
-
-    assert ok("--version").out == f"deltazoo {deltazoo.__version__}\n"
-
-
 def test_every_command_has_a_json_option(ok):
-    commands = "list show build train generate bench check tune merge-tables doctor demo schema"
+    commands = "list show build train generate evaluate bench check tune merge-tables doctor demo schema"
     for command in commands.split():
         assert "--json" in ok(command, "--help").out

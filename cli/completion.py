@@ -1,0 +1,50 @@
+"""Shell completion of names. Imports neither torch nor plug-ins, so that a TAB answers at once.
+
+Where no name matches, the shell completes the paths of files.
+"""
+
+from importlib.metadata import entry_points
+
+_DEVICES = ["cpu", "cuda", "mps"]
+
+
+def complete_stack(incomplete: str) -> list[str]:
+    """Complete the name of a preset."""
+    return _matching(_presets(), incomplete)
+
+
+def complete_name(incomplete: str) -> list[str]:
+    """Complete the name of a mixer, backend or preset."""
+    names = [*_registered("deltazoo.mixers"), *_registered("deltazoo.backends"), *_presets()]
+    return _matching(names, incomplete)
+
+
+def complete_backend(incomplete: str) -> list[str]:
+    """Complete the name of a backend."""
+    return _matching(_registered("deltazoo.backends"), incomplete)
+
+
+def complete_backends(incomplete: str) -> list[str]:
+    """Complete the last name of a comma-separated list of backends; names that the list has are left out."""
+    *before, last = incomplete.split(",")
+    names = [name for name in _registered("deltazoo.backends") if name not in before]
+    return [",".join([*before, name]) for name in _matching(names, last)]
+
+
+def complete_device(incomplete: str) -> list[str]:
+    """Complete the type of a device."""
+    return _matching(_DEVICES, incomplete)
+
+
+def _matching(names: list[str], incomplete: str) -> list[str]:
+    return [name for name in sorted(names) if name.startswith(incomplete)]
+
+
+def _registered(group: str) -> list[str]:
+    return list({point.name for point in entry_points(group=group)})
+
+
+def _presets() -> list[str]:
+    from deltazoo.blocks import presets
+
+    return presets.names()
