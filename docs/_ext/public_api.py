@@ -1,6 +1,6 @@
 """Sphinx extension: `.. public:: PACKAGE` documents every public name of a package.
 
-Names that `deltazoo` exports as well are documented once, under `deltazoo`. Without the option
+A name that several packages export is documented once, under the first of PACKAGES. Without the option
 `:kind: mixers` the mixers are left out, and with it all else.
 """
 
@@ -16,6 +16,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from deltazoo.mixers import MixerConfig
+
+PACKAGES = ["deltazoo", "deltazoo.backends", "deltazoo.mixers", "deltazoo.mixers.parts", "deltazoo.blocks"]
 
 
 def public_names(package: ModuleType) -> list[str]:
@@ -37,7 +39,8 @@ class Public(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         package = importlib.import_module(self.arguments[0])
         kind = self.options.get("kind", "other")
-        top = set() if package.__name__ == "deltazoo" else set(public_names(importlib.import_module("deltazoo")))
+        earlier = [importlib.import_module(name) for name in PACKAGES[: PACKAGES.index(package.__name__)]]
+        documented = {name: other.__name__ for other in reversed(earlier) for name in public_names(other)}
         lines: list[str] = []
         elsewhere: list[str] = []
         for name in public_names(package):
@@ -45,12 +48,12 @@ class Public(SphinxDirective):
             mixer = is_registered_mixer(value)
             if inspect.ismodule(value) or mixer != (kind == "mixers"):
                 continue
-            if name in top:
-                elsewhere.append(name)
+            if name in documented and getattr(importlib.import_module(documented[name]), name) is value:
+                elsewhere.append(f"{documented[name]}.{name}")
             else:
                 lines += _entry(package.__name__, name, value)
         if elsewhere:
-            links = ", ".join(f":py:obj:`~deltazoo.{name}`" for name in elsewhere)
+            links = ", ".join(f":py:obj:`~{name}`" for name in elsewhere)
             lines = [f"Also here: {links}.", "", *lines]
         return self.parse_text_to_nodes_rst(lines)
 
