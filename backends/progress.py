@@ -1,10 +1,14 @@
-"""Progress reports of long-running functions."""
+"""Progress reports of long-running functions, and a notice for calls that are unexpectedly long."""
 
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 _INTERVAL = 10.0  # seconds between two lines
+_SLOW = 2.0  # seconds until a notice
 
 
 class Progress(Protocol):
@@ -34,5 +38,24 @@ class ProgressLines:
         now = time.monotonic()
         if now - self.last >= _INTERVAL:
             self.last = now
-            sys.stderr.write(f"{task}: {done}/{total} {note}\n")
-            sys.stderr.flush()
+            _write_line(f"{task}: {done}/{total} {note}")
+
+
+@contextmanager
+def notice_if_slow(text: str) -> Iterator[None]:
+    """Print a line on stderr, if that is a terminal, as soon as the block has run for two seconds."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield
+        return
+    timer = threading.Timer(_SLOW, _write_line, (text,))
+    timer.daemon = True  # does not delay the exit of the interpreter
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _write_line(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -2,11 +2,14 @@
 
 import itertools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
+from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.dispatch import requested_backend, use_backend
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.stack import LanguageModel
 
@@ -27,6 +30,17 @@ def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "i
             compiled[spec] = torch.compile(_renamed_copy(Layer.forward), fullgraph=True, backend=compiler)
         vars(layer)["forward"] = MethodType(compiled[spec], layer)
     return model
+
+
+def run_eagerly(device: torch.device | str) -> AbstractContextManager[None]:
+    """Return a context in which modules are built with updates that torch.compile does not compile.
+
+    Their backend is `CompileBackend(compiled=False)`, unless the caller, the stack or an enclosing `use_backend` names
+    one. On CUDA the context changes nothing, because `compile` is not the default there.
+    """
+    if str(device).startswith("cuda") or requested_backend(None) is not None:
+        return nullcontext()
+    return use_backend(CompileBackend(compiled=False))
 
 
 def _renamed_copy(method: Callable[..., object]) -> FunctionType:

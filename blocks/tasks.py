@@ -70,8 +70,9 @@ def load(folder: str | Path, device: str = "cpu", backend: str | None = None, tr
 
     Args:
         device: "cpu", "cuda", "cuda:1" or "mps".
-        backend: as for `deltazoo.bind`. None on the CPU is `CompileBackend(compiled=False)`: eager calls answer
-            without compiling first, and `torch.compile(model)` compiles the updates with the rest.
+        backend: as for `deltazoo.bind`. None selects those of the stack, else the device's default. Without a CUDA
+            device that is `CompileBackend(compiled=False)`: eager calls answer without compiling first, and
+            `torch.compile(model)` compiles the updates with the rest.
         trust: as for `StackSpec.load`.
     Raises: ConfigError: the folder is not a checkpoint; UnknownNameError: unknown backend.
     """

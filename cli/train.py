@@ -52,7 +52,7 @@ def command(
         typer.Option(
             "--compile/--no-compile",
             show_default="compile",
-            help="Compile the model with torch.compile. The backend `compile` compiles its update in any case.",
+            help="Compile the model with torch.compile; without it the first step starts at once and each is slower.",
         ),
     ] = None,
     trust: Trust = False,

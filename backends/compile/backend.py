@@ -20,6 +20,7 @@ from deltazoo.backends.compile.chunk_layout import merge_chunks, split_into_chun
 from deltazoo.backends.compile.chunked import chunked_update
 from deltazoo.backends.compile.decode import accepted_update, drafted_update, token_update
 from deltazoo.backends.errors import OperandError, UnsupportedError
+from deltazoo.backends.progress import notice_if_slow
 from deltazoo.backends.slots import gather_states, step_in_slots, zero_without_state
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.modes import functorch_is_active
@@ -44,7 +45,9 @@ class CompileBackend(Backend):
 
     Supports every spec, float dtype and device that torch.compile supports; computes in float32 (float64 for float64
     inputs). Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per
-    spec, dtype, heads and widths, and reuses it for other B and T. A single token is computed without chunks.
+    spec, dtype, heads and widths, and reuses it for other B and T. That takes 10 to 30 s on a CPU, and prints a line on
+    stderr, if that is a terminal, after 2 s. `CompileBackend(compiled=False)` answers at once, for small or few inputs.
+    A single token is computed without chunks and without compiling.
 
     The backward of a graph compiled from eager code may overwrite saved activations. torch then refuses
     retain_graph=True, unless `torch._functorch.config.donated_buffer` is False.
@@ -120,9 +123,13 @@ class CompileBackend(Backend):
         meta = UpdateMeta.of(inputs)
         operands = tuple(None if x is None else (x.dtype, meta.grad and x.requires_grad) for x in inputs)
         key = _Key(spec, meta, operands, inputs.q.shape[0] == 1)
-        if key not in self._functions:
+        arguments = _with_dynamic_sizes(chunks, None if table is None else table.sequence)
+        if key in self._functions:
+            o, state = self._functions[key](*arguments)
+        else:
             self._functions[key] = _compile(spec)
-        o, state = self._functions[key](*_with_dynamic_sizes(chunks, None if table is None else table.sequence))
+            with notice_if_slow(_notice(meta)):
+                o, state = self._functions[key](*arguments)
         return UpdateOutput(merge_chunks(o, inputs.q.shape[1], table), state)
 
     def _chunk_tokens(self, spec: UpdateSpec, device: str) -> int:
@@ -135,6 +142,14 @@ class CompileBackend(Backend):
             if tokens * spec.householders >= micro_steps:
                 return tokens
         return 512
+
+
+def _notice(meta: UpdateMeta) -> str:
+    direction = "forward and backward" if meta.grad else "forward"
+    return (
+        f"deltazoo: torch.compile is compiling the {direction} of an update for {meta.device}, once for each spec, "
+        "dtype, heads and widths; deltazoo.backends.CompileBackend(compiled=False) runs without compiling"
+    )
 
 
 def _compile(spec: UpdateSpec) -> _Function:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.errors import ConfigError
+from deltazoo.blocks.compilation import run_eagerly
 from deltazoo.blocks.generation.generate import stream
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training.checkpoint import load_model
@@ -60,13 +60,13 @@ def load_for_completion(
     """Load the model of a checkpoint for `complete`.
 
     Args:
-        backend: None selects the device's default. On the CPU that is `compile` without torch.compile, because
-            compilation takes longer than a single prompt.
+        backend: None selects those of the stack, else the device's default. Without a CUDA device that is `compile`
+            without torch.compile, because compilation takes longer than a single prompt.
         trust: as for `StackSpec.load`.
     Raises: ConfigError; UnknownNameError.
     """
-    model = load_model(folder, device, backend, trust)
-    return model.rebind(CompileBackend(compiled=False)) if backend is None and device == "cpu" else model
+    with run_eagerly(device):
+        return load_model(folder, device, backend, trust)
 
 
 def complete(

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, silent
-from deltazoo.blocks.compilation import compile_layers
+from deltazoo.blocks.compilation import compile_layers, run_eagerly
 from deltazoo.blocks.losses import Losses
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
@@ -37,7 +38,8 @@ class TrainConfig(BaseModel):
         validation_batches: batches per validation.
         dtype: compute dtype; "bfloat16" uses autocast and keeps the weights in float32.
         backend: as for `deltazoo.bind`.
-        compile: compile the model layer by layer, see `deltazoo.blocks.compilation`.
+        compile: compile the model layer by layer, see `deltazoo.blocks.compilation`. False: the first step starts at
+            once, and each takes longer; without a CUDA device, updates whose backend is not named are eager too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -204,10 +206,11 @@ class _Run:
         if config.compile and self.device.type == "cpu" and cxx_compiler() is None:
             raise ConfigError(
                 "torch.compile needs a C++ compiler on the CPU, got none: install g++ or clang++ (Windows: cl), "
-                "or train with compile=False and backend='reference'"
+                "or train with compile=False"
             )
         torch.manual_seed(config.seed)
-        self.model = spec.build(backend=config.backend).to(self.device)
+        with nullcontext() if config.compile else run_eagerly(self.device):
+            self.model = spec.build(backend=config.backend).to(self.device)
         for update in self.model.modules():
             # An unsupported update raises a one-sentence error here, but a long traceback in a compiled graph.
             if isinstance(update, Update):

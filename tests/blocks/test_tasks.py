@@ -87,12 +87,37 @@ def test_generate_continues_a_prompt_with_the_sampling(trained):
     assert deltazoo.generate(model, "12 gr", Sampling(max_bytes=9, seed=3)).text == completion.text
 
 
-def test_a_model_loaded_on_the_cpu_runs_without_compiling(trained):
-    model = deltazoo.load(trained[0])
+def backend_of(model):
     update = next(module for module in model.modules() if hasattr(module, "meta"))
-    backend = update.bound.backend_for(update.meta("cpu", torch.float32))
+    return update.bound.backend_for(update.meta("cpu", torch.float32))
+
+
+def test_a_model_loaded_on_the_cpu_runs_without_compiling(trained):
+    backend = backend_of(deltazoo.load(trained[0]))
     assert isinstance(backend, CompileBackend)
     assert not backend.compiled
+
+
+def test_a_backend_that_the_stack_or_the_caller_names_is_kept(text_file, tmp_path):
+    config = CONFIG.model_copy(update={"steps": 1, "backend": None})
+    spec = StackSpec(**{**SPEC.model_dump(), "backend": "reference"})
+    deltazoo.train(spec, tmp_path, text_file, config)
+    assert backend_of(deltazoo.load(tmp_path)).name == "reference"
+    assert backend_of(deltazoo.load(tmp_path, backend="compile")).compiled
+    with deltazoo.use_backend("reference"):
+        assert backend_of(deltazoo.load(tmp_path)).name == "reference"
+
+
+def test_training_without_compile_compiles_nothing(text_file, tmp_path, monkeypatch):
+    def compile(*args, **kwargs):
+        raise AssertionError("torch.compile was called")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    config = CONFIG.model_copy(update={"backend": None})
+    training = deltazoo.train(SPEC, tmp_path, text_file, config)
+    assert training.points[-1].step == 6
+    assert deltazoo.generate(deltazoo.load(tmp_path), "1 gr", Sampling(max_bytes=3)).bytes == 3
+    assert deltazoo.resume(tmp_path).points == training.points
 
 
 def test_presets_lists_what_preset_builds(tmp_path):
