@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 import textwrap
@@ -132,6 +133,18 @@ def test_undocumented_imports_are_found() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLE.rglob("*.py")), ids=lambda path: path.name)
 def test_the_example_plugin_imports_public_names_only(path: Path) -> None:
     assert undocumented(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]), ids=lambda path: path.name
+)
+def test_the_python_examples_of_the_documents_import_public_names_only(path: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL):
+        try:
+            imports = undocumented(block)
+        except SyntaxError:  # an excerpt
+            continue
+        assert imports == []
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import nn
 from deltazoo.backends.base import Backend
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+from deltazoo.mixers.core.initialization import build_in_any_order
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Cost, MixerConfig, Place
 from deltazoo.mixers.core.part import HasFlops, HeadShape, Parts
 from deltazoo.mixers.core.state import nbytes
@@ -29,10 +30,7 @@ class UpdateConfig(MixerConfig, ABC):
 
     @abstractmethod
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        """Create the parts, in the order of the fields of `Parts`.
-
-        `init_weights` draws random numbers in that order, so that it gives the same weights as a build.
-        """
+        """Create the parts. The weights do not depend on the order, see `build_in_any_order`."""
 
     @model_validator(mode="after")
     def _spec_is_valid(self) -> Self:
@@ -44,7 +42,7 @@ class UpdateConfig(MixerConfig, ABC):
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> DeltaMixer:
         shape = self.shape(width).validated()
-        return DeltaMixer(shape, self.spec(), self.parts(shape, place), backend)
+        return build_in_any_order(lambda: DeltaMixer(shape, self.spec(), self.parts(shape, place), backend))
 
     def cost(self, width: int) -> Cost:
         with torch.device("meta"):

@@ -21,7 +21,7 @@ class DecayedDeltaNet(DeltaRuleConfig):
         return self.delta_rule_spec("fixed")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        """Create the modules around the update. `init_weights` needs this order: projection, operands, outputs."""
+        """Create the modules around the update."""
         projection = self.qkv_projection(shape)
         operands = {**self.beta(shape), "decay": FixedDecay(shape)}
         return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps)})
