@@ -19,6 +19,7 @@ _MODULES = by_name(
         "deltazoo.blocks.moe": ["MoE"],
         "deltazoo.blocks.spec": ["StackSpec", "preset"],
         "deltazoo.blocks.stack": ["LanguageModel"],
+        "deltazoo.mixers.core.patterns": ["At", "Spread"],
         "deltazoo.blocks.training.objective": ["Objective"],
         "deltazoo.blocks.training.text": ["Text", "load_text"],
         "deltazoo.blocks.training.train": ["Point", "TrainConfig", "Training"],

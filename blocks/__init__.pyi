@@ -26,5 +26,7 @@ from deltazoo.blocks.training.text import load_text as load_text
 from deltazoo.blocks.training.train import Point as Point
 from deltazoo.blocks.training.train import TrainConfig as TrainConfig
 from deltazoo.blocks.training.train import Training as Training
+from deltazoo.mixers.core.patterns import At as At
+from deltazoo.mixers.core.patterns import Spread as Spread
 
 __all__: list[str]

@@ -1,7 +1,10 @@
 """The README: its Python examples run, its YAML is the spec of the Python example; commands, links, numbers hold."""
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,7 @@ def run(block: str) -> dict[str, Any]:
 
 def test_first_example_trains_loads_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    block = code_blocks("python")[0].replace("steps=50, batch=4, length=128", "steps=4, batch=2, length=32")
+    block = "".join(code_blocks("python")[:2]).replace("steps=50, batch=4, length=128", "steps=4, batch=2, length=32")
     assert "steps=4" in block
     namespace = run(block)
     points = namespace["training"].points
@@ -44,7 +47,7 @@ def test_first_example_trains_loads_and_generates(tmp_path: Path, monkeypatch: p
 
 def test_update_example_computes_the_recurrence() -> None:
     torch.manual_seed(0)
-    namespace = run(code_blocks("python")[1])
+    namespace = run(code_blocks("python")[2])
     out, inputs, spec = namespace["out"], namespace["inputs"], namespace["spec"]
     assert out.o.shape == (2, 100, 4, 32)
     assert out.state.shape == (2, 4, 16, 32)
@@ -57,10 +60,22 @@ def test_update_example_computes_the_recurrence() -> None:
     assert str(spec).startswith("S_t = d_t")
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_example_answers_without_compiling(number: int, tmp_path: Path) -> None:
+    """A compilation alone takes 20 s; an example takes 5 s of processor time, half of it to import torch."""
+    code = f"import time\n{code_blocks('python')[number]}\nprint(time.process_time())"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    assert float(process.stdout.split()[-1]) < 10
+
+
 def test_mixer_example_gives_equal_results_in_pieces_and_at_once() -> None:
     torch.manual_seed(0)
     with deltazoo.use_backend("reference"):
-        namespace = run(code_blocks("python")[2])
+        namespace = run(code_blocks("python")[3])
     pieces = torch.cat([namespace["first"], namespace["rest"]], 1)
     torch.testing.assert_close(pieces, namespace["y"], rtol=1e-4, atol=1e-5)
     assert namespace["logits"].shape == (1, 1, 256)
@@ -79,7 +94,7 @@ def test_yaml_and_python_define_the_same_stack() -> None:
 
 
 def test_example_mixer_decodes_as_it_trains() -> None:
-    example = run(code_blocks("python")[3])["DecayedDeltaNet"]
+    example = run(code_blocks("python")[4])["DecayedDeltaNet"]
     assert deltazoo.mixers.conformance.error(example(heads=2), "decode") < 1e-9
     assert deltazoo.mixers.conformance.error(example(heads=2), "init_weights") == 0
 
@@ -98,7 +113,7 @@ def test_links_of_readme_lead_to_files() -> None:
 
 
 def test_conformance_reports_the_error_of_the_example_backend() -> None:
-    wrong = run(code_blocks("python")[4])["Doubled"]()
+    wrong = run(code_blocks("python")[5])["Doubled"]()
     spec = deltazoo.UpdateSpec(decay="head", beta="head")
     kit = deltazoo.conformance
     report = kit.compare(wrong, kit.Case(spec, kit.SHAPES["plain"]))
