@@ -21,7 +21,7 @@ LAYERS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
 INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
 
-.PHONY: demo test test-kernels test-all lint bench bench-baseline readme-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-all lint docs docs-external bench bench-baseline readme-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -46,6 +46,17 @@ lint: $(READY)
 	mkdir -p build/typing && ln -sfn ../.. build/typing/deltazoo
 	MYPYPATH=build/typing $(BIN)/mypy $(LAYERS:%=-p deltazoo.%)
 	$(BIN)/lint-imports
+
+# The documentation site in build/site: built afresh, warnings are errors, and internal links are checked offline.
+docs: $(READY)
+	rm -rf build/site build/doctrees
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -E -W --keep-going -d build/doctrees -b html docs build/site $(ARGS)
+	$(BIN)/python docs/_ext/check_links.py build/site
+	@echo "build/site/index.html"
+
+# Request every external link of the site.
+docs-external: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -d build/doctrees -b linkcheck docs build/links $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m pytest tests/bench --benchmark-storage=file://$(BASELINE) --benchmark-compare $(ARGS)

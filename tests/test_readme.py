@@ -1,5 +1,6 @@
-"""The README: its Python examples run, its YAML is the spec of the Python example, its commands exist."""
+"""The README: its Python examples run, its YAML is the spec of the Python example; commands, links, numbers hold."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -12,10 +13,13 @@ import torch
 import yaml
 
 import deltazoo
+from deltazoo.backends import registry
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers import GatedDeltaNet, SlidingWindow
+from deltazoo.mixers.core.config import config_class
 
-README = (Path(deltazoo.__file__).resolve().parent / "README.md").read_text()
+ROOT = Path(deltazoo.__file__).resolve().parent
+README = (ROOT / "README.md").read_text()
 
 
 def code_blocks(language: str, text: str = README) -> list[str]:
@@ -30,9 +34,20 @@ def run(block: str) -> dict[str, Any]:
     return namespace
 
 
+def test_first_example_trains_loads_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    block = "".join(code_blocks("python")[:2]).replace("steps=50, batch=4, length=128", "steps=4, batch=2, length=32")
+    assert "steps=4" in block
+    namespace = run(block)
+    points = namespace["training"].points
+    assert points[-1].validation_bits < points[0].validation_bits
+    trained = torch.load("runs/first/checkpoint.pt", weights_only=True)["model"]
+    assert all(torch.equal(trained[name], value) for name, value in namespace["model"].state_dict().items())
+
+
 def test_update_example_computes_the_recurrence() -> None:
     torch.manual_seed(0)
-    namespace = run(code_blocks("python")[0])
+    namespace = run(code_blocks("python")[2])
     out, inputs, spec = namespace["out"], namespace["inputs"], namespace["spec"]
     assert out.o.shape == (2, 100, 4, 32)
     assert out.state.shape == (2, 4, 16, 32)
@@ -45,9 +60,10 @@ def test_update_example_computes_the_recurrence() -> None:
     assert str(spec).startswith("S_t = d_t")
 
 
-def test_the_first_example_answers_without_compiling(tmp_path: Path) -> None:
-    """A compilation alone takes 20 s; the example takes 5 s of processor time, half of it to import torch."""
-    code = f"import time\n{code_blocks('python')[0]}\nprint(time.process_time())"
+@pytest.mark.parametrize("number", [0, 2])
+def test_example_answers_without_compiling(number: int, tmp_path: Path) -> None:
+    """A compilation alone takes 20 s; an example takes 5 s of processor time, half of it to import torch."""
+    code = f"import time\n{code_blocks('python')[number]}\nprint(time.process_time())"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -59,10 +75,15 @@ def test_the_first_example_answers_without_compiling(tmp_path: Path) -> None:
 def test_mixer_example_gives_equal_results_in_pieces_and_at_once() -> None:
     torch.manual_seed(0)
     with deltazoo.use_backend("reference"):
-        namespace = run(code_blocks("python")[1])
+        namespace = run(code_blocks("python")[3])
     pieces = torch.cat([namespace["first"], namespace["rest"]], 1)
     torch.testing.assert_close(pieces, namespace["y"], rtol=1e-4, atol=1e-5)
-    assert namespace["logits"].shape == (1, 16, 256)
+    assert namespace["logits"].shape == (1, 1, 256)
+    model, tokens = namespace["model"], namespace["tokens"]
+    with torch.no_grad():  # after the rollback, decoding continues after the 17 tokens
+        continued, _ = model(tokens[:, :4], namespace["state"])
+        expected, _ = model(torch.cat([tokens, tokens[:, :4]], 1))
+    torch.testing.assert_close(continued, expected[:, 17:], rtol=1e-4, atol=1e-5)
 
 
 def test_yaml_and_python_define_the_same_stack() -> None:
@@ -72,8 +93,27 @@ def test_yaml_and_python_define_the_same_stack() -> None:
     assert StackSpec.model_validate(data) == python
 
 
+def test_example_mixer_decodes_as_it_trains() -> None:
+    example = run(code_blocks("python")[4])["DecayedDeltaNet"]
+    assert deltazoo.mixers.conformance.error(example(heads=2), "decode") < 1e-9
+    assert deltazoo.mixers.conformance.error(example(heads=2), "init_weights") == 0
+
+
+def test_numbers_of_mixers() -> None:
+    own = [name for name in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, name)[:9] == "deltazoo "]
+    short = [name for name in own if len(inspect.getsource(config_class(name)).splitlines()) <= 40]
+    assert f"{len(own)} in all" in README
+    assert f"{len(short)} of the {len(own)} mixers are configs of at most forty lines" in README
+
+
+def test_links_of_readme_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 20
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
 def test_conformance_reports_the_error_of_the_example_backend() -> None:
-    wrong = run(code_blocks("python")[2])["Doubled"]()
+    wrong = run(code_blocks("python")[5])["Doubled"]()
     spec = deltazoo.UpdateSpec(decay="head", beta="head")
     kit = deltazoo.conformance
     report = kit.compare(wrong, kit.Case(spec, kit.SHAPES["plain"]))
@@ -89,12 +129,12 @@ def test_command_exists(command: str) -> None:
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"make ([a-z-]+)", README))))
 def test_make_target_exists(target: str) -> None:
-    makefile = (Path(deltazoo.__file__).resolve().parent / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 
 def test_stacks_of_the_documentation_build_and_compute_a_loss() -> None:
-    text = (Path(deltazoo.__file__).resolve().parent / "docs" / "stacks.md").read_text()
+    text = (ROOT / "docs" / "stacks.md").read_text()
     examples = code_blocks("yaml", text)
     assert len(examples) == 2
     tokens = torch.arange(10)[None]

@@ -1,0 +1,133 @@
+"""Which kernels compute each mixer on a Hopper GPU; also a Sphinx extension, whose directive `kernel-table` shows it.
+
+`python docs/_ext/kernel_table.py` writes the summary into README.md.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from deltazoo.backends import registry
+from deltazoo.backends.explain import explain
+from deltazoo.mixers.core.config import config_class
+from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+
+DEVICE, WIDTH, SHAPE = "NVIDIA H200", 2048, (8, 4096)
+CONDITIONS = f"{DEVICE}, width {WIDTH}, default fields, bfloat16, {SHAPE[0]} x {SHAPE[1]} tokens, training"
+DECODE = (
+    "* All of a decode step between the projections and the output map is one kernel, or two if value heads share the "
+    "key heads of a convolution."
+)
+BEGIN, END = "<!-- kernels -->", "<!-- /kernels -->"
+
+FAMILIES = {
+    "hopper": "Hopper kernels (Gluon, sm_90), forward and backward",
+    "mixed": "Hopper kernels for a part of the steps, portable or elementwise Triton kernels for the rest",
+    "portable": "portable Triton kernels",
+    "element": "elementwise Triton kernels",
+    "none": "no update kernel: PyTorch code, which torch.compile compiles",
+}
+# Kernels that exist in one version only, for every GPU.
+SHARED = {"gates_kernel", "gate_gradients_kernel", "sum_groups_kernel", "combine_kernel", "zero_tail_kernel"}
+
+
+class MixerKernels(NamedTuple):
+    """The kernels of one mixer: names by direction, in the order of their launches, without repetitions.
+
+    decode: whether a decode step of the whole mixer is one kernel.
+    """
+
+    name: str
+    forward: list[str]
+    backward: list[str]
+    decode: bool
+
+    @property
+    def family(self) -> str:
+        kernels = {kernel for kernel in (*self.forward, *self.backward) if kernel not in SHARED}
+        chunked = {kernel for kernel in kernels if not kernel.startswith("element")}
+        hopper = {kernel for kernel in chunked if kernel.startswith("hopper")}
+        if not kernels:
+            return "none"
+        if not chunked:
+            return "element"
+        return "hopper" if hopper == kernels else "mixed" if hopper else "portable"
+
+
+def mixer_kernels(name: str) -> MixerKernels:
+    """Return the kernels of a registered mixer under CONDITIONS."""
+    with torch.device("meta"):
+        mixer = config_class(name)().build(WIDTH, backend="reference")
+    kernels: dict[str, list[str]] = {"forward": [], "backward": []}
+    for update in mixer.modules():
+        if isinstance(update, Update):
+            meta = update.meta("cuda", torch.bfloat16, grad=True)
+            plan = explain(update.spec, meta, shape=SHAPE, device=DEVICE).plan or ""
+            for direction, found in kernels.items():
+                for line in re.findall(rf"^ *{direction}: +(.*)$", plan, flags=re.MULTILINE):
+                    found += [kernel for kernel in re.findall(r"\w+_kernel", line) if kernel not in found]
+    fused = isinstance(mixer, DeltaMixer) and mixer.decode_fusion() is not None
+    return MixerKernels(name, kernels["forward"], kernels["backward"], fused)
+
+
+def all_mixers() -> list[MixerKernels]:
+    """Return the kernels of every mixer of deltazoo itself."""
+    names = registry.names(registry.MIXERS)
+    return [mixer_kernels(name) for name in names if registry.owner(registry.MIXERS, name).startswith("deltazoo ")]
+
+
+def summary(mixers: list[MixerKernels]) -> str:
+    """Format README's table: the mixers of each family. An asterisk marks a fused decode step."""
+    rows = [f"{CONDITIONS}. {DECODE}", "", "| kernels | mixers |", "| --- | --- |"]
+    for family, about in FAMILIES.items():
+        names = ", ".join(f"`{m.name}`" + "\\*" * m.decode for m in mixers if m.family == family)
+        if names:
+            rows.append(f"| {about} | {names} |")
+    return "\n".join(rows)
+
+
+def insert(text: str, table: str) -> str:
+    """Replace the table between the markers in a page."""
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def rows(mixers: list[MixerKernels]) -> Iterator[list[str]]:
+    """Yield the cells of the site's table: a row for each mixer that has kernels."""
+    for mixer in mixers:
+        if mixer.forward:
+            decode = "fused" if mixer.decode else "update only"
+            yield [f"`{mixer.name}`", *(" → ".join(names) for names in (mixer.forward, mixer.backward)), decode]
+
+
+def setup(app: object) -> dict[str, bool]:
+    from docutils import nodes
+    from sphinx.application import Sphinx
+    from sphinx.util.docutils import SphinxDirective
+
+    class KernelTable(SphinxDirective):
+        def run(self) -> list[nodes.Node]:
+            mixers = all_mixers()
+            head = ["mixer", "forward", "backward", "decode"]
+            table = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * 4, *rows(mixers)]]
+            others = ", ".join(f"`{mixer.name}`" for mixer in mixers if not mixer.forward)
+            text = [
+                f"Conditions: {CONDITIONS}. {DECODE.replace('*', 'Fused:')}",
+                "",
+                *table,
+                "",
+                f"Without an update kernel: {others}.",
+            ]
+            return self.parse_text_to_nodes("\n".join(text))
+
+    assert isinstance(app, Sphinx)
+    app.add_directive("kernel-table", KernelTable)
+    return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    readme.write_text(insert(readme.read_text(), summary(all_mixers())))
