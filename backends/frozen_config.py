@@ -14,10 +14,13 @@ from pydantic_core import PydanticCustomError
 
 from deltazoo.backends.errors import ConfigError, cut, describe_invalid, nearest, unknown_field
 
-ModelMetaclass: Any = type(BaseModel)
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 
-class _RaisesConfigError(ModelMetaclass):  # type: ignore[misc]
+class _RaisesConfigError(ModelMetaclass):
     """Converts the errors of the constructor.
 
     `model_validate` and fields that hold another config do not pass here, so pydantic adds the path of nested fields.
@@ -48,7 +51,7 @@ class FrozenConfig(BaseModel, ABC, metaclass=_RaisesConfigError):
             types = set(_types(cls.model_fields[str(info.field_name)].annotation))
             if types & {int, float} and bool not in types:
                 rule = "an integer" if int in types else "a number"
-                raise PydanticCustomError("bool_as_number", f"Input should be {rule}")  # type: ignore[arg-type]
+                raise PydanticCustomError("bool_as_number", f"Input should be {rule}")
         return value
 
 

@@ -56,7 +56,7 @@ class FilterMixer(Mixer, ABC):
     and `filters` is registered here.
     """
 
-    out: nn.Module  # the last map, which a subclass creates
+    out: nn.Linear  # the last map, which a subclass creates
 
     def __init__(self, width: int) -> None:
         super().__init__()
