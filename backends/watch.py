@@ -67,8 +67,9 @@ def watch() -> Iterator[RunLog]:
     """Record the backend calls and kernel launches inside the block, in all threads.
 
     Backend calls are recorded in eager code only: torch.compile chooses the backend once, during tracing. `str` of the
-    log names the calls that were traced, and says where to look. Launches of the triton backend are recorded whenever Python executes them, so also in compiled graphs and in the backward. A
-    replayed CUDA graph launches its kernels without Python, so nothing is recorded; nor are Inductor's own kernels.
+    log names the calls that were traced, and says where to look. Launches of the triton backend are recorded whenever
+    Python executes them, so also in compiled graphs and in the backward. A replayed CUDA graph launches its kernels
+    without Python, so nothing is recorded; nor are Inductor's own kernels.
     """
     log = RunLog()
     _active_logs.append(log)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from deltazoo.backends import registry
 from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError, DeltazooError, UnknownNameError
+from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.table import Table, group, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_bytes, time_interleaved, time_once
@@ -28,7 +29,7 @@ OURS = "deltazoo"  # the model with the default backends
 _PHASES: dict[Direction, str] = {"backward": "training", "forward": "prefill", "decode": "decoding"}
 
 
-class ModelBenchConfig(BaseModel):
+class ModelBenchConfig(FrozenConfig):
     """Settings of a benchmark of models.
 
     Args:
@@ -41,8 +42,6 @@ class ModelBenchConfig(BaseModel):
         seconds: approximate time limit per model and direction.
         seed: random seed of the weights and tokens.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch: int = Field(default=1, ge=1)
     length: int = Field(default=512, ge=2)
