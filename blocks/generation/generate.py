@@ -141,9 +141,7 @@ class Decoder:
                 f"a prompt of {tokens_BT.shape[1]} tokens exceeds the decoder's capacity of {self.capacity}"
             )
         if self.compile and self._layout != _layout(self.model):
-            raise StateError(
-                "the model's dtypes, shapes and devices must stay those of the compiled decoder, got others"
-            )
+            raise StateError("the model must keep the dtypes, shapes and devices of the compiled decoder, got others")
         rollback_(self.state, self.model.init_state(self.batch, self.capacity))
         x_BTD, new_state = self.model.features(tokens_BT, self.state, Context(mask=mask_BT))
         _copy_new_tensors(self.state, new_state)
