@@ -50,5 +50,6 @@ def test_site_builds_without_warnings_and_has_every_public_name(tmp_path: Path) 
     assert main([*arguments, str(ROOT / "docs"), str(tmp_path / "site")]) == 0
     assert list(check_links.broken_links(tmp_path / "site")) == []
     page = (tmp_path / "site" / "api" / "deltazoo.html").read_text()
-    missing = [name for name in deltazoo.__all__ if f'id="deltazoo.{name}"' not in page]
+    names = set(deltazoo.__all__) - {"conformance"}  # a module with a page of its own
+    missing = sorted(name for name in names if f'id="deltazoo.{name}"' not in page)
     assert missing == []
