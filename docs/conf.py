@@ -24,7 +24,7 @@ extensions = [
     "repository_links",
 ]
 exclude_patterns = ["_ext"]
-nitpicky = False  # annotations name classes of torch and pydantic, whose inventories are not on this machine
+nitpicky = False  # annotations name classes of torch and pydantic, whose inventories an offline build cannot load
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
