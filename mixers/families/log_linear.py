@@ -51,8 +51,9 @@ class LogLinearConfig(FilterConfig, ABC):
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "LogLinearMixer":
         shape = self.shape(width).validated()
+        parts = self.parts(shape)  # before the update: `init_weights` draws in this order
         update = LogLinearUpdate(shape, self.level_spec(), self.levels)
-        return LogLinearMixer(shape, self.parts(shape), update, backend, self.name)
+        return LogLinearMixer(shape, parts, update, backend, self.name)
 
     def recurrence_flops(self, width: int) -> int:
         return self.levels * update_flops(self.level_spec(), self.shape(width))
@@ -74,7 +75,7 @@ class LogLinearMixer(Mixer):
         self.project = parts.projection
         self.operands = nn.ModuleDict(parts.operands)
         self.outputs = nn.ModuleDict(parts.outputs)
-        self.update = update  # created after the parts, and initialised in the order of registration
+        self.update = update
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
         for module in self.modules():
             if isinstance(module, HasBackend):
