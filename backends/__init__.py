@@ -13,6 +13,7 @@ _MODULES = by_name(
         "deltazoo.backends.devices": ["DeviceSpec"],
         "deltazoo.backends.errors": [
             "ConfigError",
+            "ConfigWarning",
             "DeltazooError",
             "DeviceError",
             "DtypeError",

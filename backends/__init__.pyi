@@ -7,6 +7,7 @@ from deltazoo.backends.base import state_dtype as state_dtype
 from deltazoo.backends.compile import CompileBackend as CompileBackend
 from deltazoo.backends.devices import DeviceSpec as DeviceSpec
 from deltazoo.backends.errors import ConfigError as ConfigError
+from deltazoo.backends.errors import ConfigWarning as ConfigWarning
 from deltazoo.backends.errors import DeltazooError as DeltazooError
 from deltazoo.backends.errors import DeviceError as DeviceError
 from deltazoo.backends.errors import DtypeError as DtypeError
