@@ -8,6 +8,7 @@ import pytest
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.benchmark import BenchConfig
+from deltazoo.backends.measure.table import three_digits
 from deltazoo.blocks.generation.completion import Sampling, complete, load_for_completion
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import demo as demo_module
@@ -46,9 +47,9 @@ def test_the_report_holds_the_figures_of_the_run(finished):
     for training in result.trainings.values():
         assert f"{training.validation_bits:.3f}" in report
         assert f"{training.parameters:,}" in report
-    for row in result.benchmark.rows:
-        assert f"| {' | '.join(row.cells())} |" in report
-        assert f"{row.median_ms:.3g}" in row.cells()
+    for row, cells in zip(result.benchmark.timed, result.benchmark.table().rows, strict=True):
+        assert f"| {' | '.join(cells)} |" in report
+        assert three_digits(row.median_ms) in cells
     assert result.completion.prompt + result.completion.text in report
     assert result.environment.line() in report
     assert "seed 0" in report

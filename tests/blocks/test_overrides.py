@@ -74,7 +74,10 @@ ERRORS = [
     ("width.x=3", "width.x: 'x' cannot be set in 64, which has no fields"),
     ("layers.swa.window=0", "layers.swa.window must be at least 1, got 0"),
     ("swa.window=3", "swa.window: 'swa' is a layer; write layers.swa.window=3"),
-    ("layers.swa.window", "a setting must be PATH=VALUE, such as layers.swa.window=1024, got 'layers.swa.window'"),
+    (
+        "layers.swa.window",
+        "a setting must be PATH=VALUE, such as layers.sliding_window.window=1024, got 'layers.swa.window'",
+    ),
     ("layers..window=3", "a setting must be PATH=VALUE"),
     ("width=[1", "width=[1: the value is not YAML"),
 ]

@@ -28,6 +28,12 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print as to a pipe, without wrapping: some test runners set COLUMNS for their workers."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def run() -> Callable[..., Result]:
     """Run a command."""
