@@ -14,6 +14,8 @@ from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueR
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 from deltazoo.backends.torch_ext.wide_product import add_product_
+from deltazoo.backends.triton import cross_entropy as kernel
+from deltazoo.backends.watch import RunRecord, is_watched, record_run
 
 IGNORE_INDEX = -100
 Reduction = Literal["mean", "sum", "none"]
@@ -158,6 +160,11 @@ def _linear_cross_entropy(
 
 def _losses_(rows: _Rows, options: _Options, losses_R: Tensor, gradients: bool) -> None:
     """Store the losses. With `gradients` overwrite the logits by the gradients of the products x W^T."""
+    if kernel.is_supported(rows.logits_RL):
+        kernel.losses_(*rows, losses_R, gradients, options.ignore_index, options.z_loss, options.cap)
+        return
+    if is_watched():
+        record_run(RunRecord("torch", "cross entropy"))
     for block, out_R in _blocks(rows, losses_R):
         _block_losses_(block, options, out_R, gradients)
 

@@ -12,9 +12,9 @@ class RunRecord(NamedTuple):
     """One call of a backend, or one launch of a kernel.
 
     Args:
-        backend: name of the backend; "torch" for a short convolution in plain torch.
-        name: "update", "step", "verify", "commit", "fused step" or "short conv" for a call, the kernel's name for a
-            launch.
+        backend: name of the backend; "torch" for a short convolution or a cross entropy in plain torch.
+        name: "update", "step", "verify", "commit", "fused step", "short conv" or "cross entropy" for a call, the
+            kernel's name for a launch.
         programs, warps: the launch's grid size and warps per program; 0 for a call.
     """
 

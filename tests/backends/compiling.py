@@ -13,7 +13,7 @@ from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
 from deltazoo.backends.triton.plan import Plan, Problem, make_plan
 
-FLOATS = ("scale",)  # other scalar arguments are int32
+FLOATS = ("scale", "z_loss", "cap")  # other scalar arguments are int32
 NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip

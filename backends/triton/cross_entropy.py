@@ -1,0 +1,42 @@
+"""Launch of the cross entropy kernel on the logits of a chunk of tokens. Triton is imported when it first runs."""
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.devices import installed_triton
+from deltazoo.backends.triton.config import power_of_two
+from deltazoo.backends.triton.limits import current_limits
+
+BLOCK = 4096  # columns that a program loads at once; 16 per thread
+WARPS = 8
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_supported(logits: Tensor) -> bool:
+    """Whether the kernel runs on these logits: on an NVIDIA GPU that Triton supports, not in float64."""
+    if logits.device.type != "cuda" or logits.dtype not in _DTYPES or not installed_triton():
+        return False
+    with torch.cuda.device_of(logits):
+        return not current_limits(False)[0]
+
+
+def losses_(
+    logits_RL: Tensor, targets_R: Tensor, scale_R: Tensor | None, losses_R: Tensor, gradients: bool,
+    ignore_index: int, z_loss: float | None, cap: float | None,
+) -> None:  # fmt: skip
+    """Store the losses. With `gradients` overwrite the logits by the gradients of scale_r loss_r; scale = None is 1.
+
+    Args: logits_RL: [R, L] with contiguous rows; losses_R: [R] float32.
+    """
+    from deltazoo.backends.triton.kernels.cross_entropy import LossTraits, cross_entropy_kernel
+    from deltazoo.backends.triton.launcher import launcher
+
+    R, L = logits_RL.shape
+    assert logits_RL.stride(1) == 1
+    block = min(BLOCK, power_of_two(L))
+    has = (cap is not None, z_loss is not None, scale_R is not None)
+    traits = LossTraits(L, logits_RL.stride(0), block, *has, gradients)
+    tensors = (logits_RL, targets_R.contiguous(), None if scale_R is None else scale_R.contiguous(), losses_R)
+    with torch.cuda.device_of(logits_RL):
+        run = launcher(cross_entropy_kernel, tensors, traits, WARPS)
+        run(R, ignore_index, z_loss or 0.0, cap or 0.0)
