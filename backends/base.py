@@ -36,13 +36,14 @@ class UpdateInputs(NamedTuple):
             log_decay.
         beta: [B, T, HV] with beta="head". In (0, 1), also for negative eigenvalues, where the lowering doubles it.
             With EFLA or Longhorn any step size > 0.
-        erase, write: [B, T, HV, K] and [B, T, HV, V] with beta="channel".
+        erase, write: [B, T, HV, K] and [B, T, HV, V] with beta="channel"; an additive transition has no erase.
         erase_key: [B, T, H, K] with erase_key="own".
         a, b: [B, T, HV, K] with transition="dplr", which adds b_t (a_t^T S_{t-1}).
         state: initial state [B, HV, K, V], or [N, HV, K, V] for packed sequences; None means zeros. dtype as
             log_decay.
         cu_seqlens: [N + 1] int32, the boundaries of N sequences packed along T; then B = 1. Rows after cu_seqlens[-1]
-            get zeros in o and in every gradient. (On a CPU outside torch.compile, cu_seqlens[-1] must be T.)
+            get zeros in o and in every gradient. (`update` on a CPU outside torch.compile demands that
+            cu_seqlens[-1] is T; a backend must not rely on it.)
     """
 
     q: Tensor

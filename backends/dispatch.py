@@ -94,7 +94,7 @@ class BoundUpdate:
             return backend.verify_(self.spec, inputs, states, slots)
 
     def commit_(self, draft: Draft, states: Tensor, slots: Tensor | None, accepted: Tensor) -> None:
-        """Advance each state in place by its row's first `accepted` drafted tokens, as as many calls of `step_` would.
+        """Advance each state in place by its row's first `accepted` drafted tokens, like that many calls of `step_`.
 
             states[slot_b] = S_m of row b, with m = accepted[b]
 

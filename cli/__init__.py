@@ -63,4 +63,5 @@ def options(
 
 def main() -> None:
     """Run the `deltazoo` command."""
+    sys.path.append("")  # "module:Class" may name a file of the current folder; installed packages take precedence
     sys.exit(run(app))

@@ -11,6 +11,7 @@ from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.mixer import MixerConfig
 
 WIDTH = 1024
+BACKENDS = ("compile", "reference")
 EQUATION = "its equation, token by token in float64"
 
 # The independent implementation that each mixer is tested against in tests/mixers.
@@ -75,7 +76,7 @@ class ZooEntry(BaseModel):
     Args:
         about: the summary of the config's docstring.
         state: state bytes per sequence; cache: cache bytes per token; flops: FLOPs per token in the forward pass.
-        backends: those that support the update on the CPU.
+        backends: those of deltazoo that support the update on the CPU.
         lines: length of the file of the mixer.
     """
 
@@ -123,7 +124,7 @@ def _zoo_entry(entry: MixerEntry) -> ZooEntry:
         state=cost.state_bytes,
         cache=cost.cache_bytes,
         flops=cost.flops,
-        backends=[row.backend for row in backends if row.chosen or _can_run(row.reasons)],
+        backends=[row.backend for row in backends if row.backend in BACKENDS and (row.chosen or _can_run(row.reasons))],
         source=config_type.source,
         oracle=ORACLES.get(entry.name, ""),
         lines=_line_count(config_type),

@@ -29,6 +29,24 @@ def test_python_m_deltazoo_is_the_command(tmp_path):
     assert process.stderr.startswith("deltazoo: unknown preset 'no-such-preset'")
 
 
+SCRIPT = """
+import sys
+from deltazoo.cli import main
+sys.path.remove("")  # a script has its own folder there
+try:
+    main()
+except SystemExit:
+    import near
+"""
+
+
+def test_the_script_finds_a_module_of_the_current_folder(tmp_path):
+    (tmp_path / "near.py").write_text("print('found')")
+    command = [sys.executable, "-c", SCRIPT, "--version"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "found"
+
+
 def test_version_prints_the_versions_of_what_computes(ok):
     lines = ok("--version").out.splitlines()
     assert lines[0] == f"deltazoo {deltazoo.__version__}"
