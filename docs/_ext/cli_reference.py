@@ -22,11 +22,23 @@ def reference() -> Iterator[str]:
     group: Any = typer.main.get_command(commands)
     for name, command in sorted(group.commands.items()):
         yield from ("", name, "-" * len(name), "")
-        yield from (f".. code-block:: console\n\n   $ {_usage(name, command)}", "", escape(command.help or ""), "")
+        yield from (f".. code-block:: console\n\n   $ {_usage(name, command)}", "")
+        for paragraph in (command.help or "").split("\n\n"):
+            yield from (*_paragraph(paragraph), "")
         for parameter in command.params:
             if not parameter.hidden if hasattr(parameter, "hidden") else True:
                 yield _parameter(parameter)
         yield ""
+
+
+def _paragraph(text: str) -> Iterator[str]:
+    """Yield a paragraph of a help text; one that begins with \\b keeps its lines."""
+    if not text.startswith("\b\n"):
+        yield escape(text)
+        return
+    for line in text.splitlines()[1:]:
+        indent = len(line) - len(line.lstrip())
+        yield f"| {' ' * indent}{escape(line)}"
 
 
 def _usage(name: str, command: Any) -> str:
