@@ -82,7 +82,7 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
         checkpoint = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
     except Exception as error:  # the type of torch's error depends on the damage
         raise ConfigError(f"{folder / CHECKPOINT} cannot be read: it is damaged or not a checkpoint") from error
-    _check_has(folder / CHECKPOINT, checkpoint, ("model", "optimizer", "step", "points", "rng"))
+    _check_has(folder / CHECKPOINT, checkpoint, tuple(_CHECKPOINT_TYPES))
     _check_has(folder / SETTINGS, settings, ("text", "train"))
     _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))
     _check_types(folder / CHECKPOINT, checkpoint, _CHECKPOINT_TYPES)
@@ -127,7 +127,15 @@ def load_model(
     return model.to(usable_device(device)).eval()
 
 
-_CHECKPOINT_TYPES = {"model": dict, "optimizer": dict, "step": int, "points": list, "rng": torch.Tensor}
+_CHECKPOINT_TYPES = {
+    "model": dict,
+    "optimizer": dict,
+    "step": int,
+    "points": list,
+    "recent": list,
+    "rng": torch.Tensor,
+    "cuda_rng": torch.Tensor | None,
+}
 
 
 def _check_types(path: Path, data: dict[str, Any], types: Mapping[str, Any]) -> None:

@@ -9,11 +9,11 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.frozen_config import FrozenConfig
+from deltazoo.backends.frozen_config import FrozenConfig, describe_errors
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.blocks.compilation import compile_layers, run_eagerly
 from deltazoo.blocks.losses import Losses
@@ -212,6 +212,13 @@ class _Step(NamedTuple):
     gradient_norm: float
 
 
+class _Figures(BaseModel):
+    """The figures in a checkpoint: the points, and the steps since the last point."""
+
+    points: list[Point]
+    recent: list[_Step]
+
+
 class _Run:
     """The state of a training run after `step` steps."""
 
@@ -288,11 +295,15 @@ class _Run:
         checkpoint.load_weights(self.model, saved)
         checkpoint.load_optimizer(self.optimizer, saved)
         self.step = saved["step"]
-        self.points = [Point(**point) for point in saved["points"]]
-        self.recent = [_Step(**step) for step in saved.get("recent", ())]
-        torch.set_rng_state(saved["rng"])
-        if self.device.type == "cuda" and saved["cuda_rng"] is not None:  # None: the run was on another device
-            torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
+        try:
+            figures = _Figures(points=saved["points"], recent=saved["recent"])
+            torch.set_rng_state(saved["rng"])
+            if self.device.type == "cuda" and saved["cuda_rng"] is not None:  # None: the run was on another device
+                torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
+        except (ValidationError, TypeError, RuntimeError) as error:  # torch raises the latter two for a wrong state
+            problem = describe_errors((), error) if isinstance(error, ValidationError) else error
+            raise ConfigError(f"{checkpoint.CHECKPOINT} is not from a training run: {problem}") from error
+        self.points, self.recent = figures.points, figures.recent
 
     def state(self) -> dict[str, Any]:
         """Return everything that `restore` needs."""

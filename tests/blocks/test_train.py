@@ -244,6 +244,12 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
         ({"model": 3}, "model must have the type dict, got 3"),
         ({"model": {"x": 1}}, "the weights must be those of stack.yaml"),
         ({"optimizer": {}}, "the optimizer's state must be that of the weights of stack.yaml"),
+        ({"recent": "zzz"}, "recent must have the type list, got 'zzz'"),
+        ({"recent": ["zzz"]}, r"checkpoint\.pt is not from a training run: recent\.0 must be .*, got 'zzz'"),
+        ({"recent": [{"bits": "zzz"}]}, r"recent\.0\.bits must be a number.*, got 'zzz'"),
+        ({"points": [3]}, r"points\.0 must be a mapping.*, got 3"),
+        ({"cuda_rng": "zzz"}, r"cuda_rng must have the type torch\.Tensor \| None, got 'zzz'"),
+        ({"rng": torch.zeros(3)}, r"checkpoint\.pt is not from a training run: RNG state"),
     ],
 )
 def test_an_edited_checkpoint_is_reported(text, uninterrupted, tmp_path, edit, message):
@@ -251,6 +257,17 @@ def test_an_edited_checkpoint_is_reported(text, uninterrupted, tmp_path, edit, m
         (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
     torch.save({**torch.load(uninterrupted[0] / CHECKPOINT), **edit}, tmp_path / CHECKPOINT)
     with pytest.raises(ConfigError, match=message):
+        resume(tmp_path, text)
+
+
+@pytest.mark.parametrize("key", ["recent", "cuda_rng"])
+def test_a_checkpoint_without_a_key_is_reported(text, uninterrupted, tmp_path, key):
+    for name in (STACK, SETTINGS):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    saved = _checkpoint(uninterrupted[0])
+    del saved[key]
+    torch.save(saved, tmp_path / CHECKPOINT)
+    with pytest.raises(ConfigError, match=rf"checkpoint\.pt is not from a training run: it has no {key}"):
         resume(tmp_path, text)
 
 
