@@ -92,7 +92,10 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
 
 
 def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint into a model. Raises: ConfigError: they belong to another stack."""
+    """Load the weights of a checkpoint into a model.
+
+    Raises: ConfigError: they belong to another stack, or have another dtype, which torch would convert silently.
+    """
     try:
         model.load_state_dict(checkpoint["model"])
     except RuntimeError as error:
@@ -100,6 +103,10 @@ def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
         raise ConfigError(f"the weights must be those of {STACK}, got others: {first}") from error
     except Exception as error:  # the entries are no tensors
         raise ConfigError(f"the weights must be those of {STACK}: {error}") from error
+    for name, weight in model.state_dict().items():
+        dtype = checkpoint["model"][name].dtype
+        if dtype != weight.dtype:
+            raise ConfigError(f"{name} in {CHECKPOINT} must be {weight.dtype} like the model, got {dtype}")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:

@@ -372,6 +372,18 @@ def test_weights_that_are_nan_are_refused(text, tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
+def test_weights_of_another_dtype_are_refused(text, uninterrupted, tmp_path, dtype):
+    for name in (STACK, SETTINGS):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    saved = _checkpoint(uninterrupted[0])
+    saved["model"]["embedding.weight"] = saved["model"]["embedding.weight"].to(dtype)
+    torch.save(saved, tmp_path / CHECKPOINT)
+    for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
+        with pytest.raises(ConfigError, match=rf"embedding\.weight .* must be torch\.float32 .*, got {dtype}"):
+            read()
+
+
 def test_a_vocabulary_below_256_is_refused(text):
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)")
     with pytest.raises(ConfigError, match="vocab must be at least 256 to train on bytes, got 100"):
