@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError, cut
+from deltazoo.backends.errors import ConfigError, PatternError, cut
 from deltazoo.backends.output_path import output_folder
 from deltazoo.blocks import document
+from deltazoo.blocks.inspect.diff import diff
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
@@ -70,7 +71,7 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     refused.
 
     Args: trust: allow "module:Class" names, as for `StackSpec.load`.
-    Raises: ConfigError.
+    Raises: ConfigError: a file is missing or damaged, or the stack is not the one that was trained.
     """
     missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
     if missing:
@@ -86,6 +87,7 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     _check_has(folder / SETTINGS, settings, ("text", "train"))
     _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))
     _check_types(folder / CHECKPOINT, checkpoint, _CHECKPOINT_TYPES)
+    _check_stack(folder, spec, checkpoint, trust)
     _check_types(folder / SETTINGS, settings, {"train": dict})
     _check_types(folder / SETTINGS, settings["text"], {"path": str | None, "digest": str, "source": str})
     return spec, settings, checkpoint
@@ -143,6 +145,23 @@ _CHECKPOINT_TYPES = {
     "rng": torch.Tensor,
     "cuda_rng": torch.Tensor | None,
 }
+
+
+def _check_stack(folder: Path, spec: StackSpec, checkpoint: dict[str, Any], trust: bool) -> None:
+    """Raise ConfigError if `spec` is not the stack of the checkpoint: equal weights may belong to another model."""
+    path = folder / CHECKPOINT
+    if "stack" not in checkpoint:  # written before checkpoints held it
+        return
+    _check_types(path, checkpoint, {"stack": dict})
+    if not trust:
+        refuse_untrusted(checkpoint["stack"], path)
+    try:
+        trained = StackSpec(**checkpoint["stack"])
+    except (ConfigError, PatternError) as error:
+        raise ConfigError(f"{path} is not from a training run: stack: {error}") from error
+    if trained != spec:
+        changed = ", ".join(difference.path for difference in diff(trained, spec).differences)
+        raise ConfigError(f"{folder / STACK} must be the stack that was trained, got other values of {changed}")
 
 
 def _check_types(path: Path, data: dict[str, Any], types: Mapping[str, Any]) -> None:

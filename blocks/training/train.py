@@ -223,7 +223,7 @@ class _Run:
     """The state of a training run after `step` steps."""
 
     def __init__(self, spec: StackSpec, text: Text, config: TrainConfig) -> None:
-        self.config, self.text, self.step = config, text, 0
+        self.spec, self.text, self.config, self.step = spec, text, config, 0
         if spec.vocab < BYTES:
             raise ConfigError(f"vocab must be at least {BYTES} to train on bytes, got {spec.vocab}")
         self.device = usable_device(config.device)
@@ -308,6 +308,7 @@ class _Run:
     def state(self) -> dict[str, Any]:
         """Return everything that `restore` needs."""
         return {
+            "stack": self.spec.model_dump(mode="json"),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,

@@ -226,6 +226,7 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
     for name in (STACK, SETTINGS, CHECKPOINT):
         (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
     (tmp_path / STACK).write_text((tmp_path / STACK).read_text().replace(f"width: {SPEC.width}", "width: 64"))
+    torch.save({key: value for key, value in _checkpoint(tmp_path).items() if key != "stack"}, tmp_path / CHECKPOINT)
     for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
         with pytest.raises(ConfigError, match=r"the weights must be those of stack\.yaml, got others: size mismatch"):
             read()
@@ -237,6 +238,33 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
         load_model(tmp_path)
 
 
+def test_a_stack_that_was_changed_after_the_training_is_refused(text, tmp_path):
+    spec = SPEC.model_copy(update={"pattern": "sliding_window(heads=1, window=16)"})
+    train(spec, text, CONFIG, tmp_path, until=1)
+    loaded = load_model(tmp_path)
+    stack = (tmp_path / STACK).read_text()
+    (tmp_path / STACK).write_text(stack.replace("window=16", "window=8"))
+    for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text, until=2)):
+        with pytest.raises(
+            ConfigError, match=r"stack\.yaml must be the stack that was trained, got other values of pattern"
+        ):
+            read()
+    (tmp_path / STACK).write_text(stack)
+    saved = _checkpoint(tmp_path)
+    torch.save({key: value for key, value in saved.items() if key != "stack"}, tmp_path / CHECKPOINT)
+    assert load_model(tmp_path).spec == loaded.spec == spec  # a checkpoint that was written without its stack
+
+
+def test_the_stack_in_a_checkpoint_imports_no_code(text, uninterrupted, tmp_path):
+    for name in (STACK, SETTINGS):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    saved = _checkpoint(uninterrupted[0])
+    saved["stack"]["backend"] = "module_of_a_stranger:Backend"
+    torch.save(saved, tmp_path / CHECKPOINT)
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt: backend: .* would import and run the code"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -244,6 +272,8 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
         ({"model": 3}, "model must have the type dict, got 3"),
         ({"model": {"x": 1}}, "the weights must be those of stack.yaml"),
         ({"optimizer": {}}, "the optimizer's state must be that of the weights of stack.yaml"),
+        ({"stack": 3}, "stack must have the type dict, got 3"),
+        ({"stack": {"width": 0}}, r"checkpoint\.pt is not from a training run: stack: width must be at least 1"),
         ({"recent": "zzz"}, "recent must have the type list, got 'zzz'"),
         ({"recent": ["zzz"]}, r"checkpoint\.pt is not from a training run: recent\.0 must be .*, got 'zzz'"),
         ({"recent": [{"bits": "zzz"}]}, r"recent\.0\.bits must be a number.*, got 'zzz'"),
