@@ -8,7 +8,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.check import check_integer
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.errors import ConfigError, ValueRangeError
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training.text import BYTES, Batch, Text, covering_crops, even_crops, load_text
 
@@ -52,7 +52,7 @@ def evaluate(
         batches: number of batches of evenly spaced windows; None: consecutive windows that cover the validation part,
             except for a rest shorter than a window.
     Raises: ConfigError: the text is too short, or the vocabulary of the model has fewer than 256 tokens; OSError: the
-        text cannot be read.
+        text cannot be read; ValueRangeError: a weight is NaN, so that the cross entropy is not finite.
     """
     if model.spec.vocab < BYTES:
         raise ConfigError(f"vocab must be at least {BYTES} to evaluate on bytes, got {model.spec.vocab}")
@@ -69,7 +69,10 @@ def evaluate(
         entropies, weights = zip(*(_cross_entropy(model, crop) for crop in crops), strict=True)
     finally:
         model.train(was_training)
-    return Evaluation(bits_per_byte=fmean(entropies, weights) / math.log(2), bytes=sum(weights), source=text.source)
+    bits = fmean(entropies, weights) / math.log(2)
+    if not math.isfinite(bits):
+        raise ValueRangeError(f"the cross entropy must be finite, got {bits}: check the model's weights")
+    return Evaluation(bits_per_byte=bits, bytes=sum(weights), source=text.source)
 
 
 @torch.no_grad()

@@ -61,6 +61,14 @@ def test_evaluation_restores_the_mode_of_the_model_and_refuses_a_small_vocabular
         deltazoo.evaluate(model, text_file, batches=0)
 
 
+def test_evaluation_refuses_weights_that_are_nan(trained, text_file):
+    model = deltazoo.load(trained[0], backend="reference")
+    with torch.no_grad():
+        model.stack.norm.weight[3] = float("nan")
+    with pytest.raises(deltazoo.DeltazooError, match="the cross entropy must be finite, got nan: check the model's"):
+        deltazoo.evaluate(model, text_file, length=12)
+
+
 def test_training_in_two_parts_equals_training_at_once(trained, text_file, tmp_path):
     deltazoo.train(SPEC, tmp_path / "half", load_text(text_file), CONFIG, until=3)
     resumed = deltazoo.resume(tmp_path / "half")
