@@ -71,7 +71,8 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     refused.
 
     Args: trust: allow "module:Class" names, as for `StackSpec.load`.
-    Raises: ConfigError: a file is missing or damaged, or the stack is not the one that was trained.
+    Raises: ConfigError: a file is missing or damaged, a weight is NaN or infinite, or the stack is not the one that was
+        trained.
     """
     missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
     if missing:
@@ -87,6 +88,7 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     _check_has(folder / SETTINGS, settings, ("text", "train"))
     _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))
     _check_types(folder / CHECKPOINT, checkpoint, _CHECKPOINT_TYPES)
+    _check_finite(folder / CHECKPOINT, checkpoint["model"])
     _check_stack(folder, spec, checkpoint, trust)
     _check_types(folder / SETTINGS, settings, {"train": dict})
     _check_types(folder / SETTINGS, settings["text"], {"path": str | None, "digest": str, "source": str})
@@ -125,14 +127,11 @@ def load_model(
     """Build the model of a checkpoint with its weights, in evaluation mode.
 
     Args: trust: as for `StackSpec.load`.
-    Raises: ConfigError: also if a weight is NaN or infinite; UnknownNameError.
+    Raises: ConfigError; UnknownNameError.
     """
     spec, _, checkpoint = load(Path(folder), trust)
     model = spec.build(backend=backend)
     load_weights(model, checkpoint)
-    invalid = [name for name, weight in model.state_dict().items() if not bool(weight.isfinite().all())]
-    if invalid:
-        raise ConfigError(f"the weights in {Path(folder) / CHECKPOINT} must be finite, got NaN or inf in {invalid[0]}")
     return model.to(usable_device(device)).eval()
 
 
@@ -145,6 +144,13 @@ _CHECKPOINT_TYPES = {
     "rng": torch.Tensor,
     "cuda_rng": torch.Tensor | None,
 }
+
+
+def _check_finite(path: Path, weights: dict[str, Any]) -> None:
+    """Raise ConfigError if a weight is NaN or infinite."""
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor) and not bool(weight.isfinite().all()):
+            raise ConfigError(f"the weights in {path} must be finite, got NaN or inf in {name}")
 
 
 def _check_stack(folder: Path, spec: StackSpec, checkpoint: dict[str, Any], trust: bool) -> None:

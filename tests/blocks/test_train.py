@@ -398,8 +398,9 @@ def test_weights_that_are_nan_are_refused(text, tmp_path):
     saved = _checkpoint(tmp_path)
     saved["model"]["stack.norm.weight"][3] = float("nan")
     torch.save(saved, tmp_path / CHECKPOINT)
-    with pytest.raises(ConfigError, match=r"checkpoint\.pt must be finite, got NaN or inf in stack\.norm\.weight"):
-        load_model(tmp_path)
+    for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt must be finite, got NaN or inf in stack\.norm\.weight"):
+            read()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
