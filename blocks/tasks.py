@@ -62,7 +62,7 @@ def resume(
     Args:
         text: the text of the run; None reads it again from its path.
         until, progress, trust: as for `train`.
-        changes: new values of the settings "steps", "device" and "backend", which the folder keeps.
+        changes: new values of the settings "steps", "device", "backend" and "compile", which the folder keeps.
     Raises: ConfigError: the checkpoint is invalid or of another text; OSError: the text cannot be read.
     """
     read = None if text is None else _text(text)

@@ -27,8 +27,8 @@ def command(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Continue the run in this folder, with its stack and settings. Only --steps, --device and --backend "
-            "can change.",
+            help="Continue the run in this folder, with its stack and settings. Only --steps, --device, --backend and "
+            "--compile can change.",
         ),
     ] = None,
     until: Annotated[
@@ -74,10 +74,13 @@ def command(
 
     fields = deltazoo.TrainConfig.model_fields
     settings = {name: context.params[name] for name in fields if context.params.get(name) is not None}
-    fixed = {name: value for name, value in settings.items() if name not in RESUMABLE}
-    conflict = stack or out or fixed
-    if resume is not None and conflict:
-        raise typer.BadParameter(f"--resume takes stack and settings from the checkpoint, got {conflict}")
+    if resume is not None:
+        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+        fixed = [name for name in ("out", *settings) if context.params[name] is not None and name not in RESUMABLE]
+        conflicts = [*([stack] if stack else []), *(flags[name] for name in fixed)]
+        if conflicts:
+            got = ", ".join(conflicts)
+            raise typer.BadParameter(f"--resume takes stack, folder and settings from the checkpoint, got {got}")
     try:
         with progress() as report_progress:
             if resume is not None:

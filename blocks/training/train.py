@@ -25,7 +25,7 @@ from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_t
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.initialization import no_weight_decay
 
-RESUMABLE = frozenset({"steps", "device", "backend"})  # settings that a resumed run can change
+RESUMABLE = frozenset({"steps", "device", "backend", "compile"})  # settings that a resumed run can change
 
 
 class TrainConfig(FrozenConfig):

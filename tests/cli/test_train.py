@@ -45,6 +45,14 @@ def test_until_and_resume_equal_an_uninterrupted_run(ok, stack_file, text_file, 
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
+def test_a_resumed_run_can_stop_compiling(ok, stack_file, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", lambda model: model)
+    options = ("--length", 8, "--batch", 2, "--backend", "reference", "--steps", 2)
+    ok("train", stack_file, "--text", text_file, "--out", tmp_path, *options, "--until", 1)
+    monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", lambda model: pytest.fail("it was compiled"))
+    assert ok("train", "--resume", tmp_path, "--no-compile", "--json").json["config"]["compile"] is False
+
+
 def test_the_last_line_holds_the_last_validation_loss(ok, folder):
     result = ok("train", "--resume", folder, "--json").json
     printed = ok("train", "--resume", folder).out
