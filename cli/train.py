@@ -65,7 +65,7 @@ def command(
 ) -> None:
     """Train a stack on the bytes of a text. Losses are in bits per byte; checkpoints resume bit for bit.
 
-    Ctrl-C and SIGTERM save a checkpoint and print the command that continues the run.
+    Ctrl-C and SIGTERM save a checkpoint and print the command that continues the run, also with --json.
     """
     let_idle_threads_sleep()
     import deltazoo
@@ -95,6 +95,9 @@ def command(
         options = ["--resume", str(interrupted.folder), *(["--until", str(until)] if until else [])]
         continuation = shlex.join(["deltazoo", "train", *options, *(["--trust"] if trust else [])])
         print_note(f"stopped by {interrupted}; continue with: {continuation}")
+        if as_json:
+            interruption = {"message": str(interrupted), "step": interrupted.step, "folder": str(interrupted.folder)}
+            print_json({"interrupted": {**interruption, "continue": continuation}})
         raise typer.Exit(128 + interrupted.signum) from interrupted
     if as_json:
         print_json(training)

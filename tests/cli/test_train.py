@@ -119,6 +119,18 @@ def test_a_signal_prints_the_command_that_continues(run, ok, stack_file, text_fi
     assert "after 7 steps" in ok(*shlex.split(continuation)[1:], "--steps", 7, "--device", "cpu").out
 
 
+def test_a_signal_prints_one_json_document(run, stack_file, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda _: signal.raise_signal(signal.SIGINT))
+    result = run("train", stack_file, "--text", text_file, "--out", tmp_path, "--steps", 6, *QUICK, "--json")
+    assert result.code == 128 + signal.SIGINT
+    assert result.json["interrupted"] == {
+        "message": f"SIGINT after step 0; checkpoint in {tmp_path}",
+        "step": 0,
+        "folder": str(tmp_path),
+        "continue": f"deltazoo train --resume {tmp_path}",
+    }
+
+
 def test_generate_says_that_it_compiles(ok, folder, monkeypatch):
     compiled = []
     monkeypatch.setattr("deltazoo.blocks.generation.generate._compiled_step", lambda _: compiled.append(1) or _step)
