@@ -7,6 +7,7 @@ from statistics import fmean
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from deltazoo.backends.allocation import sizes_in_memory_errors
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import ConfigError, ValueRangeError
 from deltazoo.blocks.stack import LanguageModel
@@ -59,16 +60,17 @@ def evaluate(
     for name, value in (("length", length), ("batch", batch), ("batches", 1 if batches is None else batches)):
         check_integer(name, value)
     text = text if isinstance(text, Text) else load_text(text)
-    if batches is None:
-        crops = covering_crops(text.validation, batch, length)
-    else:
-        crops = even_crops(text.validation, batch, length, batches)
-    was_training = model.training
-    try:
-        model.eval()
-        entropies, weights = zip(*(_cross_entropy(model, crop) for crop in crops), strict=True)
-    finally:
-        model.train(was_training)
+    with sizes_in_memory_errors(batch=batch, length=length):
+        if batches is None:
+            crops = covering_crops(text.validation, batch, length)
+        else:
+            crops = even_crops(text.validation, batch, length, batches)
+        was_training = model.training
+        try:
+            model.eval()
+            entropies, weights = zip(*(_cross_entropy(model, crop) for crop in crops), strict=True)
+        finally:
+            model.train(was_training)
     bits = fmean(entropies, weights) / math.log(2)
     if not math.isfinite(bits):
         raise ValueRangeError(f"the cross entropy must be finite, got {bits}: check the model's weights")

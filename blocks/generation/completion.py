@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from deltazoo.backends.allocation import sizes_in_memory_errors
 from deltazoo.backends.devices import cxx_compiler
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.frozen_config import FrozenConfig
@@ -105,7 +106,8 @@ def complete(
     device = model.head_weight.device
     prompt_BT = torch.tensor([list(encode("prompt", prompt))], device=device)
     compile = compiles(model, sampling) if compile is None else compile
-    step = Decoder(model, 1, prompt_BT.shape[1] + sampling.max_bytes, compile)
+    with sizes_in_memory_errors(max_bytes=sampling.max_bytes):
+        step = Decoder(model, 1, prompt_BT.shape[1] + sampling.max_bytes, compile)
     compile_s = None
     if compile:
         start = time.perf_counter()

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from deltazoo.backends.allocation import sizes_in_memory_errors
 from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.frozen_config import FrozenConfig, describe_errors
@@ -149,11 +150,12 @@ def train(
         or SIGTERM in the main thread, after the state is saved in `folder`.
     """
     config = config or TrainConfig()
-    run = _Run(spec, text, config)
-    if folder is not None:
-        origin = {"source": text.source, "path": text.path, "digest": text.digest}
-        checkpoint.create(Path(folder), spec, {"train": config.model_dump(), "text": origin})
-    return run.train(until, folder, progress)
+    with sizes_in_memory_errors(batch=config.batch, length=config.length):
+        run = _Run(spec, text, config)
+        if folder is not None:
+            origin = {"source": text.source, "path": text.path, "digest": text.digest}
+            checkpoint.create(Path(folder), spec, {"train": config.model_dump(), "text": origin})
+        return run.train(until, folder, progress)
 
 
 def resume(
@@ -185,11 +187,12 @@ def resume(
     config = TrainConfig(**{**settings["train"], **changes})
     if config.steps < saved["step"]:
         raise ConfigError(f"steps must be at least {saved['step']}, which the run has taken, got {config.steps}")
-    run = _Run(spec, text, config)
-    run.restore(saved)
-    if changes:
-        checkpoint.write_settings(Path(folder), {**settings, "train": config.model_dump()})
-    return run.train(until, folder, progress)
+    with sizes_in_memory_errors(batch=config.batch, length=config.length):
+        run = _Run(spec, text, config)
+        run.restore(saved)
+        if changes:
+            checkpoint.write_settings(Path(folder), {**settings, "train": config.model_dump()})
+        return run.train(until, folder, progress)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -149,3 +149,14 @@ def test_progress_is_printed_on_stderr_every_ten_seconds(text_file, tmp_path, mo
     deltazoo.train(SPEC, tmp_path / "a", text_file, CONFIG)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[:2] for line in lines] == [["training:", f"{step}/6"] for step in (1, 3, 5)]
+
+
+def test_too_large_sizes_are_named(trained, text_file, tmp_path):
+    huge = 10**13
+    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of batch={huge}, length=12$"):
+        deltazoo.train(SPEC, tmp_path, text_file, CONFIG.model_copy(update={"batch": huge}))
+    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of batch={huge}, length=12$"):
+        deltazoo.evaluate(deltazoo.load(trained[0]), text_file, length=12, batch=huge)
+    attention = StackSpec(width=16, depth=1, vocab=256, pattern="attention(heads=1)").build()
+    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of max_bytes={huge}$"):
+        deltazoo.generate(attention, "ab", Sampling(max_bytes=huge), compile=False)
