@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,13 @@ def create(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
 
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Replace the settings. Raises: OSError: the file cannot be written; the old one is kept."""
+    """Replace the settings. Raises: ConfigError: the file cannot be written; the old one is kept."""
     with _complete_file(folder / SETTINGS) as temporary:
         document.write(temporary, settings)
 
 
 def save(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """Replace the checkpoint. Raises: OSError: the file cannot be written, for example on a full disk."""
+    """Replace the checkpoint. Raises: ConfigError: the file cannot be written, for example on a full disk."""
     # torch.save reports a full disk as a RuntimeError, which has the OSError as context if it writes to a file object.
     with _complete_file(folder / CHECKPOINT) as temporary, temporary.open("wb") as file:
         torch.save(checkpoint, file)
@@ -49,19 +49,20 @@ def save(folder: Path, checkpoint: dict[str, Any]) -> None:
 def _complete_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path and rename it to `path` if the block succeeds, else remove it and keep the old file.
 
-    Raises: OSError with `path` as the file name.
+    Raises: ConfigError, which names `path`, if a file cannot be written.
     """
     temporary = path.with_name(f"part.{path.name}")
     try:
         yield temporary
         temporary.replace(path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses to remove even a file that does not exist
+            temporary.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(error, OSError | RuntimeError) or not isinstance(cause, OSError):
+        if not isinstance(error, Exception) or not isinstance(cause, OSError):
             raise
-        kept = f"; the previous {path.name} is kept" if path.exists() else ""
-        raise OSError(cause.errno, f"{cause.strerror}{kept}", str(path)) from error
+        old = f"the previous {path.name} is kept" if path.exists() else f"there is no {path.name} yet"
+        raise ConfigError(f"cannot write {path}: {cause.strerror}; {old}") from error
 
 
 def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], dict[str, Any]]:

@@ -145,9 +145,9 @@ def train(
     Args:
         folder: folder for the checkpoint; None saves none.
         until: stop after this step; `resume` continues the same schedule.
-    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, or the loss is not finite;
-        OSError: a checkpoint cannot be written, the last one is kept; TrainingInterrupted (KeyboardInterrupt): SIGINT
-        or SIGTERM in the main thread, after the state is saved in `folder`.
+    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, the loss is not finite, or a
+        checkpoint cannot be written (the last one is kept); TrainingInterrupted (KeyboardInterrupt): SIGINT or SIGTERM
+        in the main thread, after the state is saved in `folder`.
     """
     config = config or TrainConfig()
     with sizes_in_memory_errors(batch=config.batch, length=config.length):

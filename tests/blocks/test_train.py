@@ -1,8 +1,10 @@
 """Training: the loss falls, a resumed run equals an uninterrupted one bit for bit, and errors are clear."""
 
+import errno
 import math
 import signal
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -363,11 +365,26 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_temporary_file(text
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # fails as a full disk does, with another errno
     try:
-        with pytest.raises(OSError, match=r"File too large; the previous checkpoint\.pt is kept: .*checkpoint\.pt'$"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt: File too large; the previous checkpoint\.pt is kept$"):
             resume(tmp_path, text)
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt: File too large; there is no checkpoint\.pt yet$"):
+            train(SPEC, text, CONFIG, tmp_path.with_name("first"), until=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_read_only_disk_is_reported_with_the_name_of_the_file(text, tmp_path, monkeypatch):
+    train(SPEC, text, CONFIG, tmp_path, until=1)
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system", "part.train.yaml")
+
+    for method in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, method, refuse)
+    kept = r"Read-only file system; the previous train\.yaml is kept"
+    with pytest.raises(ConfigError, match=rf"^cannot write {tmp_path}/train\.yaml: {kept}$"):
+        resume(tmp_path, text, changes={"steps": 11})
 
 
 def test_resume_with_more_steps_follows_the_schedule_of_the_longer_run(text, tmp_path):
