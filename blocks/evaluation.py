@@ -52,8 +52,8 @@ def evaluate(
         batch: windows per forward pass.
         batches: number of batches of evenly spaced windows; None: consecutive windows that cover the validation part,
             except for a rest shorter than a window.
-    Raises: ConfigError: the text is too short, or the vocabulary of the model has fewer than 256 tokens; OSError: the
-        text cannot be read; ValueRangeError: a weight is NaN, so that the cross entropy is not finite.
+    Raises: ConfigError: the text is too short or cannot be read, or the vocabulary of the model has fewer than 256
+        tokens; ValueRangeError: a weight is NaN, so that the cross entropy is not finite.
     """
     if model.spec.vocab < BYTES:
         raise ConfigError(f"vocab must be at least {BYTES} to evaluate on bytes, got {model.spec.vocab}")

@@ -42,8 +42,8 @@ def train(
         until: stop after this step; `resume` continues the same schedule.
         progress: called with the progress; None: prints a line on stderr at most every ten seconds.
         trust: as for `StackSpec.load`.
-    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, or the loss is not finite;
-        OSError: the text cannot be read.
+    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, the text cannot be read, or the
+        loss is not finite.
     """
     spec = stack if isinstance(stack, StackSpec) else StackSpec.load(stack, trust)
     return training.train(spec, _text(text), config, folder, until, progress or ProgressLines())
@@ -63,7 +63,7 @@ def resume(
         text: the text of the run; None reads it again from its path.
         until, progress, trust: as for `train`.
         changes: new values of the settings "steps", "device", "backend" and "compile", which the folder keeps.
-    Raises: ConfigError: the checkpoint is invalid or of another text; OSError: the text cannot be read.
+    Raises: ConfigError: the checkpoint is invalid or of another text, or the text cannot be read.
     """
     read = None if text is None else _text(text)
     return training.resume(folder, read, until, progress or ProgressLines(), trust, changes)

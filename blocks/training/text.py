@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.errors import ConfigError, file_errors
 
 BYTES = 256  # smallest vocabulary of a model of bytes
 _BLOCKS = 20  # a single file is cut into this many blocks
@@ -51,11 +51,12 @@ def load_text(path: str | Path | None = None) -> Text:
     Of the sources, every tenth file is validation text. A single file is cut into twenty blocks, of which the tenth and
     the twentieth are validation text. The split depends only on the text.
 
-    Raises: ConfigError: the file is binary or too short to split; OSError: it cannot be read.
+    Raises: ConfigError: the file cannot be read, is binary, or is too short to split.
     """
     if path is None:
         return _standard_library()
-    data = Path(path).read_bytes()
+    with file_errors("read", path):
+        data = Path(path).read_bytes()
     if (zero := data.find(b"\0")) >= 0:
         raise ConfigError(f"text file {path} must contain text, got a binary file: byte {zero} is 0")
     if len(data) < _BLOCKS:

@@ -173,12 +173,12 @@ def resume(
         trust: as for `StackSpec.load`.
         changes: new values of `RESUMABLE` settings, which the folder keeps. More steps lengthen the cosine decay of the
             learning rate: each remaining step takes the rate that it has in a run with that number of steps.
-    Raises: as for `train`; ConfigError: the checkpoint is invalid or of another text, or a change is not possible;
-        OSError: the text cannot be read.
+    Raises: as for `train`; ConfigError: the checkpoint is invalid or of another text, the text cannot be read, or a
+        change is not possible.
     """
     spec, settings, saved = checkpoint.load(Path(folder), trust)
     origin = settings["text"]
-    text = load_text(origin["path"]) if text is None else text
+    text = _text_of_run(Path(folder), origin["path"]) if text is None else text
     if origin["digest"] != text.digest:
         raise ConfigError(f"{folder} was trained on another text ({origin['source']}), got {text.source}")
     changes = dict(changes or {})
@@ -193,6 +193,15 @@ def resume(
         if changes:
             checkpoint.write_settings(Path(folder), {**settings, "train": config.model_dump()})
         return run.train(until, folder, progress)
+
+
+def _text_of_run(folder: Path, path: str | None) -> Text:
+    """Read the text at the path that the settings of a run hold."""
+    try:
+        return load_text(path)
+    except ConfigError as error:
+        settings = folder / checkpoint.SETTINGS
+        raise ConfigError(f"{error}; {settings} names this text: pass its new path as text, or with --text") from error
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

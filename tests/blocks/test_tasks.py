@@ -160,3 +160,20 @@ def test_too_large_sizes_are_named(trained, text_file, tmp_path):
     attention = StackSpec(width=16, depth=1, vocab=256, pattern="attention(heads=1)").build()
     with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of max_bytes={huge}$"):
         deltazoo.generate(attention, "ab", Sampling(max_bytes=huge), compile=False)
+
+
+def test_a_text_that_cannot_be_read_is_reported(trained, text_file, tmp_path):
+    missing = tmp_path / "gone.txt"
+    sentence = rf"^cannot read {missing}: No such file or directory"
+    with pytest.raises(ConfigError, match=f"{sentence}$"):
+        deltazoo.train(SPEC, tmp_path / "run", missing, CONFIG)
+    with pytest.raises(ConfigError, match=f"{sentence}$"):
+        deltazoo.evaluate(deltazoo.load(trained[0]), missing)
+    missing.write_bytes(text_file.read_bytes())
+    deltazoo.train(SPEC, tmp_path / "run", missing, CONFIG, until=1)
+    missing.unlink()
+    with pytest.raises(
+        ConfigError, match=rf"{sentence}; \S*/run/train\.yaml names this text: pass its new path as text"
+    ):
+        deltazoo.resume(tmp_path / "run")
+    assert deltazoo.resume(tmp_path / "run", text_file, until=2).points[-1].step == 2
