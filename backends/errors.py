@@ -1,7 +1,7 @@
 """The exceptions of the package.
 
     DeltazooError
-    ├── InputError (ValueError)          an argument of the update is invalid
+    ├── InputError (ValueError)          an argument of a function is invalid
     │   ├── OperandError                 an operand is missing, or the spec has no such operand
     │   ├── ShapeError                   a tensor has the wrong shape
     │   ├── DtypeError                   a tensor has the wrong dtype
@@ -30,7 +30,7 @@ class DeltazooError(Exception):
 
 
 class InputError(DeltazooError, ValueError):
-    """An argument of the update is invalid."""
+    """An argument of a function is invalid."""
 
 
 class OperandError(InputError):

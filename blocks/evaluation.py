@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from deltazoo.backends.allocation import sizes_in_memory_errors
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import ConfigError, ValueRangeError
-from deltazoo.blocks.stack import LanguageModel
-from deltazoo.blocks.training.text import BYTES, Batch, Text, covering_crops, even_crops, load_text
+from deltazoo.blocks.stack import LanguageModel, check_model
+from deltazoo.blocks.training.text import BYTES, Batch, Text, as_text, covering_crops, even_crops
 
 
 class Evaluation(BaseModel):
@@ -53,13 +53,14 @@ def evaluate(
         batches: number of batches of evenly spaced windows; None: consecutive windows that cover the validation part,
             except for a rest shorter than a window.
     Raises: ConfigError: the text is too short or cannot be read, or the vocabulary of the model has fewer than 256
-        tokens; ValueRangeError: a weight is NaN, so that the cross entropy is not finite.
+        tokens; InputError: another type; ValueRangeError: a weight is NaN, so that the cross entropy is not finite.
     """
+    check_model(model)
     if model.spec.vocab < BYTES:
         raise ConfigError(f"vocab must be at least {BYTES} to evaluate on bytes, got {model.spec.vocab}")
     for name, value in (("length", length), ("batch", batch), ("batches", 1 if batches is None else batches)):
         check_integer(name, value)
-    text = text if isinstance(text, Text) else load_text(text)
+    text = as_text(text)
     with sizes_in_memory_errors(batch=batch, length=length):
         if batches is None:
             crops = covering_crops(text.validation, batch, length)

@@ -15,7 +15,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.cross_entropy import IGNORE_INDEX, cap_logits, linear_cross_entropy
 from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.errors import DeviceError, DtypeError, InputError, ShapeError, StateError, ValueRangeError, cut
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.mlp import Mlp
@@ -98,6 +98,12 @@ class Stack(nn.Module):
         if capacity is not None:
             check_integer("capacity", capacity)
         return StackState(tuple(layer.init_state(batch, capacity) for layer in self.layers))
+
+
+def check_model(model: object) -> None:
+    """Raise InputError unless `model` is a LanguageModel, also one that torch.compile wraps."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "head_weight"):
+        raise InputError(f"model must be a LanguageModel, which deltazoo.load returns, got {cut(model)}")
 
 
 class LanguageModel(nn.Module):

@@ -10,12 +10,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.allocation import sizes_in_memory_errors
+from deltazoo.backends.check import check_type
 from deltazoo.backends.devices import cxx_compiler
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.blocks.compilation import run_eagerly
 from deltazoo.blocks.generation.generate import Decoder, stream
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.stack import LanguageModel, check_model
 from deltazoo.blocks.training.checkpoint import load_model
 from deltazoo.blocks.training.text import BYTES
 
@@ -98,6 +99,9 @@ def complete(
         compile: compile the decode step; None: as `compiles` says.
     Raises: ConfigError: the prompt is empty, or the vocabulary of the model has fewer than 256 tokens.
     """
+    check_model(model)
+    check_type("prompt", prompt, str, "text")
+    check_type("sampling", sampling, Sampling | None, "a Sampling or None")
     sampling = sampling or Sampling()
     if not prompt:
         raise ConfigError("prompt must contain at least one character, got ''")

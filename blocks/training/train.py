@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deltazoo.backends.allocation import sizes_in_memory_errors
+from deltazoo.backends.check import check_type
 from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.frozen_config import FrozenConfig, describe_errors
@@ -149,6 +150,7 @@ def train(
         checkpoint cannot be written (the last one is kept); TrainingInterrupted (KeyboardInterrupt): SIGINT or SIGTERM
         in the main thread, after the state is saved in `folder`.
     """
+    check_type("config", config, TrainConfig | None, "a TrainConfig or None")
     config = config or TrainConfig()
     with sizes_in_memory_errors(batch=config.batch, length=config.length):
         run = _Run(spec, text, config)
@@ -181,6 +183,7 @@ def resume(
     text = _text_of_run(Path(folder), origin["path"]) if text is None else text
     if origin["digest"] != text.digest:
         raise ConfigError(f"{folder} was trained on another text ({origin['source']}), got {text.source}")
+    check_type("changes", changes, Mapping | None, "a mapping of settings or None")
     changes = dict(changes or {})
     if fixed := sorted(changes.keys() - RESUMABLE):
         raise ConfigError(f"a resumed run can change {', '.join(sorted(RESUMABLE))}, got {', '.join(fixed)}")
