@@ -30,7 +30,7 @@ from deltazoo.mixers.core.part import (
     is_unmodified,
     project_jointly,
 )
-from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import write_back
 
 
@@ -118,7 +118,7 @@ class DeltaMixer(Mixer):
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
         self.output_std = parts.output_std
         self.reset_parameters()
-        self.state_names = tuple(self.init_state(0))
+        self.state_shapes = {name: tensor.shape[1:] for name, tensor in self.init_state(0).items()}
         self._rebind(backend, torch.empty(0))  # configs build the parts without a backend
 
     def reset_parameters(self) -> None:
@@ -144,7 +144,8 @@ class DeltaMixer(Mixer):
         old = {} if state is None else state
         new: dict[str, Tensor | None] = {}
         if state is not None:
-            check_names(state, self.state_names)
+            check_names(state, self.state_shapes)
+            check_shapes(state, self.state_shapes)
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
             fused_o = self._fused_step_(x_BTD, state, context)
             if fused_o is not None:

@@ -3,7 +3,7 @@
 B batch, T time, D width, N sequences: the B rows, or the packed sequences
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -56,6 +56,13 @@ def check_names(state: object, expected: Collection[str]) -> None:
     if not isinstance(state, dict) or set(state) != set(expected):
         got = list(state) if isinstance(state, dict) else type(state).__name__
         raise StateError(f"the state must have the tensors {list(expected)}, got {got}")
+
+
+def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Check the shapes of the tensors of a state without their rows. Raises: StateError, with the key of the state."""
+    for name, shape in shapes.items():
+        if state[name].shape[1:] != shape:
+            raise StateError(f"state {name!r} must have shape {['N', *shape]}, got {list(state[name].shape)}")
 
 
 def as_context(context: Context | None) -> Context:
@@ -172,6 +179,8 @@ def _check_input(x_BTD: Tensor, width: int, like: Tensor | None) -> None:
         raise OperandError(f"x must be a tensor, got {type(x_BTD).__name__}")
     if x_BTD.dim() != 3 or x_BTD.shape[2] != width:
         raise ShapeError(f"x must have shape [B, T, {width}], got {list(x_BTD.shape)}")
+    if like is not None and like.device != x_BTD.device and not like.is_meta:  # offloaded weights are on meta
+        raise DeviceError(f"x must be on {like.device}, where the weights are, got {x_BTD.device}")
     if x_BTD.dtype not in FLOAT_DTYPES:
         raise DtypeError(f"x must be float64, float32, bfloat16 or float16, got {x_BTD.dtype}")
     # Quantised weights have other dtypes, and convert x themselves.

@@ -14,7 +14,7 @@ from deltazoo.backends.check import check_integer
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, Place
 from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful
-from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.log_linear import MAX_LEVELS, LogLinearUpdate
@@ -98,7 +98,9 @@ class LogLinearMixer(Mixer):
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         context = context._replace(intermediates={})
         if state is not None:
-            check_names(state, self.init_state(0))
+            expected = self.init_state(0)
+            check_names(state, expected)
+            check_shapes(state, {name: tensor.shape[1:] for name, tensor in expected.items()})
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         inputs, history = self.project(x_BTD, None if state is None else state.get("project"), context)
         projected = inputs

@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.errors import DeltazooError, StateError
+from deltazoo.backends.errors import DeltazooError, DeviceError, StateError
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers import (
     DeltaNet,
@@ -85,6 +85,21 @@ def test_a_state_a_context_or_a_batch_of_another_type_is_refused(name: str) -> N
         mixer(x, state, 3)
     with pytest.raises(DeltazooError, match="batch must be an integer >= 0, got 'a'"):
         mixer.init_state("a", 8)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("gated_deltanet", "3, 192"), ("log_linear_gdn", "3, ")])
+def test_a_state_of_another_width_is_refused_with_its_key(name: str, shape: str) -> None:
+    config = config_class(name)(heads=1)
+    mixer, state = config.build(64, backend=EAGER), config.build(128, backend=EAGER).init_state(2)
+    for tokens in (1, 2):
+        with pytest.raises(StateError, match=rf"state 'project' must have shape \['N', {shape}.*\], got \[2, 3, "):
+            mixer(torch.randn(2, tokens, 64), state)
+
+
+def test_an_input_on_another_device_is_refused_with_the_device_of_the_weights() -> None:
+    mixer = GatedDeltaNet(heads=2).build(32, backend=EAGER)
+    with pytest.raises(DeviceError, match="x must be on cpu, where the weights are, got meta"):
+        mixer(torch.zeros(1, 2, 32, device="meta"))
 
 
 def test_a_state_or_a_context_of_another_type_is_refused_by_a_model() -> None:
