@@ -53,6 +53,7 @@ class AttentionConfig(AttentionHeadsConfig, ABC):
         """Return the number of tokens to attend to, including the current one; None: all."""
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "AttentionMixer":
+        check_integer("width", width)
         return AttentionMixer(self, width)
 
     def cost(self, width: int) -> Cost:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
@@ -63,6 +64,7 @@ class MoM(MixerConfig):
         return self
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "MoMMixer":
+        check_integer("width", width)
         return MoMMixer(self, width, place, backend)
 
     def spec(self) -> UpdateSpec | None:

@@ -59,6 +59,7 @@ class FilterMixer(Mixer, ABC):
     out: nn.Linear  # the output map, which a subclass creates
 
     def __init__(self, width: int) -> None:
+        check_integer("width", width)
         super().__init__()
         self.width = width
         self.filters = nn.ModuleDict()

@@ -50,6 +50,7 @@ class LogLinearConfig(FilterConfig, ABC):
         return f"o_t = sum_l lambda_t^(l) (S_t^(l))^T q_t;  {recurrence}, with S_t = sum_l S_t^(l)"
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "LogLinearMixer":
+        check_integer("width", width)
         shape = self.shape(width).validated()
         parts = self.parts(shape)  # before the update: `init_weights` draws in this order
         update = LogLinearUpdate(shape, self.level_spec(), self.levels)
