@@ -65,7 +65,8 @@ def resume(
     Args:
         text: the text of the run; None reads it again from its path.
         until, progress, trust: as for `train`.
-        changes: new values of the settings "steps", "device", "backend" and "compile", which the folder keeps.
+        changes: new values of the settings "steps", "device", "backend" and "compile", which the folder keeps, such as
+            {"steps": 600}.
     Raises: ConfigError: the checkpoint is invalid or of another text, or the text cannot be read.
     """
     _check_folder(folder)
