@@ -2,8 +2,12 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+from deltazoo.backends.errors import ConfigError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _OVERFLOWS = (
@@ -28,6 +32,19 @@ def allocation_problem(error: BaseException) -> str | None:
         if any(phrase in str(error) for phrase in _OVERFLOWS):
             return "not enough memory: the size of a tensor exceeds 64 bits"
     return None
+
+
+@contextmanager
+def sizes_in_memory_errors(**sizes: object) -> Iterator[None]:
+    """Raise ConfigError, which names the sizes to lower, if a tensor in the block does not fit in memory."""
+    try:
+        yield
+    except (RuntimeError, TypeError, MemoryError, OverflowError) as error:
+        problem = allocation_problem(error)
+        if problem is None:
+            raise
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigError(f"{problem}; lower one of {given}") from error
 
 
 def format_bytes(count: int) -> str:

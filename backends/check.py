@@ -4,13 +4,14 @@ B batch, T time, H key heads, HV value heads, K key width, V value width, N pack
 """
 
 from math import inf
+from types import UnionType
 
 import torch
 from torch import Tensor
 
 from deltazoo.backends.base import Draft, UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError, cut
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import packing_problems, sequence_count
@@ -27,6 +28,12 @@ def check_integer(name: str, value: object, minimum: int = 1) -> None:
     is_integer = isinstance(value, int) or hasattr(value, "__index__")
     if not is_integer or isinstance(value, bool | Tensor) or value < minimum:  # type: ignore[operator]
         raise ValueRangeError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def check_type(name: str, value: object, types: type | UnionType, rule: str) -> None:
+    """Raise InputError unless `value` has one of the types. Args: rule: the types in words, such as "a path"."""
+    if not isinstance(value, types):
+        raise InputError(f"{name} must be {rule}, got {cut(value)}")
 
 
 def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:

@@ -1,7 +1,7 @@
 """The exceptions of the package.
 
     DeltazooError
-    ├── InputError (ValueError)          an argument of the update is invalid
+    ├── InputError (ValueError)          an argument of a function is invalid
     │   ├── OperandError                 an operand is missing, or the spec has no such operand
     │   ├── ShapeError                   a tensor has the wrong shape
     │   ├── DtypeError                   a tensor has the wrong dtype
@@ -9,7 +9,7 @@
     │   └── ValueRangeError              a value is outside the range of its operand
     ├── StateError (ValueError)          a state does not fit the module, or is full
     ├── PatternError (ValueError)        a layer pattern cannot be parsed
-    ├── ConfigError (ValueError)         a configuration is invalid, or cannot be read or built
+    ├── ConfigError (ValueError)         a configuration is invalid, or a file cannot be read or written
     ├── UnknownNameError (KeyError)      no such backend, mixer or preset; suggests the nearest
     ├── DuplicateNameError (ValueError)  two plug-ins declare the same name
     ├── PluginError (RuntimeError)       a plug-in cannot be imported or created
@@ -21,7 +21,8 @@ An invalid `UpdateSpec` or mixer config raises `ConfigError`, whose cause is pyd
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class DeltazooError(Exception):
@@ -29,7 +30,7 @@ class DeltazooError(Exception):
 
 
 class InputError(DeltazooError, ValueError):
-    """An argument of the update is invalid."""
+    """An argument of a function is invalid."""
 
 
 class OperandError(InputError):
@@ -61,7 +62,7 @@ class PatternError(DeltazooError, ValueError):
 
 
 class ConfigError(DeltazooError, ValueError):
-    """A configuration is invalid, or cannot be read or built."""
+    """A configuration is invalid, or a file cannot be read or written."""
 
 
 class UnknownNameError(DeltazooError, KeyError):
@@ -88,6 +89,15 @@ class PluginError(DeltazooError, RuntimeError):
 
 class UnsupportedError(DeltazooError, RuntimeError):
     """No backend supports this spec on these tensors."""
+
+
+@contextmanager
+def file_errors(action: str, path: object) -> Iterator[None]:
+    """Raise ConfigError in place of an OSError: "cannot read stack.yaml: No such file or directory"."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot {action} {path}: {error.strerror or error}") from error
 
 
 class ConfigWarning(UserWarning):

@@ -29,16 +29,21 @@ def silent(task: str, done: int, total: int, note: str = "") -> None:
 
 
 class ProgressLines:
-    """Print progress on stderr at most every ten seconds, so that short tasks print nothing."""
+    """Print progress on stderr at most every ten seconds, so that short tasks print nothing.
+
+    The first report is printed at once if it has a note, such as "compiling": the next one may follow minutes later.
+    """
 
     def __init__(self) -> None:
         self.last = time.monotonic()
+        self.is_first = True
 
     def __call__(self, task: str, done: int, total: int, note: str = "") -> None:
         now = time.monotonic()
-        if now - self.last >= _INTERVAL:
+        if now - self.last >= _INTERVAL or (self.is_first and note):
             self.last = now
             _write_line(f"{task}: {done}/{total} {note}")
+        self.is_first = False
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from deltazoo.backends.errors import (
     DuplicateNameError,
     PluginError,
     UnknownNameError,
+    cut,
 )
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
@@ -156,12 +157,12 @@ def refuse_untrusted(kind: str, name: str, where: str) -> None:
 def resolve(backend: str | Backend) -> Backend:
     """Return the backend instance for a name, a "module:Class" or an instance. Each name is instantiated once.
 
-    Raises: UnknownNameError, DuplicateNameError, PluginError.
+    Raises: UnknownNameError, DuplicateNameError, PluginError; ConfigError: another type.
     """
     if isinstance(backend, Backend):
         return backend
     if not isinstance(backend, str):
-        raise TypeError(f"backend must be a name, a Backend or None, got {backend!r}")
+        raise ConfigError(f"backend must be a name, a Backend or None, got {cut(backend)}")
     loaded, attribute = vars(_loaded), _attribute(backend)
     if attribute not in loaded:
         loaded[attribute] = _instantiate(backend, load(BACKENDS, backend))

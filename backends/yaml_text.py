@@ -19,7 +19,7 @@ MAX_VALUES, MAX_LEVELS = 10_000, 50
 def load(text: str) -> Any:
     """Parse any YAML value.
 
-    Raises: ConfigError: a key is repeated or no name, or the text has too many or too deeply nested values;
+    Raises: ConfigError: a key is repeated or no name, a tag is unknown, or there are too many or too deep values;
         yaml.YAMLError; RecursionError; ValueError: an integer has too many digits.
     """
     loader = _Loader(text)
@@ -84,6 +84,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _refuse_tag(_: _Loader, node: yaml.Node) -> None:
+    raise ConfigError(f"a value must not have a tag, got {cut(node.tag)} in line {node.start_mark.line + 1}")
+
+
+_Loader.add_constructor(None, _refuse_tag)
 _YAML_1_1_TYPES = ("bool", "int", "float", "timestamp")
 
 _Loader.yaml_implicit_resolvers = {

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from deltazoo.backends import yaml_text
-from deltazoo.backends.errors import ConfigError, cut
+from deltazoo.backends.errors import ConfigError, cut, file_errors
 from deltazoo.backends.output_path import output_path
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -24,9 +24,10 @@ def read(path: Path) -> dict[str, Any]:
     """
     _check_suffix(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        with file_errors("read", path):
+            text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it must be text in UTF-8: {error.reason}") from error
     return parse(text, path.suffix, str(path))
 
 
@@ -54,10 +55,11 @@ def parse_value(text: str, source: str) -> Any:
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a mapping as YAML or JSON; the suffix selects the format."""
+    """Write a mapping as YAML or JSON; the suffix selects the format. Raises: ConfigError: it cannot be written."""
     _check_suffix(path)
     text = json.dumps(data, indent=2) + "\n" if path.suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
-    output_path(path).write_text(text, encoding="utf-8")
+    with file_errors("write", path):
+        output_path(path).write_text(text, encoding="utf-8")
 
 
 def _check_suffix(path: Path) -> None:

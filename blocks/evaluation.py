@@ -7,10 +7,11 @@ from statistics import fmean
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from deltazoo.backends.allocation import sizes_in_memory_errors
 from deltazoo.backends.check import check_integer
-from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks.stack import LanguageModel
-from deltazoo.blocks.training.text import BYTES, Batch, Text, covering_crops, even_crops, load_text
+from deltazoo.backends.errors import ConfigError, ValueRangeError
+from deltazoo.blocks.stack import LanguageModel, check_model
+from deltazoo.blocks.training.text import BYTES, Batch, Text, as_text, covering_crops, even_crops
 
 
 class Evaluation(BaseModel):
@@ -51,25 +52,30 @@ def evaluate(
         batch: windows per forward pass.
         batches: number of batches of evenly spaced windows; None: consecutive windows that cover the validation part,
             except for a rest shorter than a window.
-    Raises: ConfigError: the text is too short, or the vocabulary of the model has fewer than 256 tokens; OSError: the
-        text cannot be read.
+    Raises: ConfigError: the text is too short or cannot be read, or the vocabulary of the model has fewer than 256
+        tokens; InputError: another type; ValueRangeError: a weight is NaN, so that the cross entropy is not finite.
     """
+    check_model(model)
     if model.spec.vocab < BYTES:
         raise ConfigError(f"vocab must be at least {BYTES} to evaluate on bytes, got {model.spec.vocab}")
     for name, value in (("length", length), ("batch", batch), ("batches", 1 if batches is None else batches)):
         check_integer(name, value)
-    text = text if isinstance(text, Text) else load_text(text)
-    if batches is None:
-        crops = covering_crops(text.validation, batch, length)
-    else:
-        crops = even_crops(text.validation, batch, length, batches)
-    was_training = model.training
-    try:
-        model.eval()
-        entropies, weights = zip(*(_cross_entropy(model, crop) for crop in crops), strict=True)
-    finally:
-        model.train(was_training)
-    return Evaluation(bits_per_byte=fmean(entropies, weights) / math.log(2), bytes=sum(weights), source=text.source)
+    text = as_text(text)
+    with sizes_in_memory_errors(batch=batch, length=length):
+        if batches is None:
+            crops = covering_crops(text.validation, batch, length)
+        else:
+            crops = even_crops(text.validation, batch, length, batches)
+        was_training = model.training
+        try:
+            model.eval()
+            entropies, weights = zip(*(_cross_entropy(model, crop) for crop in crops), strict=True)
+        finally:
+            model.train(was_training)
+    bits = fmean(entropies, weights) / math.log(2)
+    if not math.isfinite(bits):
+        raise ValueRangeError(f"the cross entropy must be finite, got {bits}: check the model's weights")
+    return Evaluation(bits_per_byte=bits, bytes=sum(weights), source=text.source)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, WithJsonSchema, field_serializer
 from deltazoo.backends import registry
 from deltazoo.backends.allocation import allocation_problem, format_bytes, physical_memory
 from deltazoo.backends.base import Backend
+from deltazoo.backends.check import check_type
 from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, cut, unknown_name
 from deltazoo.backends.frozen_config import describe_errors
 from deltazoo.blocks import document, presets
@@ -132,8 +133,9 @@ class StackSpec(PlainDataModel):
         """Read a spec from a .yaml, .yml or .json file, or a preset by its name.
 
         Args: trust: allow the file to name mixers and backends as "module:Class". Importing the module runs its code.
-        Raises: ConfigError; PatternError; UnknownNameError: names the nearest preset.
+        Raises: ConfigError; PatternError; UnknownNameError: names the nearest preset; InputError: wrong type.
         """
+        check_type("source", source, str | Path, "a path or the name of a preset")
         if isinstance(source, Path) or Path(source).suffix in document.SUFFIXES:
             data = document.read(Path(source))
         else:
@@ -229,8 +231,9 @@ _LAYER_DEFAULTS = ("mlp", "norm_eps", "norm_position", "residual_scale", "backen
 def preset(name: str) -> StackSpec:
     """Return the stack of a preset; `deltazoo list presets` prints the names.
 
-    Raises: UnknownNameError: names the nearest preset.
+    Raises: UnknownNameError: names the nearest preset; InputError: the name is not a string.
     """
+    check_type("name", name, str, "the name of a preset")
     return StackSpec(**presets.read(name))
 
 

@@ -15,7 +15,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.cross_entropy import IGNORE_INDEX, cap_logits, linear_cross_entropy
 from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.errors import DeviceError, DtypeError, InputError, ShapeError, StateError, ValueRangeError, cut
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.mlp import Mlp
@@ -24,6 +24,7 @@ from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
+from deltazoo.mixers.core.sequences import as_context
 from deltazoo.mixers.parts.norms import RMSNorm
 
 
@@ -65,7 +66,7 @@ class Stack(nn.Module):
         self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None
     ) -> tuple[Tensor, StackState | None]:
         """Run all layers. The returned state is None if `state` is None."""
-        context = (context or Context())._replace(values={})
+        context = as_context(context)._replace(values={})
         recorded = context.losses
         if recorded is not None:  # the list of the layers' context stays empty, so that equal layers share a graph
             context = context._replace(losses=[])
@@ -79,6 +80,8 @@ class Stack(nn.Module):
                 if recorded is not None:
                     recorded.extend(losses)
             return self.norm(x_BTD), None
+        if not isinstance(state, StackState):
+            raise StateError(f"state must be a StackState, which init_state returns, got {type(state).__name__}")
         if len(state.layers) != len(self.layers):
             raise StateError(
                 f"state must have one entry for each of {len(self.layers)} layers, got {len(state.layers)}"
@@ -98,6 +101,12 @@ class Stack(nn.Module):
         if capacity is not None:
             check_integer("capacity", capacity)
         return StackState(tuple(layer.init_state(batch, capacity) for layer in self.layers))
+
+
+def check_model(model: object) -> None:
+    """Raise InputError unless `model` is a LanguageModel, also one that torch.compile wraps."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "head_weight"):
+        raise InputError(f"model must be a LanguageModel, which deltazoo.load returns, got {cut(model)}")
 
 
 class LanguageModel(nn.Module):
@@ -167,7 +176,7 @@ class LanguageModel(nn.Module):
             expected, actual = list(tokens_BT.shape), list(targets_BT.shape)
             raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
         recorded: list[AuxiliaryLoss] = []
-        x_BTD, _ = self.features(tokens_BT, None, (context or Context())._replace(losses=recorded))
+        x_BTD, _ = self.features(tokens_BT, None, as_context(context)._replace(losses=recorded))
         x_ND = x_BTD.flatten(0, 1)
         entropy = linear_cross_entropy(x_ND, self.head_weight, targets_BT.flatten(), cap=self.logit_cap)
         return combine_losses(entropy, recorded)

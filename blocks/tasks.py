@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from deltazoo.backends.check import check_type
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, ProgressLines
 from deltazoo.blocks import presets as presets_folder
@@ -11,7 +12,7 @@ from deltazoo.blocks.generation.completion import Completion, Sampling, complete
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import train as training
-from deltazoo.blocks.training.text import Text, load_text
+from deltazoo.blocks.training.text import Text, as_text
 from deltazoo.blocks.training.train import TrainConfig, Training
 
 
@@ -42,11 +43,13 @@ def train(
         until: stop after this step; `resume` continues the same schedule.
         progress: called with the progress; None: prints a line on stderr at most every ten seconds.
         trust: as for `StackSpec.load`.
-    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, or the loss is not finite;
-        OSError: the text cannot be read.
+    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, the text cannot be read, or the
+        loss is not finite.
     """
+    check_type("stack", stack, StackSpec | str | Path, "a StackSpec, a path or the name of a preset")
+    _check_folder(folder)
     spec = stack if isinstance(stack, StackSpec) else StackSpec.load(stack, trust)
-    return training.train(spec, _text(text), config, folder, until, progress or ProgressLines())
+    return training.train(spec, as_text(text), config, folder, until, progress or ProgressLines())
 
 
 def resume(
@@ -62,10 +65,12 @@ def resume(
     Args:
         text: the text of the run; None reads it again from its path.
         until, progress, trust: as for `train`.
-        changes: new values of the settings "steps", "device" and "backend", which the folder keeps.
-    Raises: ConfigError: the checkpoint is invalid or of another text; OSError: the text cannot be read.
+        changes: new values of the settings "steps", "device", "backend" and "compile", which the folder keeps, such as
+            {"steps": 600}.
+    Raises: ConfigError: the checkpoint is invalid or of another text, or the text cannot be read.
     """
-    read = None if text is None else _text(text)
+    _check_folder(folder)
+    read = None if text is None else as_text(text)
     return training.resume(folder, read, until, progress or ProgressLines(), trust, changes)
 
 
@@ -80,6 +85,7 @@ def load(folder: str | Path, device: str = "cpu", backend: str | None = None, tr
         trust: as for `StackSpec.load`.
     Raises: ConfigError: the folder is not a checkpoint; UnknownNameError: unknown backend.
     """
+    _check_folder(folder)
     if not Path(folder).exists() and str(folder) in presets_folder.names():
         raise ConfigError(
             f"{folder} is a preset, which has no trained weights: build it with deltazoo.preset({str(folder)!r})"
@@ -106,5 +112,5 @@ def generate(
     return complete(model, prompt, sampling, on_text, compile)
 
 
-def _text(text: Text | str | Path | None) -> Text:
-    return text if isinstance(text, Text) else load_text(text)
+def _check_folder(folder: object) -> None:
+    check_type("folder", folder, str | Path, "the path of a checkpoint folder")

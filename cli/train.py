@@ -27,8 +27,8 @@ def command(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Continue the run in this folder, with its stack and settings. Only --steps, --device and --backend "
-            "can change.",
+            help="Continue the run in this folder, with its stack and settings. Only --steps, --device, --backend and "
+            "--compile can change.",
         ),
     ] = None,
     until: Annotated[
@@ -65,7 +65,7 @@ def command(
 ) -> None:
     """Train a stack on the bytes of a text. Losses are in bits per byte; checkpoints resume bit for bit.
 
-    Ctrl-C and SIGTERM save a checkpoint and print the command that continues the run.
+    Ctrl-C and SIGTERM save a checkpoint and print the command that continues the run, also with --json.
     """
     let_idle_threads_sleep()
     import deltazoo
@@ -74,10 +74,13 @@ def command(
 
     fields = deltazoo.TrainConfig.model_fields
     settings = {name: context.params[name] for name in fields if context.params.get(name) is not None}
-    fixed = {name: value for name, value in settings.items() if name not in RESUMABLE}
-    conflict = stack or out or fixed
-    if resume is not None and conflict:
-        raise typer.BadParameter(f"--resume takes stack and settings from the checkpoint, got {conflict}")
+    if resume is not None:
+        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+        fixed = [name for name in ("out", *settings) if context.params[name] is not None and name not in RESUMABLE]
+        conflicts = [*([stack] if stack else []), *(flags[name] for name in fixed)]
+        if conflicts:
+            got = ", ".join(conflicts)
+            raise typer.BadParameter(f"--resume takes stack, folder and settings from the checkpoint, got {got}")
     try:
         with progress() as report_progress:
             if resume is not None:
@@ -92,6 +95,9 @@ def command(
         options = ["--resume", str(interrupted.folder), *(["--until", str(until)] if until else [])]
         continuation = shlex.join(["deltazoo", "train", *options, *(["--trust"] if trust else [])])
         print_note(f"stopped by {interrupted}; continue with: {continuation}")
+        if as_json:
+            interruption = {"message": str(interrupted), "step": interrupted.step, "folder": str(interrupted.folder)}
+            print_json({"interrupted": {**interruption, "continue": continuation}})
         raise typer.Exit(128 + interrupted.signum) from interrupted
     if as_json:
         print_json(training)

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
@@ -52,6 +53,7 @@ class AttentionConfig(AttentionHeadsConfig, ABC):
         """Return the number of tokens to attend to, including the current one; None: all."""
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "AttentionMixer":
+        check_integer("width", width)
         return AttentionMixer(self, width)
 
     def cost(self, width: int) -> Cost:
@@ -135,6 +137,7 @@ class AttentionMixer(Mixer):
 
         Raises: StateError, for full attention without a capacity.
         """
+        check_integer("batch", batch, 0)
         slots = required_capacity(
             capacity if self.window is None else min(self.window, self.window if capacity is None else capacity)
         )

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
-from deltazoo.backends.errors import StateError
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
 from deltazoo.mixers.core.grouped import Rows
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place, State
-from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import batch, rollback_
 from deltazoo.mixers.parts.routing import real_tokens, record_load_balance, record_z_loss
 
@@ -64,6 +64,7 @@ class MoM(MixerConfig):
         return self
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "MoMMixer":
+        check_integer("width", width)
         return MoMMixer(self, width, place, backend)
 
     def spec(self) -> UpdateSpec | None:
@@ -161,9 +162,7 @@ class MoMMixer(Mixer):
         x_BTD, context, order = left_align(x, self.width, context, self.router.weight)
         context = context._replace(values=None)  # values of other layers belong to all tokens, not to one memory's
         if state is not None:
-            expected = {*self.names, *(["shared"] if self.shared is not None else [])}
-            if not isinstance(state, dict) or set(state) != expected:
-                raise StateError(f"the state must have {sorted(expected)}, got {sorted(state)}")
+            check_names(state, (*self.names, *(["shared"] if self.shared is not None else [])))
             check_state({name: batch(tree) for name, tree in state.items()}, x_BTD, context)
         routes = self.router(x_BTD, context)
         own_context = context._replace(positions=None)  # a memory counts its own tokens

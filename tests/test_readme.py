@@ -141,3 +141,10 @@ def test_stacks_of_the_documentation_build_and_compute_a_loss() -> None:
     for example in examples:
         model = StackSpec.model_validate(yaml.safe_load(example)).build("reference")
         assert model.loss(tokens, tokens).isfinite()
+
+
+def test_the_changes_of_a_resumed_run_can_change() -> None:
+    from deltazoo.blocks.training.train import RESUMABLE
+
+    (text,) = re.findall(r"deltazoo\.resume\(folder, changes=(\{.*?\})\)", README)
+    assert yaml.safe_load(text).keys() <= RESUMABLE

@@ -19,7 +19,7 @@ from deltazoo.backends.base import (
 from deltazoo.backends.compile.chunk_layout import merge_chunks, split_into_chunks
 from deltazoo.backends.compile.chunked import chunked_update
 from deltazoo.backends.compile.decode import accepted_update, drafted_update, token_update
-from deltazoo.backends.errors import OperandError, UnsupportedError
+from deltazoo.backends.errors import ConfigError, OperandError, UnsupportedError
 from deltazoo.backends.progress import notice_if_slow
 from deltazoo.backends.slots import gather_states, step_in_slots, zero_without_state
 from deltazoo.backends.spec import UpdateSpec
@@ -62,7 +62,7 @@ class CompileBackend(Backend):
 
     def __init__(self, chunk: int | None = None, compiled: bool = True) -> None:
         if chunk not in (None, 16, 32, 64, 128, 256, 512):
-            raise ValueError(f"chunk must be a power of two from 16 to 512, got {chunk}")
+            raise ConfigError(f"chunk must be a power of two from 16 to 512, got {chunk}")
         self.chunk = chunk
         self.compiled = compiled
         self._functions: dict[_Key, _Function] = {}

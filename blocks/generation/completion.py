@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from deltazoo.backends.allocation import sizes_in_memory_errors
+from deltazoo.backends.check import check_type
 from deltazoo.backends.devices import cxx_compiler
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.blocks.compilation import run_eagerly
 from deltazoo.blocks.generation.generate import Decoder, stream
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.stack import LanguageModel, check_model
 from deltazoo.blocks.training.checkpoint import load_model
 from deltazoo.blocks.training.text import BYTES
 
@@ -97,6 +99,9 @@ def complete(
         compile: compile the decode step; None: as `compiles` says.
     Raises: ConfigError: the prompt is empty, or the vocabulary of the model has fewer than 256 tokens.
     """
+    check_model(model)
+    check_type("prompt", prompt, str, "text")
+    check_type("sampling", sampling, Sampling | None, "a Sampling or None")
     sampling = sampling or Sampling()
     if not prompt:
         raise ConfigError("prompt must contain at least one character, got ''")
@@ -105,7 +110,8 @@ def complete(
     device = model.head_weight.device
     prompt_BT = torch.tensor([list(encode("prompt", prompt))], device=device)
     compile = compiles(model, sampling) if compile is None else compile
-    step = Decoder(model, 1, prompt_BT.shape[1] + sampling.max_bytes, compile)
+    with sizes_in_memory_errors(max_bytes=sampling.max_bytes):
+        step = Decoder(model, 1, prompt_BT.shape[1] + sampling.max_bytes, compile)
     compile_s = None
     if compile:
         start = time.perf_counter()

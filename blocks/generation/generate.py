@@ -16,7 +16,7 @@ from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.blocks.generation.sampling import check_sampling, sample
-from deltazoo.blocks.stack import LanguageModel, StackState
+from deltazoo.blocks.stack import LanguageModel, StackState, check_model
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import rollback_, snapshot
 
@@ -115,6 +115,7 @@ class Decoder:
     """
 
     def __init__(self, model: LanguageModel, batch: int, capacity: int, compile: bool = False) -> None:
+        check_model(model)
         weight = model.head_weight
         self.model, self.batch, self.capacity = model, batch, capacity
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)

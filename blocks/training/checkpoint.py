@@ -2,16 +2,17 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError, cut
+from deltazoo.backends.errors import ConfigError, PatternError, cut
 from deltazoo.backends.output_path import output_folder
 from deltazoo.blocks import document
+from deltazoo.blocks.inspect.diff import diff
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
@@ -30,13 +31,13 @@ def create(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
 
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Replace the settings. Raises: OSError: the file cannot be written; the old one is kept."""
+    """Replace the settings. Raises: ConfigError: the file cannot be written; the old one is kept."""
     with _complete_file(folder / SETTINGS) as temporary:
         document.write(temporary, settings)
 
 
 def save(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """Replace the checkpoint. Raises: OSError: the file cannot be written, for example on a full disk."""
+    """Replace the checkpoint. Raises: ConfigError: the file cannot be written, for example on a full disk."""
     # torch.save reports a full disk as a RuntimeError, which has the OSError as context if it writes to a file object.
     with _complete_file(folder / CHECKPOINT) as temporary, temporary.open("wb") as file:
         torch.save(checkpoint, file)
@@ -48,19 +49,20 @@ def save(folder: Path, checkpoint: dict[str, Any]) -> None:
 def _complete_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path and rename it to `path` if the block succeeds, else remove it and keep the old file.
 
-    Raises: OSError with `path` as the file name.
+    Raises: ConfigError, which names `path`, if a file cannot be written.
     """
     temporary = path.with_name(f"part.{path.name}")
     try:
         yield temporary
         temporary.replace(path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses to remove even a file that does not exist
+            temporary.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(error, OSError | RuntimeError) or not isinstance(cause, OSError):
+        if not isinstance(error, Exception) or not isinstance(cause, OSError):
             raise
-        kept = f"; the previous {path.name} is kept" if path.exists() else ""
-        raise OSError(cause.errno, f"{cause.strerror}{kept}", str(path)) from error
+        old = f"the previous {path.name} is kept" if path.exists() else f"there is no {path.name} yet"
+        raise ConfigError(f"cannot write {path}: {cause.strerror}; {old}") from error
 
 
 def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], dict[str, Any]]:
@@ -70,7 +72,8 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     refused.
 
     Args: trust: allow "module:Class" names, as for `StackSpec.load`.
-    Raises: ConfigError.
+    Raises: ConfigError: a file is missing or damaged, a weight is NaN or infinite, or the stack is not the one that was
+        trained.
     """
     missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
     if missing:
@@ -82,17 +85,22 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
         checkpoint = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
     except Exception as error:  # the type of torch's error depends on the damage
         raise ConfigError(f"{folder / CHECKPOINT} cannot be read: it is damaged or not a checkpoint") from error
-    _check_has(folder / CHECKPOINT, checkpoint, ("model", "optimizer", "step", "points", "rng"))
+    _check_has(folder / CHECKPOINT, checkpoint, tuple(_CHECKPOINT_TYPES))
     _check_has(folder / SETTINGS, settings, ("text", "train"))
     _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))
     _check_types(folder / CHECKPOINT, checkpoint, _CHECKPOINT_TYPES)
+    _check_finite(folder / CHECKPOINT, checkpoint["model"])
+    _check_stack(folder, spec, checkpoint, trust)
     _check_types(folder / SETTINGS, settings, {"train": dict})
     _check_types(folder / SETTINGS, settings["text"], {"path": str | None, "digest": str, "source": str})
     return spec, settings, checkpoint
 
 
 def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint into a model. Raises: ConfigError: they belong to another stack."""
+    """Load the weights of a checkpoint into a model.
+
+    Raises: ConfigError: they belong to another stack, or have another dtype, which torch would convert silently.
+    """
     try:
         model.load_state_dict(checkpoint["model"])
     except RuntimeError as error:
@@ -100,6 +108,10 @@ def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
         raise ConfigError(f"the weights must be those of {STACK}, got others: {first}") from error
     except Exception as error:  # the entries are no tensors
         raise ConfigError(f"the weights must be those of {STACK}: {error}") from error
+    for name, weight in model.state_dict().items():
+        dtype = checkpoint["model"][name].dtype
+        if dtype != weight.dtype:
+            raise ConfigError(f"{name} in {CHECKPOINT} must be {weight.dtype} like the model, got {dtype}")
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
@@ -116,18 +128,47 @@ def load_model(
     """Build the model of a checkpoint with its weights, in evaluation mode.
 
     Args: trust: as for `StackSpec.load`.
-    Raises: ConfigError: also if a weight is NaN or infinite; UnknownNameError.
+    Raises: ConfigError; UnknownNameError.
     """
     spec, _, checkpoint = load(Path(folder), trust)
     model = spec.build(backend=backend)
     load_weights(model, checkpoint)
-    invalid = [name for name, weight in model.state_dict().items() if not bool(weight.isfinite().all())]
-    if invalid:
-        raise ConfigError(f"the weights in {Path(folder) / CHECKPOINT} must be finite, got NaN or inf in {invalid[0]}")
     return model.to(usable_device(device)).eval()
 
 
-_CHECKPOINT_TYPES = {"model": dict, "optimizer": dict, "step": int, "points": list, "rng": torch.Tensor}
+_CHECKPOINT_TYPES = {
+    "model": dict,
+    "optimizer": dict,
+    "step": int,
+    "points": list,
+    "recent": list,
+    "rng": torch.Tensor,
+    "cuda_rng": torch.Tensor | None,
+}
+
+
+def _check_finite(path: Path, weights: dict[str, Any]) -> None:
+    """Raise ConfigError if a weight is NaN or infinite."""
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor) and not bool(weight.isfinite().all()):
+            raise ConfigError(f"the weights in {path} must be finite, got NaN or inf in {name}")
+
+
+def _check_stack(folder: Path, spec: StackSpec, checkpoint: dict[str, Any], trust: bool) -> None:
+    """Raise ConfigError if `spec` is not the stack of the checkpoint: equal weights may belong to another model."""
+    path = folder / CHECKPOINT
+    if "stack" not in checkpoint:  # written before checkpoints held it
+        return
+    _check_types(path, checkpoint, {"stack": dict})
+    if not trust:
+        refuse_untrusted(checkpoint["stack"], path)
+    try:
+        trained = StackSpec(**checkpoint["stack"])
+    except (ConfigError, PatternError) as error:
+        raise ConfigError(f"{path} is not from a training run: stack: {error}") from error
+    if trained != spec:
+        changed = ", ".join(difference.path for difference in diff(trained, spec).differences)
+        raise ConfigError(f"{folder / STACK} must be the stack that was trained, got other values of {changed}")
 
 
 def _check_types(path: Path, data: dict[str, Any], types: Mapping[str, Any]) -> None:

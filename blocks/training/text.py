@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.check import check_type
+from deltazoo.backends.errors import ConfigError, file_errors
 
 BYTES = 256  # smallest vocabulary of a model of bytes
 _BLOCKS = 20  # a single file is cut into this many blocks
@@ -51,11 +52,13 @@ def load_text(path: str | Path | None = None) -> Text:
     Of the sources, every tenth file is validation text. A single file is cut into twenty blocks, of which the tenth and
     the twentieth are validation text. The split depends only on the text.
 
-    Raises: ConfigError: the file is binary or too short to split; OSError: it cannot be read.
+    Raises: ConfigError: the file cannot be read, is binary, or is too short to split; InputError: wrong type.
     """
+    check_type("text", path, str | Path | None, "a path, a Text or None")
     if path is None:
         return _standard_library()
-    data = Path(path).read_bytes()
+    with file_errors("read", path):
+        data = Path(path).read_bytes()
     if (zero := data.find(b"\0")) >= 0:
         raise ConfigError(f"text file {path} must contain text, got a binary file: byte {zero} is 0")
     if len(data) < _BLOCKS:
@@ -63,6 +66,11 @@ def load_text(path: str | Path | None = None) -> Text:
     bounds = np.linspace(0, len(data), _BLOCKS + 1).astype(int)
     blocks = [data[start:stop] for start, stop in itertools.pairwise(bounds)]
     return _split(blocks, str(path), str(Path(path).absolute()))
+
+
+def as_text(text: Text | str | Path | None) -> Text:
+    """Return a text unchanged, and read that of a path; errors as for `load_text`."""
+    return text if isinstance(text, Text) else load_text(text)
 
 
 def random_crops(tokens: Tensor, batch: int, length: int, seed: int, step: int) -> Batch:

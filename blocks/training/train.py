@@ -9,11 +9,13 @@ from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from deltazoo.backends.allocation import sizes_in_memory_errors
+from deltazoo.backends.check import check_type
 from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.frozen_config import FrozenConfig
+from deltazoo.backends.frozen_config import FrozenConfig, describe_errors
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.blocks.compilation import compile_layers, run_eagerly
 from deltazoo.blocks.losses import Losses
@@ -25,7 +27,7 @@ from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_t
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.initialization import no_weight_decay
 
-RESUMABLE = frozenset({"steps", "device", "backend"})  # settings that a resumed run can change
+RESUMABLE = frozenset({"steps", "device", "backend", "compile"})  # settings that a resumed run can change
 
 
 class TrainConfig(FrozenConfig):
@@ -144,16 +146,18 @@ def train(
     Args:
         folder: folder for the checkpoint; None saves none.
         until: stop after this step; `resume` continues the same schedule.
-    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, or the loss is not finite;
-        OSError: a checkpoint cannot be written, the last one is kept; TrainingInterrupted (KeyboardInterrupt): SIGINT
-        or SIGTERM in the main thread, after the state is saved in `folder`.
+    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, the loss is not finite, or a
+        checkpoint cannot be written (the last one is kept); TrainingInterrupted (KeyboardInterrupt): SIGINT or SIGTERM
+        in the main thread, after the state is saved in `folder`.
     """
+    check_type("config", config, TrainConfig | None, "a TrainConfig or None")
     config = config or TrainConfig()
-    run = _Run(spec, text, config)
-    if folder is not None:
-        origin = {"source": text.source, "path": text.path, "digest": text.digest}
-        checkpoint.create(Path(folder), spec, {"train": config.model_dump(), "text": origin})
-    return run.train(until, folder, progress)
+    with sizes_in_memory_errors(batch=config.batch, length=config.length):
+        run = _Run(spec, text, config)
+        if folder is not None:
+            origin = {"source": text.source, "path": text.path, "digest": text.digest}
+            checkpoint.create(Path(folder), spec, {"train": config.model_dump(), "text": origin})
+        return run.train(until, folder, progress)
 
 
 def resume(
@@ -171,25 +175,36 @@ def resume(
         trust: as for `StackSpec.load`.
         changes: new values of `RESUMABLE` settings, which the folder keeps. More steps lengthen the cosine decay of the
             learning rate: each remaining step takes the rate that it has in a run with that number of steps.
-    Raises: as for `train`; ConfigError: the checkpoint is invalid or of another text, or a change is not possible;
-        OSError: the text cannot be read.
+    Raises: as for `train`; ConfigError: the checkpoint is invalid or of another text, the text cannot be read, or a
+        change is not possible.
     """
     spec, settings, saved = checkpoint.load(Path(folder), trust)
     origin = settings["text"]
-    text = load_text(origin["path"]) if text is None else text
+    text = _text_of_run(Path(folder), origin["path"]) if text is None else text
     if origin["digest"] != text.digest:
         raise ConfigError(f"{folder} was trained on another text ({origin['source']}), got {text.source}")
+    check_type("changes", changes, Mapping | None, "a mapping of settings or None")
     changes = dict(changes or {})
     if fixed := sorted(changes.keys() - RESUMABLE):
         raise ConfigError(f"a resumed run can change {', '.join(sorted(RESUMABLE))}, got {', '.join(fixed)}")
     config = TrainConfig(**{**settings["train"], **changes})
     if config.steps < saved["step"]:
         raise ConfigError(f"steps must be at least {saved['step']}, which the run has taken, got {config.steps}")
-    run = _Run(spec, text, config)
-    run.restore(saved)
-    if changes:
-        checkpoint.write_settings(Path(folder), {**settings, "train": config.model_dump()})
-    return run.train(until, folder, progress)
+    with sizes_in_memory_errors(batch=config.batch, length=config.length):
+        run = _Run(spec, text, config)
+        run.restore(saved)
+        if changes:
+            checkpoint.write_settings(Path(folder), {**settings, "train": config.model_dump()})
+        return run.train(until, folder, progress)
+
+
+def _text_of_run(folder: Path, path: str | None) -> Text:
+    """Read the text at the path that the settings of a run hold."""
+    try:
+        return load_text(path)
+    except ConfigError as error:
+        settings = folder / checkpoint.SETTINGS
+        raise ConfigError(f"{error}; {settings} names this text: pass its new path as text, or with --text") from error
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -212,11 +227,18 @@ class _Step(NamedTuple):
     gradient_norm: float
 
 
+class _Figures(BaseModel):
+    """The figures in a checkpoint: the points, and the steps since the last point."""
+
+    points: list[Point]
+    recent: list[_Step]
+
+
 class _Run:
     """The state of a training run after `step` steps."""
 
     def __init__(self, spec: StackSpec, text: Text, config: TrainConfig) -> None:
-        self.config, self.text, self.step = config, text, 0
+        self.spec, self.text, self.config, self.step = spec, text, config, 0
         if spec.vocab < BYTES:
             raise ConfigError(f"vocab must be at least {BYTES} to train on bytes, got {spec.vocab}")
         self.device = usable_device(config.device)
@@ -288,15 +310,20 @@ class _Run:
         checkpoint.load_weights(self.model, saved)
         checkpoint.load_optimizer(self.optimizer, saved)
         self.step = saved["step"]
-        self.points = [Point(**point) for point in saved["points"]]
-        self.recent = [_Step(**step) for step in saved.get("recent", ())]
-        torch.set_rng_state(saved["rng"])
-        if self.device.type == "cuda" and saved["cuda_rng"] is not None:  # None: the run was on another device
-            torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
+        try:
+            figures = _Figures(points=saved["points"], recent=saved["recent"])
+            torch.set_rng_state(saved["rng"])
+            if self.device.type == "cuda" and saved["cuda_rng"] is not None:  # None: the run was on another device
+                torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
+        except (ValidationError, TypeError, RuntimeError) as error:  # torch raises the latter two for a wrong state
+            problem = describe_errors((), error) if isinstance(error, ValidationError) else error
+            raise ConfigError(f"{checkpoint.CHECKPOINT} is not from a training run: {problem}") from error
+        self.points, self.recent = figures.points, figures.recent
 
     def state(self) -> dict[str, Any]:
         """Return everything that `restore` needs."""
         return {
+            "stack": self.spec.model_dump(mode="json"),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,

@@ -11,9 +11,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.errors import StateError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
@@ -30,7 +30,7 @@ from deltazoo.mixers.core.part import (
     is_unmodified,
     project_jointly,
 )
-from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import write_back
 
 
@@ -118,7 +118,7 @@ class DeltaMixer(Mixer):
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
         self.output_std = parts.output_std
         self.reset_parameters()
-        self.state_names = tuple(self.init_state(0))
+        self.state_shapes = {name: tensor.shape[1:] for name, tensor in self.init_state(0).items()}
         self._rebind(backend, torch.empty(0))  # configs build the parts without a backend
 
     def reset_parameters(self) -> None:
@@ -127,6 +127,7 @@ class DeltaMixer(Mixer):
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token. Its size does not depend on `capacity`."""
+        check_integer("batch", batch, 0)
         state = {}
         for name, part in self._parts().items():
             if isinstance(part, Stateful | Update):
@@ -143,8 +144,8 @@ class DeltaMixer(Mixer):
         old = {} if state is None else state
         new: dict[str, Tensor | None] = {}
         if state is not None:
-            if tuple(state) != self.state_names:
-                raise StateError(f"the state must have the tensors {self.state_names}, got {tuple(state)}")
+            check_names(state, self.state_shapes)
+            check_shapes(state, self.state_shapes)
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
             fused_o = self._fused_step_(x_BTD, state, context)
             if fused_o is not None:

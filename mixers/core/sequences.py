@@ -3,7 +3,7 @@
 B batch, T time, D width, N sequences: the B rows, or the packed sequences
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def left_align(
     _check_input(x_BTD, width, like)
     if context is None:
         return x_BTD, _EMPTY, None
-    _check(x_BTD, context)
+    _check(x_BTD, as_context(context))
     if context.mask is None:
         return x_BTD, context, None
     T = x_BTD.shape[1]
@@ -49,6 +49,29 @@ def left_align(
 def undo_left_align(y_BTD: Tensor, order_BT: Tensor | None) -> Tensor:
     """Restore the order of tokens before `left_align`."""
     return y_BTD if order_BT is None else _permute(y_BTD, order_BT)
+
+
+def check_names(state: object, expected: Collection[str]) -> None:
+    """Check that a state is a dict with these keys. Raises: StateError."""
+    if not isinstance(state, dict) or set(state) != set(expected):
+        got = list(state) if isinstance(state, dict) else type(state).__name__
+        raise StateError(f"the state must have the tensors {list(expected)}, got {got}")
+
+
+def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Check the shapes of the tensors of a state without their rows. Raises: StateError, with the key of the state."""
+    for name, shape in shapes.items():
+        if state[name].shape[1:] != shape:
+            raise StateError(f"state {name!r} must have shape {['N', *shape]}, got {list(state[name].shape)}")
+
+
+def as_context(context: Context | None) -> Context:
+    """Return the context, an empty one for None. Raises: OperandError: it has another type."""
+    if context is None:
+        return _EMPTY
+    if not isinstance(context, Context):
+        raise OperandError(f"context must be a deltazoo.Context or None, got {type(context).__name__}")
+    return context
 
 
 def check_state(rows: dict[str, int], x_BTD: Tensor, context: Context) -> None:
@@ -156,6 +179,8 @@ def _check_input(x_BTD: Tensor, width: int, like: Tensor | None) -> None:
         raise OperandError(f"x must be a tensor, got {type(x_BTD).__name__}")
     if x_BTD.dim() != 3 or x_BTD.shape[2] != width:
         raise ShapeError(f"x must have shape [B, T, {width}], got {list(x_BTD.shape)}")
+    if like is not None and like.device != x_BTD.device and not like.is_meta:  # offloaded weights are on meta
+        raise DeviceError(f"x must be on {like.device}, where the weights are, got {x_BTD.device}")
     if x_BTD.dtype not in FLOAT_DTYPES:
         raise DtypeError(f"x must be float64, float32, bfloat16 or float16, got {x_BTD.dtype}")
     # Quantised weights have other dtypes, and convert x themselves.

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.errors import StateError
+from deltazoo.backends.check import check_integer
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig
-from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -59,6 +59,7 @@ class FilterMixer(Mixer, ABC):
     out: nn.Linear  # the output map, which a subclass creates
 
     def __init__(self, width: int) -> None:
+        check_integer("width", width)
         super().__init__()
         self.width = width
         self.filters = nn.ModuleDict()
@@ -69,6 +70,7 @@ class FilterMixer(Mixer, ABC):
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token."""
+        check_integer("batch", batch, 0)
         like = next(self.parameters())
         state: dict[str, Tensor] = {}
         for name, module in self.filters.items():
@@ -97,9 +99,7 @@ class FilterMixer(Mixer, ABC):
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
-            expected = set(self.init_state(0, 1))
-            if set(state) != expected:
-                raise StateError(f"the state must have the tensors {sorted(expected)}, got {sorted(state)}")
+            check_names(state, self.init_state(0, 1))
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         new: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, state, new, context)

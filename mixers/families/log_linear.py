@@ -10,11 +10,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
-from deltazoo.backends.errors import StateError
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, Place
 from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful
-from deltazoo.mixers.core.sequences import check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.log_linear import MAX_LEVELS, LogLinearUpdate
@@ -50,6 +50,7 @@ class LogLinearConfig(FilterConfig, ABC):
         return f"o_t = sum_l lambda_t^(l) (S_t^(l))^T q_t;  {recurrence}, with S_t = sum_l S_t^(l)"
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "LogLinearMixer":
+        check_integer("width", width)
         shape = self.shape(width).validated()
         parts = self.parts(shape)  # before the update: `init_weights` draws in this order
         update = LogLinearUpdate(shape, self.level_spec(), self.levels)
@@ -83,6 +84,7 @@ class LogLinearMixer(Mixer):
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token. Its size does not depend on `capacity`."""
+        check_integer("batch", batch, 0)
         history = self.project.init_state(batch, self.out.weight) if isinstance(self.project, Stateful) else None
         initial = self.update.init_state(batch, self.out.weight)
         return ({} if history is None else {"project": history}) | self._with_name(initial)
@@ -97,9 +99,9 @@ class LogLinearMixer(Mixer):
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         context = context._replace(intermediates={})
         if state is not None:
-            expected = list(self.init_state(0))
-            if list(state) != expected:
-                raise StateError(f"the state must have the tensors {expected}, got {list(state)}")
+            expected = self.init_state(0)
+            check_names(state, expected)
+            check_shapes(state, {name: tensor.shape[1:] for name, tensor in expected.items()})
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         inputs, history = self.project(x_BTD, None if state is None else state.get("project"), context)
         projected = inputs

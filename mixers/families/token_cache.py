@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
@@ -32,6 +33,7 @@ class TokenCacheMixer(FilterMixer, ABC):
 
         Raises: StateError without a capacity.
         """
+        check_integer("batch", batch, 0)
         like = next(self.parameters())
         cache = self.empty_cache(batch, required_capacity(capacity), like)
         return super().init_state(batch, capacity) | cache | {"seen": like.new_zeros(batch, dtype=torch.int64)}

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from deltazoo.backends.base import Backend
+from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
@@ -42,6 +43,7 @@ class UpdateConfig(MixerConfig, ABC):
         return self
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> DeltaMixer:
+        check_integer("width", width)
         shape = self.shape(width).validated()
         return build_in_any_order(lambda: DeltaMixer(shape, self.spec(), self.parts(shape, place), backend, self.name))
 

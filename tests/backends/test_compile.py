@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateOutput, state_dtype
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.dispatch import bind
-from deltazoo.backends.errors import UnsupportedError
+from deltazoo.backends.errors import ConfigError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.spec import UpdateSpec
 
@@ -213,7 +213,7 @@ def test_missing_cxx_compiler_raises_unsupported_error() -> None:
 
 @pytest.mark.parametrize("chunk", [0, 8, 48, -64])
 def test_chunk_must_be_a_power_of_two_from_16(chunk: int) -> None:
-    with pytest.raises(ValueError, match=f"chunk must be a power of two from 16 to 512, got {chunk}"):
+    with pytest.raises(ConfigError, match=f"chunk must be a power of two from 16 to 512, got {chunk}"):
         CompileBackend(chunk=chunk)
 
 

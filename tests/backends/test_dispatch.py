@@ -17,7 +17,7 @@ from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain
 from deltazoo.backends import dispatch, registry
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.errors import UnknownNameError, UnsupportedError
+from deltazoo.backends.errors import ConfigError, UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import SHAPES, Shape
 
@@ -319,8 +319,10 @@ def test_meta_describes_the_inputs(inputs):
 
 
 def test_backend_class_instead_of_an_instance_is_refused():
-    with pytest.raises(TypeError, match=r"backend must be a name, a Backend or None, got <class .*ReferenceBackend"):
+    with pytest.raises(ConfigError, match=r"backend must be a name, a Backend or None, got <class .*ReferenceBackend"):
         bind(GDN, ReferenceBackend)
+    with pytest.raises(ConfigError, match="backend must be a name, a Backend or None, got 3"):
+        bind(GDN, 3)
 
 
 def test_decoding_requires_no_gradients(inputs):

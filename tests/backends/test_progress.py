@@ -1,4 +1,4 @@
-"""The notice of a slow compilation: one line on a terminal, at the first call only."""
+"""Lines of progress, and the notice of a slow compilation: one line on a terminal, at the first call only."""
 
 import io
 import time
@@ -11,7 +11,7 @@ import deltazoo
 from deltazoo import UpdateInputs, UpdateSpec
 from deltazoo.backends import CompileBackend
 from deltazoo.backends.compile import backend as compile_backend
-from deltazoo.backends.progress import notice_if_slow
+from deltazoo.backends.progress import ProgressLines, notice_if_slow
 
 
 class Stream(io.StringIO):
@@ -50,6 +50,22 @@ def test_a_fast_block_prints_nothing(stderr):
     with pytest.raises(ZeroDivisionError), notice_if_slow("compiling"):
         1 / 0  # noqa: B018
     time.sleep(0.3)
+    assert stderr.getvalue() == ""
+
+
+def test_progress_announces_a_long_start_and_then_prints_every_ten_seconds(stderr, monkeypatch):
+    now = iter([0.0, 1.0, 2.0, 9.0, 12.0])
+    monkeypatch.setattr("deltazoo.backends.progress.time", SimpleNamespace(monotonic=lambda: next(now)))
+    progress = ProgressLines()
+    for done, note in enumerate(["compiling", "a", "b", "c"]):
+        progress("training", done, 9, note)
+    assert stderr.getvalue() == "training: 0/9 compiling\ntraining: 3/9 c\n"
+
+
+def test_progress_of_a_short_task_without_a_note_prints_nothing(stderr):
+    progress = ProgressLines()
+    progress("training", 0, 9)
+    progress("training", 9, 9, "a figure")
     assert stderr.getvalue() == ""
 
 

@@ -62,7 +62,9 @@ def test_pyyaml_reads_the_same_values(tmp_path: Path):
         ("x.json", "{", "cannot be read"),
         ("x.yaml", "", "must contain a mapping"),
         ("x.toml", "a = 1", "must end in .yaml, .yml, .json"),
-        ("missing/x.yaml", None, "cannot read"),
+        ("missing/x.yaml", None, r"cannot read \S*/missing/x\.yaml: No such file or directory$"),
+        ("x.yaml", "a: 1\nb: !color red\n", "a value must not have a tag, got '!color' in line 2$"),
+        ("x.yaml", "a: !!python/name:os.system x\n", "a value must not have a tag, got .*os.system' in line 1$"),
     ],
 )
 def test_errors_name_the_file_and_the_problem(tmp_path: Path, name: str, text: str | None, sentence: str):
@@ -70,6 +72,15 @@ def test_errors_name_the_file_and_the_problem(tmp_path: Path, name: str, text: s
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=sentence.replace("(", "\\(")):
         document.read(tmp_path / name)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(ConfigError, match=rf"^cannot write {tmp_path}/x\.yaml: No space left on device$"):
+        document.write(tmp_path / "x.yaml", VALUES)
 
 
 def nested_aliases(levels: int, merge: bool = False) -> str:

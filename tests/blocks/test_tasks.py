@@ -8,7 +8,7 @@ import torch
 import deltazoo
 from deltazoo import Sampling, StackSpec, TrainConfig
 from deltazoo.backends import CompileBackend, ConfigError, UnknownNameError
-from deltazoo.blocks import load_text, silent
+from deltazoo.blocks import generate_tokens, load_text, silent
 
 SPEC = StackSpec(width=16, depth=1, vocab=256, pattern="gated_deltanet(heads=1)", mlp={"width": 16})
 CONFIG = TrainConfig(steps=6, batch=2, length=12, every=3, validation_batches=3, backend="reference", compile=False)
@@ -59,6 +59,14 @@ def test_evaluation_restores_the_mode_of_the_model_and_refuses_a_small_vocabular
         deltazoo.evaluate(small, text_file)
     with pytest.raises(deltazoo.DeltazooError, match="batches must be"):
         deltazoo.evaluate(model, text_file, batches=0)
+
+
+def test_evaluation_refuses_weights_that_are_nan(trained, text_file):
+    model = deltazoo.load(trained[0], backend="reference")
+    with torch.no_grad():
+        model.stack.norm.weight[3] = float("nan")
+    with pytest.raises(deltazoo.DeltazooError, match="the cross entropy must be finite, got nan: check the model's"):
+        deltazoo.evaluate(model, text_file, length=12)
 
 
 def test_training_in_two_parts_equals_training_at_once(trained, text_file, tmp_path):
@@ -141,3 +149,68 @@ def test_progress_is_printed_on_stderr_every_ten_seconds(text_file, tmp_path, mo
     deltazoo.train(SPEC, tmp_path / "a", text_file, CONFIG)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[:2] for line in lines] == [["training:", f"{step}/6"] for step in (1, 3, 5)]
+
+
+def test_too_large_sizes_are_named(trained, text_file, tmp_path):
+    huge = 10**13
+    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of batch={huge}, length=12$"):
+        deltazoo.train(SPEC, tmp_path, text_file, CONFIG.model_copy(update={"batch": huge}))
+    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of batch={huge}, length=12$"):
+        deltazoo.evaluate(deltazoo.load(trained[0]), text_file, length=12, batch=huge)
+    attention = StackSpec(width=16, depth=1, vocab=256, pattern="attention(heads=1)").build()
+    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of max_bytes={huge}$"):
+        deltazoo.generate(attention, "ab", Sampling(max_bytes=huge), compile=False)
+
+
+def test_a_text_that_cannot_be_read_is_reported(trained, text_file, tmp_path):
+    missing = tmp_path / "gone.txt"
+    sentence = rf"^cannot read {missing}: No such file or directory"
+    with pytest.raises(ConfigError, match=f"{sentence}$"):
+        deltazoo.train(SPEC, tmp_path / "run", missing, CONFIG)
+    with pytest.raises(ConfigError, match=f"{sentence}$"):
+        deltazoo.evaluate(deltazoo.load(trained[0]), missing)
+    missing.write_bytes(text_file.read_bytes())
+    deltazoo.train(SPEC, tmp_path / "run", missing, CONFIG, until=1)
+    missing.unlink()
+    with pytest.raises(
+        ConfigError, match=rf"{sentence}; \S*/run/train\.yaml names this text: pass its new path as text"
+    ):
+        deltazoo.resume(tmp_path / "run")
+    assert deltazoo.resume(tmp_path / "run", text_file, until=2).points[-1].step == 2
+
+
+WRONG_TYPES = {
+    "generate with a folder": (lambda model, folder: deltazoo.generate("r2", "ab"), "model must be .*, got 'r2'"),
+    "generate_tokens with a folder": (lambda *_: generate_tokens("r2", torch.ones(1, 2).long(), 3), "model must be"),
+    "evaluate a number": (lambda model, folder: deltazoo.evaluate(3), "model must be a LanguageModel, .*, got 3"),
+    "evaluate a layer": (
+        lambda model, folder: deltazoo.evaluate(torch.nn.Linear(2, 2)),
+        "model must be .*, got Linear",
+    ),
+    "evaluate on a number": (lambda model, folder: deltazoo.evaluate(model, 3), "text must be a path, .*, got 3"),
+    "prompt of bytes": (lambda model, folder: deltazoo.generate(model, b"ab"), "prompt must be text, got b'ab'"),
+    "sampling": (lambda model, folder: deltazoo.generate(model, "ab", 3), "sampling must be a Sampling or None, got 3"),
+    "config": (
+        lambda _, folder: deltazoo.train(SPEC, folder / "x", config={"steps": 1}),
+        "config must be a TrainConfig",
+    ),
+    "folder to train in": (lambda *_: deltazoo.train(SPEC, 3), "folder must be the path of a checkpoint folder, got 3"),
+    "stack": (lambda model, folder: deltazoo.train(3, folder / "x"), "stack must be a StackSpec, a path or .*, got 3"),
+    "folder to resume": (lambda *_: deltazoo.resume(3), "folder must be the path of a checkpoint folder, got 3"),
+    "changes": (lambda model, folder: deltazoo.resume(folder, changes=3), "changes must be a mapping .*, got 3"),
+    "folder to load": (lambda *_: deltazoo.load(3), "folder must be the path of a checkpoint folder, got 3"),
+    "preset": (lambda *_: deltazoo.preset(3), "name must be the name of a preset, got 3"),
+    "source of a stack": (lambda *_: StackSpec.load(3), "source must be a path or the name of a preset, got 3"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_an_argument_of_a_wrong_type_is_named(trained, call, message):
+    with pytest.raises(deltazoo.DeltazooError, match=message):
+        call(deltazoo.load(trained[0]), trained[0])
+
+
+def test_a_compiled_model_is_evaluated(trained, text_file):
+    model = deltazoo.load(trained[0], backend="reference")
+    compiled = torch.compile(model, backend="eager")
+    assert deltazoo.evaluate(compiled, text_file, 12, 2) == deltazoo.evaluate(model, text_file, 12, 2)

@@ -1,8 +1,10 @@
 """Training: the loss falls, a resumed run equals an uninterrupted one bit for bit, and errors are clear."""
 
+import errno
 import math
 import signal
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -226,6 +228,7 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
     for name in (STACK, SETTINGS, CHECKPOINT):
         (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
     (tmp_path / STACK).write_text((tmp_path / STACK).read_text().replace(f"width: {SPEC.width}", "width: 64"))
+    torch.save({key: value for key, value in _checkpoint(tmp_path).items() if key != "stack"}, tmp_path / CHECKPOINT)
     for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
         with pytest.raises(ConfigError, match=r"the weights must be those of stack\.yaml, got others: size mismatch"):
             read()
@@ -237,6 +240,33 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
         load_model(tmp_path)
 
 
+def test_a_stack_that_was_changed_after_the_training_is_refused(text, tmp_path):
+    spec = SPEC.model_copy(update={"pattern": "sliding_window(heads=1, window=16)"})
+    train(spec, text, CONFIG, tmp_path, until=1)
+    loaded = load_model(tmp_path)
+    stack = (tmp_path / STACK).read_text()
+    (tmp_path / STACK).write_text(stack.replace("window=16", "window=8"))
+    for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text, until=2)):
+        with pytest.raises(
+            ConfigError, match=r"stack\.yaml must be the stack that was trained, got other values of pattern"
+        ):
+            read()
+    (tmp_path / STACK).write_text(stack)
+    saved = _checkpoint(tmp_path)
+    torch.save({key: value for key, value in saved.items() if key != "stack"}, tmp_path / CHECKPOINT)
+    assert load_model(tmp_path).spec == loaded.spec == spec  # a checkpoint that was written without its stack
+
+
+def test_the_stack_in_a_checkpoint_imports_no_code(text, uninterrupted, tmp_path):
+    for name in (STACK, SETTINGS):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    saved = _checkpoint(uninterrupted[0])
+    saved["stack"]["backend"] = "module_of_a_stranger:Backend"
+    torch.save(saved, tmp_path / CHECKPOINT)
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt: backend: .* would import and run the code"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -244,6 +274,14 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
         ({"model": 3}, "model must have the type dict, got 3"),
         ({"model": {"x": 1}}, "the weights must be those of stack.yaml"),
         ({"optimizer": {}}, "the optimizer's state must be that of the weights of stack.yaml"),
+        ({"stack": 3}, "stack must have the type dict, got 3"),
+        ({"stack": {"width": 0}}, r"checkpoint\.pt is not from a training run: stack: width must be at least 1"),
+        ({"recent": "zzz"}, "recent must have the type list, got 'zzz'"),
+        ({"recent": ["zzz"]}, r"checkpoint\.pt is not from a training run: recent\.0 must be .*, got 'zzz'"),
+        ({"recent": [{"bits": "zzz"}]}, r"recent\.0\.bits must be a number.*, got 'zzz'"),
+        ({"points": [3]}, r"points\.0 must be a mapping.*, got 3"),
+        ({"cuda_rng": "zzz"}, r"cuda_rng must have the type torch\.Tensor \| None, got 'zzz'"),
+        ({"rng": torch.zeros(3)}, r"checkpoint\.pt is not from a training run: RNG state"),
     ],
 )
 def test_an_edited_checkpoint_is_reported(text, uninterrupted, tmp_path, edit, message):
@@ -251,6 +289,17 @@ def test_an_edited_checkpoint_is_reported(text, uninterrupted, tmp_path, edit, m
         (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
     torch.save({**torch.load(uninterrupted[0] / CHECKPOINT), **edit}, tmp_path / CHECKPOINT)
     with pytest.raises(ConfigError, match=message):
+        resume(tmp_path, text)
+
+
+@pytest.mark.parametrize("key", ["recent", "cuda_rng"])
+def test_a_checkpoint_without_a_key_is_reported(text, uninterrupted, tmp_path, key):
+    for name in (STACK, SETTINGS):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    saved = _checkpoint(uninterrupted[0])
+    del saved[key]
+    torch.save(saved, tmp_path / CHECKPOINT)
+    with pytest.raises(ConfigError, match=rf"checkpoint\.pt is not from a training run: it has no {key}"):
         resume(tmp_path, text)
 
 
@@ -316,11 +365,26 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_temporary_file(text
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))  # fails as a full disk does, with another errno
     try:
-        with pytest.raises(OSError, match=r"File too large; the previous checkpoint\.pt is kept: .*checkpoint\.pt'$"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt: File too large; the previous checkpoint\.pt is kept$"):
             resume(tmp_path, text)
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt: File too large; there is no checkpoint\.pt yet$"):
+            train(SPEC, text, CONFIG, tmp_path.with_name("first"), until=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_read_only_disk_is_reported_with_the_name_of_the_file(text, tmp_path, monkeypatch):
+    train(SPEC, text, CONFIG, tmp_path, until=1)
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system", "part.train.yaml")
+
+    for method in ("write_text", "unlink"):
+        monkeypatch.setattr(Path, method, refuse)
+    kept = r"Read-only file system; the previous train\.yaml is kept"
+    with pytest.raises(ConfigError, match=rf"^cannot write {tmp_path}/train\.yaml: {kept}$"):
+        resume(tmp_path, text, changes={"steps": 11})
 
 
 def test_resume_with_more_steps_follows_the_schedule_of_the_longer_run(text, tmp_path):
@@ -331,7 +395,7 @@ def test_resume_with_more_steps_follows_the_schedule_of_the_longer_run(text, tmp
     assert resume(tmp_path, text).config.steps == 11  # the folder keeps the new settings
     with pytest.raises(ConfigError, match="steps must be at least 11, which the run has taken, got 8"):
         resume(tmp_path, text, changes={"steps": 8})
-    with pytest.raises(ConfigError, match="a resumed run can change backend, device, steps, got seed"):
+    with pytest.raises(ConfigError, match="a resumed run can change backend, compile, device, steps, got seed"):
         resume(tmp_path, text, changes={"seed": 8})
 
 
@@ -351,8 +415,21 @@ def test_weights_that_are_nan_are_refused(text, tmp_path):
     saved = _checkpoint(tmp_path)
     saved["model"]["stack.norm.weight"][3] = float("nan")
     torch.save(saved, tmp_path / CHECKPOINT)
-    with pytest.raises(ConfigError, match=r"checkpoint\.pt must be finite, got NaN or inf in stack\.norm\.weight"):
-        load_model(tmp_path)
+    for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt must be finite, got NaN or inf in stack\.norm\.weight"):
+            read()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
+def test_weights_of_another_dtype_are_refused(text, uninterrupted, tmp_path, dtype):
+    for name in (STACK, SETTINGS):
+        (tmp_path / name).write_bytes((uninterrupted[0] / name).read_bytes())
+    saved = _checkpoint(uninterrupted[0])
+    saved["model"]["embedding.weight"] = saved["model"]["embedding.weight"].to(dtype)
+    torch.save(saved, tmp_path / CHECKPOINT)
+    for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
+        with pytest.raises(ConfigError, match=rf"embedding\.weight .* must be torch\.float32 .*, got {dtype}"):
+            read()
 
 
 def test_a_vocabulary_below_256_is_refused(text):

@@ -43,7 +43,10 @@ CASES = {
     "no text": (("train", "gated-deltanet-small", "--text", "/no/text"), "/no/text: No such file or directory"),
     "a folder as text": (("train", "gated-deltanet-small", "--text", "/"), "/: Is a directory"),
     "no checkpoint": (("train", "--resume", "/no/run"), "/no/run is not a checkpoint folder"),
-    "resume with settings": (("train", "--resume", "/no/run", "--batch", "9"), "{'batch': 9}"),
+    "resume with settings": (
+        ("train", "samba", "--resume", "/no/run", "--out", "x", "--batch", "9", "--lr", "1", "--no-compile"),
+        "--resume takes stack, folder and settings from the checkpoint, got samba, --out, --batch, --lr",
+    ),
     "no model to generate with": (("generate", "/no/run"), "/no/run is not a checkpoint folder"),
     "negative temperature": (
         ("generate", "/no/run", "--temperature", "-1"),

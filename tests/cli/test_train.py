@@ -45,6 +45,14 @@ def test_until_and_resume_equal_an_uninterrupted_run(ok, stack_file, text_file, 
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
+def test_a_resumed_run_can_stop_compiling(ok, stack_file, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", lambda model: model)
+    options = ("--length", 8, "--batch", 2, "--backend", "reference", "--steps", 2)
+    ok("train", stack_file, "--text", text_file, "--out", tmp_path, *options, "--until", 1)
+    monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", lambda model: pytest.fail("it was compiled"))
+    assert ok("train", "--resume", tmp_path, "--no-compile", "--json").json["config"]["compile"] is False
+
+
 def test_the_last_line_holds_the_last_validation_loss(ok, folder):
     result = ok("train", "--resume", folder, "--json").json
     printed = ok("train", "--resume", folder).out
@@ -109,6 +117,18 @@ def test_a_signal_prints_the_command_that_continues(run, ok, stack_file, text_fi
     continuation = f"deltazoo train --resume '{folder}'"
     assert result.err == f"stopped by SIGTERM after step 0; checkpoint in {folder}; continue with: {continuation}\n"
     assert "after 7 steps" in ok(*shlex.split(continuation)[1:], "--steps", 7, "--device", "cpu").out
+
+
+def test_a_signal_prints_one_json_document(run, stack_file, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda _: signal.raise_signal(signal.SIGINT))
+    result = run("train", stack_file, "--text", text_file, "--out", tmp_path, "--steps", 6, *QUICK, "--json")
+    assert result.code == 128 + signal.SIGINT
+    assert result.json["interrupted"] == {
+        "message": f"SIGINT after step 0; checkpoint in {tmp_path}",
+        "step": 0,
+        "folder": str(tmp_path),
+        "continue": f"deltazoo train --resume {tmp_path}",
+    }
 
 
 def test_generate_says_that_it_compiles(ok, folder, monkeypatch):

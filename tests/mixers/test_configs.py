@@ -272,7 +272,7 @@ def test_invalid_calls_are_refused_with_a_reason(mixer: Mixer, x: Tensor) -> Non
 
 def test_invalid_states_are_refused_with_a_reason() -> None:
     x, other = torch.randn(1, 2, 32), LinearAttention().build(32, backend="reference")
-    with pytest.raises(StateError, match=r"\('project', 'gated_deltanet.update'\), got \('linear_attention.update',\)"):
+    with pytest.raises(StateError, match=r"\['project', 'gated_deltanet.update'\], got \['linear_attention.update'\]"):
         GatedDeltaNet().build(32, backend="reference")(
             x, LinearAttention().build(32, backend="reference").init_state(1)
         )
@@ -312,3 +312,8 @@ def test_blocks_of_rg_lru_must_divide_its_channels() -> None:
         assert rg_lru().build(width, backend="reference")(torch.randn(1, 2, width))[0].shape == (1, 2, width)
     with pytest.raises(ConfigError, match="blocks must divide the 32 channels, got 7"):
         rg_lru(blocks=7).build(32)
+
+
+def test_a_width_that_is_no_integer_is_refused(one_of_each: MixerConfig) -> None:
+    with pytest.raises(ValueRangeError, match="width must be an integer >= 1, got '64'"):
+        one_of_each.build("64")
