@@ -48,14 +48,13 @@ def command(
 
 
 def _print(results: "CheckResults", verbose: bool) -> None:
-    columns = ["tensor", ">error", ">limit", "", "case"]
     print_line(f"{results.spec}, relative RMS errors")
     if verbose:
-        print_table(["backend", *columns], [(row.backend, *row.cells()) for row in results.rows])
+        rows = [(row.backend, *row.cells()) for row in results.rows]
+        print_table(["backend", "tensor", ">error", ">limit", "", "case"], rows)
     else:
-        print_table(
-            ["backend", ">cases", *(f"worst\n{column}" if column else "" for column in columns)], _worst(results)
-        )
+        worst = ["worst\ntensor", ">worst\nerror", ">worst\nlimit", "", "worst\ncase"]
+        print_table(["backend", ">cases", *worst], _worst(results))
     print_line()
     print_notes((row.backend, reason) for row in results.rows for reason in row.refused)
     failures = results.failures if verbose else results.failures[:_MAX_FAILURES]

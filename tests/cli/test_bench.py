@@ -288,6 +288,7 @@ def test_check_prints_the_worst_row_of_each_backend(run, wrong, check_file, monk
     assert result.code == 1
     lines = result.out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert not any(">" in line for line in lines)
     (row,) = (line for line in lines if line.startswith(f"{wrong}  "))
     assert row.split()[1] == "1/2"
     rows = run("check", check_file, "--backends", f"reference,{wrong}", "--json").json["rows"]
