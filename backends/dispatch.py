@@ -24,7 +24,7 @@ _log = logging.getLogger("deltazoo")
 # ContextVar. Each choice is a tuple, so that its block can find it again by identity.
 _overrides: list[tuple[str | Backend]] = []
 _logged: set[str] = set()  # each message once per process: every layer of a model binds its spec
-_SPEC_FIELDS = tuple(UpdateSpec.model_fields)
+_SPEC_DEFAULTS = {name: field.default for name, field in UpdateSpec.model_fields.items()}
 
 
 class BoundUpdate:
@@ -168,6 +168,10 @@ class BoundUpdate:
                     _log_refusals(self.spec, meta.device, refusals, backend)
                 return backend
             refusals.append((backend, reasons))
+        if self.requested is not None:
+            ((backend, reasons),) = refusals
+            sentences = " ".join(_sentences(reasons))
+            raise UnsupportedError(f"backend {backend.name!r} cannot compute this update: {sentences}")
         raise UnsupportedError(_no_backend(self.spec, meta, refusals))
 
     def _fused_decode_backend(
@@ -347,6 +351,7 @@ def _log_refusals(spec: UpdateSpec, device: str, refusals: Sequence[Refusal], ch
 
 def _no_backend(spec: UpdateSpec, meta: UpdateMeta, refusals: Sequence[Refusal]) -> str:
     # Field by field: torch.compile may trace this function and cannot trace pydantic's repr.
-    fields = ", ".join(f"{name}={getattr(spec, name)!r}" for name in _SPEC_FIELDS)
+    changed = [name for name, default in _SPEC_DEFAULTS.items() if getattr(spec, name) != default]
+    fields = ", ".join(f"{name}={getattr(spec, name)!r}" for name in changed)
     lines = [f"  {backend.name}: {' '.join(_sentences(reasons))}" for backend, reasons in refusals]
     return "\n".join([f"no backend supports UpdateSpec({fields}) on {meta}:", *lines])

@@ -78,7 +78,9 @@ def test_named_backend_runs(inputs):
 
 def test_named_backend_that_refuses_raises_its_reasons():
     inputs = draw(Case(GDN, SHAPES["column"]))
-    with pytest.raises(UnsupportedError, match="powers: K must be a power of two, got 6"):
+    with pytest.raises(
+        UnsupportedError, match="^backend 'powers' cannot compute this update: K must be a power of two, got 6"
+    ):
         bind(GDN, PowersOfTwo())(inputs)
     with pytest.raises(UnsupportedError, match="K must be a power of two, got 12"):
         bind(GDN, PowersOfTwo(), CPU._replace(K=12))
@@ -89,7 +91,7 @@ def test_named_backend_that_refuses_raises_its_reasons():
 def test_refusal_inside_torch_compile_raises_the_reasons():
     inputs = draw(Case(GDN, SHAPES["column"]))
     bound = bind(GDN, PowersOfTwo())
-    with pytest.raises(Exception, match="powers: K must be a power of two, got 6"):
+    with pytest.raises(Exception, match="cannot compute this update: K must be a power of two, got 6"):
         torch.compile(bound, fullgraph=True, backend="eager")(inputs)
 
 
@@ -141,6 +143,7 @@ def test_error_lists_the_reasons_of_all_candidates(monkeypatch):
     with pytest.raises(UnsupportedError) as caught:
         bind(GDN).backend_for(CPU._replace(K=5))
     assert re.search(r"never: it supports nothing.*\n.*powers: K must be a power of two", str(caught.value))
+    assert "no backend supports UpdateSpec(decay='head', beta='head') on UpdateMeta(" in str(caught.value)
 
 
 def test_use_backend_applies_to_update_and_to_updates_bound_inside(inputs):

@@ -52,6 +52,12 @@ def test_spec_is_frozen():
         UpdateSpec().decay = "head"
 
 
+def test_the_repr_shows_the_fields_that_differ_from_their_defaults():
+    assert repr(UpdateSpec()) == "UpdateSpec()"
+    assert repr(UpdateSpec(decay="head", beta="head")) == "UpdateSpec(decay='head', beta='head')"
+    assert all(eval(repr(spec)) == spec for spec in every_spec())
+
+
 def test_every_spec_round_trips_through_json_and_is_hashable():
     specs = list(every_spec())
     assert [UpdateSpec.model_validate_json(spec.model_dump_json()) for spec in specs] == specs
