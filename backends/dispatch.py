@@ -11,7 +11,7 @@ from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.check import check, check_commit, check_fused_decode, check_step, check_verify
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.errors import OperandError, UnsupportedError, cut
+from deltazoo.backends.errors import OperandError, PluginError, UnsupportedError, cut
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.watch import RunRecord, is_watched, record_run, record_traced
@@ -46,13 +46,16 @@ class BoundUpdate:
     def __call__(self, inputs: UpdateInputs) -> UpdateOutput:
         """Compute the update, without autocasting. Returns o [B, T, HV, V] and the final state [B, HV, K, V].
 
-        Raises: InputError or a subclass; UnsupportedError with the reasons of every candidate.
+        Raises: InputError or a subclass; UnsupportedError with the reasons of every candidate; PluginError.
         """
         check(self.spec, inputs)
         backend = self.backend_for(UpdateMeta.of(inputs))
         _record(backend.name, "update")
         with without_autocast(inputs.q):
-            return backend.forward(self.spec, inputs)
+            out = backend.forward(self.spec, inputs)
+        if not isinstance(out, UpdateOutput):
+            raise PluginError(f"{backend.name}.forward must return UpdateOutput, got {cut(out)}")
+        return out
 
     def step_(self, inputs: UpdateInputs, states: Tensor, slots: Tensor | None = None) -> Tensor:
         """Decode one token per row and update `states` [S, HV, K, V] in place. Returns o [B, 1, HV, V].

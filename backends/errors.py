@@ -12,7 +12,7 @@
     ├── ConfigError (ValueError)         a configuration is invalid, or cannot be read or built
     ├── UnknownNameError (KeyError)      no such backend, mixer or preset; suggests the nearest
     ├── DuplicateNameError (ValueError)  two plug-ins declare the same name
-    ├── PluginError (RuntimeError)       a plug-in cannot be imported or created
+    ├── PluginError (RuntimeError)       a plug-in cannot be imported or created, or returns a wrong type
     └── UnsupportedError (RuntimeError)  no backend supports this spec on these tensors; lists the reasons
 
 An invalid `UpdateSpec` or mixer config raises `ConfigError`, whose cause is pydantic's `ValidationError`.
@@ -83,7 +83,7 @@ class DuplicateNameError(DeltazooError, ValueError):
 
 
 class PluginError(DeltazooError, RuntimeError):
-    """A plug-in cannot be imported or created."""
+    """A plug-in cannot be imported or created, or returns a wrong type."""
 
 
 class UnsupportedError(DeltazooError, RuntimeError):
