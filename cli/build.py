@@ -57,7 +57,8 @@ def command(
     if as_json:
         print_json({"stack": spec, "description": description})
         return
-    print_text(f"{spec.pattern}: width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters")
+    title = spec.pattern if stack is None else f"{stack}, {spec.pattern}"
+    print_text(f"{title}: width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters")
     print_line()
     print_layers(description)
     if plot is not None:

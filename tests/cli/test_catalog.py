@@ -226,7 +226,7 @@ def test_build_folds_equal_layers_at_80_columns(ok, monkeypatch, name):
     for mixer in {row.mixer for row in rows}:
         layers = sum(row.mixer == mixer for row in rows)
         assert sum(int(count) for count, folded_mixer in folded if folded_mixer == mixer) == layers
-    assert lines[0].startswith(str(StackSpec.load(name).pattern)[:70])
+    assert lines[0].startswith(f"{name}, {StackSpec.load(name).pattern}"[:70].rstrip())
 
 
 def test_build_omits_the_columns_of_a_model_without_a_cache(ok, stack_file):
@@ -243,9 +243,9 @@ def test_build_changes_only_the_given_fields_of_a_file(ok, stack_file):
 
 
 def test_build_sets_fields_by_path_and_plots(ok, tmp_path):
-    settings = ("--set", "layers.swa.window=1024", "--set", "mlp.width=96")
+    settings = ("--set", "layers.sliding_window.window=1024", "--set", "mlp.width=96")
     result = ok("build", "deltanet-swa-tiny", *settings, "--depth", 12, "--plot", tmp_path / "stack.svg", "--json").json
-    assert result["stack"]["layers"]["swa"]["window"] == 1024
+    assert result["stack"]["layers"]["sliding_window"]["window"] == 1024
     assert (result["stack"]["mlp"]["width"], result["stack"]["depth"]) == (96, 12)
     assert (tmp_path / "stack.svg").read_text().lstrip().startswith("<?xml")
 
@@ -253,8 +253,8 @@ def test_build_sets_fields_by_path_and_plots(ok, tmp_path):
 def test_diff_lists_the_differing_fields(ok):
     rows = ok("diff", "samba-tiny", "deltanet-swa-tiny", "--json").json
     assert rows["same_model"] is False
-    assert {"path": "pattern", "a": "mamba + swa", "b": "delta + swa"} in rows["differences"]
-    assert {row["path"] for row in rows["differences"]} == {"pattern", "layers.mamba", "layers.delta"}
+    assert {"path": "pattern", "a": "mamba + sliding_window", "b": "deltanet + sliding_window"} in rows["differences"]
+    assert {row["path"] for row in rows["differences"]} == {"pattern", "layers.mamba", "layers.deltanet"}
     printed = ok("diff", "samba-tiny", "deltanet-swa-tiny").out
     assert "{mixer: mamba, state_size: 8}" in printed
     assert ok("diff", "samba", "samba").out == "the stacks describe the same model\n"
