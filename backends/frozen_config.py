@@ -45,13 +45,17 @@ class FrozenConfig(BaseModel, ABC, metaclass=_RaisesConfigError):
 
     @field_validator("*", mode="before", check_fields=False)
     @classmethod
-    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false as numbers, and the word "none" for null."""
+        types = set(_types(cls.model_fields[str(info.field_name)].annotation))
+        if not types & {int, float}:
+            return value
+        rule = "an integer" if int in types else "a number"
         items = value if isinstance(value, list | tuple) else (value,)
-        if any(isinstance(item, bool) for item in items):
-            types = set(_types(cls.model_fields[str(info.field_name)].annotation))
-            if types & {int, float} and bool not in types:
-                rule = "an integer" if int in types else "a number"
-                raise PydanticCustomError("bool_as_number", f"Input should be {rule}")
+        if bool not in types and any(isinstance(item, bool) for item in items):
+            raise PydanticCustomError("bool_as_number", f"Input should be {rule}")
+        if type(None) in types and str not in types and isinstance(value, str) and value.lower() == "none":
+            raise PydanticCustomError("none_as_text", f"Input should be {rule} or null (None in Python)")
         return value
 
 

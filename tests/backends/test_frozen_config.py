@@ -10,7 +10,7 @@ from deltazoo.backends.errors import ConfigError, cut
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.train import TrainConfig
-from deltazoo.mixers import GatedDeltaNet, parse
+from deltazoo.mixers import KDA, GatedDeltaNet, parse
 
 CASES = {
     "unknown field of a mixer": (lambda: GatedDeltaNet(haeds=2), "GatedDeltaNet: haeds: unknown field; did you mean"),
@@ -29,6 +29,11 @@ CASES = {
     "true as an integer": (lambda: GatedDeltaNet(heads=True), "GatedDeltaNet: heads must be an integer, got True"),
     "true as a number": (lambda: Dense(ratio=True), "Dense: ratio must be a number, got True"),
     "true as a width": (lambda: StackSpec(width=True, depth=1, vocab=9, pattern="kda"), "width must be an integer"),
+    "none as an integer": (lambda: KDA(heads="none"), "KDA: heads must be an integer or null (None in Python), got"),
+    "None in a pattern": (
+        lambda: StackSpec(width=64, depth=1, vocab=9, pattern="kda(heads=None)"),
+        "kda.heads must be an integer or null (None in Python), got 'None'",
+    ),
     "true in a file": (lambda: parse({"mixer": "kda", "heads": True}), "'kda': heads must be an integer, got True"),
 }
 

@@ -131,6 +131,13 @@ def test_show_prints_the_recurrence_uses_and_costs_of_a_mixer(ok, monkeypatch):
     assert "cache" not in printed
 
 
+def test_show_prints_null_for_a_field_without_a_value(ok):
+    printed = ok("show", "kda").out
+    assert re.search(r"^heads +null +.*; null: width // 128", printed, re.MULTILINE)
+    assert "None" not in printed
+    assert ok("show", "kda", "--json").json["fields"][0]["default"] is None
+
+
 def test_show_prints_each_refusal_once(ok):
     printed = ok("show", "gated_deltanet").out
     result = ok("show", "gated_deltanet", "--json").json
@@ -151,6 +158,8 @@ def test_show_prints_the_kernel_plan_for_a_named_gpu(ok, run):
     assert expected
     assert ok(*options, "--json").json["plan"] == expected
     assert expected in ok(*options).out
+    assert "--device-name" not in ok(*options).out
+    assert 'kernels on a GPU: deltazoo show gated_deltanet --device-name "NVIDIA H200"' in ok(*options[:2]).out
     assert run(*options[:-1], "NVIDIA H300").code == 2
 
 
