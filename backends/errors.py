@@ -117,10 +117,10 @@ def describe_invalid(location: str, message: str) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Format the message for an unknown name, with the nearest known name and the list of all."""
+    """Format the message for an unknown name, with the nearest known name, or all names if none is near."""
     names = sorted(set(known))
-    hint = nearest(name, names) or "."
-    return f"unknown {kind} {cut(name)}{hint} Known: {', '.join(names) or 'none'}."
+    hint = nearest(name, names) or f". Known: {', '.join(names) or 'none'}."
+    return f"unknown {kind} {cut(name)}{hint}"
 
 
 def unknown_field(location: str, field: str, known: Sequence[str]) -> str:
@@ -129,8 +129,14 @@ def unknown_field(location: str, field: str, known: Sequence[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'head'?" with the nearest known name, or "" if none is near."""
-    matches = difflib.get_close_matches(name[:_MAX_TEXT], list(known), n=1, cutoff=0.5)
+    """Return "; did you mean 'head'?" with the nearest known name, or "" if none is near.
+
+    Without a similar name, one that contains `name` or has it as its initials is near: H200, lr for learning_rate.
+    """
+    text, names = name[:_MAX_TEXT], list(known)
+    matches = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
+    if not matches and len(text) > 1:
+        matches = [other for other in names if text in other or text == "".join(re.findall(r"(?:\b|_)([a-z])", other))]
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

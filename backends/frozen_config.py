@@ -68,7 +68,7 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
     for problem in error.errors():
         location = ".".join(map(str, (*path, *problem["loc"])))
         if problem["type"] == "extra_forbidden" and model is not None and len(problem["loc"]) == 1:
-            sentences.append(unknown_field(location, str(problem["loc"][0]), list(model.model_fields)))
+            sentences.append(_unknown_field(location, str(problem["loc"][0]), model))
             continue
         sentence = describe_invalid(location, problem["msg"])
         if problem["type"] != "missing" and problem["loc"]:
@@ -77,6 +77,23 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
             sentence += nearest(problem["input"], _choices(problem.get("ctx", {})))
         sentences.append(sentence)
     return "; ".join(sentences)
+
+
+def _unknown_field(location: str, field: str, model: type[BaseModel]) -> str:
+    """Format the message for an unknown field, which may be a value of another field."""
+    for name, info in model.model_fields.items():
+        if field in _literals(info.annotation):
+            return f"{location}: unknown field; did you mean {name}={field!r}?"
+    return unknown_field(location, field, list(model.model_fields))
+
+
+def _literals(annotation: Any) -> typing.Iterator[Any]:
+    """Yield the values of every Literal in a type annotation."""
+    if typing.get_origin(annotation) is typing.Literal:
+        yield from typing.get_args(annotation)
+    else:
+        for argument in typing.get_args(annotation):
+            yield from _literals(argument)
 
 
 def _choices(context: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,11 @@ CASES = {
         "UpdateSpec: decay must be 'none', 'fixed', 'head', 'channel' or 'rate', got 'heads'; did you mean 'head'?",
     ),
     "unknown field of a spec": (lambda: UpdateSpec(decays="head"), "decays: unknown field; did you mean 'decay'?"),
+    "a value in place of a field": (
+        lambda: UpdateSpec(efla=True),
+        "UpdateSpec: efla: unknown field; did you mean reparam='efla'?",
+    ),
+    "the initials of a field": (lambda: TrainConfig(lr=1), "lr: unknown field; did you mean 'learning_rate'?"),
     "combination": (
         lambda: UpdateSpec(transition="additive", reparam="efla"),
         "UpdateSpec: reparam='efla' needs the delta rule; transition='additive' has no erase term",

@@ -8,7 +8,19 @@ import pytest
 from deltazoo.cli.errors import user_error_message
 
 CASES = {
-    "unknown mixer": (("show", "gated_deltanett"), "'gated_deltanett'; did you mean 'gated_deltanet'?"),
+    "unknown mixer": (
+        ("show", "gated_deltanett"),
+        "deltazoo: unknown mixer, backend or preset 'gated_deltanett'; did you mean 'gated_deltanet'?",
+    ),
+    "a name like no other": (("show", "nope"), "unknown mixer, backend or preset 'nope'. Known: "),
+    "part of a device's name": (
+        ("show", "kda", "--device-name", "H200"),
+        "'AMD Instinct MI300X', got 'H200'; did you mean 'NVIDIA H200'?",
+    ),
+    "an option whose field has another name": (
+        ("train", "gated-deltanet-small", "--lr", "nan"),
+        "deltazoo: --lr must be a finite number, got nan",
+    ),
     "unknown preset": (("build", "gated-deltanet-h3"), "unknown preset 'gated-deltanet-h3'; did you mean"),
     "no such file": (("build", "nowhere.yaml"), "nowhere.yaml"),
     "no fields to build": (("build",), "also needs width, depth, vocab, pattern"),
@@ -53,7 +65,10 @@ CASES = {
     "bad sizes": (("bench", "--shape", "H=2 K=x"), "K must be an integer"),
     "unknown size": (("bench", "--shape", "H=2 K=4 T=3 Z=1"), "Z: Extra inputs"),
     "no update": (("bench", "--mixer", "attention"), "'attention' has no update"),
-    "unknown direction": (("bench", "--directions", "back"), "got 'back'"),
+    "unknown direction": (
+        ("bench", "--directions", "forwrd"),
+        "deltazoo: --directions must be 'forward', 'backward' or 'decode', got 'forwrd'; did you mean 'forward'?",
+    ),
     "unknown backend": (("bench", "--backends", "referense"), "did you mean 'reference'?"),
     "unknown baseline": (("bench", "--backends", "reference", "--baseline", "fla"), "got 'fla'"),
     "no check": (("check", "/no/check.yaml"), "/no/check.yaml"),

@@ -57,7 +57,7 @@ def test_dry_run_of_a_named_device_lists_the_candidates_without_a_gpu(ok, run, m
     assert not any("hopper" in candidate for step in ampere for candidate in step["candidates"])
     result = run(*options, "NVIDIA H20")
     assert result.code == 2
-    assert "device must be one of 'NVIDIA H200'" in result.err
+    assert "device name must be one of 'NVIDIA H200'" in result.err
     result = run("tune", "--shape", "pack_8x4096", "--device-name", "NVIDIA H200")
     assert "--device-name needs --dry-run" in result.err
 
