@@ -108,6 +108,8 @@ def describe_invalid(location: str, message: str) -> str:
     message = message.removeprefix("Value error, ")
     if message == "Field required":
         return f"{location} is required"
+    if size := re.match(r"\w+ should (have at (?:least|most) \d+ \w+)", message):
+        return f"{location or 'the value'} must {size[1]}"
     if not message.startswith("Input should be "):
         return f"{location}: {message}" if location else message
     rule = re.split(", (?:unable to|got) ", message.removeprefix("Input should be "))[0]

@@ -43,6 +43,14 @@ class FrozenConfig(BaseModel, ABC, metaclass=_RaisesConfigError):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    if not TYPE_CHECKING:  # type checkers report an assignment to a field of a frozen model
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            try:
+                super().__setattr__(name, value)
+            except ValidationError as error:
+                raise ConfigError(f"{type(self).__name__}.{name} cannot be set: a config does not change") from error
+
     @field_validator("*", mode="before", check_fields=False)
     @classmethod
     def _check_number(cls, value: Any, info: ValidationInfo) -> Any:

@@ -63,7 +63,8 @@ CASES = {
     ),
     "unknown shape": (("bench", "--shape", "cpux"), "unknown shape 'cpux'; did you mean 'cpu'?"),
     "bad sizes": (("bench", "--shape", "H=2 K=x"), "K must be an integer"),
-    "unknown size": (("bench", "--shape", "H=2 K=4 T=3 Z=1"), "Z: Extra inputs"),
+    "unknown size": (("bench", "--shape", "H=2 K=4 T=3 Z=1"), "Z: unknown field. Known: name, B"),
+    "misspelt size": (("bench", "--shape", "T=4 H=2 KK=16"), "K is required; KK: unknown field; did you mean 'K'?"),
     "no update": (("bench", "--mixer", "attention"), "'attention' has no update"),
     "unknown direction": (
         ("bench", "--directions", "forwrd"),
@@ -93,6 +94,16 @@ def test_an_unknown_key_in_a_file_suggests_the_nearest(run, tmp_path):
     assert result.code == 2
     assert "dpeth" in result.err
     assert "did you mean 'depth'?" in result.err
+
+
+def test_check_refuses_a_file_of_another_kind_in_one_sentence(run, stack_file, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    for path, got in ((stack_file, "{'depth': 2, "), (empty, "None\n")):
+        message = run("check", path).err
+        assert message.startswith(
+            f"deltazoo: {path} is not a check file: it must have the keys spec and shapes, got {got}"
+        )
 
 
 def test_binary_and_short_texts_are_refused(run, stack_file, tmp_path):
