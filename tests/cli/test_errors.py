@@ -23,6 +23,13 @@ CASES = {
     ),
     "unknown preset": (("build", "gated-deltanet-h3"), "unknown preset 'gated-deltanet-h3'; did you mean"),
     "no such file": (("build", "nowhere.yaml"), "nowhere.yaml"),
+    "a folder to build": (("build", "/usr"), "/usr is a folder: give a stack file, such as /usr/stack.yaml"),
+    "a folder to show": (("show", "/usr"), "/usr is a folder: give a stack file, such as /usr/stack.yaml"),
+    "a pattern as the stack": (
+        ("build", "2*kda + attention"),
+        "'2*kda + attention' is a pattern and no file or preset: set the field pattern (--pattern) and the sizes",
+    ),
+    "a mixer as the stack": (("build", "kda"), "'kda' is a pattern and no file or preset: set the field pattern"),
     "no fields to build": (("build",), "also needs width, depth, vocab, pattern"),
     "unknown layer": (("build", "--pattern", "gdnx", "--width", "8", "--depth", "1", "--vocab", "9"), "'gdnx'"),
     "bad width": (("build", "gated-deltanet", "--width", "wide"), "'--width'"),
