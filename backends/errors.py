@@ -130,6 +130,11 @@ def unknown_field(location: str, field: str, known: Sequence[str]) -> str:
     return f"{location}: unknown field{nearest(field, known) or '.'} Known: {', '.join(known)}."
 
 
+def count(number: int, noun: str) -> str:
+    """Return "1 case" or "2 cases"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'head'?" with the nearest known name, or "" if none is near.
 

@@ -37,7 +37,7 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{verdict.backend}: {'chosen' if verdict.chosen else ' '.join(verdict.reasons)}"
+            f"{verdict.backend}: {'chosen' if verdict.chosen else '; '.join(r.rstrip('.') for r in verdict.reasons)}"
             for verdict in self.verdicts
         ]
         return "\n".join(lines if self.plan is None else [*lines, self.plan])

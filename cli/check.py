@@ -48,6 +48,8 @@ def command(
 
 
 def _print(results: "CheckResults", verbose: bool) -> None:
+    from deltazoo.backends.errors import count
+
     print_line(f"{results.spec}, relative RMS errors")
     if verbose:
         rows = [(row.backend, *row.cells()) for row in results.rows]
@@ -61,10 +63,11 @@ def _print(results: "CheckResults", verbose: bool) -> None:
     for sentence in failures:
         print_text(sentence)
     if more := len(results.failures) - len(failures):
-        print_line(f"{more} more failures: --verbose prints them")
+        print_line(f"{count(more, 'more failure')}: --verbose prints them")
     refusals = sum(row.refused for row in results.summary)
     refused = f", {refusals} refused" if refusals else ""
-    print_text(f"{len(results.failures)} failures on {results.cases} cases of {', '.join(results.backends)}{refused}")
+    failed, cases = count(len(results.failures), "failure"), count(results.cases, "case")
+    print_text(f"{failed} on {cases} of {', '.join(results.backends)}{refused}")
 
 
 def _worst(results: "CheckResults") -> list[list[str]]:

@@ -299,7 +299,7 @@ def test_explain_lists_all_backends_in_order(monkeypatch):
     ]
     assert explanation.chosen == "powers"
     assert explanation.verdicts[2].reasons == ["supported; runs only if requested by name."]
-    assert "never: it supports nothing." in str(explanation)
+    assert "never: it supports nothing; dtype must not be torch.float32\n" in str(explanation)
 
 
 def test_explain_agrees_with_bind(monkeypatch):
