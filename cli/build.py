@@ -7,7 +7,7 @@ import typer
 
 from deltazoo.cli.layers import print_layers
 from deltazoo.cli.options import AsJson, BackendName, OptionalStack, Trust
-from deltazoo.cli.output import print_json, print_line, print_text
+from deltazoo.cli.output import print_json, print_line, print_note, print_text
 
 
 def command(
@@ -53,7 +53,10 @@ def command(
 
         plot_stack(spec, plot)
     if save is not None:
+        replaced = save.exists()
         spec.save(save)
+        if replaced:
+            print_note(f"deltazoo: warning: {save} existed and was replaced, comments included")
     if as_json:
         print_json({"stack": spec, "description": description})
         return

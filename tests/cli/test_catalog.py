@@ -222,6 +222,9 @@ def test_build_describes_and_saves_the_stack(ok, tmp_path):
     assert result["description"]["parameters"] == sum(weight.numel() for weight in model.parameters())
     assert [layer["mixer"] for layer in result["description"]["layers"]] == ["gated_deltanet"] * 3 + ["sliding_window"]
     assert StackSpec.load(path) == model.spec == StackSpec(**result["stack"])
+    again = ok("build", path, "--set", "width=64", "--save", path)
+    assert again.err == f"deltazoo: warning: {path} existed and was replaced, comments included\n"
+    assert ok("build", path, "--save", tmp_path / "new.yaml").err == ""
 
 
 @pytest.mark.parametrize("name", ["minimax-01", "kimi-linear", "nemotron-h", "gated-deltanet-h1-small"])
