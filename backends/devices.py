@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.errors import ConfigError, cut, nearest
 
 
 def tf32_allowed() -> bool:
@@ -98,8 +98,9 @@ class DeviceSpec(NamedTuple):
         for device in KNOWN_DEVICES:
             if device.name == name:
                 return device._replace(triton=installed_triton() or "3.7.1")
-        known = ", ".join(repr(device.name) for device in KNOWN_DEVICES)
-        raise ConfigError(f"device must be one of {known}, or a DeviceSpec, got {name!r}")
+        names = [device.name for device in KNOWN_DEVICES]
+        known = ", ".join(map(repr, names))
+        raise ConfigError(f"device name must be one of {known}, got {cut(name)}{nearest(name, names)}")
 
 
 INTERPRETER = DeviceSpec("interpreter", "interpreter", (0, 0), 1, 2**20)

@@ -11,7 +11,7 @@ from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.check import check, check_commit, check_fused_decode, check_step, check_verify
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.errors import OperandError, UnsupportedError, cut
+from deltazoo.backends.errors import OperandError, PluginError, UnsupportedError, cut
 from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.watch import RunRecord, is_watched, record_run, record_traced
@@ -24,7 +24,7 @@ _log = logging.getLogger("deltazoo")
 # ContextVar. Each choice is a tuple, so that its block can find it again by identity.
 _overrides: list[tuple[str | Backend]] = []
 _logged: set[str] = set()  # each message once per process: every layer of a model binds its spec
-_SPEC_FIELDS = tuple(UpdateSpec.model_fields)
+_SPEC_DEFAULTS = {name: field.default for name, field in UpdateSpec.model_fields.items()}
 
 
 class BoundUpdate:
@@ -46,13 +46,16 @@ class BoundUpdate:
     def __call__(self, inputs: UpdateInputs) -> UpdateOutput:
         """Compute the update, without autocasting. Returns o [B, T, HV, V] and the final state [B, HV, K, V].
 
-        Raises: InputError or a subclass; UnsupportedError with the reasons of every candidate.
+        Raises: InputError or a subclass; UnsupportedError with the reasons of every candidate; PluginError.
         """
         check(self.spec, inputs)
         backend = self.backend_for(UpdateMeta.of(inputs))
         _record(backend.name, "update")
         with without_autocast(inputs.q):
-            return backend.forward(self.spec, inputs)
+            out = backend.forward(self.spec, inputs)
+        if not isinstance(out, UpdateOutput):
+            raise PluginError(f"{backend.name}.forward must return UpdateOutput, got {cut(out)}")
+        return out
 
     def step_(self, inputs: UpdateInputs, states: Tensor, slots: Tensor | None = None) -> Tensor:
         """Decode one token per row and update `states` [S, HV, K, V] in place. Returns o [B, 1, HV, V].
@@ -168,6 +171,10 @@ class BoundUpdate:
                     _log_refusals(self.spec, meta.device, refusals, backend)
                 return backend
             refusals.append((backend, reasons))
+        if self.requested is not None:
+            ((backend, reasons),) = refusals
+            sentences = " ".join(_sentences(reasons))
+            raise UnsupportedError(f"backend {backend.name!r} cannot compute this update: {sentences}")
         raise UnsupportedError(_no_backend(self.spec, meta, refusals))
 
     def _fused_decode_backend(
@@ -347,6 +354,7 @@ def _log_refusals(spec: UpdateSpec, device: str, refusals: Sequence[Refusal], ch
 
 def _no_backend(spec: UpdateSpec, meta: UpdateMeta, refusals: Sequence[Refusal]) -> str:
     # Field by field: torch.compile may trace this function and cannot trace pydantic's repr.
-    fields = ", ".join(f"{name}={getattr(spec, name)!r}" for name in _SPEC_FIELDS)
+    changed = [name for name, default in _SPEC_DEFAULTS.items() if getattr(spec, name) != default]
+    fields = ", ".join(f"{name}={getattr(spec, name)!r}" for name in changed)
     lines = [f"  {backend.name}: {' '.join(_sentences(reasons))}" for backend, reasons in refusals]
     return "\n".join([f"no backend supports UpdateSpec({fields}) on {meta}:", *lines])

@@ -12,7 +12,7 @@
     ├── ConfigError (ValueError)         a configuration is invalid, or a file cannot be read or written
     ├── UnknownNameError (KeyError)      no such backend, mixer or preset; suggests the nearest
     ├── DuplicateNameError (ValueError)  two plug-ins declare the same name
-    ├── PluginError (RuntimeError)       a plug-in cannot be imported or created
+    ├── PluginError (RuntimeError)       a plug-in cannot be imported or created, or returns a wrong type
     └── UnsupportedError (RuntimeError)  no backend supports this spec on these tensors; lists the reasons
 
 An invalid `UpdateSpec` or mixer config raises `ConfigError`, whose cause is pydantic's `ValidationError`.
@@ -84,7 +84,7 @@ class DuplicateNameError(DeltazooError, ValueError):
 
 
 class PluginError(DeltazooError, RuntimeError):
-    """A plug-in cannot be imported or created."""
+    """A plug-in cannot be imported or created, or returns a wrong type."""
 
 
 class UnsupportedError(DeltazooError, RuntimeError):
@@ -118,6 +118,8 @@ def describe_invalid(location: str, message: str) -> str:
     message = message.removeprefix("Value error, ")
     if message == "Field required":
         return f"{location} is required"
+    if size := re.match(r"\w+ should (have at (?:least|most) \d+ \w+)", message):
+        return f"{location or 'the value'} must {size[1]}"
     if not message.startswith("Input should be "):
         return f"{location}: {message}" if location else message
     rule = re.split(", (?:unable to|got) ", message.removeprefix("Input should be "))[0]
@@ -127,10 +129,10 @@ def describe_invalid(location: str, message: str) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Format the message for an unknown name, with the nearest known name and the list of all."""
+    """Format the message for an unknown name, with the nearest known name, or all names if none is near."""
     names = sorted(set(known))
-    hint = nearest(name, names) or "."
-    return f"unknown {kind} {cut(name)}{hint} Known: {', '.join(names) or 'none'}."
+    hint = nearest(name, names) or f". Known: {', '.join(names) or 'none'}."
+    return f"unknown {kind} {cut(name)}{hint}"
 
 
 def unknown_field(location: str, field: str, known: Sequence[str]) -> str:
@@ -138,9 +140,20 @@ def unknown_field(location: str, field: str, known: Sequence[str]) -> str:
     return f"{location}: unknown field{nearest(field, known) or '.'} Known: {', '.join(known)}."
 
 
+def count(number: int, noun: str) -> str:
+    """Return "1 case" or "2 cases"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'head'?" with the nearest known name, or "" if none is near."""
-    matches = difflib.get_close_matches(name[:_MAX_TEXT], list(known), n=1, cutoff=0.5)
+    """Return "; did you mean 'head'?" with the nearest known name, or "" if none is near.
+
+    Without a similar name, one that contains `name` or has it as its initials is near: H200, lr for learning_rate.
+    """
+    text, names = name[:_MAX_TEXT], list(known)
+    matches = difflib.get_close_matches(text, names, n=1, cutoff=0.6)
+    if not matches and len(text) > 1:
+        matches = [other for other in names if text in other or text == "".join(re.findall(r"(?:\b|_)([a-z])", other))]
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -2,11 +2,14 @@
 
 from typing import NamedTuple
 
+import torch
+
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateMeta
+from deltazoo.backends.check import FLOAT_DTYPES
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.dispatch import requested_backend
-from deltazoo.backends.errors import DuplicateNameError, PluginError, cut
+from deltazoo.backends.errors import ConfigError, DuplicateNameError, PluginError, cut
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 
@@ -34,7 +37,7 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{verdict.backend}: {'chosen' if verdict.chosen else ' '.join(verdict.reasons)}"
+            f"{verdict.backend}: {'chosen' if verdict.chosen else '; '.join(r.rstrip('.') for r in verdict.reasons)}"
             for verdict in self.verdicts
         ]
         return "\n".join(lines if self.plan is None else [*lines, self.plan])
@@ -55,8 +58,9 @@ def explain(
         shape: a Shape or (B, T), for the exact kernel plan; without one the condition of each kernel is listed.
         device: overrides meta.device: the name of a known device, such as "NVIDIA H200", or a DeviceSpec. No GPU is
             needed.
-    Raises: UnknownNameError; ConfigError for an unknown device.
+    Raises: UnknownNameError; ConfigError for an unknown device, and for an invalid field of `meta`.
     """
+    _check_meta(meta)
     device = DeviceSpec.named(device) if isinstance(device, str) else device
     if device is not None:
         meta = meta._replace(device="cuda")
@@ -85,6 +89,26 @@ def explain(
             reasons = _reasons(name, spec, meta, device) or ["supported; runs only if requested by name."]
             verdicts.append(Verdict(name, False, reasons))
     return Explanation(verdicts, plan)
+
+
+def _check_meta(meta: UpdateMeta) -> None:
+    """Raise ConfigError for the first field that no tensors can have."""
+    if not isinstance(meta, UpdateMeta):
+        raise ConfigError(f"meta must be a deltazoo.UpdateMeta, got {cut(meta)}")
+    for name in ("H", "HV", "K", "V"):
+        size = getattr(meta, name)
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"meta.{name} must be an integer >= 1, got {cut(size)}")
+    if meta.HV % meta.H:
+        raise ConfigError(f"meta.HV must be a multiple of H={meta.H}, got {meta.HV}")
+    if meta.dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"meta.dtype must be {' or '.join(map(str, FLOAT_DTYPES))}, got {cut(meta.dtype)}")
+    try:
+        device_type = torch.device(meta.device).type
+    except (RuntimeError, TypeError):
+        device_type = None
+    if meta.device != device_type:
+        raise ConfigError(f"meta.device must be a type of torch device such as 'cuda', got {cut(meta.device)}")
 
 
 def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta, device: DeviceSpec | None) -> list[str]:

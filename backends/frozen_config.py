@@ -43,15 +43,27 @@ class FrozenConfig(BaseModel, ABC, metaclass=_RaisesConfigError):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    if not TYPE_CHECKING:  # type checkers report an assignment to a field of a frozen model
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            try:
+                super().__setattr__(name, value)
+            except ValidationError as error:
+                raise ConfigError(f"{type(self).__name__}.{name} cannot be set: a config does not change") from error
+
     @field_validator("*", mode="before", check_fields=False)
     @classmethod
-    def _refuse_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false as numbers, and the word "none" for null."""
+        types = set(_types(cls.model_fields[str(info.field_name)].annotation))
+        if not types & {int, float}:
+            return value
+        rule = "an integer" if int in types else "a number"
         items = value if isinstance(value, list | tuple) else (value,)
-        if any(isinstance(item, bool) for item in items):
-            types = set(_types(cls.model_fields[str(info.field_name)].annotation))
-            if types & {int, float} and bool not in types:
-                rule = "an integer" if int in types else "a number"
-                raise PydanticCustomError("bool_as_number", f"Input should be {rule}")
+        if bool not in types and any(isinstance(item, bool) for item in items):
+            raise PydanticCustomError("bool_as_number", f"Input should be {rule}")
+        if type(None) in types and str not in types and isinstance(value, str) and value.lower() == "none":
+            raise PydanticCustomError("none_as_text", f"Input should be {rule} or null (None in Python)")
         return value
 
 
@@ -64,7 +76,7 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
     for problem in error.errors():
         location = ".".join(map(str, (*path, *problem["loc"])))
         if problem["type"] == "extra_forbidden" and model is not None and len(problem["loc"]) == 1:
-            sentences.append(unknown_field(location, str(problem["loc"][0]), list(model.model_fields)))
+            sentences.append(_unknown_field(location, str(problem["loc"][0]), model))
             continue
         sentence = describe_invalid(location, problem["msg"])
         if problem["type"] != "missing" and problem["loc"]:
@@ -73,6 +85,23 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
             sentence += nearest(problem["input"], _choices(problem.get("ctx", {})))
         sentences.append(sentence)
     return "; ".join(sentences)
+
+
+def _unknown_field(location: str, field: str, model: type[BaseModel]) -> str:
+    """Format the message for an unknown field, which may be a value of another field."""
+    for name, info in model.model_fields.items():
+        if field in _literals(info.annotation):
+            return f"{location}: unknown field; did you mean {name}={field!r}?"
+    return unknown_field(location, field, list(model.model_fields))
+
+
+def _literals(annotation: Any) -> typing.Iterator[Any]:
+    """Yield the values of every Literal in a type annotation."""
+    if typing.get_origin(annotation) is typing.Literal:
+        yield from typing.get_args(annotation)
+    else:
+        for argument in typing.get_args(annotation):
+            yield from _literals(argument)
 
 
 def _choices(context: Mapping[str, Any]) -> list[str]:

@@ -108,6 +108,10 @@ class UpdateSpec(FrozenConfig):
     def __str__(self) -> str:
         return _equation(self)
 
+    def __repr_args__(self) -> list[tuple[str, Any]]:
+        """Return the fields that differ from their defaults."""
+        return [(name, value) for name, value in self if value != type(self).model_fields[name].default]
+
     @property
     def decay_axes(self) -> Literal["none", "head", "channel"]:
         """Axis of the decay of one token. "head" for "fixed", whose tensor may also have the axis K."""

@@ -196,9 +196,11 @@ class _Parser:
         return term
 
     def product(self) -> Term:
+        start = self.token
         left = self.factor()
         while (operator := self.token).kind == "*":
             self.next += 1
+            after = self.token
             right = self.factor()
             if isinstance(left, Term) and isinstance(right, Term):
                 raise pattern_error("'*' takes a count and a layer, got two layers", self.text, operator.position)
@@ -206,7 +208,7 @@ class _Parser:
                 left *= right
             else:
                 count, part = (left, right) if isinstance(left, int) else (right, left)
-                left = self.compose(operator, Repeat, count, part)
+                left = self.compose(start if isinstance(left, int) else after, Repeat, count, part)
         if isinstance(left, int):
             raise self.unexpected(f"'*' and a layer after the count {left}")
         return left

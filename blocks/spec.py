@@ -133,11 +133,14 @@ class StackSpec(PlainDataModel):
         """Read a spec from a .yaml, .yml or .json file, or a preset by its name.
 
         Args: trust: allow the file to name mixers and backends as "module:Class". Importing the module runs its code.
-        Raises: ConfigError; PatternError; UnknownNameError: names the nearest preset; InputError: wrong type.
+        Raises: ConfigError, also for a folder or a pattern; PatternError; UnknownNameError: names the nearest preset;
+            InputError: wrong type.
         """
         check_type("source", source, str | Path, "a path or the name of a preset")
         if isinstance(source, Path) or Path(source).suffix in document.SUFFIXES:
             data = document.read(Path(source))
+        elif problem := _other_source(source):
+            raise ConfigError(problem)
         else:
             data = presets.read(source)
         if not trust:
@@ -235,6 +238,21 @@ def preset(name: str) -> StackSpec:
     """
     check_type("name", name, str, "the name of a preset")
     return StackSpec(**presets.read(name))
+
+
+def _other_source(source: str) -> str | None:
+    """Return what to give instead of a folder or a pattern; None for the name of a preset."""
+    if source in presets.names():
+        return None
+    if Path(source).is_dir():
+        return f"{source} is a folder: give a stack file, such as {Path(source) / 'stack.yaml'}"
+    try:
+        used = {name.name for name in names(parse(source))}
+    except PatternError:
+        return None
+    if used & {*registry.names(registry.MIXERS)}:
+        return f"{cut(source)} is a pattern and no file or preset: set the field pattern (--pattern) and the sizes"
+    return None
 
 
 def _parse_layer(name: str, data: object) -> MixerConfig | LayerSpec:

@@ -7,7 +7,7 @@ import typer
 
 from deltazoo.cli.layers import print_layers
 from deltazoo.cli.options import AsJson, BackendName, OptionalStack, Trust
-from deltazoo.cli.output import print_json, print_line, print_text
+from deltazoo.cli.output import print_json, print_line, print_note, print_text
 
 
 def command(
@@ -53,11 +53,15 @@ def command(
 
         plot_stack(spec, plot)
     if save is not None:
+        replaced = save.exists()
         spec.save(save)
+        if replaced:
+            print_note(f"deltazoo: warning: {save} existed and was replaced, comments included")
     if as_json:
         print_json({"stack": spec, "description": description})
         return
-    print_text(f"{spec.pattern}: width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters")
+    title = spec.pattern if stack is None else f"{stack}, {spec.pattern}"
+    print_text(f"{title}: width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters")
     print_line()
     print_layers(description)
     if plot is not None:

@@ -48,24 +48,26 @@ def command(
 
 
 def _print(results: "CheckResults", verbose: bool) -> None:
-    columns = ["tensor", ">error", ">limit", "", "case"]
+    from deltazoo.backends.errors import count
+
     print_line(f"{results.spec}, relative RMS errors")
     if verbose:
-        print_table(["backend", *columns], [(row.backend, *row.cells()) for row in results.rows])
+        rows = [(row.backend, *row.cells()) for row in results.rows]
+        print_table(["backend", "tensor", ">error", ">limit", "", "case"], rows)
     else:
-        print_table(
-            ["backend", ">cases", *(f"worst\n{column}" if column else "" for column in columns)], _worst(results)
-        )
+        worst = ["worst\ntensor", ">worst\nerror", ">worst\nlimit", "", "worst\ncase"]
+        print_table(["backend", ">cases", *worst], _worst(results))
     print_line()
     print_notes((row.backend, reason) for row in results.rows for reason in row.refused)
     failures = results.failures if verbose else results.failures[:_MAX_FAILURES]
     for sentence in failures:
         print_text(sentence)
     if more := len(results.failures) - len(failures):
-        print_line(f"{more} more failures: --verbose prints them")
+        print_line(f"{count(more, 'more failure')}: --verbose prints them")
     refusals = sum(row.refused for row in results.summary)
     refused = f", {refusals} refused" if refusals else ""
-    print_text(f"{len(results.failures)} failures on {results.cases} cases of {', '.join(results.backends)}{refused}")
+    failed, cases = count(len(results.failures), "failure"), count(results.cases, "case")
+    print_text(f"{failed} on {cases} of {', '.join(results.backends)}{refused}")
 
 
 def _worst(results: "CheckResults") -> list[list[str]]:

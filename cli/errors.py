@@ -4,11 +4,13 @@
 """
 
 import functools
+import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import typer
 
@@ -42,12 +44,25 @@ def report_user_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
             message = user_error_message(error)
             if message is None or Debug.on:
                 raise
+            message = _name_option(message, command)
             if kwargs.get("as_json"):
                 print_json_error(type(error).__name__, message)
             sys.stderr.write(f"deltazoo: {message}\n")
             raise typer.Exit(USER_ERROR) from error
 
     return run
+
+
+def _name_option(message: str, command: Callable[..., object]) -> str:
+    """Replace the field of a config that an option has set by the option: `TrainConfig: learning_rate` by `--lr`."""
+    field = re.match(r"[A-Z]\w+: (\w+)(\.\d+)?(?= must be )", message)
+    parameter = inspect.signature(command).parameters.get(field[1]) if field else None
+    if field is None or parameter is None:
+        return message
+    _, option, *_ = get_args(parameter.annotation)
+    # typer keeps the name of an annotated option where the default of one without an annotation is
+    name = option.default if isinstance(option.default, str) else f"--{field[1].replace('_', '-')}"
+    return f"{name}{message[field.end() :]}"
 
 
 @contextmanager

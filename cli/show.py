@@ -42,13 +42,16 @@ def command(
     print_table(["", ""], [(title, text.replace(";  ", "\n")) for title, text in result.about.items()])
     if result.fields:
         print_line()
-        print_table(["field", "default", ""], [(row.name, _in_yaml(row.default), row.about) for row in result.fields])
+        rows = [(row.name, _in_yaml(row.default), row.about.replace("None: ", "null: ")) for row in result.fields]
+        print_table(["field", "default", ""], rows)
     if result.cost:
         costs = [(title, f"{figure:,}") for title, figure in result.cost.items() if figure and title != "width"]
         print_line()
         print_table([f"cost at width {width}", ">"], costs)
     if result.backends:
         _print_backends(result.backends, device_name or device)
+        if device_name is None:
+            print_text(f'kernels on a GPU: deltazoo show {name} --device-name "NVIDIA H200"')
     if result.plan is not None:
         print_line()
         print_text(result.plan)
@@ -77,5 +80,5 @@ def _print_mixers(takes: dict[str, list[str]], device: str) -> None:
 
 
 def _in_yaml(value: object) -> object:
-    """Return true and false for booleans, as they are written in a stack file."""
-    return str(value).lower() if isinstance(value, bool) else value
+    """Return true, false and null as they are written in a stack file."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value

@@ -18,7 +18,10 @@ def command(
     stack: OptionalStack = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable.'),
+        typer.Option(
+            help='Named shape, or sizes such as "B=4 T=1000 H=8 K=64"; repeatable. Default without a stack: '
+            "dense_1x2048 and decode_64."
+        ),
     ] = None,
     mixer: Annotated[
         str, typer.Option(help="Comma-separated mixers, with fields if any, whose updates are tuned on --shape.")

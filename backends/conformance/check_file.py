@@ -19,7 +19,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
 from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError, describe_invalid, unknown_name
+from deltazoo.backends.errors import ConfigError, cut, describe_invalid, unknown_name
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.registry import resolve
@@ -97,6 +97,8 @@ def read_check(path: str | Path) -> CheckFile:
         data = yaml_text.load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(data, dict) or not data.keys() & {"spec", "shapes"}:
+        raise ConfigError(f"{path} is not a check file: it must have the keys spec and shapes, got {cut(data)}")
     try:
         return CheckFile.model_validate(data)
     except ValidationError as error:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deltazoo.backends.errors import ConfigError, describe_invalid
+from deltazoo.backends.errors import ConfigError, count, describe_invalid
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.result import BenchConfig, Benchmark, Row
 from deltazoo.backends.measure.table import Table, three_digits
@@ -75,7 +75,7 @@ class Comparison(BaseModel):
     def line(self) -> str:
         """Summarise the comparison in one line."""
         others = f"; {self.unmatched} cases of the earlier benchmark were not measured" if self.unmatched else ""
-        return f"{len(self.regressions)} regressions in {len(self.changes)} cases{others}"
+        return f"{count(len(self.regressions), 'regression')} in {count(len(self.changes), 'case')}{others}"
 
 
 class Earlier(NamedTuple):
@@ -115,7 +115,8 @@ class Earlier(NamedTuple):
             if case in cases
         ]
         if not changes:
-            raise ConfigError(f"{self.path} has no case of this benchmark: update, sizes, direction, backend")
+            same = "update, sizes, direction and backend"
+            raise ConfigError(f"{self.path} has no case with the {same} of one of this benchmark")
         return Comparison(before=self.benchmark.environment, changes=changes, unmatched=len(timed) - len(changes))
 
 

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from deltazoo.backends import registry
 from deltazoo.backends.conformance.check_file import ShapeFields
-from deltazoo.backends.errors import ConfigError, UnknownNameError, describe_invalid
+from deltazoo.backends.errors import ConfigError, UnknownNameError
+from deltazoo.backends.frozen_config import describe_errors
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import SHAPES, Shape
@@ -84,8 +85,7 @@ def parse_shape(text: str) -> Shape:
     try:
         return ShapeFields.model_validate(sizes).shape()
     except ValidationError as error:
-        sentences = "; ".join(describe_invalid(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
-        raise ConfigError(f"shape {text!r}: {sentences}") from error
+        raise ConfigError(f"shape {text!r}: {describe_errors((), error, ShapeFields)}") from error
 
 
 def parse_batch(texts: Sequence[str]) -> tuple[int, int]:

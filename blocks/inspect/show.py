@@ -1,5 +1,6 @@
 """Details of one mixer, backend or stack: equation, fields, costs, and which backends compute it."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -99,7 +100,7 @@ def details(
     if name in backends:
         with plugin_errors(registry.BACKENDS, name):
             return _backend(name, device, dtype)
-    if name in presets.names() or name.endswith(document.SUFFIXES):
+    if name in presets.names() or name.endswith(document.SUFFIXES) or Path(name).is_dir():
         return _stack(name, trust)
     if ":" in name:
         loaded = registry.load(registry.MIXERS, name)

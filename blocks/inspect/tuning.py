@@ -19,6 +19,7 @@ from deltazoo.blocks.inspect.benchmark import parse_shape, parse_update
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.core.delta_mixer import Update
 
+DEFAULT_SHAPES = ("dense_1x2048", "decode_64")  # without a stack and without shapes: a training row and decode steps
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -34,7 +35,7 @@ def build_targets(
 
     Args:
         stack: a file or the name of a preset.
-        shapes: names or sizes for the mixers, as for `parse_shape`.
+        shapes: names or sizes for the mixers, as for `parse_shape`; without a stack, [] means `DEFAULT_SHAPES`.
         mixers: as for `parse_update`.
         tokens: batch size B and length T for the stack.
         trust: as for `StackSpec.load`.
@@ -44,7 +45,7 @@ def build_targets(
     if unknown or not dtypes:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {', '.join(unknown) or 'none'}")
     pairs = [] if stack is None else _stack_updates(StackSpec.load(stack, trust), stack, *tokens)
-    for mixer, shape in product(mixers, shapes):
+    for mixer, shape in product(mixers, shapes or (DEFAULT_SHAPES if stack is None else ())):
         pairs.append((parse_update(mixer), parse_shape(shape)))
     return list(dict.fromkeys(Target(spec, shape, DTYPES[dtype]) for (spec, shape), dtype in product(pairs, dtypes)))
 

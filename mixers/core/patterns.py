@@ -110,6 +110,8 @@ class At(Term):
         _require_single_layer("@", self.part)
         if not self.layers or any(isinstance(index, bool) or not isinstance(index, int) for index in self.layers):
             raise PatternError(f"'@' needs a list of layers, such as attention@[2, 7], got {self.layers!r}")
+        if len(set(self.layers)) < len(self.layers):
+            raise PatternError(f"'@' needs distinct layers, got {list(self.layers)}")
         object.__setattr__(self, "layers", tuple(self.layers))
 
     def __str__(self) -> str:

@@ -226,7 +226,7 @@ def test_comparison_names_what_became_worse(tmp_path):
     assert regressions(median_ms=None, refused=["no."]) == ["it ran before; now: no."]
     assert read_earlier(path).compare(before).line() == "0 regressions in 2 cases"
     assert Earlier(path, before).compare(old).unmatched == 1
-    with pytest.raises(ConfigError, match="has no case of this benchmark"):
+    with pytest.raises(ConfigError, match="has no case with the update, sizes, direction and backend of one"):
         read_earlier(path).compare(bench(GATED, [TINY[3]], ["reference"], QUICK))
     with pytest.raises(ConfigError, match=r"measured with device .*, which does not compare with H100"):
         read_earlier(path).check(before.config, before.environment.model_copy(update={"device": "H100"}))

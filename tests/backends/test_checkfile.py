@@ -68,7 +68,7 @@ WRONG_FILES = [
     (CHECK.replace("head", "haed", 1), "spec.decay must be 'none', 'fixed', 'head', 'channel' or 'rate'"),
     ("spec: {transition: additive, reparam: efla}\nshapes: [plain]", "reparam='efla' needs the delta rule"),
     ("spec: {", "cannot be read"),
-    ("[]", "is not a valid check file"),
+    ("[]", "is not a check file: it must have the keys spec and shapes, got []"),
 ]
 
 

@@ -17,7 +17,7 @@ from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain
 from deltazoo.backends import dispatch, registry
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.errors import ConfigError, UnknownNameError, UnsupportedError
+from deltazoo.backends.errors import ConfigError, PluginError, UnknownNameError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import SHAPES, Shape
 
@@ -78,7 +78,7 @@ def test_named_backend_runs(inputs):
 
 def test_named_backend_that_refuses_raises_its_reasons():
     inputs = draw(Case(GDN, SHAPES["column"]))
-    with pytest.raises(UnsupportedError, match="powers: K must be a power of two, got 6"):
+    with pytest.raises(UnsupportedError, match="backend 'powers' cannot compute this update: K must be"):
         bind(GDN, PowersOfTwo())(inputs)
     with pytest.raises(UnsupportedError, match="K must be a power of two, got 12"):
         bind(GDN, PowersOfTwo(), CPU._replace(K=12))
@@ -86,10 +86,17 @@ def test_named_backend_that_refuses_raises_its_reasons():
         update(GDN, inputs, backend=Never())
 
 
+@pytest.mark.parametrize("result", [3, None, ("o", "state")])
+def test_a_backend_that_returns_no_update_output_is_named(inputs, monkeypatch, result):
+    monkeypatch.setattr(PowersOfTwo, "forward", lambda self, spec, inputs: result)
+    with pytest.raises(PluginError, match=re.escape(f"powers.forward must return UpdateOutput, got {result!r}")):
+        update(GDN, inputs, backend=PowersOfTwo())
+
+
 def test_refusal_inside_torch_compile_raises_the_reasons():
     inputs = draw(Case(GDN, SHAPES["column"]))
     bound = bind(GDN, PowersOfTwo())
-    with pytest.raises(Exception, match="powers: K must be a power of two, got 6"):
+    with pytest.raises(Exception, match="cannot compute this update: K must be a power of two, got 6"):
         torch.compile(bound, fullgraph=True, backend="eager")(inputs)
 
 
@@ -141,6 +148,7 @@ def test_error_lists_the_reasons_of_all_candidates(monkeypatch):
     with pytest.raises(UnsupportedError) as caught:
         bind(GDN).backend_for(CPU._replace(K=5))
     assert re.search(r"never: it supports nothing.*\n.*powers: K must be a power of two", str(caught.value))
+    assert "no backend supports UpdateSpec(decay='head', beta='head') on UpdateMeta(" in str(caught.value)
 
 
 def test_use_backend_applies_to_update_and_to_updates_bound_inside(inputs):
@@ -291,7 +299,7 @@ def test_explain_lists_all_backends_in_order(monkeypatch):
     ]
     assert explanation.chosen == "powers"
     assert explanation.verdicts[2].reasons == ["supported; runs only if requested by name."]
-    assert "never: it supports nothing." in str(explanation)
+    assert "never: it supports nothing; dtype must not be torch.float32\n" in str(explanation)
 
 
 def test_explain_agrees_with_bind(monkeypatch):
@@ -339,3 +347,22 @@ def test_decoding_requires_no_gradients(inputs):
     assert torch.equal(states, expected_states)
     with pytest.raises(UnsupportedError, match="it has no gradients"):
         bind(GDN, backend)(token)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "tpu"}, "meta.device must be a type of torch device such as 'cuda', got 'tpu'"),
+        ({"device": "cuda:0"}, "meta.device must be a type of torch device such as 'cuda', got 'cuda:0'"),
+        ({"dtype": "float32"}, "meta.dtype must be torch.float64 or torch.float32 or .*, got 'float32'"),
+        ({"dtype": torch.int64}, "got torch.int64"),
+        ({"H": 2, "HV": 3}, "meta.HV must be a multiple of H=2, got 3"),
+        ({"K": 0}, "meta.K must be an integer >= 1, got 0"),
+        ({"V": 8.0}, "meta.V must be an integer >= 1, got 8.0"),
+    ],
+)
+def test_explain_refuses_a_meta_that_no_tensors_can_have(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        explain(GDN, CPU._replace(**changes))
+    with pytest.raises(ConfigError, match=r"meta must be a deltazoo.UpdateMeta, got \('cpu',\)"):
+        explain(GDN, ("cpu",))

@@ -5,12 +5,12 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from deltazoo import DeltazooError, UpdateSpec
+from deltazoo import DeltazooError, Sampling, UpdateSpec
 from deltazoo.backends.errors import ConfigError, cut
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.train import TrainConfig
-from deltazoo.mixers import GatedDeltaNet, parse
+from deltazoo.mixers import KDA, GatedDeltaNet, parse
 
 CASES = {
     "unknown field of a mixer": (lambda: GatedDeltaNet(haeds=2), "GatedDeltaNet: haeds: unknown field; did you mean"),
@@ -19,6 +19,12 @@ CASES = {
         "UpdateSpec: decay must be 'none', 'fixed', 'head', 'channel' or 'rate', got 'heads'; did you mean 'head'?",
     ),
     "unknown field of a spec": (lambda: UpdateSpec(decays="head"), "decays: unknown field; did you mean 'decay'?"),
+    "a value in place of a field": (
+        lambda: UpdateSpec(efla=True),
+        "UpdateSpec: efla: unknown field; did you mean reparam='efla'?",
+    ),
+    "the initials of a field": (lambda: TrainConfig(lr=1), "lr: unknown field; did you mean 'learning_rate'?"),
+    "an empty text": (lambda: Sampling(stop=""), "Sampling: stop must have at least 1 character, got ''"),
     "combination": (
         lambda: UpdateSpec(transition="additive", reparam="efla"),
         "UpdateSpec: reparam='efla' needs the delta rule; transition='additive' has no erase term",
@@ -29,6 +35,11 @@ CASES = {
     "true as an integer": (lambda: GatedDeltaNet(heads=True), "GatedDeltaNet: heads must be an integer, got True"),
     "true as a number": (lambda: Dense(ratio=True), "Dense: ratio must be a number, got True"),
     "true as a width": (lambda: StackSpec(width=True, depth=1, vocab=9, pattern="kda"), "width must be an integer"),
+    "none as an integer": (lambda: KDA(heads="none"), "KDA: heads must be an integer or null (None in Python), got"),
+    "None in a pattern": (
+        lambda: StackSpec(width=64, depth=1, vocab=9, pattern="kda(heads=None)"),
+        "kda.heads must be an integer or null (None in Python), got 'None'",
+    ),
     "true in a file": (lambda: parse({"mixer": "kda", "heads": True}), "'kda': heads must be an integer, got True"),
 }
 

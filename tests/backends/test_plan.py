@@ -198,7 +198,7 @@ def test_explain_prints_the_plan_of_a_named_device():
 
 
 def test_explain_refuses_an_unknown_device_with_the_known_names():
-    with pytest.raises(ConfigError, match=r"device must be one of 'NVIDIA H200', .*, got 'NVIDIA Q1'"):
+    with pytest.raises(ConfigError, match=r"device name must be one of 'NVIDIA H200', .*, got 'NVIDIA Q1'"):
         explain(GATED, meta(), "triton", device="NVIDIA Q1")
 
 

@@ -76,9 +76,7 @@ def test_installed_plugin_is_found_by_name(install):
 
 
 def test_unknown_name_error_suggests_the_nearest():
-    with pytest.raises(
-        UnknownNameError, match=r"unknown backend 'referense'; did you mean 'reference'\? Known: .*comp"
-    ):
+    with pytest.raises(UnknownNameError, match=r"unknown backend 'referense'; did you mean 'reference'\?$"):
         registry.load(registry.BACKENDS, "referense")
 
 

@@ -12,11 +12,11 @@ def test_equal_stacks_have_no_differences():
 
 
 def test_changed_fields_are_listed_with_both_values():
-    changed = assemble("deltanet-swa-tiny", settings=["width=32", "layers.swa.window=8", "mlp.bias=true"])
+    changed = assemble("deltanet-swa-tiny", settings=["width=32", "layers.sliding_window.window=8", "mlp.bias=true"])
     assert diff(preset("deltanet-swa-tiny"), changed).differences == [
         Difference(path="width", a=64, b=32),
         Difference(path="mlp.bias", a=False, b=True),
-        Difference(path="layers.swa.window", a=16, b=8),
+        Difference(path="layers.sliding_window.window", a=16, b=8),
     ]
 
 
@@ -27,8 +27,8 @@ def test_fields_and_layers_of_one_stack_have_one_value():
     mlp = {"width": 192, "activation": "relu2", "gated": False}
     assert rows["layers.mlp"].a == {"mixer": "none", "mlp": mlp}
     assert rows["layers.mlp"].cells()[2] == ""
-    assert rows["layers.attn.mixer.heads"].model_fields_set == {"path", "a"}
-    assert rows["layers.attn.heads"].b == 2
+    assert rows["layers.attention.mixer.heads"].model_fields_set == {"path", "a"}
+    assert rows["layers.attention.heads"].b == 2
 
 
 def test_renamed_layers_differ_but_describe_the_same_model():

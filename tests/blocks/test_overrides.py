@@ -15,14 +15,16 @@ PATTERN = {"width": 16, "depth": 2, "vocab": 9, "pattern": "gated_deltanet(heads
 
 def test_a_setting_changes_one_field():
     spec = preset("deltanet-swa-tiny")
-    changed = assemble("deltanet-swa-tiny", {"depth": 12}, settings=["layers.swa.window=1024", "norm_eps=1e-4"])
-    layers = spec.layers | {"swa": SlidingWindow(heads=2, window=1024)}
+    changed = assemble(
+        "deltanet-swa-tiny", {"depth": 12}, settings=["layers.sliding_window.window=1024", "norm_eps=1e-4"]
+    )
+    layers = spec.layers | {"sliding_window": SlidingWindow(heads=2, window=1024)}
     assert changed == StackSpec(**dict(spec) | {"depth": 12, "layers": layers, "norm_eps": 1e-4})
     assert assemble("deltanet-swa-tiny") == spec
 
 
 def test_settings_reach_nested_mixers_mlps_and_items_of_lists(tmp_path):
-    settings = ["layers.attn.mixer.heads=4", "layers.mlp.mlp.width=99", "layers.mlp.share=a"]
+    settings = ["layers.attention.mixer.heads=4", "layers.mlp.mlp.width=99", "layers.mlp.share=a"]
     changed = assemble("nemotron-h-tiny", settings=settings)
     layers = {layer.title: layer for layer in changed.expand()}
     assert layers["attention"].mixer.heads == 4
@@ -37,22 +39,29 @@ def test_settings_reach_nested_mixers_mlps_and_items_of_lists(tmp_path):
 
 
 def test_the_mlp_of_a_layer_starts_from_that_of_the_stack():
-    changed = assemble("olmo-hybrid-tiny", settings=["layers.attn.mlp.bias=true"])
-    assert changed.layers["attn"].mlp == Dense(width=128, bias=True)
+    changed = assemble("olmo-hybrid-tiny", settings=["layers.attention.mlp.bias=true"])
+    assert changed.layers["attention"].mlp == Dense(width=128, bias=True)
     assert changed.mlp == Dense(width=128)
     with pytest.raises(ConfigError, match=r"'mlp' is unknown\. Known: mixer, heads"):
-        assemble("olmo-hybrid-tiny", settings=["layers.gdn.mlp.bias=true"])
+        assemble("olmo-hybrid-tiny", settings=["layers.gated_deltanet.mlp.bias=true"])
 
 
 def test_values_are_yaml():
-    spec = assemble("deltanet-swa-tiny", settings=["mlp=none", "tied=false", "layers.swa={mixer: kda, heads: 1}"])
-    assert (spec.mlp, spec.tied, spec.layers["swa"]) == ("none", False, KDA(heads=1))
+    spec = assemble(
+        "deltanet-swa-tiny", settings=["mlp=none", "tied=false", "layers.sliding_window={mixer: kda, heads: 1}"]
+    )
+    assert (spec.mlp, spec.tied, spec.layers["sliding_window"]) == ("none", False, KDA(heads=1))
 
 
 def test_a_new_mixer_or_type_resets_the_fields_beside_it():
-    settings = ["layers.swa.mixer=deltanet", "layers.swa.heads=4", "mlp.type=moe", "mlp.experts=4"]
+    settings = [
+        "layers.sliding_window.mixer=deltanet",
+        "layers.sliding_window.heads=4",
+        "mlp.type=moe",
+        "mlp.experts=4",
+    ]
     spec = assemble("deltanet-swa-tiny", settings=settings)
-    assert spec.layers["swa"] == DeltaNet(heads=4)
+    assert spec.layers["sliding_window"] == DeltaNet(heads=4)
     assert spec.mlp == MoE(experts=4)
     same = assemble("deltanet-swa-tiny", settings=["mlp.type=dense"])
     assert same.mlp == preset("deltanet-swa-tiny").mlp == Dense(width=128)
@@ -66,17 +75,26 @@ def test_mixers_that_only_the_pattern_names_can_be_set():
 
 ERRORS = [
     ("widht=3", "widht: unknown key; did you mean 'width'?"),
-    ("layers.swa.windw=3", "layers.swa.windw: unknown key; did you mean 'window'?"),
-    ("layers.sw.window=3", "layers.sw.window: 'sw' is unknown; did you mean 'swa'?"),
-    ("layers.sw={mixer: kda}", "layers.sw: 'sw' is unknown; did you mean 'swa'?"),
+    ("layers.sliding_window.windw=3", "layers.sliding_window.windw: unknown key; did you mean 'window'?"),
+    (
+        "layers.slidingwindow.window=3",
+        "layers.slidingwindow.window: 'slidingwindow' is unknown; did you mean 'sliding_window'?",
+    ),
+    (
+        "layers.slidingwindow={mixer: kda}",
+        "layers.slidingwindow: 'slidingwindow' is unknown; did you mean 'sliding_window'?",
+    ),
     ("mpl.width=3", "mpl.width: 'mpl' is unknown; did you mean 'mlp'?"),
     ("mlp.widht=3", "mlp.widht: unknown key; did you mean 'width'?"),
     ("width.x=3", "width.x: 'x' cannot be set in 64, which has no fields"),
-    ("layers.swa.window=0", "layers.swa.window must be at least 1, got 0"),
-    ("swa.window=3", "swa.window: 'swa' is a layer; write layers.swa.window=3"),
+    ("layers.sliding_window.window=0", "layers.sliding_window.window must be at least 1, got 0"),
     (
-        "layers.swa.window",
-        "a setting must be PATH=VALUE, such as layers.sliding_window.window=1024, got 'layers.swa.window'",
+        "sliding_window.window=3",
+        "sliding_window.window: 'sliding_window' is a layer; write layers.sliding_window.window=3",
+    ),
+    (
+        "layers.sliding_window.window",
+        "a setting must be PATH=VALUE, such as layers.sliding_window.window=1024, got 'layers.sliding_window.window'",
     ),
     ("layers..window=3", "a setting must be PATH=VALUE"),
     ("width=[1", "width=[1: the value is not YAML"),

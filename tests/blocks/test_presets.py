@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from deltazoo.backends.errors import UnknownNameError
 from deltazoo.blocks import preset, presets
+from deltazoo.blocks.layer import LayerSpec
 from deltazoo.blocks.moe import MoE
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers import MLA, Attention, SlidingWindow
@@ -204,3 +205,11 @@ def test_preset_returns_the_stack_that_load_reads():
         assert preset(name) == StackSpec.load(name)
     with pytest.raises(UnknownNameError, match="did you mean 'samba'"):
         preset("sambo")
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_the_layers_of_a_preset_have_the_names_of_their_mixers(name):
+    titles: dict[str, list[str]] = {}
+    for layer, config in preset(name).layers.items():
+        titles.setdefault(config.title if isinstance(config, LayerSpec) else config.name, []).append(layer)
+    assert all(title in layers for title, layers in titles.items())

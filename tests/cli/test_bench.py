@@ -189,17 +189,17 @@ def test_compare_reports_regressions(ok, run, tmp_path):
     result = run(*options, "--compare", old)
     assert result.code == 1
     assert "plain forward reference: " in result.out
-    assert result.out.splitlines()[-1] == "1 regressions in 2 cases"
+    assert result.out.splitlines()[-1] == "1 regression in 2 cases"
     compared = run(*options, "--compare", old, "--json").json
     assert [len(change["regressions"]) for change in compared["comparison"]["changes"]] == [1, 0]
     old.write_text(json.dumps(compared))
-    assert run(*options, "--compare", old).out.splitlines()[-1].endswith("regressions in 2 cases")
+    assert run(*options, "--compare", old).out.splitlines()[-1].endswith(" in 2 cases")
     result = run(*options, "--compare", old, "--dtype", "float64")
     assert result.code == 2
     assert "was measured with dtype float32, which does not compare with float64" in result.err
     result = run(*options, "--compare", old, "--mixer", "kda")
     assert result.code == 2
-    assert "has no case of this benchmark" in result.err
+    assert "has no case with the update, sizes, direction and backend of one" in result.err
 
 
 def test_bench_of_a_model_prints_and_writes_its_figures(ok, stack_file, tmp_path, monkeypatch):
@@ -275,7 +275,7 @@ def test_check_fails_if_a_named_backend_refuses_every_case(ok, run, check_file, 
     result = run("check", check_file, "--backends", "fla,reference")
     assert result.code == 1
     assert "fla refused every case, so it was not checked" in result.out
-    assert "1 failures on 2 cases of fla, reference, 2 refused" in result.out
+    assert "1 failure on 2 cases of fla, reference, 2 refused" in result.out
     monkeypatch.setattr(registry, "names", lambda group: ["fla", "reference"])
     result = ok("check", check_file)
     assert "0 failures on 2 cases of fla, reference, 2 refused" in result.out
@@ -288,6 +288,7 @@ def test_check_prints_the_worst_row_of_each_backend(run, wrong, check_file, monk
     assert result.code == 1
     lines = result.out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert not any(">" in line for line in lines)
     (row,) = (line for line in lines if line.startswith(f"{wrong}  "))
     assert row.split()[1] == "1/2"
     rows = run("check", check_file, "--backends", f"reference,{wrong}", "--json").json["rows"]

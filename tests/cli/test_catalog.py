@@ -131,6 +131,13 @@ def test_show_prints_the_recurrence_uses_and_costs_of_a_mixer(ok, monkeypatch):
     assert "cache" not in printed
 
 
+def test_show_prints_null_for_a_field_without_a_value(ok):
+    printed = ok("show", "kda").out
+    assert re.search(r"^heads +null +.*; null: width // 128", printed, re.MULTILINE)
+    assert "None" not in printed
+    assert ok("show", "kda", "--json").json["fields"][0]["default"] is None
+
+
 def test_show_prints_each_refusal_once(ok):
     printed = ok("show", "gated_deltanet").out
     result = ok("show", "gated_deltanet", "--json").json
@@ -151,6 +158,8 @@ def test_show_prints_the_kernel_plan_for_a_named_gpu(ok, run):
     assert expected
     assert ok(*options, "--json").json["plan"] == expected
     assert expected in ok(*options).out
+    assert "--device-name" not in ok(*options).out
+    assert 'kernels on a GPU: deltazoo show gated_deltanet --device-name "NVIDIA H200"' in ok(*options[:2]).out
     assert run(*options[:-1], "NVIDIA H300").code == 2
 
 
@@ -213,6 +222,9 @@ def test_build_describes_and_saves_the_stack(ok, tmp_path):
     assert result["description"]["parameters"] == sum(weight.numel() for weight in model.parameters())
     assert [layer["mixer"] for layer in result["description"]["layers"]] == ["gated_deltanet"] * 3 + ["sliding_window"]
     assert StackSpec.load(path) == model.spec == StackSpec(**result["stack"])
+    again = ok("build", path, "--set", "width=64", "--save", path)
+    assert again.err == f"deltazoo: warning: {path} existed and was replaced, comments included\n"
+    assert ok("build", path, "--save", tmp_path / "new.yaml").err == ""
 
 
 @pytest.mark.parametrize("name", ["minimax-01", "kimi-linear", "nemotron-h", "gated-deltanet-h1-small"])
@@ -226,7 +238,7 @@ def test_build_folds_equal_layers_at_80_columns(ok, monkeypatch, name):
     for mixer in {row.mixer for row in rows}:
         layers = sum(row.mixer == mixer for row in rows)
         assert sum(int(count) for count, folded_mixer in folded if folded_mixer == mixer) == layers
-    assert lines[0].startswith(str(StackSpec.load(name).pattern)[:70])
+    assert lines[0].startswith(f"{name}, {StackSpec.load(name).pattern}"[:70].rstrip())
 
 
 def test_build_omits_the_columns_of_a_model_without_a_cache(ok, stack_file):
@@ -243,9 +255,9 @@ def test_build_changes_only_the_given_fields_of_a_file(ok, stack_file):
 
 
 def test_build_sets_fields_by_path_and_plots(ok, tmp_path):
-    settings = ("--set", "layers.swa.window=1024", "--set", "mlp.width=96")
+    settings = ("--set", "layers.sliding_window.window=1024", "--set", "mlp.width=96")
     result = ok("build", "deltanet-swa-tiny", *settings, "--depth", 12, "--plot", tmp_path / "stack.svg", "--json").json
-    assert result["stack"]["layers"]["swa"]["window"] == 1024
+    assert result["stack"]["layers"]["sliding_window"]["window"] == 1024
     assert (result["stack"]["mlp"]["width"], result["stack"]["depth"]) == (96, 12)
     assert (tmp_path / "stack.svg").read_text().lstrip().startswith("<?xml")
 
@@ -253,8 +265,8 @@ def test_build_sets_fields_by_path_and_plots(ok, tmp_path):
 def test_diff_lists_the_differing_fields(ok):
     rows = ok("diff", "samba-tiny", "deltanet-swa-tiny", "--json").json
     assert rows["same_model"] is False
-    assert {"path": "pattern", "a": "mamba + swa", "b": "delta + swa"} in rows["differences"]
-    assert {row["path"] for row in rows["differences"]} == {"pattern", "layers.mamba", "layers.delta"}
+    assert {"path": "pattern", "a": "mamba + sliding_window", "b": "deltanet + sliding_window"} in rows["differences"]
+    assert {row["path"] for row in rows["differences"]} == {"pattern", "layers.mamba", "layers.deltanet"}
     printed = ok("diff", "samba-tiny", "deltanet-swa-tiny").out
     assert "{mixer: mamba, state_size: 8}" in printed
     assert ok("diff", "samba", "samba").out == "the stacks describe the same model\n"

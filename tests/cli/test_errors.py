@@ -8,15 +8,34 @@ import pytest
 from deltazoo.cli.errors import user_error_message
 
 CASES = {
-    "unknown mixer": (("show", "gated_deltanett"), "'gated_deltanett'; did you mean 'gated_deltanet'?"),
+    "unknown mixer": (
+        ("show", "gated_deltanett"),
+        "deltazoo: unknown mixer, backend or preset 'gated_deltanett'; did you mean 'gated_deltanet'?",
+    ),
+    "a name like no other": (("show", "nope"), "unknown mixer, backend or preset 'nope'. Known: "),
+    "part of a device's name": (
+        ("show", "kda", "--device-name", "H200"),
+        "'AMD Instinct MI300X', got 'H200'; did you mean 'NVIDIA H200'?",
+    ),
+    "an option whose field has another name": (
+        ("train", "gated-deltanet-small", "--lr", "nan"),
+        "deltazoo: --lr must be a finite number, got nan",
+    ),
     "unknown preset": (("build", "gated-deltanet-h3"), "unknown preset 'gated-deltanet-h3'; did you mean"),
     "no such file": (("build", "nowhere.yaml"), "nowhere.yaml"),
+    "a folder to build": (("build", "/usr"), "/usr is a folder: give a stack file, such as /usr/stack.yaml"),
+    "a folder to show": (("show", "/usr"), "/usr is a folder: give a stack file, such as /usr/stack.yaml"),
+    "a pattern as the stack": (
+        ("build", "2*kda + attention"),
+        "'2*kda + attention' is a pattern and no file or preset: set the field pattern (--pattern) and the sizes",
+    ),
+    "a mixer as the stack": (("build", "kda"), "'kda' is a pattern and no file or preset: set the field pattern"),
     "no fields to build": (("build",), "also needs width, depth, vocab, pattern"),
     "unknown layer": (("build", "--pattern", "gdnx", "--width", "8", "--depth", "1", "--vocab", "9"), "'gdnx'"),
     "bad width": (("build", "gated-deltanet", "--width", "wide"), "'--width'"),
     "unknown field to set": (
-        ("build", "deltanet-swa", "--set", "layers.swa.windw=3"),
-        "layers.swa.windw: unknown key; did you mean 'window'?",
+        ("build", "deltanet-swa", "--set", "layers.sliding_window.windw=3"),
+        "layers.sliding_window.windw: unknown key; did you mean 'window'?",
     ),
     "invalid plot suffix": (("build", "gated-deltanet-small", "--plot", "x.txt"), "'x.txt'"),
     "unknown stack to compare": (("diff", "samba", "sambo"), "did you mean 'samba'"),
@@ -54,9 +73,13 @@ CASES = {
     ),
     "unknown shape": (("bench", "--shape", "cpux"), "unknown shape 'cpux'; did you mean 'cpu'?"),
     "bad sizes": (("bench", "--shape", "H=2 K=x"), "K must be an integer"),
-    "unknown size": (("bench", "--shape", "H=2 K=4 T=3 Z=1"), "Z: Extra inputs"),
+    "unknown size": (("bench", "--shape", "H=2 K=4 T=3 Z=1"), "Z: unknown field. Known: name, B"),
+    "misspelt size": (("bench", "--shape", "T=4 H=2 KK=16"), "K is required; KK: unknown field; did you mean 'K'?"),
     "no update": (("bench", "--mixer", "attention"), "'attention' has no update"),
-    "unknown direction": (("bench", "--directions", "back"), "got 'back'"),
+    "unknown direction": (
+        ("bench", "--directions", "forwrd"),
+        "deltazoo: --directions must be 'forward', 'backward' or 'decode', got 'forwrd'; did you mean 'forward'?",
+    ),
     "unknown backend": (("bench", "--backends", "referense"), "did you mean 'reference'?"),
     "unknown baseline": (("bench", "--backends", "reference", "--baseline", "fla"), "got 'fla'"),
     "no check": (("check", "/no/check.yaml"), "/no/check.yaml"),
@@ -81,6 +104,16 @@ def test_an_unknown_key_in_a_file_suggests_the_nearest(run, tmp_path):
     assert result.code == 2
     assert "dpeth" in result.err
     assert "did you mean 'depth'?" in result.err
+
+
+def test_check_refuses_a_file_of_another_kind_in_one_sentence(run, stack_file, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    for path, got in ((stack_file, "{'depth': 2, "), (empty, "None\n")):
+        message = run("check", path).err
+        assert message.startswith(
+            f"deltazoo: {path} is not a check file: it must have the keys spec and shapes, got {got}"
+        )
 
 
 def test_binary_and_short_texts_are_refused(run, stack_file, tmp_path):
@@ -121,7 +154,6 @@ def test_every_command_has_a_json_option(ok):
 def test_a_part_without_effect_is_one_warning_on_stderr(run):
     result = run("build", "olmo-hybrid-tiny", "--depth", "3", "--json")
     assert result.code == 0
-    assert result.err == (
-        "deltazoo: warning: attn in the pattern '3*gdn + attn' is not reached: depth=3 has no layer for it\n"
-    )
+    unreached = "attention in the pattern '3*gated_deltanet + attention' is not reached"
+    assert result.err == f"deltazoo: warning: {unreached}: depth=3 has no layer for it\n"
     assert result.json["stack"]["depth"] == 3

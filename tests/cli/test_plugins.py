@@ -130,5 +130,5 @@ def test_a_broken_mixer_is_a_sentence_in_show(plugins, run, name):
 
 def test_reasons_as_text_are_printed_as_text(plugins):
     x = torch.zeros(1, 2, 1, 16)
-    with pytest.raises(UnsupportedError, match="text_backend: not today"):
+    with pytest.raises(UnsupportedError, match="backend 'text_backend' cannot compute this update: not today"):
         update(UpdateSpec(), UpdateInputs(q=x, k=x, v=x), backend="text_backend")

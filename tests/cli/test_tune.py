@@ -57,7 +57,7 @@ def test_dry_run_of_a_named_device_lists_the_candidates_without_a_gpu(ok, run, m
     assert not any("hopper" in candidate for step in ampere for candidate in step["candidates"])
     result = run(*options, "NVIDIA H20")
     assert result.code == 2
-    assert "device must be one of 'NVIDIA H200'" in result.err
+    assert "device name must be one of 'NVIDIA H200'" in result.err
     result = run("tune", "--shape", "pack_8x4096", "--device-name", "NVIDIA H200")
     assert "--device-name needs --dry-run" in result.err
 
@@ -90,6 +90,17 @@ def test_tune_lists_the_kernels_of_a_stack(ok, gpu, tmp_path):
     assert not (tmp_path / "t.json").exists()
 
 
+def test_tune_without_a_stack_or_shape_takes_the_default_shapes(ok, monkeypatch, tmp_path):
+    monkeypatch.setattr(tables.Path, "home", lambda: tmp_path)
+    options = ("tune", "--dry-run", "--device-name", "NVIDIA H200", "--json")
+    steps = [(step["kernel"], step["shape"]) for step in ok(*options).json]
+    assert {shape for _, shape in steps} == {"dense_1x2048", "decode_64"}
+    assert ("scan", "dense_1x2048") in steps
+    assert ("decode", "decode_64") in steps
+    listed = ok(*options, "gated-deltanet-h1", "--batch", 2, "--length", 512).json
+    assert {step["shape"] for step in listed} == {"gated-deltanet-h1 2x512"}
+
+
 def test_merge_tables_writes_one_table(ok, run, gpu, tmp_path):
     a, b, out = (tmp_path / f"{name}.json" for name in ("a", "b", "out"))
     ok("tune", "--shape", "pack_8x4096", "--directions", "forward", "--out", a)
@@ -105,7 +116,6 @@ def test_merge_tables_writes_one_table(ok, run, gpu, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "supports none of the shapes: got no shapes"),
         (("--shape", "pack_8x4097"), "did you mean 'pack_8x4096'?"),
         (("--shape", "pack_8x4096", "--mixer", "kda"), "supports none of the shapes: decay must be"),
         (("--shape", "pack_8x4096", "--mixer", "attention"), "'attention' has no update"),
