@@ -75,6 +75,9 @@ def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], 
     Raises: ConfigError: a file is missing or damaged, a weight is NaN or infinite, or the stack is not the one that was
         trained.
     """
+    if not folder.is_dir():
+        problem = f"it is a file; its folder is {folder.parent}" if folder.exists() else "it does not exist"
+        raise ConfigError(f"{folder} is not a checkpoint folder: {problem}")
     missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
     if missing:
         raise ConfigError(f"{folder} is not a checkpoint folder: it has no {' and no '.join(missing)}")
@@ -105,9 +108,9 @@ def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
         model.load_state_dict(checkpoint["model"])
     except RuntimeError as error:
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
-        raise ConfigError(f"the weights must be those of {STACK}, got others: {first}") from error
+        raise ConfigError(f"the weights in {CHECKPOINT} do not fit {STACK}: {first}") from error
     except Exception as error:  # the entries are no tensors
-        raise ConfigError(f"the weights must be those of {STACK}: {error}") from error
+        raise ConfigError(f"the weights in {CHECKPOINT} do not fit {STACK}: {error}") from error
     for name, weight in model.state_dict().items():
         dtype = checkpoint["model"][name].dtype
         if dtype != weight.dtype:

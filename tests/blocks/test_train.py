@@ -219,6 +219,8 @@ def test_a_missing_or_damaged_checkpoint_is_reported(text, uninterrupted, tmp_pa
     (tmp_path / CHECKPOINT).write_bytes((uninterrupted[0] / CHECKPOINT).read_bytes()[:1000])
     with pytest.raises(ConfigError, match=rf"{CHECKPOINT} cannot be read: it is damaged or not a checkpoint"):
         load_model(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{CHECKPOINT} is not a checkpoint folder: it is a file; its folder is"):
+        load_model(tmp_path / CHECKPOINT)
     (tmp_path / CHECKPOINT).write_text("hello")
     with pytest.raises(ConfigError, match="damaged or not a checkpoint"):
         resume(tmp_path, text)
@@ -230,7 +232,7 @@ def test_files_of_different_runs_are_reported(text, uninterrupted, tmp_path):
     (tmp_path / STACK).write_text((tmp_path / STACK).read_text().replace(f"width: {SPEC.width}", "width: 64"))
     torch.save({key: value for key, value in _checkpoint(tmp_path).items() if key != "stack"}, tmp_path / CHECKPOINT)
     for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
-        with pytest.raises(ConfigError, match=r"the weights must be those of stack\.yaml, got others: size mismatch"):
+        with pytest.raises(ConfigError, match=r"the weights in checkpoint\.pt do not fit stack\.yaml: size mismatch"):
             read()
     (tmp_path / SETTINGS).write_text("train: {}\ntext: 4\n")
     with pytest.raises(ConfigError, match=r"train\.yaml is not from a training run: it has no path and no digest"):
@@ -272,7 +274,7 @@ def test_the_stack_in_a_checkpoint_imports_no_code(text, uninterrupted, tmp_path
     [
         ({"step": "ten"}, r"checkpoint\.pt is not from a training run: step must have the type int, got 'ten'"),
         ({"model": 3}, "model must have the type dict, got 3"),
-        ({"model": {"x": 1}}, "the weights must be those of stack.yaml"),
+        ({"model": {"x": 1}}, "the weights in checkpoint.pt do not fit stack.yaml"),
         ({"optimizer": {}}, "the optimizer's state must be that of the weights of stack.yaml"),
         ({"stack": 3}, "stack must have the type dict, got 3"),
         ({"stack": {"width": 0}}, r"checkpoint\.pt is not from a training run: stack: width must be at least 1"),

@@ -61,7 +61,7 @@ CASES = {
     "missing device": (("train", "gated-deltanet-small", "--device", "cuda:99"), "got 'cuda:99'"),
     "no text": (("train", "gated-deltanet-small", "--text", "/no/text"), "/no/text: No such file or directory"),
     "a folder as text": (("train", "gated-deltanet-small", "--text", "/"), "/: Is a directory"),
-    "no checkpoint": (("train", "--resume", "/no/run"), "/no/run is not a checkpoint folder"),
+    "no checkpoint": (("train", "--resume", "/no/run"), "/no/run is not a checkpoint folder: it does not exist"),
     "resume with settings": (
         ("train", "samba", "--resume", "/no/run", "--out", "x", "--batch", "9", "--lr", "1", "--no-compile"),
         "--resume takes stack, folder and settings from the checkpoint, got samba, --out, --batch, --lr",
