@@ -20,12 +20,11 @@ from deltazoo.backends.progress import Progress, silent
 from deltazoo.blocks.compilation import compile_layers, run_eagerly
 from deltazoo.blocks.losses import Losses
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import checkpoint
 from deltazoo.blocks.training.interrupts import Interrupts, TrainingInterrupted
+from deltazoo.blocks.training.optimizer import adamw, learning_rate
 from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_text, random_crops
 from deltazoo.mixers.core.delta_mixer import Update
-from deltazoo.mixers.core.initialization import no_weight_decay
 
 RESUMABLE = frozenset({"steps", "device", "backend", "compile"})  # settings that a resumed run can change
 
@@ -207,14 +206,6 @@ def _text_of_run(folder: Path, path: str | None) -> Text:
         raise ConfigError(f"{error}; {settings} names this text: pass its new path as text, or with --text") from error
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Return the learning rate of a step; steps count from 0."""
-    if step < config.warmup:
-        return config.learning_rate * (step + 1) / config.warmup
-    fraction = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fraction)))
-
-
 class _Step(NamedTuple):
     """The figures of one step.
 
@@ -256,7 +247,7 @@ class _Run:
                 update.bound.backend_for(update.meta(self.device.type, getattr(torch, config.dtype), grad=True))
         if config.compile:
             compile_layers(self.model)
-        self.optimizer = _adamw(self.model, config)
+        self.optimizer = adamw(self.model, config)
         batches = even_crops(text.validation, config.batch, config.length, config.validation_batches)
         self.validation_batches = [self._to_device(batch) for batch in batches]
         self.points: list[Point] = []
@@ -395,12 +386,3 @@ class _Run:
     def _note(self, seconds: list[float]) -> str:
         speed = self._tokens_per_second(seconds[-20:])
         return f"{self.points[-1].validation_bits:.2f} bits per byte, {speed:,.0f} tokens/s"
-
-
-def _adamw(model: LanguageModel, config: TrainConfig) -> torch.optim.AdamW:
-    """Build AdamW with weight decay on matrices only, without those that a module lists in `no_weight_decay`."""
-    excluded = {id(getattr(module, name)) for module in model.modules() for name in no_weight_decay(module)}
-    decayed = [x for x in model.parameters() if x.dim() >= 2 and id(x) not in excluded]
-    others = [x for x in model.parameters() if x.dim() < 2 or id(x) in excluded]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)

@@ -15,8 +15,9 @@ from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
 from deltazoo.blocks.training.interrupts import TrainingInterrupted
+from deltazoo.blocks.training.optimizer import adamw, learning_rate
 from deltazoo.blocks.training.text import even_crops, load_text, random_crops
-from deltazoo.blocks.training.train import TrainConfig, _adamw, _Run, learning_rate, resume, train
+from deltazoo.blocks.training.train import TrainConfig, _Run, resume, train
 from deltazoo.mixers import LinearAttention, MoM
 
 SPEC = StackSpec(
@@ -102,7 +103,7 @@ def test_resume_reads_the_text_from_its_path_and_refuses_another(text, tmp_path)
 def test_weight_decay_applies_to_matrices_unless_excluded():
     pattern = "mamba + rg_lru + s4d + rwkv6"
     model = StackSpec(width=32, depth=4, vocab=256, pattern=pattern, mlp={"width": 16}).build("reference")
-    groups = _adamw(model, CONFIG).param_groups
+    groups = adamw(model, CONFIG).param_groups
     assert [group["weight_decay"] for group in groups] == [CONFIG.weight_decay, 0]
     decayed, others = ({id(x) for x in group["params"]} for group in groups)
     is_decayed = {name: id(x) in decayed for name, x in model.named_parameters()}

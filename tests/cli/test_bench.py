@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.image
@@ -205,7 +206,8 @@ def test_compare_reports_regressions(ok, run, tmp_path):
 def test_bench_of_a_model_prints_and_writes_its_figures(ok, stack_file, tmp_path, monkeypatch):
     pytest.importorskip("transformers", minversion="5.23")
     monkeypatch.setenv("COLUMNS", "80")
-    stack, table = tmp_path / "gdn.yaml", tmp_path / "model.md"
+    monkeypatch.chdir(tmp_path)  # a long path cannot be wrapped
+    stack, table = Path("gdn.yaml"), Path("model.md")
     stack.write_text("{width: 16, depth: 1, vocab: 64, pattern: 'gated_deltanet(heads=1)', mlp: {width: 16}}")
     options = ("--model", stack, "--shape", "B=2 T=8", "--rounds", 3, "--seconds", 0.1)
     options += ("--backends", "transformers_model,fla_model", "--directions", "forward,backward")
