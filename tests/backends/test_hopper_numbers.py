@@ -10,6 +10,7 @@ from triton_cases import IN_16_BITS, INTERPRETED, SPECS, assert_conforms, errors
 
 from deltazoo import UpdateSpec
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.conformance.compare import draw_cotangents, relative_error, run
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, plan
@@ -255,6 +256,41 @@ def test_prepare_and_gradients_of_dplr(monkeypatch, shape, read, regime):
     else:
         assert_conforms(backend, case)
     assert {*LAUNCHED} == {"hopper_pair_prepare_kernel", "hopper_pair_gradients_kernel"}
+
+
+@pytest.mark.parametrize(("regime", "strongest"), [("ordinary", 0.6065), ("parallel", 0.05)])
+def test_gradients_of_dplr_in_bfloat16(monkeypatch, regime, strongest):
+    """With operands, states, x and du of the portable kernels in float32, rounded to bfloat16; decays as in RWKV-7."""
+    from deltazoo.backends.triton import backward
+
+    arguments = []
+
+    def capture(kernel, tensors, *rest, **options):
+        if kernel.__name__ == "pair_gradients_kernel":
+            arguments.extend(tensors)
+        return portable(kernel, tensors, *rest, **options)
+
+    portable = backward.launcher
+    monkeypatch.setattr(backward, "launcher", capture)
+    case = Case(DPLR, Shape("long", 1, 512, 1, 1, 64, 64), torch.float32, regime)
+    x = draw(case, "cpu")
+    decay = -strongest * torch.rand_like(x.log_decay)
+    run(
+        TritonBackend(LaunchConfig(every=8)),
+        DPLR,
+        x._replace(log_decay=decay.requires_grad_()),
+        draw_cotangents(case, x),
+    )
+
+    inputs, expected, cu = arguments[:12], arguments[12:17], arguments[17]
+    inputs = [t if n in (5, 7) else t.detach().bfloat16() for n, t in enumerate(inputs)]  # not log_decay and gates
+    inputs[7] = torch.zeros_like(inputs[7])  # no chunk is marked
+    outputs = [torch.empty_like(t, dtype=torch.bfloat16 if n < 4 else torch.float32) for n, t in enumerate(expected)]
+    kernel = sys.modules[f"{PACKAGE}.hopper.pair_gradients"].hopper_pair_gradients_kernel
+    launch = launcher(None)(kernel, [*inputs, *outputs, cu], (1, 64, 64, 64, False, True, False, 8), 8)
+    launch(8, 1, 64**-0.5, 512, 0, 1)
+    for limit, got, want in zip((1e-2, 1e-2, 1e-2, 1e-2, 2e-2), outputs, expected, strict=True):
+        assert relative_error(got.float(), want.double(), want.double()) < limit / 2
 
 
 @pytest.mark.parametrize(
