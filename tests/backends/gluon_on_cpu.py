@@ -549,6 +549,9 @@ PTX = {
     "multiply_warp_blocks": _multiply_warp_blocks,
     "diagonal_blocks": _diagonal_blocks,
     "select_pairs": lambda upper, x, y, level: where(upper, x, y),
+    "multiply_pairs": lambda x, y: x * y,
+    "minus_distance": lambda x, y: Array(-(x.x - y.x).abs()),
+    "larger_magnitudes": lambda x, y: Array(torch.maximum(x.x.abs(), y.x)),
     "cumsum_by_warp": lambda x: Array(x.x.cumsum(-1)),
 }
 PACKAGE = "deltazoo.backends.triton.kernels"

@@ -26,6 +26,11 @@ def pack(high, low):
     return torch.stack((f32(low).half(), f32(high).half()), -1).view(torch.int32)[:, 0]
 
 
+def halves(x, dtype):
+    """View registers as pairs of float16, or pairs as registers."""
+    return x.reshape(128, -1).view(dtype)
+
+
 def unpack(register):
     """Return the pair of float16 of each lane of each warp: [4 warps, 8 g, 4 c, 2]."""
     return register[:, None].contiguous().view(torch.float16).float().view(4, 8, 4, 2)
@@ -47,7 +52,7 @@ OPERATIONS = {
     "shl": operator.lshift,
     "add": lambda x, y: bits(f32(x) + f32(y)),
     "sub": lambda x, y: bits(f32(x) - f32(y)),
-    "mul": lambda x, y: bits(f32(x) * f32(y)),
+    "mul.rn.f16x2": lambda x, y: halves(halves(x, torch.float16) * halves(y, torch.float16), torch.int32)[:, 0],
     "ex2": lambda x: bits(torch.exp2(f32(x))),
     "cvt": pack,
     "abs": lambda x: bits(f32(x).abs()),
@@ -87,7 +92,7 @@ def execute(text, operands):
             x, y = value(names[0]), value(names[1])
             result = torch.where(predicates[names[2]], x, y)
         else:
-            result = OPERATIONS[".".join(op[:3]) if op[0] == "shfl" else op[0]](*(value(n) for n in names))
+            result = OPERATIONS[".".join(op[:3]) if op[0] in ("shfl", "mul") else op[0]](*(value(n) for n in names))
         if guard:
             result = torch.where(predicates[guard[2]] ^ bool(guard[1]), result, value(target))
         registers[target] = result
@@ -98,6 +103,8 @@ def elementwise(text, tiles, outputs):
     """Execute PTX with tiles [4 warps, 16 rows, 32 channels] in the layout decay_levels.TILE; return its outputs."""
 
     def registers(tile):  # [w, row bit 3, g, c, 8 channels] -> registers of rows g, then of rows g + 8
+        if tile.dtype == torch.float16:
+            return list(tile.view(torch.int32).view(4, 2, 8, 4, 4).permute(1, 4, 0, 2, 3).reshape(8, 128))
         return list(bits(tile).view(4, 2, 8, 4, 8).permute(1, 4, 0, 2, 3).reshape(16, 128))
 
     empty = [torch.zeros(128, dtype=torch.int32)] * (16 * outputs)

@@ -38,7 +38,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 )
 from deltazoo.backends.triton.kernels.hopper.decay_levels import TILE, level_products, split_blocks
 from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load, reinterpret
-from deltazoo.backends.triton.kernels.hopper.ptx import exp2_ftz
+from deltazoo.backends.triton.kernels.hopper.ptx import exp2_ftz, larger_magnitudes, minus_distance, multiply_pairs
 from deltazoo.backends.triton.kernels.hopper.wy_tiles import allocate_inverse_buffers, invert_and_store, store_p_alone
 from deltazoo.backends.triton.kernels.layout import LOG2E, MIN_LOG2_DECAY, first_chunk_slot, sequence_bounds
 
@@ -62,9 +62,15 @@ def load_tile(tiles, tile):
 
 
 @gluon.jit
-def store_tile(tiles, tile, x):
-    """Store one tile [4, 16, 32], rounded to float16, as an operand [64, 32] of wgmma."""
-    tiles.index(tile).reshape([4, 16, 32]).store(to_16_bits(x, gl.float16))
+def store_tile(tiles, tile, rows, factors):
+    """Store the product of two float16 tiles [4, 16, 32] as an operand [64, 32] of wgmma."""
+    tiles.index(tile).reshape([4, 16, 32]).store(multiply_pairs(rows, factors))
+
+
+@gluon.jit
+def scaled_rows(rows, down, SCALED: gl.constexpr):
+    """Return rows [4, 16, 32] in float16; SCALED: times powers of two [4, 16]."""
+    return to_16_bits(to_float32(rows) * down[:, :, None], gl.float16) if SCALED else rows
 
 
 @gluon.jit
@@ -73,10 +79,10 @@ def row_scales(tiles, NT: gl.constexpr, SCALED: gl.constexpr):
     down = gl.full([4, 16], 1.0, gl.float32, TOKENS)
     up = down
     if SCALED:
-        largest = gl.zeros([4, 16, 32], gl.float32, TILE)
+        largest = gl.zeros([4, 16, 32], tiles.dtype, TILE)
         for tile in range(NT):
-            largest = gl.maximum(largest, gl.abs(to_float32(load_tile(tiles, tile))))
-        exponent = gl.max(largest, 2).to(gl.int32, bitcast=True) & 0x7F800000
+            largest = larger_magnitudes(load_tile(tiles, tile), largest)
+        exponent = gl.max(to_float32(largest), 2).to(gl.int32, bitcast=True) & 0x7F800000
         exponent = gl.minimum(gl.maximum(exponent, 0x00800000), 0x7E800000)
         down = (0x7F000000 - exponent).to(gl.float32, bitcast=True)
         up = exponent.to(gl.float32, bitcast=True)
@@ -219,6 +225,9 @@ def hopper_channel_prepare_kernel(
         k_up_s.reshape([4, 16]).store(k_up)
         q_up_s.reshape([4, 16]).store(q_up)
         e_up_s.reshape([4, 16]).store(-e_up)
+        erase_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+        if DELTA and ERASE:
+            erase_s.reshape([4, 16]).store(erase)
         sums_s = gl.allocate_shared_memory(gl.float32, [32, 32], SMEM_SUMS)
         q_k = gl.zeros([4, 16], gl.float32, TOKENS)
         blocks = gl.zeros([4, 16, 32], gl.float32, TILE)
@@ -230,13 +239,16 @@ def hopper_channel_prepare_kernel(
             a = gl.maximum(next_decay * LOG2E, MIN_LOG2_DECAY, propagate_nan=tl.PropagateNan.ALL)
             first = tile * 32
             in_tile = in_time[:, :, None] & (first + channel < K)
-            k_tile = to_float32(load_tile(k_s, tile)) * k_down[:, :, None]
-            q_tile = to_float32(load_tile(q_s, tile)) * q_down[:, :, None]
-            e_tile = to_float32(load_tile(e_s, tile)) * e_down[:, :, None] if OWN else k_tile
+            k_raw = load_tile(k_s, tile)
+            q_raw = load_tile(q_s, tile)
+            e_raw = load_tile(e_s, tile) if OWN else k_raw
+            k_tile = scaled_rows(k_raw, k_down, SCALED)
+            q_tile = scaled_rows(q_raw, q_down, SCALED)
+            e_tile = scaled_rows(e_raw, e_down, SCALED) if OWN else k_tile
             if not READ_EARLY:
-                q_k += gl.sum(q_tile * k_tile, 2)
-            pre, suf, blocks = level_products(a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, EARLY, READ_EARLY)
-            store_half_of_rows(sums_s, pre + suf)
+                q_k += gl.sum(to_float32(q_raw) * to_float32(k_raw), 2)
+            pre, total, blocks = level_products(a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, EARLY, READ_EARLY)
+            store_half_of_rows(sums_s, total)
             barrier()
             # loaded after the products, where it would take registers that they need
             next_decay = gl.load(
@@ -256,37 +268,39 @@ def hopper_channel_prepare_kernel(
             c = gl.arange(0, 32, CHANNELS)[None, :]
             gl.store(gate_row + (first + c), gl.exp2(sum_01 + sum_23), mask=first + c < K)
 
-            x16 = gl.where(is_upper_16, pre, suf)
-            x32 = gl.where(is_upper_32, pre, suf) + gl.where(w_c >= 2, pair_before, pair_after)[:, None, :]
+            # sums of terms of one sign, as 0 or a sum minus the sum up to the token
+            boundary = gl.where(is_upper_16, 0.0, total)
+            x16 = minus_distance(pre, boundary)
+            boundary = gl.where(is_upper_32, -pair_before[:, None, :], total + pair_after[:, None, :])
+            x32 = minus_distance(pre, boundary)
             G = pre + before[:, None, :]
-            factor = exp2_ftz(x16)
-            store_tile(k16, tile, k_tile * factor)
-            factor_early = exp2_ftz(x16 - a) if EARLY or READ_EARLY else factor
-            store_tile(q16, tile, q_tile * (factor_early if READ_EARLY else factor))
+            factor = to_16_bits(exp2_ftz(x16), gl.float16)
+            store_tile(k16, tile, k_tile, factor)
+            factor_early = to_16_bits(exp2_ftz(x16 - a), gl.float16) if EARLY or READ_EARLY else factor
+            store_tile(q16, tile, q_tile, factor_early if READ_EARLY else factor)
             if APART:
-                store_tile(e16, tile, e_tile * (factor_early if EARLY else factor))
-            factor = exp2_ftz(x32)
-            factor_early = exp2_ftz(x32 - a) if EARLY or READ_EARLY else factor
-            store_tile(k32, tile, k_tile * factor)
-            store_tile(q32, tile, q_tile * (factor_early if READ_EARLY else factor))
+                store_tile(e16, tile, e_tile, factor_early if EARLY else factor)
+            factor = to_16_bits(exp2_ftz(x32), gl.float16)
+            factor_early = to_16_bits(exp2_ftz(x32 - a), gl.float16) if EARLY or READ_EARLY else factor
+            store_tile(k32, tile, k_tile, factor)
+            store_tile(q32, tile, q_tile, factor_early if READ_EARLY else factor)
             if APART:
-                store_tile(e32, tile, e_tile * (factor_early if EARLY else factor))
+                store_tile(e32, tile, e_tile, factor_early if EARLY else factor)
             decay = exp2_ftz(G)
             decay_early = exp2_ftz(G - a) if EARLY or READ_EARLY else decay
             tile_size = (T.to(gl.int64) if PACKED else N.to(gl.int64) * T) * HV * K
             out = tiles + value_head + (rows * (HV * K) + (first + channel))
-            q_scale = q_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
-            Q = q_tile * (decay_early if READ_EARLY else decay) * q_scale
+            Q = to_float32(q_raw) * ((decay_early if READ_EARLY else decay) * scale)
             gl.store(out, to_16_bits(Q, dtype), mask=in_tile)
-            k_scale = k_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
-            W = k_tile * exp2_ftz(suf + after[:, None, :]) * k_scale
+            W = to_float32(k_raw) * exp2_ftz(minus_distance(pre, total + after[:, None, :]))
             gl.store(out + tile_size, to_16_bits(W, dtype), mask=in_tile)
             if DELTA:
-                e_scale = -e_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
-                E = e_tile * (decay_early if EARLY else decay) * e_scale
+                E = to_float32(e_raw) * (decay_early if EARLY else decay)
+                if ERASE:
+                    E *= erase_s.reshape([4, 16]).load(TOKENS)[:, :, None]
                 gl.store(out + 2 * tile_size, to_16_bits(E, dtype), mask=in_tile)
         q_k_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        q_k_s.reshape([4, 16]).store(q_k)
+        q_k_s.reshape([4, 16]).store(q_k * q_down * k_down)
         fence_async_shared()
         barrier()
         P_32, P_first, P_last = products_across_warps(q32, q16, k32, k16, NT)

@@ -239,3 +239,27 @@ def select_pairs(upper, x, y, LEVEL: gl.constexpr):
     else:
         operands = [gl.where(upper, 1, 0), x, y]
         return gl.inline_asm_elementwise(SELECT_PAIR, "=r,r,r,r,r", operands, x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def multiply_pairs(x, y):
+    """Return x y for float16, two elements per instruction."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.float16, is_pure=True, pack=2
+    )  # fmt: skip
+
+
+@gluon.jit
+def minus_distance(x, y):
+    """Return -|x - y|."""
+    return gl.inline_asm_elementwise(
+        "sub.f32 $0, $1, $2;\nabs.f32 $0, $0;\nneg.f32 $0, $0;", "=r,r,r", [x, y], gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def larger_magnitudes(x, largest):
+    """Return the maximum of |x| and `largest` >= 0, both of 16 bits, compared as pairs of integers."""
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, 0x7fff7fff;\nmax.s16x2 $0, $0, $2;", "=&r,r,r", [x, largest], x.dtype, is_pure=True, pack=2
+    )  # fmt: skip
