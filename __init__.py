@@ -60,11 +60,11 @@ _MODULES = by_name(
         "deltazoo.backends.spec": ["UpdateSpec"],
         "deltazoo.backends.watch": ["watch"],
         "deltazoo.blocks.evaluation": ["Evaluation", "evaluate"],
-        "deltazoo.blocks.generation.completion": ["Completion", "Sampling"],
+        "deltazoo.blocks.generation.completion": ["Completion", "Sampling", "generate"],
         "deltazoo.blocks.layer": ["LayerSpec"],
         "deltazoo.blocks.spec": ["StackSpec", "preset"],
         "deltazoo.blocks.stack": ["LanguageModel"],
-        "deltazoo.blocks.tasks": ["generate", "load", "presets", "resume", "train"],
+        "deltazoo.blocks.tasks": ["load", "presets", "resume", "train"],
         "deltazoo.blocks.training.train": ["TrainConfig", "Training"],
         "deltazoo.mixers.core.mixer": ["Context", "MixerConfig", "Place"],
     }

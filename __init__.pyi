@@ -22,11 +22,11 @@ from deltazoo.blocks.evaluation import Evaluation as Evaluation
 from deltazoo.blocks.evaluation import evaluate as evaluate
 from deltazoo.blocks.generation.completion import Completion as Completion
 from deltazoo.blocks.generation.completion import Sampling as Sampling
+from deltazoo.blocks.generation.completion import generate as generate
 from deltazoo.blocks.layer import LayerSpec as LayerSpec
 from deltazoo.blocks.spec import StackSpec as StackSpec
 from deltazoo.blocks.spec import preset as preset
 from deltazoo.blocks.stack import LanguageModel as LanguageModel
-from deltazoo.blocks.tasks import generate as generate
 from deltazoo.blocks.tasks import load as load
 from deltazoo.blocks.tasks import presets as presets
 from deltazoo.blocks.tasks import resume as resume

@@ -1,6 +1,6 @@
-"""The main tasks on language models of bytes, in Python as on the command line: train, resume, load, generate."""
+"""The main tasks on language models of bytes, in Python as on the command line: train, resume, load."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ from deltazoo.backends.check import check_type
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.progress import Progress, ProgressLines
 from deltazoo.blocks import presets as presets_folder
-from deltazoo.blocks.generation.completion import Completion, Sampling, complete, load_for_completion
+from deltazoo.blocks.generation.completion import load_for_completion
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import train as training
@@ -92,24 +92,6 @@ def load(folder: str | Path, device: str = "cpu", backend: str | None = None, tr
             ".build(), or train it first"
         )
     return load_for_completion(folder, device, backend, trust)
-
-
-def generate(
-    model: LanguageModel,
-    prompt: str,
-    sampling: Sampling | None = None,
-    on_text: Callable[[str], None] | None = None,
-    compile: bool | None = None,
-) -> Completion:
-    """Continue a prompt with a model of bytes; for tokens see `deltazoo.blocks.generate_tokens`.
-
-    Args:
-        sampling: None: the defaults of `Sampling`.
-        on_text: called with each piece of text as soon as it is generated.
-        compile: compile the decode step; None: on a CPU, for texts long enough to repay it.
-    Raises: ConfigError: the prompt is empty, or the vocabulary of the model has fewer than 256 tokens.
-    """
-    return complete(model, prompt, sampling, on_text, compile)
 
 
 def _check_folder(folder: object) -> None:

@@ -68,7 +68,7 @@ class Completion(BaseModel):
 def load_for_completion(
     folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False
 ) -> LanguageModel:
-    """Load the model of a checkpoint for `complete`.
+    """Load the model of a checkpoint for `generate`.
 
     Args:
         backend: None selects those of the stack, else the device's default. Without a CUDA device that is `compile`
@@ -81,22 +81,23 @@ def load_for_completion(
 
 
 def compiles(model: LanguageModel, sampling: Sampling) -> bool:
-    """Whether `complete` compiles the decode step by default: on a CPU, for texts long enough to repay it."""
+    """Whether `generate` compiles the decode step by default: on a CPU, for texts long enough to repay it."""
     return model.head_weight.device.type == "cpu" and sampling.max_bytes >= COMPILE_FROM and cxx_compiler() is not None
 
 
-def complete(
+def generate(
     model: LanguageModel,
     prompt: str,
     sampling: Sampling | None = None,
     on_text: Callable[[str], None] | None = None,
     compile: bool | None = None,
 ) -> Completion:
-    """Continue a prompt by cached decoding.
+    """Continue a prompt with a model of bytes, by cached decoding; for tokens see `deltazoo.blocks.generate_tokens`.
 
     Args:
+        sampling: None: the defaults of `Sampling`.
         on_text: called with each piece of text as soon as it is generated.
-        compile: compile the decode step; None: as `compiles` says.
+        compile: compile the decode step; None: on a CPU, for texts long enough to repay it.
     Raises: ConfigError: the prompt is empty, or the vocabulary of the model has fewer than 256 tokens.
     """
     check_model(model)

@@ -16,7 +16,7 @@ from deltazoo.backends.output_path import output_folder
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.blocks.generation.completion import Completion, Sampling, complete, load_for_completion
+from deltazoo.blocks.generation.completion import Completion, Sampling, generate, load_for_completion
 from deltazoo.blocks.inspect.figure import why_no_plots
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import checkpoint, report
@@ -96,7 +96,7 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
     # This function wrote the folder, so it can only name code that the caller passed.
     model = load_for_completion(folder / next(iter(specs)), config.train.device, trust=True)
     progress("generate", 0, 1)
-    completion = complete(model, config.prompt, config.sampling)
+    completion = generate(model, config.prompt, config.sampling)
     progress("generate", 1, 1)
     result = Demo(
         environment=environment(config.train.device),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks.generation.completion import Sampling, complete
+from deltazoo.blocks.generation.completion import Sampling, generate
 from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.spec import StackSpec
 
@@ -29,7 +29,7 @@ def model():
 def test_pieces_add_up_to_the_bytes_of_generate(model):
     sampling = Sampling(max_bytes=60, temperature=1.3, top_k=100, top_p=0.95, seed=3)
     pieces = []
-    completion = complete(model, "naïve ", sampling, pieces.append)
+    completion = generate(model, "naïve ", sampling, pieces.append)
     tokens = torch.tensor([list("naïve ".encode())])
     generated = generate_tokens(model, tokens, 60, temperature=1.3, top_k=100, top_p=0.95, generator=3)[0]
     assert completion.text == bytes(generated.tolist()).decode("utf-8", "replace")
@@ -43,32 +43,32 @@ def test_multi_byte_characters_are_not_split(model, monkeypatch):
     generated = [torch.tensor([byte]) for byte in "é€😀".encode() + b"\xff\xf0"]
     monkeypatch.setattr("deltazoo.blocks.generation.completion.stream", lambda *args: iter(generated))
     pieces = []
-    assert complete(model, "x", on_text=pieces.append).text == "é€😀\ufffd\ufffd"
+    assert generate(model, "x", on_text=pieces.append).text == "é€😀\ufffd\ufffd"
     assert pieces == ["é", "€", "😀", "\ufffd", "\ufffd"]
 
 
 def test_generation_stops_after_the_stop_text(model):
-    whole = complete(model, "a", Sampling(max_bytes=40, temperature=0)).text
+    whole = generate(model, "a", Sampling(max_bytes=40, temperature=0)).text
     stop = whole[3:5]
-    completion = complete(model, "a", Sampling(max_bytes=40, temperature=0, stop=stop))
+    completion = generate(model, "a", Sampling(max_bytes=40, temperature=0, stop=stop))
     assert completion.text == whole[: whole.index(stop) + 2]
 
 
 def test_an_empty_prompt_and_a_small_vocabulary_are_refused(model):
     with pytest.raises(ConfigError, match="prompt must contain at least one character, got ''"):
-        complete(model, "")
+        generate(model, "")
     with pytest.raises(ConfigError, match="prompt must be text in UTF-8, got"):
-        complete(model, b"\xff\xfe".decode(errors="surrogateescape"))
+        generate(model, b"\xff\xfe".decode(errors="surrogateescape"))
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)").build()
     with pytest.raises(ConfigError, match="vocab must be at least 256 to generate bytes, got 100"):
-        complete(small, "a")
+        generate(small, "a")
 
 
 def test_sampled_ids_above_255_are_reported(monkeypatch, caplog):
     model = SPEC.model_copy(update={"vocab": 300}).build(backend="reference")
     generated = [torch.tensor([token]) for token in (65, 299, 256, 66)]
     monkeypatch.setattr("deltazoo.blocks.generation.completion.stream", lambda *args: iter(generated))
-    assert complete(model, "x").text == "A\ufffd\ufffdB"
+    assert generate(model, "x").text == "A\ufffd\ufffdB"
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "2 of 4 sampled ids are above 255 and no bytes (the model's vocabulary is 300)"
@@ -85,10 +85,10 @@ def test_a_long_text_is_decoded_by_a_compiled_step_with_equal_text(model, monkey
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr("deltazoo.blocks.generation.completion.COMPILE_FROM", 50)
-    eager = complete(model, "a", Sampling(max_bytes=49))
+    eager = generate(model, "a", Sampling(max_bytes=49))
     assert (eager.compile_s, calls) == (None, [])
-    compiled = complete(model, "a", Sampling(max_bytes=50))
+    compiled = generate(model, "a", Sampling(max_bytes=50))
     assert compiled.compile_s > 0
     assert len(calls) == 1
     assert compiled.text.startswith(eager.text[:40])
-    assert compiled.text == complete(model, "a", Sampling(max_bytes=50), compile=False).text
+    assert compiled.text == generate(model, "a", Sampling(max_bytes=50), compile=False).text

@@ -9,7 +9,7 @@ import pytest
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.benchmark import BenchConfig
 from deltazoo.backends.measure.table import three_digits
-from deltazoo.blocks.generation.completion import Sampling, complete, load_for_completion
+from deltazoo.blocks.generation.completion import Sampling, generate, load_for_completion
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import demo as demo_module
 from deltazoo.blocks.training.demo import BASELINES, HYBRID, Demo, DemoConfig, demo
@@ -66,7 +66,7 @@ def test_the_json_holds_the_run_and_the_plots_are_valid_images(finished):
 def test_the_checkpoint_of_the_hybrid_reproduces_the_sample(finished):
     result, folder, _ = finished
     model = load_for_completion(folder / "hybrid", backend="reference")
-    again = complete(model, result.completion.prompt, result.completion.sampling)
+    again = generate(model, result.completion.prompt, result.completion.sampling)
     assert again.text == result.completion.text
     assert StackSpec.load(folder / "hybrid" / "stack.yaml") == StackSpec.load(result.config.stacks[0])
 
