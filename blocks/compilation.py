@@ -12,6 +12,7 @@ from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.dispatch import requested_backend, use_backend
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.stack import LanguageModel
+from deltazoo.mixers.core.delta_mixer import Update
 
 _counter = itertools.count()
 
@@ -30,6 +31,16 @@ def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "i
             compiled[spec] = torch.compile(_renamed_copy(Layer.forward), fullgraph=True, backend=compiler)
         vars(layer)["forward"] = MethodType(compiled[spec], layer)
     return model
+
+
+def check_updates(model: LanguageModel, dtype: torch.dtype) -> None:
+    """Raise UnsupportedError, with the reasons, if a backend cannot train an update of the model in this dtype.
+
+    In a compiled graph the same error would be a long traceback.
+    """
+    for update in model.modules():
+        if isinstance(update, Update):
+            update.bound.backend_for(update.meta(model.head_weight.device.type, dtype, grad=True))
 
 
 def run_eagerly(device: torch.device | str) -> AbstractContextManager[None]:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.torch_ext.cuda_graph import Call
-from deltazoo.blocks.compilation import compile_layers
+from deltazoo.blocks.compilation import check_updates, compile_layers
 from deltazoo.blocks.generation.generate import Decoder
 from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.mixers.core.delta_mixer import Update
 
 DECODED = 16  # tokens per row and timed call
 _SPARE_CALLS = 6  # decoding calls that are not timed: the first, the one whose memory is measured, warm-ups
@@ -58,10 +57,7 @@ class OurCalls(ModelCalls):
     def __init__(self, spec: StackSpec, backend: str | None, tokens: Tensor, dtype: torch.dtype) -> None:
         with tokens.device:
             self.model = spec.build(backend).to(dtype)
-        for update in self.model.modules():
-            # An unsupported update raises a one-sentence error here, but a long traceback in a compiled graph.
-            if isinstance(update, Update):
-                update.bound.backend_for(update.meta(tokens.device.type, dtype, grad=True))
+        check_updates(self.model, dtype)
         super().__init__(compile_layers(self.model), tokens)
         self.targets = tokens.roll(-1, 1)
 

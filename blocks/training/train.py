@@ -17,14 +17,13 @@ from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.frozen_config import FrozenConfig, describe_errors
 from deltazoo.backends.progress import Progress, silent
-from deltazoo.blocks.compilation import compile_layers, run_eagerly
+from deltazoo.blocks.compilation import check_updates, compile_layers, run_eagerly
 from deltazoo.blocks.losses import Losses
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import checkpoint
 from deltazoo.blocks.training.interrupts import Interrupts, TrainingInterrupted
 from deltazoo.blocks.training.optimizer import adamw, learning_rate
 from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_text, random_crops
-from deltazoo.mixers.core.delta_mixer import Update
 
 RESUMABLE = frozenset({"steps", "device", "backend", "compile"})  # settings that a resumed run can change
 
@@ -241,10 +240,7 @@ class _Run:
         torch.manual_seed(config.seed)
         with nullcontext() if config.compile else run_eagerly(self.device):
             self.model = spec.build(backend=config.backend).to(self.device)
-        for update in self.model.modules():
-            # An unsupported update raises a one-sentence error here, but a long traceback in a compiled graph.
-            if isinstance(update, Update):
-                update.bound.backend_for(update.meta(self.device.type, getattr(torch, config.dtype), grad=True))
+        check_updates(self.model, getattr(torch, config.dtype))
         if config.compile:
             compile_layers(self.model)
         self.optimizer = adamw(self.model, config)
