@@ -24,7 +24,6 @@ _log = logging.getLogger("deltazoo")
 # ContextVar. Each choice is a tuple, so that its block can find it again by identity.
 _overrides: list[tuple[str | Backend]] = []
 _logged: set[str] = set()  # each message once per process: every layer of a model binds its spec
-_SPEC_DEFAULTS = {name: field.default for name, field in UpdateSpec.model_fields.items()}
 
 
 class BoundUpdate:
@@ -353,8 +352,6 @@ def _log_refusals(spec: UpdateSpec, device: str, refusals: Sequence[Refusal], ch
 
 
 def _no_backend(spec: UpdateSpec, meta: UpdateMeta, refusals: Sequence[Refusal]) -> str:
-    # Field by field: torch.compile may trace this function and cannot trace pydantic's repr.
-    changed = [name for name, default in _SPEC_DEFAULTS.items() if getattr(spec, name) != default]
-    fields = ", ".join(f"{name}={getattr(spec, name)!r}" for name in changed)
+    fields = ", ".join(f"{name}={value!r}" for name, value in spec.changed_fields().items())
     lines = [f"  {backend.name}: {' '.join(_sentences(reasons))}" for backend, reasons in refusals]
     return "\n".join([f"no backend supports UpdateSpec({fields}) on {meta}:", *lines])

@@ -109,8 +109,12 @@ class UpdateSpec(FrozenConfig):
         return _equation(self)
 
     def __repr_args__(self) -> list[tuple[str, Any]]:
+        return list(self.changed_fields().items())
+
+    def changed_fields(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
-        return [(name, value) for name, value in self if value != type(self).model_fields[name].default]
+        # torch.compile may trace this, and cannot trace an iteration over a pydantic model.
+        return {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
 
     @property
     def decay_axes(self) -> Literal["none", "head", "channel"]:
@@ -178,6 +182,7 @@ class UpdateSpec(FrozenConfig):
 
 _SCALAR_DECAY = {"head": "d_t"}
 _MATRIX_DECAY = {"fixed": "Diag(d)", "channel": "Diag(d_t)", "rate": "Diag(exp(step_t rate))"}
+_DEFAULTS = {name: field.default for name, field in UpdateSpec.model_fields.items()}
 
 
 def _equation(spec: UpdateSpec) -> str:

@@ -46,7 +46,7 @@ class Case(NamedTuple):
     @property
     def spec_text(self) -> str:
         """The fields of the spec that differ from their defaults."""
-        axes = {name: value for name, value in self.spec if value != UpdateSpec.model_fields[name].default}
+        axes = self.spec.changed_fields()
         axes.pop("erase_from" if self.spec.transition == "dplr" else "", None)
         return " ".join(f"{name}={value}" for name, value in axes.items()) or "delta"
 

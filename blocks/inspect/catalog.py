@@ -92,8 +92,7 @@ def changed_fields(spec: UpdateSpec | None) -> str:
     """Format the fields that differ from UpdateSpec's defaults."""
     if spec is None:
         return ""
-    changed = {name: value for name, value in spec if value != UpdateSpec.model_fields[name].default}
-    return " ".join(f"{name}={value}" for name, value in changed.items()) or "the delta rule"
+    return " ".join(f"{name}={value}" for name, value in spec.changed_fields().items()) or "the delta rule"
 
 
 def preset_about(name: str) -> str:
