@@ -151,9 +151,7 @@ class Benchmark(BaseModel):
 
     def markdown(self, matrix: bool = False) -> str:
         """Format the header, and `table` or `matrix` with its legend, as Markdown."""
-        table = self.matrix() if matrix else self.table()
-        header = "; ".join([*self.header(), *filter(None, [table.legend_line()])])
-        return f"{header}\n\n{table.markdown()}"
+        return (self.matrix() if matrix else self.table()).markdown(self.header())
 
     def _labels(self, row: Row) -> list[str]:
         """Return the labels of a row; a mixer that all rows have in common is printed in the header."""

@@ -31,13 +31,14 @@ class Table(NamedTuple):
         """Format the legend as one line."""
         return "; ".join(f"{title}: {text}" for title, text in self.legend)
 
-    def markdown(self) -> str:
-        """Format the table as Markdown, with the notes as a list below it."""
+    def markdown(self, header: Iterable[str]) -> str:
+        """Format the sentences of a header, the legend, the table and its notes as Markdown."""
+        about = "; ".join([*header, *filter(None, [self.legend_line()])])
         rules = ["---:" if column.startswith(">") else "---" for column in self.columns]
         lines = [[column.removeprefix(">") for column in self.columns], rules, *self.rows]
         text = "".join(f"| {' | '.join(line)} |\n" for line in lines) if self.rows else ""
         notes = "".join(f"- {subject}: {sentence}\n" for subject, sentence in self.notes)
-        return text + (f"\n{notes}" if notes else "")
+        return f"{about}\n\n{text}" + (f"\n{notes}" if notes else "")
 
 
 def group(notes: Iterable[tuple[str, str, str]], places: int) -> list[tuple[str, str]]:

@@ -153,8 +153,7 @@ class ModelBenchmark(BaseModel):
 
     def markdown(self) -> str:
         """Format the header and the table with its legend as Markdown."""
-        table = self.table()
-        return f"{'; '.join([*self.header(), *filter(None, [table.legend_line()])])}\n\n{table.markdown()}"
+        return self.table().markdown(self.header())
 
     def _figures(self, row: ModelRow) -> list[str]:
         assert row.median_ms is not None and row.low_ms is not None and row.high_ms is not None
