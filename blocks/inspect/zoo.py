@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from deltazoo.backends import registry
 from deltazoo.blocks.inspect.catalog import MixerEntry, catalog
 from deltazoo.blocks.inspect.show import details
 from deltazoo.mixers.core.config import config_class
@@ -95,7 +96,7 @@ class ZooEntry(BaseModel):
 
 def zoo_entries() -> list[ZooEntry]:
     """Return an entry for every mixer that deltazoo itself installs."""
-    return [_zoo_entry(entry) for entry in catalog().mixers if entry.owner.startswith("deltazoo ")]
+    return [_zoo_entry(entry) for entry in catalog().mixers if registry.is_built_in(registry.MIXERS, entry.name)]
 
 
 def zoo_page(entries: list[ZooEntry]) -> str:

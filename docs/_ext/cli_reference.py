@@ -26,7 +26,7 @@ def reference() -> Iterator[str]:
         for paragraph in (command.help or "").split("\n\n"):
             yield from (*_paragraph(paragraph), "")
         for parameter in command.params:
-            if not parameter.hidden if hasattr(parameter, "hidden") else True:
+            if not getattr(parameter, "hidden", False):
                 yield _parameter(parameter)
         yield ""
 

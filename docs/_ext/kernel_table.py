@@ -76,7 +76,7 @@ def mixer_kernels(name: str) -> MixerKernels:
 def all_mixers() -> list[MixerKernels]:
     """Return the kernels of every mixer of deltazoo itself."""
     names = registry.names(registry.MIXERS)
-    return [mixer_kernels(name) for name in names if registry.owner(registry.MIXERS, name).startswith("deltazoo ")]
+    return [mixer_kernels(name) for name in names if registry.is_built_in(registry.MIXERS, name)]
 
 
 def summary(mixers: list[MixerKernels]) -> str:
