@@ -54,7 +54,7 @@ def command(
 
 
 def _row(entry: "MixerEntry | BackendEntry", about: str) -> tuple[str, str, str]:
-    """Return the row of an entry: its name, what it is, and the package of a plug-in."""
+    """Return the cells of a row: the name, a description, and for a plug-in its package."""
     owner = "" if entry.owner.startswith("deltazoo ") else entry.owner
     return entry.name, about if entry.problem is None else "PROBLEM, see below", owner
 

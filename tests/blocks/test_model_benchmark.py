@@ -1,4 +1,4 @@
-"""The benchmark of whole models: operations by hand, calls that compute what they should, rows and refusals."""
+"""Benchmarks of whole models: the FLOPs of a token, the timed calls, rows and refusals."""
 
 import math
 
