@@ -96,7 +96,7 @@ def read_check(path: str | Path) -> CheckFile:
     try:
         data = yaml_text.load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(data, dict) or not data.keys() & {"spec", "shapes"}:
         raise ConfigError(f"{path} is not a check file: it must have the keys spec and shapes, got {cut(data)}")
     try:

@@ -221,7 +221,7 @@ def read_table(path: str | Path) -> Table:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"launch table {path} cannot be read: {error}") from error
+        raise ConfigError(f"launch table {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return _parse_table(text, str(path))
 
 

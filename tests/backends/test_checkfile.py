@@ -79,3 +79,10 @@ def test_invalid_check_file_raises_config_error(tmp_path, text, message):
     with pytest.raises(ConfigError) as error:
         conformance.read_check(path)
     assert message in str(error.value)
+
+
+def test_a_missing_check_file_is_named_once(tmp_path):
+    path = tmp_path / "missing.yaml"
+    with pytest.raises(ConfigError) as error:
+        conformance.read_check(path)
+    assert str(error.value) == f"{path} cannot be read: No such file or directory"
