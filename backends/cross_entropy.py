@@ -21,9 +21,11 @@ IGNORE_INDEX = -100
 Reduction = Literal["mean", "sum", "none"]
 
 _CHUNK_BYTES = 2**27  # of logits; 2,048 tokens for a vocabulary of 32,000 in 16 bits
-_CHUNK_MULTIPLE = 256  # tokens; fewer tokens leave the matrix products too little work per byte of the weights
+_CHUNK_MULTIPLE = 256  # tokens
+_LARGE_CHUNK = 4096  # tokens; fewer leave the matrix products too little work per byte of the weights
 _BLOCK = {"cpu": 2**18}  # logits of a softmax, small enough to stay in the L2 cache
-_ROW_ALIGNMENT = 64  # elements; products of matrices whose rows do not start at 16 bytes are slow on a GPU
+_SLOW_VOCABULARY = 8  # on a GPU, matrix products are several times slower if L is not a multiple of it
+_PADDED_MULTIPLE = 64
 
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
@@ -31,10 +33,22 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * (logits / cap).tanh()
 
 
-def chunk_tokens(vocabulary: int, dtype: torch.dtype) -> int:
-    """Return the default number of tokens per chunk: as many as have 128 MiB of logits, in multiples of 256."""
-    tokens = _CHUNK_BYTES // (dtype.itemsize * vocabulary)
-    return max(1, tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+def chunk_tokens(vocabulary: int, width: int, dtype: torch.dtype) -> int:
+    """Return the default number of tokens per chunk, a multiple of 256.
+
+    It is the larger of two: as many tokens as have 128 MiB of logits; and 4,096, or fewer if their logits would have
+    more bytes than the float32 gradient of the weights.
+    """
+    small = _CHUNK_BYTES // (dtype.itemsize * vocabulary)
+    large = min(_LARGE_CHUNK, 4 * width // dtype.itemsize)
+    return max(1, max(small, large) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+
+
+def padded_vocabulary(vocabulary: int, device: torch.device) -> int:
+    """Return the number of columns with which the logits are computed: on a GPU a multiple of 8."""
+    if device.type == "cpu" or vocabulary % _SLOW_VOCABULARY == 0:
+        return vocabulary
+    return -(-vocabulary // _PADDED_MULTIPLE) * _PADDED_MULTIPLE
 
 
 def linear_cross_entropy(
@@ -74,7 +88,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if autocast else x_ND.dtype
     _check(x_ND, weight_LD, targets_N, autocast)
     _check_options(reduction, z_loss, cap, chunk)
-    options = _Options(dtype, ignore_index, z_loss, cap, chunk or chunk_tokens(weight_LD.shape[0], dtype))
+    options = _Options(dtype, ignore_index, z_loss, cap, chunk or chunk_tokens(*weight_LD.shape, dtype))
     count = (targets_N != ignore_index).sum().clamp(min=1) if reduction == "mean" else 1
     d_x, d_weight = (torch.is_grad_enabled() and t.requires_grad for t in (x_ND, weight_LD))
     if reduction != "none" and (d_x or d_weight):
@@ -137,25 +151,27 @@ def _linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the losses [N], and the gradients of sum_n scale_n loss_n; scale = None is 1. The gradient of x has the
     dtype of the logits, that of the weights is in float32; a gradient that is not wanted is empty."""
-    losses_N, grad_x_ND, grad_weight_LD = _results(x, weight, dtype, d_x, d_weight)
     options = _Options(dtype, ignore_index, z_loss, cap, chunk)
-    grad_weight_LD.zero_()
     C, L = min(chunk, x.shape[0]), weight.shape[0]
-    padded = -(-L // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    buffer_CL = x.new_empty((C, padded), dtype=dtype)[:, :L]
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         weight = weight.to(dtype)
+        if (padding := padded_vocabulary(L, x.device) - L) > 0:
+            # Weights of 0 have logits of 0, which no loss reads, and which are right as their own gradients.
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, padding))
+        losses_N, grad_x_ND, grad_weight_LD = _results(x, weight, dtype, d_x, d_weight)
+        grad_weight_LD.zero_()
+        buffer_CL = x.new_empty((C, weight.shape[0]), dtype=dtype)
         for start in range(0, x.shape[0], chunk):
             tokens = slice(start, start + chunk)
             x_CD = x[tokens].to(dtype)
             logits_CL = torch.mm(x_CD, weight.T, out=buffer_CL[: x_CD.shape[0]])
-            rows = _Rows(logits_CL, targets[tokens], None if scale is None else scale[tokens])
+            rows = _Rows(logits_CL[:, :L], targets[tokens], None if scale is None else scale[tokens])
             _losses_(rows, options, losses_N[tokens], d_x or d_weight)
             if d_x:
                 torch.mm(logits_CL, weight, out=grad_x_ND[tokens])
             if d_weight:
                 add_product_(grad_weight_LD, logits_CL.T, x_CD)
-    return losses_N, grad_x_ND, grad_weight_LD
+    return losses_N, grad_x_ND, grad_weight_LD[:L]
 
 
 def _losses_(rows: _Rows, options: _Options, losses_R: Tensor, gradients: bool) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from deltazoo.backends.cross_entropy import chunk_tokens, linear_cross_entropy
+from deltazoo.backends import cross_entropy
+from deltazoo.backends.cross_entropy import chunk_tokens, linear_cross_entropy, padded_vocabulary
 from deltazoo.backends.errors import DtypeError, ShapeError, ValueRangeError
 from deltazoo.backends.torch_ext.wide_product import add_product_
 
@@ -261,10 +262,30 @@ def test_each_chunk_takes_three_products_in_training_and_one_in_inference():
         assert products(loss) == 3
 
 
-def test_chunks_have_at_most_128_mib_of_logits():
-    assert chunk_tokens(32_000, torch.bfloat16) == 2048
-    assert chunk_tokens(32_000, torch.float32) == 1024
-    assert chunk_tokens(10**6, torch.bfloat16) == 256
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_padded_vocabulary_changes_nothing(monkeypatch, reduction):
+    x, weight, targets = inputs()
+    results = []
+    for padded in (len(weight), 64):
+        monkeypatch.setattr(cross_entropy, "padded_vocabulary", lambda L, device, padded=padded: padded)
+        loss = linear_cross_entropy(x, weight, targets, reduction, z_loss=0.1, cap=2.0, chunk=8)
+        results.append(with_gradients(loss, x, weight))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+    assert results[1][2].shape == weight.shape
+
+
+def test_the_logits_of_a_gpu_have_aligned_rows():
+    cuda = torch.device("cuda")
+    assert [padded_vocabulary(L, cuda) for L in (32_000, 50_257, 50_280, 3)] == [32_000, 50_304, 50_280, 64]
+    assert padded_vocabulary(50_257, torch.device("cpu")) == 50_257
+
+
+def test_the_default_chunk_has_128_mib_of_logits_or_as_many_bytes_as_the_gradient_of_the_weights():
+    assert chunk_tokens(32_000, 2048, torch.bfloat16) == 4096  # 250 MiB of logits, as the gradient of the weights
+    assert chunk_tokens(32_000, 2048, torch.float32) == 2048
+    assert chunk_tokens(32_000, 8192, torch.bfloat16) == 4096
+    assert chunk_tokens(32_000, 64, torch.bfloat16) == 2048  # 125 MiB
+    assert chunk_tokens(10**6, 64, torch.bfloat16) == 256
 
 
 def test_unusable_arguments_are_refused():
