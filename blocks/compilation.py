@@ -13,15 +13,16 @@ from deltazoo.backends.dispatch import requested_backend, use_backend
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.parts.norms import RMSNorm
 
 _counter = itertools.count()
 
 
 def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "inductor") -> LanguageModel:
-    """Compile every layer with fullgraph=True, once for each distinct LayerSpec, and return the model.
+    """Compile every layer, once for each distinct LayerSpec, and the last norm, with fullgraph=True; return the model.
 
-    The embedding, the last norm and the head stay eager, because they offer little to fuse. The parameters and the
-    state dict do not change.
+    The embedding and the head stay eager, because they offer nothing to fuse. The parameters and the state dict do not
+    change.
 
     Args: compiler: the `backend` argument of torch.compile.
     """
@@ -30,6 +31,8 @@ def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "i
         if spec not in compiled:
             compiled[spec] = torch.compile(_renamed_copy(Layer.forward), fullgraph=True, backend=compiler)
         vars(layer)["forward"] = MethodType(compiled[spec], layer)
+    norm = torch.compile(_renamed_copy(RMSNorm.forward), fullgraph=True, backend=compiler)
+    vars(model.stack.norm)["forward"] = MethodType(norm, model.stack.norm)
     return model
 
 

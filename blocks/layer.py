@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError
+from deltazoo.blocks.checkpointing import Checkpointing, run_layer
 from deltazoo.blocks.mlp import Dense, Mlp
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
@@ -130,6 +131,7 @@ class Layer(nn.Module):
         self.mixers = cast("Sequence[Mixer]", nn.ModuleList(mixers))
         self.mlp_norm = None if mlp is None else RMSNorm(width, eps)
         self.mlp = mlp
+        self.checkpointing: Checkpointing = "none"
 
     def forward(self, x_BTD: Tensor, state: LayerState | None = None, context: Context | None = None) -> LayerOutput:
         """Run the layer. `state` has one entry per mixer; the returned state is None if `state` is None.
@@ -139,6 +141,12 @@ class Layer(nn.Module):
         arguments, and activation checkpointing runs the layer twice, so that a change of them would be lost or made
         twice.
         """
+        if state is not None:
+            return self._run(x_BTD, state, context)
+        output: LayerOutput = run_layer(self._run, self.checkpointing, x_BTD, None, context)
+        return output
+
+    def _run(self, x_BTD: Tensor, state: LayerState | None, context: Context | None) -> LayerOutput:
         losses: list[AuxiliaryLoss] = []
         inner = context or Context()
         values = None if inner.values is None else dict(inner.values)

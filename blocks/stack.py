@@ -4,18 +4,18 @@ B batch, T time, D width, L vocabulary, N packed sequences
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self, cast
+from typing import NamedTuple, Protocol, Self, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.cross_entropy import IGNORE_INDEX, cap_logits, linear_cross_entropy
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, ShapeError, StateError, ValueRangeError, cut
+from deltazoo.blocks.checkpointing import Checkpointing
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.mlp import Mlp
@@ -60,7 +60,6 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
         self.norm = RMSNorm(width, norm_eps)
-        self.checkpointed = False
 
     def forward(
         self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None
@@ -72,10 +71,7 @@ class Stack(nn.Module):
             context = context._replace(losses=[])
         if state is None:
             for layer in self.layers:
-                if self.checkpointed and torch.is_grad_enabled():
-                    x_BTD, _, losses, values = checkpoint(layer, x_BTD, None, context, use_reentrant=False)
-                else:
-                    x_BTD, _, losses, values = layer(x_BTD, None, context)
+                x_BTD, _, losses, values = layer(x_BTD, None, context)
                 context = context._replace(values=values)
                 if recorded is not None:
                     recorded.extend(losses)
@@ -206,9 +202,19 @@ class LanguageModel(nn.Module):
                     setattr(module, name, bind(value.spec, backend))
         return self
 
-    def checkpoint_layers(self, on: bool = True) -> Self:
-        """Switch activation checkpointing: save only each layer's input, and recompute the layer in the backward."""
-        self.stack.checkpointed = on
+    def checkpoint_layers(self, mode: Checkpointing | bool = "full") -> Self:
+        """Choose what the backward recomputes instead of reading it from memory.
+
+        "full" or True: each layer, of which only the input is saved. "selective": norms, activations, gates and short
+        convolutions; the results of matrix products, attention and updates are saved. "none" or False: nothing.
+
+        Raises: ValueRangeError: another mode.
+        """
+        mode = {True: "full", False: "none"}.get(mode, mode)
+        if mode not in (modes := get_args(Checkpointing)):
+            raise ValueRangeError(f"mode must be one of {', '.join(map(repr, modes))}, True or False, got {mode!r}")
+        for layer in self.stack.layers:
+            layer.checkpointing = mode
         return self
 
     def init_weights(self) -> Self:

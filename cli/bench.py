@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltazoo.cli.measurements import print_header, print_measurements
-from deltazoo.cli.options import AsJson, BackendNames, Device, Directions, Dtype, OperandDtype, Seed, split
+from deltazoo.cli.options import (
+    AsJson,
+    BackendNames,
+    Checkpointing,
+    CheckpointingMode,
+    Device,
+    Directions,
+    Dtype,
+    OperandDtype,
+    Seed,
+    split,
+)
 from deltazoo.cli.output import print_json, print_line, progress
 
 if TYPE_CHECKING:
@@ -53,6 +64,7 @@ def command(
     matrix: Annotated[
         bool, typer.Option("--matrix", help="Print one table of medians with a column per backend.")
     ] = False,
+    checkpointing: CheckpointingMode = None,
     compare: Annotated[
         Path | None,
         typer.Option(help="Output of an earlier run with --json. Exit code 1 if a case became worse."),
@@ -92,8 +104,10 @@ def command(
         others |= {"--compare": compare, "--plot": plot}
         if given := [name for name, value in others.items() if value]:
             raise ConfigError(f"--model does not take {', '.join(given)}")
-        _bench_model(model, shape, split(backends), config, markdown, as_json)
+        _bench_model(model, shape, split(backends), config, checkpointing, markdown, as_json)
         return
+    if checkpointing is not None:
+        raise ConfigError("--checkpointing needs --model")
     earlier = None if compare is None else read_earlier(compare)
     if earlier is not None:
         earlier.check(config, environment(device))
@@ -123,6 +137,7 @@ def _bench_model(
     shapes: list[str] | None,
     implementations: list[str] | None,
     config: "BenchConfig",
+    checkpointing: Checkpointing | None,
     markdown: Path | None,
     as_json: bool,
 ) -> None:
@@ -133,6 +148,8 @@ def _bench_model(
 
     batch, length = parse_batch(shapes or ["B=1 T=512"])
     settings = config.model_dump(include={"directions", "device", "dtype", "rounds", "seconds", "seed"})
+    if checkpointing is not None:
+        settings["checkpointing"] = checkpointing.value
     model_config = ModelBenchConfig(batch=batch, length=length, **settings)
     spec = StackSpec.load(model)
     with progress() as report_progress:

@@ -31,6 +31,14 @@ class Dtype(StrEnum):
         return dtype
 
 
+class Checkpointing(StrEnum):
+    """What the backward pass of a model recomputes."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
 DEVICE_HELP = "Device: cpu, cuda, cuda:1 or mps."
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result, or the error, as one JSON document.")]
@@ -54,6 +62,15 @@ BackendNames = Annotated[
 ]
 Directions = Annotated[
     str, typer.Option(help="Comma-separated list of forward, backward (includes forward) and decode.")
+]
+CheckpointingMode = Annotated[
+    Checkpointing | None,
+    typer.Option(
+        "--checkpointing",
+        show_default="none",
+        help="What a model's backward pass recomputes to save memory: nothing, cheap operators (selective), or whole "
+        "layers (full).",
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")]
 OptionalStack = Annotated[

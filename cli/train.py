@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import DEVICE_HELP, AsJson, BackendName, OptionalStack, TextFile, Trust
+from deltazoo.cli.options import DEVICE_HELP, AsJson, BackendName, CheckpointingMode, OptionalStack, TextFile, Trust
 from deltazoo.cli.output import print_json, print_line, print_note, print_table, progress
 from deltazoo.cli.threads import let_idle_threads_sleep
 
@@ -27,8 +27,8 @@ def command(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Continue the run in this folder, with its stack and settings. Only --steps, --device, --backend and "
-            "--compile can change.",
+            help="Continue the run in this folder, with its stack and settings. Only --steps, --device, --backend, "
+            "--compile and --checkpointing can change.",
         ),
     ] = None,
     until: Annotated[
@@ -60,6 +60,7 @@ def command(
             help="Compile the model with torch.compile; without it the first step starts at once and each is slower.",
         ),
     ] = None,
+    checkpointing: CheckpointingMode = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:

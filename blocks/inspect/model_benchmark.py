@@ -20,6 +20,7 @@ from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_by
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.torch_ext.cuda_graph import Call
+from deltazoo.blocks.checkpointing import Checkpointing
 from deltazoo.blocks.inspect.flops import PEAK_TFLOPS, TokenFlops, token_flops
 from deltazoo.blocks.inspect.model_calls import DECODED, ModelCalls, OurCalls, PretrainedCalls
 from deltazoo.blocks.inspect.peer_models import PEER_MODELS
@@ -38,6 +39,7 @@ class ModelBenchConfig(FrozenConfig):
         directions: "backward": a training step with fused AdamW; "forward": the prefill of a prompt; "decode": greedy
             decoding.
         device, dtype: of the weights and activations.
+        checkpointing: what the training step of our models recomputes, see `LanguageModel.checkpoint_layers`.
         rounds: upper limit of timed calls.
         seconds: approximate time limit per model and direction.
         seed: random seed of the weights and tokens.
@@ -48,6 +50,7 @@ class ModelBenchConfig(FrozenConfig):
     directions: tuple[Direction, ...] = DIRECTIONS
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    checkpointing: Checkpointing = "none"
     rounds: int = Field(default=20, ge=MIN_ROUNDS)
     seconds: float = Field(default=20.0, gt=0)
     seed: int = Field(default=0, ge=0)
@@ -121,7 +124,8 @@ class ModelBenchmark(BaseModel):
         peak = "" if self.peak_tflops is None else f"; peak {self.peak_tflops:g} TFLOP/s"
         return [
             self.environment.line(),
-            f"{self.model}, {config.batch} x {config.length} tokens, {config.dtype}, fused AdamW, seed {config.seed}",
+            f"{self.model}, {config.batch} x {config.length} tokens, {config.dtype}, fused AdamW, seed {config.seed}"
+            + ("" if config.checkpointing == "none" else f", {config.checkpointing} checkpointing"),
             *filter(None, [sizes and f"parameters: {sizes}"]),
             f"MFLOP per token by parameters and all: {counts}{peak}",
         ]
@@ -256,7 +260,7 @@ def _build(spec: StackSpec, name: str, config: ModelBenchConfig, device: torch.d
     tokens = torch.randint(spec.vocab, (config.batch, config.length), device=device)
     dtype: torch.dtype = getattr(torch, config.dtype)
     if name not in PEER_MODELS:
-        return OurCalls(spec, None if name == OURS else name, tokens, dtype)
+        return OurCalls(spec, None if name == OURS else name, tokens, dtype, config.checkpointing)
     with device:
         peer = PEER_MODELS[name](spec, device.type)
     return PretrainedCalls(peer.to(device, dtype), tokens)

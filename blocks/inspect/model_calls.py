@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.torch_ext.cuda_graph import Call
+from deltazoo.blocks.checkpointing import Checkpointing
 from deltazoo.blocks.compilation import check_updates, compile_layers
 from deltazoo.blocks.generation.generate import Decoder
 from deltazoo.blocks.inspect.describe import parameter_count
@@ -54,9 +55,16 @@ class ModelCalls(ABC):
 class OurCalls(ModelCalls):
     """A model of deltazoo: layers compiled one by one, the decoding step as one graph, on CUDA as a CUDA graph."""
 
-    def __init__(self, spec: StackSpec, backend: str | None, tokens: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: StackSpec,
+        backend: str | None,
+        tokens: Tensor,
+        dtype: torch.dtype,
+        checkpointing: Checkpointing = "none",
+    ) -> None:
         with tokens.device:
-            self.model = spec.build(backend).to(dtype)
+            self.model = spec.build(backend).to(dtype).checkpoint_layers(checkpointing)
         check_updates(self.model, dtype)
         super().__init__(compile_layers(self.model), tokens)
         self.targets = tokens.roll(-1, 1)

@@ -17,6 +17,7 @@ from deltazoo.backends.devices import cxx_compiler, usable_device
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.frozen_config import FrozenConfig, describe_errors
 from deltazoo.backends.progress import Progress, silent
+from deltazoo.blocks.checkpointing import Checkpointing
 from deltazoo.blocks.compilation import check_updates, compile_layers, run_eagerly
 from deltazoo.blocks.losses import Losses
 from deltazoo.blocks.spec import StackSpec
@@ -25,7 +26,9 @@ from deltazoo.blocks.training.interrupts import Interrupts, TrainingInterrupted
 from deltazoo.blocks.training.optimizer import adamw, learning_rate
 from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, load_text, random_crops
 
-RESUMABLE = frozenset({"steps", "device", "backend", "compile"})  # settings that a resumed run can change
+RESUMABLE = frozenset(
+    {"steps", "device", "backend", "compile", "checkpointing"}
+)  # settings that a resumed run can change
 
 
 class TrainConfig(FrozenConfig):
@@ -45,6 +48,7 @@ class TrainConfig(FrozenConfig):
         backend: as for `deltazoo.bind`.
         compile: compile the model layer by layer, see `deltazoo.blocks.compilation`. False: the first step starts at
             once, and each takes longer; without a CUDA device, updates whose backend is not named are eager too.
+        checkpointing: what the backward recomputes to save memory, see `LanguageModel.checkpoint_layers`.
     """
 
     steps: int = Field(default=300, ge=1)
@@ -61,6 +65,7 @@ class TrainConfig(FrozenConfig):
     dtype: Literal["float32", "bfloat16"] = "float32"
     backend: str | None = None
     compile: bool = True
+    checkpointing: Checkpointing = "none"
 
 
 class Point(BaseModel):
@@ -241,6 +246,7 @@ class _Run:
         with nullcontext() if config.compile else run_eagerly(self.device):
             self.model = spec.build(backend=config.backend).to(self.device)
         check_updates(self.model, getattr(torch, config.dtype))
+        self.model.checkpoint_layers(config.checkpointing)
         if config.compile:
             compile_layers(self.model)
         self.optimizer = adamw(self.model, config)

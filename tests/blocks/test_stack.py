@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 from deltazoo.backends.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.stack import LanguageModel, StackState
 from deltazoo.mixers import Context, GatedDeltaNet, SlidingWindow
@@ -151,7 +153,49 @@ def test_checkpointing_saves_less_and_gives_equal_gradients(model, tokens):
     assert checkpointed_size < saved_size / 2
     for actual, expected in zip(gradients, expected_gradients, strict=True):
         assert_close(actual, expected)
-    assert model.checkpoint_layers(False).stack.checkpointed is False
+    assert all(layer.checkpointing == "none" for layer in model.checkpoint_layers(False).stack.layers)
+    with pytest.raises(ValueRangeError, match="'none', 'selective', 'full', True or False, got 'all'"):
+        model.checkpoint_layers("all")
+
+
+def test_selective_checkpointing_recomputes_no_matrix_product(tokens):
+    torch.manual_seed(0)
+    spec = StackSpec(width=32, depth=2, vocab=40, pattern="gated_deltanet + attention", mlp={"width": 48})
+    model, tokens_BT = spec.build("reference"), tokens(2, 9)
+    products, results = {}, {}
+    for mode in ("none", "selective", "full"):
+        loss = model.checkpoint_layers(mode).loss(tokens_BT, tokens_BT)
+        with FlopCounterMode(display=False) as counter:
+            results[mode] = torch.autograd.grad(loss, list(model.parameters()))
+        products[mode] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert products["selective"] == products["none"] < products["full"]
+    for gradients in (results["selective"], results["full"]):
+        for actual, expected in zip(gradients, results["none"], strict=True):
+            assert_close(actual, expected)
+
+
+def test_compiled_layers_with_selective_checkpointing_save_less():
+    torch.manual_seed(0)
+    spec = StackSpec(width=64, depth=2, vocab=40, pattern="gated_deltanet", mlp={"width": 64})
+    tokens_BT = torch.randint(40, (2, 64))
+    sizes, results = {}, {}
+    for mode in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        model = compile_layers(spec.build().double().checkpoint_layers(mode), "aot_eager_decomp_partition")
+        saved = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
+
+        def pack(x: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model.loss(tokens_BT, tokens_BT)
+        sizes[mode] = sum(saved.values())
+        results[mode] = torch.autograd.grad(loss, list(model.parameters()))
+    assert sizes["full"] < 0.5 * sizes["selective"] < 0.4 * sizes["none"], sizes
+    for gradients in (results["selective"], results["full"]):
+        for actual, expected in zip(gradients, results["none"], strict=True):
+            assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("pattern", ["rwkv7", "gated_deltanet + rwkv7", "rwkv7@[1,2] else gated_deltanet"])

@@ -398,7 +398,9 @@ def test_resume_with_more_steps_follows_the_schedule_of_the_longer_run(text, tmp
     assert resume(tmp_path, text).config.steps == 11  # the folder keeps the new settings
     with pytest.raises(ConfigError, match="steps must be at least 11, which the run has taken, got 8"):
         resume(tmp_path, text, changes={"steps": 8})
-    with pytest.raises(ConfigError, match="a resumed run can change backend, compile, device, steps, got seed"):
+    with pytest.raises(
+        ConfigError, match="a resumed run can change backend, checkpointing, compile, device, steps, got seed"
+    ):
         resume(tmp_path, text, changes={"seed": 8})
 
 

@@ -2,8 +2,8 @@
 
 32,768 tokens, width 2048, vocabularies of 32,000, 50,257 and 151,936, bf16: forward + backward with the Triton kernel,
 in chunks of the default or CHUNK tokens, with torch's operations in its place, and torch.nn.functional.cross_entropy of
-all logits where they fit. Prints the matrix products alone, medians of CUDA graphs, the peak memory of a step, and errors
-relative to float64 on 2,048 of the tokens.
+all logits where they fit. Prints the matrix products alone, medians of CUDA graphs, the peak memory of a step, and
+errors relative to float64 on 2,048 of the tokens.
 """
 
 import statistics
