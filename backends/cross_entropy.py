@@ -88,7 +88,8 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if autocast else x_ND.dtype
     _check(x_ND, weight_LD, targets_N, autocast)
     _check_options(reduction, z_loss, cap, chunk)
-    options = _Options(dtype, ignore_index, z_loss, cap, chunk or chunk_tokens(*weight_LD.shape, dtype))
+    L, D = weight_LD.shape
+    options = _Options(dtype, ignore_index, z_loss, cap, chunk or chunk_tokens(L, D, dtype))
     count = (targets_N != ignore_index).sum().clamp(min=1) if reduction == "mean" else 1
     d_x, d_weight = (torch.is_grad_enabled() and t.requires_grad for t in (x_ND, weight_LD))
     if reduction != "none" and (d_x or d_weight):

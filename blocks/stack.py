@@ -210,7 +210,8 @@ class LanguageModel(nn.Module):
 
         Raises: ValueRangeError: another mode.
         """
-        mode = {True: "full", False: "none"}.get(mode, mode)
+        if isinstance(mode, bool):
+            mode = "full" if mode else "none"
         if mode not in (modes := get_args(Checkpointing)):
             raise ValueRangeError(f"mode must be one of {', '.join(map(repr, modes))}, True or False, got {mode!r}")
         for layer in self.stack.layers:
