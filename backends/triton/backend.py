@@ -20,7 +20,7 @@ from deltazoo.backends.triton.decode_op import begin_step, commit_, decode_opera
 from deltazoo.backends.triton.element.op import element_step_, element_update, has_narrow_values, is_elementwise
 from deltazoo.backends.triton.element.show import explain_element
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
-from deltazoo.backends.triton.lower import computes_in_float32, lower, micro_steps
+from deltazoo.backends.triton.lower import computes_in_float32, has_channel_decay, lower, micro_steps
 from deltazoo.backends.triton.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.show import explain_plan
 
@@ -93,7 +93,7 @@ class TritonBackend(Backend):
             return UpdateOutput(self.step_(spec, inputs, state, None), state)
         x, kind = lower(spec, inputs, self.config)
         o, state = chunk_scan(x, kind)
-        n = micro_steps(spec)
+        n = micro_steps(spec, has_channel_decay(inputs))
         if n > 1:
             o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
         return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, K))

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton.backward_pass import GateSums, Pass, Scratch, bytes_per_slot, windows_of
-from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, value_tile
+from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, power_of_two, value_tile
 from deltazoo.backends.triton.forward import (
+    MARKED_HEADS,
     WARP_SPECIALIZED_REGISTERS,
     Span,
     WindowLaunch,
@@ -21,6 +22,7 @@ from deltazoo.backends.triton.forward import (
     zero_tail,
 )
 from deltazoo.backends.triton.kernels.channel.gradients import channel_gradients_kernel
+from deltazoo.backends.triton.kernels.channel.pair_gradients import pair_gradients_kernel
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launcher import launcher
@@ -91,6 +93,7 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
         assert plan.gradients is not None
         gradients = {
             "channel": _gradients_of_channels, "hopper channel": _gradients_of_channels_on_hopper,
+            "pair": _gradients_of_pairs, "hopper pair": _gradients_of_pairs_on_hopper,
             "portable": _gradients, "hopper": _gradients_on_hopper,
         }[plan.gradients]  # fmt: skip
         launches += [reverse(run, span, scratch, starts), gradients(run, span, scratch)]
@@ -113,8 +116,8 @@ def _reverse(
     reverse = launcher(
         reverse_kernel,
         (
-            x.q, x.k, x.e, run.d_o, run.prepared.gates, run.prepared.decay_bounds, run.prepared.wy_tiles, run.d_state,
-            scratch.dstates, scratch.du, run.d.v, starts, ends, x.cu_seqlens,
+            x.q, x.k, x.e, x.v_key, run.d_o, run.prepared.gates, run.prepared.decay_bounds, run.prepared.wy_tiles,
+            run.d_state, scratch.dstates, scratch.du, run.d.v, starts, ends, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, x.decay, kind.delta, x.e is not None, x.w is not None,
@@ -192,6 +195,55 @@ def _gradients_of_channels(run: Pass, span: Span, scratch: Scratch) -> WindowLau
     )  # fmt: skip
     programs = scratch.slots * s.HV * sums.tiles
     return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+
+
+def _gradients_of_pairs(run: Pass, span: Span, scratch: Scratch, marked: bool = False) -> WindowLaunch:
+    """The portable kernel. marked: only for the chunks that prepare has marked."""
+    kind, s, launch, sums = run.kind, run.s, run.config.gradients, run.sums
+    heads = min(power_of_two(s.HV), MARKED_HEADS) if marked else 1
+    gradients = launcher(
+        pair_gradients_kernel,
+        _tensors_of_pairs(run, scratch),
+        (
+            s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), kind.read_early, run.x.state is not None,
+            s.packed, span.unit, run.x.q.dtype == torch.float32, tf32_precision(run.x.q.dtype), launch.stages, heads,
+            marked,
+        ),
+        launch.warps,
+        launch.stages,
+    )  # fmt: skip
+    programs = scratch.slots * cdiv(s.HV, heads) * sums.key_tiles
+    return lambda window: gradients(programs, s.N, kind.scale, s.T, window, span.windows)
+
+
+def _gradients_of_pairs_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
+    """The Hopper kernel, and the portable one for the chunks that prepare has marked."""
+    from deltazoo.backends.triton.kernels.hopper.pair_gradients import hopper_pair_gradients_kernel
+
+    kind, s = run.kind, run.s
+    gradients = launcher(
+        hopper_pair_gradients_kernel,
+        _tensors_of_pairs(run, scratch),
+        (s.HV, s.K, s.V, s.C, kind.read_early, run.x.state is not None, s.packed, span.unit),
+        warps=8,
+        registers=128 if s.V == 64 else None,  # two programs per SM
+    )
+    programs = scratch.slots * s.HV * run.sums.key_tiles
+    marked = _gradients_of_pairs(run, span, scratch, marked=True)
+
+    def launch(window: int) -> None:
+        gradients(programs, s.N, kind.scale, s.T, window, span.windows)
+        marked(window)
+
+    return launch
+
+
+def _tensors_of_pairs(run: Pass, scratch: Scratch) -> tuple[Tensor | None, ...]:
+    x, d = run.x, run.d
+    return (
+        x.q, x.k, x.e, x.v_key, x.v, x.log_decay, run.d_o, run.prepared.gates, scratch.states, scratch.dstates,
+        scratch.xs, scratch.du, d.q, d.k, d.e, d.v_key, d.log_decay, x.cu_seqlens,
+    )  # fmt: skip
 
 
 def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
@@ -304,6 +356,8 @@ def _gate_gradients(run: Pass) -> None:
     if any(needed):
         _sum_gate_gradients(run, d_log_decay, needed)
     zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e, log_decay=d_log_decay, b=d.b, w=d.w)
+    if d.v_key is not None:
+        zero_tail(s._replace(V=s.K), x.cu_seqlens, v=d.v_key)
     if d_log_decay is not None and x.decay == "fixed":
         torch.sum(d_log_decay, (0, 1), out=d.log_decay)
 

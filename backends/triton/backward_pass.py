@@ -81,7 +81,11 @@ class GateSums(NamedTuple):
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, plan: Plan, config: LaunchConfig) -> "GateSums":
-        on_hopper = plan.backward != "reverse+gradients" or plan.gradients in ("hopper", "hopper channel")
+        on_hopper = plan.backward != "reverse+gradients" or plan.gradients in (
+            "hopper",
+            "hopper channel",
+            "hopper pair",
+        )
         K0 = key_tiles(s.K)[0]
         requested = 64 if on_hopper else config.gradients.keys or K0
         keys = min(max(requested, min_key_tile(kind.saved_dtype(x.q.dtype))), K0)

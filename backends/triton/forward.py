@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.devices import tf32_allowed
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, key_tiles, power_of_two, value_tile
+from deltazoo.backends.triton.kernels.channel.pair_prepare import pair_prepare_kernel
 from deltazoo.backends.triton.kernels.channel.prepare import channel_prepare_kernel
 from deltazoo.backends.triton.kernels.combine import combine_kernel
 from deltazoo.backends.triton.kernels.prepare import gates_kernel, prepare_kernel
@@ -29,6 +30,7 @@ from deltazoo.backends.triton.plan import Plan, Version
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
 # 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
 WARP_SPECIALIZED_REGISTERS = 168
+MARKED_HEADS = 64  # heads per program of the portable DPLR kernels that compute marked chunks alone
 WindowLaunch = Callable[..., None]  # launches a kernel for one window, by its number; 0 by default
 
 
@@ -116,7 +118,8 @@ def prepare(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig, s
     out = Prepared.empty(x, kind, s, save)
     launch = {
         "gates": _gates, "channel": _prepare_channels, "hopper channel": _prepare_channels_on_hopper,
-        "portable": _prepare, "hopper": _prepare_on_hopper,
+        "pair": _prepare_pairs, "hopper pair": _prepare_pairs_on_hopper, "portable": _prepare,
+        "hopper": _prepare_on_hopper,
     }[plan.prepare]  # fmt: skip
     launch(x, kind, s, out, config.prepare, plan.split > 0)
     return out
@@ -148,6 +151,40 @@ def _prepare_channels(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, 
         launch.stages,
     )  # fmt: skip
     prepare(s.slots * s.HV, s.N, s.T, kind.scale)
+
+
+def _prepare_pairs(
+    x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Launch, segments: bool, marked: bool = False
+) -> None:
+    exact = x.q.dtype == torch.float32
+    heads = min(power_of_two(s.HV), MARKED_HEADS) if marked else 1
+    prepare = launcher(
+        pair_prepare_kernel,
+        (x.q, x.k, x.e, x.v_key, x.log_decay, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens),
+        (
+            s.HV, s.K, s.C, max(16, min(64, power_of_two(s.K))), kind.read_early, s.packed,
+            tl.float32 if exact else tl.float16, tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32",
+            min(launch.tile, s.C), heads, marked,
+        ),
+        launch.warps,
+        launch.stages,
+    )  # fmt: skip
+    prepare(s.slots * cdiv(s.HV, heads), s.N, s.T, kind.scale)
+
+
+def _prepare_pairs_on_hopper(
+    x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Launch, segments: bool
+) -> None:
+    """Launch the Hopper kernel, and the portable one for the chunks that it marks."""
+    from deltazoo.backends.triton.kernels.hopper.pair_prepare import hopper_pair_prepare_kernel
+
+    prepare = launcher(
+        hopper_pair_prepare_kernel,
+        (x.q, x.k, x.e, x.v_key, x.log_decay, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens),
+        (s.HV, s.K, s.C, kind.read_early, s.packed),
+    )
+    prepare(s.slots * s.HV, s.N, s.T, kind.scale)
+    _prepare_pairs(x, kind, s, out, launch, segments, marked=True)
 
 
 def _prepare_channels_on_hopper(
@@ -226,8 +263,9 @@ def scan_operands(x: ScanOperands, prepared: Prepared, s: Sizes) -> tuple[ScanOp
     """The operands that the scans read, and their sizes: for a decay per channel q, k and e scaled, per value head."""
     if x.decay != "channel":
         return x, s
-    q, k, *e = prepared.scaled.unbind()
-    return x._replace(q=q, k=k, e=e[0] if e else None), s._replace(H=s.HV)
+    q, k, *others = prepared.scaled.unbind()
+    e, v_key = (*others, None, None)[:2]
+    return x._replace(q=q, k=k, e=e, v_key=v_key), s._replace(H=s.HV)
 
 
 def scan(
@@ -270,8 +308,8 @@ def scan(
         run = launcher(
             scan_kernel,
             (
-                x.q, x.k, x.e, v, prepared.gates, prepared.decay_bounds, prepared.wy_tiles, x.state, t("o"), t("final"),
-                t("checkpoints"), t("states"), t("xs"), t("starts"), t("ends"), x.cu_seqlens,
+                x.q, x.k, x.e, x.v_key, v, prepared.gates, prepared.decay_bounds, prepared.wy_tiles, x.state, t("o"),
+                t("final"), t("checkpoints"), t("states"), t("xs"), t("starts"), t("ends"), x.cu_seqlens,
             ),
             (
                 s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, x.decay, kind.delta, x.e is not None, x.w is not None,

@@ -20,7 +20,7 @@ def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) ->
     scan, gradients = _portable_launches(problem, device)
     reverse = Launch(tile=32, stages=1) if _is_tight(problem, device) and problem.decay != "channel" else scan
     channel = problem.decay == "channel"
-    prepare = Launch(tile=16, warps=8, stages=1) if channel else LaunchConfig().prepare
+    prepare = Launch(tile=16, warps=4 if problem.pair else 8, stages=1) if channel else LaunchConfig().prepare
     launches: dict[Phase, Launch] = {
         "prepare": prepare, "scan": scan, "recompute": scan, "reverse": reverse, "gradients": gradients,
     }  # fmt: skip
@@ -63,6 +63,8 @@ def _portable_launches(problem: Problem, device: DeviceSpec) -> tuple[Launch, La
         return Launch(tile=32, stages=1), Launch(tile=32, stages=1, keys=32)
     if problem.split_terms:
         return Launch(tile=64, stages=1), Launch(tile=32, stages=1, keys=32)
+    if problem.pair:  # two programs per SM instead of loads ahead, for which the buffers of eight tiles are too large
+        return Launch(tile=64, stages=1), Launch(tile=64, keys=64, stages=1)
     if problem.K <= 128 and problem.V > 64 and device.shared_memory >= 220 * 1024:
         # one program per SM with loads two chunks ahead; beside an erase key there is space for one chunk ahead
         third_operand = problem.erase_key or (problem.decay == "channel" and problem.delta)

@@ -7,7 +7,8 @@ The kernels compute one form, per value head, with the strengths b and w one num
 - For EFLA and Longhorn b is beta: the kernels compute the strength from it and |k|^2 (kernels/step_size.py).
 - Strengths per channel are multiplied into keys of the erase and values: e = erase * k, v = write * v.
 - Several householders are micro-steps: tokens of their own, of which the first has the decay and the last the read.
-- DPLR is two micro-steps: the first writes b with the erase key -a, the second writes k and v.
+- DPLR with a decay per channel has kernels for both of its writes: k is b, the erase key a, and v_key k. With another
+  decay it is two micro-steps: the first writes b with the erase key -a, the second writes k and v.
 
 B batch, T time, n micro-steps, H key heads, HV value heads, K key width, V value width
 """
@@ -27,16 +28,16 @@ from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
     """Build the operands of the chunked kernels: widths padded to multiples of 8, micro-steps flattened into time."""
     inputs = with_channel_decay(inputs)
-    if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, _has_channel_decay(inputs)):
+    if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, has_channel_decay(inputs)):
         inputs = _in_float32(inputs)
     x, kind = _lower(spec, inputs, config)
-    n = micro_steps(spec)
+    n = micro_steps(spec, has_channel_decay(inputs))
     return (_by_micro_steps(spec, x, n) if n > 1 else x), kind
 
 
 def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
     # the kernels for scalar decays and strengths compute the step sizes of EFLA and Longhorn
-    in_kernel = spec.reparam != "none" and spec.beta != "channel" and not _has_channel_decay(inputs)
+    in_kernel = spec.reparam != "none" and spec.beta != "channel" and not has_channel_decay(inputs)
     erase: Tensor | None
     write: Tensor | None
     if in_kernel:
@@ -51,15 +52,21 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         if erase is not None:
             q, k, e = (_per_value_head(x, v) for x in (q, k, k if e is None else e))
             e, erase, tied = e * erase.to(k.dtype), None, False
+    n = micro_steps(spec, has_channel_decay(inputs))
+    v_key = None
     if spec.transition == "dplr":
         q, k = _per_value_head(q, v), _per_value_head(k, v)
-        k, v, e, write = _dplr_micro_steps(k, v, inputs.a, inputs.b, write)
+        if n == 1:
+            assert inputs.a is not None and inputs.b is not None  # checked by check.py
+            k, e, v_key = inputs.b.to(k.dtype), inputs.a.to(k.dtype), k
+            v, write = v if write is None else v * write.unsqueeze(-1).to(v.dtype), None
+        else:
+            k, v, e, write = _dplr_micro_steps(k, v, inputs.a, inputs.b, write)
     log_decay = inputs.log_decay
     if log_decay is not None and log_decay.dim() == 2:
         log_decay = log_decay.expand(*q.shape[:2], *log_decay.shape)
     K, V = q.shape[-1], v.shape[-1]
     to_K, to_V = -K % 8, -V % 8
-    n = micro_steps(spec)
 
     def flat(x: Tensor, extra: int = 0) -> Tensor:
         x = x.flatten(1, 2) if n > 1 else x
@@ -76,6 +83,7 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         b=None if erase is None else flat(erase),
         w=None if tied or write is None else flat(write),
         e=None if e is None else flat(e, to_K),
+        v_key=None if v_key is None else flat(v_key, to_K),
         state=state,
         cu_seqlens=inputs.cu_seqlens,
     )
@@ -91,7 +99,7 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         reparam=spec.reparam if in_kernel else "none",
         saves_16_bits=split_terms
         and _is_hopper(k.device.index)
-        and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, _has_channel_decay(inputs)),
+        and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, has_channel_decay(inputs)),
     )
 
 
@@ -100,14 +108,14 @@ def _is_hopper(index: int | None) -> bool:
     return plans.device_spec(index).is_hopper
 
 
-def micro_steps(spec: UpdateSpec) -> int:
-    """The number of micro-steps of a token."""
-    return 2 if spec.transition == "dplr" else spec.householders
+def micro_steps(spec: UpdateSpec, channel: bool) -> int:
+    """The number of micro-steps of a token. channel: the decay is per channel."""
+    return (1 if channel else 2) if spec.transition == "dplr" else spec.householders
 
 
-def _has_channel_decay(inputs: UpdateInputs) -> bool:
-    """Whether log_decay is per channel: [HV, K] or [B, T, HV, K]."""
-    return inputs.log_decay is not None and inputs.log_decay.dim() in (2, 4)
+def has_channel_decay(inputs: UpdateInputs) -> bool:
+    """Whether the decay is per channel: log_decay [HV, K] or [B, T, HV, K], or step and rate."""
+    return inputs.step is not None or (inputs.log_decay is not None and inputs.log_decay.dim() in (2, 4))
 
 
 def with_channel_decay(inputs: UpdateInputs) -> UpdateInputs:

@@ -21,6 +21,7 @@ class ScanOperands(NamedTuple):
 
     Args:
         q, k, e: [B, T, H, K]; e is the erase key.
+        v_key: [B, T, HV, K], in DPLR the key that v is written with; k then writes what the erase key read, and H = HV.
         v: [B, T, HV, V].
         log_decay: [B, T, HV], [HV], or per channel [B, T, HV, K].
         b, w: [B, T, HV], strengths of erase and write.
@@ -35,6 +36,7 @@ class ScanOperands(NamedTuple):
     b: Tensor | None = None
     w: Tensor | None = None
     e: Tensor | None = None
+    v_key: Tensor | None = None
     state: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
@@ -85,7 +87,7 @@ class ScanKind(NamedTuple):
         Not in float16, where a b near 0 would round du to 0.
         """
         recoverable = x.w is None or (self.tied and x.q.dtype != torch.float16 and x.decay != "channel")
-        return self.delta and recoverable and self.saved_dtype(x.q.dtype) == x.v.dtype
+        return self.delta and x.v_key is None and recoverable and self.saved_dtype(x.q.dtype) == x.v.dtype
 
     def stores_du(self, x: ScanOperands) -> bool:
         """Whether the backward stores du beside dv."""
@@ -148,8 +150,8 @@ class Prepared(NamedTuple):
             [slots, HV, K + C], the decay over the chunk and the write strength.
         decay_bounds: [slots, HV], upper bound of the log2 decay over the chunk.
         wy_tiles: [slots, HV, terms, C, C + 8], T and P (kernels/wy_tiles.py); empty without an erase term, unless the
-            decay is per channel.
-        scaled: [2 or 3, B, T, HV, K], for a decay per channel the scaled operands (kernels/channel/prepare.py); else
+            decay is per channel. DPLR: two tiles (kernels/channel/pair_prepare.py).
+        scaled: [2, 3 or 4, B, T, HV, K], for a decay per channel the scaled operands (kernels/channel/prepare.py); else
             empty.
         strengths: [B, T, HV], with `reparam` the strength of erase and write, for the backward; else empty.
         slopes: [slots, HV, 2, C], with `reparam` its derivatives (kernels/step_size.py), for the backward; else empty.
@@ -173,10 +175,10 @@ class Prepared(NamedTuple):
             x.q.new_empty((s.slots, s.HV, s.K + s.C) if channel else (s.slots, s.HV, 3, s.C), dtype=torch.float32),
             x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
             x.q.new_empty(
-                (s.slots if kind.delta or channel else 0, s.HV, terms, s.C, s.C + 8),
+                (s.slots if kind.delta or channel else 0, s.HV, terms + (x.v_key is not None), s.C, s.C + 8),
                 dtype=torch.float16 if half else x.q.dtype,
             ),
-            x.q.new_empty((2 + kind.delta, *x.v.shape[:3], s.K) if channel else 0),
+            x.q.new_empty((2 + kind.delta + (x.v_key is not None), *x.v.shape[:3], s.K) if channel else 0),
             x.q.new_empty(x.v.shape[:3] if derivatives else 0, dtype=torch.float32),
             x.q.new_empty((s.slots, s.HV, 2, s.C) if derivatives else 0, dtype=torch.float32),
         )
@@ -201,6 +203,7 @@ class Gradients(NamedTuple):
     b: Tensor | None
     w: Tensor | None
     e: Tensor | None
+    v_key: Tensor | None
     state: Tensor | None
 
     @classmethod
@@ -228,6 +231,7 @@ class Gradients(NamedTuple):
             "b": kind.delta and x.b is not None,
             "w": x.w is not None and not kind.tied,
             "e": x.e is not None,
+            "v_key": x.v_key is not None,
             "state": x.state is not None,
         }
 

@@ -6,6 +6,7 @@ heuristic, the tuner and `explain` read the resulting `Plan`; README.md lists ev
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width
 """
 
+from collections.abc import Container
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ Decay = Literal["none", "fixed", "head", "channel"]
 Version = Literal["portable", "hopper"]
 Backward = Literal["none", "fused", "sweep", "reverse+gradients"]
 SCALAR_DECAYS = ("none", "fixed", "head")
+Prepare = Literal["gates", "channel", "hopper channel", "pair", "hopper pair", "portable", "hopper"]
+Gradients = Literal["channel", "hopper channel", "pair", "hopper pair", "portable", "hopper"]
 Phase = Literal["prepare", "scan", "recompute", "reverse", "gradients"]
 
 
@@ -31,6 +34,7 @@ class Problem(NamedTuple):
         packed: several sequences in one row (cu_seqlens).
         split_terms: values that feed back into the state are split into two terms (hi + lo).
         saves_16_bits: with split_terms the states that the backward reads have 16 bits.
+        pair: DPLR with a decay per channel, which has a key for v and another for what the erase key reads.
     """
 
     dtype: torch.dtype
@@ -46,6 +50,7 @@ class Problem(NamedTuple):
     packed: bool
     split_terms: bool = False
     saves_16_bits: bool = False
+    pair: bool = False
 
     @property
     def saved_dtype(self) -> torch.dtype:
@@ -67,6 +72,7 @@ class Limits(NamedTuple):
         keys, values: widths per head.
         decays: kinds of decay. channel_keys: widths of keys with a decay per channel.
         grouped: takes grouped heads.
+        pair_widths, pair_dtypes: widths of keys and values, and dtypes, that it takes of DPLR.
     """
 
     hopper: bool = False
@@ -75,16 +81,26 @@ class Limits(NamedTuple):
     decays: tuple[str, ...] = SCALAR_DECAYS
     channel_keys: range = range(1, 257)
     grouped: bool = True
+    pair_widths: Container[int] = ()
+    pair_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+
+    def takes_pair(self, problem: Problem) -> bool:
+        """Whether the kernel takes DPLR of these widths and dtype."""
+        widths = self.pair_widths
+        return problem.K in widths and problem.V in widths and problem.dtype in self.pair_dtypes
 
 
-_PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"))
+_PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"), pair_widths=range(1, 2**31))
 # with more keys and a decay per channel two stages of the ring buffer do not fit
 _HOPPER_SCAN = Limits(
     hopper=True, values=range(33, 513), decays=(*SCALAR_DECAYS, "channel"), channel_keys=range(1, 129)
 )
 # in order of preference
 KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
-    "prepare": {"hopper": Limits(hopper=True, decays=_PORTABLE.decays), "portable": _PORTABLE},
+    "prepare": {
+        "hopper": Limits(hopper=True, decays=_PORTABLE.decays, pair_widths=(64, 128)),
+        "portable": _PORTABLE,
+    },
     "scan": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "recompute": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "reverse": {
@@ -94,7 +110,13 @@ KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
         "portable": _PORTABLE,
     },
     "gradients": {
-        "hopper": Limits(hopper=True, values=range(1, 513), decays=(*SCALAR_DECAYS, "channel")),
+        "hopper": Limits(
+            hopper=True,
+            values=range(1, 513),
+            decays=(*SCALAR_DECAYS, "channel"),
+            pair_widths=(64, 128),
+            pair_dtypes=(torch.bfloat16,),  # factors of up to 2^60 exceed the range of float16
+        ),
         "portable": _PORTABLE,
     },
 }
@@ -107,6 +129,8 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
     if limits is None or problem.K not in limits.keys or problem.V not in limits.values:
         return False
     if channel and problem.K not in limits.channel_keys:
+        return False
+    if problem.pair and not limits.takes_pair(problem):
         return False
     if problem.decay not in limits.decays or (problem.grouped and not limits.grouped):
         return False
@@ -149,8 +173,8 @@ class Plan(NamedTuple):
     """The kernels of one update.
 
     Args:
-        prepare: "gates": no erase term, cumulative decays only; "channel" and "hopper channel": for a decay per
-            channel, also the scaled operands; else also the WY tiles T and P.
+        prepare: "gates": no erase term, cumulative decays only; "channel", "pair" and the same on Hopper: for a
+            decay per channel, also the scaled operands; else also the WY tiles T and P.
         forward: the scan that computes o and the final state.
         backward: "none": without gradients. "fused": one launch recomputes the states, scans back and computes the
             gradients. "sweep": recomputed states, then one launch for scan and gradients. "reverse+gradients": two.
@@ -160,12 +184,12 @@ class Plan(NamedTuple):
         every: chunks between two checkpoints of the state; 0: none is stored.
     """
 
-    prepare: Literal["gates", "channel", "hopper channel", "portable", "hopper"]
+    prepare: Prepare
     forward: Version
     backward: Backward = "none"
     recompute: Version | None = None
     reverse: Version | None = None
-    gradients: Literal["channel", "hopper channel", "portable", "hopper"] | None = None
+    gradients: Gradients | None = None
     split: int = 0
     forward_split: int = 0
     every: int = 0
@@ -206,7 +230,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     return plan._replace(
         backward="reverse+gradients",
         reverse=_version(config.reverse.kernel),
-        gradients=_gradients(config.gradients.kernel, channel),
+        gradients=_gradients(config.gradients.kernel, problem),
     )
 
 
@@ -215,6 +239,8 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prepare", "gates"): ("gates_kernel",),
     ("prepare", "channel"): ("channel_prepare_kernel",),
     ("prepare", "hopper channel"): ("hopper_channel_prepare_kernel",),
+    ("prepare", "pair"): ("pair_prepare_kernel",),
+    ("prepare", "hopper pair"): ("hopper_pair_prepare_kernel", "pair_prepare_kernel"),
     ("prepare", "portable"): ("prepare_kernel",),
     ("prepare", "hopper"): ("hopper_prepare_kernel",),
     ("segments", "forward"): ("scan_kernel", "combine_kernel"),
@@ -229,6 +255,8 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("reverse", "hopper"): ("hopper_reverse_kernel",),
     ("gradients", "channel"): ("channel_gradients_kernel",),
     ("gradients", "hopper channel"): ("hopper_channel_gradients_kernel",),
+    ("gradients", "pair"): ("pair_gradients_kernel",),
+    ("gradients", "hopper pair"): ("hopper_pair_gradients_kernel", "pair_gradients_kernel"),
     ("gradients", "portable"): ("gradients_kernel",),
     ("gradients", "hopper"): ("hopper_gradients_kernel",),
     ("group sums", "portable"): ("sum_groups_kernel",),
@@ -270,7 +298,9 @@ def _names(steps: list[tuple[str, str]]) -> list[str]:
     return [name for step in steps for name in LAUNCHES[step]]
 
 
-def _prepare(problem: Problem, version: Version) -> Literal["gates", "channel", "hopper channel", "portable", "hopper"]:
+def _prepare(problem: Problem, version: Version) -> Prepare:
+    if problem.pair:
+        return "hopper pair" if version == "hopper" else "pair"
     if problem.decay == "channel":
         return "hopper channel" if version == "hopper" else "channel"
     return version if problem.delta else "gates"
@@ -280,7 +310,10 @@ def _version(kernel: KernelChoice) -> Version:
     return "hopper" if kernel == "hopper" else "portable"
 
 
-def _gradients(kernel: KernelChoice, channel: bool) -> Literal["channel", "hopper channel", "portable", "hopper"]:
+def _gradients(kernel: KernelChoice, problem: Problem) -> Gradients:
+    if problem.pair:
+        return "hopper pair" if kernel == "hopper" else "pair"
+    channel = problem.decay == "channel"
     if kernel == "hopper":
         return "hopper channel" if channel else "hopper"
     return "channel" if channel else "portable"
@@ -291,6 +324,11 @@ def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: Devic
     keys = limits.channel_keys if problem.decay == "channel" else limits.keys
     needs = [f"K in {interval(keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
     needs += [] if limits.grouped else ["H = HV"]
+    needs += (
+        []
+        if 16 in limits.pair_widths
+        else ["no DPLR" if not limits.pair_widths else f"for DPLR K and V in {limits.pair_widths}"]
+    )
     if limits.hopper:
         needs = [
             "a Hopper GPU", "16-bit operands and saved states of one dtype",

@@ -41,7 +41,7 @@ def problem_of(x: ScanOperands, kind: ScanKind) -> Problem:
     return Problem(
         dtype=x.q.dtype, N=s.N, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, delta=kind.delta, erase_key=x.e is not None,
         decay=x.decay, packed=s.packed, split_terms=kind.split_terms,
-        saves_16_bits=kind.saves_16_bits,
+        saves_16_bits=kind.saves_16_bits, pair=x.v_key is not None,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def explain_plan(
 def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape) -> Problem:
     """The problem of a spec on a shape, with widths padded to multiples of 8 as the backend pads them."""
     channel = spec.decay in ("channel", "rate") or meta.decay_channels
-    n = micro_steps(spec)
+    n = micro_steps(spec, channel)
     decay: Decay = "none" if spec.decay == "none" else "channel" if channel else "head"
     if spec.decay == "fixed" and not channel and n == 1:  # else it is spread over the micro-steps
         decay = "fixed"
@@ -59,7 +59,7 @@ def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape) -> Problem:
         N=shape.sequences, T=shape.T * n, H=meta.HV if delta and per_value_head else meta.H, HV=meta.HV,
         K=meta.K + -meta.K % 8, V=meta.V + -meta.V % 8, delta=delta,
         erase_key=spec.erase_key == "own" or (delta and per_value_head), decay=decay, packed=bool(shape.lengths),
-        split_terms=splits_terms(spec, meta.K, meta.dtype),
+        split_terms=splits_terms(spec, meta.K, meta.dtype), pair=spec.transition == "dplr" and channel,
     )  # fmt: skip
 
 

@@ -67,6 +67,7 @@ class Key(BaseModel):
     packed: bool
     split_terms: bool
     segments: bool
+    pair: bool = False
     programs: int = Field(ge=1)
     chunks: int = Field(ge=0)
 
@@ -77,7 +78,7 @@ class Key(BaseModel):
 
     def __str__(self) -> str:
         traits = ["delta" if self.delta else "additive", f"decay={self.decay}"]
-        traits += [name for name in ("erase_key", "packed", "split_terms", "segments") if getattr(self, name)]
+        traits += [name for name in ("erase_key", "packed", "split_terms", "segments", "pair") if getattr(self, name)]
         sizes = f"K={self.K} V={self.V} groups={self.groups} programs={self.programs}"
         return f"{self.dtype} {' '.join(traits)} {sizes}" + (f" chunks={self.chunks}" if self.chunks else "")
 
@@ -97,7 +98,8 @@ def key_of(kernel: Kernel, problem: Problem, split: int) -> Key:
         kernel=kernel, dtype=str(problem.dtype).removeprefix("torch."), K=problem.K, V=problem.V,
         groups=problem.HV // problem.H, delta=problem.delta, erase_key=problem.erase_key, decay=problem.decay,
         packed=problem.packed, split_terms=problem.split_terms,
-        segments=bool(split) and kernel not in ("split", *STEPS), programs=_rounded(programs, _MAX_PROGRAMS),
+        segments=bool(split) and kernel not in ("split", *STEPS), pair=problem.pair,
+        programs=_rounded(programs, _MAX_PROGRAMS),
         chunks=_rounded(chunks, _MAX_CHUNKS) if kernel == "split" else 0,
     )  # fmt: skip
 

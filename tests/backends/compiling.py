@@ -56,8 +56,9 @@ def launch_update(problem: Problem, device: DeviceSpec, launcher: Any, early: bo
     log_decay = {"head": strength, "channel": torch.empty(B, T, HV, K)}.get(problem.decay)
     x = ScanOperands(
         q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
-        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=log_decay, b=strength,
-        w=strength, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
+        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=log_decay, b=None if problem.pair else strength,
+        w=None if problem.pair else strength, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
+        v_key=torch.empty(B, T, H, K, dtype=dtype) if problem.pair else None,
         state=torch.empty(problem.N, HV, K, V),
         cu_seqlens=torch.linspace(0, T, problem.N + 1).int() if problem.packed else None,
     )  # fmt: skip

@@ -270,7 +270,7 @@ def where(condition, x, y):
 
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
     def compute():
-        assert a.x.dtype == b.x.dtype and a.x.dtype.itemsize == 2, (a.x.dtype, b.x.dtype)
+        assert a.x.dtype == b.x.dtype and a.x.dtype.itemsize in (2, 4), (a.x.dtype, b.x.dtype)
         product = a.x.float() @ b.x.float()
         return product + (acc.sum if isinstance(acc, PendingProduct) else acc.x) if use_acc else product
 
@@ -533,6 +533,7 @@ def _multiply_warp_blocks(x, *others):
 PTX = {
     "round_causal": _round_causal,
     "exp2_ftz": _unary(torch.exp2),
+    "exp2_again": _unary(torch.exp2),
     "zero_except_warp_1": _zero_except(1),
     "zero_except_warp_3": _zero_except(3),
     "invert_diagonal_blocks": _invert_diagonal_blocks,

@@ -135,7 +135,7 @@ def test_the_scans_with_a_decay_per_channel_compile_and_fit(delta, early, groups
     [
         (True, False, False, 1, False, bf16, 128, 128),  # KDA
         slow(False, False, False, 1, False, bf16, 128, 128),  # GLA
-        slow(True, True, False, 1, False, bf16, 64, 64),  # RWKV-7
+        slow(True, True, False, 1, False, bf16, 64, 64),
         slow(True, True, False, 1, False, bf16, 128, 128),
         (True, False, True, 2, True, fp16, 104, 72),
         slow(False, False, True, 2, True, fp16, 200, 200),
@@ -151,6 +151,24 @@ def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, earl
     assert not wrong_descriptor_addresses(sass)
     assert not missing_waits(sass)
     assert not overwritten_operands(sass)
+
+
+@pytest.mark.parametrize(
+    ("K", "early", "packed"), [(64, False, False), slow(64, True, True), slow(128, False, True), slow(128, True, False)]
+)
+def test_kernels_of_dplr_compile_and_fit(K, early, packed):
+    compiler = Compiler()
+    problem = Problem(bf16, 2, 200, 2, 2, K, K, True, True, "channel", packed, pair=True)
+    launch_update(problem, DEVICE, compiler, early)
+    assert [name for name, _ in compiler.compiled] == ["hopper_pair_prepare_kernel", "hopper_pair_gradients_kernel"]
+    for name, kernel in compiler.compiled:
+        # two programs per SM, except for the gradients of 128 values
+        both = K == 64 or name == "hopper_pair_prepare_kernel"
+        assert kernel.metadata.shared <= (113 * 1024 if both else DEVICE.shared_memory)
+        sass = disassemble(kernel.asm["cubin"])
+        assert not wrong_descriptor_addresses(sass)
+        assert not missing_waits(sass)
+        assert not overwritten_operands(sass)
 
 
 # SASS of ptxas 12.8.93: the second FMUL reads the result of exp2 without a wait; the first waits for its own operand

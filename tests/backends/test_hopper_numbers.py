@@ -6,13 +6,13 @@ import gluon_on_cpu
 import pytest
 import torch
 from gluon_on_cpu import LAUNCHED, PACKAGE, Timing, kernels, launcher
-from triton_cases import IN_16_BITS, INTERPRETED, SPECS, assert_conforms
+from triton_cases import IN_16_BITS, INTERPRETED, SPECS, assert_conforms, errors
 
 from deltazoo import UpdateSpec
-from deltazoo.backends.conformance import Case
+from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, plan
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch):
-    from deltazoo.backends.triton import backward, forward, plan
+    from deltazoo.backends.triton import backward, forward
 
     names = (
         "hopper.prepare",
@@ -34,6 +34,8 @@ def _emulated(monkeypatch):
         "hopper.fused_backward",
         "hopper.gradients",
         "hopper.channel_gradients",
+        "hopper.pair_prepare",
+        "hopper.pair_gradients",
     )
     for name, module in kernels(*names).items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -129,7 +131,7 @@ BY_CHANNEL = {
     "write strength": UpdateSpec(decay="channel", transition="additive", beta="head", read="before"),
     "read before": UpdateSpec(decay="channel", transition="additive", read="before"),
     "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
-    "dplr": UpdateSpec(decay="channel", transition="dplr"),  # has its own erase key
+    "own erase key before": UpdateSpec(decay="channel", beta="channel", erase_from="previous"),  # has its own erase key
 }
 CHANNEL_SCANS = dict.fromkeys(("scan", "recompute", "reverse"), SCAN_LAUNCH)
 CHANNEL_ROUTES = {
@@ -167,7 +169,7 @@ CHANNEL_SPECS = {
     "write strength": UpdateSpec(decay="channel", transition="additive", beta="head"),
     "no beta": UpdateSpec(decay="channel"),
     "strengths per channel": UpdateSpec(decay="channel", beta="channel"),
-    "DPLR": UpdateSpec(decay="channel", transition="dplr"),
+    "own erase key before": UpdateSpec(decay="channel", beta="channel", erase_from="previous"),
     "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
     "read before": UpdateSpec(decay="channel", beta="head", read="before"),
     "erase before": UpdateSpec(decay="channel", beta="head", erase_from="previous"),
@@ -205,7 +207,9 @@ def test_gradients_with_a_decay_per_channel(monkeypatch, name, shape, regime, la
     assert {*LAUNCHED} == {"hopper_channel_gradients_kernel"}
 
 
-@pytest.mark.parametrize(("name", "regime"), [*zip(("kda", "gla", "read before", "dplr"), REGIMES, strict=True)])
+@pytest.mark.parametrize(
+    ("name", "regime"), [*zip(("kda", "gla", "read before", "own erase key before"), REGIMES, strict=True)]
+)
 def test_prepare_of_a_decay_per_channel(name, regime):
     inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
     LAUNCHED.clear()
@@ -214,6 +218,43 @@ def test_prepare_of_a_decay_per_channel(name, regime):
         Case(BY_CHANNEL[name], Shape("pack", 1, 135, 1, 2, 40, 16, lengths=PACK), torch.float16, **inputs),
     )
     assert {*LAUNCHED} == {"hopper_channel_prepare_kernel"}
+
+
+DPLR = UpdateSpec(decay="channel", transition="dplr")
+DPLR_SHAPES = (
+    Shape("short", 1, 150, 2, 2, 64, 64),
+    Shape("pack", 1, 135, 1, 1, 64, 64, lengths=PACK),
+    Shape("wide", 1, 100, 1, 1, 128, 128),
+)
+# "ordinary" and "decays" have chunks that are marked for the portable kernels, "weak" has none; "mixed" has both
+DPLR_CASES = [
+    (0, "after", "mixed"), (0, "before", "weak"), (0, "after", "parallel"), (1, "after", "weak"),
+    (1, "before", "ordinary"), (2, "after", "weak"), (2, "before", "mixed"), (0, "after", "decays"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "read", "regime"), DPLR_CASES)
+def test_prepare_and_gradients_of_dplr(monkeypatch, shape, read, regime):
+    # float16 stands for bfloat16, which the interpreter of the portable kernels lacks; 2^12 is in its range
+    gradients = plan.KERNELS["gradients"]
+    monkeypatch.setitem(gradients, "hopper", gradients["hopper"]._replace(pair_dtypes=(torch.float16,)))
+    for name in "pair_prepare", "pair_gradients":
+        monkeypatch.setattr(sys.modules[f"{PACKAGE}.hopper.{name}"], "WEAK", 12.0, raising=False)
+    drawn = regime in ("weak", "mixed")
+    case = Case(
+        DPLR.model_copy(update={"read": read}), DPLR_SHAPES[shape], torch.float16, "ordinary" if drawn else regime
+    )
+    backend = TritonBackend(LaunchConfig(every=2, scratch=2**20, **PREPARE, **GRADIENTS))
+    LAUNCHED.clear()
+    if drawn:
+        x = draw(case, "cpu")
+        decay = -0.2 * torch.rand_like(x.log_decay)
+        strong = torch.rand_like(decay) < (0.001 if regime == "mixed" else 0.0)
+        found = errors(backend, case, x._replace(log_decay=torch.where(strong, -20.0, decay).requires_grad_()))
+        assert max(found.values()) < 5e-3, found
+    else:
+        assert_conforms(backend, case)
+    assert {*LAUNCHED} == {"hopper_pair_prepare_kernel", "hopper_pair_gradients_kernel"}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # After a decay of 2^-96 a state is negligible. Larger magnitudes would lose float32 precision in the cumulative sum.
 MIN_LOG2_DECAY = tl.constexpr(-96.0)
+# A decay of at most 2^-60 in either half of a chunk is weak (channel/pair_levels.py): its inverse fits bfloat16.
+WEAK = tl.constexpr(60.0)
 
 
 @triton.jit

@@ -5,8 +5,11 @@
 
 dS' is the gradient of the state after a chunk, dS0 of the state before it. T, P, c = b 2^G' and G'' are those of
 prepare.py; an additive update has du = dx. With a decay per channel q, k and e are the scaled operands of
-channel/prepare.py, which contain b, scale and all decays but 2^Gend. C tokens in a chunk, G cumulative log2 decay in
-the chunk, H key heads, HV value heads, K key width, V value width
+channel/prepare.py, which contain b, scale and all decays but 2^Gend. With v_key (scan.py)
+
+    dx = P^T do + k dS',    du = T^T dx,    dv = R^T do + v_key dS' + B^T du,    dS0 = 2^Gend dS' + q^T do + e^T du
+
+C tokens in a chunk, G cumulative log2 decay in the chunk, H key heads, HV value heads, K key width, V value width
 """
 
 import triton
@@ -35,7 +38,7 @@ from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, load_inverse,
 
 @triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def reverse_kernel(
-    q, k, e, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, starts, ends, cu, scale, T,
+    q, k, e, v_key, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, starts, ends, cu, scale, T,
     window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
@@ -58,6 +61,8 @@ def reverse_kernel(
     ENDS: an earlier launch, which only writes ends [N segments, HV, V + K, K]: in rows 0 to V - 1, dS^T before each
     segment but the first, computed from a zero gradient after the segment. combine_kernel reads ends and writes starts.
     """
+    PAIR: tl.constexpr = v_key is not None
+    WY_TERMS: tl.constexpr = 2 if PAIR else TERMS
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     hv = pid // TILES % HV
@@ -119,13 +124,21 @@ def reverse_kernel(
                     store_state(at, dSb, column, kb, in_kb, V, K, True)
 
             if DELTA:
-                T_hi = load_inverse(wy_tiles, chunk, i, C, TERMS, 0)
+                T_hi = load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 0)
                 T_lo = load_inverse(wy_tiles, chunk, i, C, TERMS, 1) if TERMS == 2 else T_hi
             if DELTA or DECAY == "channel":
-                P_hi = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 0))
+                P_hi = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 0))
                 if TERMS == 2:
                     P_lo = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1))
             # dx = P^T do + (2^(Gend - G) k) dS'
+            if PAIR and not ENDS:
+                R = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 1))
+                v_key_a = load_rows(v_key + key_offset, i, ka, in_time, in_ka, H * K)
+                dvalue = tl.dot(dSa.to(dtype), tl.trans(v_key_a), input_precision=PREC)
+                if K1 > 0:
+                    v_key_b = load_rows(v_key + key_offset, i, kb, in_time, in_kb, H * K)
+                    dvalue = tl.dot(dSb.to(dtype), tl.trans(v_key_b), dvalue, input_precision=PREC)
+                dvalue = tl.dot(do_T, R, dvalue, input_precision=PREC)
             dx = dot_split_lhs(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
             if K1 > 0:
                 dx = dot_split_lhs(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
@@ -165,7 +178,11 @@ def reverse_kernel(
             if K1 > 0:
                 dSb = tl.dot(doq.to(dtype), q_b, dSb, input_precision=PREC)
             if not ENDS:
-                dvalue = dx
+                if PAIR:
+                    B = load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 1)
+                    dvalue += dot_inverse(dx, B, B, dtype, 1, PREC)
+                else:
+                    dvalue = dx
                 if WRITE:
                     write = load_write_strengths(gates, chunk, i, K, C, DECAY)
                     dvalue = dx * (clamp_away_from_zero(write, MIN_BETA) if DU_IS_DV else write)[None, :]
@@ -179,7 +196,7 @@ def reverse_kernel(
                     e_a = k_a
                     if K1 > 0:
                         e_b = k_b
-                due = -dx if DECAY == "channel" else dx * -load_gate(gates, chunk, 1, i, C)[None, :]
+                due = dx if PAIR else -dx if DECAY == "channel" else dx * -load_gate(gates, chunk, 1, i, C)[None, :]
                 dSa = dot_split_lhs(due, e_a, dSa, dtype, TERMS, PREC)
                 if K1 > 0:
                     dSb = dot_split_lhs(due, e_b, dSb, dtype, TERMS, PREC)

@@ -5,7 +5,10 @@
 S0 and S' are the states before and after a chunk. T, P, c = b 2^G' and G'' are those of prepare.py; an additive update
 has x = w v. The state stays in registers as S^T, so that the left operand of every product comes from registers. With a
 decay per channel q, k and e are the scaled operands of channel/prepare.py, which contain b, scale and all decays but
-2^Gend.
+2^Gend. With v_key, the scaled operand M of channel/pair_prepare.py, B and R are the second WY tile:
+
+    x = T (S0^T e + B v),    o = S0^T q + P x + R v,    S' = 2^Gend S0 + k^T x + v_key^T v
+
 C tokens in a chunk, G cumulative log2 decay in the chunk, H key heads, HV value heads, K key width, V value width
 """
 
@@ -33,7 +36,7 @@ from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, dot_split_bot
 
 @triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def scan_kernel(
-    q, k, e, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, xs, starts, ends, cu,
+    q, k, e, v_key, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, xs, starts, ends, cu,
     scale, T, window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
@@ -61,6 +64,8 @@ def scan_kernel(
 
     TERMS = 2: values that feed back into the state are split in two terms (hi + lo). TILED: v is a tensor descriptor.
     """
+    PAIR: tl.constexpr = v_key is not None
+    WY_TERMS: tl.constexpr = 2 if PAIR else TERMS
     OUTPUT: tl.constexpr = MODE == "output"
     RECOMPUTE: tl.constexpr = MODE == "recompute"
     ENDS: tl.constexpr = MODE == "ends" or MODE == "maps"
@@ -167,11 +172,18 @@ def scan_kernel(
                 store_state(at, Sb, column, kb, in_kb, V, K, c >= segment_first)
 
         if DELTA:
-            T_hi = tl.trans(load_inverse(wy_tiles, chunk, i, C, TERMS, 0))
+            T_hi = tl.trans(load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 0))
             T_lo = tl.trans(load_inverse(wy_tiles, chunk, i, C, TERMS, 1)) if TERMS == 2 else T_hi
         if OUTPUT and (DELTA or DECAY == "channel"):
-            P_T_hi = load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 0)
+            P_T_hi = load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 0)
             P_T_lo = load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1) if TERMS == 2 else P_T_hi
+        if PAIR:
+            B_T = tl.trans(load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 1))
+            v_key_a = load_rows(v_key + key_offset, i, ka, in_time, in_ka, H * K)
+            if K1 > 0:
+                v_key_b = load_rows(v_key + key_offset, i, kb, in_time, in_kb, H * K)
+            if OUTPUT:
+                R_T = load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 1)
         # u = w v - c S0^T e,  x = T u
         S_a = Sa.to(dtype)
         if K1 > 0:
@@ -209,7 +221,10 @@ def scan_kernel(
         x = v_T.to(tl.float32)
         if WRITE:
             x *= load_write_strengths(gates, chunk, i, K, C, DECAY)[None, :]
-        if DELTA:
+        if PAIR:
+            x = dot_inverse(x, B_T, B_T, dtype, 1, PREC) + y
+            x = dot_inverse(x, T_hi, T_hi, dtype, 1, PREC)
+        elif DELTA:
             x -= y if DECAY == "channel" else y * load_gate(gates, chunk, 1, i, C)[None, :]
             x = dot_inverse(x, T_hi, T_lo, dtype, TERMS, PREC)
 
@@ -239,6 +254,8 @@ def scan_kernel(
                     P_T_hi *= tl.exp2(tl.where(causal, G_read[None, :] - G[:, None], 0.0))
                 P_T_hi = tl.where(causal, P_T_hi * scale, 0.0).to(dtype)
                 P_T_lo = P_T_hi
+            if PAIR:
+                out = tl.dot(v_T, R_T, out, input_precision=PREC)
             out = dot_split_both(x, P_T_hi, P_T_lo, out, dtype, TERMS, PREC)
             store_transposed(o + value_offset, out, length - c * C, column, HV * V, V)
 
@@ -252,6 +269,10 @@ def scan_kernel(
             Sa *= tl.exp2(G_end)
             if K1 > 0:
                 Sb *= tl.exp2(G_end)
+        if PAIR:
+            Sa = tl.dot(v_T, v_key_a, Sa, input_precision=PREC)
+            if K1 > 0:
+                Sb = tl.dot(v_T, v_key_b, Sb, input_precision=PREC)
         Sa = dot_split_lhs(x, k_a, Sa, dtype, TERMS, PREC)
         if K1 > 0:
             Sb = dot_split_lhs(x, k_b, Sb, dtype, TERMS, PREC)

@@ -65,11 +65,17 @@ def level_factors(g, i, level, EARLY: tl.constexpr, EXACT: tl.constexpr):
 
     g [C, keys]: log2 decays.
     """
+    return tl.exp2(level_sums(g, i, level, EARLY, EXACT))
+
+
+@triton.jit
+def level_sums(g, i, level, EARLY: tl.constexpr, EXACT: tl.constexpr):
+    """Return the logarithms of `level_factors`."""
     after = i[None, :] > i[:, None]
     before = i[None, :] < i[:, None] if EARLY else i[None, :] <= i[:, None]
     same_half = ((i[:, None] ^ i[None, :]) >> level) == 0
     selected = same_half & tl.where(is_upper(i, level)[:, None], before, after)
-    return tl.exp2(sum_selected(selected, g, EXACT))
+    return sum_selected(selected, g, EXACT)
 
 
 @triton.jit

@@ -48,9 +48,9 @@ WARP_GROUP_THREADS = gl.constexpr(128)
 
 
 @gluon.jit
-def find_sequence(slot, cu, N, windows, unit, C: gl.constexpr):
-    """Gluon version of layout.find_sequence."""
-    lane = gl.arange(0, 32, ONE_PER_THREAD)
+def find_sequence(slot, cu, N, windows, unit, C: gl.constexpr, LANES: gl.constexpr = ONE_PER_THREAD):
+    """Gluon version of layout.find_sequence. LANES: a layout of 32 lanes."""
+    lane = gl.arange(0, 32, LANES)
     low = 0
     high = N
     while high - low > 1:

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from deltazoo.backends.triton.kernels.hopper.common import (
     ACC,
     ACC_COLUMNS,
-    ACC_N16,
     ACC_ROWS,
     SMEM_TILE,
     SMEM_VECTOR,
@@ -38,6 +37,7 @@ from deltazoo.backends.triton.kernels.hopper.wy_tiles import (
     allocate_inverse_buffers,
     allocate_refinement_buffers,
     invert_and_store,
+    split_column_blocks,
 )
 from deltazoo.backends.triton.kernels.layout import LOG2E, clamp_log2_decay, first_chunk_slot, sequence_bounds
 from deltazoo.backends.triton.kernels.step_size import step_size
@@ -46,19 +46,6 @@ from deltazoo.backends.triton.kernels.step_size import step_size
 GATE = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 GATE_WARP = gl.constexpr(gl.SliceLayout(1, GATE.value))
 GATE_TOKEN = gl.constexpr(gl.SliceLayout(0, GATE.value))
-
-
-@gluon.jit
-def split_column_blocks(x):
-    """Split an accumulator [64, 64] into its four column blocks [64, 16], without data movement."""
-    pairs = gl.permute(gl.reshape(x, [64, 2, 2, 16]), [0, 3, 2, 1])
-    low, high = gl.split(pairs)
-    x0, x1 = gl.split(low)
-    x2, x3 = gl.split(high)
-    return (
-        gl.convert_layout(x0, ACC_N16, assert_trivial=True), gl.convert_layout(x1, ACC_N16, assert_trivial=True),
-        gl.convert_layout(x2, ACC_N16, assert_trivial=True), gl.convert_layout(x3, ACC_N16, assert_trivial=True),
-    )  # fmt: skip
 
 
 @gluon.jit

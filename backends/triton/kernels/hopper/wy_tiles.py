@@ -53,6 +53,19 @@ STORE_BLOCKS_N16 = gl.constexpr(
 
 
 @gluon.jit
+def split_column_blocks(x):
+    """Split an accumulator [64, 64] into its four column blocks [64, 16], without data movement."""
+    pairs = gl.permute(gl.reshape(x, [64, 2, 2, 16]), [0, 3, 2, 1])
+    low, high = gl.split(pairs)
+    x0, x1 = gl.split(low)
+    x2, x3 = gl.split(high)
+    return (
+        gl.convert_layout(x0, ACC_N16, assert_trivial=True), gl.convert_layout(x1, ACC_N16, assert_trivial=True),
+        gl.convert_layout(x2, ACC_N16, assert_trivial=True), gl.convert_layout(x3, ACC_N16, assert_trivial=True),
+    )  # fmt: skip
+
+
+@gluon.jit
 def to_a_operand(x):
     return gl.convert_layout(x, A_OPERAND, assert_trivial=True)
 
