@@ -92,8 +92,9 @@ class GateSums(NamedTuple):
         tiles_of_K = cdiv(s.K, keys)
         tiles = tiles_of_K * value_tiles_of(s, plan.backward != "reverse+gradients")
         early = (kind.erase_early or kind.read_early) and x.decay != "channel"
-        dgates = empty(x.q, tiles, s.slots, s.HV, 4 if early else 3, s.C)
-        return cls(keys, tiles_of_K, tiles, early, dgates, empty(x.q, tiles, s.slots, s.HV))
+        slots = 0 if x.v_key is not None else s.slots  # DPLR has no gradients of gates
+        dgates = empty(x.q, tiles, slots, s.HV, 4 if early else 3, s.C)
+        return cls(keys, tiles_of_K, tiles, early, dgates, empty(x.q, tiles, slots, s.HV))
 
 
 class Pass(NamedTuple):

@@ -31,7 +31,7 @@ def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) ->
         launches["reverse"] = launches["reverse"].model_copy(update={"kernel": "fused"})
     few_rows = problem.N * problem.HV < 64
     return LaunchConfig(
-        every=checkpoint_distance(problem.packed),
+        every=checkpoint_distance(problem.packed, problem.pair),
         split=split,
         scratch=2**29 if split and not occupies(problem, device) else LaunchConfig().scratch,
         **launches,
@@ -49,12 +49,13 @@ def on_hopper(phase: str, launch: Launch) -> Launch:
     return launch.model_copy(update={"kernel": "hopper"})
 
 
-def checkpoint_distance(packed: bool) -> int:
+def checkpoint_distance(packed: bool, pair: bool) -> int:
     """Chunks between two checkpoints of the state.
 
-    Fewer for packed sequences: a window of the backward may need the chunks of one checkpoint for every sequence.
+    Fewer for packed sequences: a window of the backward may need the chunks of one checkpoint for every sequence. Fewer
+    for DPLR, whose many narrow heads have large scratch buffers per chunk.
     """
-    return 8 if packed else 16
+    return 8 if packed or pair else 16
 
 
 def _portable_launches(problem: Problem, device: DeviceSpec) -> tuple[Launch, Launch]:

@@ -76,7 +76,7 @@ def _ready(arguments: tuple[Any, ...]) -> list[Any]:
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, kind, save = unflatten(ScanCall, arguments)
-    C, every = _saved_steps(kind.config, x.cu_seqlens is not None)
+    C, every = _saved_steps(kind.config, x)
     s = Sizes.of(x, C)
     prepared = Prepared.empty(x, kind, s, save) if save else Prepared.nothing(x.q)
     shape = (s.checkpoint_slots(every), s.HV, s.V, s.K) if save else (0,)
@@ -90,11 +90,11 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     return Gradients.empty(call.x, call.kind).present()
 
 
-def _saved_steps(config: str, packed: bool) -> tuple[int, int]:
+def _saved_steps(config: str, x: ScanOperands) -> tuple[int, int]:
     """Tokens per chunk and chunks per checkpoint. No table changes them: saved tensors have these shapes."""
     if config:
         return parse(config).chunk, parse(config).every
-    return LaunchConfig().chunk, checkpoint_distance(packed)
+    return LaunchConfig().chunk, checkpoint_distance(x.cu_seqlens is not None, x.v_key is not None)
 
 
 _scan_op = operator(
