@@ -66,6 +66,7 @@ SPECS = {
     ),
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
     "longhorn": UpdateSpec(decay="head", beta="head", reparam="longhorn"),
+    "dplr": UpdateSpec(decay="channel", transition="dplr"),
 }
 # the specs that the Hopper kernels support; the others keep float32 states
 IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla", "longhorn")

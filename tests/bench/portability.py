@@ -149,13 +149,25 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
     dtype = torch.float32 if computes_in_float32(spec, width, dtype, channel) else dtype
     split_terms = split_terms and dtype != torch.float32
     dplr = spec.transition == "dplr"
-    n = 2 if dplr else 1
     what = plan.Problem(
-        dtype, 2, 200 * n, 2, 2, width, width, spec.transition != "additive", dplr, spec.decay, False, split_terms
+        dtype,
+        2,
+        200,
+        2,
+        2,
+        width,
+        width,
+        spec.transition != "additive",
+        dplr,
+        spec.decay,
+        False,
+        split_terms,
+        pair=dplr,
     )
     if kind != "decode":
         launch_update(what, device, compiler, early=dplr, grad=kind == "training")
         return
+    n = 2 if dplr else 1
     gate = torch.empty(4, n, 2)
     keys = torch.empty(4, n, 2, width, dtype=dtype)
     decay = {"head": torch.empty(4, 2), "channel": torch.empty(4, 2, width)}.get(spec.decay)
