@@ -30,7 +30,7 @@ from deltazoo.backends.triton.plan import Plan, Version
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
 # 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
 WARP_SPECIALIZED_REGISTERS = 168
-MARKED_HEADS = 64  # heads per program of the portable DPLR kernels that compute marked chunks alone
+MARKED_HEADS = 8  # heads per program of the portable DPLR kernels that compute marked chunks alone
 WindowLaunch = Callable[..., None]  # launches a kernel for one window, by its number; 0 by default
 
 

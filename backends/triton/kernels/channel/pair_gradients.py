@@ -18,7 +18,6 @@ import triton.language as tl
 
 from deltazoo.backends.triton.kernels.channel.decay_levels import levels_of, load_channel_decays, sum_selected
 from deltazoo.backends.triton.kernels.channel.pair_levels import (
-    WHOLE,
     any_marked,
     is_marked,
     is_weak_decay,
@@ -30,13 +29,13 @@ from deltazoo.backends.triton.kernels.layout import WEAK, load_rows, locate_scra
 @triton.jit
 def add_pair_gradients(
     dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle, level,
-    READ_EARLY: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+    WHOLE: tl.constexpr, READ_EARLY: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Add the pairs of a level to dq, de, dk and dm."""
+    """Add the pairs of a level, or with WHOLE all pairs, to dq, de, dk and dm."""
     dtype: tl.constexpr = dP.dtype
-    late, early, write, pairs = pair_factors(g, G, middle, level, dP.shape[0], EXACT)
+    late, early, write, pairs = pair_factors(g, G, middle, level, WHOLE, dP.shape[0], EXACT)
     read = early if READ_EARLY else late
-    if not isinstance(level, tl.constexpr):
+    if not WHOLE:
         dP = tl.where(pairs, dP, 0.0)
         dR = tl.where(pairs, dR, 0.0)
         dA = tl.where(pairs, dA, 0.0)
@@ -141,14 +140,14 @@ def chunk_gradients(
     )
     if is_weak and not MARKED:
         dq_tile, de_tile, dk_tile, dm_tile = add_pair_gradients(
-            dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle, WHOLE,
+            dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle, 0, True,
             READ_EARLY, EXACT, PREC,
         )  # fmt: skip
     else:
         for level in tl.range(0, levels_of(C), num_stages=1):
             dq_tile, de_tile, dk_tile, dm_tile = add_pair_gradients(
                 dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle,
-                level, READ_EARLY, EXACT, PREC,
+                level, False, READ_EARLY, EXACT, PREC,
             )  # fmt: skip
     q_tile = q_tile.to(tl.float32)
     k_tile = k_tile.to(tl.float32)

@@ -4,7 +4,7 @@ The coefficient of tokens j < i is sum_c y_ic z_jc 2^(G_ic - G_jc). If no half o
 than 2^-WEAK, both factors 2^(G_i - G_m) and 2^(G_m - G_j) with m the last token of the first half are at most 2^WEAK,
 finite in float32 and bfloat16, and one product of scaled operands has all pairs. RWKV-7's decays are at least
 2^-0.875 per token: 2^-28 in half a chunk of 64. With other decays the pairs are computed by the levels of
-decay_levels.py, whose factors are at most 1. WHOLE stands for the only level of a weak decay.
+decay_levels.py, whose factors are at most 1.
 
 C tokens in a chunk
 """
@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.channel.decay_levels import is_upper, level_pairs, level_sums
-
-WHOLE = tl.constexpr(-1)
 
 
 @triton.jit
@@ -29,16 +27,16 @@ def is_weak_decay(G, C: tl.constexpr, BOUND: tl.constexpr):
 
 
 @triton.jit
-def pair_factors(g, G, middle, level, C: tl.constexpr, EXACT: tl.constexpr):
+def pair_factors(g, G, middle, level, WHOLE: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
     """Return the factors of token i for its read, for its read before its own decay, and of token j for its write.
 
     Tokens in lower halves of a level's blocks do not read, and those in upper halves do not write. g [C, keys]: log2
-    decays, G and middle as in `is_weak_decay`. level: WHOLE, or a level.
+    decays, G and middle as in `is_weak_decay`. WHOLE: all pairs relative to the middle; level is then unused.
 
     Returns: three tiles [C, keys]; the pairs (i, j) with j < i that the level has, [C, C].
     """
     i = tl.arange(0, C)
-    if isinstance(level, tl.constexpr):
+    if WHOLE:
         to_middle = G - middle[None, :]
         return tl.exp2(to_middle), tl.exp2(to_middle - g), tl.exp2(-to_middle), i[:, None] > i[None, :]
     else:

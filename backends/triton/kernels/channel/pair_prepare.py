@@ -18,7 +18,6 @@ import triton.language as tl
 
 from deltazoo.backends.triton.kernels.channel.decay_levels import levels_of, load_channel_decays, sum_selected
 from deltazoo.backends.triton.kernels.channel.pair_levels import (
-    WHOLE,
     any_marked,
     is_marked,
     is_weak_decay,
@@ -41,10 +40,10 @@ def round_operand(x, EXACT: tl.constexpr):
 @triton.jit
 def add_pairs(
     A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, level,
-    READ_EARLY: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+    WHOLE: tl.constexpr, READ_EARLY: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Add the pairs of a level to A, B, P and R."""
-    late, early, write, pairs = pair_factors(g, G, middle, level, A.shape[0], EXACT)
+    """Add the pairs of a level, or with WHOLE all pairs, to A, B, P and R."""
+    late, early, write, pairs = pair_factors(g, G, middle, level, WHOLE, A.shape[0], EXACT)
     k_level = tl.trans(round_operand(k_tile.to(tl.float32) * write, EXACT))
     m_level = tl.trans(round_operand(m_tile.to(tl.float32) * write, EXACT))
     e_level = round_operand(e_tile.to(tl.float32) * early, EXACT)
@@ -100,12 +99,12 @@ def prepare_chunk(
             R += tl.where(diagonal, tl.sum(q_float32 * m_tile.to(tl.float32), 1)[:, None], 0.0)
         if is_weak and not MARKED:
             A, B, P, R = add_pairs(
-                A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, WHOLE, READ_EARLY, EXACT, PREC
+                A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, 0, True, READ_EARLY, EXACT, PREC
             )
         else:
             for level in tl.range(0, levels_of(C), num_stages=1):
                 A, B, P, R = add_pairs(
-                    A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, level, READ_EARLY, EXACT, PREC
+                    A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, level, False, READ_EARLY, EXACT, PREC
                 )
     P *= scale
     R *= scale

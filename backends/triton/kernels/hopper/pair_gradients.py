@@ -12,8 +12,8 @@ If q reads before the update, it has the factors r'. Chunks that prepare has mar
 which these factors overflow, are left to the portable kernel.
 
 Grid: one CTA of 8 warps for each (chunk, head, tile of 64 keys). Both operands of all products are in shared memory,
-except masks. The sums of d log_decay over the tokens from each on are products of a mask with three bfloat16 terms,
-which have 24 bits together.
+except the mask of the cumulative decays. The sums of d log_decay over the tokens from each on are products of a mask
+with three bfloat16 terms, which have 24 bits together.
 
 Supported: operands and scratch in bfloat16 (in float16 scaled rows would overflow), chunks of 64, K and V of 64 and
 128.
@@ -45,7 +45,6 @@ from deltazoo.backends.triton.kernels.hopper.pair_tiles import (
     store_tile,
     sum_decays,
     sums_to_middle,
-    token_indices,
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import exp2_again, exp2_ftz
 from deltazoo.backends.triton.kernels.layout import (
@@ -245,7 +244,10 @@ def hopper_pair_gradients_kernel(
         store_tile(dk + key, dk_tile, HV * K, tokens_left)
         store_tile(dv_key + key, dm_tile, HV * K, tokens_left)
 
-        first_s, second_s, third_s = allocate_tiles(gl.bfloat16, 3)
+        t = gl.arange(0, 64, ROWS)[:, None]
+        columns = gl.arange(0, 64, COLUMNS)[None, :]
+        first_s, second_s, third_s, later_s = allocate_tiles(gl.bfloat16, 4)
+        later_s.store(gl.where(columns >= t, 1.0, 0.0).to(gl.bfloat16))
         first = to_16_bits(terms, gl.bfloat16)
         first_s.store(first)
         terms -= to_float32(first)
@@ -254,15 +256,11 @@ def hopper_pair_gradients_kernel(
         third_s.store(to_16_bits(terms - to_float32(second), gl.bfloat16))
         fence_async_shared()
         barrier()
-        row, later = token_indices(zero, 8)
-        from_token = gl.where(later >= row, 1.0, 0.0).to(gl.bfloat16)
         dg = state_product[None, :] - early_terms
-        dg = warpgroup_mma(from_token, third_s, dg, is_async=True)
-        dg = warpgroup_mma(from_token, second_s, dg, is_async=True)
-        dg = warpgroup_mma(from_token, first_s, dg, is_async=True)
-        dg, from_token, _, _, _ = warpgroup_mma_wait(0, deps=[dg, from_token, first_s, second_s, third_s])
-        t = gl.arange(0, 64, ROWS)[:, None]
-        columns = gl.arange(0, 64, COLUMNS)[None, :]
+        dg = warpgroup_mma(later_s, third_s, dg, is_async=True)
+        dg = warpgroup_mma(later_s, second_s, dg, is_async=True)
+        dg = warpgroup_mma(later_s, first_s, dg, is_async=True)
+        dg, _, _, _, _ = warpgroup_mma_wait(0, deps=[dg, later_s, first_s, second_s, third_s])
         if not HAS_STATE:  # the first decay of a sequence scales nothing
             dg = gl.where(c * C + t > 0, dg, 0.0)
         gl.store(dlog_decay + key + (t * (HV * K) + columns), dg, mask=t < tokens_left)
