@@ -154,7 +154,7 @@ def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, earl
 
 
 @pytest.mark.parametrize(
-    ("K", "early", "packed"), [(64, False, False), slow(64, True, True), slow(128, False, True), slow(128, True, False)]
+    ("K", "early", "packed"), [slow(64, False, False), (64, True, True), slow(128, False, True), slow(128, True, False)]
 )
 def test_kernels_of_dplr_compile_and_fit(K, early, packed):
     compiler = Compiler()

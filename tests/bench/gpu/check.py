@@ -41,6 +41,7 @@ SPECS = {
     "rwkv6": UpdateSpec(decay="channel", transition="additive", read="before"),
     "gdn2": UpdateSpec(decay="channel", beta="channel"),
     "rwkv7": UpdateSpec(decay="channel", transition="dplr"),
+    "rwkv7 before": UpdateSpec(decay="channel", transition="dplr", read="before"),
     "house channel": UpdateSpec(decay="channel", beta="head", householders=2, negative_eigenvalues="both"),
 }
 ALL_SPECS = {  # shapes that run with every spec
@@ -48,7 +49,7 @@ ALL_SPECS = {  # shapes that run with every spec
     "pack": Shape("pack", 1, 700, 1, 2, 128, 128, lengths=(300, 0, 1, 64, 335)),
     "busy": Shape("busy", 4, 330, 32, 32, 128, 128),
 }
-THREE_SPECS = {  # shapes that run with gdn, mamba2 and kda
+FOUR_SPECS = {  # shapes that run with gdn, mamba2, kda and rwkv7
     "64x96": Shape("64x96", 1, 130, 2, 2, 64, 96),
     "192x384": Shape("192x384", 1, 130, 1, 1, 192, 384),
     "200x400": Shape("200x400", 1, 130, 1, 2, 200, 400),
@@ -57,6 +58,9 @@ THREE_SPECS = {  # shapes that run with gdn, mamba2 and kda
     "norm": Shape("norm", 1, 130, 1, 1, 64, 65),
     "tiny": Shape("tiny", 1, 70, 1, 1, 5, 9),
 }
+
+
+HEADS_OF_64 = Shape("heads of 64", 2, 300, 3, 3, 64, 64)  # with RWKV-7
 
 
 def cases():
@@ -70,9 +74,13 @@ def cases():
                     if shape != "pack" or regime != "ordinary":
                         name = f"{spec} {shape} {regime} {str(dtype)[6:]}"
                         yield name, Case(SPECS[spec], ALL_SPECS[shape], dtype, regime)
-        for spec in ("gdn", "mamba2", "kda"):
-            for shape in THREE_SPECS:
-                yield f"{spec} {shape} ordinary {str(dtype)[6:]}", Case(SPECS[spec], THREE_SPECS[shape], dtype)
+        for spec in ("gdn", "mamba2", "kda", "rwkv7"):
+            for shape in FOUR_SPECS:
+                yield f"{spec} {shape} ordinary {str(dtype)[6:]}", Case(SPECS[spec], FOUR_SPECS[shape], dtype)
+        for spec in ("rwkv7", "rwkv7 before"):
+            for regime in ("ordinary", "decays", "parallel"):
+                name = f"{spec} {HEADS_OF_64.name} {regime} {str(dtype)[6:]}"
+                yield name, Case(SPECS[spec], HEADS_OF_64, dtype, regime)
 
 
 def run_case(name):
