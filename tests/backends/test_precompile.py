@@ -36,7 +36,7 @@ def trace(body, arguments):
 
 def scan_arguments(shape, device="cpu"):
     x = draw(Case(GATED, shape, torch.float16), device)
-    operands = (x.q, x.k, x.v, x.log_decay, x.beta, None, None, x.state, x.cu_seqlens)
+    operands = (x.q, x.k, x.v, x.log_decay, x.beta, None, None, None, x.state, x.cu_seqlens)
     kind = tuple(ScanKind(True, False, False, False, True, 1.0))
     return operands, kind, (*operands, *kind, True)
 
