@@ -12,7 +12,8 @@ _OLDEST_CAPABILITY = (8, 0)
 # Shared memory in bytes of the largest portable kernel for K > 192 in 16 bits, forward alone and with the backward,
 # with the tiles that the heuristic chooses for GPUs with 99 KiB per block; compiled for sm_89 with Triton 3.7.1. For
 # narrower keys and for float32 it is at most 93,188 bytes. Larger tiles are chosen only where they fit.
-_WIDE_KEYS = (81920, 98304)
+_WIDE_KEYS_FORWARD = 81920
+_WIDE_KEYS_BACKWARD = 98304
 
 
 def platform_refusals(device: DeviceSpec) -> list[str]:
@@ -73,7 +74,9 @@ def size_refusals(name: str, shared_memory: int, dtype: torch.dtype, K: int, V: 
 
 def shared_memory_needed(dtype: torch.dtype, K: int, grad: bool) -> int:
     """The shared memory per block of the largest portable kernel, in bytes."""
-    return 93188 if dtype == torch.float32 or K <= 192 else _WIDE_KEYS[grad]
+    if dtype == torch.float32 or K <= 192:
+        return 93188
+    return _WIDE_KEYS_BACKWARD if grad else _WIDE_KEYS_FORWARD
 
 
 def _no_gpu() -> DeviceSpec:

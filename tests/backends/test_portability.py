@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from deltazoo.backends.triton import heuristic, plan
+from deltazoo.backends.triton.limits import size_refusals
 
 STORED = json.loads(Path(__file__).with_name("portability.json").read_text())["results"]
 _spec = importlib.util.spec_from_file_location("portability", Path(__file__).parents[1] / "bench" / "portability.py")
@@ -64,3 +66,14 @@ def test_wide_keys_get_smaller_tiles_where_shared_memory_is_small(split_terms):
         heuristic.heuristic(problem, portability.device_of(name, "3.7.1")).reverse for name in ("sm_89", "sm_80")
     )
     assert small.tile * small.stages < large.tile * large.stages
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_size_refusals_are_traceable(grad):
+    ones = torch.ones(2)
+
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        return x + len(size_refusals("GPU", 99 * 1024, torch.bfloat16, 200, 400, grad))
+
+    compiled = torch.compile(refused, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ones), refused(ones))
