@@ -77,7 +77,7 @@ def test_the_help_shows_the_defaults_of_the_library(ok, monkeypatch):
             value = getattr(defaults, field)
             assert type(value)(text) == value, option
             checked += 1
-    assert checked == 11
+    assert checked == 12
 
 
 def test_generate_prints_the_prompt_and_its_completion(ok, folder):

@@ -1,9 +1,8 @@
-"""Chunk-local preparation of DPLR on sm_90: scaled operands, chunk decays and two WY tiles, as
-../channel/pair_prepare.py.
+"""Chunk-local preparation of DPLR on sm_90: scaled operands, chunk decays and two WY tiles.
 
-Grid: one CTA of 4 warps for each (chunk slot, head); it loops over tiles of 64 keys. The products of all pairs of
-tokens are those of rows scaled relative to the middle of the chunk. The scaled rows are float32 in shared memory,
-rounded to the 11 bits of tf32, which has the range of float32.
+It computes the equations of ../channel/pair_prepare.py. Grid: one CTA of 4 warps for each (chunk slot, head); it loops
+over tiles of 64 keys. The products of all pairs of tokens are those of rows scaled relative to the middle of the chunk.
+The scaled rows are float32 in shared memory, rounded to the 11 bits of tf32, which has the range of float32.
 
 If the decays of a chunk are not weak (../channel/pair_levels.py), this kernel marks the chunk by 1 in gates instead
 of 0, where other updates have the first write strength, and its results may be inf or NaN. The portable kernel,
