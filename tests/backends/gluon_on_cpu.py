@@ -292,6 +292,8 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
     x = args[0].x
     if "pattern" in text:
         return _apply_token_mask(text, x)
+    if "%laneid" in text and pack == 8:
+        return Array(ptx_on_cpu.elementwise_n16(text, [a.x for a in args]))
     if pack == 16:
         several = isinstance(dtype, tuple)
         results = tuple(map(Array, ptx_on_cpu.elementwise(text, [a.x for a in args], len(dtype) if several else 1)))
@@ -308,6 +310,10 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
         return Array(x.view(rows // 8, 8, columns // 8, 8).permute(0, 3, 2, 1).reshape(rows, columns))
     if "add.f32 $30, $31, $62" in text:  # sums from each token on, for each half of the tokens
         return Array(x.view(2, 32, -1).flip(1).cumsum(1).flip(1).reshape(x.shape))
+    if "add.f32 $31, $30, $63" in text:  # sums up to each token
+        return Array(x.view(2, 32, -1).cumsum(1).reshape(x.shape))
+    if "mov.b32 $31, $62" in text:  # each token gets the value of the token before it
+        return Array(torch.nn.functional.pad(x.view(2, 32, -1)[:, :-1], (0, 0, 1, 0)).reshape(x.shape))
     if "mma.sync" in text:  # dot products of each warp's 16 rows of x with its 16 rows of y
         y, z = (a.x for a in args[1:])
         return Array(z + (x.float().view(-1, 16, 16) @ y.float().view(-1, 16, 16).mT).view(z.shape))
@@ -529,6 +535,10 @@ def _multiply_warp_blocks(x, *others):
     return tuple(Array((_row_blocks(x.x).float() @ _row_blocks(y.x).float()).reshape(64, 16)) for y in others)
 
 
+def _diagonal_blocks(*blocks):
+    return Array(torch.cat([_row_blocks(block.x)[warp] for warp, block in enumerate(blocks)]))
+
+
 # stand-ins of hopper/ptx.py
 PTX = {
     "round_causal": _round_causal,
@@ -538,6 +548,8 @@ PTX = {
     "zero_except_warp_3": _zero_except(3),
     "invert_diagonal_blocks": _invert_diagonal_blocks,
     "multiply_warp_blocks": _multiply_warp_blocks,
+    "diagonal_blocks": _diagonal_blocks,
+    "select_pairs": lambda upper, x, y, level: where(upper, x, y),
     "cumsum_by_warp": lambda x: Array(x.x.cumsum(-1)),
 }
 PACKAGE = "deltazoo.backends.triton.kernels"

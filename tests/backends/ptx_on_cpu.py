@@ -1,4 +1,4 @@
-"""Interpreter of the inline PTX of hopper/decay_levels_ptx.py: executes its text on the registers of all 128 threads.
+"""Interpreter of the inline PTX of decay_levels_ptx.py and decay_factors_ptx.py, on the registers of 128 threads.
 
 A register is a tensor [128] of int32; float32 and pairs of float16 are views of its bits.
 """
@@ -50,7 +50,10 @@ OPERATIONS = {
     "mul": lambda x, y: bits(f32(x) * f32(y)),
     "ex2": lambda x: bits(torch.exp2(f32(x))),
     "cvt": pack,
-    "shfl": lambda x, distance, *_: x[THREADS ^ distance],
+    "abs": lambda x: bits(f32(x).abs()),
+    "neg": lambda x: bits(-f32(x)),
+    "shfl.sync.bfly": lambda x, distance, *_: x[THREADS ^ distance],
+    "shfl.sync.idx": lambda x, lane, *_: x[THREADS - LANE + lane],
 }
 
 
@@ -62,7 +65,7 @@ def execute(text, operands):
     def value(name):
         if name == "%laneid":
             return LANE
-        return registers[name] if name in registers else torch.full((128,), int(name), dtype=torch.int32)
+        return registers[name] if name in registers else torch.full((128,), int(name, 0), dtype=torch.int32)
 
     for instruction in (part.strip(" {}\n") for part in re.split(r";\n?", text)):
         if not instruction or instruction.startswith(".reg"):
@@ -84,7 +87,7 @@ def execute(text, operands):
             x, y = value(names[0]), value(names[1])
             result = torch.where(predicates[names[2]], x, y)
         else:
-            result = OPERATIONS[op[0]](*(value(n) for n in names))
+            result = OPERATIONS[".".join(op[:3]) if op[0] == "shfl" else op[0]](*(value(n) for n in names))
         if guard:
             result = torch.where(predicates[guard[2]] ^ bool(guard[1]), result, value(target))
         registers[target] = result
@@ -101,3 +104,14 @@ def elementwise(text, tiles, outputs):
     results = execute(text, empty + [r for tile in tiles for r in registers(tile)])
     out = torch.stack([results[f"${n}"] for n in range(16 * outputs)]).view(outputs, 2, 8, 4, 8, 4)
     return [f32(x.contiguous()).view(4, 16, 32) for x in out.permute(0, 3, 1, 4, 5, 2)]
+
+
+def elementwise_n16(text, tiles):
+    """Execute PTX with float32 tiles [64, 16] in the layout common.ACC_N16; return its output."""
+
+    def registers(tile):  # [w, row bit 3, g, column bit 3, c, p] -> 4 h + 2 r + p
+        return list(bits(tile).view(4, 2, 8, 2, 4, 2).permute(3, 1, 5, 0, 2, 4).reshape(8, 128))
+
+    results = execute(text, [torch.zeros(128, dtype=torch.int32)] * 8 + [r for tile in tiles for r in registers(tile)])
+    out = torch.stack([results[f"${n}"] for n in range(8)]).view(2, 2, 2, 4, 8, 4)
+    return f32(out.permute(3, 1, 4, 0, 5, 2).contiguous()).view(64, 16)

@@ -223,3 +223,25 @@ def zero_except_warp_1(x):
 def zero_except_warp_3(x):
     """Zero x [64, 16] outside rows 48 to 63."""
     return gl.inline_asm_elementwise(ZERO_EXCEPT_3, ZERO_EXCEPT_OPERANDS, [x], gl.float16, is_pure=True, pack=8)
+
+
+@gluon.jit
+def diagonal_blocks(x0, x1, x2, x3):
+    """Return [64, 16] with rows 0 to 15 of x0, rows 16 to 31 of x1, 32 to 47 of x2 and 48 to 63 of x3, of 16 bits."""
+    return gl.inline_asm_elementwise(
+        DIAGONAL_BLOCK, DIAGONAL_BLOCK_OPERANDS, [x0, x1, x2, x3], x0.dtype, is_pure=True, pack=8
+    )  # fmt: skip
+
+
+# for a pair of adjacent elements of 16 bits with one condition
+SELECT_PAIR = gl.constexpr("{\n.reg .pred p;\nsetp.ne.s32 p, $1, 0;\nselp.b32 $0, $3, $4, p;\n}")
+
+
+@gluon.jit
+def select_pairs(upper, x, y, LEVEL: gl.constexpr):
+    """Return x where `upper`, else y, for x and y of 16 bits; above level 0 adjacent elements have one condition."""
+    if LEVEL == 0:
+        return gl.where(upper, x, y)
+    else:
+        operands = [gl.where(upper, 1, 0), x, y]
+        return gl.inline_asm_elementwise(SELECT_PAIR, "=r,r,r,r,r", operands, x.dtype, is_pure=True, pack=2)
