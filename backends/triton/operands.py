@@ -86,7 +86,7 @@ class ScanKind(NamedTuple):
 
         Not in float16, where a b near 0 would round du to 0.
         """
-        recoverable = x.w is None or (self.tied and x.q.dtype != torch.float16 and x.decay != "channel")
+        recoverable = x.w is None or (self.tied and x.q.dtype != torch.float16)
         return self.delta and x.v_key is None and recoverable and self.saved_dtype(x.q.dtype) == x.v.dtype
 
     def stores_du(self, x: ScanOperands) -> bool:

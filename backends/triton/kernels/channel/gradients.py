@@ -47,7 +47,8 @@ def channel_gradients_kernel(
     Grid: scratch slot, value head, K tile. Each program owns [C, BK] of dq, dk and de and loops over V tiles.
 
     Reads states, dstates [scratch slot, HV, V, K]; with DELTA xs (x of each chunk), with STORED_DU du
-    [scratch slot, C, HV, V]; the operands and do.
+    [scratch slot, C, HV, V]; the operands and do. Without STORED_DU du holds dv, which contains the factor w (w is b,
+    or absent); then row 2 of dgates is dv . x, complete in each K tile.
     Writes dlog_decay [B, T, HV, K]; dq, dk, de [B, T, H, K], or with grouped heads partial
     [3, num_scratch_slots, C, HV, K] for sum_groups_kernel; for gate_gradients_kernel rows 1 (e . de) and 2 (v . du) of
     dgates [K tiles, slots, HV, 3, C]. de contains b clamped away from 0, because db is e . de divided by it.
@@ -55,6 +56,7 @@ def channel_gradients_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
+    RECOVER_DU: tl.constexpr = DELTA and WRITE and not STORED_DU
     ANY_EARLY: tl.constexpr = READ_EARLY or (DELTA and ERASE_EARLY)
     pid = tl.program_id(0)
     tile = pid % NK
@@ -106,7 +108,7 @@ def channel_gradients_kernel(
             if DELTA:
                 dy_tile = tl.dot(du_tile, S, dy_tile, input_precision=PREC)
                 dA = tl.dot(du_tile, tl.trans(x), dA, input_precision=PREC)
-            if WRITE:
+            if WRITE and not RECOVER_DU:
                 v_tile = load_rows(v + value_offset, i, vs, in_time, in_v, HV * V).to(tl.float32)
                 dwrite += tl.sum(v_tile * du_tile.to(tl.float32), 1)
 
@@ -130,6 +132,10 @@ def channel_gradients_kernel(
             if ERASE:
                 erase = tl.load(b + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
                 y_tile = e_tile * erase[:, None]
+            if RECOVER_DU:
+                dwrite = tl.sum(tl.where(i[:, None] == i[None, :], dA, 0.0), 1)
+                dA /= clamp_away_from_zero(erase, MIN_BETA)[:, None]
+                dy_tile /= clamp_away_from_zero(erase, MIN_BETA)[:, None]
             dy_tile *= -(decay_early if ERASE_EARLY else decay)
         for level in tl.range(0, levels_of(C), num_stages=1):
             upper = is_upper(i, level)[:, None]
@@ -172,7 +178,8 @@ def channel_gradients_kernel(
             dk_tile += read_diagonal[:, None] * q_tile
         gate_row = dgates + (tl.cast(tile, tl.int64) * slots * HV + tl.cast(slot, tl.int64) * HV + hv) * 3 * C
         if WRITE:
-            tl.store(gate_row + 2 * C + i, dwrite if NK == 1 else tl.where(tile == 0, dwrite, 0.0))
+            complete: tl.constexpr = NK == 1 or RECOVER_DU
+            tl.store(gate_row + 2 * C + i, dwrite if complete else tl.where(tile == 0, dwrite, 0.0))
         if GROUP > 1:
             partial_dq = partial + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * K
             partial_size = tl.cast(num_scratch_slots, tl.int64) * C * HV * K

@@ -410,6 +410,7 @@ def hopper_channel_gradients_kernel(
     NUM_STAGES: gl.constexpr = min(NV, 2)
     GROUP: gl.constexpr = HV // H
     MASK_K: gl.constexpr = K % 64 != 0
+    RECOVER_DU: gl.constexpr = DELTA and WRITE and not STORED_DU  # du holds dv = b du
     ANY_EARLY: gl.constexpr = READ_EARLY or (DELTA and ERASE_EARLY)
     dtype: gl.constexpr = states.dtype.element_ty
     pid = gl.program_id(0)
@@ -432,6 +433,8 @@ def hopper_channel_gradients_kernel(
         value = (token * HV + hv) * V
         scratch_row = scratch_slot.to(gl.int64) * HV + hv
         local_value = (scratch_slot.to(gl.int64) * C * HV + hv) * V
+        gate_row = tile.to(gl.int64) * slots * HV + slot.to(gl.int64) * HV + hv
+        dgates_at = dgates + gate_row * 3 * C
 
         S_s = allocate_tiles(dtype, NUM_STAGES)
         dS_s = allocate_tiles(dtype, NUM_STAGES)
@@ -542,7 +545,11 @@ def hopper_channel_gradients_kernel(
         P_s = allocate_pair_tiles(dtype)
         store_pairs(dP, dP, P_s)
         A_s = allocate_pair_tiles(dtype) if DELTA else P_s
-        if DELTA:
+        if RECOVER_DU:  # dA is dv x^T so far
+            gl.store(dgates_at + 2 * C + t, gl.sum(gl.where(t[:, None] == j[None, :], dA, 0.0), 1))
+            store_pairs(-dA, dA * (1.0 / clamp_away_from_zero(erase, MIN_BETA))[:, None], A_s)
+            dy_tile *= (1.0 / clamp_away_from_zero(erase_s.load(ACC_COLUMNS), MIN_BETA))[None, :]
+        elif DELTA:
             store_pairs(-dA * erase[:, None] if ERASE else -dA, dA, A_s)
         fence_async_shared()
         barrier()
@@ -630,8 +637,6 @@ def hopper_channel_gradients_kernel(
             dq_tile += diagonal * k_tile
             dk_tile += diagonal * q_tile
 
-        gate_row = tile.to(gl.int64) * slots * HV + slot.to(gl.int64) * HV + hv
-        dgates_at = dgates + gate_row * 3 * C
         if GROUP > 1:
             partial_size = num_scratch_slots.to(gl.int64) * C * HV * K
             dq_at = partial + (scratch_slot.to(gl.int64) * C * HV + hv) * K + column
@@ -653,5 +658,5 @@ def hopper_channel_gradients_kernel(
             else:
                 dk_tile += dy_tile
         store_transposed(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
-        if WRITE:
+        if WRITE and not RECOVER_DU:
             store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)
