@@ -6,7 +6,14 @@ B batch, T time, N sequences, H key heads, HV value heads, K key width, V value 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.backward_pass import GateSums, Pass, Scratch, bytes_per_slot, windows_of
+from deltazoo.backends.triton.backward_pass import (
+    GateSums,
+    Pass,
+    Scratch,
+    bytes_per_slot,
+    keeps_states_in_gradients,
+    windows_of,
+)
 from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, power_of_two, value_tile
 from deltazoo.backends.triton.forward import (
     MARKED_HEADS,
@@ -65,14 +72,15 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
     unit, windows, slots = windows_of(s, config.every, plan.split, max_slots)
     chunks = cdiv(cdiv(cdiv(s.T, s.C), unit), windows) * unit  # of one sequence in a window, at most
     segments = cdiv(chunks, plan.split) if plan.split else 1
-    scratch = Scratch.empty(x, kind, s, slots, run.d.v, sweep)
+    in_gradients = keeps_states_in_gradients(x, s, plan)
+    scratch = Scratch.empty(x, kind, s, slots, run.d, sweep, in_gradients)
 
     assert plan.recompute is not None
     stored = config.every if plan.split else max(config.every, _RECOMPUTED_CHUNKS)
     recompute = scan(
         plan.recompute, x, kind, run.prepared, s, config.recompute, "recompute",
         Span(cdiv(chunks, stored), stored, config.every, unit, windows),
-        checkpoints=run.checkpoints, states=scratch.states, xs=scratch.xs,
+        in_gradients=in_gradients, checkpoints=run.checkpoints, states=scratch.states, xs=scratch.xs,
     )  # fmt: skip
     recompute(windows - 1)  # keeps the GPU busy while the host prepares the other launches
 
@@ -141,12 +149,12 @@ def _reverse_on_hopper(run: Pass, span: Span, scratch: Scratch, starts: Tensor |
     reverse = launcher(
         hopper_reverse_kernel,
         (
-            x.q, x.k, x.e, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.dstates, scratch.du,
-            run.d.v, starts, x.cu_seqlens,
+            x.q, x.k, x.e, run.d_o, run.prepared.gates, run.prepared.wy_tiles, run.d_state, scratch.dstates,
+            run.d.k if scratch.in_gradients else None, scratch.du, run.d.v, starts, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None, kind.read_early,
-            s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(x.q.dtype),
+            s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(x.q.dtype), scratch.in_gradients,
         ),
         registers=WARP_SPECIALIZED_REGISTERS,
     )  # fmt: skip
@@ -259,7 +267,7 @@ def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) ->
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, kind.delta, x.e is not None, d.b is not None, x.w is not None,
             kind.stores_du(x), kind.erase_early, kind.read_early, x.state is not None, s.packed,
-            kind.min_b(x.q.dtype), span.unit,
+            kind.min_b(x.q.dtype), span.unit, scratch.in_gradients,
         ),
     )  # fmt: skip
     programs = scratch.slots * s.HV * sums.tiles

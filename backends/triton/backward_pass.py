@@ -17,6 +17,8 @@ class Scratch(NamedTuple):
     """The scratch buffers of a window, in `saved_dtype`.
 
     Args:
+        in_gradients: a chunk's states are stored in the rows of its gradients, which the gradients kernel writes last
+            (hopper/channel_gradients.py): states is d_log_decay as 16-bit elements, dstates is d_q, continued in d_k.
         slots: chunk slots of a window.
         states: [slots, HV, V, K], the state before each chunk. xs: [slots, C, HV, V], x of the delta rule.
         dstates: [slots, HV, V, K], the gradient of the state after each chunk; None in the sweep.
@@ -25,6 +27,7 @@ class Scratch(NamedTuple):
         partial: [2 or 3, slots, C, programs, K], the key gradients of each program, if several share a key head.
     """
 
+    in_gradients: bool
     slots: int
     states: Tensor
     xs: Tensor | None
@@ -34,20 +37,34 @@ class Scratch(NamedTuple):
     partial: Tensor | None
 
     @classmethod
-    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, slots: int, dv: Tensor, sweep: bool) -> "Scratch":
+    def empty(
+        cls, x: ScanOperands, kind: ScanKind, s: Sizes, slots: int, d: Gradients, sweep: bool, in_gradients: bool
+    ) -> "Scratch":
         dtype = kind.saved_dtype(x.q.dtype)
+        rows = d.log_decay.view(dtype) if in_gradients and d.log_decay is not None else None
         states, values = (slots, s.HV, s.V, s.K), (slots, s.C, s.HV, s.V)
         programs = s.HV * value_tiles_of(s, sweep)
         partial = (3 if x.e is not None else 2, slots, s.C, programs, s.K)
         return cls(
+            in_gradients=in_gradients,
             slots=slots,
-            states=empty(x.q, *states, dtype=dtype),
+            states=empty(x.q, *states, dtype=dtype) if rows is None else rows,
             xs=empty(x.q, *values, dtype=dtype) if kind.delta else None,
-            dstates=None if sweep else empty(x.q, *states, dtype=dtype),
-            du=empty(x.q, *values, dtype=dtype) if kind.stores_du(x) and not sweep else dv,
+            dstates=None if sweep else d.q if in_gradients else empty(x.q, *states, dtype=dtype),
+            du=empty(x.q, *values, dtype=dtype) if kind.stores_du(x) and not sweep else d.v,
             programs=programs,
             partial=empty(x.q, *partial, dtype=dtype) if programs > s.H else None,
         )
+
+
+def keeps_states_in_gradients(x: ScanOperands, s: Sizes, plan: Plan) -> bool:
+    """Whether states and their gradients are stored in the rows of d_log_decay, d_q and d_k of their chunk.
+
+    For a decay per channel and 128 values these rows have exactly as many bytes. Each chunk needs all of its rows.
+    """
+    on_hopper = plan.recompute == plan.reverse == "hopper" and plan.gradients == "hopper channel" and not plan.split
+    fits = s.V == 128 and s.K % 64 == 0 and s.H == s.HV and not s.packed and s.T % s.C == 0
+    return on_hopper and fits
 
 
 def value_tiles_of(s: Sizes, sweep: bool) -> int:

@@ -270,13 +270,14 @@ def scan_operands(x: ScanOperands, prepared: Prepared, s: Sizes) -> tuple[ScanOp
 
 def scan(
     version: Version, x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, launch: Launch, mode: str,
-    span: Span, **tensors: Tensor | None,
+    span: Span, in_gradients: bool = False, **tensors: Tensor | None,
 ) -> WindowLaunch:  # fmt: skip
     """Build the launch of the scan.
 
     Args:
         mode: "output": o and the final state. "recompute": recompute the state before each chunk from checkpoints.
             "ends": the contribution and map of each segment. "maps": the maps alone. The last two are portable only.
+        in_gradients: states are the rows of d_log_decay (backward_pass.Scratch).
         tensors: o, final, checkpoints, states, xs, starts, ends (kernels/scan.py), as far as the mode uses them.
     """
     t = tensors.get
@@ -293,7 +294,7 @@ def scan(
             (
                 s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None,
                 x.state is not None, kind.read_early, s.packed, span.every, span.unit, span.split, mode,
-                kind.terms(x.q.dtype),
+                kind.terms(x.q.dtype), in_gradients,
             ),
             registers=WARP_SPECIALIZED_REGISTERS,
         )  # fmt: skip

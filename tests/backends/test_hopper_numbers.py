@@ -208,6 +208,31 @@ def test_gradients_with_a_decay_per_channel(monkeypatch, name, shape, regime, la
 
 
 @pytest.mark.parametrize(
+    ("name", "regime", "late"),
+    [
+        ("KDA", "decays", True),
+        ("GLA", "no state", False),
+        pytest.param("both before", "ordinary", True, marks=pytest.mark.slow),
+    ],
+)
+def test_states_in_the_rows_of_gradients(monkeypatch, name, regime, late):
+    from deltazoo.backends.triton import backward
+
+    monkeypatch.setattr(Timing, "late", late)
+    monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
+    decisions, decide = [], backward.keeps_states_in_gradients
+    monkeypatch.setattr(
+        backward, "keeps_states_in_gradients", lambda *args: decisions.append(decide(*args)) or decisions[-1]
+    )
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    assert_conforms(
+        TritonBackend(LaunchConfig(every=2, scratch=0, **CHANNEL_SCANS, **GRADIENTS)),
+        Case(CHANNEL_SPECS[name], Shape("whole chunks", 1, 256, 2, 2, 128, 128), torch.bfloat16, **inputs),
+    )
+    assert decisions == [True]
+
+
+@pytest.mark.parametrize(
     ("name", "regime"), [*zip(("kda", "gla", "read before", "own erase key before"), REGIMES, strict=True)]
 )
 def test_prepare_of_a_decay_per_channel(name, regime):

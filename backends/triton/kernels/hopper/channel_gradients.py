@@ -23,6 +23,10 @@ the blocks on the diagonal, of which each level has its pairs. So the levels nee
 Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over tiles of 64 values, two stages of
 which are in shared memory, as in gradients.py.
 
+With IN_GRADIENTS states and dstates need no scratch memory. What a program reads, it overwrites with the gradients that
+it computes: S^T of values 0 to 63 and 64 to 127 is in the first and second half of each row of d_log_decay, as 16-bit
+elements; dS'^T of values 0 to 63 is in the rows of dq, of values 64 to 127 in those of dk.
+
 Supported: operands and scratch of one 16-bit dtype, chunks of 64, V <= 512.
 """
 
@@ -400,9 +404,9 @@ def hopper_channel_gradients_kernel(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr, STORED_DU: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr,
-    MIN_BETA: gl.constexpr, UNIT: gl.constexpr,
+    MIN_BETA: gl.constexpr, UNIT: gl.constexpr, IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../channel/gradients.py."""
+    """Parameters and results as in ../channel/gradients.py; see the first lines for IN_GRADIENTS."""
     gl.static_assert(C == 64 and BK == 64 and V <= 512)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K + BK - 1) // BK
@@ -410,6 +414,8 @@ def hopper_channel_gradients_kernel(
     NUM_STAGES: gl.constexpr = min(NV, 2)
     GROUP: gl.constexpr = HV // H
     MASK_K: gl.constexpr = K % 64 != 0
+    STATE_STEP: gl.constexpr = 0 if IN_GRADIENTS else 64 * K
+    gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not PACKED))
     RECOVER_DU: gl.constexpr = DELTA and WRITE and not STORED_DU  # du holds dv = b du
     ANY_EARLY: gl.constexpr = READ_EARLY or (DELTA and ERASE_EARLY)
     dtype: gl.constexpr = states.dtype.element_ty
@@ -451,12 +457,18 @@ def hopper_channel_gradients_kernel(
         else:
             du_at = do_at
             x_at = copy_pointers(v + value, HV * V)
-        S_at = copy_pointers(states + scratch_row * V * K + column, K)
-        dS_at = copy_pointers(dstates + scratch_row * V * K + column, K)
+        if IN_GRADIENTS:
+            S_at = copy_pointers(states + ((token * HV + hv) * (2 * K) + 2 * column), 2 * HV * K)
+            dS_at = copy_pointers(dq + key, HV * K)
+        else:
+            S_at = copy_pointers(states + scratch_row * V * K + column, K)
+            dS_at = copy_pointers(dstates + scratch_row * V * K + column, K)
         buffers = (do_s, du_s, x_s, S_s, dS_s)
         pointers = (do_at, du_at, x_at, S_at, dS_at)
         for tv in gl.static_range(NUM_STAGES):
-            copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, DELTA)
+            if IN_GRADIENTS and tv == 1:
+                pointers = (do_at, du_at, x_at, S_at + 64, copy_pointers(dk + key, HV * K))
+            copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, DELTA, STATE_STEP)
         copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         if ERASE_KEY:
@@ -516,7 +528,7 @@ def hopper_channel_gradients_kernel(
                 barrier()  # every warp has read the stage
                 zero = opaque_zero(c, 25 + tv) * 64
                 next_pointers = (do_at + zero, du_at + zero, x_at + zero, S_at + zero, dS_at + zero)
-                copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, DELTA)
+                copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, DELTA, STATE_STEP)
         # The buffers are dependencies too: the compiler would treat them as free from the issue of the wgmmas on.
         if DELTA:
             dq_tile, dP, dy_tile, dA, dk_tile, _, _, _, _, _ = warpgroup_mma_wait(

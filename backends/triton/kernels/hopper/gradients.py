@@ -129,7 +129,7 @@ def hopper_gradients_kernel(
         buffers = (do_s, du_s, x_s, S_s, dS_s)
         pointers = (do_at, du_at, x_at, S_at, dS_at)
         for tv in gl.static_range(NUM_STAGES):
-            copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, DELTA)
+            copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, DELTA, 64 * K)
         copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         async_copy.commit_group()
@@ -174,7 +174,7 @@ def hopper_gradients_kernel(
                 barrier()  # every warp has read the stage
                 zero = opaque_zero(c, 25 + tv) * 64
                 next_pointers = (do_at + zero, du_at + zero, x_at + zero, S_at + zero, dS_at + zero)
-                copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, DELTA)
+                copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, DELTA, 64 * K)
         if DELTA:
             inter_q, intra_q, inter_e, intra_e, dk_state = warpgroup_mma_wait(
                 0, deps=[inter_q, intra_q, inter_e, intra_e, dk_state]

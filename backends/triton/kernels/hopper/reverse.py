@@ -53,12 +53,14 @@ class GlobalPointers(NamedTuple):
 
     dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; starts [N segments,
     HV, V, K]: dS^T after each segment; dstates [scratch slot, HV, V, K], du [scratch slot, 64, HV, V]: dS'^T and du of
-    every chunk; dv [B, T, HV, V].
+    every chunk; dv [B, T, HV, V]. With traits.IN_GRADIENTS dstates and dstates_high [token, HV, K] are dS'^T of values
+    0 to 63 and 64 to 127.
     """
 
     dstate: Any
     starts: Any
     dstates: Any
+    dstates_high: Any
     du: Any
     dv: Any
 
@@ -67,12 +69,13 @@ class GlobalPointers(NamedTuple):
 def multiply_keys(dS, at, smem, stage, columns, traits: gl.constexpr):
     """Return dS'^T k^T, one tile of 64 keys after the other. Each tile of dS'^T is stored while its wgmma runs."""
     K: gl.constexpr = traits.K
+    STRIDE: gl.constexpr = traits.HV * K if traits.IN_GRADIENTS else K
     NK: gl.constexpr = traits.NK
     dx = gl.zeros([64, 64], gl.float32, ACC)
     for tk in gl.static_range(NK):
         a_dS = gl.convert_layout(to_16_bits(dS[tk], traits.dtype), A_OPERAND, assert_trivial=True)
         dx = warpgroup_mma(a_dS, smem.k[tk].index(stage).permute((1, 0)), dx, use_acc=tk > 0, is_async=True)
-        store_accumulator(at + tk * 64, dS[tk], K, columns, K - tk * 64, tk * 64 + 64 > K)
+        store_accumulator(at + tk * 64, dS[tk], STRIDE, columns, K - tk * 64, tk * 64 + 64 > K)
         dx, a_dS = warpgroup_mma_wait(0, deps=[dx, a_dS])
     return dx
 
@@ -112,9 +115,11 @@ def reverse_chunk(
     if not P_IS_LOADED:
         store_p_tile(issue_kq(smem, stage, traits), 0, P_s, smem, stage, scale, traits)
     # dx = P^T do + 2^(Gend - G) k dS', transposed
-    dx = multiply_keys(
-        dS, gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K, smem, stage, columns, traits
-    )
+    if traits.IN_GRADIENTS:
+        at = (gmem.dstates if HALF == 0 else gmem.dstates_high) + ((work.start + c * 64) * HV + work.hv) * K
+    else:
+        at = gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K
+    dx = multiply_keys(dS, at, smem, stage, columns, traits)
     if not BY_CHANNEL:
         mbarrier.wait(smem.v_full.index(stage), phase)
     do_T = smem.v[HALF].index(stage).permute((1, 0)).load(ACC)
@@ -213,14 +218,18 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def hopper_reverse_kernel(
-    q, k, e, do, gates, wy_tiles, dstate, dstates, du, dv, starts, cu, scale, T,
+    q, k, e, do, gates, wy_tiles, dstate, dstates, dstates_high, du, dv, starts, cu, scale, T,
     window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
     PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
+    IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../reverse.py. e is read if the decay is per channel.
+
+    IN_GRADIENTS: dstates and dstates_high are the rows of dq and dk (channel_gradients.py); V = 128, no pack. Else
+    dstates_high is None.
 
     Launch with 4 warps and 168 registers per thread, reallocated as in scan.py; with a decay per channel 216 per thread
     in a consumer and 72 in the producer.
@@ -242,11 +251,12 @@ def hopper_reverse_kernel(
     )
     if first < end:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True, dtype
-        )
+            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True, dtype, 1,
+            IN_GRADIENTS,
+        )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, _ = allocate_smem(traits, T_dtype)
-        gmem = GlobalPointers(dstate, starts, dstates, du, dv)
+        gmem = GlobalPointers(dstate, starts, dstates, dstates_high, du, dv)
         work = WorkTile(
             start, length, window_first, first, first, end, first_scratch_slot, 0,
             n, segment, num_segments, segment == 0, hv, value_tile,

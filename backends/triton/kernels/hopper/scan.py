@@ -151,12 +151,17 @@ def scan_chunk(
     if BY_KEY_TILES:
         y, out = read_state_by_key_tiles(S, smem, state_s, stage, traits)
     if not OUTPUT:
-        at = gmem.states + ((scratch_slot * HV + work.hv) * V + column) * K
+        if traits.IN_GRADIENTS:
+            at = gmem.states + (((work.start + c * 64) * HV + work.hv) * (2 * K) + HALF * 64)
+        else:
+            at = gmem.states + ((scratch_slot * HV + work.hv) * V + column) * K
+        STRIDE: gl.constexpr = 2 * HV * K if traits.IN_GRADIENTS else K
+        STEP: gl.constexpr = 128 if traits.IN_GRADIENTS else 64
         rows = gl.where(c >= work.first_stored, columns, 0)
         for tk in gl.static_range(0 if BY_KEY_TILES else NK):
             state_s[tk].store(S_low[tk])
         for tk in gl.static_range(NK):
-            store_tile(at + tk * 64, state_s[tk], K, rows, K - tk * 64, True, tk * 64 + 64 > K)
+            store_tile(at + tk * STEP, state_s[tk], STRIDE, rows, K - tk * 64, True, tk * 64 + 64 > K)
 
     # x^T = (w v - c S^T k)^T T^T
     mbarrier.wait(smem.v_full.index(stage), phase)
@@ -303,9 +308,11 @@ def hopper_scan_kernel(
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
-    SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr,
+    SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../scan.py, modes "output" and "recompute". e is read if the decay is per channel.
+
+    IN_GRADIENTS: `states` are the rows of d_log_decay, as elements of 16 bits (channel_gradients.py); V = 128, no pack.
 
     Launch with 4 warps and 168 registers per thread. warp_specialize adds two warp groups of 4 warps and reallocates
     the registers: 232 per thread in a consumer and 40 in the producer, 240 and 24 with four tiles of keys, or 224 and
@@ -319,6 +326,7 @@ def hopper_scan_kernel(
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
     gl.static_assert(CHECKPOINT_EVERY == 0 or checkpoints.dtype == k.dtype)
     gl.static_assert(OUTPUT or states.dtype == k.dtype)
+    gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and not PACKED))
     if HAS_STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
     NK: gl.constexpr = (K0 + K1) // 64
@@ -349,7 +357,7 @@ def hopper_scan_kernel(
     if has_work:
         traits: gl.constexpr = make_traits(
             H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, WRITE, HAS_STATE, EARLY, READ_EARLY, CHECKPOINT_EVERY, SPLIT,
-            OUTPUT, dtype, TERMS,
+            OUTPUT, dtype, TERMS, IN_GRADIENTS,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)

@@ -25,7 +25,7 @@ class KernelTraits(NamedTuple):
     is needed.
     CHECKPOINT_EVERY: chunks between checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute
     o and the final state, else recompute the states of chunks. TERMS: 2 if S in S^T k, and x in S', are split into two
-    terms (hi + lo); then NK <= 2.
+    terms (hi + lo); then NK <= 2. IN_GRADIENTS: states and dstates of a chunk are in the rows of its gradients.
     """
 
     H: Any
@@ -45,6 +45,7 @@ class KernelTraits(NamedTuple):
     OUTPUT: Any
     dtype: Any
     TERMS: Any = 1
+    IN_GRADIENTS: Any = False
 
 
 @gluon.constexpr_function

@@ -11,9 +11,13 @@ LOAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def copy_value_tile(
-    buffers, pointers, tv: gl.constexpr, tokens_left, column, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr
+    buffers, pointers, tv: gl.constexpr, tokens_left, column, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr,
+    STATE_STEP: gl.constexpr,
 ):  # fmt: skip
-    """Issue the copies of value tile tv of do, du and x [64, 64], and of S^T and dS'^T for 64 keys from `column` on."""
+    """Issue the copies of value tile tv of do, du and x [64, 64], and of S^T and dS'^T for 64 keys from `column` on.
+
+    STATE_STEP: elements between the value tiles of S^T and of dS'^T.
+    """
     do_s, du_s, x_s, S_s, dS_s = buffers
     do_at, du_at, x_at, S_at, dS_at = pointers
     MASK_V: gl.constexpr = V % 64 != 0
@@ -23,8 +27,8 @@ def copy_value_tile(
     if DELTA:
         copy_tile_async(du_s[stage], du_at, tv * 64, tokens_left, V - tv * 64, True, MASK_V)
     copy_tile_async(x_s[stage], x_at, tv * 64, tokens_left, V - tv * 64, not DELTA, MASK_V)
-    copy_tile_async(S_s[stage], S_at, tv * 64 * K, V - tv * 64, K - column, MASK_V, MASK_K)
-    copy_tile_async(dS_s[stage], dS_at, tv * 64 * K, V - tv * 64, K - column, MASK_V, MASK_K)
+    copy_tile_async(S_s[stage], S_at, tv * STATE_STEP, V - tv * 64, K - column, MASK_V, MASK_K)
+    copy_tile_async(dS_s[stage], dS_at, tv * STATE_STEP, V - tv * 64, K - column, MASK_V, MASK_K)
     async_copy.commit_group()
 
 
