@@ -483,6 +483,7 @@ def hopper_channel_gradients_kernel(
         in_channel = (i < tokens_left)[:, None]
         if MASK_K:
             in_channel = in_channel & (ks < K - column)[None, :]
+        barrier()  # ptxas would issue the loads of g before the copies
         g = gl.load(log_decay + first_channel + at_token, mask=in_channel, other=0.0)
 
         t = gl.arange(0, C, ACC_ROWS)
