@@ -194,7 +194,7 @@ def _gradients_of_channels(run: Pass, span: Span, scratch: Scratch) -> WindowLau
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), kind.delta, x.e is not None,
-            d.b is not None, x.w is not None, kind.stores_du(x), kind.erase_early, kind.read_early,
+            kind.erase_channels, d.b is not None, x.w is not None, kind.stores_du(x), kind.erase_early, kind.read_early,
             x.state is not None, s.packed, kind.min_b(x.q.dtype), span.unit, x.q.dtype == torch.float32,
             tf32_precision(x.q.dtype), launch.stages,
         ),
@@ -265,8 +265,8 @@ def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) ->
             scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.V, s.C, sums.keys, kind.delta, x.e is not None, d.b is not None, x.w is not None,
-            kind.stores_du(x), kind.erase_early, kind.read_early, x.state is not None, s.packed,
+            s.H, s.HV, s.K, s.V, s.C, sums.keys, kind.delta, x.e is not None, kind.erase_channels, d.b is not None,
+            x.w is not None, kind.stores_du(x), kind.erase_early, kind.read_early, x.state is not None, s.packed,
             kind.min_b(x.q.dtype), span.unit, scratch.in_gradients,
         ),
     )  # fmt: skip

@@ -5,7 +5,8 @@ The kernels compute one form, per value head, with the strengths b and w one num
     S_t = S~_t + k_t (w_t v_t - R_t^T (b_t e_t))^T
 
 - For EFLA and Longhorn b is beta: the kernels compute the strength from it and |k|^2 (kernels/step_size.py).
-- Strengths per channel are multiplied into keys of the erase and values: e = erase * k, v = write * v.
+- Strengths per channel are multiplied into values, v = write * v, and keys of the erase, e = erase * k. With a decay
+  per channel the kernels compute the latter.
 - Several householders are micro-steps: tokens of their own, of which the first has the decay and the last the read.
 - DPLR with a decay per channel has kernels for both of its writes: k is b, the erase key a, and v_key k. With another
   decay it is two micro-steps: the first writes b with the erase key -a, the second writes k and v.
@@ -49,11 +50,15 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         erase, write = strengths(spec, inputs)
     tied = write is erase and write is not None
     q, k, v, e = inputs.q, inputs.k, inputs.v, inputs.erase_key
+    erase_channels = False
     if spec.beta == "channel" and write is not None:
         v, write = v * write.to(v.dtype), None
         if erase is not None:
+            # the kernels for a decay per channel multiply k by the strengths
+            erase_channels = e is None and has_channel_decay(inputs)
             q, k, e = (_per_value_head(x, v) for x in (q, k, k if e is None else e))
-            e, erase, tied = e * erase.to(k.dtype), None, False
+            erase = erase.to(k.dtype)
+            e, erase, tied = erase if erase_channels else e * erase, None, False
     n = micro_steps(spec, has_channel_decay(inputs))
     v_key = None
     if spec.transition == "dplr":
@@ -99,6 +104,7 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         scale=spec.scale_of(K),
         config=config,
         reparam=spec.reparam if in_kernel else "none",
+        erase_channels=erase_channels,
         saves_16_bits=split_terms
         and _is_hopper(k.device.index)
         and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, has_channel_decay(inputs)),

@@ -60,6 +60,7 @@ class ScanKind(NamedTuple):
         scale: of q.
         config: a LaunchConfig as JSON; "": that of the table, else of the heuristic.
         reparam: "efla" or "longhorn": b is beta, and the kernels compute the strength (kernels/step_size.py).
+        erase_channels: e is the strength of the erase per channel; the erase key is e k.
         saves_16_bits: with split_terms the terms of T are float16, and the states that the backward reads 16 bits.
     """
 
@@ -72,6 +73,7 @@ class ScanKind(NamedTuple):
     config: str = ""
     reparam: str = "none"
     saves_16_bits: bool = False
+    erase_channels: bool = False
 
     def terms(self, dtype: torch.dtype) -> int:
         """The number of terms into which values that feed back into the state are split."""

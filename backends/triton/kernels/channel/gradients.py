@@ -38,7 +38,8 @@ def channel_gradients_kernel(
     slots, num_scratch_slots, scale, T, window, windows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr, STORED_DU: tl.constexpr,
+    DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE_CHANNELS: tl.constexpr, ERASE: tl.constexpr,
+    WRITE: tl.constexpr, STORED_DU: tl.constexpr,
     ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
     MIN_BETA: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -128,6 +129,9 @@ def channel_gradients_kernel(
             e_tile = k_tile
             if ERASE_KEY:
                 e_tile = load_rows(e + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
+                if ERASE_CHANNELS:
+                    erase_tile = e_tile
+                    e_tile *= k_tile
             y_tile = e_tile
             if ERASE:
                 erase = tl.load(b + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
@@ -192,6 +196,9 @@ def channel_gradients_kernel(
                 dy_tile *= clamp_away_from_zero(erase, MIN_BETA)[:, None]
                 tl.store(gate_row + C + i, tl.sum(e_tile * dy_tile, 1))
             if ERASE_KEY:
+                if ERASE_CHANNELS:
+                    dk_tile += dy_tile * erase_tile
+                    dy_tile *= k_tile
                 store_rows(de_at, dy_tile, i, ks, in_time, in_k, STRIDE)
             else:
                 dk_tile += dy_tile

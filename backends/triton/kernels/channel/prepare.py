@@ -32,8 +32,8 @@ from deltazoo.backends.triton.kernels.wy_tiles import store_wy_tiles
 def channel_prepare_kernel(
     q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, tiles, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
-    ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
+    DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE_CHANNELS: tl.constexpr, ERASE: tl.constexpr,
+    WRITE: tl.constexpr, ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Prepare the chunks of an update with a decay per channel.
@@ -86,6 +86,8 @@ def channel_prepare_kernel(
                 e_tile = k_tile
                 if ERASE_KEY:
                     e_tile = load_rows(e + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
+                    if ERASE_CHANNELS:
+                        e_tile *= k_tile
                 if ERASE:
                     e_tile *= erase[:, None]
                 E = e_tile * tl.exp2(G_before if ERASE_EARLY else G)

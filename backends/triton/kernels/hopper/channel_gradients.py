@@ -402,7 +402,8 @@ def hopper_channel_gradients_kernel(
     q, k, e, v, log_decay, b, w, do, states, dstates, xs, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
-    DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr, STORED_DU: gl.constexpr,
+    DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,
+    WRITE: gl.constexpr, STORED_DU: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr,
     MIN_BETA: gl.constexpr, UNIT: gl.constexpr, IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
@@ -472,7 +473,8 @@ def hopper_channel_gradients_kernel(
         copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         if ERASE_KEY:
-            copy_tile_async(e_s, copy_pointers(e + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+            e_at = copy_pointers(e + key, H * K)
+            copy_tile_async(e_s, e_at, 0, tokens_left, K - column, True, MASK_K)
         async_copy.commit_group()
 
         i = gl.arange(0, C, gl.SliceLayout(1, BY_KEY))
@@ -538,6 +540,9 @@ def hopper_channel_gradients_kernel(
         else:
             dq_tile, dP, dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dq_tile, dP, dk_tile, S_t, dS_t, x_t, do_t])
         async_copy.wait_group(0)  # of k, q and e; wgmma does not read them
+        if ERASE_CHANNELS:  # the strengths become erase keys
+            barrier()
+            e_s.store(to_16_bits(to_float32(e_s.load(ACC)) * to_float32(k_s.load(ACC)), dtype))
 
         g = clamp_log2_decay(g * LOG2E)
         up_to, before = sum_to_token(g)
@@ -629,6 +634,10 @@ def hopper_channel_gradients_kernel(
                 e_de *= erase_j[None, :]
             if not ERASE_EARLY:
                 late_terms -= e_de
+            if ERASE_CHANNELS:  # the strengths again, for dk
+                barrier()
+                copy_tile_async(e_s, e_at, 0, tokens_left, K - column, True, MASK_K)
+                async_copy.commit_group()
         terms_s = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_BY_TOKEN)
         terms_s.store(late_terms)
         dg = sum_from_token(terms_s.permute((1, 0)).load(BY_KEY)) + product_s.load(gl.SliceLayout(0, BY_KEY))[None, :]
@@ -666,6 +675,11 @@ def hopper_channel_gradients_kernel(
                 gl.store(dgates_at + C + j, gl.sum(e_tile * dy_tile, 0))
             else:
                 dy_tile = -dy_tile
+            if ERASE_CHANNELS:
+                async_copy.wait_group(0)
+                barrier()
+                dk_tile += to_float32(e_s.permute((1, 0)).load(ACC)) * dy_tile
+                dy_tile *= to_float32(k_s.permute((1, 0)).load(ACC))
             if ERASE_KEY:
                 store_transposed(de_at, dy_tile, HV * K, tokens_left, K - column, MASK_K)
             else:

@@ -144,8 +144,8 @@ def column_blocks(block, level_32, first_16, last_16, row_scale, column_scales):
 def hopper_channel_prepare_kernel(
     q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, tiles, cu, N, T, scale,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
-    DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
+    DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,
+    WRITE: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../channel/prepare.py. Launch with 4 warps."""
     gl.static_assert(C == 64 and K <= 256 and K % 8 == 0)
@@ -195,6 +195,10 @@ def hopper_channel_prepare_kernel(
             erase = gl.load(b + gate, mask=in_time, other=0.0).to(gl.float32)
         gl.store(decay_bounds + chunk, 0.0)
         async_copy.wait_group(0)
+        if ERASE_CHANNELS:  # the strengths become erase keys; each thread reads what it has copied
+            for tile in gl.static_range(NT):
+                e_tile = to_float32(load_tile(e_s, tile)) * to_float32(load_tile(k_s, tile))
+                e_s.index(tile).reshape([4, 16, 32]).store(to_16_bits(e_tile, dtype))
         k_down, k_up = row_scales(k_s, NT, SCALED)
         q_down, q_up = row_scales(q_s, NT, SCALED)
         q_up *= scale
