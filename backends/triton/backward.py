@@ -101,6 +101,7 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
         assert plan.gradients is not None
         gradients = {
             "channel": _gradients_of_channels, "hopper channel": _gradients_of_channels_on_hopper,
+            "hopper additive": _gradients_of_additive_channels_on_hopper,
             "pair": _gradients_of_pairs, "hopper pair": _gradients_of_pairs_on_hopper,
             "portable": _gradients, "hopper": _gradients_on_hopper,
         }[plan.gradients]  # fmt: skip
@@ -265,9 +266,28 @@ def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) ->
             scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.V, s.C, sums.keys, kind.delta, x.e is not None, kind.erase_channels, d.b is not None,
+            s.H, s.HV, s.K, s.V, s.C, sums.keys, x.e is not None, kind.erase_channels, d.b is not None,
             x.w is not None, kind.stores_du(x), kind.erase_early, kind.read_early, x.state is not None, s.packed,
             kind.min_b(x.q.dtype), span.unit, scratch.in_gradients,
+        ),
+    )  # fmt: skip
+    programs = scratch.slots * s.HV * sums.tiles
+    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+
+
+def _gradients_of_additive_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
+    from deltazoo.backends.triton.kernels.hopper.additive_gradients import hopper_additive_gradients_kernel
+
+    x, kind, s, sums, d = run.x, run.kind, run.s, run.sums, run.d
+    gradients = launcher(
+        hopper_additive_gradients_kernel,
+        (
+            x.q, x.k, x.v, x.log_decay, x.w, run.d_o, scratch.states, scratch.dstates, scratch.du, d.q, d.k,
+            d.log_decay, sums.dgates, scratch.partial, x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, sums.keys, x.w is not None, kind.read_early, x.state is not None, s.packed,
+            span.unit,
         ),
     )  # fmt: skip
     programs = scratch.slots * s.HV * sums.tiles

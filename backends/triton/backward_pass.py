@@ -101,6 +101,7 @@ class GateSums(NamedTuple):
         on_hopper = plan.backward != "reverse+gradients" or plan.gradients in (
             "hopper",
             "hopper channel",
+            "hopper additive",
             "hopper pair",
         )
         K0 = key_tiles(s.K)[0]

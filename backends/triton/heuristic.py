@@ -9,9 +9,9 @@ from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, power_of_two
 from deltazoo.backends.triton.plan import KERNELS, Phase, Problem, occupies, takes
 
-# With a decay per channel portable kernels compute the maps of segments. KDA, 1 x 8192 tokens on an H100, ms forward and
-# with backward, segments against none: 8 heads (16 segments) 0.255 and 0.759 against 0.287 and 0.923, 16 heads (8) 0.398
-# and 1.145 against 0.341 and 1.152, 32 heads (4) 0.566 and 1.851 against 0.451 and 1.646.
+# With a decay per channel portable kernels compute the maps of segments. KDA, 1 x 8192 tokens on an H100, ms forward
+# and with backward, segments against none: 8 heads (16 segments) 0.255 and 0.759 against 0.287 and 0.923, 16 heads (8)
+# 0.398 and 1.145 against 0.341 and 1.152, 32 heads (4) 0.566 and 1.851 against 0.451 and 1.646.
 _CHANNEL_SEGMENTS = 12  # the fewest that are worth it
 
 

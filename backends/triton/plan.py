@@ -20,7 +20,7 @@ Version = Literal["portable", "hopper"]
 Backward = Literal["none", "fused", "sweep", "reverse+gradients"]
 SCALAR_DECAYS = ("none", "fixed", "head")
 Prepare = Literal["gates", "channel", "hopper channel", "pair", "hopper pair", "portable", "hopper"]
-Gradients = Literal["channel", "hopper channel", "pair", "hopper pair", "portable", "hopper"]
+Gradients = Literal["channel", "hopper channel", "hopper additive", "pair", "hopper pair", "portable", "hopper"]
 Phase = Literal["prepare", "scan", "recompute", "reverse", "gradients"]
 
 
@@ -255,6 +255,7 @@ LAUNCHES: dict[tuple[str, str], tuple[str, ...]] = {
     ("reverse", "hopper"): ("hopper_reverse_kernel",),
     ("gradients", "channel"): ("channel_gradients_kernel",),
     ("gradients", "hopper channel"): ("hopper_channel_gradients_kernel",),
+    ("gradients", "hopper additive"): ("hopper_additive_gradients_kernel",),
     ("gradients", "pair"): ("pair_gradients_kernel",),
     ("gradients", "hopper pair"): ("hopper_pair_gradients_kernel", "pair_gradients_kernel"),
     ("gradients", "portable"): ("gradients_kernel",),
@@ -314,8 +315,10 @@ def _gradients(kernel: KernelChoice, problem: Problem) -> Gradients:
     if problem.pair:
         return "hopper pair" if kernel == "hopper" else "pair"
     channel = problem.decay == "channel"
+    if kernel == "hopper" and channel:
+        return "hopper channel" if problem.delta else "hopper additive"
     if kernel == "hopper":
-        return "hopper channel" if channel else "hopper"
+        return "hopper"
     return "channel" if channel else "portable"
 
 

@@ -145,7 +145,8 @@ def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, earl
     compiler = Compiler()
     problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, delta, erase_key, decay="channel", packed=packed)
     launch_update(problem, DEVICE, compiler, early)
-    (kernel,) = [kernel for name, kernel in compiler.compiled if name == "hopper_channel_gradients_kernel"]
+    kind = "channel" if delta else "additive"
+    (kernel,) = [kernel for name, kernel in compiler.compiled if name == f"hopper_{kind}_gradients_kernel"]
     assert kernel.metadata.shared <= 113 * 1024  # two programs per SM
     sass = disassemble(kernel.asm["cubin"])
     assert not wrong_descriptor_addresses(sass)

@@ -34,6 +34,7 @@ def _emulated(monkeypatch):
         "hopper.fused_backward",
         "hopper.gradients",
         "hopper.channel_gradients",
+        "hopper.additive_gradients",
         "hopper.pair_prepare",
         "hopper.pair_gradients",
     )
@@ -204,14 +205,15 @@ def test_gradients_with_a_decay_per_channel(monkeypatch, name, shape, regime, la
         TritonBackend(LaunchConfig(every=2, scratch=2**20, **GRADIENTS)),
         Case(CHANNEL_SPECS[name], shape, torch.float16, **inputs),
     )
-    assert {*LAUNCHED} == {"hopper_channel_gradients_kernel"}
+    kernel = "channel" if CHANNEL_SPECS[name].transition == "delta" else "additive"
+    assert {*LAUNCHED} == {f"hopper_{kernel}_gradients_kernel"}
 
 
 @pytest.mark.parametrize(
     ("name", "regime", "late"),
     [
         ("KDA", "decays", True),
-        ("GLA", "no state", False),
+        ("strengths per channel", "no state", False),
         pytest.param("both before", "ordinary", True, marks=pytest.mark.slow),
     ],
 )

@@ -163,7 +163,7 @@ def test_plan_of_a_decay_per_channel_has_no_sweep(change, version):
     ("change", "device", "prepare"),
     [
         ({}, H200, "hopper channel"),
-        ({"delta": False, "K": 64}, H200, "hopper channel"),
+        ({"delta": False, "K": 64}, H200, "hopper additive"),
         ({"erase_key": True, "packed": True, "HV": 32}, H200, "hopper channel"),
         ({"dtype": torch.float32}, H200, "channel"),
         ({"K": 20}, H200, "channel"),

@@ -1,4 +1,4 @@
-"""Gradients of the operands of a chunk with a decay per channel on sm_90, from states and dstates of the reverse scan.
+"""Gradients of a chunk of a delta rule with a decay per channel on sm_90, from the states of the reverse scan.
 
 It computes the equations of ../channel/gradients.py. With S the state before the chunk, dS' the gradient of the state
 after it, x and du [64, V], and y = b e:
@@ -96,7 +96,7 @@ def load_decays(G_s, G_before_s, ANY_EARLY: gl.constexpr):
 @gluon.jit
 def keep_lower(x):
     """Zero x [64, 64], of 16 bits in the layout ACC, on and above the diagonal."""
-    asm: gl.constexpr = mask_asm()
+    asm: gl.constexpr = mask_asm("before", 0)
     return gl.inline_asm_elementwise(asm, OPERANDS, [x], x.dtype, is_pure=True, pack=32)
 
 
@@ -238,7 +238,7 @@ def upper_factors(G, G_before, B: gl.constexpr, M: gl.constexpr, EARLY: gl.const
 @gluon.jit
 def add_level_5(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s,
-    DELTA: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Add the pairs of tokens 32 to 63 with tokens 0 to 31 to dq, -dy and dk."""
     dtype: gl.constexpr = q_s.dtype
@@ -251,28 +251,24 @@ def add_level_5(
     z3 = multiply_block(k1, P_s[6], 1, multiply_block(k0, P_s[6], 0, zeros, False), True)
     y2 = zeros
     y3 = zeros
-    if DELTA:
-        y2 = multiply_block(k1, A_s[5], 1, multiply_block(k0, A_s[5], 0, zeros, False), True)
-        y3 = multiply_block(k1, A_s[6], 1, multiply_block(k0, A_s[6], 0, zeros, False), True)
+    y2 = multiply_block(k1, A_s[5], 1, multiply_block(k0, A_s[5], 0, zeros, False), True)
+    y3 = multiply_block(k1, A_s[6], 1, multiply_block(k0, A_s[6], 0, zeros, False), True)
     f2 = upper_factors(G, G_before, 2, 1, READ_EARLY)
     f3 = upper_factors(G, G_before, 3, 1, READ_EARLY)
     q2 = scale_block(load_block(q_s, 2), f2, dtype)
     q3 = scale_block(load_block(q_s, 3), f3, dtype)
     z0 = multiply_block(q3, P_s[5], 3, multiply_block(q2, P_s[5], 2, zeros, False), True)
     z1 = multiply_block(q3, P_s[6], 3, multiply_block(q2, P_s[6], 2, zeros, False), True)
-    if DELTA:
-        h2 = f2 if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, 2, 1, ERASE_EARLY)
-        h3 = f3 if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, 3, 1, ERASE_EARLY)
-        e2 = scale_block(load_block(e_s, 2), h2, dtype)
-        e3 = scale_block(load_block(e_s, 3), h3, dtype)
-        z0 = multiply_block(e3, A_s[5], 3, multiply_block(e2, A_s[5], 2, z0, True), True)
-        z1 = multiply_block(e3, A_s[6], 3, multiply_block(e2, A_s[6], 2, z1, True), True)
-        z0, z1, z2, z3, y2, y3, k0, k1, q2, q3, e2, e3 = warpgroup_mma_wait(
-            0, deps=[z0, z1, z2, z3, y2, y3, k0, k1, q2, q3, e2, e3]
-        )
-        dy = (dy[0], dy[1], dy[2] + h2 * y2, dy[3] + h3 * y3)
-    else:
-        z0, z1, z2, z3, k0, k1, q2, q3 = warpgroup_mma_wait(0, deps=[z0, z1, z2, z3, k0, k1, q2, q3])
+    h2 = f2 if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, 2, 1, ERASE_EARLY)
+    h3 = f3 if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, 3, 1, ERASE_EARLY)
+    e2 = scale_block(load_block(e_s, 2), h2, dtype)
+    e3 = scale_block(load_block(e_s, 3), h3, dtype)
+    z0 = multiply_block(e3, A_s[5], 3, multiply_block(e2, A_s[5], 2, z0, True), True)
+    z1 = multiply_block(e3, A_s[6], 3, multiply_block(e2, A_s[6], 2, z1, True), True)
+    z0, z1, z2, z3, y2, y3, k0, k1, q2, q3, e2, e3 = warpgroup_mma_wait(
+        0, deps=[z0, z1, z2, z3, y2, y3, k0, k1, q2, q3, e2, e3]
+    )
+    dy = (dy[0], dy[1], dy[2] + h2 * y2, dy[3] + h3 * y3)
     dq = (dq[0], dq[1], dq[2] + f2 * z2, dq[3] + f3 * z3)
     dk = (dk[0] + f0 * z0, dk[1] + f1 * z1, dk[2], dk[3])
     return dq, dy, dk
@@ -281,7 +277,7 @@ def add_level_5(
 @gluon.jit
 def add_level_4(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s, LOWER: gl.constexpr,
-    DELTA: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Add the pairs of tokens of blocks LOWER + 1 and LOWER to dq, -dy and dk."""
     dtype: gl.constexpr = q_s.dtype
@@ -290,21 +286,15 @@ def add_level_4(
     f = boundary_factors(G[LOWER], G[LOWER])
     a_k = scale_block(load_block(k_s, LOWER), f, dtype)
     z_upper = multiply_block(a_k, P_s[4], LOWER, zeros, False)
-    if DELTA:
-        y_upper = multiply_block(a_k, A_s[4], LOWER, zeros, False)
+    y_upper = multiply_block(a_k, A_s[4], LOWER, zeros, False)
     f_read = upper_factors(G, G_before, UPPER, LOWER, READ_EARLY)
     a_q = scale_block(load_block(q_s, UPPER), f_read, dtype)
     z_lower = multiply_block(a_q, P_s[4], UPPER, zeros, False)
-    if DELTA:
-        f_erase = f_read if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, UPPER, LOWER, ERASE_EARLY)
-        a_e = scale_block(load_block(e_s, UPPER), f_erase, dtype)
-        z_lower = multiply_block(a_e, A_s[4], UPPER, z_lower, True)
-        z_upper, y_upper, z_lower, a_k, a_q, a_e = warpgroup_mma_wait(
-            0, deps=[z_upper, y_upper, z_lower, a_k, a_q, a_e]
-        )
-        dy = replace(dy, UPPER, dy[UPPER] + f_erase * y_upper)
-    else:
-        z_upper, z_lower, a_k, a_q = warpgroup_mma_wait(0, deps=[z_upper, z_lower, a_k, a_q])
+    f_erase = f_read if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, UPPER, LOWER, ERASE_EARLY)
+    a_e = scale_block(load_block(e_s, UPPER), f_erase, dtype)
+    z_lower = multiply_block(a_e, A_s[4], UPPER, z_lower, True)
+    z_upper, y_upper, z_lower, a_k, a_q, a_e = warpgroup_mma_wait(0, deps=[z_upper, y_upper, z_lower, a_k, a_q, a_e])
+    dy = replace(dy, UPPER, dy[UPPER] + f_erase * y_upper)
     dq = replace(dq, UPPER, dq[UPPER] + f_read * z_upper)
     dk = replace(dk, LOWER, dk[LOWER] + f * z_lower)
     return dq, dy, dk
@@ -313,7 +303,7 @@ def add_level_4(
 @gluon.jit
 def issue_block(
     G, G_before, P_s, A_s, q_s, e_s, k_s, upper, B: gl.constexpr, LEVEL: gl.constexpr,
-    DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Issue the products of the pairs of a level below 4 in block B. Returns: products, factors, and A operands."""
     dtype: gl.constexpr = q_s.dtype
@@ -325,39 +315,34 @@ def issue_block(
     f_erase = f_read
     a_e = a_q
     y = z
-    if DELTA:
-        if READ_EARLY != ERASE_EARLY:
-            f_erase = level_factors(G[B], G_before[B], LEVEL, ERASE_EARLY)
-        e = select_pairs(upper, load_block(e_s, B), k, LEVEL) if ERASE_KEY else k
-        a_e = scale_block(e, f_erase, dtype)
-        y = multiply_block(a_e, A_s[LEVEL], B, zeros, False)
+    if READ_EARLY != ERASE_EARLY:
+        f_erase = level_factors(G[B], G_before[B], LEVEL, ERASE_EARLY)
+    e = select_pairs(upper, load_block(e_s, B), k, LEVEL) if ERASE_KEY else k
+    a_e = scale_block(e, f_erase, dtype)
+    y = multiply_block(a_e, A_s[LEVEL], B, zeros, False)
     return z, y, f_read, f_erase, a_q, a_e
 
 
 @gluon.jit
 def add_level(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s, FIRST: gl.constexpr, LEVEL: gl.constexpr,
-    DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Add the pairs of a level below 4 in blocks FIRST and FIRST + 1 to dq, -dy and dk."""
     SECOND: gl.constexpr = FIRST + 1
     upper = (((gl.arange(0, 16, N16_COLUMNS) >> LEVEL) & 1) != 0)[None, :] & (gl.arange(0, 64, N16_ROWS) >= 0)[:, None]
     z0, y0, f0, h0, q0, e0 = issue_block(
-        G, G_before, P_s, A_s, q_s, e_s, k_s, upper, FIRST, LEVEL, DELTA, ERASE_KEY, ERASE_EARLY, READ_EARLY
+        G, G_before, P_s, A_s, q_s, e_s, k_s, upper, FIRST, LEVEL, ERASE_KEY, ERASE_EARLY, READ_EARLY
     )  # fmt: skip
     z1, y1, f1, h1, q1, e1 = issue_block(
-        G, G_before, P_s, A_s, q_s, e_s, k_s, upper, SECOND, LEVEL, DELTA, ERASE_KEY, ERASE_EARLY, READ_EARLY
+        G, G_before, P_s, A_s, q_s, e_s, k_s, upper, SECOND, LEVEL, ERASE_KEY, ERASE_EARLY, READ_EARLY
     )  # fmt: skip
-    if DELTA:
-        z0, y0, z1, y1, q0, e0, q1, e1 = warpgroup_mma_wait(0, deps=[z0, y0, z1, y1, q0, e0, q1, e1])
-    else:
-        z0, z1, q0, q1 = warpgroup_mma_wait(0, deps=[z0, z1, q0, q1])
+    z0, y0, z1, y1, q0, e0, q1, e1 = warpgroup_mma_wait(0, deps=[z0, y0, z1, y1, q0, e0, q1, e1])
     dq0, dk0 = add_halves(dq[FIRST], dk[FIRST], upper, f0, z0)
     dq1, dk1 = add_halves(dq[SECOND], dk[SECOND], upper, f1, z1)
-    if DELTA:
-        dy0, dk0 = add_halves(dy[FIRST], dk0, upper, h0, y0)
-        dy1, dk1 = add_halves(dy[SECOND], dk1, upper, h1, y1)
-        dy = replace(replace(dy, FIRST, dy0), SECOND, dy1)
+    dy0, dk0 = add_halves(dy[FIRST], dk0, upper, h0, y0)
+    dy1, dk1 = add_halves(dy[SECOND], dk1, upper, h1, y1)
+    dy = replace(replace(dy, FIRST, dy0), SECOND, dy1)
     dq = replace(replace(dq, FIRST, dq0), SECOND, dq1)
     dk = replace(replace(dk, FIRST, dk0), SECOND, dk1)
     return dq, dy, dk
@@ -402,7 +387,7 @@ def hopper_channel_gradients_kernel(
     q, k, e, v, log_decay, b, w, do, states, dstates, xs, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
-    DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,
+    ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,
     WRITE: gl.constexpr, STORED_DU: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr,
     MIN_BETA: gl.constexpr, UNIT: gl.constexpr, IN_GRADIENTS: gl.constexpr,
@@ -417,8 +402,8 @@ def hopper_channel_gradients_kernel(
     MASK_K: gl.constexpr = K % 64 != 0
     STATE_STEP: gl.constexpr = 0 if IN_GRADIENTS else 64 * K
     gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not PACKED))
-    RECOVER_DU: gl.constexpr = DELTA and WRITE and not STORED_DU  # du holds dv = b du
-    ANY_EARLY: gl.constexpr = READ_EARLY or (DELTA and ERASE_EARLY)
+    RECOVER_DU: gl.constexpr = WRITE and not STORED_DU  # du holds dv = b du
+    ANY_EARLY: gl.constexpr = READ_EARLY or ERASE_EARLY
     dtype: gl.constexpr = states.dtype.element_ty
     pid = gl.program_id(0)
     tile = pid % NK
@@ -447,17 +432,13 @@ def hopper_channel_gradients_kernel(
         dS_s = allocate_tiles(dtype, NUM_STAGES)
         x_s = allocate_tiles(dtype, NUM_STAGES)
         do_s = allocate_tiles(dtype, NUM_STAGES)
-        du_s = allocate_tiles(dtype, NUM_STAGES) if DELTA else do_s
+        du_s = allocate_tiles(dtype, NUM_STAGES)
         q_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         k_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         e_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE) if ERASE_KEY else k_s
         do_at = copy_pointers(do + value, HV * V)
-        if DELTA:
-            du_at = copy_pointers(du + (local_value if STORED_DU else value), HV * V)
-            x_at = copy_pointers(xs + local_value, HV * V)
-        else:
-            du_at = do_at
-            x_at = copy_pointers(v + value, HV * V)
+        du_at = copy_pointers(du + (local_value if STORED_DU else value), HV * V)
+        x_at = copy_pointers(xs + local_value, HV * V)
         if IN_GRADIENTS:
             S_at = copy_pointers(states + ((token * HV + hv) * (2 * K) + 2 * column), 2 * HV * K)
             dS_at = copy_pointers(dq + key, HV * K)
@@ -469,7 +450,7 @@ def hopper_channel_gradients_kernel(
         for tv in gl.static_range(NUM_STAGES):
             if IN_GRADIENTS and tv == 1:
                 pointers = (do_at, du_at, x_at, S_at + 64, copy_pointers(dk + key, HV * K))
-            copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, DELTA, STATE_STEP)
+            copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, True, STATE_STEP)
         copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         if ERASE_KEY:
@@ -495,8 +476,6 @@ def hopper_channel_gradients_kernel(
         if ERASE:
             erase = gl.load(b + (token + t) * HV + hv, mask=in_sequence, other=0.0).to(gl.float32)
             erase_s.store(erase)
-        if WRITE and not DELTA:
-            write = gl.load(w + (token + j) * HV + hv, mask=j < tokens_left, other=0.0).to(gl.float32)
 
         dq_tile = gl.zeros([BK, C], gl.float32, ACC)  # S do^T
         dy_tile = gl.zeros([BK, C], gl.float32, ACC)  # S du^T
@@ -517,10 +496,9 @@ def hopper_channel_gradients_kernel(
             S_T = S_t.permute((1, 0))
             dq_tile = warpgroup_mma(S_T, do_t.permute((1, 0)), dq_tile, is_async=True)
             dP = warpgroup_mma(do_t, x_t.permute((1, 0)), dP, is_async=True)
-            if DELTA:
-                du_t = du_s[tv % NUM_STAGES]
-                dy_tile = warpgroup_mma(S_T, du_t.permute((1, 0)), dy_tile, is_async=True)
-                dA = warpgroup_mma(du_t, x_t.permute((1, 0)), dA, is_async=True)
+            du_t = du_s[tv % NUM_STAGES]
+            dy_tile = warpgroup_mma(S_T, du_t.permute((1, 0)), dy_tile, is_async=True)
+            dA = warpgroup_mma(du_t, x_t.permute((1, 0)), dA, is_async=True)
             dk_tile = warpgroup_mma(dS_t.permute((1, 0)), x_t.permute((1, 0)), dk_tile, is_async=True)
             for rows in gl.static_range(4):
                 S_rows = S_t.slice(rows * 16, 16, dim=0).load(LOAD_LAYOUT)
@@ -531,14 +509,11 @@ def hopper_channel_gradients_kernel(
                 barrier()  # every warp has read the stage
                 zero = opaque_zero(c, 25 + tv) * 64
                 next_pointers = (do_at + zero, du_at + zero, x_at + zero, S_at + zero, dS_at + zero)
-                copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, DELTA, STATE_STEP)
+                copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, True, STATE_STEP)
         # The buffers are dependencies too: the compiler would treat them as free from the issue of the wgmmas on.
-        if DELTA:
-            dq_tile, dP, dy_tile, dA, dk_tile, _, _, _, _, _ = warpgroup_mma_wait(
-                0, deps=[dq_tile, dP, dy_tile, dA, dk_tile, S_t, dS_t, x_t, do_t, du_t]
-            )
-        else:
-            dq_tile, dP, dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dq_tile, dP, dk_tile, S_t, dS_t, x_t, do_t])
+        dq_tile, dP, dy_tile, dA, dk_tile, _, _, _, _, _ = warpgroup_mma_wait(
+            0, deps=[dq_tile, dP, dy_tile, dA, dk_tile, S_t, dS_t, x_t, do_t, du_t]
+        )
         async_copy.wait_group(0)  # of k, q and e; wgmma does not read them
         if ERASE_CHANNELS:  # the strengths become erase keys
             barrier()
@@ -555,19 +530,17 @@ def hopper_channel_gradients_kernel(
         state_product = gl.convert_layout(gl.sum(S_dot_dS, 0), N16_ROWS)
 
         dP *= scale  # before it is rounded, for the range of float16
-        if WRITE and not DELTA:
-            dP *= write[None, :]
         diagonal_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
         if not READ_EARLY:
             diagonal_s.store(gl.sum(gl.where(t[:, None] == j[None, :], dP, 0.0), 1))
         P_s = allocate_pair_tiles(dtype)
         store_pairs(dP, dP, P_s)
-        A_s = allocate_pair_tiles(dtype) if DELTA else P_s
+        A_s = allocate_pair_tiles(dtype)
         if RECOVER_DU:  # dA is dv x^T so far
             gl.store(dgates_at + 2 * C + t, gl.sum(gl.where(t[:, None] == j[None, :], dA, 0.0), 1))
             store_pairs(-dA, dA * (1.0 / clamp_away_from_zero(erase, MIN_BETA))[:, None], A_s)
             dy_tile *= (1.0 / clamp_away_from_zero(erase_s.load(ACC_COLUMNS), MIN_BETA))[None, :]
-        elif DELTA:
+        else:
             store_pairs(-dA * erase[:, None] if ERASE else -dA, dA, A_s)
         fence_async_shared()
         barrier()
@@ -578,12 +551,8 @@ def hopper_channel_gradients_kernel(
         dk_parts = split_blocks(dk_tile)
         dy_parts = split_blocks(dy_tile)
         dq_parts = scale_read(dq_parts, G_read, scale)
-        if DELTA:
-            dy_parts = scale_read(dy_parts, G_erase, 1.0)
+        dy_parts = scale_read(dy_parts, G_erase, 1.0)
         dk_parts = scale_write(dk_parts, G)
-        if WRITE and not DELTA:
-            dk_tile = join_blocks(dk_parts) * write[None, :]
-            dk_parts = split_blocks(dk_tile)
         state_product *= gl.exp2(last_token(G[3]))
         for block in gl.static_range(4):
             state_product += gl.sum(to_float32(load_block(k_s, block)) * dk_parts[block], 1)
@@ -597,14 +566,14 @@ def hopper_channel_gradients_kernel(
             if ANY_EARLY:  # twice as many registers as G alone
                 G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
             dq_parts, dy_parts, dk_parts = add_level_5(
-                dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, DELTA, ERASE_EARLY, READ_EARLY
+                dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, ERASE_EARLY, READ_EARLY
             )  # fmt: skip
         for half in gl.static_range(2):
             for _ in range(0, once):
                 if ANY_EARLY:  # twice as many registers as G alone
                     G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
                 dq_parts, dy_parts, dk_parts = add_level_4(
-                    dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, DELTA, ERASE_EARLY,
+                    dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, ERASE_EARLY,
                     READ_EARLY,
                 )  # fmt: skip
         for level in gl.static_range(4):
@@ -613,7 +582,7 @@ def hopper_channel_gradients_kernel(
                     if ANY_EARLY:  # twice as many registers as G alone
                         G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
                     dq_parts, dy_parts, dk_parts = add_level(
-                        dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, 3 - level, DELTA,
+                        dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, 3 - level,
                         ERASE_KEY, ERASE_EARLY, READ_EARLY,
                     )  # fmt: skip
 
@@ -625,19 +594,18 @@ def hopper_channel_gradients_kernel(
         late_terms = -k_tile * dk_tile
         if not READ_EARLY:
             late_terms += q_dq
-        if DELTA:
-            dy_tile = join_blocks(dy_parts)
-            erase_j = erase_s.load(ACC_COLUMNS)
-            e_tile = to_float32(e_s.permute((1, 0)).load(ACC)) if ERASE_KEY else k_tile
-            e_de = e_tile * dy_tile
-            if ERASE:
-                e_de *= erase_j[None, :]
-            if not ERASE_EARLY:
-                late_terms -= e_de
-            if ERASE_CHANNELS:  # the strengths again, for dk
-                barrier()
-                copy_tile_async(e_s, e_at, 0, tokens_left, K - column, True, MASK_K)
-                async_copy.commit_group()
+        dy_tile = join_blocks(dy_parts)
+        erase_j = erase_s.load(ACC_COLUMNS)
+        e_tile = to_float32(e_s.permute((1, 0)).load(ACC)) if ERASE_KEY else k_tile
+        e_de = e_tile * dy_tile
+        if ERASE:
+            e_de *= erase_j[None, :]
+        if not ERASE_EARLY:
+            late_terms -= e_de
+        if ERASE_CHANNELS:  # the strengths again, for dk
+            barrier()
+            copy_tile_async(e_s, e_at, 0, tokens_left, K - column, True, MASK_K)
+            async_copy.commit_group()
         terms_s = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_BY_TOKEN)
         terms_s.store(late_terms)
         dg = sum_from_token(terms_s.permute((1, 0)).load(BY_KEY)) + product_s.load(gl.SliceLayout(0, BY_KEY))[None, :]
@@ -645,7 +613,7 @@ def hopper_channel_gradients_kernel(
             early_terms = gl.zeros([BK, C], gl.float32, ACC)
             if READ_EARLY:
                 early_terms += q_dq
-            if DELTA and ERASE_EARLY:
+            if ERASE_EARLY:
                 early_terms -= e_de
             early_s = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_BY_TOKEN)
             early_s.store(early_terms)
@@ -669,21 +637,20 @@ def hopper_channel_gradients_kernel(
             dk_at = dk + key
             de_at = de + key if ERASE_KEY else dk_at
         store_transposed(dq_at, dq_tile, HV * K, tokens_left, K - column, MASK_K)
-        if DELTA:
-            if ERASE:
-                dy_tile *= -clamp_away_from_zero(erase_j, MIN_BETA)[None, :]
-                gl.store(dgates_at + C + j, gl.sum(e_tile * dy_tile, 0))
-            else:
-                dy_tile = -dy_tile
-            if ERASE_CHANNELS:
-                async_copy.wait_group(0)
-                barrier()
-                dk_tile += to_float32(e_s.permute((1, 0)).load(ACC)) * dy_tile
-                dy_tile *= to_float32(k_s.permute((1, 0)).load(ACC))
-            if ERASE_KEY:
-                store_transposed(de_at, dy_tile, HV * K, tokens_left, K - column, MASK_K)
-            else:
-                dk_tile += dy_tile
+        if ERASE:
+            dy_tile *= -clamp_away_from_zero(erase_j, MIN_BETA)[None, :]
+            gl.store(dgates_at + C + j, gl.sum(e_tile * dy_tile, 0))
+        else:
+            dy_tile = -dy_tile
+        if ERASE_CHANNELS:
+            async_copy.wait_group(0)
+            barrier()
+            dk_tile += to_float32(e_s.permute((1, 0)).load(ACC)) * dy_tile
+            dy_tile *= to_float32(k_s.permute((1, 0)).load(ACC))
+        if ERASE_KEY:
+            store_transposed(de_at, dy_tile, HV * K, tokens_left, K - column, MASK_K)
+        else:
+            dk_tile += dy_tile
         store_transposed(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
         if WRITE and not RECOVER_DU:
             store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)

@@ -1,8 +1,8 @@
-"""Mask of the tokens before each token of a chunk, as inline PTX on a [64, 64] tensor of 16 bits in the layout ACC.
+"""Masks of pairs of tokens of a chunk, as inline PTX on a [64, 64] tensor of 16 bits in the accumulator layout.
 
 Register layout: warp w holds rows 16 w to 16 w + 15. Register r of a lane holds two adjacent columns of the 8 columns
 from 8 (r // 2) on, in the upper (r even) or lower 8 of the rows; lane 4 g + c holds columns 2 c and 2 c + 1 of row g of
-such an 8 x 8 block. A block's mask is a 64-bit constant, of which each lane takes two adjacent bits. A mask computed
+such an 8 x 8 block. A block's mask is a 64-bit constant, of which each lane takes two adjacent bits. Masks computed
 from indices by the compiler would take several instructions per element.
 """
 
@@ -13,14 +13,31 @@ OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 16))
 
 
 @gluon.constexpr_function
-def block_mask(row, column):
-    """Return the mask of an 8 x 8 block as 64 bits."""
-    return sum((column + b % 8 < row + b // 8) << b for b in range(64))
+def keeps(kind, level, i, j):
+    """Whether a mask keeps row i, column j.
+
+    kind: "before", "upto", "after": j < i, j <= i, j > i. "pairs": i and j are in different halves of the same block of
+    2^(level + 1) tokens. "late", "early": the decays j that sum up to the level's factor of token i (decay_levels.py),
+    for a token in an upper half with or without its own decay.
+    """
+    if kind == "pairs":
+        return (i ^ j) >> level == 1
+    if kind in ("late", "early"):
+        if (i ^ j) >> level != 0:
+            return False
+        kind = ("upto" if kind == "late" else "before") if i >> level & 1 else "after"
+    return {"before": j < i, "upto": j <= i, "after": j > i}[kind]
 
 
 @gluon.constexpr_function
-def mask_asm():
-    """Zero the elements on and above the diagonal: $0 to $15 from $16 to $31."""
+def block_mask(kind, level, row, column):
+    """Return the mask of an 8 x 8 block as 64 bits."""
+    return sum(keeps(kind, level, row + b // 8, column + b % 8) << b for b in range(64))
+
+
+@gluon.constexpr_function
+def mask_asm(kind, level):
+    """Zero the elements that the mask does not keep: $0 to $15 from $16 to $31."""
     text = """{
 .reg .b32 tid, lane, warp, x, y, m, pattern<8>;
 .reg .b64 bits;
@@ -37,7 +54,7 @@ setp.eq.u32 warp3, warp, 3;
     for r in range(16):
         by_warp = []
         for warp in range(4):
-            block = block_mask(16 * warp + r % 2 * 8, r // 2 * 8)
+            block = block_mask(kind, level, 16 * warp + r % 2 * 8, r // 2 * 8)
             if block not in names:
                 name = f"pattern{len(names) - 2}"
                 names[block] = name
