@@ -85,12 +85,9 @@ def forward(x: ElementOperands, kind: ElementKind, save: bool) -> tuple[Tensor, 
     starts = None
     if s.split:
         starts, ends, maps = _segment_states(x, s)
-        _scan(x, kind, s, config.forward, 0, ends=ends, maps=maps)
+        _scan(x, kind, s, config, ends=ends, maps=maps)
         _combine(x, s, maps, ends, x.state, starts, reverse=False)
-    _scan(
-        x, kind, s, config.forward, config.every if save else 0, o=o, final=final,
-        checkpoints=checkpoints if save else None, starts=starts,
-    )  # fmt: skip
+    _scan(x, kind, s, config, o=o, final=final, checkpoints=checkpoints if save else None, starts=starts)
     _zero_tail(x, s, v=o)
     return o, final, checkpoints
 
@@ -107,7 +104,7 @@ def backward(
     starts = None
     if s.split:
         starts, ends, maps = _segment_states(x, s)
-        _scan(x, kind, s, config.forward, 0, ends=ends, maps=maps)
+        _scan(x, kind, s, config, ends=ends, maps=maps)
         reverse = launcher(
             element_reverse_kernel,
             (x.q, x.log_decay, x.step, x.rate, d_o, ends, x.cu_seqlens),
@@ -193,13 +190,16 @@ def _kernel_operands(x: ElementOperands, s: Sizes, config: ElementConfig) -> Ele
 
 
 def _scan(
-    x: ElementOperands, kind: ElementKind, s: Sizes, launch: ElementLaunch, every: int, *, o: Tensor | None = None,
+    x: ElementOperands, kind: ElementKind, s: Sizes, config: ElementConfig, *, o: Tensor | None = None,
     final: Tensor | None = None, checkpoints: Tensor | None = None, starts: Tensor | None = None,
     ends: Tensor | None = None, maps: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the forward scan; with `ends` and `maps` it computes these alone."""
-    traits = _traits(x, kind, s, launch, every)
+    traits = _traits(x, kind, s, config.forward, config.every)
     initial = x.state if ends is None and starts is None else None
+    save = checkpoints is not None
+    if checkpoints is None:
+        checkpoints = final if ends is None else ends  # not written
     run = launcher(
         element_scan_kernel,
         (
@@ -209,7 +209,7 @@ def _scan(
         (traits,),
         traits.W,
     )  # fmt: skip
-    run(s.N * s.segments * traits.BLOCKS, kind.scale, s.T, s.N, s.segments)
+    run(s.N * s.segments * traits.BLOCKS, kind.scale, s.T, s.N, s.segments, int(save))
 
 
 def _combine(
