@@ -25,8 +25,8 @@ _CHEAP = frozenset({"triton_short_conv"})  # of the operators of this package
 def run_layer(layer: Callable[..., Any], checkpointing: Checkpointing, *arguments: Any) -> Any:
     """Call the layer. With "full" the backward runs it again from its arguments.
 
-    With "selective" the results of matrix products, attention and updates are saved, and the backward computes the
-    rest again: norms, activations, gates and short convolutions, which are bound by memory bandwidth.
+    With "selective" the results of matrix products, attention and this package's operators, except short convolutions,
+    are saved. The backward computes the rest again: mostly norms, activations and gates, bound by memory bandwidth.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
         return layer(*arguments)
@@ -37,8 +37,9 @@ def run_layer(layer: Callable[..., Any], checkpointing: Checkpointing, *argument
 
 
 def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    packet = getattr(operator, "overloadpacket", operator)  # a higher-order operator has none
     if operator.namespace == "deltazoo":
-        is_saved = operator.overloadpacket.__name__ not in _CHEAP
+        is_saved = packet.__name__ not in _CHEAP
     else:
-        is_saved = operator.overloadpacket in _PRODUCTS_AND_ATTENTION
+        is_saved = packet in _PRODUCTS_AND_ATTENTION or packet is torch.ops.higher_order.flex_attention
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -205,8 +205,8 @@ class LanguageModel(nn.Module):
     def checkpoint_layers(self, mode: Checkpointing | bool = "full") -> Self:
         """Choose what the backward recomputes instead of reading it from memory.
 
-        "full" or True: each layer, of which only the input is saved. "selective": norms, activations, gates and short
-        convolutions; the results of matrix products, attention and updates are saved. "none" or False: nothing.
+        "full" or True: each layer, of which only the input is saved. "selective": all but matrix products, attention
+        and this package's operators for updates, whose results are saved. "none" or False: nothing.
 
         Raises: ValueRangeError: another mode.
         """

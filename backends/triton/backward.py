@@ -3,6 +3,8 @@
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from deltazoo.backends.triton.backward_pass import (
     Scratch,
     bytes_per_slot,
     keeps_states_in_gradients,
+    tensors_of_pairs,
     windows_of,
 )
 from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, power_of_two, value_tile
@@ -72,7 +75,7 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
     unit, windows, slots = windows_of(s, config.every, plan.split, max_slots)
     chunks = cdiv(cdiv(cdiv(s.T, s.C), unit), windows) * unit  # of one sequence in a window, at most
     segments = cdiv(chunks, plan.split) if plan.split else 1
-    in_gradients = keeps_states_in_gradients(x, s, plan)
+    in_gradients = keeps_states_in_gradients(s, plan)
     scratch = Scratch.empty(x, kind, s, slots, run.d, sweep, in_gradients)
 
     assert plan.recompute is not None
@@ -181,8 +184,7 @@ def _gradients(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
         launch.stages,
         registers=168 if small and not kind.delta else None,  # three programs per SM
     )  # fmt: skip
-    programs = scratch.slots * s.HV * sums.tiles
-    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+    return _by_window(gradients, run, span, scratch)
 
 
 def _gradients_of_channels(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
@@ -202,8 +204,7 @@ def _gradients_of_channels(run: Pass, span: Span, scratch: Scratch) -> WindowLau
         launch.warps,
         launch.stages,
     )  # fmt: skip
-    programs = scratch.slots * s.HV * sums.tiles
-    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+    return _by_window(gradients, run, span, scratch)
 
 
 def _gradients_of_pairs(run: Pass, span: Span, scratch: Scratch, marked: bool = False) -> WindowLaunch:
@@ -212,7 +213,7 @@ def _gradients_of_pairs(run: Pass, span: Span, scratch: Scratch, marked: bool = 
     heads = min(power_of_two(s.HV), MARKED_HEADS) if marked else 1
     gradients = launcher(
         pair_gradients_kernel,
-        _tensors_of_pairs(run, scratch),
+        tensors_of_pairs(run, scratch),
         (
             s.HV, s.K, s.V, s.C, sums.keys, value_tile(launch.tile, s.V), kind.read_early, run.x.state is not None,
             s.packed, span.unit, run.x.q.dtype == torch.float32, tf32_precision(run.x.q.dtype), launch.stages, heads,
@@ -232,7 +233,7 @@ def _gradients_of_pairs_on_hopper(run: Pass, span: Span, scratch: Scratch) -> Wi
     kind, s = run.kind, run.s
     gradients = launcher(
         hopper_pair_gradients_kernel,
-        _tensors_of_pairs(run, scratch),
+        tensors_of_pairs(run, scratch),
         (s.HV, s.K, s.V, s.C, kind.read_early, run.x.state is not None, s.packed, span.unit),
         warps=8,
         registers=128 if s.V == 64 else None,  # two programs per SM
@@ -247,14 +248,6 @@ def _gradients_of_pairs_on_hopper(run: Pass, span: Span, scratch: Scratch) -> Wi
     return launch
 
 
-def _tensors_of_pairs(run: Pass, scratch: Scratch) -> tuple[Tensor | None, ...]:
-    x, d = run.x, run.d
-    return (
-        x.q, x.k, x.e, x.v_key, x.v, x.log_decay, run.d_o, run.prepared.gates, scratch.states, scratch.dstates,
-        scratch.xs, scratch.du, d.q, d.k, d.e, d.v_key, d.log_decay, x.cu_seqlens,
-    )  # fmt: skip
-
-
 def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
     from deltazoo.backends.triton.kernels.hopper.channel_gradients import hopper_channel_gradients_kernel
 
@@ -262,7 +255,7 @@ def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) ->
     gradients = launcher(
         hopper_channel_gradients_kernel,
         (
-            x.q, x.k, x.e, x.v, x.log_decay, x.b, x.w, run.d_o, scratch.states, scratch.dstates, scratch.xs,
+            x.q, x.k, x.e, x.v, x.log_decay, x.b, run.d_o, scratch.states, scratch.dstates, scratch.xs,
             scratch.du, d.q, d.k, d.e, d.log_decay, sums.dgates, scratch.partial, x.cu_seqlens,
         ),
         (
@@ -271,8 +264,7 @@ def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) ->
             kind.min_b(x.q.dtype), span.unit, scratch.in_gradients,
         ),
     )  # fmt: skip
-    programs = scratch.slots * s.HV * sums.tiles
-    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+    return _by_window(gradients, run, span, scratch)
 
 
 def _gradients_of_additive_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
@@ -290,8 +282,7 @@ def _gradients_of_additive_channels_on_hopper(run: Pass, span: Span, scratch: Sc
             span.unit,
         ),
     )  # fmt: skip
-    programs = scratch.slots * s.HV * sums.tiles
-    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+    return _by_window(gradients, run, span, scratch)
 
 
 def _gradients_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
@@ -309,8 +300,12 @@ def _gradients_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunc
             kind.erase_early, kind.read_early, s.packed, kind.dv_holds_du(x), kind.min_b(x.q.dtype), span.unit,
         ),
     )  # fmt: skip
-    programs = scratch.slots * s.HV * sums.tiles
-    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, kind.scale, s.T, window, span.windows)
+    return _by_window(gradients, run, span, scratch)
+
+
+def _by_window(gradients: Callable[..., None], run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
+    s, programs = run.s, scratch.slots * run.s.HV * run.sums.tiles
+    return lambda window: gradients(programs, s.N, s.slots, scratch.slots, run.kind.scale, s.T, window, span.windows)
 
 
 def _sweep(run: Pass, span: Span, scratch: Scratch, starts: Tensor | None) -> WindowLaunch:

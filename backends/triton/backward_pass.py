@@ -57,7 +57,7 @@ class Scratch(NamedTuple):
         )
 
 
-def keeps_states_in_gradients(x: ScanOperands, s: Sizes, plan: Plan) -> bool:
+def keeps_states_in_gradients(s: Sizes, plan: Plan) -> bool:
     """Whether states and their gradients are stored in the rows of d_log_decay, d_q and d_k of their chunk.
 
     For a decay per channel and 128 values these rows have exactly as many bytes. Each chunk needs all of its rows.
@@ -139,6 +139,15 @@ class Pass(NamedTuple):
     def slopes(self) -> Tensor | None:
         """The derivatives of the strengths of EFLA and Longhorn."""
         return self.prepared.derivatives()[1]
+
+
+def tensors_of_pairs(run: Pass, scratch: Scratch) -> tuple[Tensor | None, ...]:
+    """The tensors of both gradients kernels of DPLR."""
+    x, d = run.x, run.d
+    return (
+        x.q, x.k, x.e, x.v_key, x.v, x.log_decay, run.d_o, run.prepared.gates, scratch.states, scratch.dstates,
+        scratch.xs, scratch.du, d.q, d.k, d.e, d.v_key, d.log_decay, x.cu_seqlens,
+    )  # fmt: skip
 
 
 def windows_of(s: Sizes, every: int, split: int, max_slots: int) -> tuple[int, int, int]:

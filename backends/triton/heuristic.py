@@ -10,9 +10,9 @@ from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, power_of
 from deltazoo.backends.triton.plan import KERNELS, Phase, Problem, occupies, takes
 
 # With a decay per channel portable kernels compute the maps of segments. KDA, 1 x 8192 tokens on an H100, ms forward
-# and with backward, segments against none: 8 heads (16 segments) 0.255 and 0.759 against 0.287 and 0.923, 16 heads (8)
-# 0.398 and 1.145 against 0.341 and 1.152, 32 heads (4) 0.566 and 1.851 against 0.451 and 1.646.
-_CHANNEL_SEGMENTS = 12  # the fewest that are worth it
+# and with backward, segments against none: 8 heads (16 SMs for each) 0.255 and 0.759 against 0.287 and 0.923, 16 heads
+# 0.398 and 1.145 against 0.341 and 1.152, 32 heads 0.566 and 1.851 against 0.451 and 1.646.
+_CHANNEL_SMS_PER_PROGRAM = 12  # the fewest with which segments are worth it
 
 
 def heuristic(problem: Problem, device: DeviceSpec, split: int | None = None) -> LaunchConfig:
@@ -122,6 +122,6 @@ def _split(problem: Problem, device: DeviceSpec) -> int:
         fused = takes("reverse", "fused", problem, device) and _fills(problem, device)
         return power_of_two(chunks) if problem.packed and problem.delta and chunks >= 32 and not fused else 0
     segments = max(2, device.processors // max(programs, 1))
-    if chunks < 32 or (problem.decay == "channel" and not problem.pair and segments < _CHANNEL_SEGMENTS):
+    if chunks < 32 or (problem.decay == "channel" and not problem.pair and segments < _CHANNEL_SMS_PER_PROGRAM):
         return 0
     return max(16, power_of_two(cdiv(chunks, segments)))

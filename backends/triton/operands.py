@@ -20,7 +20,7 @@ class ScanOperands(NamedTuple):
     """The tensors of an update. None: no such operand; with an erase term b and w of None are 1, e of None is k.
 
     Args:
-        q, k, e: [B, T, H, K]; e is the erase key.
+        q, k, e: [B, T, H, K]; e is the erase key, or with `ScanKind.erase_channels` its strengths.
         v_key: [B, T, HV, K], in DPLR the key that v is written with; k then writes what the erase key read, and H = HV.
         v: [B, T, HV, V].
         log_decay: [B, T, HV], [HV], or per channel [B, T, HV, K].

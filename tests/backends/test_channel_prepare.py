@@ -130,7 +130,7 @@ def test_every_output_matches_float64(monkeypatch, shape, delta, own, erase_earl
         out.scaled,
         x.cu_seqlens,
     )
-    constants = (s.H, s.HV, s.K, C, delta, own, delta, True, erase_early, read_early, s.packed)
+    constants = (s.H, s.HV, s.K, C, delta, own, False, delta, True, erase_early, read_early, s.packed)
     run = launcher(None)(module.hopper_channel_prepare_kernel, tensors, constants)
     run(s.slots * s.HV, s.N, s.T, kind.scale)
     rounding = torch.finfo(dtype).eps / 2

@@ -33,6 +33,7 @@ def _emulated(monkeypatch):
         "hopper.sweep",
         "hopper.fused_backward",
         "hopper.gradients",
+        "hopper.channel_levels",
         "hopper.channel_gradients",
         "hopper.additive_gradients",
         "hopper.pair_prepare",

@@ -160,19 +160,20 @@ def test_plan_of_a_decay_per_channel_has_no_sweep(change, version):
 
 
 @pytest.mark.parametrize(
-    ("change", "device", "prepare"),
+    ("change", "device", "prepare", "gradients"),
     [
-        ({}, H200, "hopper channel"),
-        ({"delta": False, "K": 64}, H200, "hopper additive"),
-        ({"erase_key": True, "packed": True, "HV": 32}, H200, "hopper channel"),
-        ({"dtype": torch.float32}, H200, "channel"),
-        ({"K": 20}, H200, "channel"),
-        ({}, A100, "channel"),
+        ({}, H200, "hopper channel", "hopper channel"),
+        ({"delta": False, "K": 64}, H200, "hopper channel", "hopper additive"),
+        ({"erase_key": True, "packed": True, "HV": 32}, H200, "hopper channel", "hopper channel"),
+        ({"dtype": torch.float32}, H200, "channel", "channel"),
+        ({"K": 20}, H200, "channel", "channel"),
+        ({}, A100, "channel", "channel"),
     ],
 )
-def test_prepare_of_a_decay_per_channel(change, device, prepare):
+def test_kernels_of_a_decay_per_channel(change, device, prepare, gradients):
     case = problem(**({"decay": "channel"} | change))
-    assert make_plan(case, device, heuristic(case, device), grad=True).prepare == prepare
+    plan = make_plan(case, device, heuristic(case, device), grad=True)
+    assert (plan.prepare, plan.gradients) == (prepare, gradients)
 
 
 def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltazoo.backends.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.blocks.checkpointing import _policy
 from deltazoo.blocks.compilation import compile_layers
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.stack import LanguageModel, StackState
@@ -363,3 +364,8 @@ def test_decoding_is_one_graph(hybrid, tokens):
             logits, state = step(tokens_BT[:, t : t + 1], state)
             assert_close(logits[:, 0], expected[:, t])
     assert counter.frame_count == 1
+
+
+def test_selective_checkpointing_saves_the_results_of_flex_attention():
+    saved = _policy(None, torch.ops.higher_order.flex_attention)
+    assert saved == _policy(None, torch.ops.aten.mm.default) != _policy(None, torch.ops.aten.mul.Tensor)

@@ -46,7 +46,8 @@ def element_scan_kernel(
     (`maps`). Else it starts from `starts`, or without segments from `initial` (None: 0), and writes o, the final state,
     and, if save is not 0, the state before every EVERY tokens to `checkpoints`. The branch of that store is there
     without checkpoints, too: it separates the loads of a group from their uses. Without it ptxas issues each load just
-    before its use (72 registers instead of 229), and Mamba-1's forward took 3.98 instead of 1.13 ms.
+    before its use (72 registers instead of 229). Mamba-1 on an H100, 8 x 4096 tokens, width 4096, N = 16: 3.98 ms
+    without the branch, 1.13 ms for the forward that stores checkpoints.
 
     Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; initial, final [N, HV, K, V]; checkpoints [slots, K, V, HV]; starts,
     ends [N segments, K, V, HV]; maps [N segments, K, V, HV]. States are float32.

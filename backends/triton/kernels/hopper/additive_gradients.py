@@ -30,7 +30,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from deltazoo.backends.triton.kernels.hopper.channel_gradients import BY_KEY, add_halves, sum_from_token
+from deltazoo.backends.triton.kernels.hopper.channel_gradients import BY_KEY, sum_from_token
+from deltazoo.backends.triton.kernels.hopper.channel_levels import add_halves
 from deltazoo.backends.triton.kernels.hopper.common import (
     A_OPERAND,
     ACC,
