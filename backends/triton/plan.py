@@ -332,6 +332,8 @@ def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: Devic
         if 16 in limits.pair_widths
         else ["no DPLR" if not limits.pair_widths else f"for DPLR K and V in {limits.pair_widths}"]
     )
+    if limits.pair_widths and len(limits.pair_dtypes) == 1:
+        needs.append(f"for DPLR {limits.pair_dtypes[0]}")
     if limits.hopper:
         needs = [
             "a Hopper GPU", "16-bit operands and saved states of one dtype",
@@ -342,6 +344,7 @@ def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: Devic
         f"{phase}.kernel = {kernel!r} needs {', '.join(needs)}; got {device.name}, {problem.dtype} saved in "
         f"{problem.saved_dtype}, {'an' if problem.erase_key else 'no'} erase key, chunks of {chunk}, K = {problem.K}, "
         f"V = {problem.V}, decay = {problem.decay}, H = {problem.H}, HV = {problem.HV}"
+        f"{', DPLR' if problem.pair else ''}"
     )
 
 

@@ -133,7 +133,7 @@ BY_CHANNEL = {
     "write strength": UpdateSpec(decay="channel", transition="additive", beta="head", read="before"),
     "read before": UpdateSpec(decay="channel", transition="additive", read="before"),
     "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
-    "own erase key before": UpdateSpec(decay="channel", beta="channel", erase_from="previous"),  # has its own erase key
+    "strengths per channel, erase before": UpdateSpec(decay="channel", beta="channel", erase_from="previous"),
 }
 CHANNEL_SCANS = dict.fromkeys(("scan", "recompute", "reverse"), SCAN_LAUNCH)
 CHANNEL_ROUTES = {
@@ -171,7 +171,7 @@ CHANNEL_SPECS = {
     "write strength": UpdateSpec(decay="channel", transition="additive", beta="head"),
     "no beta": UpdateSpec(decay="channel"),
     "strengths per channel": UpdateSpec(decay="channel", beta="channel"),
-    "own erase key before": UpdateSpec(decay="channel", beta="channel", erase_from="previous"),
+    "strengths per channel, erase before": UpdateSpec(decay="channel", beta="channel", erase_from="previous"),
     "both before": UpdateSpec(decay="channel", beta="head", read="before", erase_from="previous"),
     "read before": UpdateSpec(decay="channel", beta="head", read="before"),
     "erase before": UpdateSpec(decay="channel", beta="head", erase_from="previous"),
@@ -236,7 +236,8 @@ def test_states_in_the_rows_of_gradients(monkeypatch, name, regime, late):
 
 
 @pytest.mark.parametrize(
-    ("name", "regime"), [*zip(("kda", "gla", "read before", "own erase key before"), REGIMES, strict=True)]
+    ("name", "regime"),
+    [*zip(("kda", "gla", "read before", "strengths per channel, erase before"), REGIMES, strict=True)],
 )
 def test_prepare_of_a_decay_per_channel(name, regime):
     inputs = {"state": "none"} if regime == "no state" else {"regime": regime}

@@ -18,7 +18,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # After a decay of 2^-96 a state is negligible. Larger magnitudes would lose float32 precision in the cumulative sum.
 MIN_LOG2_DECAY = tl.constexpr(-96.0)
-# A decay of at most 2^-60 in either half of a chunk is weak (channel/pair_levels.py): its inverse fits bfloat16.
+# The decays of a chunk are weak (channel/pair_levels.py) if each half decays every channel by a factor above 2^-60: the
+# inverse of the factor fits bfloat16.
 WEAK = tl.constexpr(60.0)
 
 

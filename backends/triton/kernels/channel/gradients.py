@@ -53,6 +53,8 @@ def channel_gradients_kernel(
     Writes dlog_decay [B, T, HV, K]; dq, dk, de [B, T, H, K], or with grouped heads partial
     [3, num_scratch_slots, C, HV, K] for sum_groups_kernel; for gate_gradients_kernel rows 1 (e . de) and 2 (v . du) of
     dgates [K tiles, slots, HV, 3, C]. de contains b clamped away from 0, because db is e . de divided by it.
+    ERASE_CHANNELS: e holds the erase strength of each channel, and the erase key is e k; de is then the gradient of the
+    strengths.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV

@@ -40,7 +40,7 @@ def channel_prepare_kernel(
 
     Grid: chunk slot, value head. Each program loops over tiles of BK keys.
 
-    Reads q, k, e [B, T, H, K]; log_decay [B, T, HV, K]; b, w [B, T, HV].
+    Reads q, k, e [B, T, H, K], with ERASE_CHANNELS the erase key is e k; log_decay [B, T, HV, K]; b, w [B, T, HV].
     Writes tiles [2 or 3, B, T, HV, K] = Q, W and with DELTA E; gates [slots, HV, K + C] = 2^Gend, w; wy_tiles
     [slots, HV, 1, C, C + 8], T and P (T = 0 without an erase term); decay_bounds [slots, HV] = 0.
     """

@@ -2,8 +2,8 @@
 
 ../channel/decay_levels.py explains the levels. With G the cumulative log2 decay and m the last token of a lower half,
 the factor of a token is 2^(G - G_m) in the upper half of its block and 2^(G_m - G) in the lower half. G does not
-increase, so both are 2^-|G - G_m|. In float32 the exponent has an error below 2^-11 where G is near its minimum,
-64 tokens of -96.
+increase, so both are 2^-|G - G_m|. G is summed token by token in float32: the exponent has an error of about
+2^-9 where every token is at the clamp, -96, and 2^-15 for |G| below 64.
 """
 
 from triton.experimental import gluon
