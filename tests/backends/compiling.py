@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -42,10 +42,20 @@ class Compiler:
         return lambda *_: None
 
 
-def launch_update(problem: Problem, device: DeviceSpec, launcher: Any, early: bool = False, grad: bool = True) -> Plan:
+def launch_update(
+    problem: Problem,
+    device: DeviceSpec,
+    launcher: Any,
+    early: bool = False,
+    grad: bool = True,
+    strengths: Literal["apart", "tied", "channels"] = "apart",
+) -> Plan:
     """Run the launch code of an update, forward and with gradients backward, with this launcher on CPU tensors.
 
-    Args: early: the erase reads the state before the decay, and q the state before the update.
+    Args:
+        early: the erase reads the state before the decay, and q the state before the update.
+        strengths: "apart": one for the erase and one for the write; "tied": one for both; "channels": e has the erase
+            strengths.
     """
     from deltazoo.backends.triton import backward, forward
 
@@ -54,15 +64,19 @@ def launch_update(problem: Problem, device: DeviceSpec, launcher: Any, early: bo
     B, T, H, HV, K, V = 1 if problem.packed else problem.N, *problem[2:7]
     dtype, strength = problem.dtype, torch.empty(B, T, HV)
     log_decay = {"head": strength, "channel": torch.empty(B, T, HV, K)}.get(problem.decay)
+    has_strengths = not problem.pair and strengths != "channels"
     x = ScanOperands(
         q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
-        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=log_decay, b=None if problem.pair else strength,
-        w=None if problem.pair else strength, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
+        v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=log_decay, b=strength if has_strengths else None,
+        w=strength if has_strengths else None, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
         v_key=torch.empty(B, T, H, K, dtype=dtype) if problem.pair else None,
         state=torch.empty(problem.N, HV, K, V),
         cu_seqlens=torch.linspace(0, T, problem.N + 1).int() if problem.packed else None,
     )  # fmt: skip
-    kind = ScanKind(problem.delta, early and problem.delta, early, problem.split_terms, False, 0.1)
+    kind = ScanKind(
+        problem.delta, early and problem.delta, early, problem.split_terms, strengths == "tied", 0.1,
+        erase_channels=strengths == "channels",
+    )  # fmt: skip
     with patch.object(forward, "launcher", launcher), patch.object(backward, "launcher", launcher):
         _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
         saved = Saved(Prepared(*prepared), checkpoints)

@@ -154,6 +154,18 @@ def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, earl
     assert not overwritten_operands(sass)
 
 
+@pytest.mark.parametrize("strengths", ["tied", "channels"])
+def test_gradients_of_kda_and_gated_deltanet2_compile(strengths):
+    """States are in the rows of gradients; of KDA du is recovered from dv."""
+    compiler = Compiler()
+    problem = Problem(bf16, 2, 256, 2, 2, 128, 128, True, strengths == "channels", "channel", False)
+    launch_update(problem, DEVICE, compiler, strengths=strengths)
+    names = [name for name, _ in compiler.compiled]
+    assert {"hopper_channel_prepare_kernel", "hopper_channel_gradients_kernel"} < set(names)
+    for name, kernel in compiler.compiled:
+        assert_compiled_and_fits(name, kernel)
+
+
 @pytest.mark.parametrize(
     ("K", "early", "packed"), [slow(64, False, False), (64, True, True), slow(128, False, True), slow(128, True, False)]
 )
