@@ -168,7 +168,7 @@ test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHE
 
 def operands(x: UpdateInputs) -> ScanOperands:
     strength = x.beta
-    return ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), None, x.state, None)
+    return ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), state=x.state)
 
 
 def test_watch_reports_the_kernels_of_forward_and_backward():
@@ -396,7 +396,7 @@ def test_splitting_the_feedback_in_two_terms_reduces_the_error():
     x = draw(Case(spec, SHAPES["many chunks"], torch.float16, "parallel"), DEVICE)
     want = bind(spec, "reference")(UpdateInputs(*(t if t is None else t.double() for t in x)))
     strength = 2 * x.beta.float()
-    args = ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), None, x.state, None)
+    args = ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), state=x.state)
     errors = []
     for split_terms in (False, True):
         o, state = chunk_scan(args, ScanKind(True, False, False, split_terms, False, 0.25, backend().config))
