@@ -264,7 +264,7 @@ DPLR_CASES = [
 
 @pytest.mark.parametrize(("shape", "read", "regime"), DPLR_CASES)
 def test_prepare_and_gradients_of_dplr(monkeypatch, shape, read, regime):
-    # float16 stands for bfloat16, which the interpreter of the portable kernels lacks; 2^12 is in its range
+    # in float16: the interpreter of the portable kernels has no bfloat16; 2^12 is in the range of float16
     gradients = plan.KERNELS["gradients"]
     monkeypatch.setitem(gradients, "hopper", gradients["hopper"]._replace(pair_dtypes=(torch.float16,)))
     for name in "pair_prepare", "pair_gradients":

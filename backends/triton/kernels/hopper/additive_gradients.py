@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from deltazoo.backends.triton.kernels.hopper.channel_gradients import BY_KEY, sum_from_token
-from deltazoo.backends.triton.kernels.hopper.channel_levels import add_halves
+from deltazoo.backends.triton.kernels.hopper.channel_levels import add_halves, keep_tokens
 from deltazoo.backends.triton.kernels.hopper.common import (
     A_OPERAND,
     ACC,
@@ -42,28 +42,18 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     barrier,
     copy_pointers,
     copy_tile_async,
-    find_sequence,
+    locate_scratch_chunk,
     store_accumulator,
     to_16_bits,
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import exp2_ftz
-from deltazoo.backends.triton.kernels.hopper.token_masks import OPERANDS, mask_asm
 from deltazoo.backends.triton.kernels.hopper.value_tiles import LOAD_LAYOUT, copy_value_tile, store_write_sums
 from deltazoo.backends.triton.kernels.layout import (
     LOG2E,
     clamp_log2_decay,
-    locate_scratch_chunk_in_sequence,
     opaque_zero,
-    scratch_slots_per_sequence,
 )
-
-
-@gluon.jit
-def keep_tokens(x, KIND: gl.constexpr, LEVEL: gl.constexpr):
-    """Zero what a mask of token_masks.py does not keep of x [64, 64], of 16 bits in the layout ACC."""
-    asm: gl.constexpr = mask_asm(KIND, LEVEL)
-    return gl.inline_asm_elementwise(asm, OPERANDS, [x], x.dtype, is_pure=True, pack=32)
 
 
 @gluon.jit
@@ -145,13 +135,9 @@ def hopper_additive_gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
-    if PACKED:
-        n = find_sequence(scratch_slot, cu, N, windows, gl.where(windows == 1, 0, UNIT), C)
-    else:
-        n = scratch_slot // scratch_slots_per_sequence(T, windows, C, UNIT)
-    start, length, slot, c, in_use = locate_scratch_chunk_in_sequence(
-        scratch_slot, n, cu, T, window, windows, C, UNIT, PACKED
-    )
+    start, length, slot, c, in_use = locate_scratch_chunk(
+        scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED
+    )  # fmt: skip
     if in_use:
         tokens_left = length - c * C
         token = start + c * C

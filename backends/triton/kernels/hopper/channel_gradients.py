@@ -18,7 +18,7 @@ matrices that are computed once and stored in shared memory, [64, 16] for each l
     dP + dP^T,   dA^T - b dA        row j: token of the scaled rows, column i: token of the gradient
 
 Blocks of levels 4 and 5 are off the diagonal: their columns are upper or lower halves alone. Levels 3 and below share
-the blocks on the diagonal, of which each level has its pairs. So the levels need no barriers.
+the blocks on the diagonal; each level has a copy with its own pairs. Thus no barrier is needed between levels.
 
 Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over tiles of 64 values, two stages of
 which are in shared memory, as in gradients.py.
@@ -47,7 +47,6 @@ from deltazoo.backends.triton.kernels.hopper.channel_levels import (
     load_decays,
     scale_read,
     scale_write,
-    split_blocks,
     store_pairs,
 )
 from deltazoo.backends.triton.kernels.hopper.common import (
@@ -60,19 +59,18 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     barrier,
     copy_pointers,
     copy_tile_async,
-    find_sequence,
+    locate_scratch_chunk,
     to_16_bits,
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.state_copies import store_tile
 from deltazoo.backends.triton.kernels.hopper.value_tiles import LOAD_LAYOUT, copy_value_tile, store_write_sums
+from deltazoo.backends.triton.kernels.hopper.wy_tiles import split_column_blocks
 from deltazoo.backends.triton.kernels.layout import (
     LOG2E,
     clamp_away_from_zero,
     clamp_log2_decay,
-    locate_scratch_chunk_in_sequence,
     opaque_zero,
-    scratch_slots_per_sequence,
 )
 
 # log decays and their gradients [64 tokens, 64 keys]: a thread holds 32 tokens of one key, a warp 32 keys of a token
@@ -149,13 +147,9 @@ def hopper_channel_gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
-    if PACKED:
-        n = find_sequence(scratch_slot, cu, N, windows, gl.where(windows == 1, 0, UNIT), C)
-    else:
-        n = scratch_slot // scratch_slots_per_sequence(T, windows, C, UNIT)
-    start, length, slot, c, in_use = locate_scratch_chunk_in_sequence(
-        scratch_slot, n, cu, T, window, windows, C, UNIT, PACKED
-    )
+    start, length, slot, c, in_use = locate_scratch_chunk(
+        scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED
+    )  # fmt: skip
     if in_use:
         tokens_left = length - c * C
         token = start + c * C
@@ -254,7 +248,7 @@ def hopper_channel_gradients_kernel(
             0, deps=[dq_tile, dP, dy_tile, dA, dk_tile, S_t, dS_t, x_t, do_t, du_t]
         )
         async_copy.wait_group(0)  # of k, q and e; wgmma does not read them
-        if ERASE_CHANNELS:  # the strengths become erase keys
+        if ERASE_CHANNELS:  # replace the strengths by erase keys
             barrier()
             e_s.store(to_16_bits(to_float32(e_s.load(ACC)) * to_float32(k_s.load(ACC)), dtype))
 
@@ -286,9 +280,9 @@ def hopper_channel_gradients_kernel(
         G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
         G_read = G_before if READ_EARLY else G
         G_erase = G_before if ERASE_EARLY else G
-        dq_parts = split_blocks(dq_tile)
-        dk_parts = split_blocks(dk_tile)
-        dy_parts = split_blocks(dy_tile)
+        dq_parts = split_column_blocks(dq_tile)
+        dk_parts = split_column_blocks(dk_tile)
+        dy_parts = split_column_blocks(dy_tile)
         dq_parts = scale_read(dq_parts, G_read, scale)
         dy_parts = scale_read(dy_parts, G_erase, 1.0)
         dk_parts = scale_write(dk_parts, G)

@@ -14,7 +14,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 from deltazoo.backends.triton.kernels.hopper.decay_factors import boundary_factors, level_factors
 from deltazoo.backends.triton.kernels.hopper.ptx import diagonal_blocks, exp2_ftz, select_pairs
 from deltazoo.backends.triton.kernels.hopper.token_masks import OPERANDS, mask_asm
-from deltazoo.backends.triton.kernels.hopper.wy_tiles import SMEM_N16, to_a_operand
+from deltazoo.backends.triton.kernels.hopper.wy_tiles import SMEM_N16, split_column_blocks, to_a_operand
 
 N16_ROWS = gl.constexpr(gl.SliceLayout(1, ACC_N16.value))
 N16_COLUMNS = gl.constexpr(gl.SliceLayout(0, ACC_N16.value))
@@ -28,35 +28,15 @@ ADD_HALVES = gl.constexpr(
 @gluon.jit
 def load_decays(G_s, G_before_s, ANY_EARLY: gl.constexpr):
     """Load the blocks of G, and of G before each token if it is needed."""
-    G = split_blocks(G_s.load(ACC))
-    return G, split_blocks(G_before_s.load(ACC)) if ANY_EARLY else G
+    G = split_column_blocks(G_s.load(ACC))
+    return G, split_column_blocks(G_before_s.load(ACC)) if ANY_EARLY else G
 
 
 @gluon.jit
-def keep_lower(x):
-    """Zero x [64, 64], of 16 bits in the layout ACC, on and above the diagonal."""
-    asm: gl.constexpr = mask_asm("before", 0)
+def keep_tokens(x, KIND: gl.constexpr, LEVEL: gl.constexpr):
+    """Zero what a mask of token_masks.py does not keep of x [64, 64], of 16 bits in the layout ACC."""
+    asm: gl.constexpr = mask_asm(KIND, LEVEL)
     return gl.inline_asm_elementwise(asm, OPERANDS, [x], x.dtype, is_pure=True, pack=32)
-
-
-@gluon.jit
-def split_halves(x):
-    N: gl.constexpr = x.shape[1] // 2
-    return gl.split(gl.permute(gl.reshape(x, [64, 2, N]), [0, 2, 1]))
-
-
-@gluon.jit
-def split_blocks(x):
-    """Split x [64, 64] in the layout ACC into four column blocks [64, 16] in the layout ACC_N16."""
-    low, high = split_halves(x)
-    x0, x1 = split_halves(low)
-    x2, x3 = split_halves(high)
-    return (
-        gl.convert_layout(x0, ACC_N16, assert_trivial=True),
-        gl.convert_layout(x1, ACC_N16, assert_trivial=True),
-        gl.convert_layout(x2, ACC_N16, assert_trivial=True),
-        gl.convert_layout(x3, ACC_N16, assert_trivial=True),
-    )
 
 
 @gluon.jit
@@ -67,7 +47,7 @@ def join_columns(low, high):
 
 @gluon.jit
 def join_blocks(x):
-    """Undo split_blocks."""
+    """Undo split_column_blocks."""
     x = join_columns(join_columns(x[0], x[1]), join_columns(x[2], x[3]))
     return gl.convert_layout(x, ACC, assert_trivial=True)
 
@@ -98,8 +78,10 @@ def store_pairs(x, y, tiles):
     """Store the pairs of each level of x in the lower triangle, and of y^T in the upper one."""
     dtype: gl.constexpr = tiles[0].dtype
     lower = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-    lower.store(keep_lower(to_16_bits(y, dtype)))
-    b0, b1, b2, b3 = split_blocks(keep_lower(to_16_bits(x, dtype)) + lower.permute((1, 0)).load(ACC))
+    lower.store(keep_tokens(to_16_bits(y, dtype), "before", 0))
+    b0, b1, b2, b3 = split_column_blocks(
+        keep_tokens(to_16_bits(x, dtype), "before", 0) + lower.permute((1, 0)).load(ACC)
+    )
     tiles[6].store(diagonal_blocks(b3, b3, b1, b1))
     tiles[5].store(diagonal_blocks(b2, b2, b0, b0))
     tiles[4].store(diagonal_blocks(b1, b0, b3, b2))

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load
 from deltazoo.backends.triton.kernels.hopper.gluon_versions import barrier as barrier  # exported to the kernels
+from deltazoo.backends.triton.kernels.layout import locate_scratch_chunk_in_sequence, scratch_slots_per_sequence
 
 # accumulators of one warp group, [64, 64] and [64, 16]; the A operand in registers; the row and column vectors of ACC
 ACC = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
@@ -61,6 +62,19 @@ def find_sequence(slot, cu, N, windows, unit, C: gl.constexpr, LANES: gl.constex
         low += (gl.sum(gl.where(in_range & (first <= slot), 1, 0), 0) - 1) * step
         high = gl.minimum(low + step, high)
     return low
+
+
+@gluon.jit
+def locate_scratch_chunk(
+    scratch_slot, cu, N, T, window, windows, C: gl.constexpr, UNIT: gl.constexpr, PACKED: gl.constexpr,
+    LANES: gl.constexpr = ONE_PER_THREAD,
+):  # fmt: skip
+    """Gluon version of layout.locate_scratch_chunk. LANES: a layout of 32 lanes."""
+    if PACKED:
+        n = find_sequence(scratch_slot, cu, N, windows, gl.where(windows == 1, 0, UNIT), C, LANES)
+    else:
+        n = scratch_slot // scratch_slots_per_sequence(T, windows, C, UNIT)
+    return locate_scratch_chunk_in_sequence(scratch_slot, n, cu, T, window, windows, C, UNIT, PACKED)
 
 
 @gluon.jit

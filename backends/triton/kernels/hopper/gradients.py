@@ -38,7 +38,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     barrier,
     copy_pointers,
     copy_tile_async,
-    find_sequence,
+    locate_scratch_chunk,
     store_accumulator,
     sum_by_warp,
     to_16_bits,
@@ -48,9 +48,7 @@ from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load
 from deltazoo.backends.triton.kernels.hopper.value_tiles import copy_value_tile, store_write_sums
 from deltazoo.backends.triton.kernels.layout import (
     clamp_away_from_zero,
-    locate_scratch_chunk_in_sequence,
     opaque_zero,
-    scratch_slots_per_sequence,
 )
 
 
@@ -78,13 +76,9 @@ def hopper_gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
-    if PACKED:
-        n = find_sequence(scratch_slot, cu, N, windows, gl.where(windows == 1, 0, UNIT), C)
-    else:
-        n = scratch_slot // scratch_slots_per_sequence(T, windows, C, UNIT)
-    start, length, slot, c, in_use = locate_scratch_chunk_in_sequence(
-        scratch_slot, n, cu, T, window, windows, C, UNIT, PACKED
-    )
+    start, length, slot, c, in_use = locate_scratch_chunk(
+        scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED
+    )  # fmt: skip
     if in_use:
         tokens_left = length - c * C
         token = start + c * C

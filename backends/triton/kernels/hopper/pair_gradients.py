@@ -28,6 +28,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     SMEM_TILE,
     allocate_tiles,
     barrier,
+    locate_scratch_chunk,
     to_16_bits,
     to_float32,
 )
@@ -35,9 +36,9 @@ from deltazoo.backends.triton.kernels.hopper.gluon_versions import reinterpret
 from deltazoo.backends.triton.kernels.hopper.pair_tiles import (
     ACC,
     COLUMNS,
+    LANES,
     ROWS,
     copy_tile,
-    find_sequence_of,
     load_decays,
     load_log2_decays,
     middle_and_end,
@@ -48,9 +49,7 @@ from deltazoo.backends.triton.kernels.hopper.pair_tiles import (
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import exp2_again, exp2_ftz
 from deltazoo.backends.triton.kernels.layout import (
-    locate_scratch_chunk_in_sequence,
     opaque_zero,
-    scratch_slots_per_sequence,
 )
 
 
@@ -97,13 +96,9 @@ def hopper_pair_gradients_kernel(
     tile = pid % NK
     hv = pid // NK % HV
     scratch_slot = pid // NK // HV
-    if PACKED:
-        n = find_sequence_of(scratch_slot, cu, N, windows, gl.where(windows == 1, 0, UNIT), C)
-    else:
-        n = scratch_slot // scratch_slots_per_sequence(T, windows, C, UNIT)
-    start, length, slot, c, in_use = locate_scratch_chunk_in_sequence(
-        scratch_slot, n, cu, T, window, windows, C, UNIT, PACKED
-    )
+    start, length, slot, c, in_use = locate_scratch_chunk(
+        scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED, LANES
+    )  # fmt: skip
     is_strong = gl.load(gates + ((slot.to(gl.int64) * HV + hv) * (K + C) + K), mask=in_use, other=1.0)
     if is_strong == 0.0:
         tokens_left = length - c * C

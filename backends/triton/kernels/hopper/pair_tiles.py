@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from deltazoo.backends.triton.kernels.hopper.common import find_sequence, to_16_bits
+from deltazoo.backends.triton.kernels.hopper.common import to_16_bits
 from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load
 from deltazoo.backends.triton.kernels.layout import LOG2E, clamp_log2_decay
 
@@ -40,11 +40,6 @@ STORE = gl.constexpr(
         [64, 64],
     )
 )  # fmt: skip
-
-
-@gluon.jit
-def find_sequence_of(slot, cu, N, windows, unit, C: gl.constexpr):
-    return find_sequence(slot, cu, N, windows, unit, C, LANES)
 
 
 @gluon.jit

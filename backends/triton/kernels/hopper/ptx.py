@@ -179,11 +179,17 @@ def round_causal(P, dtype: gl.constexpr, READ_EARLY: gl.constexpr):
 
 
 @gluon.jit
+def diagonal_blocks(x0, x1, x2, x3):
+    """Return [64, 16] with rows 0 to 15 of x0, rows 16 to 31 of x1, 32 to 47 of x2 and 48 to 63 of x3, of 16 bits."""
+    return gl.inline_asm_elementwise(
+        DIAGONAL_BLOCK, DIAGONAL_BLOCK_OPERANDS, [x0, x1, x2, x3], x0.dtype, is_pure=True, pack=8
+    )  # fmt: skip
+
+
+@gluon.jit
 def invert_diagonal_blocks(l0, l1, l2, l3):
     """Return (I - L)^-1 for each warp's 16 x 16 block on the diagonal of L, given as column blocks [64, 16]."""
-    blocks = gl.inline_asm_elementwise(
-        DIAGONAL_BLOCK, DIAGONAL_BLOCK_OPERANDS, [l0, l1, l2, l3], gl.float16, is_pure=True, pack=8
-    )  # fmt: skip
+    blocks = diagonal_blocks(l0, l1, l2, l3)
     return gl.inline_asm_elementwise(INVERSE, INVERSE_OPERANDS, [blocks], gl.float16, is_pure=True, pack=8)
 
 
@@ -203,7 +209,7 @@ def exp2_ftz(x):
 
 @gluon.jit
 def exp2_again(x):
-    """Compute exp2_ftz where it stands: the compiler would keep an equal result from before in registers."""
+    """Compute exp2_ftz again. It is volatile: the compiler keeps no equal earlier result in registers."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
 
 
@@ -223,14 +229,6 @@ def zero_except_warp_1(x):
 def zero_except_warp_3(x):
     """Zero x [64, 16] outside rows 48 to 63."""
     return gl.inline_asm_elementwise(ZERO_EXCEPT_3, ZERO_EXCEPT_OPERANDS, [x], gl.float16, is_pure=True, pack=8)
-
-
-@gluon.jit
-def diagonal_blocks(x0, x1, x2, x3):
-    """Return [64, 16] with rows 0 to 15 of x0, rows 16 to 31 of x1, 32 to 47 of x2 and 48 to 63 of x3, of 16 bits."""
-    return gl.inline_asm_elementwise(
-        DIAGONAL_BLOCK, DIAGONAL_BLOCK_OPERANDS, [x0, x1, x2, x3], x0.dtype, is_pure=True, pack=8
-    )  # fmt: skip
 
 
 # for a pair of adjacent elements of 16 bits with one condition
