@@ -16,11 +16,12 @@ key width, V value width
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.channel.decay_levels import levels_of, load_channel_decays, sum_selected
+from deltazoo.backends.triton.kernels.channel.decay_levels import levels_of
 from deltazoo.backends.triton.kernels.channel.pair_levels import (
     any_marked,
     is_marked,
     is_weak_decay,
+    load_operands,
     pair_factors,
 )
 from deltazoo.backends.triton.kernels.layout import WEAK, load_rows, locate_scratch_chunk, store_rows
@@ -123,13 +124,9 @@ def chunk_gradients(
         dm_tile = tl.dot(v_tile, dS, dm_tile, input_precision=PREC)
         S_dot_dS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
 
-    g = load_channel_decays(log_decay + head, i, ks, in_time, in_k, HV * K)
-    q_tile = load_rows(q + head, i, ks, in_time, in_k, HV * K)
-    k_tile = load_rows(k + head, i, ks, in_time, in_k, HV * K)
-    e_tile = load_rows(e + head, i, ks, in_time, in_k, HV * K)
-    m_tile = load_rows(v_key + head, i, ks, in_time, in_k, HV * K)
-    G = sum_selected(i[:, None] >= i[None, :], g, EXACT)
-    to_end = tl.exp2(sum_selected(i[:, None] < i[None, :], g, EXACT))
+    q_tile, k_tile, e_tile, m_tile, g, G, to_end = load_operands(
+        q + head, k + head, e + head, v_key + head, log_decay + head, i, ks, in_time, in_k, HV * K, EXACT
+    )  # fmt: skip
     is_weak, middle = is_weak_decay(G, C, BOUND)
     dq_tile *= tl.exp2(G - g if READ_EARLY else G) * scale
     de_tile *= tl.exp2(G - g)

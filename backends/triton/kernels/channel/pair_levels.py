@@ -12,7 +12,30 @@ C tokens in a chunk
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.channel.decay_levels import is_upper, level_pairs, level_sums
+from deltazoo.backends.triton.kernels.channel.decay_levels import (
+    is_upper,
+    level_pairs,
+    level_sums,
+    load_channel_decays,
+    sum_selected,
+)
+from deltazoo.backends.triton.kernels.layout import load_rows
+
+
+@triton.jit
+def load_operands(q, k, e, v_key, log_decay, i, ks, in_time, in_k, STRIDE: tl.constexpr, EXACT: tl.constexpr):
+    """Load tiles [C, keys] of q, k, e and m (v_key), and of the log2 decays g.
+
+    Returns: the tiles; the cumulative decays G; the factors 2^(Gend - G).
+    """
+    g = load_channel_decays(log_decay, i, ks, in_time, in_k, STRIDE)
+    q_tile = load_rows(q, i, ks, in_time, in_k, STRIDE)
+    k_tile = load_rows(k, i, ks, in_time, in_k, STRIDE)
+    e_tile = load_rows(e, i, ks, in_time, in_k, STRIDE)
+    m_tile = load_rows(v_key, i, ks, in_time, in_k, STRIDE)
+    G = sum_selected(i[:, None] >= i[None, :], g, EXACT)
+    to_end = tl.exp2(sum_selected(i[:, None] < i[None, :], g, EXACT))
+    return q_tile, k_tile, e_tile, m_tile, g, G, to_end
 
 
 @triton.jit

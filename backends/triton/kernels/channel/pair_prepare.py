@@ -16,14 +16,15 @@ width
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.channel.decay_levels import levels_of, load_channel_decays, sum_selected
+from deltazoo.backends.triton.kernels.channel.decay_levels import levels_of
 from deltazoo.backends.triton.kernels.channel.pair_levels import (
     any_marked,
     is_marked,
     is_weak_decay,
+    load_operands,
     pair_factors,
 )
-from deltazoo.backends.triton.kernels.layout import WEAK, load_rows, locate_chunk, store_rows
+from deltazoo.backends.triton.kernels.layout import WEAK, locate_chunk, store_rows
 from deltazoo.backends.triton.kernels.prepare import diagonal_blocks_of_8, unit_lower_inverse
 from deltazoo.backends.triton.kernels.wy_tiles import store_wy_tiles
 
@@ -77,13 +78,9 @@ def prepare_chunk(
     for tile in range((K + BK - 1) // BK):
         ks = tile * BK + tl.arange(0, BK)
         in_k = ks < K
-        g = load_channel_decays(log_decay + head, i, ks, in_time, in_k, HV * K)
-        q_tile = load_rows(q + head, i, ks, in_time, in_k, HV * K)
-        k_tile = load_rows(k + head, i, ks, in_time, in_k, HV * K)
-        e_tile = load_rows(e + head, i, ks, in_time, in_k, HV * K)
-        m_tile = load_rows(v_key + head, i, ks, in_time, in_k, HV * K)
-        G = sum_selected(i[:, None] >= i[None, :], g, EXACT)
-        to_end = tl.exp2(sum_selected(i[:, None] < i[None, :], g, EXACT))
+        q_tile, k_tile, e_tile, m_tile, g, G, to_end = load_operands(
+            q + head, k + head, e + head, v_key + head, log_decay + head, i, ks, in_time, in_k, HV * K, EXACT
+        )  # fmt: skip
         is_weak, middle = is_weak_decay(G, C, WEAK)
         tl.store(gate_row + ks, tl.exp2(tl.sum(g, 0)), mask=in_k)
         at = tiles + head
