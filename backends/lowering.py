@@ -15,14 +15,17 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.spec import UpdateSpec
 
 
-def strengths(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[Tensor | None, Tensor | None]:
+def strengths(
+    spec: UpdateSpec, inputs: UpdateInputs, dtype: torch.dtype | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """Compute the erase and write strengths from beta, negative_eigenvalues and reparam.
 
-    Returns: erase, write: [B, T, HV], or [B, T, HV, K] and [B, T, HV, V] with beta="channel", in `state_dtype`.
+    Args: dtype: of the strengths; None: `state_dtype`.
+    Returns: erase, write: [B, T, HV], or [B, T, HV, K] and [B, T, HV, V] with beta="channel".
         None means 1. With transition "additive" or "dplr" erase is always None, because there is no such term.
     Source: EFLA 2512.12602 and Longhorn 2407.14207 (their factors), Grazzi 2411.12537 (the factor 2).
     """
-    dtype = state_dtype(inputs.q.dtype)
+    dtype = dtype or state_dtype(inputs.q.dtype)
     if spec.beta == "channel":
         erase = None if inputs.erase is None else inputs.erase.to(dtype)
         write = None if inputs.write is None else inputs.write.to(dtype)

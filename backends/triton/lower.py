@@ -44,10 +44,10 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
     if in_kernel:
         erase = inputs.v.new_ones(inputs.v.shape[:-1], dtype=torch.float32) if inputs.beta is None else inputs.beta
         write = erase
-    elif spec.beta == "channel" and spec.reparam == "none":
-        erase, write = _strengths_per_channel(spec, inputs)
     else:
-        erase, write = strengths(spec, inputs)
+        # multiplied into keys and values in their dtype: in float32 two conversions of each would be extra kernels
+        per_channel = spec.beta == "channel" and spec.reparam == "none"
+        erase, write = strengths(spec, inputs, inputs.k.dtype if per_channel else None)
     tied = write is erase and write is not None
     q, k, v, e = inputs.q, inputs.k, inputs.v, inputs.erase_key
     erase_channels = False
@@ -109,21 +109,6 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         and _is_hopper(k.device.index)
         and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, has_channel_decay(inputs)),
     )
-
-
-def _strengths_per_channel(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[Tensor | None, Tensor | None]:
-    """Return erase [B, T, HV, K] and write [B, T, HV, V] in the dtypes of the inputs, None for 1.
-
-    They are multiplied into 16-bit keys and values: in float32 two conversions of each would be kernels of their own.
-    """
-    if spec.transition != "delta":
-        return None, inputs.write
-    erase, write = inputs.erase, inputs.write
-    if erase is not None and spec.negative_eigenvalues != "off":
-        erase = 2 * erase
-    if write is not None and spec.negative_eigenvalues == "both":
-        write = 2 * write
-    return erase, write
 
 
 @constant_in_graphs
