@@ -184,7 +184,7 @@ def _gradients(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
         launch.stages,
         registers=168 if small and not kind.delta else None,  # three programs per SM
     )  # fmt: skip
-    return _by_window(gradients, run, span, scratch)
+    return _launch_gradients(gradients, run, span, scratch)
 
 
 def _gradients_of_channels(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
@@ -204,7 +204,7 @@ def _gradients_of_channels(run: Pass, span: Span, scratch: Scratch) -> WindowLau
         launch.warps,
         launch.stages,
     )  # fmt: skip
-    return _by_window(gradients, run, span, scratch)
+    return _launch_gradients(gradients, run, span, scratch)
 
 
 def _gradients_of_pairs(run: Pass, span: Span, scratch: Scratch, marked: bool = False) -> WindowLaunch:
@@ -264,7 +264,7 @@ def _gradients_of_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) ->
             kind.min_b(x.q.dtype), span.unit, scratch.in_gradients,
         ),
     )  # fmt: skip
-    return _by_window(gradients, run, span, scratch)
+    return _launch_gradients(gradients, run, span, scratch)
 
 
 def _gradients_of_additive_channels_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
@@ -282,7 +282,7 @@ def _gradients_of_additive_channels_on_hopper(run: Pass, span: Span, scratch: Sc
             span.unit,
         ),
     )  # fmt: skip
-    return _by_window(gradients, run, span, scratch)
+    return _launch_gradients(gradients, run, span, scratch)
 
 
 def _gradients_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
@@ -300,10 +300,10 @@ def _gradients_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunc
             kind.erase_early, kind.read_early, s.packed, kind.dv_holds_du(x), kind.min_b(x.q.dtype), span.unit,
         ),
     )  # fmt: skip
-    return _by_window(gradients, run, span, scratch)
+    return _launch_gradients(gradients, run, span, scratch)
 
 
-def _by_window(gradients: Callable[..., None], run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
+def _launch_gradients(gradients: Callable[..., None], run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
     s, programs = run.s, scratch.slots * run.s.HV * run.sums.tiles
     return lambda window: gradients(programs, s.N, s.slots, scratch.slots, run.kind.scale, s.T, window, span.windows)
 

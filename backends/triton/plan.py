@@ -90,7 +90,8 @@ class Limits(NamedTuple):
         return problem.K in widths and problem.V in widths and problem.dtype in self.pair_dtypes
 
 
-_PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"), pair_widths=range(1, 2**31))
+_ANY_WIDTH = range(1, 2**31)
+_PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"), pair_widths=_ANY_WIDTH)
 # with more keys and a decay per channel two stages of the ring buffer do not fit
 _HOPPER_SCAN = Limits(
     hopper=True, values=range(33, 513), decays=(*SCALAR_DECAYS, "channel"), channel_keys=range(1, 129)
@@ -327,11 +328,10 @@ def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: Devic
     keys = limits.channel_keys if problem.decay == "channel" else limits.keys
     needs = [f"K in {interval(keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
     needs += [] if limits.grouped else ["H = HV"]
-    needs += (
-        []
-        if 16 in limits.pair_widths
-        else ["no DPLR" if not limits.pair_widths else f"for DPLR K and V in {limits.pair_widths}"]
-    )
+    if not limits.pair_widths:
+        needs.append("no DPLR")
+    elif limits.pair_widths != _ANY_WIDTH:
+        needs.append(f"for DPLR K and V in {limits.pair_widths}")
     if limits.pair_widths and len(limits.pair_dtypes) == 1:
         needs.append(f"for DPLR {limits.pair_dtypes[0]}")
     if limits.hopper:
