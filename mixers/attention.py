@@ -20,7 +20,7 @@ from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.parts.caches import KVCache, append_to_cache, check_capacity, empty_cache, required_capacity
 from deltazoo.mixers.parts.norms import RMSNorm
-from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
 
 
@@ -168,8 +168,8 @@ class AttentionMixer(Mixer):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.theta is not None:
             position_BT = positions(x_BTD, offset_N, context)
-            angle = angles(position_BT, self.rotary_pairs, self.theta, state_dtype(q.dtype))
-            q, k = apply_rotary(q, angle), apply_rotary(k, angle)
+            rotation = rotation_at(position_BT, self.rotary_pairs, self.theta, state_dtype(q.dtype))
+            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         return q, k, v
 
     def _attend_cached(

@@ -20,7 +20,7 @@ from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.flex_attention import flex_attend, flex_problems
 from deltazoo.mixers.parts.forget_gates import ForgetGate, accumulate, gate_channels, in_gate_dtype, with_gates
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 from deltazoo.mixers.parts.softmax_attention import attend
 
 QK_NORM_EPS = 1e-5  # the published code fixes it for q and k
@@ -148,8 +148,8 @@ class FoXMixer(TokenCacheMixer):
             q, k = self.q_norm.transform(q, x), self.k_norm.transform(k, x)
         if self.theta is not None:
             position_BT = positions(x, None if state is None else state["seen"], context)
-            angle = angles(position_BT, self.head_width // 2, self.theta, state_dtype(x.dtype))
-            q, k = apply_rotary(q, angle), apply_rotary(k, angle)
+            rotation = rotation_at(position_BT, self.head_width // 2, self.theta, state_dtype(x.dtype))
+            q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         sums, after = accumulate(self.forget(x, context), None if state is None else state["log_forget"], context)
         if state is not None and after is not None:
             new["log_forget"] = write_back(state["log_forget"], after)

@@ -19,7 +19,7 @@ from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.caches import KVCache
 from deltazoo.mixers.parts.norms import RMSNorm
-from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed
 
 
@@ -143,9 +143,9 @@ class MLAMixer(TokenCacheMixer):
         q = self.to_q(x).unflatten(-1, (self.heads, self.K + self.R))
         c, r = self._split(self.to_latent(x)[:, :, None])
         if self.theta is not None:
-            angle = angles(position_BT, self.R // 2, self.theta, state_dtype(x.dtype))
-            q = torch.cat([q[..., : self.K], apply_rotary(q[..., self.K :], angle)], -1)
-            r = apply_rotary(r, angle)
+            rotation = rotation_at(position_BT, self.R // 2, self.theta, state_dtype(x.dtype))
+            q = torch.cat([q[..., : self.K], apply_rotary(q[..., self.K :], rotation)], -1)
+            r = apply_rotary(r, rotation)
         return q, self.latent_norm(c), r
 
     def _split(self, latent: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 from deltazoo.mixers.parts.token_scan import TokenScan
 
 EPS = 1e-6
@@ -92,12 +92,12 @@ class TTTLinearMixer(FastWeightMixer):
         q, k = self.apply_filter("conv", torch.cat([qk, qk], -1), state, new, context).chunk(2, -1)
         place_in_batch = positions(x, self.token_count(state), context._replace(positions=None)) % self.batch
         q, k, v = (rearrange(y, "b t (h e) -> b t h e", h=self.heads).to(state_dtype(x.dtype)) for y in (q, k, v))
-        angle = angles(place_in_batch, self.head_width // 2, self.theta, q.dtype)
+        rotation = rotation_at(place_in_batch, self.head_width // 2, self.theta, q.dtype)
         eta = self.rate / self.head_width * self.to_rate(x).to(q.dtype).sigmoid()
         place_rate = 1 / torch.arange(1, self.batch + 1, device=x.device, dtype=q.dtype)
         place_rate = (place_rate + self.place_rate.to(q.dtype)).clamp(min=0)
         starts = (place_in_batch == 0).to(q.dtype)
-        operands = [starts, eta, place_rate[place_in_batch], apply_rotary(k, angle), v, apply_rotary(q, angle)]
+        operands = [starts, eta, place_rate[place_in_batch], apply_rotary(k, rotation), v, apply_rotary(q, rotation)]
         o = self.scan(SCAN, x, operands, [self.gain, self.bias, place_rate[-1]], state, new, context)
         y = self.norm(o.flatten(2).to(self.norm.weight.dtype)).to(x.dtype)
         return self.out(y * nn.functional.gelu(self.to_gate(x), approximate="tanh"))

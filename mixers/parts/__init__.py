@@ -43,7 +43,7 @@ _PARTS = {
     "preconditioner": ["Preconditioner"],
     "projections": ["ChannelProjection", "QKVProjection"],
     "rg_lru": ["RGLRUGate"],
-    "rotary": ["Rotary", "angles", "apply_rotary"],
+    "rotary": ["Rotary", "Rotation", "apply_rotary", "rotation_at"],
     "rwkv4": ["RWKV4Projection", "WKVBonus", "WKVGate"],
     "rwkv6": ["RWKV6Projection"],
     "rwkv7": ["RWKV7Projection"],

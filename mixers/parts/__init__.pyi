@@ -59,8 +59,9 @@ from deltazoo.mixers.parts.projections import ChannelProjection as ChannelProjec
 from deltazoo.mixers.parts.projections import QKVProjection as QKVProjection
 from deltazoo.mixers.parts.rg_lru import RGLRUGate as RGLRUGate
 from deltazoo.mixers.parts.rotary import Rotary as Rotary
-from deltazoo.mixers.parts.rotary import angles as angles
+from deltazoo.mixers.parts.rotary import Rotation as Rotation
 from deltazoo.mixers.parts.rotary import apply_rotary as apply_rotary
+from deltazoo.mixers.parts.rotary import rotation_at as rotation_at
 from deltazoo.mixers.parts.rwkv4 import RWKV4Projection as RWKV4Projection
 from deltazoo.mixers.parts.rwkv4 import WKVBonus as WKVBonus
 from deltazoo.mixers.parts.rwkv4 import WKVGate as WKVGate

@@ -20,7 +20,7 @@ from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.decays import init_dt_bias, softplus
 from deltazoo.mixers.parts.norms import RMSNorm
-from deltazoo.mixers.parts.rotary import apply_rotary
+from deltazoo.mixers.parts.rotary import Rotation, apply_rotary
 
 MIN_RATE = 1e-4
 
@@ -118,7 +118,8 @@ class AccumulatedRotary(OperandPart, Stateful):
         angle_step = math.pi * torch.tanh(raw.to(dt.dtype))[:, :, None] * dt[..., None]
         angle = accumulated_angle(angle_step, state, context)
         new_state = None if state is None else write_back(state, last_of_each_sequence(angle, state, context))
-        return inputs._replace(q=apply_rotary(inputs.q, angle), k=apply_rotary(inputs.k, angle)), new_state
+        rotation = Rotation(angle.cos(), angle.sin())
+        return inputs._replace(q=apply_rotary(inputs.q, rotation), k=apply_rotary(inputs.k, rotation)), new_state
 
     def extra_repr(self) -> str:
         return f"pairs={self.pairs}"

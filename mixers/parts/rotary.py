@@ -3,14 +3,24 @@
 B batch, T time, H heads, K key width, R half the rotated channels
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import OperandPart, Stateful
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of the angles of the channel pairs, [B, T, R] or [B, T, ..., R] each."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 class Rotary(OperandPart, Stateful):
@@ -33,29 +43,51 @@ class Rotary(OperandPart, Stateful):
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         position_BT = positions(x, state, context)
-        angle = angles(position_BT, inputs.q.shape[-1] // 2, self.theta, state_dtype(inputs.q.dtype))
+        rotation = rotation_at(position_BT, inputs.q.shape[-1] // 2, self.theta, state_dtype(inputs.q.dtype))
         new_state = None if state is None else write_back(state, state + token_counts(x, context))
-        return inputs._replace(q=apply_rotary(inputs.q, angle), k=apply_rotary(inputs.k, angle)), new_state
+        return inputs._replace(q=apply_rotary(inputs.q, rotation), k=apply_rotary(inputs.k, rotation)), new_state
 
     def extra_repr(self) -> str:
         return f"theta={self.theta:g}"
 
 
-def angles(position_BT: Tensor, half: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """Return position * theta^(-i / half) for channel pair i, [B, T, R]."""
-    pair_R = torch.arange(half, device=position_BT.device, dtype=dtype)
-    return position_BT[..., None] * theta ** (-pair_R / half)
+def rotation_at(position_BT: Tensor, half: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Return the rotation of each position by the angle position * theta^(-i / half) for channel pair i, R = half.
+
+    For several tokens it is an operator, which Inductor does not fuse: it would compute cosine and sine again in every
+    kernel, forward and backward, for every head.
+    """
+    compute = _rotation if position_BT.shape[1] == 1 else _rotation_op
+    return Rotation(*compute(position_BT, half, theta, dtype))
 
 
-def apply_rotary(x: Tensor, angle: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the pair of channels i and i + R for i < R; channels from 2 R on are unchanged.
 
-    Args: x: [B, T, ..., K] with K >= 2 R; angle: [B, T, R] from `angles`, or [B, T, ..., R] like x.
+    Args: x: [B, T, ..., K] with K >= 2 R; rotation: [B, T, R] from `rotation_at`, or [B, T, ..., R] like x.
     """
-    half = angle.shape[-1]
-    if angle.dim() < x.dim():
-        angle = angle.view(*angle.shape[:2], *[1] * (x.dim() - 3), half)
-    cos, sin = angle.cos(), angle.sin()
-    wide = x.to(angle.dtype)
+    cos, sin = rotation
+    half = cos.shape[-1]
+    if cos.dim() < x.dim():
+        cos, sin = (y.view(*y.shape[:2], *[1] * (x.dim() - 3), half) for y in rotation)
+    wide = x.to(cos.dtype)
     left, right, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1).to(x.dtype)
+
+
+def _rotation(position: Tensor, half: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    pair_R = torch.arange(half, device=position.device, dtype=dtype)
+    angle = position[..., None] * theta ** (-pair_R / half)
+    return angle.cos(), angle.sin()
+
+
+def _rotation_shapes(position: Tensor, half: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos = position.new_empty(*position.shape, half, dtype=dtype)
+    return cos, torch.empty_like(cos)
+
+
+_rotation_op = operator(
+    "rotation(Tensor position, int half, float theta, ScalarType dtype) -> (Tensor, Tensor)",
+    _rotation,
+    _rotation_shapes,
+)

@@ -36,7 +36,7 @@ from deltazoo.mixers.parts.norms import HeadNorm, RMSNorm, UnitNorm
 from deltazoo.mixers.parts.preconditioner import Preconditioner
 from deltazoo.mixers.parts.projections import ChannelProjection, QKVProjection
 from deltazoo.mixers.parts.rg_lru import RGLRUGate
-from deltazoo.mixers.parts.rotary import angles, apply_rotary
+from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 from deltazoo.mixers.parts.rwkv4 import RWKV4Projection, WKVBonus, WKVGate
 from deltazoo.mixers.parts.rwkv6 import RWKV6Projection, initial_bonus
 from deltazoo.mixers.parts.rwkv7 import RWKV7Projection
@@ -173,7 +173,7 @@ def test_rotary_preserves_norms_and_depends_on_relative_positions_only() -> None
     q, k = torch.randn(2, 1, 1, 1, 10, dtype=torch.float64)
 
     def rotated(y: Tensor, position: int) -> Tensor:
-        return apply_rotary(y, angles(torch.tensor([[position]]), 4, 100.0, torch.float64))
+        return apply_rotary(y, rotation_at(torch.tensor([[position]]), 4, 100.0, torch.float64))
 
     def score(t: int, s: int) -> Tensor:
         return (rotated(q, t) * rotated(k, s)).sum()
@@ -182,6 +182,14 @@ def test_rotary_preserves_norms_and_depends_on_relative_positions_only() -> None
     assert not torch.isclose(score(7, 3), score(7, 4))
     torch.testing.assert_close(rotated(q, 5).norm(), q.norm(), rtol=1e-12, atol=0)
     assert torch.equal(rotated(q, 5)[..., 8:], q[..., 8:])
+
+
+def test_rotations_of_several_positions_are_those_of_each() -> None:
+    position = torch.tensor([[0, 1, 77], [5, 4, 3]])
+    together = rotation_at(position, 4, 100.0, torch.float64)
+    for t in range(3):
+        alone = rotation_at(position[:, t : t + 1], 4, 100.0, torch.float64)
+        assert all(torch.equal(x[:, t : t + 1], y) for x, y in zip(together, alone, strict=True))
 
 
 def test_accumulated_angles_in_float32_are_exact_for_long_sequences() -> None:
