@@ -205,7 +205,7 @@ class BoundConv:
     def __call__(self, inputs: ConvInputs) -> tuple[Tensor, ...]:
         """Compute the convolution. Returns: [B, T, channels] for each part. Raises: InputError or a subclass."""
         check_conv(inputs, self.parts)
-        backend = self.backend_for(inputs.x.device.type, inputs.x.dtype, inputs.weight.shape[1])
+        backend = self.backend_for(inputs.x.device.type, inputs.x.dtype, inputs.weight.shape[-1])
         _record("torch" if backend is None else backend.name, "short conv")
         return short_conv(inputs, self.parts) if backend is None else backend.short_conv(inputs, self.parts)
 

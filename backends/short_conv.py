@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError
+from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, cut
+from deltazoo.backends.grouped import expand_rows
+from deltazoo.backends.grouped_conv import grouped_conv
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import is_in_sequence, packing_problems, sequence_count, sequence_index
 
@@ -39,6 +41,8 @@ class ConvInputs(NamedTuple):
         weight, bias: [C, W] and [C].
         history: [N, W - 1, C], the inputs before the first token of each sequence; None means zeros.
         cu_seqlens: [N + 1] int32, the boundaries of packed sequences; then B = 1.
+        ends: [G] int32, for a pack whose sequences belong to G groups, in order: the token after the last one of each
+            group, ends[-1] = T. Weight and bias are then [G, C, W] and [G, C].
     """
 
     x: Tensor
@@ -46,6 +50,7 @@ class ConvInputs(NamedTuple):
     bias: Tensor | None = None
     history: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    ends: Tensor | None = None
 
 
 class ConvMeta(NamedTuple):
@@ -67,8 +72,14 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
     Args: parts: consecutive groups of the channels of x.
     Returns: [B, T, channels] in the dtype of x for each part.
     """
-    x_BTC, weight, bias, history, cu_seqlens = inputs
+    x_BTC, weight, bias, history, cu_seqlens, ends = inputs
     compute_dtype = torch.promote_types(x_BTC.dtype, torch.float32)
+    if ends is not None:
+        assert cu_seqlens is not None  # `check_conv` has checked it
+        y_BTC = grouped_conv(x_BTC[0], weight, history, ends, cu_seqlens)[None]
+        if bias is not None:
+            y_BTC = y_BTC + expand_rows(bias, ends, x_BTC.shape[1]).to(compute_dtype)
+        return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
     taps = shifted_taps(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
     y_BTC = x_BTC.new_zeros((), dtype=compute_dtype) if bias is None else bias.to(compute_dtype)
     if bias is not None and cu_seqlens is not None:
@@ -92,13 +103,17 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
     x, weight, cu_seqlens = inputs.x, inputs.weight, inputs.cu_seqlens
     if x.dim() != 3:
         raise ShapeError(f"x must have shape [B, T, C], got {list(x.shape)}")
-    if weight.dim() != 2 or weight.shape[1] < 1:
-        raise ShapeError(f"weight must have shape [C, W] with W >= 1, got {list(weight.shape)}")
-    C, W = x.shape[2], weight.shape[1]
+    groups = () if inputs.ends is None else tuple(inputs.ends.shape)
+    if weight.dim() != 2 + len(groups) or weight.shape[-1] < 1:
+        name = "[G, C, W]" if groups else "[C, W]"
+        raise ShapeError(f"weight must have shape {name} with W >= 1, got {list(weight.shape)}")
+    if groups and (len(groups) != 1 or cu_seqlens is None):
+        raise ShapeError(f"ends must have shape [G], with cu_seqlens, got {list(groups)}, cu_seqlens {cu_seqlens}")
+    C, W = x.shape[2], weight.shape[-1]
     if sum(part.channels for part in parts) != C or any(part.unit and part.channels % part.unit for part in parts):
         raise ShapeError(f"parts must have {C} channels in total, each a multiple of its unit, got {list(parts)}")
     N = sequence_count(cu_seqlens, x.shape[0])
-    shapes = {"weight": (C, W), "bias": (C,), "history": (N, W - 1, C)}
+    shapes = {"weight": (*groups, C, W), "bias": (*groups, C), "history": (N, W - 1, C)}
     for name, shape in shapes.items():
         tensor = getattr(inputs, name)
         if tensor is not None and tuple(tensor.shape) != shape:
@@ -108,14 +123,18 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
             continue
         if tensor.device != x.device:
             raise DeviceError(f"{name} must be on {x.device}, where x is, got {tensor.device}")
-        if name == "cu_seqlens" and tensor.dtype != torch.int32:
-            raise DtypeError(f"cu_seqlens must be int32, got {tensor.dtype}")
-        if name != "cu_seqlens" and not tensor.is_floating_point():
+        if name in ("cu_seqlens", "ends"):
+            if tensor.dtype != torch.int32:
+                raise DtypeError(f"{name} must be int32, got {tensor.dtype}")
+        elif not tensor.is_floating_point():
             raise DtypeError(f"{name} must be of a float dtype, got {tensor.dtype}")
     if cu_seqlens is not None and values_are_readable(*inputs):
         problems = packing_problems(cu_seqlens, x.shape[1])
         if problems:
             raise ValueRangeError(" ".join(problems))
+        ends = [] if inputs.ends is None else inputs.ends.tolist()
+        if ends and (ends != sorted(ends) or ends[-1] != x.shape[1] or not {*ends} <= {*cu_seqlens.tolist()}):
+            raise ValueRangeError(f"ends must be bounds of cu_seqlens that rise to T = {x.shape[1]}, got {cut(ends)}")
 
 
 def shifted_taps(x_BTC: Tensor, history: Tensor | None, past: int, cu_seqlens: Tensor | None) -> list[Tensor]:

@@ -76,6 +76,7 @@ class _Operands(NamedTuple):
     bias: Tensor | None
     history: Tensor | None
     cu_seqlens: Tensor | None
+    ends: Tensor | None
     sequence_starts: Tensor | None
     sequence_ids: Tensor | None
 
@@ -93,14 +94,14 @@ class _Tiling(NamedTuple):
 def _operands(inputs: ConvInputs) -> tuple[_Operands, int]:
     """Return the operands, contiguous but for the stride of x from token to token, and that stride."""
     x, token_stride = _with_token_stride(inputs.x)
-    weight, bias, history, cu_seqlens = (None if t is None else ready(t) for t in inputs[1:])
+    weight, bias, history, cu_seqlens, ends = (None if t is None else ready(t) for t in inputs[1:])
     assert weight is not None
     starts = ids = None
     if cu_seqlens is not None:
         # tokens after the last bound get a valid index, which the kernels ignore
         ids = valid_sequence_index(cu_seqlens, x.shape[1]).int()
         starts = cu_seqlens[ids]
-    return _Operands(x, weight, bias, history, cu_seqlens, starts, ids), token_stride
+    return _Operands(x, weight, bias, history, cu_seqlens, ends, starts, ids), token_stride
 
 
 def _with_token_stride(x: Tensor) -> tuple[Tensor, int]:
@@ -143,24 +144,25 @@ def _launch(
     B, T, C = operands.x.shape
     tiling = _tiling(part, B, T, launch)
     traits = ConvTraits(
-        TOKEN_STRIDE=token_stride, C=C, W=operands.weight.shape[1], FIRST=first, CHANNELS=part.channels,
+        TOKEN_STRIDE=token_stride, C=C, W=operands.weight.shape[-1], FIRST=first, CHANNELS=part.channels,
         SILU=part.silu, HEAD=part.unit, EPS=EPS, BIAS=operands.bias is not None, HISTORY=operands.history is not None,
-        PACKED=operands.cu_seqlens is not None, BC=tiling.columns, R=tiling.rows, STRIP=tiling.strip,
-        GROUP=min(launch.group, tiling.strip),
+        PACKED=operands.cu_seqlens is not None, GROUPED=operands.ends is not None, BC=tiling.columns, R=tiling.rows,
+        STRIP=tiling.strip, GROUP=min(launch.group, tiling.strip),
     )  # fmt: skip
     strips_per_row = cdiv(T, tiling.strip)
     run = launcher(kernel, (*operands, *results), (traits,), launch.warps, registers=launch.registers or None)
     N = B if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
-    run(tiling.programs_T * tiling.programs_C, T, N, B * strips_per_row, strips_per_row)
+    groups = 1 if operands.ends is None else operands.ends.shape[0]
+    run(groups * tiling.programs_T * tiling.programs_C, T, N, B * strips_per_row, strips_per_row)
 
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, cu_seqlens: Tensor | None,
-    channels: list[int], silu: list[bool], unit: list[int], launch: list[int],
+    ends: Tensor | None, channels: list[int], silu: list[bool], unit: list[int], launch: list[int],
 ) -> list[Tensor]:  # fmt: skip
     from deltazoo.backends.triton.kernels.conv.short_conv import short_conv_kernel
 
-    operands, token_stride = _operands(ConvInputs(x, weight, bias, history, cu_seqlens))
+    operands, token_stride = _operands(ConvInputs(x, weight, bias, history, cu_seqlens, ends))
     config = ConvLaunch(*launch[: len(ConvLaunch._fields)])
     ys = [x.new_empty(*x.shape[:2], n) for n in channels]
     with torch.cuda.device_of(x):
@@ -171,13 +173,13 @@ def _forward(
 
 def _backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, cu_seqlens: Tensor | None,
-    dys: list[Tensor], channels: list[int], silu: list[bool], unit: list[int], launch: list[int],
+    ends: Tensor | None, dys: list[Tensor], channels: list[int], silu: list[bool], unit: list[int], launch: list[int],
 ) -> list[Tensor]:  # fmt: skip
     from deltazoo.backends.triton.kernels.conv.short_conv import short_conv_backward_kernel
 
-    operands, token_stride = _operands(ConvInputs(x, weight, bias, history, cu_seqlens))
+    operands, token_stride = _operands(ConvInputs(x, weight, bias, history, cu_seqlens, ends))
     config = ConvLaunch(*launch[len(ConvLaunch._fields) :])
-    (B, T, C), W = x.shape, weight.shape[1]
+    (B, T, C), W = x.shape, weight.shape[-1]
     dx = x.new_empty(B, T, C)
     # zero, because no program writes the gradient of an empty sequence's history
     dhistory = x.new_empty(0) if operands.history is None else torch.zeros_like(operands.history)
@@ -185,18 +187,20 @@ def _backward(
     with torch.cuda.device_of(x):
         for dy, (first, part) in zip(dys, _parts(channels, silu, unit), strict=True):
             programs_T = _tiling(part, B, T, config).programs_T
-            partial = x.new_empty((programs_T, W + (bias is not None), part.channels), dtype=torch.float32)
+            shape = (*weight.shape[:-2], programs_T, W + (bias is not None), part.channels)
+            allocate = x.new_empty if ends is None else x.new_zeros  # most programs have tokens of one group only
+            partial = allocate(shape, dtype=torch.float32)
             results = (ready(dy), dx, dhistory, partial)
             _launch(short_conv_backward_kernel, operands, results, token_stride, first, part, config)
-            sums.append(partial.sum(0))
-    dw_by_lag = torch.cat(sums, 1)
-    dweight = dw_by_lag[:W].flip(0).t().contiguous().to(weight.dtype)
-    dbias = x.new_empty(0) if bias is None else dw_by_lag[W].to(bias.dtype, copy=True)
+            sums.append(partial.sum(-3))
+    dw_by_lag = torch.cat(sums, -1)
+    dweight = dw_by_lag[..., :W, :].flip(-2).mT.contiguous().to(weight.dtype)
+    dbias = x.new_empty(0) if bias is None else dw_by_lag[..., W, :].to(bias.dtype, copy=True)
     return [dx, dweight, dbias, dhistory]
 
 
 def _forward_fake(*arguments: Any) -> list[Tensor]:
-    x, channels = arguments[0], arguments[5]
+    x, channels = arguments[0], arguments[len(ConvInputs._fields)]
     return [x.new_empty(*x.shape[:2], n) for n in channels]
 
 
@@ -207,7 +211,7 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     return [like.new_empty(shape) for like, shape in shapes]
 
 
-_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? history, Tensor? cu_seqlens"
+_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? history, Tensor? cu_seqlens, Tensor? ends"
 _STATIC = "int[] channels, bool[] silu, int[] unit, int[] launch"  # launch: ConvLaunch of the forward, of the backward
 _conv_op = operator(
     f"triton_short_conv({_INPUTS}, {_STATIC}) -> Tensor[]", _forward, compiled_ahead(_forward, _forward_fake)
@@ -236,4 +240,5 @@ class _ShortConv(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         grads = _backward_op(*ctx.saved_tensors, list(dys), *ctx.static)
         needed = zip(grads, ctx.needs_input_grad, strict=False)
-        return (*(grad if needs else None for grad, needs in needed), None, *(None for _ in ctx.static))
+        no_gradient = [None] * (len(ctx.needs_input_grad) - len(grads))  # of the bounds and static arguments
+        return (*(grad if needs else None for grad, needs in needed), *no_gradient)

@@ -10,18 +10,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.mixers.core.grouped_linear import grouped_linear, grouped_sum
+from deltazoo.backends.grouped import expand_rows, grouped_linear
 from deltazoo.mixers.core.part import is_unmodified
 
 
 class Rows(NamedTuple):
     """The rows of a pack [1, A, ...]: the rows of each mixer are contiguous, in the order of the mixers.
 
-    mixer: [A] int64, the mixer of each row; ends: [G] int32, the row after the last one of each mixer, ends[-1] = A.
+    size: A; ends: [G] int32, the row after the last one of each mixer, ends[-1] = A.
     """
 
-    mixer: Tensor
+    size: int
     ends: Tensor
 
     def linear(self, x_1AD: Tensor, maps: Sequence[nn.Module]) -> Tensor:
@@ -38,7 +37,7 @@ class Rows(NamedTuple):
     def expand(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return parameters[g] at the rows of mixer g, [1, A, ...]."""
         stacked = torch.stack(list(parameters))
-        return _Expand.apply(stacked.flatten(1), *self).unflatten(1, stacked.shape[1:])[None]
+        return expand_rows(stacked.flatten(1), self.ends, self.size).unflatten(1, stacked.shape[1:])[None]
 
 
 class Groupable(nn.Module, ABC):
@@ -64,20 +63,3 @@ def is_groupable(part: nn.Module) -> bool:
 def _is_known(module: nn.Module) -> bool:
     """Whether `forward_grouped` computes what the module does: a subclass of nn.Linear, say, may compute more."""
     return type(module) in (nn.Linear, nn.Sequential, nn.Identity) or type(module).__module__.startswith("deltazoo.")
-
-
-class _Expand(torch.autograd.Function):
-    """Rows of a matrix [G, C] by mixer, [A, C]. The gradient is a sum over contiguous rows."""
-
-    @staticmethod
-    def forward(matrix: Tensor, mixer: Tensor, ends: Tensor) -> Tensor:
-        return matrix.index_select(0, mixer)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grouped_sum(grad, *ctx.saved_tensors), None, None

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.dispatch import bind_conv
-from deltazoo.backends.short_conv import ConvInputs, ConvPart, apply_silu_and_norm, shifted_taps
+from deltazoo.backends.short_conv import ConvInputs, ConvPart, shifted_taps
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
-from deltazoo.mixers.parts.grouped_convolution import grouped_conv
 
 
 class ShortConv(Groupable, HasBackend):
@@ -81,13 +80,11 @@ class ShortConv(Groupable, HasBackend):
     def forward_grouped(
         self, parts: Sequence["ShortConv"], rows: Rows, x_1AC: Tensor, state: Tensor | None, context: Context
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        assert context.cu_seqlens is not None  # rows are packed
         history = None if state is None else state.to(x_1AC.dtype)
         weight = torch.stack([part.weight for part in parts])
-        y_AC = grouped_conv(x_1AC[0], weight, history, rows, context.cu_seqlens)
-        biases = [part.bias for part in parts if part.bias is not None]
-        y_1AC = y_AC[None] + rows.expand(biases).to(y_AC.dtype) if biases else y_AC[None]
-        streams = tuple(y.to(x_1AC.dtype) for y in apply_silu_and_norm(y_1AC, self.parts))
+        biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+        bias = torch.stack(biases) if biases else None
+        streams = self.bound(ConvInputs(x_1AC, weight, bias, history, context.cu_seqlens, rows.ends))
         return streams, _next_state(x_1AC, state, context)
 
     def extra_repr(self) -> str:

@@ -59,6 +59,7 @@ class Case(NamedTuple):
     bias: bool = False
     history: bool = False
     B: int = 2
+    groups: tuple[int, ...] = ()  # sequences of the pack up to the end of each group
 
 
 PACK = (3, 0, 70, 1, 2, 64, 0, 5)
@@ -81,6 +82,9 @@ CASES = {
     "pack of single tokens": Case([Q, V], lengths=(1,) * 7, W=3, history=True),
     "short pack with history": Case([Q, V], lengths=(3, 0, 10, 1, 40), bias=True, history=True),
     "pack, eight taps": Case([Q], lengths=(3, 0, 10, 1, 40), W=8, bias=True, history=True),
+    "groups": Case([Q, V], lengths=PACK, groups=(1, 1, 4, 8)),
+    "groups with history": Case([Q, V, BARE], lengths=PACK, bias=True, history=True, groups=(2, 3, 7, 8)),
+    "groups in one strip": Case([Q, V], lengths=(3, 0, 10, 1, 40), bias=True, history=True, groups=(1, 3, 5)),
     "no token": Case([Q, V], 0, bias=True, history=True),
     "no token in a pack": Case([Q, V], lengths=(0, 0), history=True),
     "no row": Case([Q, V], 6, history=True, B=0),
@@ -97,12 +101,15 @@ def draw(case: Case, dtype: torch.dtype = torch.float32, device: str = DEVICE) -
         return torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_()
 
     wide = torch.promote_types(dtype, torch.float32)
+    cu_seqlens = bounds(case.lengths, device) if case.lengths else None
+    G = (len(case.groups),) if case.groups else ()
     return ConvInputs(
         leaf(B, T, C),
-        leaf(C, case.W, dtype=wide),
-        leaf(C, dtype=wide) if case.bias else None,
+        leaf(*G, C, case.W, dtype=wide),
+        leaf(*G, C, dtype=wide) if case.bias else None,
         leaf(N, case.W - 1, C) if case.history else None,
-        bounds(case.lengths, device) if case.lengths else None,
+        cu_seqlens,
+        None if cu_seqlens is None or not G else cu_seqlens[list(case.groups)],
     )
 
 
@@ -112,14 +119,29 @@ def bounds(lengths: tuple[int, ...], device: str = DEVICE) -> Tensor:
 
 def conv1d_reference(inputs: ConvInputs, parts: Parts) -> tuple[Tensor, ...]:
     """Compute the convolution sequence by sequence with torch's conv1d."""
-    x, weight, bias, history, cu = inputs
-    W, C = weight.shape[1], x.shape[2]
+    x, weight, bias, history, cu, ends = inputs
+    W, C = weight.shape[-1], x.shape[2]
+    if ends is not None:  # each group as a pack of its own
+        assert cu is not None
+        results, first = [], 0
+        for g, last in enumerate(torch.searchsorted(cu, ends, right=True).tolist()):
+            begin, end = int(cu[first]), int(cu[last - 1])
+            part = ConvInputs(
+                x[:, begin:end],
+                weight[g],
+                None if bias is None else bias[g],
+                None if history is None else history[first : last - 1],
+                cu[first:last] - begin,
+            )
+            results.append(conv1d_reference(part, parts))
+            first = last - 1
+        return tuple(torch.cat(ys, 1) for ys in zip(*results, strict=True))
     rows = list(x) if cu is None else [x[0, a:b] for a, b in itertools.pairwise(cu.tolist())]
     ys = []
     for n, row in enumerate(rows):
         before = row.new_zeros(W - 1, C) if history is None else history[n]
         ys.append(F.conv1d(torch.cat([before, row]).mT, weight[:, None], bias, groups=C).mT if len(row) else row)
-    y = (torch.stack(ys) if len(ys) else x) if cu is None else torch.cat(ys)[None]
+    y = (torch.stack(ys) if len(ys) else x) if cu is None else torch.cat([x[0, :0], *ys])[None]
     out = []
     for stream, part in zip(y.split([part.channels for part in parts], -1), parts, strict=True):
         s = stream * stream.sigmoid() if part.silu else stream
@@ -145,7 +167,7 @@ def assert_agrees(run: Run, case: Case, dtype: torch.dtype) -> None:
     inputs = draw(case, dtype)
     got = gradients(run, inputs, case.parts)
     operands = [None if t is None else t.detach().double().requires_grad_() for t in inputs[:4]]
-    exact = gradients(conv1d_reference, ConvInputs(*operands, inputs.cu_seqlens), case.parts)
+    exact = gradients(conv1d_reference, ConvInputs(*operands, inputs.cu_seqlens, inputs.ends), case.parts)
     assert all(y.dtype == dtype for y in got[: len(case.parts)])
     for actual, want in zip(got, exact, strict=True):
         assert actual.shape == want.shape
@@ -425,6 +447,15 @@ def test_invalid_shapes_are_refused_with_the_expected_shape() -> None:
         bound(x._replace(x=x.x[0]))
     with pytest.raises(ShapeError, match=r"weight must have shape \[C, W\] with W >= 1, got \[72, 0\]"):
         bound(x._replace(weight=x.weight[:, :0]))
+    grouped = draw(CASES["groups in one strip"])._replace(history=None)
+    with pytest.raises(ShapeError, match=r"weight must have shape \[3, 72, 4\], got \[2, 72, 4\]"):
+        bound(grouped._replace(weight=grouped.weight[:2]))
+    with pytest.raises(ShapeError, match=r"ends must have shape \[G\], with cu_seqlens"):
+        bound(grouped._replace(cu_seqlens=None))
+    with pytest.raises(
+        ValueRangeError, match=r"ends must be bounds of cu_seqlens that rise to T = 54, got \[3, 12, 54\]"
+    ):
+        bound(grouped._replace(ends=torch.tensor([3, 12, 54], dtype=torch.int32)))
     with pytest.raises(ShapeError, match=r"cu_seqlens must have shape \[N \+ 1\], got \[0\]"):
         bound(x._replace(cu_seqlens=x.cu_seqlens[:0]))
 

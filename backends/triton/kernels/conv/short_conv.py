@@ -7,7 +7,9 @@ one head if there is a norm. It iterates over the rows of the strips, row i of a
 rows in registers, so that each row is loaded once, GROUP rows ahead of its use.
 
 In a pack with bounds cu [N + 1], sequence_starts [T] and sequence_ids [T], all int32, are the first token and the
-number of each token's sequence. Tokens from cu[N] on belong to none: their results and gradients are zero.
+number of each token's sequence. Tokens from cu[N] on belong to none: their results and gradients are zero. If the
+sequences belong to groups with different weights, ends [G] int32 is the token after the last one of each group, and
+a program processes the tokens of one group: for it there are no others.
 
 Shapes: x [B, T, C], y and dy [B, T, CHANNELS], weight [C, W], bias [C], history [N, W - 1, C], N sequences.
 """
@@ -34,6 +36,7 @@ class ConvTraits(NamedTuple):
     BIAS: bool
     HISTORY: bool
     PACKED: bool
+    GROUPED: bool  # weight and bias per group
     BC: int  # channels of a program
     R: int  # strips of a program
     STRIP: int  # tokens of a strip
@@ -41,12 +44,13 @@ class ConvTraits(NamedTuple):
 
 
 @triton.jit
-def locate_strips(T, cu, N, strips, strips_per_row, ROWS: tl.constexpr, traits: tl.constexpr):
+def locate_strips(T, cu, ends, N, strips, strips_per_row, ROWS: tl.constexpr, traits: tl.constexpr):
     """Return what a program owns. Programs with adjacent channels are adjacent in the grid.
 
-    Returns: the program's index along time; of each strip [R] the row of the batch (int64), the first token, the first
-        row that exists (up to W - 1 before the strip), the end of the rows below ROWS that belong to a sequence, and
-        the end of those that exist; the channels of the part and their mask [1, BC].
+    Returns: the program's index along groups and time; its group; of each strip [R] the row of the batch (int64), the
+        first token, the first row that exists (up to W - 1 before the strip), the end of the rows below ROWS that
+        belong to a sequence, the first row and the end of the rows whose results are stored; the channels of the part
+        and their mask [1, BC].
     """
     WIDTH: tl.constexpr = traits.HEAD if traits.HEAD > 0 else traits.BC
     HEADS: tl.constexpr = (traits.CHANNELS + WIDTH - 1) // WIDTH
@@ -54,20 +58,31 @@ def locate_strips(T, cu, N, strips, strips_per_row, ROWS: tl.constexpr, traits: 
     lane = tl.arange(0, traits.BC)[None, :]
     channel = pid % HEADS * WIDTH + lane
     in_channels = (lane < WIDTH) & (channel < traits.CHANNELS)
-    strip = pid // HEADS * traits.R + tl.arange(0, traits.R)
+    program = pid // HEADS
+    group = program // tl.cdiv(strips, traits.R)
+    strip = program % tl.cdiv(strips, traits.R) * traits.R + tl.arange(0, traits.R)
     t = strip % strips_per_row * traits.STRIP
     low = tl.where(strip < strips, tl.maximum(-t, 1 - traits.W), NEVER)
+    store_low = 0
     store_high = tl.where(strip < strips, tl.minimum(T - t, ROWS), 0)
+    if traits.GROUPED:
+        first = tl.load(ends + group - 1, mask=group > 0, other=0) - t
+        low = tl.maximum(low, first)
+        store_low = tl.maximum(first, 0)
+        store_high = tl.minimum(store_high, tl.load(ends + group) - t)
     high = store_high
     if traits.PACKED:
         high = tl.minimum(high, tl.load(cu + N) - t)
-    return pid // HEADS, (strip // strips_per_row).to(tl.int64), t, low, high, store_high, channel, in_channels
+    row = (strip // strips_per_row).to(tl.int64)
+    return program, group, row, t, low, high, store_low, store_high, channel, in_channels
 
 
 @triton.jit
-def load_weights(weight, bias, channel, in_channels, traits: tl.constexpr):
-    """Load the weights by lag, and the bias, each [1, BC]."""
+def load_weights(weight, bias, group, channel, in_channels, traits: tl.constexpr):
+    """Load a group's weights by lag, and its bias, each [1, BC]."""
     W: tl.constexpr = traits.W
+    if traits.GROUPED:
+        channel += group * traits.C
     weights = ()
     for j in tl.static_range(W):
         w_j = tl.load(weight + channel * W + (W - 1 - j), mask=in_channels, other=0.0)
@@ -99,11 +114,11 @@ def load_rows(
 
 
 @triton.jit
-def load_gradients(dy, dy_offset, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr):
-    """Load rows i, i - 1, ..., i - COUNT + 1 of dy [R, BC]."""
+def load_gradients(dy, dy_offset, low, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr):
+    """Load rows i, i - 1, ..., i - COUNT + 1 of dy [R, BC]; rows before `low` or from `high` on are zero."""
     rows = ()
     for u in tl.static_range(COUNT):
-        in_rows = ((i - u >= 0) & (i - u < high))[:, None]
+        in_rows = ((i - u >= low) & (i - u < high))[:, None]
         dy_i = tl.load(dy + dy_offset + (i - u) * traits.CHANNELS, mask=in_rows & in_channels, other=0.0)
         rows = rows + (dy_i.to(tl.float32),)
     return rows
@@ -164,18 +179,22 @@ def sigmoid(a):
 
 @triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row"])
 def short_conv_kernel(
-    x, weight, bias, history, cu, sequence_starts, sequence_ids, y, T, N, strips, strips_per_row, traits: tl.constexpr
+    x, weight, bias, history, cu, ends, sequence_starts, sequence_ids, y, T, N, strips, strips_per_row,
+    traits: tl.constexpr,
 ):  # fmt: skip
     """Compute y [B, T, CHANNELS] of one part.
 
-    Grid: R strips along time, BC channels or one head. strips: of the batch; strips_per_row: of one row of the batch.
+    Grid: groups, R strips along time, BC channels or one head. strips: of the batch; strips_per_row: of one row of it.
     """
     W: tl.constexpr = traits.W
     GROUP: tl.constexpr = traits.GROUP
-    _, b, t, low, high, store_high, channel, in_channels = locate_strips(
-        T, cu, N, strips, strips_per_row, traits.STRIP, traits
+    _, group, b, t, low, high, store_low, store_high, channel, in_channels = locate_strips(
+        T, cu, ends, N, strips, strips_per_row, traits.STRIP, traits
     )
-    weights, offset = load_weights(weight, bias, traits.FIRST + channel, in_channels, traits)
+    if traits.GROUPED:
+        if tl.max(store_high - store_low, 0) <= 0:
+            return
+    weights, offset = load_weights(weight, bias, group, traits.FIRST + channel, in_channels, traits)
     token = (b * T + t)[:, None]
     x_offset = token * traits.TOKEN_STRIDE + traits.FIRST + channel
     y_offset = token * traits.CHANNELS + channel
@@ -208,7 +227,7 @@ def short_conv_kernel(
                 a *= tl.rsqrt(tl.sum(a * a, 1) + traits.EPS)[:, None]
             if traits.PACKED:
                 a = tl.where((i < high)[:, None], a, 0.0)
-            stored = (i < store_high)[:, None] & in_channels
+            stored = ((i >= store_low) & (i < store_high))[:, None] & in_channels
             tl.store(y + y_offset + i * traits.CHANNELS, a.to(y.dtype.element_ty), mask=stored)
         recent = rows[: W - 1]
 
@@ -256,8 +275,8 @@ def clear_at_start(later, is_first, W: tl.constexpr):
 
 @triton.jit
 def recompute_after_strip(
-    x, x_offset, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, in_channels,
-    weights, offset, zero, traits: tl.constexpr,
+    x, x_offset, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, store_low,
+    in_channels, weights, offset, zero, traits: tl.constexpr,
 ):  # fmt: skip
     """Recompute the gradients of the W - 1 results after a strip.
 
@@ -269,7 +288,7 @@ def recompute_after_strip(
         later = later + (zero,)
     last = traits.STRIP + W - 2
     rows = load_rows(x, x_offset, history, history_offset, t, low, high, last, in_channels, 2 * W - 2, traits)
-    ds = load_gradients(dy, dy_offset, high, last, in_channels, W - 1, traits)
+    ds = load_gradients(dy, dy_offset, store_low, high, last, in_channels, W - 1, traits)
     starts = load_starts(sequence_starts, t, high, last, W - 1, traits)
     for u in tl.static_range(W - 1):
         i = last - u
@@ -288,7 +307,7 @@ def recompute_after_strip(
 
 @triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row"])
 def short_conv_backward_kernel(
-    x, weight, bias, history, cu, sequence_starts, sequence_ids, dy, dx, dhistory, partial,
+    x, weight, bias, history, cu, ends, sequence_starts, sequence_ids, dy, dx, dhistory, partial,
     T, N, strips, strips_per_row, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute the part's channels of dx [B, T, C] and dhistory [N, W - 1, C] from dy [B, T, CHANNELS].
@@ -296,18 +315,22 @@ def short_conv_backward_kernel(
     With d_t the gradient of a_t: dx_t = sum_j w_j d_(t+j), dw_j = sum_t d_t x_(t-j). Rows are processed from the last
     to the first, and the W - 1 results after a strip are recomputed.
 
-    Grid: R strips along time, BC channels or one head.
-    Writes partial [programs along time, W + BIAS, CHANNELS] float32: each program's sums of dw_j, by lag, and of d.
+    Grid: groups, R strips along time, BC channels or one head.
+    Writes partial [groups, programs along time, W + BIAS, CHANNELS] float32: each program's sums of dw_j, by lag, and
+    of d. Programs without a token of the group write nothing.
     """
     W: tl.constexpr = traits.W
     GROUP: tl.constexpr = traits.GROUP
     BIAS: tl.constexpr = traits.BIAS
     R: tl.constexpr = traits.R
     BC: tl.constexpr = traits.BC
-    program, b, t, low, high, store_high, channel, in_channels = locate_strips(
-        T, cu, N, strips, strips_per_row, traits.STRIP + W - 1, traits
+    program, group, b, t, low, high, store_low, store_high, channel, in_channels = locate_strips(
+        T, cu, ends, N, strips, strips_per_row, traits.STRIP + W - 1, traits
     )
-    weights, offset = load_weights(weight, bias, traits.FIRST + channel, in_channels, traits)
+    if traits.GROUPED:
+        if tl.max(store_high - store_low, 0) <= 0:
+            return
+    weights, offset = load_weights(weight, bias, group, traits.FIRST + channel, in_channels, traits)
     token = (b * T + t)[:, None]
     x_offset = token * traits.TOKEN_STRIDE + traits.FIRST + channel
     dy_offset = token * traits.CHANNELS + channel
@@ -317,15 +340,15 @@ def short_conv_backward_kernel(
     )
     zero = tl.zeros([R, BC], tl.float32)
     recent, later = recompute_after_strip(
-        x, x_offset, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, in_channels,
-        weights, offset, zero, traits,
+        x, x_offset, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, store_low,
+        in_channels, weights, offset, zero, traits,
     )  # fmt: skip
     sums = ()
     for _ in tl.static_range(W + 1):
         sums = sums + (zero,)
     i = traits.STRIP - 1
     ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
-    next_ds = load_gradients(dy, dy_offset, high, i, in_channels, GROUP, traits)
+    next_ds = load_gradients(dy, dy_offset, store_low, high, i, in_channels, GROUP, traits)
     next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
     for g in range(0, traits.STRIP, GROUP):
         rows = recent + ahead
@@ -333,7 +356,7 @@ def short_conv_backward_kernel(
         starts = next_starts
         i = traits.STRIP - 1 - g - GROUP
         ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
-        next_ds = load_gradients(dy, dy_offset, high, i, in_channels, GROUP, traits)
+        next_ds = load_gradients(dy, dy_offset, store_low, high, i, in_channels, GROUP, traits)
         next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
         for u in tl.static_range(GROUP):
             i = traits.STRIP - 1 - g - u
@@ -349,11 +372,11 @@ def short_conv_backward_kernel(
                 new_sums = new_sums + (sums[j] + d * inputs[j],)
             sums = new_sums + (sums[W] + d,)
             dx_i = weighted_sum(((d,) + later), weights, 0.0, W)
-            stored = (i < store_high)[:, None] & in_channels
+            stored = ((i >= store_low) & (i < store_high))[:, None] & in_channels
             tl.store(dx + dx_offset + i * traits.C, dx_i.to(dx.dtype.element_ty), mask=stored)
             later = push_row(later, d, W)
             if traits.PACKED:
-                is_first = ((starts[u] == i) & (i < high))[:, None]
+                is_first = ((starts[u] == i) & (i >= store_low) & (i < high))[:, None]
                 if traits.HISTORY:
                     n = tl.load(sequence_ids + t + i, mask=i < high, other=0).to(tl.int64)
                     at = history_offset + n[:, None] * (W - 1) * traits.C

@@ -1,17 +1,16 @@
-"""The convolution of grouped rows: both implementations equal the short convolution of each mixer's sequences."""
+"""The convolution with a weight per group of rows: both implementations equal separate short convolutions."""
 
 import itertools
 
 import pytest
 import torch
 
+from deltazoo.backends import grouped_conv as module
+from deltazoo.backends.grouped_conv import BLOCK, grouped_conv
 from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv
-from deltazoo.mixers.core.grouped import Rows
-from deltazoo.mixers.parts import grouped_convolution
-from deltazoo.mixers.parts.grouped_convolution import BLOCK, grouped_conv
 
 C, W = 3, 4
-# two sequences for each of three mixers: some longer than a block, shorter than the window, or empty
+# two sequences for each of three groups: some longer than a block, shorter than the window, or empty
 BOUNDS = [0, 2 * BLOCK + 5, 2 * BLOCK + 7, 2 * BLOCK + 7, 3 * BLOCK + 8, 3 * BLOCK + 9, 3 * BLOCK + 40]
 
 
@@ -20,14 +19,13 @@ BOUNDS = [0, 2 * BLOCK + 5, 2 * BLOCK + 7, 2 * BLOCK + 7, 3 * BLOCK + 8, 3 * BLO
 def test_outputs_and_gradients_equal_separate_convolutions(
     by_sequence: bool, has_history: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_convolution, "_runs_by_sequence", lambda *_: by_sequence)
+    monkeypatch.setattr(module, "_runs_by_sequence", lambda *_: by_sequence)
     torch.manual_seed(0)
     shapes = [(BOUNDS[-1], C), (3, C, W), (6, W - 1, C)]
     x, weight, history = leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     before = history if has_history else None
-    mixer = torch.tensor([next(g for g in range(3) if row < BOUNDS[2 * g + 2]) for row in range(BOUNDS[-1])])
-    rows = Rows(mixer, torch.tensor(BOUNDS[2::2], dtype=torch.int32))
-    actual = grouped_conv(x, weight, before, rows, torch.tensor(BOUNDS, dtype=torch.int32))
+    ends = torch.tensor(BOUNDS[2::2], dtype=torch.int32)
+    actual = grouped_conv(x, weight, before, ends, torch.tensor(BOUNDS, dtype=torch.int32))
     pieces = []
     for n, (start, end) in enumerate(itertools.pairwise(BOUNDS)):
         own = None if before is None else before[n : n + 1]
@@ -45,13 +43,13 @@ def test_outputs_and_gradients_equal_separate_convolutions(
 
 @pytest.mark.parametrize("by_sequence", [True, False])
 def test_a_nan_stays_in_its_sequence(by_sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_convolution, "_runs_by_sequence", lambda *_: by_sequence)
+    monkeypatch.setattr(module, "_runs_by_sequence", lambda *_: by_sequence)
     x = torch.ones(8, C)
     x[:4] = torch.nan
     x.requires_grad_()
     weight = torch.ones(2, C, W, requires_grad=True)
-    rows = Rows(torch.tensor([0] * 4 + [1] * 4), torch.tensor([4, 8], dtype=torch.int32))
-    y = grouped_conv(x, weight, None, rows, torch.tensor([0, 4, 8], dtype=torch.int32))
+    ends = torch.tensor([4, 8], dtype=torch.int32)
+    y = grouped_conv(x, weight, None, ends, torch.tensor([0, 4, 8], dtype=torch.int32))
     y[4:].sum().backward()
     assert y[4:].isfinite().all()
     assert weight.grad[1].isfinite().all()

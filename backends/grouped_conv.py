@@ -1,8 +1,8 @@
-"""The short convolution of several mixers, for the rows of a pack that are sorted by mixer.
+"""The short convolution with several weights, for rows of a pack that are sorted by weight, in plain torch.
 
-y_a = sum_i weight_gi x_(a - W + 1 + i) for row a of mixer g, within the sequence of the row.
+y_a = sum_i weight_gi x_(a - W + 1 + i) for row a of group g, within the sequence of the row.
 
-A rows, G mixers, C channels, W taps, N sequences
+A rows, G groups, C channels, W taps, N sequences
 """
 
 import itertools
@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.backends.grouped import group_of_row, grouped_sum
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.varlen import sequence_index
-from deltazoo.mixers.core.grouped import Rows
-from deltazoo.mixers.core.grouped_linear import grouped_sum
 
 BLOCK = 128  # rows at a time on a CPU: the operands of a block stay in its cache
 SHORTEST = 16  # mean rows per sequence from which a loop over the sequences is faster on a CPU
 
 
-def grouped_conv(x_AC: Tensor, weight_GCW: Tensor, history: Tensor | None, rows: Rows, cu_seqlens: Tensor) -> Tensor:
-    """Convolve the rows of each mixer with its weight.
+def grouped_conv(x_AC: Tensor, weight_GCW: Tensor, history: Tensor | None, ends: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Convolve the rows of each group with its weight.
 
     On a CPU one operator loops over the sequences, unless they are short on average. Elsewhere every row reads its taps
     and weights by index, which Inductor fuses. The backward recomputes the taps.
@@ -31,26 +30,25 @@ def grouped_conv(x_AC: Tensor, weight_GCW: Tensor, history: Tensor | None, rows:
     Args:
         x_AC: [A, C]; weight_GCW: [G, C, W].
         history: [N, W - 1, C], the rows before each sequence; None: zeros.
-        cu_seqlens: [N + 1] int32, bounds of sequences that each belong to one mixer; cu_seqlens[-1] = A.
+        ends: [G] int32, the row after the last one of each group; ends[-1] = A.
+        cu_seqlens: [N + 1] int32, bounds of sequences that each belong to one group; cu_seqlens[-1] = A.
     Returns: [A, C] in float32 (float64 for float64).
     """
-    return _GroupedConv.apply(x_AC, weight_GCW, history, *rows, cu_seqlens)
+    return _GroupedConv.apply(x_AC, weight_GCW, history, ends, cu_seqlens)
 
 
 class _GroupedConv(torch.autograd.Function):
     @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, history: Tensor | None, mixer: Tensor, ends: Tensor, cu_seqlens: Tensor
-    ) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, history: Tensor | None, ends: Tensor, cu_seqlens: Tensor) -> Tensor:
         if _runs_by_sequence(x, cu_seqlens):
             return _conv_op(x, weight, history, ends, cu_seqlens)
-        sequence = sequence_index(cu_seqlens, x.shape[0])
+        sequence, group = sequence_index(cu_seqlens, x.shape[0]), group_of_row(ends, x.shape[0])
         x, weight_WGC = _widened(x), _taps_first(weight)
         before = _with_history(x, history)
-        y = x * weight_WGC[-1].index_select(0, mixer)
+        y = x * weight_WGC[-1].index_select(0, group)
         for shift in range(1, weight.shape[2]):
             index, _ = _earlier_rows(sequence, cu_seqlens, shift, 0 if history is None else history.shape[1])
-            y.addcmul_(before.index_select(0, index), weight_WGC[-1 - shift].index_select(0, mixer))
+            y.addcmul_(before.index_select(0, index), weight_WGC[-1 - shift].index_select(0, group))
         return y
 
     @staticmethod
@@ -60,23 +58,23 @@ class _GroupedConv(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, history, mixer, ends, cu_seqlens = ctx.saved_tensors
+        x, weight, history, ends, cu_seqlens = ctx.saved_tensors
         if _runs_by_sequence(x, cu_seqlens):
             grad_x, grad_weight, grad_history = _conv_gradients_op(grad, x, weight, history, ends, cu_seqlens)
-            return grad_x, grad_weight, None if history is None else grad_history, *[None] * 3
-        sequence = sequence_index(cu_seqlens, x.shape[0])
+            return grad_x, grad_weight, None if history is None else grad_history, None, None
+        sequence, group = sequence_index(cu_seqlens, x.shape[0]), group_of_row(ends, x.shape[0])
         weight_WGC = _taps_first(weight)
         before, after = _with_history(_widened(x), history), _with_history(grad, None)
         A, past = x.shape[0], 0 if history is None else history.shape[1]
         end_A = cu_seqlens.long()[sequence + 1]
         row_A = torch.arange(A, device=x.device)
-        grad_x = grad * weight_WGC[-1].index_select(0, mixer)
+        grad_x = grad * weight_WGC[-1].index_select(0, group)
         grad_weight = [grouped_sum(grad * x, ends)]
         grad_history = None if history is None else grad.new_zeros(history.shape).flatten(0, 1)
         for shift in range(1, weight.shape[2]):
             index, inside = _earlier_rows(sequence, cu_seqlens, shift, past)
             grad_weight.insert(0, grouped_sum(before.index_select(0, index).mul_(grad), ends))
-            weight_AC = weight_WGC[-1 - shift].index_select(0, mixer)
+            weight_AC = weight_WGC[-1 - shift].index_select(0, group)
             later = torch.where(row_A + shift < end_A, row_A + shift, A)
             grad_x.addcmul_(after.index_select(0, later), weight_AC)
             if grad_history is not None:
@@ -84,11 +82,11 @@ class _GroupedConv(torch.autograd.Function):
                 grad_history = grad_history.index_add(0, torch.where(inside, 0, index - A), outside)
         if history is not None and grad_history is not None:
             grad_history = grad_history.view(history.shape).to(history.dtype)
-        return grad_x.to(x.dtype), torch.stack(grad_weight, -1).to(weight.dtype), grad_history, *[None] * 3
+        return grad_x.to(x.dtype), torch.stack(grad_weight, -1).to(weight.dtype), grad_history, None, None
 
 
 class _Block(NamedTuple):
-    """Rows first to last of one sequence, which is that of mixer `group` and begins at row `start`."""
+    """Rows first to last of one sequence, which is of group `group` and begins at row `start`."""
 
     group: int
     sequence: int
