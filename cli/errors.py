@@ -19,7 +19,7 @@ from deltazoo.cli.streams import output_failed, print_json_error
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-USER_ERROR = 2  # exit code
+USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 
 
 class Debug:
@@ -36,6 +36,9 @@ def report_user_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             with _warnings_as_sentences():
                 return command(*args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            sys.stderr.write("\ndeltazoo: interrupted\n")
+            raise typer.Exit(INTERRUPTED) from interrupt
         except Exception as error:
             if isinstance(error, OSError) and error.filename is None:
                 code = output_failed(probe="\n")

@@ -149,7 +149,8 @@ class Prepared(NamedTuple):
 
     Args:
         gates: [slots, HV, 3, C], cumulative log2 decay, scaled erase strength, write strength; for a decay per channel
-            [slots, HV, K + C], the decay over the chunk and the write strength.
+            [slots, HV, K + C], the decay over the chunk and the write strength; DPLR, which has no write strength: in
+            its first place 1 for a chunk of strong decays, which the portable kernels compute.
         decay_bounds: [slots, HV], upper bound of the log2 decay over the chunk.
         wy_tiles: [slots, HV, terms, C, C + 8], T and P (kernels/wy_tiles.py); empty without an erase term, unless the
             decay is per channel. DPLR: two tiles (kernels/channel/pair_prepare.py).

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -157,3 +159,12 @@ def test_a_part_without_effect_is_one_warning_on_stderr(run):
     unreached = "attention in the pattern '3*gated_deltanet + attention' is not reached"
     assert result.err == f"deltazoo: warning: {unreached}: depth=3 has no layer for it\n"
     assert result.json["stack"]["depth"] == 3
+
+
+def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deltazoo.blocks.training.text.load_text", interrupt)
+    result = run("demo")
+    assert (result.code, result.err) == (130, "\ndeltazoo: interrupted\n")
