@@ -77,3 +77,19 @@ def test_size_refusals_are_traceable(grad):
 
     compiled = torch.compile(refused, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ones), refused(ones))
+
+
+@pytest.mark.parametrize("kind", portability.PASSES)
+@pytest.mark.parametrize("update", portability.UPDATES)
+def test_every_problem_of_the_grid_launches_kernels(update, kind):
+    launched = []
+
+    def launcher(kernel, *_, **__):
+        launched.append(kernel.__name__)
+        return lambda *_: None
+
+    portability.launch(("sm_90", update, "bfloat16", 64, kind), "3.7.1", launcher)
+    if kind == "decode":
+        assert launched == ["decode_kernel", "verify_kernel", "commit_kernel"]
+    else:
+        assert len(launched) >= (4 if kind == "training" else 2)

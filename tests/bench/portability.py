@@ -129,11 +129,14 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
     from compiling import launch_update
 
     from deltazoo.backends.base import ConvInputs
+    from deltazoo.backends.conformance import Case
+    from deltazoo.backends.conformance.cases import draw
+    from deltazoo.backends.shapes import Shape
     from deltazoo.backends.spec import UpdateSpec
     from deltazoo.backends.triton import decode, plan, short_conv
+    from deltazoo.backends.triton.decode_op import decode_operands
     from deltazoo.backends.triton.heuristic import heuristic
     from deltazoo.backends.triton.lower import computes_in_float32, splits_terms
-    from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 
     name, update, dtype_name, width, kind = problem
     device, dtype = device_of(name, triton), getattr(torch, dtype_name)
@@ -167,14 +170,15 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
     if kind != "decode":
         launch_update(what, device, compiler, early=dplr, grad=kind == "training")
         return
-    n = 2 if dplr else 1
-    gate = torch.empty(4, n, 2)
-    keys = torch.empty(4, n, 2, width, dtype=dtype)
-    decay = {"head": torch.empty(4, 2), "channel": torch.empty(4, 2, width)}.get(spec.decay)
-    x = ScanOperands(keys[:, 0], keys, keys, decay, None if dplr else gate, gate, keys if dplr else None)
-    traits = ScanKind(what.delta, dplr, False, split_terms, False, 0.1)
+    case = Case(spec, Shape("tokens", 4, 4, 2, 2, width, width), dtype)
+    x, traits = decode_operands(spec, draw(case), "")
+    one = decode_operands(spec, draw(case._replace(shape=case.shape._replace(T=1))), "")[0]
+    states, accepted = torch.empty(4, 2, width, width), torch.zeros(4, dtype=torch.int32)
+    step = heuristic(what, device).decode
     with patch.object(decode, "launcher", compiler):
-        decode.step_(x, torch.empty(4, 2, width, width), None, traits, heuristic(what, device).decode)
+        decode.step_(one, traits, states, None, step)
+        _, values = decode.verify(x, traits, states, None, step)
+        decode.commit_(x, traits, values, states, None, accepted, step)
 
 
 def summarise(used: list[dict[str, Any]], shared: int) -> dict[str, Any]:
