@@ -80,7 +80,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "gradients: the gradient of beta is divided by a beta of zero", f"{KERNELS}/gradients.py",
-        "b_db / clamped_b, mask", "b_db / b_i, mask",
+        "db_i = b_db / clamped_b", "db_i = b_db / b_i",
         "test-kernels", "backends/test_triton.py::test_gradients_are_accurate_where_beta_is_zero[gated delta]",
     ),
     Mutation(
@@ -98,11 +98,11 @@ PORTABLE_KERNELS = [
         "if DECAYS:", "if DECAYS and not DELTA:", "test-kernels", f"{DECODE_TEST}[gated delta]",
     ),
     Mutation(
-        "decode step: every Householder step decays the state", f"{KERNELS}/decode/step.py",
-        'DECAY != "none" and m == 0', 'DECAY != "none"', "test-kernels", f"{DECODE_TEST}[householders, before]",
+        "decode step: every Householder step decays the state", f"{KERNELS}/decode/token.py",
+        "DECAYS and m == 0", "DECAYS", "test-kernels", f"{DECODE_TEST}[householders, before]",
     ),
     Mutation(
-        "decode step: the slot behind the pool is read and written", f"{KERNELS}/decode/step.py",
+        "decode step: the slot behind the pool is read and written", f"{KERNELS}/decode/token.py",
         "in_pool = (slot >= 0) & (slot < pool_rows)", "in_pool = (slot >= 0) & (slot <= pool_rows)", "test-kernels",
         "backends/test_triton.py::test_decode_with_a_slot_outside_the_pool_accesses_no_state[gated delta]",
     ),
@@ -219,7 +219,7 @@ MIXERS = [
     ),
     Mutation(
         "rotary: queries and keys rotate the other way", "mixers/parts/rotary.py",
-        "return position_BT[..., None] *", "return -position_BT[..., None] *",
+        "angle = position[..., None] *", "angle = -position[..., None] *",
         "test", f"mixers/test_equations_additive.py{EQUATION}[reference-retnet]",
     ),
     Mutation(
@@ -293,7 +293,15 @@ MIXERS = [
         "test", "mixers/test_mom.py::test_mixture_of_any_mixer_equals_a_loop_over_tokens[deltanet]",
     ),
     Mutation(
-        "MoM: the convolution reads the tokens of another memory", "mixers/parts/convolution.py",
+        "short convolution: every group has the weights of the first", f"{KERNELS}/conv/short_conv.py",
+        "channel += group * traits.C", "channel += 0", "test-kernels", f"{CONV_TEST}[groups-torch.float32]",
+    ),
+    Mutation(
+        "short convolution, backward: tokens before a group add to its gradient", f"{KERNELS}/conv/short_conv.py",
+        "(i - u >= low) & (i - u < high)", "(i - u >= 0) & (i - u < high)", "test-kernels", f"{CONV_TEST}[groups in one strip-torch.float32]",
+    ),
+    Mutation(
+        "MoM: the convolution reads the tokens of another memory", "backends/grouped_conv.py",
         "inside_A = position_A >= shift", "inside_A = row_A >= shift",
         "test", "mixers/test_mom.py::test_mixture_of_any_mixer_equals_a_loop_over_tokens[deltanet]",
     ),

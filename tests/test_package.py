@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from mutation_table import MUTATIONS
 
 import deltazoo
 from deltazoo.backends import registry
@@ -109,3 +110,12 @@ def test_variants_have_at_most_40_lines() -> None:
     lengths = {c.__name__: len(inspect.getsourcelines(c)[0]) for c in configs if issubclass(c, UpdateConfig)}
     assert len(lengths) > 25
     assert {name: n for name, n in lengths.items() if n > 40} == {}
+
+
+def test_the_lines_of_the_planted_bugs_exist() -> None:
+    stale = [
+        mutation.name
+        for mutation in MUTATIONS
+        if (ROOT / mutation.path).read_text(encoding="utf-8").count(mutation.old) != mutation.count
+    ]
+    assert stale == []
