@@ -298,7 +298,8 @@ MIXERS = [
     ),
     Mutation(
         "short convolution, backward: tokens before a group add to its gradient", f"{KERNELS}/conv/short_conv.py",
-        "(i - u >= low) & (i - u < high)", "(i - u >= 0) & (i - u < high)", "test-kernels", f"{CONV_TEST}[groups in one strip-torch.float32]",
+        "(i - u >= low) & (i - u < high)", "(i - u >= 0) & (i - u < high)",
+        "test-kernels", f"{CONV_TEST}[groups in one strip-torch.float32]",
     ),
     Mutation(
         "MoM: the convolution reads the tokens of another memory", "backends/grouped_conv.py",
