@@ -153,20 +153,10 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
     split_terms = split_terms and dtype != torch.float32
     dplr = spec.transition == "dplr"
     what = plan.Problem(
-        dtype,
-        2,
-        200,
-        2,
-        2,
-        width,
-        width,
-        spec.transition != "additive",
-        dplr,
-        spec.decay,
-        False,
-        split_terms,
+        dtype, 2, 200, 2, 2, width, width, spec.transition != "additive", dplr, spec.decay, False, split_terms,
         pair=dplr,
-    )
+    )  # fmt: skip
+    what = plan.on_device(what, device)
     if kind != "decode":
         launch_update(what, device, compiler, early=dplr, grad=kind == "training")
         return
