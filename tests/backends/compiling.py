@@ -75,7 +75,7 @@ def launch_update(
     )  # fmt: skip
     kind = ScanKind(
         problem.delta, early and problem.delta, early, problem.split_terms, strengths == "tied", 0.1,
-        erase_channels=strengths == "channels",
+        erase_channels=strengths == "channels", saves_16_bits=problem.saves_16_bits,
     )  # fmt: skip
     with patch.object(forward, "launcher", launcher), patch.object(backward, "launcher", launcher):
         _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
