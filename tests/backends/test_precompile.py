@@ -10,6 +10,7 @@ from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.shapes import Shape
+from deltazoo.backends.short_conv import ConvInputs
 from deltazoo.backends.triton import TritonBackend, decode_op, op, precompile
 from deltazoo.backends.triton import plan as plans
 from deltazoo.backends.triton import short_conv as conv
@@ -64,7 +65,7 @@ def test_tracing_on_meta_tensors_compiles_the_kernels_of_another_device(monkeypa
 
 def conv_arguments():
     x, weight = torch.randn(2, 70, 24, device=DEVICE), torch.randn(24, 4, device=DEVICE)
-    return (x, weight, None, None, None), ([16, 8], [True, False], [8, 0], [*conv.FORWARD, *conv.BACKWARD])
+    return ConvInputs(x, weight), ([16, 8], [True, False], [8, 0], [*conv.FORWARD, *conv.BACKWARD])
 
 
 @needs_triton
