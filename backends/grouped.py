@@ -29,9 +29,9 @@ def grouped_linear(x_AD: Tensor, weight_GFD: Tensor, ends: Tensor) -> Tensor:
     return _GroupedLinear.apply(x_AD, weight_GFD, ends)
 
 
-def expand_rows(matrix_GC: Tensor, ends: Tensor, rows: int) -> Tensor:
-    """Return the row of each group at its rows, [A, C]. Args: rows: A."""
-    return _Expand.apply(matrix_GC, ends, rows)
+def expand_rows(matrix_GC: Tensor, group_A: Tensor, ends: Tensor) -> Tensor:
+    """Return the row of each group at its rows, [A, C]. Args: group_A: from `group_of_row`."""
+    return _Expand.apply(matrix_GC, group_A, ends)
 
 
 def group_of_row(ends: Tensor, rows: int) -> Tensor:
@@ -125,12 +125,12 @@ class _Expand(torch.autograd.Function):
     """Rows of a matrix [G, C] by group, [A, C]. The gradient is a sum over contiguous rows."""
 
     @staticmethod
-    def forward(matrix: Tensor, ends: Tensor, rows: int) -> Tensor:
-        return matrix.index_select(0, group_of_row(ends, rows))
+    def forward(matrix: Tensor, group: Tensor, ends: Tensor) -> Tensor:
+        return matrix.index_select(0, group)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     @differentiable_once

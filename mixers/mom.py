@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.check import check_integer
+from deltazoo.backends.grouped import group_of_row
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.gather import gather_rows
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
@@ -203,7 +204,7 @@ def _run_grouped(
     index_A, order_A = index_BTK.flatten().sort(stable=True)
     bounds = torch.searchsorted(index_A, torch.arange(count + 1, device=index_A.device)).to(torch.int32)
     ends_M = torch.cat([bounds[torch.arange(1, M, device=bounds.device) * N], bounds.new_full((1,), A)])
-    rows = Rows(A, ends_M)
+    rows = Rows(group_of_row(ends_M, A), ends_M)
     state = None
     if states[0] is not None:
         extra = count - M * N
@@ -212,9 +213,9 @@ def _run_grouped(
             for name, x in states[0].items()
         }
     inverse_A = order_A.argsort()
-    x_1AD = _Permute.apply(x_BTD.flatten(0, 1).repeat_interleave(k, 0), order_A, inverse_A)[None]
+    x_1AD = gather_rows(x_BTD.flatten(0, 1).repeat_interleave(k, 0), order_A, inverse_A)[None]
     y_1AD, state = memories[0].forward_grouped(memories, rows, x_1AD, state, Context(cu_seqlens=bounds))
-    y_BTKD = _Permute.apply(y_1AD[0], inverse_A, order_A).view(B, T, k, y_1AD.shape[2])
+    y_BTKD = gather_rows(y_1AD[0], inverse_A, order_A).view(B, T, k, y_1AD.shape[2])
     if real_BT is not None:
         y_BTKD = torch.where(real_BT[..., None, None], y_BTKD, 0.0)
     weight_BTK1 = routes.weight.gather(-1, routes.order)[..., None]
@@ -225,23 +226,6 @@ def _run_grouped(
     if torch.is_grad_enabled():
         return y_BTD, new
     return y_BTD, [rollback_(old, values) for old, values in zip(states, new, strict=True)]
-
-
-class _Permute(torch.autograd.Function):
-    """Rows `index` of x, where `index` is a permutation and `inverse` its inverse. The gradient is a gather, too."""
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        return x.index_select(0, index)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
 
 
 def _run_one_by_one(

@@ -5,12 +5,12 @@ The tables are computed on the device, without a host synchronisation.
 T time, N chunks (an upper bound), C tokens per chunk, Y sequences
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.gather import gather_rows
 from deltazoo.backends.varlen import valid_sequence_index
 
 
@@ -57,34 +57,13 @@ def packing(cu_seqlens: Tensor, T: int, C: int) -> Packing:
 
 def pack(x: Tensor, table: Packing) -> Tensor:
     """[1, T, ...] -> [1, N, C, ...], zeros in empty slots."""
-    return _Gather.apply(x[0], table.token_of_slot, table.slot_of_token).unflatten(0, (-1, table.chunk)).unsqueeze(0)
+    return (
+        gather_rows(x[0], table.token_of_slot, table.slot_of_token, has_gaps=True)
+        .unflatten(0, (-1, table.chunk))
+        .unsqueeze(0)
+    )
 
 
 def unpack(x: Tensor, table: Packing) -> Tensor:
     """[1, N, C, ...] -> [1, T, ...]."""
-    return _Gather.apply(x.flatten(0, 2), table.slot_of_token, table.token_of_slot).unsqueeze(0)
-
-
-class _Gather(torch.autograd.Function):
-    """Gather rows; the index one past the last row selects zeros.
-
-    Each row is gathered at most once, so the gradient is a gather by the inverse index: deterministic, no atomics.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        return _gather(x, index)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return _gather(grad, inverse), None, None
-
-
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, index)
+    return gather_rows(x.flatten(0, 2), table.slot_of_token, table.token_of_slot, has_gaps=True).unsqueeze(0)

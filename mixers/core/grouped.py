@@ -17,10 +17,10 @@ from deltazoo.mixers.core.part import is_unmodified
 class Rows(NamedTuple):
     """The rows of a pack [1, A, ...]: the rows of each mixer are contiguous, in the order of the mixers.
 
-    size: A; ends: [G] int32, the row after the last one of each mixer, ends[-1] = A.
+    mixer: [A] int64, the mixer of each row; ends: [G] int32, the row after the last one of each mixer, ends[-1] = A.
     """
 
-    size: int
+    mixer: Tensor
     ends: Tensor
 
     def linear(self, x_1AD: Tensor, maps: Sequence[nn.Module]) -> Tensor:
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     def expand(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return parameters[g] at the rows of mixer g, [1, A, ...]."""
         stacked = torch.stack(list(parameters))
-        return expand_rows(stacked.flatten(1), self.ends, self.size).unflatten(1, stacked.shape[1:])[None]
+        return expand_rows(stacked.flatten(1), *self).unflatten(1, stacked.shape[1:])[None]
 
 
 class Groupable(nn.Module, ABC):
