@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, cut
-from deltazoo.backends.grouped import expand_rows
+from deltazoo.backends.grouped import expand_rows, group_of_row
 from deltazoo.backends.grouped_conv import grouped_conv
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import is_in_sequence, packing_problems, sequence_count, sequence_index
@@ -78,7 +78,7 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
         assert cu_seqlens is not None  # `check_conv` has checked it
         y_BTC = grouped_conv(x_BTC[0], weight, history, ends, cu_seqlens)[None]
         if bias is not None:
-            y_BTC = y_BTC + expand_rows(bias, ends, x_BTC.shape[1]).to(compute_dtype)
+            y_BTC = y_BTC + expand_rows(bias, group_of_row(ends, x_BTC.shape[1]), ends).to(compute_dtype)
         return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
     taps = shifted_taps(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
     y_BTC = x_BTC.new_zeros((), dtype=compute_dtype) if bias is None else bias.to(compute_dtype)
@@ -104,11 +104,12 @@ def check_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> None:
     if x.dim() != 3:
         raise ShapeError(f"x must have shape [B, T, C], got {list(x.shape)}")
     groups = () if inputs.ends is None else tuple(inputs.ends.shape)
+    if inputs.ends is not None and (len(groups) != 1 or cu_seqlens is None):
+        without = "" if cu_seqlens is not None else " without cu_seqlens"
+        raise ShapeError(f"ends must have shape [G], with cu_seqlens, got {list(groups)}{without}")
     if weight.dim() != 2 + len(groups) or weight.shape[-1] < 1:
         name = "[G, C, W]" if groups else "[C, W]"
         raise ShapeError(f"weight must have shape {name} with W >= 1, got {list(weight.shape)}")
-    if groups and (len(groups) != 1 or cu_seqlens is None):
-        raise ShapeError(f"ends must have shape [G], with cu_seqlens, got {list(groups)}, cu_seqlens {cu_seqlens}")
     C, W = x.shape[2], weight.shape[-1]
     if sum(part.channels for part in parts) != C or any(part.unit and part.channels % part.unit for part in parts):
         raise ShapeError(f"parts must have {C} channels in total, each a multiple of its unit, got {list(parts)}")

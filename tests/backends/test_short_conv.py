@@ -452,6 +452,8 @@ def test_invalid_shapes_are_refused_with_the_expected_shape() -> None:
         bound(grouped._replace(weight=grouped.weight[:2]))
     with pytest.raises(ShapeError, match=r"ends must have shape \[G\], with cu_seqlens"):
         bound(grouped._replace(cu_seqlens=None))
+    with pytest.raises(ShapeError, match=r"ends must have shape \[G\], with cu_seqlens, got \[\]"):
+        bound(grouped._replace(ends=grouped.ends[0]))
     with pytest.raises(
         ValueRangeError, match=r"ends must be bounds of cu_seqlens that rise to T = 54, got \[3, 12, 54\]"
     ):

@@ -195,7 +195,7 @@ def hopper_channel_prepare_kernel(
             erase = gl.load(b + gate, mask=in_time, other=0.0).to(gl.float32)
         gl.store(decay_bounds + chunk, 0.0)
         async_copy.wait_group(0)
-        if ERASE_CHANNELS:  # replace the strengths by erase keys; a thread reads only what it copied
+        if ERASE_CHANNELS:  # the erase keys; no barrier: every thread reads elements that it copied
             for tile in gl.static_range(NT):
                 e_tile = to_float32(load_tile(e_s, tile)) * to_float32(load_tile(k_s, tile))
                 e_s.index(tile).reshape([4, 16, 32]).store(to_16_bits(e_tile, dtype))
