@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -56,11 +57,16 @@ def launcher(
     key.append(device)
     cache_key = tuple(key)
     compiled = _compiled.get(cache_key) if CACHED_LAUNCH else None
-    stream = None if compiled is None or traced_device is not None else _stream(device)
+    recorder = precompile.tracing.recorder
+    stream = None if compiled is None or traced_device is not None else current_stream(device)
 
     def launch(programs: int, *numbers: int | float) -> None:
         nonlocal compiled, stream
         if programs == 0:
+            return
+        if recorder is not None:
+            record = RunRecord("triton", kernel.__name__, programs, warps)
+            recorder.launch(compiled, tensors, (*numbers, *constants), record)
             return
         if traced_device is None and is_watched():
             record_run(RunRecord("triton", kernel.__name__, programs, warps))
@@ -79,10 +85,17 @@ def launcher(
         # the interpreter returns no handle; numbers beyond 32 bits are compiled as int64
         if CACHED_LAUNCH and handle is not None and all(abs(x) < 2**31 for x in numbers):
             compiled = _compiled[cache_key] = handle
-            stream = _stream(device)
+            stream = current_stream(device)
 
     return launch
 
 
-def _stream(device: int) -> int:
+def current_stream(device: int) -> int:
+    """Return the handle of the current stream of a device."""
     return int(driver.active.get_current_stream(device))
+
+
+def is_hooked() -> bool:
+    """Whether a hook of Triton observes launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)

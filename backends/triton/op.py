@@ -23,11 +23,11 @@ from deltazoo.backends.triton.operands import (
     ScanOperands,
     Sizes,
     flatten,
-    ready,
     schema,
     unflatten,
 )
 from deltazoo.backends.triton.precompile import begin, compiled_ahead
+from deltazoo.backends.triton.replay import replayed
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -48,30 +48,28 @@ def begin_scan(x: ScanOperands, kind: ScanKind) -> None:
     begin(_backward_impl, flatten(BackwardCall(x, saved, o, final, kind)))
 
 
+@replayed
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.forward import forward
     from deltazoo.backends.triton.resolve import resolve
 
-    call = unflatten(ScanCall, _ready(arguments))
+    call = unflatten(ScanCall, arguments)
     x = call.kind.with_write(call.x)
     plan, config = resolve(x, call.kind, call.save)
     with torch.cuda.device_of(x.q):
         return forward(x, call.kind, plan, config)
 
 
+@replayed
 def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.backward import backward
     from deltazoo.backends.triton.resolve import resolve
 
-    call = unflatten(BackwardCall, _ready(arguments))
+    call = unflatten(BackwardCall, arguments)
     x = call.kind.with_write(call.x)
     plan, config = resolve(x, call.kind, True)
     with torch.cuda.device_of(x.q):
         return backward(x, call.kind, call.saved, call.d_o, call.d_final, plan, config).present()
-
-
-def _ready(arguments: tuple[Any, ...]) -> list[Any]:
-    return [ready(x) if isinstance(x, Tensor) else x for x in arguments]
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:

@@ -25,9 +25,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Tracing(threading.local):
-    """The device for which this thread traces a body; None: kernels are launched."""
+    """The device for which this thread traces a body; None: kernels are launched.
+
+    recorder: of launches (replay.py); None: kernels are compiled.
+    """
 
     device: torch.device | None = None
+    recorder: Any = None
 
 
 tracing = _Tracing()

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from deltazoo.backends.devices import DeviceSpec, triton_version
 from deltazoo.backends.errors import ConfigError, describe_invalid
 from deltazoo.backends.output_path import output_path
+from deltazoo.backends.triton import replay
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Decay, Plan, Problem, make_plan
@@ -275,6 +276,7 @@ def clear_caches() -> None:
     look_up.cache_clear()
     launch_config.cache_clear()
     records_of.cache_clear()
+    replay.clear()
 
 
 @functools.lru_cache(maxsize=4096)

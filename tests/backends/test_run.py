@@ -39,7 +39,7 @@ class _Compiled:
 @pytest.fixture(autouse=True)
 def no_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_compiled", {})
-    monkeypatch.setattr(running, "_stream", lambda device: 0)
+    monkeypatch.setattr(running, "current_stream", lambda device: 0)
 
 
 def test_repeated_call_passes_bare_pointers():

@@ -1,0 +1,91 @@
+"""A mode that records what a function allocates and which torch operations it runs on meta tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+
+
+class NotRepeatableError(Exception):
+    """The function does something that a recording cannot repeat."""
+
+
+class BufferNumber(int):
+    """The number of a buffer, in the order of arguments and allocations."""
+
+
+class Operation(NamedTuple):
+    """A torch operation that writes to a tensor. In its arguments numbers of buffers stand for tensors."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def run(self, buffers: Sequence[Tensor | None]) -> None:
+        """Run it on other buffers."""
+        keywords = {name: buffers[x] if isinstance(x, BufferNumber) else x for name, x in self.keywords.items()}
+        self.function(*(buffers[x] if isinstance(x, BufferNumber) else x for x in self.arguments), **keywords)
+
+
+class RecordingMode(TorchDispatchMode):
+    """Records the buffers of a function, its arguments first, and the operations that write to them.
+
+    Views of buffers are not recorded: `locate` finds their buffer.
+
+    Args: arguments: the meta tensors that the function is called with, of distinct storages.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.buffers: list[Tensor] = []
+        self.steps: list[Any] = []
+        self.whole: set[int] = set()  # buffers that must be tensors
+        self._numbers: dict[int, int] = {}  # of the storages, which `buffers` keeps alive
+        for x in arguments:
+            self._add(x)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # otherwise the first call imports torch._dynamo, which takes seconds; the function is never compiled
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self._add(out)
+        elif func._schema.is_mutable:
+            keywords = {name: self._number_if_tensor(x) for name, x in (kwargs or {}).items()}
+            self.steps.append(Operation(func, tuple(map(self._number_if_tensor, args)), keywords))
+        else:
+            for x in out if isinstance(out, list | tuple) else [out]:
+                self.locate(x)  # a view
+        return out
+
+    def locate(self, x: Tensor) -> tuple[int, int]:
+        """Return the number of a tensor's buffer and its offset there in bytes. Raises: NotRepeatableError."""
+        number = self._numbers.get(x.untyped_storage()._cdata)
+        if number is None:
+            raise NotRepeatableError("a tensor is neither an argument nor allocated by the function")
+        return number, int(x.storage_offset()) * x.itemsize
+
+    def number(self, x: Tensor) -> BufferNumber:
+        """Return the number of the buffer that this tensor is. Raises: NotRepeatableError for a view."""
+        number = self.locate(x)[0]
+        buffer = self.buffers[number]
+        if x.dtype != buffer.dtype or x.shape != buffer.shape or x.stride() != buffer.stride():
+            raise NotRepeatableError("a view is used as a tensor")
+        self.whole.add(number)
+        return BufferNumber(number)
+
+    def _number_if_tensor(self, x: Any) -> Any:
+        return self.number(x) if isinstance(x, Tensor) else x
+
+    def _add(self, x: Tensor) -> None:
+        self._numbers[x.untyped_storage()._cdata] = len(self.buffers)
+        self.buffers.append(x)
