@@ -255,7 +255,9 @@ def has_time_axis(inputs: UpdateInputs, name: str) -> bool:
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Return a context that disables autocast on the device of x. The meta device does not support autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def refuse_forward_mode(backend: str, inputs: Iterable[Tensor | None]) -> None:

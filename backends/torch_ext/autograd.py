@@ -21,7 +21,9 @@ def differentiable_once(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        if torch.compiler.is_compiling():
             with torch.no_grad():
                 return backward(ctx, *grads)
         ctx = _SavedTensorsRead(ctx)

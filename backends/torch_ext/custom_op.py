@@ -77,7 +77,7 @@ def _operators_are_observed(arguments: tuple[Any, ...]) -> bool:
         or functorch_is_active()
         or c._get_tracing_state() is not None
         or c._autograd._profiler_enabled()
-        or any(map(_has_tensor_subclass, arguments))
+        or (not _PLAIN_TYPES.issuperset(map(type, arguments)) and any(map(_has_tensor_subclass, arguments)))
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.config import LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import checkpoint_distance
 from deltazoo.backends.triton.operands import (
@@ -33,7 +34,8 @@ from deltazoo.backends.triton.replay import replayed
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
     """Run the chunked kernels; differentiable once. Returns o [B, T, HV, V] and the final state [N, HV, K, V]."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
-        out = _ChunkScan.apply(*x, *kind)
+        transformed = torch.compiler.is_compiling() or functorch_is_active()
+        out = _ChunkScan.apply(*x, *kind) if transformed else _EagerScan.apply(*x, kind)
     else:
         out = _scan_op(*x, *kind, False)
     return out[0], out[1]
@@ -128,14 +130,36 @@ class _ChunkScan(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        flat = ctx.saved_tensors
-        call = unflatten(BackwardCall, (*flat, d_o, d_final, *ctx.kind))
-        x = call.x
-        d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
-        present = iter(_backward_op(*flat, d_o, d_final, *ctx.kind))
-        grads = []
-        exists = Gradients.existing(x, call.kind).values()
-        for operand, has_grad, needed in zip(x, exists, ctx.needs_input_grad, strict=False):
-            grad = next(present) if has_grad else None
-            grads.append(grad.to(operand.dtype) if operand is not None and grad is not None and needed else None)
-        return (*grads, None, *(None for _ in ctx.kind))
+        return (*_gradients(ctx, d_o, d_final), *(None for _ in ctx.kind))
+
+
+class _EagerScan(torch.autograd.Function):
+    """Like `_ChunkScan`, for calls outside of torch.compile and torch.func: its only results are o and the state."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *x, kind = arguments
+        o, final, *saved = _scan_op(*x, *kind, True)
+        ctx.kind = kind
+        ctx.set_materialize_grads(False)
+        ctx.o_shape = o.shape
+        ctx.save_for_backward(*x, *saved)
+        return o, final
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*_gradients(ctx, d_o, d_final), None)
+
+
+def _gradients(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> list[Tensor | None]:
+    """The gradients of the operands; None for those that need none."""
+    flat = ctx.saved_tensors
+    x, kind = ScanOperands(*flat[: len(ScanOperands._fields)]), ctx.kind
+    d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
+    present = iter(_backward_op(*flat, d_o, d_final, *kind))
+    grads: list[Tensor | None] = []
+    for operand, exists, needed in zip(x, Gradients.existing(x, kind).values(), ctx.needs_input_grad, strict=False):
+        grad = next(present) if exists else None
+        grads.append(grad.to(operand.dtype) if operand is not None and grad is not None and needed else None)
+    return [*grads, None]  # None: of cu_seqlens
