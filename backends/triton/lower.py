@@ -45,9 +45,7 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         erase = inputs.v.new_ones(inputs.v.shape[:-1], dtype=torch.float32) if inputs.beta is None else inputs.beta
         write = erase
     else:
-        # multiplied into keys and values in their dtype: in float32 two conversions of each would be extra kernels
-        per_channel = spec.beta == "channel" and spec.reparam == "none"
-        erase, write = strengths(spec, inputs, inputs.k.dtype if per_channel else None)
+        erase, write = strengths(spec, inputs, _strength_dtype(spec, inputs))
     tied = write is erase and write is not None
     q, k, v, e = inputs.q, inputs.k, inputs.v, inputs.erase_key
     erase_channels = False
@@ -109,6 +107,22 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         and _is_hopper(k.device.index)
         and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, has_channel_decay(inputs)),
     )
+
+
+def _strength_dtype(spec: UpdateSpec, inputs: UpdateInputs) -> torch.dtype | None:
+    """The dtype in which strengths are computed; None: float32.
+
+    Strengths per channel are multiplied into keys and values in their dtype. Strengths per token keep the dtype of
+    beta, which the kernels convert, unless they differ: the sum of both gradients would be rounded twice. The Hopper
+    gradients kernel for a decay per channel has no register to spare for the conversion.
+    """
+    if spec.reparam != "none":
+        return None
+    if spec.beta == "channel":
+        return inputs.k.dtype
+    if inputs.beta is None or spec.negative_eigenvalues == "erase" or has_channel_decay(inputs):
+        return None
+    return inputs.beta.dtype
 
 
 @constant_in_graphs

@@ -158,8 +158,6 @@ def _gradients(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> list[Ten
     x, kind = ScanOperands(*flat[: len(ScanOperands._fields)]), ctx.kind
     d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
     present = iter(_backward_op(*flat, d_o, d_final, *kind))
-    grads: list[Tensor | None] = []
-    for operand, exists, needed in zip(x, Gradients.existing(x, kind).values(), ctx.needs_input_grad, strict=False):
-        grad = next(present) if exists else None
-        grads.append(grad.to(operand.dtype) if operand is not None and grad is not None and needed else None)
-    return [*grads, None]  # None: of cu_seqlens
+    grads: list[Tensor | None] = [next(present) if exists else None for exists in Gradients.existing(x, kind).values()]
+    grads.append(None)  # of cu_seqlens
+    return [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]

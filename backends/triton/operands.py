@@ -211,15 +211,12 @@ class Gradients(NamedTuple):
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind) -> Self:
-        """Allocate the gradients: in the operands' dtypes, those of the gates in float32."""
+        """Allocate the gradients, in the operands' dtypes."""
         exists = cls.existing(x, kind)
-        gates = ("log_decay", "b", "w")
 
         def like(name: str) -> Any:
             operand = getattr(x, name)
-            if not exists[name]:
-                return None
-            return operand.new_empty(operand.shape, dtype=torch.float32 if name in gates else None)
+            return operand.new_empty(operand.shape) if exists[name] else None
 
         return cls(*(like(name) for name in cls._fields))
 
