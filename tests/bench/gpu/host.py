@@ -65,7 +65,7 @@ empty = EmptyFunction.apply(*[t for t in xgo if t is not None], *kind)
 report("an empty autograd.Function", lambda: EmptyFunction.apply(*[t for t in xgo if t is not None], *kind))
 d_empty = torch.randn_like(empty)
 report("backward of an empty autograd.Function", lambda: torch.autograd.grad(empty, [xg.q], d_empty, retain_graph=True))
-report("the autograd.Function", lambda: op._ChunkScan.apply(*xgo, *kind))
+report("the autograd.Function", lambda: op._EagerScan.apply(*xgo, kind))
 with torch.no_grad():
     report("the operator", lambda: op._scan_op(*xo, *kind, True))
     report("the body of the operator", lambda: op._scan_impl(*xo, *kind, True))
