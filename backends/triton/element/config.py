@@ -84,9 +84,9 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
     if state <= 2:
         return ElementConfig(every=8, forward=ElementLaunch(keys=2, group=16), backward=ElementLaunch(keys=2, group=8))
     if state <= 4:
-        return ElementConfig(every=32, forward=ElementLaunch(keys=4, group=8), backward=ElementLaunch(keys=4, group=8))
+        return ElementConfig(every=16, forward=ElementLaunch(keys=4, group=8), backward=ElementLaunch(keys=4, group=8))
     return ElementConfig(
-        every=64, forward=ElementLaunch(keys=16), backward=ElementLaunch(keys=4, channels=2 if state <= 64 else 1)
+        every=16, forward=ElementLaunch(keys=16), backward=ElementLaunch(keys=4, channels=2 if state <= 64 else 1)
     )
 
 

@@ -27,12 +27,18 @@ from deltazoo.backends.triton.kernels.element.tile import (
 
 
 @triton.jit
+def decay_factor(l, traits: tl.constexpr):
+    """Return the decay whose log2 is given."""
+    if traits.DECAY == "none":
+        return 1.0
+    else:
+        return tl.exp2(l)
+
+
+@triton.jit
 def decay_state(S, l, traits: tl.constexpr):
     """Apply a log2 decay to a state."""
-    if traits.DECAY == "none":
-        return S
-    else:
-        return tl.exp2(l) * S
+    return decay_factor(l, traits) * S
 
 
 @triton.jit(do_not_specialize=["T", "N", "segments", "save"])

@@ -108,8 +108,8 @@ def locate_tokens(cu, T, N, segments, traits: tl.constexpr):
 
 
 @triton.jit
-def tile_at(base, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr):
-    """Pointers base + offsets of a tile, with hints that its lanes are [TN, TC] and its warps W.
+def tile_at(base, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr, SHAPE: tl.constexpr = None):
+    """Pointers base + offsets of a tile, broadcast to SHAPE, with hints that its lanes are [TN, TC] and its warps W.
 
     LENGTH elements along AXIS (0 keys, 1 values, 2 channels) are contiguous and aligned, and a thread accesses them at
     once. Triton orders the axes of a load or store by their contiguity, and would choose another layout; the hints for
@@ -120,6 +120,8 @@ def tile_at(base, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr):
     VECTOR: tl.constexpr = LENGTH if LENGTH * element <= 16 else 1
     size: tl.constexpr = element * VECTOR
     pointers = base + offsets
+    if SHAPE is not None:
+        pointers = tl.broadcast_to(pointers, SHAPE)
     pointers = tl.multiple_of(pointers, (size, size, size, size, size, size))
     if VECTOR == 1:
         return tl.max_contiguous(pointers, (1, 1, 1, 4, 8, 16))
@@ -132,13 +134,30 @@ def tile_at(base, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def token_at(base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr):
+def token_at(
+    base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr,
+    SHAPE: tl.constexpr = None,
+):  # fmt: skip
     """Pointers of token row + i, with STRIDE elements per token.
 
     i STRIDE is added last, as a 64-bit constant: it becomes a part of the instruction, and the tokens of a group share
     the pointers of the first.
     """
-    return tile_at(base + row * STRIDE + offsets, tl.full([], i * STRIDE, tl.int64), AXIS, LENGTH)
+    return tile_at(base + row * STRIDE + offsets, tl.full([], i * STRIDE, tl.int64), AXIS, LENGTH, SHAPE)
+
+
+@triton.jit
+def load_token(
+    base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
+    traits: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of token row + i, which has not all of the axes W, TN and TC, by all warps and lanes.
+
+    Else Triton may load it in another layout, with fewer elements per instruction or an exchange through shared memory.
+    """
+    SHAPE: tl.constexpr = (offsets.shape[0], offsets.shape[1], offsets.shape[2], traits.W, traits.TN, traits.TC)
+    at = token_at(base, row, i, STRIDE, offsets, AXIS, LENGTH, SHAPE)
+    return tl.load(at, mask=tl.broadcast_to(mask, SHAPE), other=0.0)
 
 
 @triton.jit
@@ -158,13 +177,52 @@ def store_row(
 
 
 @triton.jit
-def store_keys(base, row, i: tl.constexpr, offsets, x, mask, traits: tl.constexpr):
-    """Store keys [RN, 1, 1, 1, TN, 1] by one lane per key, likewise."""
-    W: tl.constexpr = traits.W
+def store_folded_rows(
+    base, xs, t, last, STRIDE: tl.constexpr, offsets, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
+    traits: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of GROUP tokens, summed by `fold_lanes` over the lanes along the keys: each lane stores others."""
+    TN: tl.constexpr = traits.TN
+    TOKENS: tl.constexpr = min(traits.TN, traits.GROUP)
+    tn = tl.arange(0, TN)[None, None, None, None, :, None]
+    for j in tl.static_range(traits.GROUP // TOKENS):
+        token = j * TOKENS + tn
+        at = tile_at(base + tl.cast(t, tl.int64) * STRIDE, offsets + token * STRIDE, AXIS, LENGTH)
+        x = sum_lanes(xs[j], TOKENS, 4, traits)
+        tl.store(at, x.to(base.dtype.element_ty), mask=mask & (tn < TOKENS) & (t + token < last))
+
+
+@triton.jit
+def store_folded_keys(base, d_qs, d_ks, t, last, rows, block, h, n, in_keys, traits: tl.constexpr):
+    """Store a block's share of d_q and d_k of GROUP tokens, folded over the channels of a warp.
+
+    base: [2, blocks, rows, H, K]. If a warp has more lanes along the channels than tokens, some have d_q, others d_k.
+    """
     TC: tl.constexpr = traits.TC
-    lane = tl.arange(0, W)[None, None, None, :, None, None] * TC + tl.arange(0, TC)[None, None, None, None, None, :]
-    at = token_at(base, row, i, traits.H * traits.K, offsets + lane, 0, 1)
-    tl.store(at, x + tl.zeros_like(lane).to(tl.float32), mask=mask & (lane == 0))
+    TOKENS: tl.constexpr = min(traits.TC, traits.GROUP)
+    STRIDE: tl.constexpr = traits.H * traits.K
+    W: tl.constexpr = traits.W
+    w = tl.arange(0, W)[None, None, None, :, None, None]
+    tc = tl.arange(0, TC)[None, None, None, None, None, :]
+    size = tl.cast(rows, tl.int64) * (traits.BLOCKS // traits.H * STRIDE)
+    start = base + (block * tl.cast(rows, tl.int64) + t) * STRIDE
+    if TOKENS < TC:
+        x = fold_lanes((d_qs[0], d_ks[0]), 2, TOKENS, 5, traits)[0]
+        x = tl.sum(sum_lanes(x, 2 * TOKENS, 5, traits), 3, keep_dims=True)
+        token = tc % TOKENS
+        offsets = h * traits.K + n + token * STRIDE + w + tc // TOKENS * size
+        at = tile_at(start, offsets, 0, traits.KEYS)
+        mask = in_keys & (w == 0) & (tc < 2 * TOKENS) & (t + token < last)
+        tl.store(at, x + tl.zeros_like(w).to(tl.float32), mask=mask)
+    else:
+        for j in tl.static_range(traits.GROUP // TOKENS):
+            token = j * TOKENS + tc
+            mask = in_keys & (w == 0) & (t + token < last)
+            offsets = h * traits.K + n + token * STRIDE + w
+            d_q = tl.sum(d_qs[j], 3, keep_dims=True) + tl.zeros_like(w).to(tl.float32)
+            tl.store(tile_at(start, offsets, 0, traits.KEYS), d_q, mask=mask)
+            d_k = tl.sum(d_ks[j], 3, keep_dims=True) + tl.zeros_like(w).to(tl.float32)
+            tl.store(tile_at(start + size, offsets, 0, traits.KEYS), d_k, mask=mask)
 
 
 @triton.jit
@@ -186,15 +244,69 @@ def sum_keys(x):
 
 
 @triton.jit
-def sum_warp(x):
-    """Sum over the values and the channels of a warp: within a thread, then over lanes."""
-    return tl.sum(tl.sum(tl.sum(x, 1, keep_dims=True), 2, keep_dims=True), 5, keep_dims=True)
+def split_lanes(AXIS: tl.constexpr, STEP: tl.constexpr, traits: tl.constexpr):
+    """Return whether bit STEP of a lane's index along an axis (4: keys, 5: channels) is 0."""
+    TN: tl.constexpr = traits.TN
+    TC: tl.constexpr = traits.TC
+    if AXIS == 4:
+        return tl.arange(0, TN)[None, None, None, None, :, None] & STEP == 0
+    else:
+        return tl.arange(0, TC)[None, None, None, None, None, :] & STEP == 0
 
 
 @triton.jit
-def sum_channels(x, y):
-    """Sum x and y over values and channels. The warps exchange both at once."""
-    return tl.split(tl.sum(tl.join(sum_warp(x), sum_warp(y)), 3, keep_dims=True))
+def exchange(x, AXIS: tl.constexpr, STEP: tl.constexpr):
+    """Return the x of the lane whose index along an axis differs in bit STEP.
+
+    An exclusive or over pairs of lanes is one shuffle, and undone by another: the compiler removes both.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    if AXIS == 4:
+        shape: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.shape[4] // (2 * STEP), 2, STEP, x.shape[5])
+    else:
+        shape: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.shape[4], x.shape[5] // (2 * STEP), 2, STEP)
+    pairs = tl.reshape(bits, shape)
+    other = tl.reshape(pairs ^ tl.xor_sum(pairs, AXIS + 1, keep_dims=True), x.shape)
+    return other.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fold_lanes(xs, NUMBER: tl.constexpr, FIRST: tl.constexpr, AXIS: tl.constexpr, traits: tl.constexpr):
+    """Sum NUMBER tiles over the lanes along an axis, where bits below FIRST of the lane's index are summed already.
+
+    Lanes exchange half of their tiles in each step, so that the number of tiles halves: afterwards a lane has the sums
+    of tile FIRST j + its index / FIRST, ... If lanes remain when one tile is left, their sums are still partial.
+    """
+    LANES: tl.constexpr = traits.TN if AXIS == 4 else traits.TC
+    for level in tl.static_range(5):
+        if (FIRST << level) < LANES and (NUMBER >> level) > 1:
+            is_first = split_lanes(AXIS, FIRST << level, traits)
+            folded = ()
+            for i in tl.static_range(NUMBER >> (level + 1)):
+                kept = tl.where(is_first, xs[2 * i], xs[2 * i + 1])
+                sent = tl.where(is_first, xs[2 * i + 1], xs[2 * i])
+                folded = folded + (kept + exchange(sent, AXIS, FIRST << level),)
+            xs = folded
+    return xs
+
+
+@triton.jit
+def sum_lanes(x, FIRST: tl.constexpr, AXIS: tl.constexpr, traits: tl.constexpr):
+    """Sum a tile over the lanes along an axis, where bits below FIRST of the lane's index are summed already."""
+    LANES: tl.constexpr = traits.TN if AXIS == 4 else traits.TC
+    for level in tl.static_range(5):
+        if (FIRST << level) < LANES:
+            x += exchange(x, AXIS, FIRST << level)
+    return x
+
+
+@triton.jit
+def sum_each(xs, NUMBER: tl.constexpr):
+    """Sum tiles over the channels of a thread."""
+    sums = ()
+    for i in tl.static_range(NUMBER):
+        sums = sums + (tl.sum(xs[i], 2, keep_dims=True),)
+    return sums
 
 
 @triton.jit
@@ -220,12 +332,11 @@ def load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits: tl.constexp
 @triton.jit
 def load_decay(log_decay, step, row, i: tl.constexpr, in_time, hv, n, in_keys, in_channels, traits: tl.constexpr):
     """Load what the decay takes from token row + i: its step or log decay. A fixed decay takes whether it exists."""
+    mask = in_channels & in_time
     if traits.DECAY == "rate":
-        return tl.load(token_at(step, row, i, traits.HV, hv, 2, traits.CHANNELS), mask=in_channels & in_time, other=0.0)
+        return load_token(step, row, i, traits.HV, hv, mask, 2, traits.CHANNELS, traits)
     elif traits.DECAY == "head":
-        return tl.load(
-            token_at(log_decay, row, i, traits.HV, hv, 2, traits.CHANNELS), mask=in_channels & in_time, other=0.0
-        )
+        return load_token(log_decay, row, i, traits.HV, hv, mask, 2, traits.CHANNELS, traits)
     elif traits.DECAY == "channel":
         at = token_at(log_decay, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
         return tl.load(at, mask=in_channels & in_keys & in_time, other=0.0)
@@ -248,7 +359,9 @@ def log2_decay(loaded, rates, traits: tl.constexpr):
 def load_key(x, row, i: tl.constexpr, in_time, h, n, in_keys, in_channels, traits: tl.constexpr):
     """Load q or k of token row + i: [RN, 1, 1, 1, TN, 1], or per channel."""
     STRIDE: tl.constexpr = traits.H * traits.K
-    if traits.SHARED:
+    if traits.SHARED and traits.TN > 1:
+        return load_token(x, row, i, STRIDE, h * traits.K + n, in_keys & in_time, 0, traits.KEYS, traits)
+    elif traits.SHARED:
         return tl.load(x + (row + i) * STRIDE + h * traits.K + n, mask=in_keys & in_time, other=0.0)
     else:
         return tl.load(
@@ -263,8 +376,8 @@ def load_value(x, row, i: tl.constexpr, in_time, hv, vi, in_values, in_channels,
     """Load v or d_o of token row + i: [1, VP, RC, W, 1, TC]."""
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
-    at = token_at(x, row, i, traits.HV * traits.V, hv * traits.V + vi, AXIS, LENGTH)
-    return tl.load(at, mask=in_values & in_channels & in_time, other=0.0)
+    mask = in_values & in_channels & in_time
+    return load_token(x, row, i, traits.HV * traits.V, hv * traits.V + vi, mask, AXIS, LENGTH, traits)
 
 
 @triton.jit
