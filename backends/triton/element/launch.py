@@ -137,9 +137,8 @@ def backward(
     )  # fmt: skip
     run(programs, kind.scale, s.T, s.N, s.segments, rows)
     if d_keys is not None:
-        axis = 1 if traits.SHARED else 3
-        total = d_keys.sum(axis) if d_keys.shape[axis] > 1 else d_keys
-        grads["q"], grads["k"] = total.view(2, *x.q.shape).to(key_dtype).unbind()
+        for name, shares in zip(("q", "k"), d_keys, strict=True):
+            grads[name] = shares.sum(0 if traits.SHARED else 2).view(x.q.shape).to(key_dtype)
     if d_rate is not None:
         name = "rate" if x.rate is not None else "log_decay"
         total = d_rate.sum(0)

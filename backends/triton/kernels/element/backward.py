@@ -18,6 +18,7 @@ import triton.language as tl
 
 from deltazoo.backends.triton.kernels.element.scan import decay_factor, decay_state
 from deltazoo.backends.triton.kernels.element.tile import (
+    LN_2,
     empty_state,
     fold_lanes,
     load_decay,
@@ -85,16 +86,17 @@ def element_reverse_kernel(
 
 @triton.jit
 def advance_group(
-    S, k, v, log_decay, step, rates, t, last, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr
+    S, k, v, log_decay, step, rates, t, last, n, vi, hv, h, in_keys, in_values, in_channels,
+    traits: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after GROUP tokens from t on."""
+    """Return the state after GROUP tokens from t on. WHOLE: all of them are before `last`."""
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
     decays = ()
     ks = ()
     vs = ()
     for i in tl.static_range(GROUP):
-        in_time = t + i < last
+        in_time = True if WHOLE else t + i < last
         decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
         ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
         vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
@@ -107,9 +109,12 @@ def advance_group(
 @triton.jit
 def reverse_group(
     S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale, t, last, rows, block,
-    n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
+    n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Visit GROUP tokens from t on, forward from the state S before them, then in reverse. Returns dS and d_rates."""
+    """Visit GROUP tokens from t on, forward from the state S before them, then in reverse. Returns dS and d_rates.
+
+    WHOLE: all of them are before `last`.
+    """
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
     decays = ()
@@ -118,7 +123,7 @@ def reverse_group(
     vs = ()
     d_os = ()
     for i in tl.static_range(GROUP):
-        in_time = t + i < last
+        in_time = True if WHOLE else t + i < last
         decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
         ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
         vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
@@ -142,6 +147,7 @@ def reverse_group(
     d_vs = ()
     d_decays = ()
     for i in tl.static_range(GROUP - 1, -1, -1):
+        in_time = True if WHOLE else t + i < last
         v_i = vs[i].to(tl.float32)
         read = qs[i].to(tl.float32) * (d_os[i].to(tl.float32) * scale)
         if not traits.READ_EARLY:
@@ -153,12 +159,12 @@ def reverse_group(
             d_log = tl.sum(dS * kept[i], 1, keep_dims=True)
             if traits.DECAY == "rate":
                 d_rates += d_log * decays[i]
-                d_decays = (tl.sum(d_log * rates, 0, keep_dims=True) * 0.6931471805599453,) + d_decays
+                d_decays = (tl.sum(d_log * rates, 0, keep_dims=True),) + d_decays
             elif traits.DECAY == "head":
                 d_decays = (tl.sum(d_log, 0, keep_dims=True),) + d_decays
             elif traits.DECAY == "channel":
                 decay_at = token_at(d_decay, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
-                tl.store(decay_at, d_log, mask=in_keys & in_channels & (t + i < last))
+                tl.store(decay_at, d_log, mask=in_keys & in_channels & in_time)
             else:
                 d_rates += d_log * decays[i]
         dS = factors[i] * dS
@@ -168,23 +174,54 @@ def reverse_group(
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     d_vs = fold_lanes(d_vs, GROUP, 1, 4, traits)
     in_row = in_values & in_channels
-    store_folded_rows(d_v, d_vs, t, last, traits.HV * traits.V, hv * traits.V + vi, in_row, AXIS, LENGTH, traits)
+    store_folded_rows(
+        d_v, d_vs, 1.0, t, last, traits.HV * traits.V, hv * traits.V + vi, in_row, AXIS, LENGTH, traits, WHOLE
+    )
     if traits.DECAY == "rate" or traits.DECAY == "head":
         d_decays = fold_lanes(d_decays, GROUP, 1, 4, traits)
-        store_folded_rows(d_decay, d_decays, t, last, traits.HV, hv, in_channels, 2, traits.CHANNELS, traits)
+        unit: tl.constexpr = LN_2 if traits.DECAY == "rate" else 1.0  # rates are times log2 e
+        store_folded_rows(
+            d_decay, d_decays, unit, t, last, traits.HV, hv, in_channels, 2, traits.CHANNELS, traits, WHOLE
+        )
     if traits.KEY_GRADIENTS:
         if traits.SHARED:
             d_qs = fold_lanes(sum_each(d_qs, GROUP), GROUP, 1, 5, traits)
             d_ks = fold_lanes(sum_each(d_ks, GROUP), GROUP, 1, 5, traits)
-            store_folded_keys(d_keys, d_qs, d_ks, t, last, rows, block, h, n, in_keys, traits)
+            store_folded_keys(d_keys, d_qs, d_ks, t, last, rows, block, h, n, in_keys, traits, WHOLE)
         else:
             for i in tl.static_range(GROUP):
-                in_row = in_keys & in_channels & (t + i < last)
+                in_time = True if WHOLE else t + i < last
+                in_row = in_keys & in_channels & in_time
                 at = token_at(d_keys, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                 tl.store(at, d_qs[i], mask=in_row)
                 d_k_row = row + tl.cast(rows, tl.int64)
                 at = token_at(d_keys, d_k_row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                 tl.store(at, d_ks[i], mask=in_row)
+    return dS, d_rates
+
+
+@triton.jit
+def reverse_interval(
+    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale, t, last, rows, block,
+    n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Visit EVERY tokens from t on, group by group: compute the states before the groups from the first, S, then go in
+    reverse. Returns dS and d_rates. WHOLE: all tokens are before `last`.
+    """
+    GROUP: tl.constexpr = traits.GROUP
+    GROUPS: tl.constexpr = traits.EVERY // traits.GROUP
+    states = (S,)
+    for i in tl.static_range(GROUPS - 1):
+        S = advance_group(
+            S, k, v, log_decay, step, rates, t + i * GROUP, last,
+            n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE,
+        )  # fmt: skip
+        states = states + (S,)
+    for i in tl.static_range(GROUPS - 1, -1, -1):
+        dS, d_rates = reverse_group(
+            states[i], dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale,
+            t + i * GROUP, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE,
+        )  # fmt: skip
     return dS, d_rates
 
 
@@ -207,8 +244,6 @@ def element_backward_kernel(
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
     in_state = in_keys & in_values & in_channels
     SIZE: tl.constexpr = traits.HV * traits.K * traits.V
-    GROUP: tl.constexpr = traits.GROUP
-    STEPS: tl.constexpr = traits.EVERY // traits.GROUP
     in_rows = slot_offset(hv, n, vi, traits)
     dS = empty_state(traits)
     part = tl.cast(sequence * segments + segment, tl.int64)
@@ -225,17 +260,16 @@ def element_backward_kernel(
         saved_at = tile_at(
             checkpoints + tl.cast(slot + (t0 - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
         )
-        states = (tl.load(saved_at, mask=in_state, other=0.0),)
-        for j in tl.static_range(STEPS - 1):
-            S = advance_group(
-                states[j], k, v, log_decay, step, rates, t0 + j * GROUP, last,
-                n, vi, hv, h, in_keys, in_values, in_channels, traits,
+        S = tl.load(saved_at, mask=in_state, other=0.0)
+        if t0 + traits.EVERY <= last:
+            dS, d_rates = reverse_interval(
+                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale, t0, last, rows, block,
+                n, vi, hv, h, in_keys, in_values, in_channels, traits, True,
             )  # fmt: skip
-            states = states + (S,)
-        for i in tl.static_range(STEPS - 1, -1, -1):
-            dS, d_rates = reverse_group(
-                states[i], dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale,
-                t0 + i * GROUP, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits,
+        else:
+            dS, d_rates = reverse_interval(
+                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale, t0, last, rows, block,
+                n, vi, hv, h, in_keys, in_values, in_channels, traits, False,
             )  # fmt: skip
     if traits.DECAY == "rate" or traits.DECAY == "fixed_channel":
         rate_at = tile_at(d_rate + part * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class ElementTraits(NamedTuple):
@@ -178,22 +179,23 @@ def store_row(
 
 @triton.jit
 def store_folded_rows(
-    base, xs, t, last, STRIDE: tl.constexpr, offsets, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
-    traits: tl.constexpr,
+    base, xs, factor, t, last, STRIDE: tl.constexpr, offsets, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
+    traits: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows of GROUP tokens, summed by `fold_lanes` over the lanes along the keys: each lane stores others."""
+    """Store factor times the rows of GROUP tokens, summed by `fold_lanes` over the lanes along the keys: each lane stores others."""
     TN: tl.constexpr = traits.TN
     TOKENS: tl.constexpr = min(traits.TN, traits.GROUP)
     tn = tl.arange(0, TN)[None, None, None, None, :, None]
     for j in tl.static_range(traits.GROUP // TOKENS):
         token = j * TOKENS + tn
         at = tile_at(base + tl.cast(t, tl.int64) * STRIDE, offsets + token * STRIDE, AXIS, LENGTH)
-        x = sum_lanes(xs[j], TOKENS, 4, traits)
-        tl.store(at, x.to(base.dtype.element_ty), mask=mask & (tn < TOKENS) & (t + token < last))
+        x = sum_lanes(xs[j], TOKENS, 4, traits) * factor
+        in_time = True if WHOLE else t + token < last
+        tl.store(at, x.to(base.dtype.element_ty), mask=mask & (tn < TOKENS) & in_time)
 
 
 @triton.jit
-def store_folded_keys(base, d_qs, d_ks, t, last, rows, block, h, n, in_keys, traits: tl.constexpr):
+def store_folded_keys(base, d_qs, d_ks, t, last, rows, block, h, n, in_keys, traits: tl.constexpr, WHOLE: tl.constexpr):
     """Store a block's share of d_q and d_k of GROUP tokens, folded over the channels of a warp.
 
     base: [2, blocks, rows, H, K]. If a warp has more lanes along the channels than tokens, some have d_q, others d_k.
@@ -212,12 +214,12 @@ def store_folded_keys(base, d_qs, d_ks, t, last, rows, block, h, n, in_keys, tra
         token = tc % TOKENS
         offsets = h * traits.K + n + token * STRIDE + w + tc // TOKENS * size
         at = tile_at(start, offsets, 0, traits.KEYS)
-        mask = in_keys & (w == 0) & (tc < 2 * TOKENS) & (t + token < last)
+        mask = in_keys & (w == 0) & (tc < 2 * TOKENS) & (True if WHOLE else t + token < last)
         tl.store(at, x + tl.zeros_like(w).to(tl.float32), mask=mask)
     else:
         for j in tl.static_range(traits.GROUP // TOKENS):
             token = j * TOKENS + tc
-            mask = in_keys & (w == 0) & (t + token < last)
+            mask = in_keys & (w == 0) & (True if WHOLE else t + token < last)
             offsets = h * traits.K + n + token * STRIDE + w
             d_q = tl.sum(d_qs[j], 3, keep_dims=True) + tl.zeros_like(w).to(tl.float32)
             tl.store(tile_at(start, offsets, 0, traits.KEYS), d_q, mask=mask)
