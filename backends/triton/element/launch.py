@@ -115,11 +115,13 @@ def backward(
         _combine(x, s, maps, ends, d_final, starts, reverse=True)
     rows = x.q.shape[0] * s.T
     programs = s.N * s.segments * traits.BLOCKS
-    d_keys = d_rate = None
+    d_q = d_k = d_rate = scratch = None
     if key_gradients:
-        # the share of each block of channels, or of each channel, in the gradients of q and k
+        # the share of each block of channels, or of each channel, in the gradient of its key head
         shape = (traits.BLOCKS // s.H, rows, s.H, s.K) if traits.SHARED else (rows, s.H, s.HV // s.H, s.K)
-        d_keys = _empty(x, 2, *shape)
+        d_q, d_k = _empty(x, *shape), _empty(x, *shape)
+        if traits.SHARED:
+            scratch = _empty(x, programs, 2, traits.W, config.every, 2, traits.RN * traits.TN)
     decay_name = "step" if x.step is not None else "log_decay"
     if x.decay in ("rate", "fixed", "fixed_channel"):
         decay = x.rate if x.rate is not None else x.log_decay
@@ -128,7 +130,7 @@ def backward(
     run = launcher(
         element_backward_kernel,
         (
-            x.q, x.k, x.v, x.log_decay, x.step, x.rate, d_o, d_final, checkpoints, starts, d_keys,
+            x.q, x.k, x.v, x.log_decay, x.step, x.rate, d_o, d_final, checkpoints, starts, scratch, d_q, d_k,
             grads["v"], None if x.decay.startswith("fixed") else grads.get(decay_name), d_rate, grads.get("state"),
             x.cu_seqlens,
         ),
@@ -136,9 +138,10 @@ def backward(
         traits.W,
     )  # fmt: skip
     run(programs, kind.scale, s.T, s.N, s.segments, rows)
-    if d_keys is not None:
-        for name, shares in zip(("q", "k"), d_keys, strict=True):
-            grads[name] = shares.sum(0 if traits.SHARED else 2).view(x.q.shape).to(key_dtype)
+    if d_q is not None and d_k is not None:
+        for name, partial in (("q", d_q), ("k", d_k)):
+            total = partial.sum(0 if traits.SHARED else 2) if partial.shape[0 if traits.SHARED else 2] > 1 else partial
+            grads[name] = total.view(x.q.shape).to(key_dtype)
     if d_rate is not None:
         name = "rate" if x.rate is not None else "log_decay"
         total = d_rate.sum(0)

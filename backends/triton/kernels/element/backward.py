@@ -35,6 +35,7 @@ from deltazoo.backends.triton.kernels.element.tile import (
     store_row,
     sum_each,
     sum_keys,
+    sum_warps,
     tile_at,
     token_at,
 )
@@ -108,7 +109,7 @@ def advance_group(
 
 @triton.jit
 def reverse_group(
-    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale, t, last, rows, block,
+    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, group, scale, t, last,
     n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Visit GROUP tokens from t on, forward from the state S before them, then in reverse. Returns dS and d_rates.
@@ -187,22 +188,21 @@ def reverse_group(
         if traits.SHARED:
             d_qs = fold_lanes(sum_each(d_qs, GROUP), GROUP, 1, 5, traits)
             d_ks = fold_lanes(sum_each(d_ks, GROUP), GROUP, 1, 5, traits)
-            store_folded_keys(d_keys, d_qs, d_ks, t, last, rows, block, h, n, in_keys, traits, WHOLE)
+            store_folded_keys(scratch, d_qs, d_ks, group, traits)
         else:
             for i in tl.static_range(GROUP):
                 in_time = True if WHOLE else t + i < last
                 in_row = in_keys & in_channels & in_time
-                at = token_at(d_keys, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
+                at = token_at(d_q, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                 tl.store(at, d_qs[i], mask=in_row)
-                d_k_row = row + tl.cast(rows, tl.int64)
-                at = token_at(d_keys, d_k_row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
+                at = token_at(d_k, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                 tl.store(at, d_ks[i], mask=in_row)
     return dS, d_rates
 
 
 @triton.jit
 def reverse_interval(
-    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale, t, last, rows, block,
+    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, scale, t, last, rows, block,
     n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Visit EVERY tokens from t on, group by group: compute the states before the groups from the first, S, then go in
@@ -219,16 +219,19 @@ def reverse_interval(
         states = states + (S,)
     for i in tl.static_range(GROUPS - 1, -1, -1):
         dS, d_rates = reverse_group(
-            states[i], dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale,
-            t + i * GROUP, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE,
+            states[i], dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, i,
+            scale, t + i * GROUP, last, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE,
         )  # fmt: skip
+    if traits.KEY_GRADIENTS and traits.SHARED:
+        tl.debug_barrier()  # the warps have stored their sums; they store those of the next interval elsewhere
+        sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits, WHOLE)
     return dS, d_rates
 
 
 @triton.jit(do_not_specialize=["T", "N", "segments", "rows"])
 def element_backward_kernel(
-    q, k, v, log_decay, step, rate, d_o, d_final, checkpoints, starts,
-    d_keys, d_v, d_decay, d_rate, d_initial, cu, scale, T, N, segments, rows,
+    q, k, v, log_decay, step, rate, d_o, d_final, checkpoints, starts, scratch,
+    d_q, d_k, d_v, d_decay, d_rate, d_initial, cu, scale, T, N, segments, rows,
     traits: tl.constexpr,
 ):  # fmt: skip
     """Visit one segment of a sequence in reverse for one block of channels. Grid: sequence, segment, block.
@@ -237,13 +240,15 @@ def element_backward_kernel(
     [N segments, K, V, HV], the gradient of the state at the end of each; checkpoints [slots, K, V, HV].
     Writes d_v [B, T, HV, V]; d_initial [N, HV, K, V] (None: skipped); d_decay, the gradient of log_decay [B, T, HV] or
     [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, K, HV] or [N segments, HV], the share of each segment
-    in the gradient of the rate or the fixed decay. With KEY_GRADIENTS d_keys, d_q and d_k in float32: SHARED
-    [2, blocks, rows, H, K], the share of each block of channels, where rows = B T; else [2, B, T, HV, K].
+    in the gradient of the rate or the fixed decay. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows, H, K],
+    the share of each block of channels, where rows = B T; else [B, T, HV, K].
+    scratch: [programs, 2, W, EVERY, 2, RN TN] float32 with SHARED and KEY_GRADIENTS, for sums over warps.
     """
     n, vi, hv, h, in_keys, in_values, in_channels, block = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
     in_state = in_keys & in_values & in_channels
     SIZE: tl.constexpr = traits.HV * traits.K * traits.V
+    SCRATCH: tl.constexpr = traits.W * traits.EVERY * 2 * traits.RN * traits.TN
     in_rows = slot_offset(hv, n, vi, traits)
     dS = empty_state(traits)
     part = tl.cast(sequence * segments + segment, tl.int64)
@@ -261,15 +266,18 @@ def element_backward_kernel(
             checkpoints + tl.cast(slot + (t0 - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
         )
         S = tl.load(saved_at, mask=in_state, other=0.0)
+        half = scratch
+        if scratch is not None:
+            half += tl.cast(tl.program_id(0) * 2 + interval % 2, tl.int64) * SCRATCH
         if t0 + traits.EVERY <= last:
             dS, d_rates = reverse_interval(
-                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale, t0, last, rows, block,
-                n, vi, hv, h, in_keys, in_values, in_channels, traits, True,
+                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, scale,
+                t0, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits, True,
             )  # fmt: skip
         else:
             dS, d_rates = reverse_interval(
-                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_keys, d_v, d_decay, scale, t0, last, rows, block,
-                n, vi, hv, h, in_keys, in_values, in_channels, traits, False,
+                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, scale,
+                t0, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits, False,
             )  # fmt: skip
     if traits.DECAY == "rate" or traits.DECAY == "fixed_channel":
         rate_at = tile_at(d_rate + part * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)

@@ -195,36 +195,46 @@ def store_folded_rows(
 
 
 @triton.jit
-def store_folded_keys(base, d_qs, d_ks, t, last, rows, block, h, n, in_keys, traits: tl.constexpr, WHOLE: tl.constexpr):
-    """Store a block's share of d_q and d_k of GROUP tokens, folded over the channels of a warp.
+def store_folded_keys(scratch, d_qs, d_ks, group, traits: tl.constexpr):
+    """Store d_q and d_k of GROUP tokens, summed by `fold_lanes` over the lanes along the channels, for `sum_warps`.
 
-    base: [2, blocks, rows, H, K]. If a warp has more lanes along the channels than tokens, some have d_q, others d_k.
+    scratch: [W, groups, 2, GROUP, RN TN]. If there are more lanes than tokens, some lanes have d_q, others d_k.
     """
     TC: tl.constexpr = traits.TC
-    TOKENS: tl.constexpr = min(traits.TC, traits.GROUP)
-    STRIDE: tl.constexpr = traits.H * traits.K
     W: tl.constexpr = traits.W
+    KP: tl.constexpr = traits.RN * traits.TN
+    TOKENS: tl.constexpr = min(traits.TC, traits.GROUP)
+    SIZE: tl.constexpr = 2 * traits.EVERY * KP
+    rn = tl.arange(0, traits.RN)[:, None, None, None, None, None]
     w = tl.arange(0, W)[None, None, None, :, None, None]
+    tn = tl.arange(0, traits.TN)[None, None, None, None, :, None]
     tc = tl.arange(0, TC)[None, None, None, None, None, :]
-    size = tl.cast(rows, tl.int64) * (traits.BLOCKS // traits.H * STRIDE)
-    start = base + (block * tl.cast(rows, tl.int64) + t) * STRIDE
+    offsets = w * SIZE + tn * traits.RN + rn + group * (2 * traits.GROUP * KP)
     if TOKENS < TC:
-        x = fold_lanes((d_qs[0], d_ks[0]), 2, TOKENS, 5, traits)[0]
-        x = tl.sum(sum_lanes(x, 2 * TOKENS, 5, traits), 3, keep_dims=True)
-        token = tc % TOKENS
-        offsets = h * traits.K + n + token * STRIDE + w + tc // TOKENS * size
-        at = tile_at(start, offsets, 0, traits.KEYS)
-        mask = in_keys & (w == 0) & (tc < 2 * TOKENS) & (True if WHOLE else t + token < last)
-        tl.store(at, x + tl.zeros_like(w).to(tl.float32), mask=mask)
+        x = sum_lanes(fold_lanes((d_qs[0], d_ks[0]), 2, TOKENS, 5, traits)[0], 2 * TOKENS, 5, traits)
+        tl.store(tile_at(scratch, offsets + tc * KP, 0, traits.RN), x, mask=tc < 2 * TOKENS)
     else:
         for j in tl.static_range(traits.GROUP // TOKENS):
-            token = j * TOKENS + tc
-            mask = in_keys & (w == 0) & (True if WHOLE else t + token < last)
-            offsets = h * traits.K + n + token * STRIDE + w
-            d_q = tl.sum(d_qs[j], 3, keep_dims=True) + tl.zeros_like(w).to(tl.float32)
-            tl.store(tile_at(start, offsets, 0, traits.KEYS), d_q, mask=mask)
-            d_k = tl.sum(d_ks[j], 3, keep_dims=True) + tl.zeros_like(w).to(tl.float32)
-            tl.store(tile_at(start + size, offsets, 0, traits.KEYS), d_k, mask=mask)
+            at = offsets + (j * TOKENS + tc) * KP
+            tl.store(tile_at(scratch, at, 0, traits.RN), d_qs[j])
+            tl.store(tile_at(scratch, at + traits.GROUP * KP, 0, traits.RN), d_ks[j])
+
+
+@triton.jit
+def sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits: tl.constexpr, WHOLE: tl.constexpr):
+    """Sum what the warps stored of EVERY tokens from t on, and store a block's share: d_q, d_k [blocks, rows, H, K]."""
+    W: tl.constexpr = traits.W
+    KP: tl.constexpr = traits.RN * traits.TN
+    SIZE: tl.constexpr = 2 * traits.EVERY * KP
+    VECTOR: tl.constexpr = 4 if traits.K % 4 == 0 else 1
+    element = tl.arange(0, SIZE)
+    n = element % KP
+    token = element // (2 * traits.GROUP * KP) * traits.GROUP + element // KP % traits.GROUP
+    x = tl.sum(tl.load(scratch + tl.arange(0, W)[:, None] * SIZE + element[None, :]), 0)
+    row = (block * tl.cast(rows, tl.int64) + t + token) * traits.H + h
+    base = tl.where(element // (traits.GROUP * KP) % 2 == 0, d_q, d_k)
+    at = tl.max_contiguous(tl.multiple_of(base + row * traits.K + n, 4 * VECTOR), VECTOR)
+    tl.store(at, x, mask=(n < traits.K) & (True if WHOLE else t + token < last))
 
 
 @triton.jit
