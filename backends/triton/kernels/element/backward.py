@@ -86,21 +86,38 @@ def element_reverse_kernel(
 
 
 @triton.jit
-def advance_group(
-    S, k, v, log_decay, step, rates, t, last, n, vi, hv, h, in_keys, in_values, in_channels,
+def load_values(x, t, last, vi, hv, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr):
+    """Load v or d_o of GROUP tokens from t on. WHOLE: all of them are before `last`."""
+    GROUP: tl.constexpr = traits.GROUP
+    values = ()
+    for i in tl.static_range(GROUP):
+        in_time = True if WHOLE else t + i < last
+        row = tl.cast(t, tl.int64)
+        values = values + (load_value(x, row, i, in_time, hv, vi, in_values, in_channels, traits),)
+    return values
+
+
+@triton.jit
+def load_writes(
+    k, v, log_decay, step, t, last, n, vi, hv, h, in_keys, in_values, in_channels,
     traits: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after GROUP tokens from t on. WHOLE: all of them are before `last`."""
+    """Load decay, k and v of GROUP tokens from t on. WHOLE: all of them are before `last`."""
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
     decays = ()
     ks = ()
-    vs = ()
     for i in tl.static_range(GROUP):
         in_time = True if WHOLE else t + i < last
         decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
         ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
-        vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
+    return decays, ks, load_values(v, t, last, vi, hv, in_values, in_channels, traits, WHOLE)
+
+
+@triton.jit
+def advance_group(S, decays, ks, vs, rates, traits: tl.constexpr):
+    """Return the state after GROUP tokens."""
+    GROUP: tl.constexpr = traits.GROUP
     for i in tl.static_range(GROUP):
         l = log2_decay(decays[i], rates, traits)
         S = decay_state(S, l, traits) + ks[i].to(tl.float32) * vs[i].to(tl.float32)
@@ -109,27 +126,24 @@ def advance_group(
 
 @triton.jit
 def reverse_group(
-    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, group, scale, t, last,
+    S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t, last,
     n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
+    group: tl.constexpr,
 ):  # fmt: skip
-    """Visit GROUP tokens from t on, forward from the state S before them, then in reverse. Returns dS and d_rates.
+    """Visit GROUP tokens from t on, forward from the state S before them, then in reverse.
 
-    WHOLE: all of them are before `last`.
+    d_os: their d_o. WHOLE: all of them are before `last`. Returns dS, d_rates, and the d_o of the group before the
+    previous: they are loaded here because the compiler moves loads down to the next store.
     """
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
-    decays = ()
+    decays, ks, vs = load_writes(
+        k, v, log_decay, step, t, last, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE
+    )
     qs = ()
-    ks = ()
-    vs = ()
-    d_os = ()
     for i in tl.static_range(GROUP):
         in_time = True if WHOLE else t + i < last
-        decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
-        ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
-        vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
         qs = qs + (load_key(q, row, i, in_time, h, n, in_keys, in_channels, traits),)
-        d_os = d_os + (load_value(d_o, row, i, in_time, hv, vi, in_values, in_channels, traits),)
     factors = ()
     kept = ()  # P_t
     d_qs = ()
@@ -171,6 +185,9 @@ def reverse_group(
         dS = factors[i] * dS
         if traits.READ_EARLY:
             dS += read
+    later_d_os = d_os
+    if group > 1:
+        later_d_os = load_values(d_o, t - 2 * GROUP, last, vi, hv, in_values, in_channels, traits, WHOLE)
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # contiguous in v, and so many elements
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     d_vs = fold_lanes(d_vs, GROUP, 1, 4, traits)
@@ -197,34 +214,46 @@ def reverse_group(
                 tl.store(at, d_qs[i], mask=in_row)
                 at = token_at(d_k, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                 tl.store(at, d_ks[i], mask=in_row)
-    return dS, d_rates
+    return dS, d_rates, later_d_os
 
 
 @triton.jit
 def reverse_interval(
-    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, scale, t, last, rows, block,
-    n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
+    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, previous_scratch, scale,
+    t, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Visit EVERY tokens from t on, group by group: compute the states before the groups from the first, S, then go in
     reverse. Returns dS and d_rates. WHOLE: all tokens are before `last`.
+
+    The sums that the warps have stored in the interval visited before are added up while the operands are loaded.
     """
     GROUP: tl.constexpr = traits.GROUP
     GROUPS: tl.constexpr = traits.EVERY // traits.GROUP
+    d_os = load_values(d_o, t + (GROUPS - 1) * GROUP, last, vi, hv, in_values, in_channels, traits, WHOLE)
+    next_d_os = d_os
+    if GROUPS > 1:
+        next_d_os = load_values(d_o, t + (GROUPS - 2) * GROUP, last, vi, hv, in_values, in_channels, traits, WHOLE)
+    writes = ()
+    for i in tl.static_range(GROUPS - 1):
+        group_writes = load_writes(
+            k, v, log_decay, step, t + i * GROUP, last, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE
+        )
+        writes = writes + (group_writes,)
+    if traits.KEY_GRADIENTS and traits.SHARED:
+        tl.debug_barrier()
+        sum_warps(previous_scratch, d_q, d_k, t + traits.EVERY, last, rows, block, h, traits)
     states = (S,)
     for i in tl.static_range(GROUPS - 1):
-        S = advance_group(
-            S, k, v, log_decay, step, rates, t + i * GROUP, last,
-            n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE,
-        )  # fmt: skip
+        decays, ks, vs = writes[i]
+        S = advance_group(S, decays, ks, vs, rates, traits)
         states = states + (S,)
     for i in tl.static_range(GROUPS - 1, -1, -1):
-        dS, d_rates = reverse_group(
-            states[i], dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, i,
-            scale, t + i * GROUP, last, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE,
+        dS, d_rates, later_d_os = reverse_group(
+            states[i], dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch,
+            scale, t + i * GROUP, last, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE, i,
         )  # fmt: skip
-    if traits.KEY_GRADIENTS and traits.SHARED:
-        tl.debug_barrier()  # the warps have stored their sums; they store those of the next interval elsewhere
-        sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits, WHOLE)
+        d_os = next_d_os
+        next_d_os = later_d_os
     return dS, d_rates
 
 
@@ -259,6 +288,8 @@ def element_backward_kernel(
         dS += tl.load(d_final_at, mask=in_state, other=0.0)
     rates = load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits)
     d_rates = tl.sum(empty_state(traits), 1, keep_dims=True)
+    if scratch is not None:
+        scratch += tl.cast(tl.program_id(0), tl.int64) * (2 * SCRATCH)
     intervals = (last - first + traits.EVERY - 1) // traits.EVERY
     for interval in range(intervals):
         t0 = first + (intervals - 1 - interval) * traits.EVERY
@@ -267,18 +298,23 @@ def element_backward_kernel(
         )
         S = tl.load(saved_at, mask=in_state, other=0.0)
         half = scratch
+        other_half = scratch
         if scratch is not None:
-            half += tl.cast(tl.program_id(0) * 2 + interval % 2, tl.int64) * SCRATCH
+            half += interval % 2 * SCRATCH
+            other_half += (1 - interval % 2) * SCRATCH
         if t0 + traits.EVERY <= last:
             dS, d_rates = reverse_interval(
-                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, scale,
+                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, other_half, scale,
                 t0, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits, True,
             )  # fmt: skip
         else:
             dS, d_rates = reverse_interval(
-                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, scale,
+                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, other_half, scale,
                 t0, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits, False,
             )  # fmt: skip
+    if traits.KEY_GRADIENTS and traits.SHARED:
+        tl.debug_barrier()
+        sum_warps(scratch + (intervals + 1) % 2 * SCRATCH, d_q, d_k, first, last, rows, block, h, traits)
     if traits.DECAY == "rate" or traits.DECAY == "fixed_channel":
         rate_at = tile_at(d_rate + part * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)
         tl.store(rate_at, d_rates, mask=in_keys & in_channels)

@@ -221,7 +221,7 @@ def store_folded_keys(scratch, d_qs, d_ks, group, traits: tl.constexpr):
 
 
 @triton.jit
-def sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits: tl.constexpr, WHOLE: tl.constexpr):
+def sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits: tl.constexpr):
     """Sum what the warps stored of EVERY tokens from t on, and store a block's share: d_q, d_k [blocks, rows, H, K]."""
     W: tl.constexpr = traits.W
     KP: tl.constexpr = traits.RN * traits.TN
@@ -234,7 +234,7 @@ def sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits: tl.constexpr, 
     row = (block * tl.cast(rows, tl.int64) + t + token) * traits.H + h
     base = tl.where(element // (traits.GROUP * KP) % 2 == 0, d_q, d_k)
     at = tl.max_contiguous(tl.multiple_of(base + row * traits.K + n, 4 * VECTOR), VECTOR)
-    tl.store(at, x, mask=(n < traits.K) & (True if WHOLE else t + token < last))
+    tl.store(at, x, mask=(n < traits.K) & (t + token < last))
 
 
 @triton.jit
