@@ -182,7 +182,7 @@ def store_folded_rows(
     base, xs, factor, t, last, STRIDE: tl.constexpr, offsets, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
     traits: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store factor times the rows of GROUP tokens, summed by `fold_lanes` over the lanes along the keys: each lane stores others."""
+    """Store factor times the rows of GROUP tokens, which `fold_lanes` has summed: each lane along the keys its own."""
     TN: tl.constexpr = traits.TN
     TOKENS: tl.constexpr = min(traits.TN, traits.GROUP)
     tn = tl.arange(0, TN)[None, None, None, None, :, None]
@@ -200,17 +200,15 @@ def store_folded_keys(scratch, d_qs, d_ks, group, traits: tl.constexpr):
 
     scratch: [W, groups, 2, GROUP, RN TN]. If there are more lanes than tokens, some lanes have d_q, others d_k.
     """
-    TC: tl.constexpr = traits.TC
-    W: tl.constexpr = traits.W
     KP: tl.constexpr = traits.RN * traits.TN
     TOKENS: tl.constexpr = min(traits.TC, traits.GROUP)
     SIZE: tl.constexpr = 2 * traits.EVERY * KP
     rn = tl.arange(0, traits.RN)[:, None, None, None, None, None]
-    w = tl.arange(0, W)[None, None, None, :, None, None]
+    w = tl.arange(0, traits.W)[None, None, None, :, None, None]
     tn = tl.arange(0, traits.TN)[None, None, None, None, :, None]
-    tc = tl.arange(0, TC)[None, None, None, None, None, :]
+    tc = tl.arange(0, traits.TC)[None, None, None, None, None, :]
     offsets = w * SIZE + tn * traits.RN + rn + group * (2 * traits.GROUP * KP)
-    if TOKENS < TC:
+    if TOKENS < traits.TC:
         x = sum_lanes(fold_lanes((d_qs[0], d_ks[0]), 2, TOKENS, 5, traits)[0], 2 * TOKENS, 5, traits)
         tl.store(tile_at(scratch, offsets + tc * KP, 0, traits.RN), x, mask=tc < 2 * TOKENS)
     else:
@@ -223,14 +221,13 @@ def store_folded_keys(scratch, d_qs, d_ks, group, traits: tl.constexpr):
 @triton.jit
 def sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits: tl.constexpr):
     """Sum what the warps stored of EVERY tokens from t on, and store a block's share: d_q, d_k [blocks, rows, H, K]."""
-    W: tl.constexpr = traits.W
     KP: tl.constexpr = traits.RN * traits.TN
     SIZE: tl.constexpr = 2 * traits.EVERY * KP
     VECTOR: tl.constexpr = 4 if traits.K % 4 == 0 else 1
     element = tl.arange(0, SIZE)
     n = element % KP
     token = element // (2 * traits.GROUP * KP) * traits.GROUP + element // KP % traits.GROUP
-    x = tl.sum(tl.load(scratch + tl.arange(0, W)[:, None] * SIZE + element[None, :]), 0)
+    x = tl.sum(tl.load(scratch + tl.arange(0, traits.W)[:, None] * SIZE + element[None, :]), 0)
     row = (block * tl.cast(rows, tl.int64) + t + token) * traits.H + h
     base = tl.where(element // (traits.GROUP * KP) % 2 == 0, d_q, d_k)
     at = tl.max_contiguous(tl.multiple_of(base + row * traits.K + n, 4 * VECTOR), VECTOR)
@@ -258,12 +255,10 @@ def sum_keys(x):
 @triton.jit
 def split_lanes(AXIS: tl.constexpr, STEP: tl.constexpr, traits: tl.constexpr):
     """Return whether bit STEP of a lane's index along an axis (4: keys, 5: channels) is 0."""
-    TN: tl.constexpr = traits.TN
-    TC: tl.constexpr = traits.TC
     if AXIS == 4:
-        return tl.arange(0, TN)[None, None, None, None, :, None] & STEP == 0
+        return tl.arange(0, traits.TN)[None, None, None, None, :, None] & STEP == 0
     else:
-        return tl.arange(0, TC)[None, None, None, None, None, :] & STEP == 0
+        return tl.arange(0, traits.TC)[None, None, None, None, None, :] & STEP == 0
 
 
 @triton.jit
@@ -273,12 +268,13 @@ def exchange(x, AXIS: tl.constexpr, STEP: tl.constexpr):
     An exclusive or over pairs of lanes is one shuffle, and undone by another: the compiler removes both.
     """
     bits = x.to(tl.int32, bitcast=True)
+    ROWS: tl.constexpr = x.shape[0] * x.shape[1] * x.shape[2] * x.shape[3]
     if AXIS == 4:
-        shape: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.shape[4] // (2 * STEP), 2, STEP, x.shape[5])
+        shape: tl.constexpr = (ROWS, x.shape[4] // (2 * STEP), 2, STEP * x.shape[5])
     else:
-        shape: tl.constexpr = (x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.shape[4], x.shape[5] // (2 * STEP), 2, STEP)
+        shape: tl.constexpr = (ROWS * x.shape[4], x.shape[5] // (2 * STEP), 2, STEP)
     pairs = tl.reshape(bits, shape)
-    other = tl.reshape(pairs ^ tl.xor_sum(pairs, AXIS + 1, keep_dims=True), x.shape)
+    other = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), x.shape)
     return other.to(tl.float32, bitcast=True)
 
 
