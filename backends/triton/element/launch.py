@@ -134,7 +134,7 @@ def backward(
             grads["v"], None if x.decay.startswith("fixed") else grads.get(decay_name), d_rate, grads.get("state"),
             x.cu_seqlens,
         ),
-        (traits,),
+        (traits, traits._replace(EVERY=1, GROUP=1)),
         traits.W,
     )  # fmt: skip
     run(programs, kind.scale, s.T, s.N, s.segments, rows)

@@ -86,32 +86,29 @@ def element_reverse_kernel(
 
 
 @triton.jit
-def load_values(x, t, last, vi, hv, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr):
-    """Load v or d_o of GROUP tokens from t on. WHOLE: all of them are before `last`."""
+def load_values(x, t, vi, hv, in_values, in_channels, traits: tl.constexpr):
+    """Load v or d_o of GROUP tokens from t on."""
     GROUP: tl.constexpr = traits.GROUP
     values = ()
     for i in tl.static_range(GROUP):
-        in_time = True if WHOLE else t + i < last
         row = tl.cast(t, tl.int64)
-        values = values + (load_value(x, row, i, in_time, hv, vi, in_values, in_channels, traits),)
+        values = values + (load_value(x, row, i, True, hv, vi, in_values, in_channels, traits),)
     return values
 
 
 @triton.jit
 def load_writes(
-    k, v, log_decay, step, t, last, n, vi, hv, h, in_keys, in_values, in_channels,
-    traits: tl.constexpr, WHOLE: tl.constexpr,
+    k, v, log_decay, step, t, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
-    """Load decay, k and v of GROUP tokens from t on. WHOLE: all of them are before `last`."""
+    """Load decay, k and v of GROUP tokens from t on."""
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
     decays = ()
     ks = ()
     for i in tl.static_range(GROUP):
-        in_time = True if WHOLE else t + i < last
-        decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
-        ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
-    return decays, ks, load_values(v, t, last, vi, hv, in_values, in_channels, traits, WHOLE)
+        decays = decays + (load_decay(log_decay, step, row, i, True, hv, n, in_keys, in_channels, traits),)
+        ks = ks + (load_key(k, row, i, True, h, n, in_keys, in_channels, traits),)
+    return decays, ks, load_values(v, t, vi, hv, in_values, in_channels, traits)
 
 
 @triton.jit
@@ -126,24 +123,22 @@ def advance_group(S, decays, ks, vs, rates, traits: tl.constexpr):
 
 @triton.jit
 def reverse_group(
-    S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t, last,
-    n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
-    group: tl.constexpr,
+    S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t,
+    n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     """Visit GROUP tokens from t on, forward from the state S before them, then in reverse.
 
-    d_os: their d_o. WHOLE: all of them are before `last`. Returns dS, d_rates, and the d_o of the group before the
-    previous: they are loaded here because the compiler moves loads down to the next store.
+    d_os: their d_o. Returns dS, d_rates, and the d_o of the group before the previous: they are loaded here because
+    the compiler moves loads down to the next store.
     """
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
     decays, ks, vs = load_writes(
-        k, v, log_decay, step, t, last, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE
+        k, v, log_decay, step, t, n, vi, hv, h, in_keys, in_values, in_channels, traits
     )
     qs = ()
     for i in tl.static_range(GROUP):
-        in_time = True if WHOLE else t + i < last
-        qs = qs + (load_key(q, row, i, in_time, h, n, in_keys, in_channels, traits),)
+        qs = qs + (load_key(q, row, i, True, h, n, in_keys, in_channels, traits),)
     factors = ()
     kept = ()  # P_t
     d_qs = ()
@@ -162,7 +157,6 @@ def reverse_group(
     d_vs = ()
     d_decays = ()
     for i in tl.static_range(GROUP - 1, -1, -1):
-        in_time = True if WHOLE else t + i < last
         v_i = vs[i].to(tl.float32)
         read = qs[i].to(tl.float32) * (d_os[i].to(tl.float32) * scale)
         if not traits.READ_EARLY:
@@ -179,7 +173,7 @@ def reverse_group(
                 d_decays = (tl.sum(d_log, 0, keep_dims=True),) + d_decays
             elif traits.DECAY == "channel":
                 decay_at = token_at(d_decay, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
-                tl.store(decay_at, d_log, mask=in_keys & in_channels & in_time)
+                tl.store(decay_at, d_log, mask=in_keys & in_channels)
             else:
                 d_rates += d_log * decays[i]
         dS = factors[i] * dS
@@ -187,19 +181,19 @@ def reverse_group(
             dS += read
     later_d_os = d_os
     if group > 1:
-        later_d_os = load_values(d_o, t - 2 * GROUP, last, vi, hv, in_values, in_channels, traits, WHOLE)
+        later_d_os = load_values(d_o, t - 2 * GROUP, vi, hv, in_values, in_channels, traits)
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # contiguous in v, and so many elements
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     d_vs = fold_lanes(d_vs, GROUP, 1, 4, traits)
     in_row = in_values & in_channels
     store_folded_rows(
-        d_v, d_vs, 1.0, t, last, traits.HV * traits.V, hv * traits.V + vi, in_row, AXIS, LENGTH, traits, WHOLE
+        d_v, d_vs, 1.0, t, traits.HV * traits.V, hv * traits.V + vi, in_row, AXIS, LENGTH, traits
     )
     if traits.DECAY == "rate" or traits.DECAY == "head":
         d_decays = fold_lanes(d_decays, GROUP, 1, 4, traits)
         unit: tl.constexpr = LN_2 if traits.DECAY == "rate" else 1.0  # rates are times log2 e
         store_folded_rows(
-            d_decay, d_decays, unit, t, last, traits.HV, hv, in_channels, 2, traits.CHANNELS, traits, WHOLE
+            d_decay, d_decays, unit, t, traits.HV, hv, in_channels, 2, traits.CHANNELS, traits
         )
     if traits.KEY_GRADIENTS:
         if traits.SHARED:
@@ -208,8 +202,7 @@ def reverse_group(
             store_folded_keys(scratch, d_qs, d_ks, group, traits)
         else:
             for i in tl.static_range(GROUP):
-                in_time = True if WHOLE else t + i < last
-                in_row = in_keys & in_channels & in_time
+                in_row = in_keys & in_channels
                 at = token_at(d_q, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                 tl.store(at, d_qs[i], mask=in_row)
                 at = token_at(d_k, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
@@ -220,28 +213,29 @@ def reverse_group(
 @triton.jit
 def reverse_interval(
     S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, previous_scratch, scale,
-    t, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, WHOLE: tl.constexpr,
+    t, stop, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
     """Visit EVERY tokens from t on, group by group: compute the states before the groups from the first, S, then go in
-    reverse. Returns dS and d_rates. WHOLE: all tokens are before `last`.
+    reverse. Returns dS and d_rates.
 
-    The sums that the warps have stored in the interval visited before are added up while the operands are loaded.
+    The sums that the warps have stored in the interval visited before, if it ends at `stop` or earlier, are added up
+    while the operands are loaded.
     """
     GROUP: tl.constexpr = traits.GROUP
     GROUPS: tl.constexpr = traits.EVERY // traits.GROUP
-    d_os = load_values(d_o, t + (GROUPS - 1) * GROUP, last, vi, hv, in_values, in_channels, traits, WHOLE)
+    d_os = load_values(d_o, t + (GROUPS - 1) * GROUP, vi, hv, in_values, in_channels, traits)
     next_d_os = d_os
     if GROUPS > 1:
-        next_d_os = load_values(d_o, t + (GROUPS - 2) * GROUP, last, vi, hv, in_values, in_channels, traits, WHOLE)
+        next_d_os = load_values(d_o, t + (GROUPS - 2) * GROUP, vi, hv, in_values, in_channels, traits)
     writes = ()
     for i in tl.static_range(GROUPS - 1):
         group_writes = load_writes(
-            k, v, log_decay, step, t + i * GROUP, last, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE
+            k, v, log_decay, step, t + i * GROUP, n, vi, hv, h, in_keys, in_values, in_channels, traits
         )
         writes = writes + (group_writes,)
     if traits.KEY_GRADIENTS and traits.SHARED:
         tl.debug_barrier()
-        sum_warps(previous_scratch, d_q, d_k, t + traits.EVERY, last, rows, block, h, traits)
+        sum_warps(previous_scratch, d_q, d_k, t + traits.EVERY, stop, rows, block, h, traits)
     states = (S,)
     for i in tl.static_range(GROUPS - 1):
         decays, ks, vs = writes[i]
@@ -250,7 +244,7 @@ def reverse_interval(
     for i in tl.static_range(GROUPS - 1, -1, -1):
         dS, d_rates, later_d_os = reverse_group(
             states[i], dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch,
-            scale, t + i * GROUP, last, n, vi, hv, h, in_keys, in_values, in_channels, traits, WHOLE, i,
+            scale, t + i * GROUP, n, vi, hv, h, in_keys, in_values, in_channels, traits, i,
         )  # fmt: skip
         d_os = next_d_os
         next_d_os = later_d_os
@@ -261,7 +255,7 @@ def reverse_interval(
 def element_backward_kernel(
     q, k, v, log_decay, step, rate, d_o, d_final, checkpoints, starts, scratch,
     d_q, d_k, d_v, d_decay, d_rate, d_initial, cu, scale, T, N, segments, rows,
-    traits: tl.constexpr,
+    traits: tl.constexpr, token_traits: tl.constexpr,
 ):  # fmt: skip
     """Visit one segment of a sequence in reverse for one block of channels. Grid: sequence, segment, block.
 
@@ -290,31 +284,47 @@ def element_backward_kernel(
     d_rates = tl.sum(empty_state(traits), 1, keep_dims=True)
     if scratch is not None:
         scratch += tl.cast(tl.program_id(0), tl.int64) * (2 * SCRATCH)
-    intervals = (last - first + traits.EVERY - 1) // traits.EVERY
+    intervals = (last - first) // traits.EVERY
+    stop = first + intervals * traits.EVERY
+    checkpoint_at = tile_at(
+        checkpoints + tl.cast(slot + (stop - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
+    )
+    for i in range(last - stop):
+        # the tokens after the last whole interval, one by one, so that the loop for intervals needs no masks
+        t = last - 1 - i
+        S = tl.load(checkpoint_at, mask=in_state, other=0.0)
+        for earlier in range(stop, t):
+            decays, ks, vs = load_writes(
+                k, v, log_decay, step, earlier, n, vi, hv, h, in_keys, in_values, in_channels, token_traits
+            )
+            S = advance_group(S, decays, ks, vs, rates, token_traits)
+        d_os = load_values(d_o, t, vi, hv, in_values, in_channels, token_traits)
+        dS, d_rates, _ = reverse_group(
+            S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t,
+            n, vi, hv, h, in_keys, in_values, in_channels, token_traits, 0,
+        )  # fmt: skip
+        if traits.KEY_GRADIENTS and traits.SHARED:
+            tl.debug_barrier()
+            sum_warps(scratch, d_q, d_k, t, last, rows, block, h, token_traits)
+            tl.debug_barrier()
     for interval in range(intervals):
-        t0 = first + (intervals - 1 - interval) * traits.EVERY
-        saved_at = tile_at(
-            checkpoints + tl.cast(slot + (t0 - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
+        t = stop - (interval + 1) * traits.EVERY
+        checkpoint_at = tile_at(
+            checkpoints + tl.cast(slot + (t - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
         )
-        S = tl.load(saved_at, mask=in_state, other=0.0)
+        S = tl.load(checkpoint_at, mask=in_state, other=0.0)
         half = scratch
         other_half = scratch
         if scratch is not None:
             half += interval % 2 * SCRATCH
             other_half += (1 - interval % 2) * SCRATCH
-        if t0 + traits.EVERY <= last:
-            dS, d_rates = reverse_interval(
-                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, other_half, scale,
-                t0, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits, True,
-            )  # fmt: skip
-        else:
-            dS, d_rates = reverse_interval(
-                S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, other_half, scale,
-                t0, last, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits, False,
-            )  # fmt: skip
+        dS, d_rates = reverse_interval(
+            S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, other_half, scale,
+            t, stop, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits,
+        )  # fmt: skip
     if traits.KEY_GRADIENTS and traits.SHARED:
         tl.debug_barrier()
-        sum_warps(scratch + (intervals + 1) % 2 * SCRATCH, d_q, d_k, first, last, rows, block, h, traits)
+        sum_warps(scratch + (intervals + 1) % 2 * SCRATCH, d_q, d_k, first, stop, rows, block, h, traits)
     if traits.DECAY == "rate" or traits.DECAY == "fixed_channel":
         rate_at = tile_at(d_rate + part * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)
         tl.store(rate_at, d_rates, mask=in_keys & in_channels)

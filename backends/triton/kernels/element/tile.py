@@ -179,8 +179,8 @@ def store_row(
 
 @triton.jit
 def store_folded_rows(
-    base, xs, factor, t, last, STRIDE: tl.constexpr, offsets, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
-    traits: tl.constexpr, WHOLE: tl.constexpr,
+    base, xs, factor, t, STRIDE: tl.constexpr, offsets, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
+    traits: tl.constexpr,
 ):  # fmt: skip
     """Store factor times the rows of GROUP tokens, which `fold_lanes` has summed: each lane along the keys its own."""
     TN: tl.constexpr = traits.TN
@@ -190,8 +190,7 @@ def store_folded_rows(
         token = j * TOKENS + tn
         at = tile_at(base + tl.cast(t, tl.int64) * STRIDE, offsets + token * STRIDE, AXIS, LENGTH)
         x = sum_lanes(xs[j], TOKENS, 4, traits) * factor
-        in_time = True if WHOLE else t + token < last
-        tl.store(at, x.to(base.dtype.element_ty), mask=mask & (tn < TOKENS) & in_time)
+        tl.store(at, x.to(base.dtype.element_ty), mask=mask & (tn < TOKENS))
 
 
 @triton.jit
