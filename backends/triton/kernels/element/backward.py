@@ -124,12 +124,12 @@ def advance_group(S, decays, ks, vs, rates, traits: tl.constexpr):
 @triton.jit
 def reverse_group(
     S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t,
-    n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr, group: tl.constexpr,
+    group, later, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
     """Visit GROUP tokens from t on, forward from the state S before them, then in reverse.
 
-    d_os: their d_o. Returns dS, d_rates, and the d_o of the group before the previous: they are loaded here because
-    the compiler moves loads down to the next store.
+    d_os: their d_o. group: their place in `scratch`. Returns dS, d_rates, and the d_o of GROUP tokens from `later` on:
+    they are loaded here because the compiler moves loads down to the next store.
     """
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
@@ -179,9 +179,7 @@ def reverse_group(
         dS = factors[i] * dS
         if traits.READ_EARLY:
             dS += read
-    later_d_os = d_os
-    if group > 1:
-        later_d_os = load_values(d_o, t - 2 * GROUP, vi, hv, in_values, in_channels, traits)
+    later_d_os = load_values(d_o, later, vi, hv, in_values, in_channels, traits)
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # contiguous in v, and so many elements
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     d_vs = fold_lanes(d_vs, GROUP, 1, 4, traits)
@@ -224,9 +222,7 @@ def reverse_interval(
     GROUP: tl.constexpr = traits.GROUP
     GROUPS: tl.constexpr = traits.EVERY // traits.GROUP
     d_os = load_values(d_o, t + (GROUPS - 1) * GROUP, vi, hv, in_values, in_channels, traits)
-    next_d_os = d_os
-    if GROUPS > 1:
-        next_d_os = load_values(d_o, t + (GROUPS - 2) * GROUP, vi, hv, in_values, in_channels, traits)
+    next_d_os = load_values(d_o, t + max(GROUPS - 2, 0) * GROUP, vi, hv, in_values, in_channels, traits)
     writes = ()
     for i in tl.static_range(GROUPS - 1):
         group_writes = load_writes(
@@ -241,10 +237,15 @@ def reverse_interval(
         decays, ks, vs = writes[i]
         S = advance_group(S, decays, ks, vs, rates, traits)
         states = states + (S,)
-    for i in tl.static_range(GROUPS - 1, -1, -1):
+    for i in range(GROUPS):
+        group = GROUPS - 1 - i
+        S = states[0]
+        for j in tl.static_range(1, GROUPS):
+            S = tl.where(group == j, states[j], S)
+        later = t + tl.maximum(group - 2, 0) * GROUP
         dS, d_rates, later_d_os = reverse_group(
-            states[i], dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch,
-            scale, t + i * GROUP, n, vi, hv, h, in_keys, in_values, in_channels, traits, i,
+            S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale,
+            t + group * GROUP, group, later, n, vi, hv, h, in_keys, in_values, in_channels, traits,
         )  # fmt: skip
         d_os = next_d_os
         next_d_os = later_d_os
@@ -301,7 +302,7 @@ def element_backward_kernel(
         d_os = load_values(d_o, t, vi, hv, in_values, in_channels, token_traits)
         dS, d_rates, _ = reverse_group(
             S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t,
-            n, vi, hv, h, in_keys, in_values, in_channels, token_traits, 0,
+            0, t, n, vi, hv, h, in_keys, in_values, in_channels, token_traits,
         )  # fmt: skip
         if traits.KEY_GRADIENTS and traits.SHARED:
             tl.debug_barrier()
