@@ -222,15 +222,17 @@ def sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits: tl.constexpr):
     """Sum what the warps stored of EVERY tokens from t on, and store a block's share: d_q, d_k [blocks, rows, H, K]."""
     KP: tl.constexpr = traits.RN * traits.TN
     SIZE: tl.constexpr = 2 * traits.EVERY * KP
+    CHUNK: tl.constexpr = min(SIZE, 1024)  # what registers hold
     VECTOR: tl.constexpr = 4 if traits.K % 4 == 0 else 1
-    element = tl.arange(0, SIZE)
-    n = element % KP
-    token = element // (2 * traits.GROUP * KP) * traits.GROUP + element // KP % traits.GROUP
-    x = tl.sum(tl.load(scratch + tl.arange(0, traits.W)[:, None] * SIZE + element[None, :]), 0)
-    row = (block * tl.cast(rows, tl.int64) + t + token) * traits.H + h
-    base = tl.where(element // (traits.GROUP * KP) % 2 == 0, d_q, d_k)
-    at = tl.max_contiguous(tl.multiple_of(base + row * traits.K + n, 4 * VECTOR), VECTOR)
-    tl.store(at, x, mask=(n < traits.K) & (t + token < last))
+    for chunk in range(SIZE // CHUNK):
+        element = chunk * CHUNK + tl.arange(0, CHUNK)
+        n = element % KP
+        token = element // (2 * traits.GROUP * KP) * traits.GROUP + element // KP % traits.GROUP
+        x = tl.sum(tl.load(scratch + tl.arange(0, traits.W)[:, None] * SIZE + element[None, :]), 0)
+        row = (block * tl.cast(rows, tl.int64) + t + token) * traits.H + h
+        base = tl.where(element // (traits.GROUP * KP) % 2 == 0, d_q, d_k)
+        at = tl.max_contiguous(tl.multiple_of(base + row * traits.K + n, 4 * VECTOR), VECTOR)
+        tl.store(at, x, mask=(n < traits.K) & (t + token < last))
 
 
 @triton.jit
