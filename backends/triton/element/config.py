@@ -42,7 +42,7 @@ class ElementConfig(BaseModel):
     """How the elementwise kernels of one update are launched.
 
     Args:
-        every: tokens between two checkpoints of the state.
+        every: tokens between two checkpoints of the state, a power of two.
         split: tokens per segment, if the segments of a sequence are computed in parallel; 0: no segments.
             None: chosen by the heuristic.
     """
@@ -56,11 +56,9 @@ class ElementConfig(BaseModel):
 
     @model_validator(mode="after")
     def _groups_and_segments_start_at_checkpoints(self) -> Self:
-        if self.every % self.backward.group:
-            raise ValueError(f"every must be a multiple of backward.group = {self.backward.group}, got {self.every}")
-        if self.every % self.forward.group and self.forward.group % self.every:
+        if self.every & (self.every - 1) or self.every < self.backward.group:
             raise ValueError(
-                f"every must be a multiple or a divisor of forward.group = {self.forward.group}, got {self.every}"
+                f"every must be a power of two of at least backward.group = {self.backward.group}, got {self.every}"
             )
         if self.split and self.split % max(self.every, self.forward.group):
             raise ValueError(f"split must be a multiple of every = {self.every} and forward.group, got {self.split}")
@@ -78,16 +76,16 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
     """Choose a config from the size of a channel's state. The number of segments follows from `segment_length`.
 
     Small states: bound by memory, so that many tokens are loaded at once. Larger states: bound by arithmetic and
-    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles.
+    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles. Of more than
+    128 keys a thread has 8 or more, and registers hold the operands of two tokens.
     """
     state = power_of_two(K) * power_of_two(V)
     if state <= 2:
         return ElementConfig(every=8, forward=ElementLaunch(keys=2, group=16), backward=ElementLaunch(keys=2, group=8))
     if state <= 4:
         return ElementConfig(every=16, forward=ElementLaunch(keys=4, group=8), backward=ElementLaunch(keys=4, group=8))
-    return ElementConfig(
-        every=16, forward=ElementLaunch(keys=16), backward=ElementLaunch(keys=4, channels=2 if state <= 64 else 1)
-    )
+    backward = ElementLaunch(keys=4, channels=2, group=4 if K <= 128 else 2)
+    return ElementConfig(every=16, forward=ElementLaunch(keys=16), backward=backward)
 
 
 class Tiling(NamedTuple):

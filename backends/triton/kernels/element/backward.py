@@ -8,9 +8,8 @@
 
 d_step_t = sum over keys of rate * d_log_decay_t, and d_rate = sum over tokens of step_t * d_log_decay_t.
 
-The tokens between two checkpoints are visited twice. First the state before every GROUP tokens is recomputed and
-stored to scratch. Then, the last GROUP first, the terms P_t of GROUP tokens are recomputed into registers, and the
-reverse scan visits these tokens.
+The EVERY tokens between two checkpoints are visited twice: first the states before every GROUP tokens are recomputed
+into registers; then, the last GROUP first, the terms P_t of GROUP tokens, and the reverse scan visits these tokens.
 """
 
 import triton
@@ -133,9 +132,7 @@ def reverse_group(
     """
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
-    decays, ks, vs = load_writes(
-        k, v, log_decay, step, t, n, vi, hv, h, in_keys, in_values, in_channels, traits
-    )
+    decays, ks, vs = load_writes(k, v, log_decay, step, t, n, vi, hv, h, in_keys, in_values, in_channels, traits)
     qs = ()
     for i in tl.static_range(GROUP):
         qs = qs + (load_key(q, row, i, True, h, n, in_keys, in_channels, traits),)
@@ -184,15 +181,11 @@ def reverse_group(
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     d_vs = fold_lanes(d_vs, GROUP, 1, 4, traits)
     in_row = in_values & in_channels
-    store_folded_rows(
-        d_v, d_vs, 1.0, t, traits.HV * traits.V, hv * traits.V + vi, in_row, AXIS, LENGTH, traits
-    )
+    store_folded_rows(d_v, d_vs, 1.0, t, traits.HV * traits.V, hv * traits.V + vi, in_row, AXIS, LENGTH, traits)
     if traits.DECAY == "rate" or traits.DECAY == "head":
         d_decays = fold_lanes(d_decays, GROUP, 1, 4, traits)
         unit: tl.constexpr = LN_2 if traits.DECAY == "rate" else 1.0  # rates are times log2 e
-        store_folded_rows(
-            d_decay, d_decays, unit, t, traits.HV, hv, in_channels, 2, traits.CHANNELS, traits
-        )
+        store_folded_rows(d_decay, d_decays, unit, t, traits.HV, hv, in_channels, 2, traits.CHANNELS, traits)
     if traits.KEY_GRADIENTS:
         if traits.SHARED:
             d_qs = fold_lanes(sum_each(d_qs, GROUP), GROUP, 1, 5, traits)
