@@ -30,6 +30,7 @@ from deltazoo.backends.triton.plan import Plan, Version
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
 # 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
 WARP_SPECIALIZED_REGISTERS = 168
+_KEY_TILE = 64  # keys per step of the portable preparations for decays per channel; ptxas miscompiled narrower products
 MARKED_HEADS = 8  # heads per program of the portable DPLR kernels that compute marked chunks alone
 WindowLaunch = Callable[..., None]  # launches a kernel for one window, by its number; 0 by default
 
@@ -143,7 +144,7 @@ def _prepare_channels(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, 
             x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.C, max(16, min(64, power_of_two(s.K))), kind.delta, x.e is not None,
+            s.H, s.HV, s.K, s.C, _KEY_TILE, kind.delta, x.e is not None,
             kind.erase_channels, x.b is not None, x.w is not None, kind.erase_early, kind.read_early, s.packed,
             tl.float32 if exact else tl.float16, tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32",
             min(launch.tile, s.C),
@@ -163,7 +164,7 @@ def _prepare_pairs(
         pair_prepare_kernel,
         (x.q, x.k, x.e, x.v_key, x.log_decay, out.gates, out.decay_bounds, out.wy_tiles, out.scaled, x.cu_seqlens),
         (
-            s.HV, s.K, s.C, max(16, min(64, power_of_two(s.K))), kind.read_early, s.packed,
+            s.HV, s.K, s.C, _KEY_TILE, kind.read_early, s.packed,
             tl.float32 if exact else tl.float16, tf32_precision(x.q.dtype), "tf32x3" if exact else "tf32",
             min(launch.tile, s.C), heads, marked,
         ),
