@@ -17,7 +17,7 @@ from deltazoo.backends.triton.backward_pass import (
     tensors_of_pairs,
     windows_of,
 )
-from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, power_of_two, value_tile
+from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, most_registers, power_of_two, value_tile
 from deltazoo.backends.triton.forward import (
     MARKED_HEADS,
     WARP_SPECIALIZED_REGISTERS,
@@ -138,8 +138,7 @@ def _reverse(
         ),
         launch.warps,
         launch.stages,
-        # by default ptxas 12.8 used 32 registers for float32 and spilled 20 KB
-        registers=255 if dtype == torch.float32 else None,
+        registers=most_registers(launch.warps) if dtype == torch.float32 else None,
     )  # fmt: skip
     programs = s.N * span.segments * s.HV * cdiv(s.V, BV)
     return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments)
@@ -203,6 +202,7 @@ def _gradients_of_channels(run: Pass, span: Span, scratch: Scratch) -> WindowLau
         ),
         launch.warps,
         launch.stages,
+        registers=most_registers(launch.warps),
     )  # fmt: skip
     return _launch_gradients(gradients, run, span, scratch)
 
@@ -221,6 +221,7 @@ def _gradients_of_pairs(run: Pass, span: Span, scratch: Scratch, marked: bool = 
         ),
         launch.warps,
         launch.stages,
+        registers=most_registers(launch.warps),
     )  # fmt: skip
     programs = scratch.slots * cdiv(s.HV, heads) * sums.key_tiles
     return lambda window: gradients(programs, s.N, kind.scale, s.T, window, span.windows)

@@ -150,6 +150,15 @@ def key_tiles(K: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(narrowest, power_of_two(rest))
 
 
+def most_registers(warps: int) -> int:
+    """Return the most registers per thread that a program of so many warps can have.
+
+    Kernels with many live values ask for them: by default ptxas 12.8 and 12.9 used 32 or 40 registers for some, and
+    spilled 13 to 92 KB per thread (docs/compiler-bugs.md).
+    """
+    return min(255, 2048 // warps)
+
+
 def limit_warps(warps: int, elements: int) -> int:
     """Limit warps so that each thread owns at least 16 bytes of a float32 tile that is updated in place.
 

@@ -16,7 +16,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.devices import tf32_allowed
-from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, key_tiles, power_of_two, value_tile
+from deltazoo.backends.triton.config import (
+    Launch,
+    LaunchConfig,
+    cdiv,
+    key_tiles,
+    most_registers,
+    power_of_two,
+    value_tile,
+)
 from deltazoo.backends.triton.kernels.channel.pair_prepare import pair_prepare_kernel
 from deltazoo.backends.triton.kernels.channel.prepare import channel_prepare_kernel
 from deltazoo.backends.triton.kernels.combine import combine_kernel
@@ -151,6 +159,7 @@ def _prepare_channels(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, 
         ),
         launch.warps,
         launch.stages,
+        registers=most_registers(launch.warps),
     )  # fmt: skip
     prepare(s.slots * s.HV, s.N, s.T, kind.scale)
 
@@ -170,6 +179,7 @@ def _prepare_pairs(
         ),
         launch.warps,
         launch.stages,
+        registers=most_registers(launch.warps),
     )  # fmt: skip
     prepare(s.slots * cdiv(s.HV, heads), s.N, s.T, kind.scale)
 
@@ -321,8 +331,7 @@ def scan(
             ),
             launch.warps,
             launch.stages,
-            # by default ptxas 12.8 and 12.9 used 40 registers for K = 256 and spilled 13 KB
-            registers=min(255, 2048 // launch.warps) if s.K > 128 else None,
+            registers=most_registers(launch.warps) if s.K > 128 or x.q.dtype == torch.float32 else None,
         )  # fmt: skip
         columns = 0 if mode == "maps" else cdiv(s.V, BV)
         columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
