@@ -85,7 +85,7 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
     if state <= 4:
         return ElementConfig(every=16, forward=ElementLaunch(keys=4, group=8), backward=ElementLaunch(keys=4, group=8))
     backward = ElementLaunch(keys=4, channels=2, group=4 if K <= 128 else 2)
-    return ElementConfig(every=16, forward=ElementLaunch(keys=16), backward=backward)
+    return ElementConfig(every=16 if K <= 128 else 8, forward=ElementLaunch(keys=16), backward=backward)
 
 
 class Tiling(NamedTuple):

@@ -64,14 +64,14 @@ def resolve(x: ElementOperands, kind: ElementKind) -> tuple[Sizes, ElementConfig
 
 
 def _traits(
-    x: ElementOperands, kind: ElementKind, s: Sizes, launch: ElementLaunch, every: int, key_gradients: bool = False
+    x: ElementOperands, kind: ElementKind, s: Sizes, launch: ElementLaunch, every: int, **others: bool
 ) -> ElementTraits:
     tile = tiling(launch, s.H, s.HV, s.K, s.V)
     channels = s.HV // s.H if tile.SHARED else s.HV
     return ElementTraits(
         H=s.H, HV=s.HV, K=s.K, V=s.V, **tile._asdict(), DECAY=x.decay, READ_EARLY=kind.read_early, PACKED=s.packed,
         EVERY=every, SPLIT=s.split, GROUP=launch.group, KEYS=tile.RN if s.K % tile.RN == 0 else 1,
-        CHANNELS=tile.RC if s.V == 1 and channels % tile.RC == 0 else 1, KEY_GRADIENTS=key_gradients,
+        CHANNELS=tile.RC if s.V == 1 and channels % tile.RC == 0 else 1, **others,
     )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def backward(
     grads = empty_gradients(x, key_gradients)
     key_dtype = x.q.dtype
     x = _kernel_operands(x, s, config)
-    traits = _traits(x, kind, s, config.backward, config.every, key_gradients)
+    traits = _traits(x, kind, s, config.backward, config.every, KEY_GRADIENTS=key_gradients, LOADED_BY_ALL=True)
     starts = None
     if s.split:
         starts, ends, maps = _segment_states(x, s)

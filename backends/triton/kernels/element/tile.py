@@ -45,6 +45,7 @@ class ElementTraits(NamedTuple):
     GROUP: int  # tokens whose operands are loaded at once; the backward keeps their states in registers
     KEYS: int  # keys of a thread that are contiguous and aligned in an operand [.., K]; 1: not known
     CHANNELS: int  # the same of channels in an operand [.., HV], if V is 1
+    LOADED_BY_ALL: bool = False  # all warps and lanes load an operand without their axes
     KEY_GRADIENTS: bool = False  # the backward computes d_q and d_k
 
 
@@ -152,11 +153,16 @@ def load_token(
     base, row, i: tl.constexpr, STRIDE: tl.constexpr, offsets, mask, AXIS: tl.constexpr, LENGTH: tl.constexpr,
     traits: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile of token row + i, which has not all of the axes W, TN and TC, by all warps and lanes.
+    """Load a tile of token row + i, which has not all of the axes W, TN and TC.
 
-    Else Triton may load it in another layout, with fewer elements per instruction or an exchange through shared memory.
+    With LOADED_BY_ALL all warps and lanes load it: in the backward Triton would choose a layout with fewer elements per
+    instruction, or exchange them through shared memory. The forward of wide keys is faster without.
     """
-    SHAPE: tl.constexpr = (offsets.shape[0], offsets.shape[1], offsets.shape[2], traits.W, traits.TN, traits.TC)
+    SHAPE: tl.constexpr = (
+        (offsets.shape[0], offsets.shape[1], offsets.shape[2], traits.W, traits.TN, traits.TC)
+        if traits.LOADED_BY_ALL
+        else offsets.shape
+    )
     at = token_at(base, row, i, STRIDE, offsets, AXIS, LENGTH, SHAPE)
     return tl.load(at, mask=tl.broadcast_to(mask, SHAPE), other=0.0)
 
@@ -238,13 +244,8 @@ def sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits: tl.constexpr):
 @triton.jit
 def empty_state(traits: tl.constexpr):
     """Zeros of the shape of a tile."""
-    RN: tl.constexpr = traits.RN
-    VP: tl.constexpr = traits.VP
-    RC: tl.constexpr = traits.RC
-    W: tl.constexpr = traits.W
-    TN: tl.constexpr = traits.TN
-    TC: tl.constexpr = traits.TC
-    return tl.zeros([RN, VP, RC, W, TN, TC], tl.float32)
+    SHAPE: tl.constexpr = (traits.RN, traits.VP, traits.RC, traits.W, traits.TN, traits.TC)
+    return tl.zeros(SHAPE, tl.float32)
 
 
 @triton.jit
@@ -322,16 +323,10 @@ def sum_each(xs, NUMBER: tl.constexpr):
 def load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits: tl.constexpr):
     """Load what the decay does not take from the token, times log2 e: the rate [K, HV] or the fixed log
     decay [HV] or [K, HV]."""
-    if traits.DECAY == "rate":
-        return (
-            tl.load(tile_at(rate, n * traits.HV + hv, 2, traits.CHANNELS), mask=in_channels & in_keys, other=0.0)
-            * LOG2_E
-        )
-    elif traits.DECAY == "fixed_channel":
-        return (
-            tl.load(tile_at(log_decay, n * traits.HV + hv, 2, traits.CHANNELS), mask=in_channels & in_keys, other=0.0)
-            * LOG2_E
-        )
+    if traits.DECAY == "rate" or traits.DECAY == "fixed_channel":
+        rates = rate if traits.DECAY == "rate" else log_decay
+        at = tile_at(rates, n * traits.HV + hv, 2, traits.CHANNELS)
+        return tl.load(at, mask=in_channels & in_keys, other=0.0) * LOG2_E
     elif traits.DECAY == "fixed":
         return tl.load(tile_at(log_decay, hv, 2, traits.CHANNELS), mask=in_channels, other=0.0) * LOG2_E
     else:
@@ -368,7 +363,7 @@ def log2_decay(loaded, rates, traits: tl.constexpr):
 def load_key(x, row, i: tl.constexpr, in_time, h, n, in_keys, in_channels, traits: tl.constexpr):
     """Load q or k of token row + i: [RN, 1, 1, 1, TN, 1], or per channel."""
     STRIDE: tl.constexpr = traits.H * traits.K
-    if traits.SHARED and traits.TN > 1:
+    if traits.SHARED and traits.TN > 1 and traits.LOADED_BY_ALL:
         return load_token(x, row, i, STRIDE, h * traits.K + n, in_keys & in_time, 0, traits.KEYS, traits)
     elif traits.SHARED:
         return tl.load(x + (row + i) * STRIDE + h * traits.K + n, mask=in_keys & in_time, other=0.0)
