@@ -111,8 +111,9 @@ def load_writes(
 
 
 @triton.jit
-def advance_group(S, decays, ks, vs, rates, traits: tl.constexpr):
-    """Return the state after GROUP tokens."""
+def advance_group(S, writes, rates, traits: tl.constexpr):
+    """Return the state after GROUP tokens. writes: what `load_writes` returned for them."""
+    decays, ks, vs = writes
     GROUP: tl.constexpr = traits.GROUP
     for i in tl.static_range(GROUP):
         l = log2_decay(decays[i], rates, traits)
@@ -227,8 +228,7 @@ def reverse_interval(
         sum_warps(previous_scratch, d_q, d_k, t + traits.EVERY, stop, rows, block, h, traits)
     states = (S,)
     for i in tl.static_range(GROUPS - 1):
-        decays, ks, vs = writes[i]
-        S = advance_group(S, decays, ks, vs, rates, traits)
+        S = advance_group(S, writes[i], rates, traits)
         states = states + (S,)
     for i in range(GROUPS):
         group = GROUPS - 1 - i
@@ -288,10 +288,10 @@ def element_backward_kernel(
         t = last - 1 - i
         S = tl.load(checkpoint_at, mask=in_state, other=0.0)
         for earlier in range(stop, t):
-            decays, ks, vs = load_writes(
+            writes = load_writes(
                 k, v, log_decay, step, earlier, n, vi, hv, h, in_keys, in_values, in_channels, token_traits
             )
-            S = advance_group(S, decays, ks, vs, rates, token_traits)
+            S = advance_group(S, writes, rates, token_traits)
         d_os = load_values(d_o, t, vi, hv, in_values, in_channels, token_traits)
         dS, d_rates, _ = reverse_group(
             S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t,

@@ -271,10 +271,11 @@ def exchange(x, AXIS: tl.constexpr, STEP: tl.constexpr):
     """
     bits = x.to(tl.int32, bitcast=True)
     ROWS: tl.constexpr = x.shape[0] * x.shape[1] * x.shape[2] * x.shape[3]
-    if AXIS == 4:
-        shape: tl.constexpr = (ROWS, x.shape[4] // (2 * STEP), 2, STEP * x.shape[5])
-    else:
-        shape: tl.constexpr = (ROWS * x.shape[4], x.shape[5] // (2 * STEP), 2, STEP)
+    shape: tl.constexpr = (
+        (ROWS, x.shape[4] // (2 * STEP), 2, STEP * x.shape[5])
+        if AXIS == 4
+        else (ROWS * x.shape[4], x.shape[5] // (2 * STEP), 2, STEP)
+    )
     pairs = tl.reshape(bits, shape)
     other = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), x.shape)
     return other.to(tl.float32, bitcast=True)
