@@ -74,7 +74,9 @@ class TritonBackend(Backend):
             return [*(current_limits(False) if device is None else limits_of(device, False))[0]]
         channel = spec.decay in ("channel", "rate") or meta.decay_channels
         dtype = torch.float32 if computes_in_float32(spec, meta.K, meta.dtype, channel) else meta.dtype
-        unsupported, name, memory = current_limits(meta.grad) if device is None else limits_of(device, meta.grad)
+        unsupported, name, memory = (
+            current_limits(meta.grad, channel) if device is None else limits_of(device, meta.grad, channel)
+        )
         return list(unsupported) or size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad)
 
     def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:

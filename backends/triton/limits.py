@@ -39,17 +39,31 @@ def training_refusals(device: DeviceSpec) -> list[str]:
     ]
 
 
+def channel_refusals(device: DeviceSpec) -> list[str]:
+    """Say why the kernels for a decay per channel do not run on a device whose platform is supported."""
+    if device.capability[0] != 10 or device.triton_version >= (3, 9):
+        return []
+    return [
+        f"a decay per channel on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: older "
+        f"versions do not compile its kernels; {device.triton} is installed."
+    ]
+
+
 @functools.cache
-def limits_of(device: DeviceSpec, grad: bool) -> tuple[tuple[str, ...], str, int]:
-    """The refusals of a device for any sizes, its name and its shared memory per block in bytes."""
-    reasons = platform_refusals(device) or (training_refusals(device) if grad else [])
+def limits_of(device: DeviceSpec, grad: bool, channel: bool = False) -> tuple[tuple[str, ...], str, int]:
+    """The refusals of a device for any sizes, its name and its shared memory per block in bytes.
+
+    Args: channel: the decay is per channel.
+    """
+    reasons = platform_refusals(device)
+    reasons = reasons or (channel_refusals(device) if channel else []) or (training_refusals(device) if grad else [])
     return tuple(reasons), device.name, device.shared_memory
 
 
-def current_limits(grad: bool) -> tuple[tuple[str, ...], str, int]:
+def current_limits(grad: bool, channel: bool = False) -> tuple[tuple[str, ...], str, int]:
     """`limits_of` the current GPU; without one, of the installed Triton alone. Runs on every eager call."""
     device = DeviceSpec.current()
-    return limits_of(_no_gpu() if device is INTERPRETER else device, grad)
+    return limits_of(_no_gpu() if device is INTERPRETER else device, grad, channel)
 
 
 # torch.compile evaluates it while tracing, like torch.compiler.assume_constant_result, which imports the compiler. Its

@@ -131,7 +131,7 @@ def test_replayed_results_and_gradients_equal_those_of_the_body(monkeypatch, han
 def hopper(monkeypatch):
     monkeypatch.setattr(plans, "device_spec", lambda index: HOPPER)
     monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
-    monkeypatch.setattr(backend, "current_limits", lambda grad: limits_of(HOPPER, grad))
+    monkeypatch.setattr(backend, "current_limits", lambda *traits: limits_of(HOPPER, *traits))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches are only recorded")
