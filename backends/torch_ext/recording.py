@@ -43,7 +43,7 @@ class RecordingMode(TorchDispatchMode):
         super().__init__()
         self.buffers: list[Tensor] = []
         self.steps: list[Any] = []
-        self.whole: set[int] = set()  # buffers that must be tensors
+        self.standalone: set[int] = set()  # buffers that need an allocation of their own
         self._numbers: dict[int, int] = {}  # of the storages, which `buffers` keeps alive
         for x in arguments:
             self._add(x)
@@ -58,6 +58,8 @@ class RecordingMode(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
+            if not (out.is_meta and out.is_contiguous()):
+                raise NotRepeatableError("an allocation is on another device or not contiguous")
             self._add(out)
         elif func._schema.is_mutable:
             keywords = {name: self._number_if_tensor(x) for name, x in (kwargs or {}).items()}
@@ -80,10 +82,14 @@ class RecordingMode(TorchDispatchMode):
         buffer = self.buffers[number]
         if x.dtype != buffer.dtype or x.shape != buffer.shape or x.stride() != buffer.stride():
             raise NotRepeatableError("a view is used as a tensor")
-        self.whole.add(number)
+        self.standalone.add(number)
         return BufferNumber(number)
 
     def _number_if_tensor(self, x: Any) -> Any:
+        if isinstance(x, list | tuple) and any(isinstance(y, Tensor) for y in x):
+            raise NotRepeatableError("an operation takes a list of tensors")
+        if isinstance(x, torch.Stream | torch.Generator):
+            raise NotRepeatableError(f"an operation takes a {type(x).__name__}")
         return self.number(x) if isinstance(x, Tensor) else x
 
     def _add(self, x: Tensor) -> None:

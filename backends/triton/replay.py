@@ -30,7 +30,10 @@ Body = Callable[..., Sequence[Tensor]]
 
 
 class _Source(NamedTuple):
-    """A launch's argument: a buffer, a view of it, or a tensor descriptor. fields: all of a descriptor but its base."""
+    """A launch's argument: a buffer, a view of it, or a tensor descriptor.
+
+    Args: fields: the attributes of the descriptor except `base`.
+    """
 
     buffer: int
     offset: int = 0
@@ -104,16 +107,16 @@ class Program:
 
         self._type: Callable[..., Any] = type(result)
         self._result = [recorder.number(x) for x in result]
-        whole = recorder.whole.union(self._result)  # tensors of their own
+        standalone = recorder.standalone.union(self._result)
         self._allocated: list[Any] = []  # sizes and dtype, or the offset in the shared allocation
         self._bytes = 0
         for number, x in enumerate(recorder.buffers[arguments:], arguments):
-            if number in whole:
+            if number in standalone:
                 self._allocated.append((x.shape, x.dtype))
             else:
                 self._allocated.append(self._bytes)
                 self._bytes += -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._others: list[_Source] = []
+        self._views: list[_Source] = []  # and descriptors
         buffers = len(recorder.buffers)
         self._steps = [x if isinstance(x, Operation) else self._launch(buffers, *x) for x in recorder.steps]
         self._current_stream, self._is_hooked = launcher.current_stream, launcher.is_hooked
@@ -126,17 +129,16 @@ class Program:
             elif source == _Source(source.buffer):
                 places.append(source.buffer)
             else:
-                places.append(buffers + len(self._others))
-                self._others.append(source)
-        return _Launch(compiled, itemgetter(*places), *others)
+                places.append(buffers + len(self._views))
+                self._views.append(source)
+        return _Launch(compiled, _selector(places), *others)
 
     def __call__(self, tensors: list[Any]) -> Any:
         """Allocate and launch on the current stream. Args: the arguments that are tensors."""
         device = tensors[0].device
         pointers: list[Any] = [x.data_ptr() for x in tensors]
-        if self._bytes:
-            shared = torch.empty(self._bytes, dtype=torch.uint8, device=device)
-            start = shared.data_ptr()
+        shared = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+        start = shared.data_ptr()
         for allocation in self._allocated:
             if isinstance(allocation, int):
                 tensors.append(None)
@@ -145,7 +147,7 @@ class Program:
                 x = torch.empty(allocation[0], dtype=allocation[1], device=device)
                 tensors.append(x)
                 pointers.append(x.data_ptr())
-        pointers += [source.find(tensors, pointers) for source in self._others]
+        pointers += [source.find(tensors, pointers) for source in self._views]
         pointers.append(None)
         stream = self._current_stream(device.index)
         watched, hooked = is_watched(), self._is_hooked()
@@ -157,6 +159,11 @@ class Program:
                 record_run(step.record)
             step.run(pointers, stream, hooked)
         return self._type(tensors[number] for number in self._result)
+
+
+def _selector(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Return a function that picks the elements at these places of a list. `itemgetter` of one place picks no tuple."""
+    return itemgetter(*places) if len(places) > 1 else lambda pointers: tuple(pointers[i] for i in places)
 
 
 class _Entry:
@@ -179,7 +186,8 @@ def clear() -> None:
 def replayed(body: Body) -> Body:
     """Decorate the body of an operator, whose first argument is a tensor, so that calls on a GPU repeat a recording.
 
-    The body gets contiguous tensors that start at multiples of 16 bytes (`ready`).
+    The body gets contiguous tensors that start at multiples of 16 bytes (`ready`). Its float32 products may depend on
+    whether torch allows TF32 only if the first argument is float32.
     """
 
     @functools.wraps(body)
@@ -226,7 +234,7 @@ def _record(body: Body, arguments: Sequence[Any]) -> Program | Literal[False]:
         with recorder:
             result = body(*inputs)
         return Program(recorder, len(tensors), result)
-    except Exception:  # the body raises it again
+    except Exception:  # every call runs the body, which raises its own errors
         _log.debug("%s is not repeated", body, exc_info=True)
         return False
     finally:

@@ -204,6 +204,31 @@ def test_repeated_call_allocates_again_and_passes_views_and_numbers(monkeypatch,
     assert len({x.data_ptr() for x in results}) == 4
 
 
+def test_a_kernel_of_one_tensor_is_repeated(monkeypatch):
+    monkeypatch.setattr(launcher, "_compiled", handles := Handles(Handle))
+
+    @replay.replayed
+    def body(x):
+        out = x.new_empty(x.shape)
+        launch((out,))
+        return (out,)
+
+    for _ in range(3):
+        (out,) = body(torch.ones(3))
+        assert last_launch(handles) == (2, (out.data_ptr(), "constant"))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="launches are only recorded")
+@pytest.mark.parametrize(("B", "T"), [(1, 0), (0, 64)])
+@pytest.mark.parametrize("spec", ["gated delta", "dplr"])
+def test_inputs_without_tokens_or_rows_are_repeated(handles, hopper, spec, B, T):
+    shape = Shape("empty", B=B, T=T, H=1, HV=2, K=64, V=64)
+    bound = bind(SPECS[spec], TritonBackend())
+    for _ in range(3):
+        o, *_ = results(bound, draw(Case(SPECS[spec], shape, torch.bfloat16)), 0)
+        assert o.shape == (B, T, 2, 64)
+
+
 def test_calls_with_other_dtypes_sizes_or_traits_are_recorded_anew():
     calls = []
 
@@ -244,8 +269,10 @@ def test_float32_products_are_recorded_for_each_precision(monkeypatch):
         lambda x: x.new_empty(x.shape).copy_(x.new_empty(2, 3).t()[0, :1].expand(3)),
         lambda x: x.new_empty(int(x.sum())),
         lambda x: launch((x.new_empty(8)[1:], x)) or x,
+        lambda x: torch._foreach_zero_([y := x.new_empty(3)]) or y,
+        lambda x: torch.empty(2, 3, 4, 5, device=x.device, memory_format=torch.channels_last),
     ],
-    ids=["computes", "returns a view", "copies a view", "reads values", "unaligned view"],
+    ids=["computes", "returns a view", "copies a view", "reads values", "unaligned view", "list", "other strides"],
 )
 def test_other_bodies_run_in_every_call(monkeypatch, compute):
     monkeypatch.setattr(launcher, "_compiled", Handles(Handle))
