@@ -228,6 +228,13 @@ def test_watch_reports_the_elementwise_kernels():
     assert {"element_reverse_kernel", "element_backward_kernel"} <= set(record.kernels)
 
 
+@pytest.mark.parametrize("every", [2, 12, 64])
+def test_a_distance_of_checkpoints_that_the_backward_cannot_unroll_is_refused(every):
+    launch = ElementLaunch(keys=2, group=4)
+    with pytest.raises(ValueError, match=f"every must be a power of two from backward.group = 4 to 32, got {every}"):
+        ElementConfig(every=every, forward=launch, backward=launch)
+
+
 def test_few_channels_are_divided_into_segments():
     config = element_heuristic(16, 1)
     tile = tiling(config.forward, 1, 4096, 16, 1)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 _LANES = 32
 _MIN_SHARED_GROUP = 16  # channels per key head from which a program has the channels of one key head
 _MIN_SEGMENT = 128  # tokens
+_MAX_GROUPS = 8  # of an interval between checkpoints: the backward unrolls them
 
 
 class ElementLaunch(BaseModel):
@@ -20,7 +21,8 @@ class ElementLaunch(BaseModel):
         keys: keys per thread, raised where 32 lanes would not have all keys.
         channels: channels per thread.
         warps: warps of 32 threads per program, lowered if there are fewer channels.
-        group: tokens whose operands are loaded at once; the backward keeps a state per token in registers.
+        group: tokens whose operands are loaded at once. The backward keeps two tiles for each of them in registers
+            (decay and decayed state), and one state for each group of an interval.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,9 +58,10 @@ class ElementConfig(BaseModel):
 
     @model_validator(mode="after")
     def _groups_and_segments_start_at_checkpoints(self) -> Self:
-        if self.every & (self.every - 1) or self.every < self.backward.group:
+        group = self.backward.group
+        if self.every & (self.every - 1) or not group <= self.every <= _MAX_GROUPS * group:
             raise ValueError(
-                f"every must be a power of two of at least backward.group = {self.backward.group}, got {self.every}"
+                f"every must be a power of two from backward.group = {group} to {_MAX_GROUPS * group}, got {self.every}"
             )
         if self.split and self.split % max(self.every, self.forward.group):
             raise ValueError(f"split must be a multiple of every = {self.every} and forward.group, got {self.split}")
