@@ -10,6 +10,8 @@ d_step_t = sum over keys of rate * d_log_decay_t, and d_rate = sum over tokens o
 
 The EVERY tokens between two checkpoints are visited twice: first the states before every GROUP tokens are recomputed
 into registers; then, the last GROUP first, the terms P_t of GROUP tokens, and the reverse scan visits these tokens.
+The tokens after the last whole interval are visited one by one; the state before each is recomputed from the last
+checkpoint.
 """
 
 import triton
@@ -32,8 +34,8 @@ from deltazoo.backends.triton.kernels.element.tile import (
     store_folded_keys,
     store_folded_rows,
     store_row,
-    sum_each,
     sum_keys,
+    sum_thread_channels,
     sum_warps,
     tile_at,
     token_at,
@@ -124,12 +126,12 @@ def advance_group(S, writes, rates, traits: tl.constexpr):
 @triton.jit
 def reverse_group(
     S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t,
-    group, later, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
+    group, prefetch_t, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
     """Visit GROUP tokens from t on, forward from the state S before them, then in reverse.
 
-    d_os: their d_o. group: their place in `scratch`. Returns dS, d_rates, and the d_o of GROUP tokens from `later` on:
-    they are loaded here because the compiler moves loads down to the next store.
+    d_os: their d_o. group: their place in `scratch`. Returns dS, d_rates, and the d_o of GROUP tokens from
+    prefetch_t on, loaded before the stores, because the compiler would move the loads behind them.
     """
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
@@ -177,7 +179,7 @@ def reverse_group(
         dS = factors[i] * dS
         if traits.READ_EARLY:
             dS += read
-    later_d_os = load_values(d_o, later, vi, hv, in_values, in_channels, traits)
+    prefetched_d_os = load_values(d_o, prefetch_t, vi, hv, in_values, in_channels, traits)
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # contiguous in v, and so many elements
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     d_vs = fold_lanes(d_vs, GROUP, 1, 4, traits)
@@ -189,8 +191,8 @@ def reverse_group(
         store_folded_rows(d_decay, d_decays, unit, t, traits.HV, hv, in_channels, 2, traits.CHANNELS, traits)
     if traits.KEY_GRADIENTS:
         if traits.SHARED:
-            d_qs = fold_lanes(sum_each(d_qs, GROUP), GROUP, 1, 5, traits)
-            d_ks = fold_lanes(sum_each(d_ks, GROUP), GROUP, 1, 5, traits)
+            d_qs = fold_lanes(sum_thread_channels(d_qs, GROUP), GROUP, 1, 5, traits)
+            d_ks = fold_lanes(sum_thread_channels(d_ks, GROUP), GROUP, 1, 5, traits)
             store_folded_keys(scratch, d_qs, d_ks, group, traits)
         else:
             for i in tl.static_range(GROUP):
@@ -199,19 +201,19 @@ def reverse_group(
                 tl.store(at, d_qs[i], mask=in_row)
                 at = token_at(d_k, row, i, traits.HV * traits.K, hv * traits.K + n, 0, traits.KEYS)
                 tl.store(at, d_ks[i], mask=in_row)
-    return dS, d_rates, later_d_os
+    return dS, d_rates, prefetched_d_os
 
 
 @triton.jit
 def reverse_interval(
-    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, previous_scratch, scale,
+    S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, pending_scratch, scale,
     t, stop, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
     """Visit EVERY tokens from t on, group by group: compute the states before the groups from the first, S, then go in
     reverse. Returns dS and d_rates.
 
-    The sums that the warps have stored in the interval visited before, if it ends at `stop` or earlier, are added up
-    while the operands are loaded.
+    pending_scratch: what the warps stored in the interval visited before. It is added up while the operands are loaded;
+    tokens from `stop` on are skipped.
     """
     GROUP: tl.constexpr = traits.GROUP
     GROUPS: tl.constexpr = traits.EVERY // traits.GROUP
@@ -225,7 +227,7 @@ def reverse_interval(
         writes = writes + (group_writes,)
     if traits.KEY_GRADIENTS and traits.SHARED:
         tl.debug_barrier()
-        sum_warps(previous_scratch, d_q, d_k, t + traits.EVERY, stop, rows, block, h, traits)
+        sum_warps(pending_scratch, d_q, d_k, t + traits.EVERY, stop, rows, block, h, traits)
     states = (S,)
     for i in tl.static_range(GROUPS - 1):
         S = advance_group(S, writes[i], rates, traits)
@@ -235,13 +237,13 @@ def reverse_interval(
         S = states[0]
         for j in tl.static_range(1, GROUPS):
             S = tl.where(group == j, states[j], S)
-        later = t + tl.maximum(group - 2, 0) * GROUP
-        dS, d_rates, later_d_os = reverse_group(
+        prefetch_t = t + tl.maximum(group - 2, 0) * GROUP
+        dS, d_rates, prefetched_d_os = reverse_group(
             S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale,
-            t + group * GROUP, group, later, n, vi, hv, h, in_keys, in_values, in_channels, traits,
+            t + group * GROUP, group, prefetch_t, n, vi, hv, h, in_keys, in_values, in_channels, traits,
         )  # fmt: skip
         d_os = next_d_os
-        next_d_os = later_d_os
+        next_d_os = prefetched_d_os
     return dS, d_rates
 
 
@@ -259,7 +261,7 @@ def element_backward_kernel(
     [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, K, HV] or [N segments, HV], the share of each segment
     in the gradient of the rate or the fixed decay. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows, H, K],
     the share of each block of channels, where rows = B T; else [B, T, HV, K].
-    scratch: [programs, 2, W, EVERY, 2, RN TN] float32 with SHARED and KEY_GRADIENTS, for sums over warps.
+    scratch: [programs, 2 halves, W, EVERY / GROUP, 2 (d_q, d_k), GROUP, RN TN] float32 with SHARED and KEY_GRADIENTS.
     """
     n, vi, hv, h, in_keys, in_values, in_channels, block = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
@@ -308,12 +310,12 @@ def element_backward_kernel(
         )
         S = tl.load(checkpoint_at, mask=in_state, other=0.0)
         half = scratch
-        other_half = scratch
+        pending = scratch
         if scratch is not None:
             half += interval % 2 * SCRATCH
-            other_half += (1 - interval % 2) * SCRATCH
+            pending += (1 - interval % 2) * SCRATCH
         dS, d_rates = reverse_interval(
-            S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, other_half, scale,
+            S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, half, pending, scale,
             t, stop, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits,
         )  # fmt: skip
     if traits.KEY_GRADIENTS and traits.SHARED:

@@ -45,7 +45,7 @@ class ElementTraits(NamedTuple):
     GROUP: int  # tokens whose operands are loaded at once; the backward keeps their states in registers
     KEYS: int  # keys of a thread that are contiguous and aligned in an operand [.., K]; 1: not known
     CHANNELS: int  # the same of channels in an operand [.., HV], if V is 1
-    LOADED_BY_ALL: bool = False  # all warps and lanes load an operand without their axes
+    LOADED_BY_ALL: bool = False  # every warp and lane loads operands without the axes W, TN or TC
     KEY_GRADIENTS: bool = False  # the backward computes d_q and d_k
 
 
@@ -255,7 +255,7 @@ def sum_keys(x):
 
 
 @triton.jit
-def split_lanes(AXIS: tl.constexpr, STEP: tl.constexpr, traits: tl.constexpr):
+def is_lower_lane(AXIS: tl.constexpr, STEP: tl.constexpr, traits: tl.constexpr):
     """Return whether bit STEP of a lane's index along an axis (4: keys, 5: channels) is 0."""
     if AXIS == 4:
         return tl.arange(0, traits.TN)[None, None, None, None, :, None] & STEP == 0
@@ -267,7 +267,7 @@ def split_lanes(AXIS: tl.constexpr, STEP: tl.constexpr, traits: tl.constexpr):
 def exchange(x, AXIS: tl.constexpr, STEP: tl.constexpr):
     """Return the x of the lane whose index along an axis differs in bit STEP.
 
-    An exclusive or over pairs of lanes is one shuffle, and undone by another: the compiler removes both.
+    x ^ (x ^ y) = y: the exclusive or of a pair of lanes compiles to one shuffle, and the compiler removes both xors.
     """
     bits = x.to(tl.int32, bitcast=True)
     ROWS: tl.constexpr = x.shape[0] * x.shape[1] * x.shape[2] * x.shape[3]
@@ -283,15 +283,15 @@ def exchange(x, AXIS: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def fold_lanes(xs, NUMBER: tl.constexpr, FIRST: tl.constexpr, AXIS: tl.constexpr, traits: tl.constexpr):
-    """Sum NUMBER tiles over the lanes along an axis, where bits below FIRST of the lane's index are summed already.
+    """Sum NUMBER tiles over the lanes along an axis, FIRST adjacent lanes of which have different tiles already.
 
-    Lanes exchange half of their tiles in each step, so that the number of tiles halves: afterwards a lane has the sums
-    of tile FIRST j + its index / FIRST, ... If lanes remain when one tile is left, their sums are still partial.
+    In each step lanes exchange half of their tiles, so that the number of tiles halves. If lanes remain when one tile
+    is left, `sum_lanes` adds up the rest.
     """
     LANES: tl.constexpr = traits.TN if AXIS == 4 else traits.TC
     for level in tl.static_range(5):
         if (FIRST << level) < LANES and (NUMBER >> level) > 1:
-            is_first = split_lanes(AXIS, FIRST << level, traits)
+            is_first = is_lower_lane(AXIS, FIRST << level, traits)
             folded = ()
             for i in tl.static_range(NUMBER >> (level + 1)):
                 kept = tl.where(is_first, xs[2 * i], xs[2 * i + 1])
@@ -303,7 +303,7 @@ def fold_lanes(xs, NUMBER: tl.constexpr, FIRST: tl.constexpr, AXIS: tl.constexpr
 
 @triton.jit
 def sum_lanes(x, FIRST: tl.constexpr, AXIS: tl.constexpr, traits: tl.constexpr):
-    """Sum a tile over the lanes along an axis, where bits below FIRST of the lane's index are summed already."""
+    """Sum a tile over the lanes along an axis, FIRST adjacent lanes of which have different tiles."""
     LANES: tl.constexpr = traits.TN if AXIS == 4 else traits.TC
     for level in tl.static_range(5):
         if (FIRST << level) < LANES:
@@ -312,7 +312,7 @@ def sum_lanes(x, FIRST: tl.constexpr, AXIS: tl.constexpr, traits: tl.constexpr):
 
 
 @triton.jit
-def sum_each(xs, NUMBER: tl.constexpr):
+def sum_thread_channels(xs, NUMBER: tl.constexpr):
     """Sum tiles over the channels of a thread."""
     sums = ()
     for i in tl.static_range(NUMBER):
