@@ -28,6 +28,7 @@ class Mutation(NamedTuple):
 
 KERNELS = "backends/triton/kernels"
 HOPPER = f"{KERNELS}/hopper"
+ELEMENT = "backends/test_triton_element.py::test_each_spec_conforms_with_and_without_segments"
 PORTABLE_TEST = "backends/test_triton.py::test_each_spec_conforms_with_two_launch_configs"
 HOPPER_TEST = "backends/test_hopper_numbers.py::test_every_kernel_matches_float64_for_every_spec"
 DECODE_TEST = "backends/test_triton.py::test_decode_in_slots_equals_the_whole_sequence"
@@ -133,6 +134,36 @@ PORTABLE_KERNELS = [
         "short convolution, backward: a gradient crosses the start of a sequence", f"{KERNELS}/conv/short_conv.py",
         "later = clear_at_start(later, is_first, W)", "later = later",
         "test-kernels", f"{CONV_TEST}[short pack with history-torch.float32]",
+    ),
+    Mutation(
+        "element backward: adds up the sums of the wrong interval", f"{KERNELS}/element/backward.py",
+        "pending += (1 - interval % 2) * SCRATCH", "pending += interval % 2 * SCRATCH", "test-kernels",
+        f"{ELEMENT}[rate, after-one segment-shared keys]",
+    ),
+    Mutation(
+        "element backward: a token at the end misses the one before it", f"{KERNELS}/element/backward.py",
+        "for earlier in range(stop, t):", "for earlier in range(stop, t - 1):", "test-kernels",
+        f"{ELEMENT}[rate, after-segments-keys per channel]",
+    ),
+    Mutation(
+        "element backward: each group starts from the checkpoint", f"{KERNELS}/element/backward.py",
+        "S = tl.where(group == j, states[j], S)", "S = tl.where(group == j, states[0], S)", "test-kernels",
+        f"{ELEMENT}[rate, after-one segment-shared keys]",
+    ),
+    Mutation(
+        "element backward: lanes keep the tile that they send", f"{KERNELS}/element/tile.py",
+        "sent = tl.where(is_first, xs[2 * i + 1], xs[2 * i])", "sent = tl.where(is_first, xs[2 * i], xs[2 * i + 1])",
+        "test-kernels", f"{ELEMENT}[rate, after-one segment-shared keys]",
+    ),
+    Mutation(
+        "replay: a recording ignores the sizes of its arguments", "backends/triton/replay.py",
+        "key += (x.dtype, x.shape)", "key.append(x.dtype)",
+        "test", "backends/test_replay.py::test_calls_with_other_dtypes_sizes_or_traits_are_recorded_anew",
+    ),
+    Mutation(
+        "replay: a view starts where its buffer does", "backends/triton/replay.py",
+        "return pointers[self.buffer] + self.offset", "return pointers[self.buffer]",
+        "test", "backends/test_replay.py::test_repeated_call_allocates_again_and_passes_views_and_numbers",
     ),
 ]  # fmt: skip
 
