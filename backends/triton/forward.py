@@ -236,7 +236,8 @@ def _prepare(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: L
         ),
         launch.warps,
         launch.stages,
-        registers=None if exact or s.HV > s.H or s.C != 64 else 160,  # three programs per SM
+        # 160: three programs per SM
+        registers=most_registers(launch.warps) if exact else None if s.HV > s.H or s.C != 64 else 160,
     )  # fmt: skip
     prepare(s.slots * s.H, s.N, s.T, kind.scale)
 
