@@ -29,23 +29,19 @@ def platform_refusals(device: DeviceSpec) -> list[str]:
     return reasons
 
 
-def training_refusals(device: DeviceSpec) -> list[str]:
-    """Say why the backward kernels do not run on a device whose platform is supported."""
-    if device.capability[0] != 10 or device.triton_version >= (3, 9):
+def blackwell_refusals(device: DeviceSpec, grad: bool, channel: bool) -> list[str]:
+    """Say why the kernels for a decay per channel, or those of the backward, do not run on a supported platform."""
+    if device.capability[0] != 10 or device.triton_version >= (3, 9) or not (grad or channel):
         return []
+    what = "a decay per channel" if channel else "training"
+    why = (
+        "older versions do not compile its kernels"
+        if channel
+        else "with older versions the backward exceeds tensor memory"
+    )
     return [
-        f"training on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: with older versions "
-        f"the backward exceeds tensor memory; {device.triton} is installed."
-    ]
-
-
-def channel_refusals(device: DeviceSpec) -> list[str]:
-    """Say why the kernels for a decay per channel do not run on a device whose platform is supported."""
-    if device.capability[0] != 10 or device.triton_version >= (3, 9):
-        return []
-    return [
-        f"a decay per channel on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: older "
-        f"versions do not compile its kernels; {device.triton} is installed."
+        f"{what} on compute capability {_dotted(device.capability)} needs Triton 3.9 or newer: {why}; {device.triton} "
+        f"is installed."
     ]
 
 
@@ -55,8 +51,7 @@ def limits_of(device: DeviceSpec, grad: bool, channel: bool = False) -> tuple[tu
 
     Args: channel: the decay is per channel.
     """
-    reasons = platform_refusals(device)
-    reasons = reasons or (channel_refusals(device) if channel else []) or (training_refusals(device) if grad else [])
+    reasons = platform_refusals(device) or blackwell_refusals(device, grad, channel)
     return tuple(reasons), device.name, device.shared_memory
 
 
