@@ -105,13 +105,14 @@ def backward(
     if s.split:
         starts, ends, maps = _segment_states(x, s)
         _scan(x, kind, s, config, ends=ends, maps=maps)
+        reverse_traits = _traits(x, kind, s, config.forward, 0)
         reverse = launcher(
             element_reverse_kernel,
             (x.q, x.log_decay, x.step, x.rate, d_o, ends, x.cu_seqlens),
-            (_traits(x, kind, s, config.forward, 0),),
-            _traits(x, kind, s, config.forward, 0).W,
+            (reverse_traits,),
+            reverse_traits.W,
         )
-        reverse(s.N * s.segments * _traits(x, kind, s, config.forward, 0).BLOCKS, kind.scale, s.T, s.N, s.segments)
+        reverse(s.N * s.segments * reverse_traits.BLOCKS, kind.scale, s.T, s.N, s.segments)
         _combine(x, s, maps, ends, d_final, starts, reverse=True)
     rows = x.q.shape[0] * s.T
     programs = s.N * s.segments * traits.BLOCKS

@@ -89,10 +89,10 @@ def element_reverse_kernel(
 @triton.jit
 def load_values(x, t, vi, hv, in_values, in_channels, traits: tl.constexpr):
     """Load v or d_o of GROUP tokens from t on."""
+    row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
     values = ()
     for i in tl.static_range(GROUP):
-        row = tl.cast(t, tl.int64)
         values = values + (load_value(x, row, i, True, hv, vi, in_values, in_channels, traits),)
     return values
 
