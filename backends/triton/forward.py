@@ -222,6 +222,11 @@ def _prepare_channels_on_hopper(
 
 def _prepare(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Launch, segments: bool) -> None:
     exact = kind.terms(x.q.dtype) == 2 or x.q.dtype == torch.float32
+    registers = None
+    if exact:
+        registers = most_registers(launch.warps)
+    elif s.HV == s.H and s.C == 64:
+        registers = 160  # three programs per SM
     prepare = launcher(
         prepare_kernel,
         (
@@ -236,8 +241,7 @@ def _prepare(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: L
         ),
         launch.warps,
         launch.stages,
-        # 160: three programs per SM
-        registers=most_registers(launch.warps) if exact else None if s.HV > s.H or s.C != 64 else 160,
+        registers=registers,
     )  # fmt: skip
     prepare(s.slots * s.H, s.N, s.T, kind.scale)
 
