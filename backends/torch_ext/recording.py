@@ -19,7 +19,7 @@ class BufferNumber(int):
 
 
 class Operation(NamedTuple):
-    """A torch operation that writes to a tensor. In its arguments numbers of buffers stand for tensors."""
+    """A torch operation that writes to a tensor. Each tensor among its arguments is replaced by the buffer's number."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]

@@ -4,7 +4,7 @@ Triton's own launch inspects every argument of every call, which takes longer th
 H200 with the eager gated delta rule, forward and backward: packed 5.45 -> 2.88 ms; later, 1 x 2048 tokens with 16/32
 heads, 1.92 -> 1.47 ms. Tested with torch 2.11 / Triton 3.6 and torch
 2.13 / Triton 3.7.1, whose compiled kernels are called as handle[grid](*arguments, stream=...). `CACHED_LAUNCH = False`
-uses Triton's launch.
+uses Triton's launch for kernels that no recording repeats (replay.py).
 """
 
 from collections.abc import Callable, Hashable, Sequence

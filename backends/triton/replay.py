@@ -99,7 +99,8 @@ class Program:
     """The allocations, launches and torch operations of a body, for arguments of given dtypes and sizes.
 
     Args:
-        recorder: of a run of the body. arguments: the number of its arguments. result: what it returned.
+        recorder: it has recorded one run of the body. arguments: how many tensors the body takes.
+        result: what the body returned.
     """
 
     def __init__(self, recorder: Recorder, arguments: int, result: Sequence[Tensor]) -> None:
