@@ -1,11 +1,13 @@
 """The tuner: check and time the candidates of each kernel for a shape, and store each winner as it is found.
 
-Kernels are tuned one after the other, with the other kernels as the tables and the heuristic choose them. A candidate
-must pass the numeric check before it is timed. It replaces the best so far if it is at least 1 % faster, the two timed
-in alternation. chunk and every are not tuned, because they determine the saved tensors.
+Kernels are tuned one after the other, with the other kernels as the tables and the heuristic choose them, while the
+candidates of the next kernel compile. A candidate must pass the numeric check before it is timed. It replaces the best
+so far if it is at least 1 % faster, the two timed in alternation. chunk and every are not tuned, because they determine
+the saved tensors.
 """
 
 import functools
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -202,16 +204,23 @@ def tune(
     failures: list[str] = []
     rejected: list[str] = []
     kept, left, measured = 0, 0, set[Key]()
+
+    def is_measured_next(job: _Job) -> bool:
+        return job.key not in measured and len(job.configs) > 1 and (config.again or not job.done)
+
     try:
         for done, (target, kernel) in enumerate(pairs):
             job = _job(target, kernel, runner.device, table, config)
-            if job.key in measured or len(job.configs) == 1 or (job.done and not config.again):
+            if not is_measured_next(job):
                 kept += job.key not in measured and job.done
                 continue
             if config.budget is not None and time.monotonic() - start > config.budget:
                 left = len(pairs) - done
                 break
             measured.add(job.key)
+            later = filter(is_measured_next, (_job(*pair, runner.device, table, config) for pair in pairs[done + 1 :]))
+            for ahead in (job, *itertools.islice(later, 1)):
+                runner.compile(ahead.target, ahead.kernel, ahead.configs)
             record, reasons = _search(job, runner, config.rounds, functools.partial(progress, "tune", done, len(pairs)))
             rejected += reasons
             if record is None:
@@ -298,7 +307,6 @@ def _search(job: _Job, runner: Runner, rounds: int, report: Callable[[str], None
     """Check all candidates and compare the best so far with each. Returns the record, and why some were rejected."""
     target, kernel, key, configs, _ = job
     report(f"{job.name}: checking {len(configs)}")
-    runner.compile(target, kernel, configs)
     reasons = {config: runner.check(target, kernel, config) for config in configs}
     rejected = [f"{job.name} {_choice(config, kernel)}: {reason}" for config, reason in reasons.items() if reason]
     correct = [config for config, reason in reasons.items() if not reason]

@@ -176,10 +176,20 @@ def test_no_table_is_announced_if_nothing_was_measured(tmp_path, monkeypatch):
     assert not (tmp_path / "t.json").exists()
 
 
-def test_candidates_are_compiled_before_the_first_check(tmp_path):
+def test_candidates_of_the_next_kernel_compile_while_a_kernel_is_measured(tmp_path):
     runner = FakeRunner()
+    compiled_at_check = {}
+
+    def check(target, kernel, config):
+        compiled_at_check.setdefault(kernel, [kernel for _, kernel, _ in runner.compiled])
+        return FakeRunner.check(runner, target, kernel, config)
+
+    runner.check = check
     tune([PACK], runner, FORWARD, tmp_path / "t.json")
-    assert [(target, kernel) for target, kernel, _ in runner.compiled] == runner.checked
+    order = [kernel for _, kernel in runner.checked]
+    assert len(order) > 1
+    for n, kernel in enumerate(order):
+        assert set(compiled_at_check[kernel]) == set(order[: n + 2])
     assert all(len(configs) > 1 for *_, configs in runner.compiled)
 
 
