@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,6 +18,24 @@ from deltazoo.backends.errors import ConfigError, cut, nearest
 def tf32_allowed() -> bool:
     """Whether torch may compute float32 matrix products in tf32 on a GPU, whichever of its settings allows it."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@contextlib.contextmanager
+def products_in_tf32(allowed: bool) -> Iterator[None]:
+    """Let GPUs compute float32 matrix products in tf32 if `allowed`; else leave torch's setting as it is.
+
+    The setting is one for all threads of the process.
+    """
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    if not allowed or before == "tf32":
+        yield
+        return
+    setting.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
 
 
 def usable_device(device: str | torch.device) -> torch.device:

@@ -62,6 +62,12 @@ def log_decay(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:
     return inputs.log_decay
 
 
+def accumulates_rounding_errors(spec: UpdateSpec) -> bool:
+    """Whether the erase may rotate or lengthen the state, or acts several times per token."""
+    unbounded = spec.negative_eigenvalues != "off" or spec.erase_key == "own"
+    return spec.transition == "delta" and (unbounded or spec.householders > 1)
+
+
 def exact_factor(x: Tensor) -> Tensor:
     """Compute (1 - exp(-x)) / x for x >= 0, accurate in value and gradient from x = 0 to infinity.
 

@@ -67,14 +67,18 @@ class ChunkOperands(NamedTuple):
     sequence: Tensor | None = None
 
 
-def chunk_scan(operands: ChunkOperands) -> tuple[Tensor, Tensor]:
-    """Run the scan; differentiable once. Returns o [N, Z, G, C, V] and the final states [Y, Z, G, K, V]."""
+def chunk_scan(operands: ChunkOperands, tf32: bool = False) -> tuple[Tensor, Tensor]:
+    """Run the scan; differentiable once.
+
+    Args: tf32: whether a GPU computes the products in tf32.
+    Returns: o [N, Z, G, C, V] and the final states [Y, Z, G, K, V].
+    """
     # Made contiguous outside the operator, so that the compiler writes each operand in this layout directly.
     operands = ChunkOperands._make(None if x is None else x.contiguous() for x in operands)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
-        o, final_state, *_ = _ChunkScan.apply(*operands)
+        o, final_state, *_ = _ChunkScan.apply(tf32, *operands)
     else:
-        o, final_state, *_ = _forward_op(*operands, SEGMENT, False)
+        o, final_state, *_ = _forward_op(*operands, SEGMENT, tf32, False)
     return o, final_state
 
 
@@ -83,7 +87,7 @@ def _forward_fake(
 ) -> tuple[Tensor, ...]:
     N, Z, C, K = q.shape
     G, M, V = v.shape[2:]
-    segment, save = rest[-2:]
+    segment, _, save = rest[-3:]
     v_new = v.new_empty(N, Z, G, M, V) if save and a is not None else v.new_empty(0)
     t = v.new_empty(N, Z, G, M, M) if save and a is not None else v.new_empty(0)
     segment_states = v.new_empty(saved_segments(N, segment) if save else 0, Z * G, K, V)
@@ -93,7 +97,7 @@ def _forward_fake(
 def _backward_fake(
     d_o: Tensor, d_final: Tensor, state: Tensor, segment_states: Tensor, q: Tensor, k: Tensor, v_new: Tensor,
     attn: Tensor, t: Tensor | None, e: Tensor | None, scale_q: Tensor | None, scale_e: Tensor | None,
-    scale_k: Tensor | None, gamma: Tensor | None, kv: Tensor | None, sequence: Tensor | None, segment: int,
+    scale_k: Tensor | None, gamma: Tensor | None, kv: Tensor | None, sequence: Tensor | None, segment: int, tf32: bool,
 ) -> list[Tensor]:  # fmt: skip
     def like(tensor: Tensor | None) -> Tensor:
         return attn.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
@@ -107,7 +111,7 @@ def _backward_fake(
 
 _forward_op = operator(
     "chunk_scan(Tensor q, Tensor k, Tensor v, Tensor attn, Tensor state, Tensor? a, Tensor? e, Tensor? scale_q, "
-    "Tensor? scale_e, Tensor? scale_k, Tensor? gamma, Tensor? kv, Tensor? sequence, int segment, bool save) "
+    "Tensor? scale_e, Tensor? scale_k, Tensor? gamma, Tensor? kv, Tensor? sequence, int segment, bool tf32, bool save) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     body(scan_forward),
     _forward_fake,
@@ -115,7 +119,7 @@ _forward_op = operator(
 _backward_op = operator(
     "chunk_scan_backward(Tensor d_o, Tensor d_final, Tensor state, Tensor segment_states, Tensor q, Tensor k, "
     "Tensor v_new, Tensor attn, Tensor? t, Tensor? e, Tensor? scale_q, Tensor? scale_e, Tensor? scale_k, "
-    "Tensor? gamma, Tensor? kv, Tensor? sequence, int segment) -> Tensor[]",
+    "Tensor? gamma, Tensor? kv, Tensor? sequence, int segment, bool tf32) -> Tensor[]",
     body(scan_backward, strided=1),  # the backward copies d_o one segment at a time
     _backward_fake,
 )
@@ -124,17 +128,17 @@ _backward_op = operator(
 @cache_forward_signature
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
-    def forward(*operands: Any) -> tuple[Tensor, ...]:
-        return _forward_op(*operands, SEGMENT, True)
+    def forward(tf32: bool, *operands: Any) -> tuple[Tensor, ...]:
+        return _forward_op(*operands, SEGMENT, tf32, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x = ChunkOperands(*inputs)
+        x = ChunkOperands(*inputs[1:])
         o, _, v_new, t, segment_states = output
         erases = x.a is not None
         ctx.mark_non_differentiable(v_new, t, segment_states)
         ctx.set_materialize_grads(False)
-        ctx.o_shape, ctx.segment = o.shape, SEGMENT
+        ctx.o_shape, ctx.segment, ctx.tf32 = o.shape, SEGMENT, inputs[0]
         ctx.save_for_backward(
             x.state, segment_states, x.q, x.k, v_new if erases else x.v, x.attn, t if erases else None,
             x.e, x.scale_q, x.scale_e, x.scale_k, x.gamma, x.kv, x.sequence,
@@ -147,5 +151,6 @@ class _ChunkScan(torch.autograd.Function):
         state = saved[0]
         d_o = state.new_zeros(ctx.o_shape) if d_o is None else d_o
         d_final = state.new_zeros(state.shape) if d_final is None else d_final
-        grads = _backward_op(d_o, d_final, *saved, ctx.segment)
-        return (*(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), None)
+        grads = _backward_op(d_o, d_final, *saved, ctx.segment, ctx.tf32)
+        needed = ctx.needs_input_grad[1:]
+        return (None, *(g if need else None for g, need in zip(grads, needed, strict=False)), None)

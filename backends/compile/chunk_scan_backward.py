@@ -21,14 +21,18 @@ from deltazoo.backends.compile.chunk_scan_forward import (
     segments,
     sequence_bounds,
 )
+from deltazoo.backends.devices import products_in_tf32
 
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor, state: Tensor, segment_states: Tensor, q: Tensor, k: Tensor, v_new: Tensor,
     attn: Tensor, t: Tensor | None, e: Tensor | None, scale_q: Tensor | None, scale_e: Tensor | None,
-    scale_k: Tensor | None, gamma: Tensor | None, kv: Tensor | None, sequence: Tensor | None, segment: int,
+    scale_k: Tensor | None, gamma: Tensor | None, kv: Tensor | None, sequence: Tensor | None, segment: int, tf32: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute the gradients of the operands, in the order of `ChunkOperands`; empty tensors for absent operands."""
+    """Compute the gradients of the operands, in the order of `ChunkOperands`; empty tensors for absent operands.
+
+    tf32: whether a GPU computes the products in tf32.
+    """
     N, Z, _, K = q.shape
     G, _, V = v_new.shape[2:]
     d_q, d_k, d_v, d_attn = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v_new), torch.empty_like(attn)
@@ -38,36 +42,38 @@ def scan_backward(
     d_e = attn.new_empty(0) if t is None or e is None else torch.empty_like(e)
     d_state = d_final.clone()
     S_buffer, dS_buffer = (attn.new_empty(min(N, segment) + 1, Z * G, K, V) for _ in range(2))
-    for number, chunks in reversed(list(enumerate(segments(N, segment)))):
-        n = chunks.stop - chunks.start
-        V_new, P, dO, dV = flat(v_new[chunks]), flat(attn[chunks]), flat(d_o[chunks].contiguous()), flat(d_v[chunks])
-        Q, K_scaled = by_value_head(q, scale_q, chunks, G), by_value_head(k, scale_k, chunks, G)
-        S_buffer[0] = segment_states[number]
-        transitions = Transitions.of(chunks, gamma, kv, state, sequence)
-        propagate(S_buffer[: n + 1], K_scaled, V_new, None, transitions)
-        dV_new, W = dV, None
-        if t is not None:
-            dV_new, T = torch.empty_like(dV), flat(t[chunks])
-            W = torch.bmm(T, by_value_head(k if e is None else e, scale_e, chunks, G))
-        dS = dS_buffer[: n + 1]  # the gradients of the states before each chunk, and of the state after the last
-        torch.bmm(P.mT, dO, out=dV_new)
-        torch.bmm(Q.mT, dO, out=dS[:-1].flatten(0, 1))
-        _propagate_back(dS, d_state, K_scaled, dV_new, W, transitions.gamma, sequence, chunks)
-        S_before, dS_after = S_buffer[:n].flatten(0, 1), dS[1:].flatten(0, 1)
-        torch.bmm(dO, V_new.mT, out=flat(d_attn[chunks]))
-        if kv is not None:
-            flat(d_kv[chunks]).copy_(dS_after)
-        if gamma is not None:
-            product = S_before * dS_after
-            d_gamma[chunks] = product.sum((1, 2) if gamma.shape[3] == 1 else 2).view_as(d_gamma[chunks])
-        _key_gradient(dO, S_before, 1, (q, scale_q), (d_q, d_scale_q), chunks, False)
-        _key_gradient(V_new, dS_after, 1, (k, scale_k), (d_k, d_scale_k), chunks, False)
-        if t is not None:
-            torch.bmm(T.mT, dV_new, out=dV)
-            dA = flat(d_a[chunks])
-            torch.baddbmm(dA, dV, V_new.mT, beta=0, alpha=-1, out=dA)
-            key, d_key = (k, d_k) if e is None else (e, d_e)
-            _key_gradient(dV, S_before, -1, (key, scale_e), (d_key, d_scale_e), chunks, e is None)
+    with products_in_tf32(tf32):
+        for number, chunks in reversed(list(enumerate(segments(N, segment)))):
+            n = chunks.stop - chunks.start
+            V_new, P, dV = (flat(x[chunks]) for x in (v_new, attn, d_v))
+            dO = flat(d_o[chunks].contiguous())
+            Q, K_scaled = by_value_head(q, scale_q, chunks, G), by_value_head(k, scale_k, chunks, G)
+            S_buffer[0] = segment_states[number]
+            transitions = Transitions.of(chunks, gamma, kv, state, sequence)
+            propagate(S_buffer[: n + 1], K_scaled, V_new, None, transitions)
+            dV_new, W = dV, None
+            if t is not None:
+                dV_new, T = torch.empty_like(dV), flat(t[chunks])
+                W = torch.bmm(T, by_value_head(k if e is None else e, scale_e, chunks, G))
+            dS = dS_buffer[: n + 1]  # the gradients of the states before each chunk, and of the state after the last
+            torch.bmm(P.mT, dO, out=dV_new)
+            torch.bmm(Q.mT, dO, out=dS[:-1].flatten(0, 1))
+            _propagate_back(dS, d_state, K_scaled, dV_new, W, transitions.gamma, sequence, chunks)
+            S_before, dS_after = S_buffer[:n].flatten(0, 1), dS[1:].flatten(0, 1)
+            torch.bmm(dO, V_new.mT, out=flat(d_attn[chunks]))
+            if kv is not None:
+                flat(d_kv[chunks]).copy_(dS_after)
+            if gamma is not None:
+                product = S_before * dS_after
+                d_gamma[chunks] = product.sum((1, 2) if gamma.shape[3] == 1 else 2).view_as(d_gamma[chunks])
+            _key_gradient(dO, S_before, 1, (q, scale_q), (d_q, d_scale_q), chunks, False)
+            _key_gradient(V_new, dS_after, 1, (k, scale_k), (d_k, d_scale_k), chunks, False)
+            if t is not None:
+                torch.bmm(T.mT, dV_new, out=dV)
+                dA = flat(d_a[chunks])
+                torch.baddbmm(dA, dV, V_new.mT, beta=0, alpha=-1, out=dA)
+                key, d_key = (k, d_k) if e is None else (e, d_e)
+                _key_gradient(dV, S_before, -1, (key, scale_e), (d_key, d_scale_e), chunks, e is None)
     return [d_q, d_k, d_v, d_attn, d_state, d_a, d_e, d_scale_q, d_scale_e, d_scale_k, d_gamma, d_kv]
 
 

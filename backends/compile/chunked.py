@@ -23,7 +23,7 @@ from deltazoo.backends.compile.intra_chunk import LoweredChunks
 from deltazoo.backends.compile.intra_chunk_channel import channel_operands
 from deltazoo.backends.compile.intra_chunk_scalar import scalar_operands
 from deltazoo.backends.errors import ShapeError
-from deltazoo.backends.lowering import log_decay, strengths
+from deltazoo.backends.lowering import accumulates_rounding_errors, log_decay, strengths
 from deltazoo.backends.spec import UpdateSpec
 
 # Lower bound on a log decay. Its exp is 0 in float64 too, and a larger magnitude would cost all other terms of the
@@ -57,7 +57,8 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     rows = "b (h g) k v -> 1 (b h) g k v" if sequence is None else "y (h g) k v -> y h g k v"
     state = rearrange(state, rows, g=groups)
     operands, o_direct = (channel_operands if by_channel else scalar_operands)(spec, chunks, state, HV // H)
-    o, final_state = chunk_scan(operands._replace(sequence=sequence))
+    tf32 = x.q.dtype.itemsize == 2 and not accumulates_rounding_errors(spec)
+    o, final_state = chunk_scan(operands._replace(sequence=sequence), tf32)
     o = rearrange(o if o_direct is None else o + o_direct, "n (b h) g c v -> b n c (h g) v", b=B).to(x.v.dtype)
     if sequence is None:
         return o, rearrange(final_state, "1 (b h) g k v -> b (h g) k v", b=B)

@@ -2,11 +2,14 @@
 
     P_ij = sum_k q_ik k_jk exp(g_ik - g_jk),   A_ij = sum_k b_i e_ik k_jk exp(g_ik - g_jk)
 
-exp(g_i) and exp(-g_j) alone overflow for strong decays. `decayed_scores` therefore splits the chunk recursively
+exp(g_i) and exp(-g_j) alone overflow for strong decays. `_DecayedKeys` therefore splits the chunk recursively
 in halves and measures both decays from the boundary between the halves, where both factors are at most 1.
 
 B batch, N chunks, Z = B x HV, C tokens per chunk, M micro-steps per chunk, G value heads per key head, K key width
 """
+
+import functools
+from typing import Any
 
 import torch
 from einops import rearrange, repeat
@@ -14,8 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltazoo.backends.compile.chunk_scan import ChunkOperands
-from deltazoo.backends.compile.intra_chunk import LoweredChunks, cumulative_decay, decay_at_reads, exp_as
+from deltazoo.backends.compile.intra_chunk import LoweredChunks, cumulative_decay, exp_as
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.autograd import differentiable_once
 
 
 def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) -> tuple[ChunkOperands, Tensor | None]:
@@ -35,77 +39,169 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
     g = cumulative_decay(decay, 2)
     # The query of a token is aligned with its last micro-step, or with its first for read="before".
     q_M = q if n == 1 else pad(q.unsqueeze(3), (0, 0, *((0, n - 1) if read_before else (n - 1, 0)))).flatten(2, 3)
-    g_q = g - decay if read_before else g
-    g_e = g - decay if spec.erase_from == "previous" else g
-    g_last = g[:, :, -1:]
-    rows, row_decays, columns = [q_M], [g_q], [k]
+    early = [read_before]
+    e = b = None
     if spec.transition == "dplr":
         assert x.a is not None and x.b is not None
-        rows.append(rearrange(x.a, "b n m h k -> n (b h) m k"))
-        row_decays.append(g_e)
-        columns.append(rearrange(x.b, "b n m h k -> n (b h) m k"))
+        e, b = (rearrange(y, "b n m h k -> n (b h) m k") for y in (x.a, x.b))
+        early.append(True)
     elif spec.transition == "delta":
         e = k if x.e is None else repeat(x.e, by_value_head, g=G)
         if x.erase is not None:
             erase = x.erase if x.erase.dim() == 5 else x.erase.unsqueeze(-1)
             e = e * rearrange(erase, "b n m h k -> n (b h) m k")
-        rows.append(e)
-        row_decays.append(g_e)
-    scores = decayed_scores(torch.stack(rows, 2), torch.stack(row_decays, 2), torch.stack(columns, 2), g)
-    diagonal = [torch.diag_embed((q_M * column).sum(-1)) if not read_before else 0 for column in columns]
-    attn_k = scores[:, :, 0, 0] + diagonal[0]
-    attn_k = (attn_k if n == 1 else attn_k[:, :, slice(0 if read_before else n - 1, None, n)]).unsqueeze(2)
-    q_decayed = q * exp_as(decay_at_reads(spec, g, decay, 2), q)
-    k_decayed = k * exp_as(g_last - g, k)
-    gamma = exp_as(g_last, q)
+        early.append(spec.erase_from == "previous")
+    # a view of k, because a tensor may not be passed to an autograd.Function twice, and e may be k
+    products, q_decayed, e_decayed, k_decayed, b_decayed = _DecayedKeys.apply(
+        tuple(early), g, decay, q_M, e, k.view_as(k), b
+    )
+    attn_k = products[:, :, 0, 0] + (0 if read_before else torch.diag_embed((q_M * k).sum(-1)))
+    if n > 1:
+        reads = slice(0 if read_before else n - 1, None, n)
+        attn_k, q_decayed = attn_k[:, :, reads], q_decayed[:, :, reads]
+    attn_k = attn_k.unsqueeze(2)
+    gamma = exp_as(g[:, :, -1:], q)
     if spec.transition == "additive":
         return ChunkOperands(q_decayed, k_decayed, v, attn_k, state, gamma=gamma), None
-    e_decayed = rows[1] * exp_as(g_e, q)
     if spec.transition == "delta":
-        a = scores[:, :, 1, 0].unsqueeze(2)
+        a = products[:, :, 1, 0].unsqueeze(2)
         return ChunkOperands(q_decayed, k_decayed, v, attn_k, state, a, e_decayed, gamma=gamma), None
     # dplr as a delta rule: b writes y_t = S_{t-1}^T a_t, so that the erase key is -a. The intra-chunk part of y that
     # the k v^T writes contribute takes the place of V, and KV is their contribution to the state.
-    b_decayed = columns[1] * exp_as(g_last - g, q)
-    y = scores[:, :, 1, 0].unsqueeze(2) @ v
-    attn_b = (scores[:, :, 0, 1] + diagonal[1]).unsqueeze(2)
-    kv = (k_decayed.transpose(2, 3) @ v.squeeze(2)).unsqueeze(2)
-    a = -scores[:, :, 1, 1].unsqueeze(2)
-    operands = ChunkOperands(q_decayed, b_decayed, y, attn_b, state, a, -e_decayed, gamma=gamma, kv=kv)
-    return operands, attn_k @ v
+    assert b is not None
+    attn_b = products[:, :, 0, 1] + (0 if read_before else torch.diag_embed((q_M * b).sum(-1)))
+    rows = torch.cat([attn_k.squeeze(2), products[:, :, 1, 0]], 2).flatten(0, 1)
+    values = v.flatten(0, 2)
+    o_direct, y = (x.unflatten(0, v.shape[:3]) for x in torch.bmm(rows, values).chunk(2, 1))
+    kv = torch.bmm(k_decayed.flatten(0, 1).mT, values).unflatten(0, v.shape[:3])
+    a = -products[:, :, 1, 1].unsqueeze(2)
+    operands = ChunkOperands(q_decayed, b_decayed, y, attn_b.unsqueeze(2), state, a, -e_decayed, gamma=gamma, kv=kv)
+    return operands, o_direct
 
 
-def decayed_scores(rows: Tensor, row_decays: Tensor, columns: Tensor, column_decay: Tensor) -> Tensor:
-    """Compute sum_k rows_ik exp(row_decay_ik - column_decay_jk) columns_jk for i > j, else 0, for any decay.
+class _DecayedKeys(torch.autograd.Function):
+    """Products and operands of the scan with their decays, for any decay:
 
-    At level s, the second half of each block of 2 s micro-steps provides the rows and the first half the columns. Both
-    decays are taken relative to the boundary between the halves, so that both factors are at most 1.
+        scores_ij = sum_k row_ik column_jk exp(g_ik - g_jk) for i > j, else 0     [N, Z, R, W, M, M]
+        row_i exp(g_i),   column_j exp(g_last - g_j)                              [N, Z, M, K]
+
+    Level s computes the products of the second half of each block of 2 s micro-steps with the first half. Both decays
+    are taken relative to the boundary between the halves, so that both factors are at most 1. The backward computes
+    the factors again. The gradient of g_i is row_i d_row_i - column_i d_column_i, that of g_last the sum of the
+    decayed columns times their gradients.
 
     Args:
-        rows, row_decays: [N, Z, R, M, K], R kinds of rows (queries, erase keys) and their cumulative decays.
-        columns: [N, Z, W, M, K], W kinds of write keys. column_decay: [N, Z, M, K], their cumulative decay.
-    Returns: [N, Z, R, W, M, M].
+        early: for each kind of rows, whether its decay excludes that of its own micro-step.
+        g, decay: cumulative and single log decays [N, Z, M, K or 1].
+        q, e: rows [N, Z, M, K], queries and erase keys. k, b: columns [N, Z, M, K], write keys. e, b: None if absent.
+    Returns: the products, then q, e, k and b with their decays, None if absent.
     """
-    M, R, W = column_decay.shape[2], rows.shape[2], columns.shape[2]
-    size = 1 << (M - 1).bit_length()
-    if size > M:
-        padding = (0, 0, 0, size - M)
-        rows, columns = pad(rows, padding), pad(columns, padding)
-        row_decays, column_decay = (
-            torch.cat([g, g[..., -1:, :].expand(*g.shape[:-2], size - M, -1)], -2) for g in (row_decays, column_decay)
-        )
-    scores = rows.new_zeros(*rows.shape[:3], W, size, 1, 1)
-    s = 1
-    while s < size:
-        halves = (size // (2 * s), 2, s)
-        g_row, g_column = row_decays.unflatten(3, halves)[:, :, :, :, 1], column_decay.unflatten(2, halves)[:, :, :, 0]
-        boundary = g_column[:, :, :, -1:]
-        second = rows.unflatten(3, halves)[:, :, :, :, 1] * exp_as(g_row - boundary.unsqueeze(2), rows)
-        first = columns.unflatten(3, halves)[:, :, :, :, 0] * exp_as(boundary - g_column, columns).unsqueeze(2)
-        block = rearrange(second, "n z r l i k -> n z l (r i) k") @ rearrange(first, "n z w l j k -> n z l k (w j)")
-        block = rearrange(block, "n z l (r i) (w j) -> n z r w l i j", r=R, w=W)
-        pairs = scores.unflatten(4, (-1, 2))
-        upper = pad(pairs[..., 0, :, :], (0, s))
-        scores = torch.cat([upper, torch.cat([block, pairs[..., 1, :, :]], -1)], -2)
-        s *= 2
-    return scores[..., 0, :M, :M]
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        early: tuple[bool, ...], g: Tensor, decay: Tensor, q: Tensor, e: Tensor | None, k: Tensor, b: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        operands = [x for x in (q, e, k, b) if x is not None]
+        N, Z, M = g.shape[:3]
+        R, size = len(early), 1 << (M - 1).bit_length()
+        g_rows = [g - decay if is_early else g for is_early in early]
+        padded_g_rows, padded_g, padded = _pad_to(size, g_rows, g, operands)
+        levels = []
+        for s in _levels(size):
+            rows, columns, *_ = _factors(padded_g_rows, padded_g, padded, s)
+            block = torch.bmm(rows.flatten(0, 2).flatten(1, 2), columns.flatten(0, 2).flatten(1, 2).mT)
+            block = rearrange(block, "(n z l) (r i) (w j) -> n z r w i j l", n=N, z=Z, r=R, i=s, j=s)
+            placed = torch.diag_embed(pad(block, (0, 0, 0, s, s, 0)), dim1=4, dim2=6)
+            levels.append(placed.flatten(6, 7).flatten(4, 5))
+        decays = _scan_decays(g_rows, g, operands)
+        decayed = iter([(x * d).contiguous() for x, d in zip(operands, decays, strict=True)])
+        products = functools.reduce(torch.add, levels)[..., :M, :M]
+        return products, *(None if x is None else next(decayed) for x in (q, e, k, b))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.early = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, d_products: Tensor, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        g, decay, *saved = ctx.saved_tensors
+        operands = [x for x in saved if x is not None]
+        d_decayed = [d for d in d_outputs if d is not None]
+        M, R, size = g.shape[2], len(ctx.early), 1 << (g.shape[2] - 1).bit_length()
+        # The zero depends on a gradient: torch.compile would save the factors of the forward, if those of the backward
+        # did not depend on one. No number is both NaN and positive, which torch.compile does not know.
+        gradient = d_products[(0,) * 6]
+        g_again = g + (gradient.isnan() & (gradient > 0)).to(g.dtype)
+        g_rows = [g_again - decay if is_early else g_again for is_early in ctx.early]
+        padded_g_rows, padded_g, padded = _pad_to(size, g_rows, g_again, operands)
+        d_products = pad(d_products, (0, size - M, 0, size - M))
+        parts: list[list[Tensor]] = [[] for _ in operands]
+        for s in _levels(size):
+            rows, columns, row_decays, column_decay = _factors(padded_g_rows, padded_g, padded, s)
+            d_block = d_products.unflatten(5, (-1, 2 * s)).unflatten(4, (-1, 2 * s))[..., s:, :, :s].diagonal(0, 4, 6)
+            d_block = rearrange(d_block, "n z r w i j l -> (n z l) (r i) (w j)")
+            d_rows = torch.bmm(d_block, columns.flatten(0, 2).flatten(1, 2)).view(rows.shape)
+            d_columns = torch.bmm(d_block.mT, rows.flatten(0, 2).flatten(1, 2)).view(columns.shape)
+            for r, row_decay in enumerate(row_decays):
+                parts[r].append(pad(d_rows[:, :, :, r] * row_decay, (0, 0, s, 0)).flatten(2, 3)[:, :, :M])
+            for w in range(len(operands) - R):
+                d_column = pad(d_columns[:, :, :, w] * column_decay, (0, 0, 0, s))
+                parts[R + w].append(d_column.flatten(2, 3)[:, :, :M])
+        decays = _scan_decays(g_rows, g_again, operands)
+        d_scan = [d * factor for d, factor in zip(d_decayed, decays, strict=True)]
+        d_operands = [functools.reduce(torch.add, p, d) for p, d in zip(parts, d_scan, strict=True)]
+        products = [x * d for x, d in zip(operands, d_operands, strict=True)]
+        d_g = functools.reduce(torch.add, products[:R]) - functools.reduce(torch.add, products[R:])
+        d_last = functools.reduce(torch.add, [x * d for x, d in zip(operands[R:], d_scan[R:], strict=True)])
+        d_g = torch.cat([d_g[:, :, :-1], d_g[:, :, -1:] + d_last.sum(2, keepdim=True)], 2)
+        d_early = [d for d, is_early in zip(products[:R], ctx.early, strict=True) if is_early]
+        d_decay = -functools.reduce(torch.add, d_early) if d_early else None
+        if g.shape[-1] == 1:
+            d_g = d_g.sum(-1, keepdim=True)
+            d_decay = None if d_decay is None else d_decay.sum(-1, keepdim=True)
+        gradients = iter(d_operands)
+        d_saved = [None if x is None else next(gradients) for x in saved]
+        return None, d_g.to(g.dtype), None if d_decay is None else d_decay.to(decay.dtype), *d_saved
+
+
+def _levels(size: int) -> list[int]:
+    """Return 1, 2, 4, ..., size / 2."""
+    return [1 << level for level in range(size.bit_length() - 1)]
+
+
+def _pad_to(
+    size: int, g_rows: list[Tensor], g: Tensor, operands: list[Tensor]
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Extend the decays of rows and columns and the operands to `size` micro-steps."""
+    missing = size - g.shape[2]
+    if not missing:
+        return g_rows, g, operands
+    *g_rows, g = [torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], 2) for x in (*g_rows, g)]
+    return g_rows, g, [pad(x, (0, 0, 0, missing)) for x in operands]
+
+
+def _scan_decays(g_rows: list[Tensor], g: Tensor, operands: list[Tensor]) -> list[Tensor]:
+    """Return exp(g) of each kind of rows and exp(g_last - g) for each kind of columns."""
+    to_end = exp_as(g[:, :, -1:] - g, operands[0])
+    return [*(exp_as(g_row, operands[0]) for g_row in g_rows), *[to_end] * (len(operands) - len(g_rows))]
+
+
+def _factors(
+    g_rows: list[Tensor], g: Tensor, operands: list[Tensor], s: int
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    """Return the decayed rows [N, Z, L, R, s, K] and columns [N, Z, L, W, s, K] of level s, and their decays."""
+    R = len(g_rows)
+
+    def half(x: Tensor, index: int) -> Tensor:
+        return x.unflatten(2, (-1, 2, s))[:, :, :, index]
+
+    boundary = half(g, 0)[:, :, :, -1:]
+    row_decays = [exp_as(half(g_row, 1) - boundary, operands[0]) for g_row in g_rows]
+    column_decay = exp_as(boundary - half(g, 0), operands[0])
+    rows = [half(x, 1) * d for x, d in zip(operands[:R], row_decays, strict=True)]
+    columns = [half(x, 0) * column_decay for x in operands[R:]]
+    return torch.stack(rows, 3), torch.stack(columns, 3), row_decays, column_decay

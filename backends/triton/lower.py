@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.lowering import strengths
+from deltazoo.backends.lowering import accumulates_rounding_errors, strengths
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 from deltazoo.backends.triton import plan as plans
@@ -149,7 +149,7 @@ def with_channel_decay(inputs: UpdateInputs) -> UpdateInputs:
 
 def splits_terms(spec: UpdateSpec, K: int, dtype: torch.dtype) -> bool:
     """Whether values that feed back into the state are split into two terms."""
-    return _keeps_rounding_errors(spec) or (dtype == torch.bfloat16 and _erases_most_of_the_state(spec, K))
+    return accumulates_rounding_errors(spec) or (dtype == torch.bfloat16 and _erases_most_of_the_state(spec, K))
 
 
 def computes_in_float32(spec: UpdateSpec, K: int, dtype: torch.dtype, channel: bool) -> bool:
@@ -159,7 +159,7 @@ def computes_in_float32(spec: UpdateSpec, K: int, dtype: torch.dtype, channel: b
     one term.
     """
     if dtype == torch.float16:
-        return _keeps_rounding_errors(spec)
+        return accumulates_rounding_errors(spec)
     return dtype == torch.bfloat16 and channel and splits_terms(spec, K, dtype)
 
 
@@ -203,12 +203,6 @@ def _dplr_micro_steps(
     values = torch.stack((torch.zeros_like(v), v), 2)
     erase_keys = torch.stack((-a.to(k.dtype), torch.zeros_like(k)), 2)
     return keys, values, erase_keys, None if write is None else torch.stack((torch.zeros_like(write), write), 2)
-
-
-def _keeps_rounding_errors(spec: UpdateSpec) -> bool:
-    """Whether the erase may rotate or lengthen the state, or acts several times per token: errors then accumulate."""
-    unbounded = spec.negative_eigenvalues != "off" or spec.erase_key == "own"
-    return spec.transition == "delta" and (unbounded or spec.householders > 1)
 
 
 def _erases_most_of_the_state(spec: UpdateSpec, K: int) -> bool:

@@ -106,14 +106,14 @@ def test_second_derivative_raises() -> None:
 @pytest.mark.parametrize(("groups", "kind"), [(1, "additive"), (2, "own"), (1, "dplr")])
 def test_operators_pass_opcheck(groups: int, kind: str, save: bool) -> None:
     x = operands(groups, kind, packed=groups == 2, requires_grad=False)
-    torch.library.opcheck(torch.ops.deltazoo.chunk_scan.default, (*x, 2, save))
+    torch.library.opcheck(torch.ops.deltazoo.chunk_scan.default, (*x, 2, False, save))
     if not save:
         return
-    o, final_state, v_new, t, segment_states = torch.ops.deltazoo.chunk_scan.default(*x, 2, True)
+    o, final_state, v_new, t, segment_states = torch.ops.deltazoo.chunk_scan.default(*x, 2, False, True)
     erases = x.a is not None
     backward: tuple[Any, ...] = (
         o, final_state, x.state, segment_states, x.q, x.k, v_new if erases else x.v, x.attn, t if erases else None,
-        x.e, x.scale_q, x.scale_e, x.scale_k, x.gamma, x.kv, x.sequence, 2,
+        x.e, x.scale_q, x.scale_e, x.scale_k, x.gamma, x.kv, x.sequence, 2, False,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.deltazoo.chunk_scan_backward.default, backward)
 
