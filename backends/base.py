@@ -36,7 +36,8 @@ class UpdateInputs(NamedTuple):
             log_decay.
         beta: [B, T, HV] with beta="head". In (0, 1), also for negative eigenvalues, where the lowering doubles it.
             With EFLA or Longhorn any step size > 0.
-        erase, write: [B, T, HV, K] and [B, T, HV, V] with beta="channel"; an additive transition has no erase.
+        erase, write: [B, T, HV] each with beta="separate", in the range of beta; [B, T, HV, K] and [B, T, HV, V] with
+            beta="channel", where only the delta rule has an erase.
         erase_key: [B, T, H, K] with erase_key="own".
         a, b: [B, T, HV, K] with transition="dplr", which adds b_t (a_t^T S_{t-1}).
         state: initial state [B, HV, K, V], or [N, HV, K, V] for packed sequences; None means zeros. dtype as

@@ -159,8 +159,8 @@ def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[
 def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
     """Check operands including their values, on any device. On a GPU this synchronises.
 
-    In addition to the checks of every call: all operands are finite, decays are <= 0, beta is in the interval for
-    which the spectrum of the spec is stated, and cu_seqlens rises from 0 to T.
+    In addition to the checks of every call: all operands are finite, decays are <= 0, beta (with beta="separate" the
+    erase) is in the interval for which the spectrum of the spec is stated, and cu_seqlens rises from 0 to T.
 
     Raises: InputError or a subclass; ValueRangeError lists every violation.
     """
@@ -172,12 +172,13 @@ def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
         nonfinite = tensor.numel() - int(torch.isfinite(tensor).sum())
         if nonfinite:
             problems.append(f"{name} must be finite, got {nonfinite} values that are not.")
-    if inputs.beta is not None and inputs.beta.numel():
-        low, high = float(inputs.beta.min()), float(inputs.beta.max())
+    name, strength = ("erase", inputs.erase) if spec.beta == "separate" else ("beta", inputs.beta)
+    if strength is not None and strength.numel():
+        low, high = float(strength.min()), float(strength.max())
         upper = inf if spec.reparam != "none" else 1.0
         if low < 0 or high > upper:
             rule = ">= 0" if spec.reparam != "none" else "in [0, 1] (the lowering doubles it for negative eigenvalues)"
-            problems.append(f"beta must be {rule}, got values from {low:g} to {high:g}.")
+            problems.append(f"{name} must be {rule}, got values from {low:g} to {high:g}.")
     if problems:
         raise ValueRangeError(" ".join(problems))
 

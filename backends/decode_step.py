@@ -18,8 +18,9 @@ class FusedDecodeStep(NamedTuple):
     A line whose operands are absent is skipped:
 
         q, k, v = norm(silu(conv(qkv)))                   SiLU and norm of each part
-        q, e = q - correction k, sigmoid(feedback) k      with the last of the n keys
+        q = q - correction k                              with the last of the n keys
         beta = min(sigmoid(beta), beta_max)
+        erase, write = sigmoid(feedback) beta, beta
         log_decay = -exp(A_log) dt, with dt = softplus(decay + dt_bias); per head, or per head and key channel
                     decay_bound sigmoid(exp(A_log) (decay + dt_bias)) if `decay_bound` is set
         v~ = dt v                                         if `scale_v_by_dt`
@@ -80,12 +81,12 @@ class FusedDecodeStep(NamedTuple):
             shapes |= {"weight": (C, W), "history": (S, W - 1, C)}
         if W and inputs.bias is not None:
             shapes["bias"] = (C,)
-        if self.spec.beta == "head":
+        if self.spec.beta in ("head", "separate"):
             shapes["beta"] = (B, 1, self.spec.householders * HV)
         if self.spec.decay in ("head", "channel"):
             D = self.decays
             shapes |= {"decay": (B, 1, D), "A_log": (HV,), "dt_bias": (D,)}
-        if self.spec.erase_key == "own":
+        if self.spec.beta == "separate":
             shapes |= {"feedback": (self.H,), "correction": (self.H,)}
         if inputs.skip is not None:
             shapes["skip"] = (HV,)
@@ -137,8 +138,10 @@ def fused_decode_spec_reasons(spec: UpdateSpec) -> list[str]:
     reasons = []
     if spec.decay not in ("none", "head", "channel"):
         reasons.append(f"decay must be 'none', 'head' or 'channel' in a fused step, got {spec.decay!r}.")
-    if spec.beta not in ("none", "head"):
-        reasons.append(f"beta must be 'none' or 'head' in a fused step, got {spec.beta!r}.")
+    if spec.beta == "channel":
+        reasons.append("beta must be 'none', 'head' or 'separate' in a fused step, got 'channel'.")
+    if spec.erase_key == "own":
+        reasons.append("erase_key must be 'key' in a fused step, got 'own'.")
     if spec.transition == "dplr":
         reasons.append("transition must be 'delta' or 'additive' in a fused step, got 'dplr'.")
     return reasons

@@ -18,7 +18,7 @@ from deltazoo.backends.spec import UpdateSpec
 def strengths(
     spec: UpdateSpec, inputs: UpdateInputs, dtype: torch.dtype | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the erase and write strengths from beta, negative_eigenvalues and reparam.
+    """Compute the erase and write strengths from beta (or erase and write), negative_eigenvalues and reparam.
 
     Args: dtype: of the strengths; None: `state_dtype`.
     Returns: erase, write: [B, T, HV], or [B, T, HV, K] and [B, T, HV, V] with beta="channel".
@@ -26,7 +26,7 @@ def strengths(
     Source: EFLA 2512.12602 and Longhorn 2407.14207 (their factors), Grazzi 2411.12537 (the factor 2).
     """
     dtype = dtype or state_dtype(inputs.q.dtype)
-    if spec.beta == "channel":
+    if spec.beta in ("separate", "channel"):
         erase = None if inputs.erase is None else inputs.erase.to(dtype)
         write = None if inputs.write is None else inputs.write.to(dtype)
     else:
@@ -43,7 +43,7 @@ def strengths(
     if spec.negative_eigenvalues == "erase":
         return doubled, write
     # the same tensor if both are beta: a kernel then need not compute two gradients
-    return doubled, 2 * write if spec.beta == "channel" and write is not None else doubled
+    return doubled, 2 * write if spec.beta in ("separate", "channel") and write is not None else doubled
 
 
 def log_decay(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:

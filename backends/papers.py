@@ -19,7 +19,7 @@ _PAPERS: tuple[tuple[str, dict[str, object]], ...] = (
     ("Gated DeltaNet-2 (2605.22791)", {"beta": "channel", "decay": "channel"}),
     ("EFLA (2512.12602)", {"beta": "head", "reparam": "efla"}),
     ("Longhorn, exact form (Liu et al. 2024, 2407.14207)", {"beta": "head", "reparam": "longhorn"}),
-    ("Comba (2506.02475)", {"beta": "head", "decay": "head", "erase_key": "own", "erase_from": "previous"}),
+    ("Comba (2506.02475)", {"beta": "separate", "decay": "head", "erase_from": "previous"}),
     ("RWKV-7 (Peng 2025, 2503.14456)", {"transition": "dplr", "decay": "channel", "erase_from": "previous"}),
 )
 

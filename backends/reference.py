@@ -112,6 +112,8 @@ def _strengths(spec: UpdateSpec, x: UpdateInputs, k: Tensor, t: int, m: int) -> 
     if spec.beta == "channel":
         write = _at(spec, x.write, t, m)
         erase = _at(spec, x.erase, t, m) if spec.transition == "delta" else write[..., :1]
+    elif spec.beta == "separate":
+        erase, write = _at(spec, x.erase, t, m)[..., None], _at(spec, x.write, t, m)[..., None]
     elif spec.beta == "head":
         erase = write = _at(spec, x.beta, t, m)[..., None]
     else:

@@ -8,7 +8,7 @@ from deltazoo.backends.frozen_config import FrozenConfig
 
 Decay = Literal["none", "fixed", "head", "channel", "rate"]
 Transition = Literal["additive", "delta", "dplr"]
-Beta = Literal["none", "head", "channel"]
+Beta = Literal["none", "head", "separate", "channel"]
 NegativeEigenvalues = Literal["off", "both", "erase"]
 Reparam = Literal["none", "efla", "longhorn"]
 
@@ -47,9 +47,9 @@ class UpdateSpec(FrozenConfig):
         decay: D_t. "none": identity. "fixed": constant in time. "head": one scalar per token and head. "channel": a
             vector over K. "rate": exp(step_t x rate); the product is never materialised.
         transition: "additive", "delta" or "dplr" (diagonal plus low rank).
-        beta: the erase strength b and the write strength w. "none": 1. "head": one scalar for both. "channel":
-            erase b [K] and write w [V].
-        erase_key: e. "key": the write key k. "own": a separate operand (Comba).
+        beta: the erase strength b and the write strength w. "none": 1. "head": one scalar for both. "separate":
+            a scalar for each (Comba). "channel": erase b [K] and write w [V].
+        erase_key: e. "key": the write key k. "own": another operand (preconditioned delta rules).
         erase_from: R. "decayed": the state after the decay. "previous": the state before it (Comba; always for dplr).
         negative_eigenvalues: "off"; "both" doubles erase and write; "erase" doubles the erase only.
         reparam: integrator of dS/dt = -k k^T S + k v^T over a step of size beta. "none": explicit Euler. "efla":
@@ -89,6 +89,11 @@ class UpdateSpec(FrozenConfig):
             for name, default in (("reparam", "none"), ("erase_key", "key"), ("negative_eigenvalues", "off")):
                 if (value := getattr(self, name)) != default:
                     raise ValueError(f"{name}={value!r} needs the delta rule; transition={self.transition!r} {reason}")
+            if self.beta == "separate":
+                raise ValueError(
+                    f"beta='separate' needs the delta rule; transition={self.transition!r} {reason}, and its write "
+                    "strength is beta='head'"
+                )
         if self.transition == "additive" and self.erase_from == "previous":
             raise ValueError("erase_from='previous' needs an erase term; transition='additive' has none")
         if self.transition == "dplr" and self.erase_from == "decayed":
@@ -103,6 +108,8 @@ class UpdateSpec(FrozenConfig):
                 )
             if self.erase_key == "own":
                 raise ValueError(f"erase_key='own' with reparam={self.reparam!r}: the step is exact only for e = k")
+            if self.beta == "separate":
+                raise ValueError(f"beta='separate' with reparam={self.reparam!r}: the size of a step is one beta")
         return self
 
     def __str__(self) -> str:
@@ -146,8 +153,8 @@ class UpdateSpec(FrozenConfig):
             return Spectrum(None, None, "the erase strength differs over channels")
         if self.reparam != "none":
             return Spectrum(0.0, 1.0, "any k and any beta >= 0")
-        condition = "|k| <= 1" if self.beta == "none" else "|k| <= 1 and beta in [0, 1]"
-        return Spectrum(0.0 if self.negative_eigenvalues == "off" else -1.0, 1.0, condition)
+        strength = {"head": " and beta in [0, 1]", "separate": " and erase in [0, 1]"}.get(self.beta, "")
+        return Spectrum(0.0 if self.negative_eigenvalues == "off" else -1.0, 1.0, f"|k| <= 1{strength}")
 
     def operands(self, B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of every required operand. `state` and `cu_seqlens` are optional for every spec.
@@ -169,6 +176,8 @@ class UpdateSpec(FrozenConfig):
             shapes["log_decay"] = {"fixed": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}[self.decay]
         if self.beta == "head":
             shapes["beta"] = (B, T, *n, HV)
+        if self.beta == "separate":
+            shapes |= {"erase": (B, T, *n, HV), "write": (B, T, *n, HV)}
         if self.beta == "channel":
             if self.transition == "delta":
                 shapes["erase"] = (B, T, *n, HV, K)
@@ -220,9 +229,9 @@ def _strength_symbols(spec: UpdateSpec) -> tuple[str, str]:
     """The scalar factors of the erase and the write."""
     if spec.reparam != "none":
         return "f_t", "f_t"
-    beta = "beta_t" if spec.beta == "head" else ""
-    doubled = _product("2", beta)
-    return {"off": (beta, beta), "both": (doubled, doubled), "erase": (doubled, beta)}[spec.negative_eigenvalues]
+    erase, write = {"head": ("beta_t", "beta_t"), "separate": ("b_t", "w_t")}.get(spec.beta, ("", ""))
+    doubled = (_product("2", erase), _product("2", write))
+    return {"off": (erase, write), "both": doubled, "erase": (doubled[0], write)}[spec.negative_eigenvalues]
 
 
 def _strength_definition(spec: UpdateSpec) -> str:

@@ -1,4 +1,4 @@
-"""Comba: a gated delta rule that erases with a scaled key and subtracts a multiple of the key from the query."""
+"""Comba: a gated delta rule with a scaled erase strength, which subtracts a multiple of the key from the query."""
 
 from typing import ClassVar
 
@@ -16,22 +16,21 @@ from deltazoo.mixers.parts.projections import QKVProjection
 
 
 class Comba(DeltaRuleConfig):
-    """S_t = (a_t - beta_t k_t e_t^T) S_(t-1) + beta_t k_t v_t^T with e = sigmoid(b) k, and o_t = S_t^T (q_t - d k_t).
+    """S_t = (a_t - c beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T with c = sigmoid(b), and o_t = S_t^T (q_t - d k_t).
 
-    The erase reads the state before the decay. b and d are learned per head. The paper calls the scaled erase key
-    state feedback, and the corrected query output feedback. q and k have unit length, before the feedback as in the
-    paper's equations. With norm_after=True, the form that the authors train, p = sigmoid(b) k is subtracted from q, as
-    q - d p, and q, k and e = p get unit length after that.
+    The erase reads the state before the decay. b and d are learned per head. The paper calls the erase key c k state
+    feedback, and the corrected query output feedback. q and k have unit length, before the feedback as in the paper's
+    equations. With norm_after=True, the form that the authors train, q - d c k, k and the erase key c k get unit length
+    after that; then c cancels in the erase key.
     """
 
     name: ClassVar[str] = "comba"
     source: ClassVar[str] = "Hu 2025, arXiv 2506.02475"
     correction: float = Field(default=1.0, description="initial d; 0.02 in the paper's small models")
-    norm_after: bool = Field(default=False, description="normalise q, k and e after the feedback: the authors' code")
+    norm_after: bool = Field(default=False, description="normalise q, k and c k after the feedback: the authors' code")
 
     def spec(self) -> UpdateSpec:
-        fields = {**self.delta_rule_spec("head").model_dump(), "erase_key": "own", "erase_from": "previous"}
-        return UpdateSpec(**fields)
+        return UpdateSpec(**{**self.delta_rule_spec("head", "separate").model_dump(), "erase_from": "previous"})
 
     def shape(self, width: int) -> HeadShape:
         return self.head_shape(width, key_share=0.75, value_share=1.5)

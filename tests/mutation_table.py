@@ -112,6 +112,16 @@ PORTABLE_KERNELS = [
         "taps[i + 1].to(", "taps[i].to(", "test-kernels", f"{FUSED_TEST}[gated delta-none]",
     ),
     Mutation(
+        "fused step: the feedback weakens the write, too", f"{KERNELS}/decode/fused_step.py",
+        "writes = writes + (strength * traits.WRITE_FACTOR,)", "writes = writes + (erase * traits.WRITE_FACTOR,)",
+        "test-kernels", f"{FUSED_TEST}[comba-all]",
+    ),
+    Mutation(
+        "decode: the erase has the write strength", f"{KERNELS}/decode/token.py",
+        "tl.load(erase + step * HV + hv)", "tl.load(write + step * HV + hv)",
+        "test-kernels", f"{DECODE_TEST}[comba]",
+    ),
+    Mutation(
         "fused step: the skip connection is scaled like the output", f"{KERNELS}/decode/fused_step.py",
         "tl.load(skip + hv).to(tl.float32) * v", "tl.load(skip + hv).to(tl.float32) * v * scale",
         "test-kernels", f"{FUSED_TEST}[mamba2-all]",
@@ -242,6 +252,16 @@ MIXERS = [
         "beta: the sigmoid is left out", "mixers/parts/beta.py",
         "raw.to(state_dtype(raw.dtype)).sigmoid()", "raw.to(state_dtype(raw.dtype))",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-deltanet]",
+    ),
+    Mutation(
+        "Comba: the feedback weakens the write, too", "mixers/parts/feedback.py",
+        "erase=erase, write=beta)", "erase=erase, write=erase)",
+        "test", f"mixers/test_equations_delta.py{EQUATION}[reference-comba]",
+    ),
+    Mutation(
+        "Comba: the norm of the erase key has the epsilon of the key", "mixers/parts/feedback.py",
+        "(factor.square() * square + EPS)", "(factor.square() * (square + EPS))",
+        "test", f"mixers/test_equations_delta.py{EQUATION}[reference-comba, norm after the feedback]",
     ),
     Mutation(
         "decay: dt_bias is ignored", "mixers/parts/decays.py",

@@ -71,7 +71,7 @@ def draw(case: Case, device: torch.device | str = "cpu") -> UpdateInputs:
     x: dict[str, Tensor] = {"q": random.queries(shapes["q"]), "k": random.keys(shapes["k"]), "v": random(shapes["v"])}
     x |= _decay(case, random, shapes)
     x |= _strengths(case, random, shapes, x)
-    if "erase_key" in shapes:  # near the write key, as in Comba
+    if "erase_key" in shapes:  # near the write key
         x["erase_key"] = normalize(x["k"] + 0.3 * random(shapes["k"]) / shape.K**0.5, dim=-1)
     if "a" in shapes:  # RWKV-7: a removal key and an in-context learning rate
         kappa = random.units(shapes["a"])

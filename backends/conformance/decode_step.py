@@ -113,13 +113,13 @@ def draw_step(
         if "bias" in options:
             operands["bias"] = normal(C, dtype=parameter_dtype)
     gates = normal(B, 1, n * step.HV + step.decays + 3)
-    if spec.beta == "head":
+    if spec.beta in ("head", "separate"):
         operands["beta"] = gates[..., : n * step.HV]
     if spec.decay in ("head", "channel"):
         operands["decay"] = gates[..., n * step.HV : n * step.HV + step.decays]
         operands["A_log"] = normal(step.HV, dtype=parameter_dtype)
         operands["dt_bias"] = normal(step.decays, dtype=parameter_dtype)
-    if spec.erase_key == "own":
+    if spec.beta == "separate":
         operands |= {
             "feedback": normal(step.H, dtype=parameter_dtype),
             "correction": normal(step.H, dtype=parameter_dtype),
@@ -161,7 +161,8 @@ def reference_step(step: FusedDecodeStep, operands: FusedOperands) -> tuple[Tens
         if step.scale_v_by_dt:
             v = v * (dt[:, :, None, :, None] if n > 1 else dt[..., None])
     if x.feedback is not None and x.correction is not None:
-        update["erase_key"] = x.feedback.sigmoid()[:, None] * k
+        update["write"] = update.pop("beta")
+        update["erase"] = x.feedback.sigmoid().repeat_interleave(step.HV // step.H) * update["write"]
         q = q - x.correction[:, None] * (k[:, :, -1] if n > 1 else k)
     o = ReferenceBackend().step_(step.spec, UpdateInputs(q, k, v, **update), states, slots)
     o = o if x.skip is None else o + x.skip[:, None] * skipped

@@ -12,6 +12,7 @@ from deltazoo.backends.base import Backend, UpdateInputs, has_time_axis
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, draw_cotangents, limit, refusal, relative_error, rms, run
 from deltazoo.backends.registry import resolve
+from deltazoo.backends.spec import UpdateSpec
 
 Device = torch.device | str
 
@@ -151,7 +152,7 @@ def _heads_region(
         per_key_head = name in ("q", "k", "erase_key")
         if tensor is None or name == "cu_seqlens" or (per_key_head and first_key_head == case.shape.H):
             continue
-        axis = _head_axis(name, tensor)
+        axis = _head_axis(case.spec, name, tensor)
         heads = torch.arange(tensor.shape[axis], device=tensor.device)
         is_changed = heads >= (first_key_head if per_key_head else first_value_head)
         shape = [1] * tensor.dim()
@@ -162,12 +163,13 @@ def _heads_region(
     return _Region(description, operands, o, state)
 
 
-def _head_axis(name: str, tensor: Tensor) -> int:
+def _head_axis(spec: UpdateSpec, name: str, tensor: Tensor) -> int:
     if name == "state":
         return 1
     if name == "rate" or (name == "log_decay" and tensor.dim() < 3):
         return 0
     is_scalar = name in ("beta", "step") or (name == "log_decay" and tensor.dim() == 3)
+    is_scalar |= name in ("erase", "write") and spec.beta == "separate"
     return tensor.dim() - (1 if is_scalar else 2)
 
 

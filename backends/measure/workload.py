@@ -98,9 +98,11 @@ class Workload:
             return x[:heads]
         if name == "state":
             return x[:1, :heads]
-        heads_last = name in ("beta", "step") or (name == "log_decay" and self.case.spec.decay == "head")
+        spec = self.case.spec
+        scalars = {"beta", "step", *(["log_decay"] if spec.decay == "head" else [])}
+        scalars |= {"erase", "write"} if spec.beta == "separate" else set()
         length = shape.lengths[0] if shape.lengths else shape.T
-        return x[:1, :length].narrow(-1 if heads_last else -2, 0, heads)
+        return x[:1, :length].narrow(-1 if name in scalars else -2, 0, heads)
 
     def _shared(self, name: str) -> bool:
         """Whether the operand has neither a batch nor a time axis."""

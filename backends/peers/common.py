@@ -53,6 +53,9 @@ def recurrence_reasons(spec: UpdateSpec) -> list[str]:
             f"erase_key must be 'key', got '{spec.erase_key}'.": spec.erase_key == "own",
             f"erase_from must be 'decayed', got '{spec.erase_from}'.": spec.transition == "delta"
             and spec.erase_from == "previous",
+            "beta='separate' needs an erase and a write strength per head; it has one strength for both.": (
+                spec.beta == "separate"
+            ),
             "negative_eigenvalues='erase' needs separate erase and write strengths; it has one strength for both.": (
                 spec.negative_eigenvalues == "erase"
             ),

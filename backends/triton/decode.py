@@ -61,14 +61,23 @@ def commit_(
 
 def _traits(x: StepOperands, slots: Tensor | None, kind: StepKind, launch: Launch) -> TokenTraits:
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[-2:]
-    strength = "none" if x.write is None else "head" if x.write.dim() < x.v.dim() else "channel"
     return TokenTraits(
         H=H, HV=HV, K=K, V=V, BK=power_of_two(K), BV=min(launch.tile, power_of_two(V)), STEPS=kind.steps,
         DECAY="none" if x.log_decay is None else ("head", "channel")[1 - x.log_decay.dim() % 2],
         FIXED=x.log_decay is not None and x.log_decay.dim() < 3, DELTA=kind.delta, PAIR=x.a is not None,
-        ERASE_KEY=x.e is not None, STRENGTH=strength, ERASE_FACTOR=kind.erase_factor, WRITE_FACTOR=kind.write_factor,
-        REPARAM=kind.reparam, ERASE_EARLY=kind.erase_early, READ_EARLY=kind.read_early, SLOTS=slots is not None,
+        ERASE_KEY=x.e is not None, STRENGTH=_strength(x), ERASE_FACTOR=kind.erase_factor,
+        WRITE_FACTOR=kind.write_factor, REPARAM=kind.reparam, ERASE_EARLY=kind.erase_early,
+        READ_EARLY=kind.read_early, SLOTS=slots is not None,
     )  # fmt: skip
+
+
+def _strength(x: StepOperands) -> str:
+    """The kernels' constant STRENGTH."""
+    if x.write is None:
+        return "none"
+    if x.write.dim() == x.v.dim():
+        return "channel"
+    return "head" if x.erase is None else "separate"
 
 
 def _warps(traits: TokenTraits, launch: Launch) -> int:

@@ -20,11 +20,10 @@ from deltazoo.backends.triton.precompile import begin, compiled_ahead
 
 def decode_operands(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[StepOperands, StepKind]:
     """Return the operands and traits of decoded tokens."""
-    by_channel = spec.beta == "channel"
     decay = log_decay(spec, inputs) if spec.decay == "rate" else inputs.log_decay
     operands = StepOperands(
         inputs.q, inputs.k, inputs.v, decay,
-        erase=inputs.erase if by_channel else inputs.beta, write=inputs.write if by_channel else inputs.beta,
+        erase=inputs.erase, write=inputs.write if inputs.beta is None else inputs.beta,
         e=inputs.erase_key, a=inputs.a, b=inputs.b,
     )  # fmt: skip
     return operands, StepKind(

@@ -169,7 +169,7 @@ def _launch(
         DECAY_CHANNELS=_has_channel_decay(x, HV), DECAY_BOUND=options.decay_bound,
         SCALE_V_BY_DT=options.scale_v_by_dt, DELTA=options.delta,
         REPARAM=options.reparam, ERASE_FACTOR=options.erase_factor, WRITE_FACTOR=options.write_factor,
-        ERASE_KEY=x.feedback is not None, ERASE_EARLY=options.erase_early, READ_EARLY=options.read_early,
+        FEEDBACK=x.feedback is not None, ERASE_EARLY=options.erase_early, READ_EARLY=options.read_early,
         SKIP=x.skip is not None, NORM=options.norm,
         NORM_PER_HEAD=x.norm_weight is not None and x.norm_weight.numel() != V, NORM_BIAS=x.norm_bias is not None,
         NORM_EPS=options.eps, GATE=options.activation, GATE_BEFORE_NORM=options.gate_before_norm,
@@ -191,7 +191,7 @@ def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int,
         return requested
     B, (_, HV, K, V), device = x.qkv.shape[0], states.shape, device_of(x.qkv)
     problem = Problem(
-        x.qkv.dtype, B, 1, options.heads, HV, K, V, options.delta, erase_key=x.feedback is not None,
+        x.qkv.dtype, B, 1, options.heads, HV, K, V, options.delta, erase_key=False,
         decay="none" if x.decay is None else "channel" if _has_channel_decay(x, HV) else "head", packed=False,
     )  # fmt: skip
     select = launch_config if n == 1 and not config else _heuristic

@@ -272,7 +272,8 @@ class StepOperands(NamedTuple):
         q, k, e: [B, T, H, K], k and e with n; e is the erase key.
         v: [B, T, HV, V] with n.
         log_decay: [B, T, HV], [B, T, HV, K], [HV] or [HV, K].
-        erase, write: strengths, both [B, T, HV], or [B, T, HV, K] and [B, T, HV, V], with n.
+        erase, write: strengths, each [B, T, HV], or [B, T, HV, K] and [B, T, HV, V], with n; without erase the scalar
+            write is both.
         a, b: [B, T, HV, K], of dplr.
     """
 

@@ -52,7 +52,7 @@ class DeltaRuleConfig(HeadConfig, ABC):
         norm: dict[str, OutputPart] = {"norm": HeadNorm(shape, self.norm_eps)}
         return {**norm, "gate": OutputGate(shape)} if gate else norm
 
-    def delta_rule_spec(self, decay: Decay, beta: Literal["head", "channel"] = "head") -> UpdateSpec:
+    def delta_rule_spec(self, decay: Decay, beta: Literal["head", "separate", "channel"] = "head") -> UpdateSpec:
         """Return the delta rule with this decay and the options of the fields."""
         return UpdateSpec(
             decay=decay,

@@ -51,7 +51,7 @@ class Beta(LinearPart, Groupable, Fusible):
         return self.prepare(rows.linear(x, [part.proj for part in parts]), inputs), None
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
-        return step._replace(beta_max=self.max_beta) if step.spec.beta == "head" else None
+        return step._replace(beta_max=self.max_beta) if step.spec.beta in ("head", "separate") else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
         return {"beta": self.proj(x)}

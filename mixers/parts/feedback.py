@@ -1,25 +1,29 @@
-"""Comba's closed-loop feedback: a scaled key that erases, and a query corrected by the key.
+"""Comba's closed-loop feedback: a scaled erase strength, and a query corrected by the key.
 
-B batch, T time, H key heads, K key width
+B batch, T time, H key heads, HV value heads, K key width, n Householder steps
 """
 
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
+from deltazoo.backends.short_conv import EPS
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart
 from deltazoo.mixers.parts.norms import unit_norm
 
 
 class Feedback(OperandPart, Fusible):
-    """e <- sigmoid(b_h) k, the erase key, and q <- q - d_h k, for each key head h.
+    """erase = sigmoid(b_h) beta, write = beta and q <- q - d_h k, for each key head h; follows the part of beta.
+
+    The erase strength sigmoid(b) beta with the key k is the paper's strength beta with the erase key sigmoid(b) k.
 
     Args:
         correction: initial value of d.
-        norm_after: for q and k that are not normalised, e <- p / |p|, q <- (q - d p) / |q - d p| and k <- k / |k|
-            instead, with p = sigmoid(b) k, as in the authors' code. Then b affects q only.
+        norm_after: for q and k that are not normalised, q <- (q - d p) / |q - d p| and k <- k / |k| instead, with
+            p = sigmoid(b) k, and the erase key p / |p|, as in the authors' code. Then erase = beta, up to the epsilon
+            of the norms, and b affects q only.
     Initialisation: b = 1, d = `correction`.
     Source: Comba 2506.02475 (feedback control of the state and of the output).
     """
@@ -38,18 +42,22 @@ class Feedback(OperandPart, Fusible):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        q, k = inputs.q, inputs.k
-        e = (self.b.sigmoid()[:, None] * k).to(k.dtype)
-        subtracted = e if self.norm_after else k
-        if k.dim() == 5:
-            subtracted = subtracted[:, :, -1]  # the output is read after the last Householder step
-        q = (q - self.d[:, None] * subtracted).to(q.dtype)
+        q, k, beta = inputs.q, inputs.k, inputs.beta
+        assert beta is not None  # of the part before: [B, T, (n,) HV]
+        factor = self.b.sigmoid()
+        last = k[:, :, -1] if k.dim() == 5 else k  # the output is read after the last Householder step
+        subtracted = self.d * factor if self.norm_after else self.d
+        q = (q - subtracted[:, None] * last).to(q.dtype)
         if self.norm_after:
-            q, k, e = unit_norm(q), unit_norm(k), unit_norm(e)
-        return inputs._replace(q=q, k=k, erase_key=e), None
+            square = k.to(state_dtype(k.dtype)).square().sum(-1)
+            # unit_norm(p) = factor * unit_norm(k), [B, T, (n,) H]
+            factor = factor * torch.sqrt((square + EPS) / (factor.square() * square + EPS))
+            q, k = unit_norm(q), unit_norm(k)
+        erase = factor.repeat_interleave(beta.shape[-1] // k.shape[-2], -1) * beta
+        return inputs._replace(q=q, k=k, beta=None, erase=erase, write=beta), None
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
-        return step if step.spec.erase_key == "own" and not self.norm_after else None
+        return step if step.spec.beta == "separate" and not self.norm_after else None
 
     def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
         return {"feedback": self.b, "correction": self.d}

@@ -94,6 +94,7 @@ def test_error_is_relative_to_the_float64_reference():
         UpdateSpec(decay="rate", transition="additive"),
         UpdateSpec(decay="channel", transition="dplr"),
         UpdateSpec(decay="channel", beta="head", erase_key="own"),
+        UpdateSpec(decay="head", beta="separate"),
     ],
     ids=lambda spec: f"{spec.decay}-{spec.transition}-{spec.beta}",
 )

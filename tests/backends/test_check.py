@@ -116,6 +116,16 @@ FIELDS = [
         "write must have shape [2, 3, 4, 6] for beta='channel', got [2, 3, 4, 5]",
     ),
     (
+        {"beta": "separate"},
+        {"erase": torch.ones(2, 3, 4, 5)},
+        "erase must have shape [2, 3, 4] for beta='separate', got [2, 3, 4, 5]",
+    ),
+    (
+        {"beta": "separate"},
+        {"beta": torch.ones(2, 3, 4)},
+        "beta must be None: the operands of this spec are q, k, v, erase, write",
+    ),
+    (
         {"erase_key": "own"},
         {"erase_key": torch.ones(2, 3, 4, 5)},
         "erase_key must have shape [2, 3, 2, 5] for erase_key='own', got [2, 3, 4, 5]",
@@ -207,6 +217,13 @@ def test_beta_of_efla_may_be_any_nonnegative_number():
     validate(spec, inputs._replace(beta=100 * inputs.beta))
     with pytest.raises(ValueRangeError, match="beta must be >= 0, got values from -"):
         validate(spec, inputs._replace(beta=-inputs.beta))
+
+
+def test_separate_erase_must_be_in_the_interval_of_the_spectrum_and_the_write_is_free():
+    spec, inputs = make_inputs(beta="separate")
+    validate(spec, inputs._replace(write=3 * inputs.write))
+    with pytest.raises(ValueRangeError, match=r"erase must be in \[0, 1\] .* got values from .* to 3"):
+        validate(spec, inputs._replace(erase=3 * torch.ones_like(inputs.erase)))
 
 
 STEPS = [

@@ -21,8 +21,8 @@ from deltazoo.backends.spec import UpdateSpec
 # Four specs that reach every branch of the code that is traced; the specs of the zoo are marked slow below.
 TRACED = {
     "gated delta": UpdateSpec(decay="head", beta="head"),
-    "comba, two householders, read before": UpdateSpec(
-        decay="head", beta="head", erase_key="own", erase_from="previous", householders=2, read="before"
+    "separate strengths, own erase key, two householders, read before": UpdateSpec(
+        decay="head", beta="separate", erase_key="own", erase_from="previous", householders=2, read="before"
     ),
     "rate, channel beta, longhorn": UpdateSpec(decay="rate", beta="channel", reparam="longhorn"),
     "dplr": UpdateSpec(transition="dplr", decay="channel"),
@@ -34,7 +34,8 @@ SPECS = {
     "additive, fixed, read before": UpdateSpec(transition="additive", decay="fixed", read="before"),
     "rate": UpdateSpec(transition="additive", decay="rate"),
     "dplr": UpdateSpec(transition="dplr", decay="channel"),
-    "comba": UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"),
+    "comba": UpdateSpec(decay="head", beta="separate", erase_from="previous"),
+    "own erase key": UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"),
     "channel beta, longhorn": UpdateSpec(decay="head", beta="channel", reparam="longhorn"),
 }
 

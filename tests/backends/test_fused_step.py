@@ -82,10 +82,11 @@ STEPS = {
     "efla": make_fused_step(UpdateSpec(decay="head", beta="head", reparam="efla"), unit="q"),
     "efla without beta": make_fused_step(UpdateSpec(reparam="efla"), unit="q"),
     "longhorn": make_fused_step(UpdateSpec(decay="head", beta="head", reparam="longhorn"), silu="v", unit=""),
-    "own": make_fused_step(UpdateSpec(decay="head", beta="head", erase_key="own")),
-    "comba": make_fused_step(
-        UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"), gate="sigmoid"
+    "feedback": make_fused_step(UpdateSpec(decay="head", beta="separate")),
+    "feedback, householders": make_fused_step(
+        UpdateSpec(decay="head", beta="separate", householders=2, negative_eigenvalues="erase"), HV=4
     ),
+    "comba": make_fused_step(UpdateSpec(decay="head", beta="separate", erase_from="previous"), gate="sigmoid"),
     "read before": make_fused_step(UpdateSpec(decay="head", beta="head", read="before", scale=1.0)),
     "householders": make_fused_step(UpdateSpec(decay="head", beta="head", householders=3, negative_eigenvalues="both")),
     "householders, before": make_fused_step(
@@ -315,7 +316,7 @@ COMPILED = (
     "gated delta",
     "mamba2",
     "householders, before",
-    "own",
+    "feedback",
     "longhorn",
     "kda",
     "layer norm after the gate",
@@ -736,6 +737,8 @@ def test_unsupported_steps_are_refused_with_reasons():
     many = make_fused_step(UpdateSpec(beta="head", householders=5), V=128, K=128)
     assert fused.unsupported(many) == ["householders must be at most 4 in a fused step with V = 128, got 5."]
     fixed = step._replace(spec=UpdateSpec(decay="fixed", beta="head"))
+    own = step._replace(spec=UpdateSpec(decay="head", beta="head", erase_key="own"))
+    assert fused.unsupported(own) == ["erase_key must be 'key' in a fused step, got 'own'."]
     assert fused.unsupported(fixed) == ["decay must be 'none', 'head' or 'channel' in a fused step, got 'fixed'."]
     parts = (*step.parts[:2], step.parts[2]._replace(unit=20))
     assert fused.unsupported(step._replace(parts=parts)) == [

@@ -127,14 +127,12 @@ DOUBLED = {"off": (1, 1), "both": (2, 2), "erase": (2, 1)}
 
 
 @pytest.mark.parametrize("form", DOUBLED)
-@pytest.mark.parametrize("beta", ["none", "head", "channel"])
+@pytest.mark.parametrize("beta", ["none", "head", "separate", "channel"])
 def test_negative_eigenvalues_double_both_strengths_or_the_erase_only(form, beta):
     spec = UpdateSpec(beta=beta, negative_eigenvalues=form)
     inputs = draw(Case(spec, SHAPE, torch.float32))
     one = torch.ones(2, 5, 4)
-    undoubled = (
-        (inputs.erase, inputs.write) if beta == "channel" else (inputs.beta,) * 2 if beta == "head" else (one, one)
-    )
+    undoubled = (inputs.beta,) * 2 if beta == "head" else (one, one) if beta == "none" else (inputs.erase, inputs.write)
     for lowered, strength, factor in zip(strengths(spec, inputs), undoubled, DOUBLED[form], strict=True):
         assert torch.equal(one if lowered is None else lowered, factor * strength)
 

@@ -259,6 +259,7 @@ COMMON = {
     "got float32.": (GATED, {"dtype": torch.float32}),
     "erase_key must be 'key', got 'own'.": (UpdateSpec(decay="head", erase_key="own"), {}),
     "erase_from must be 'decayed', got 'previous'.": (UpdateSpec(decay="head", erase_from="previous"), {}),
+    "beta='separate' needs an erase and a write strength per head; it has one": (UpdateSpec(beta="separate"), {}),
     "needs separate erase and write strengths": (UpdateSpec(beta="head", negative_eigenvalues="erase"), {}),
     "householders must be 1, got 3.": (UpdateSpec(decay="head", householders=3), {}),
     "read must be 'after', got 'before'.": (UpdateSpec(decay="head", read="before"), {}),

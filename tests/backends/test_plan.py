@@ -10,12 +10,15 @@ from compiling import launch_update
 
 from deltazoo import UpdateSpec, explain
 from deltazoo.backends.base import UpdateMeta
+from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton import limits as triton_limits
 from deltazoo.backends.triton.config import CHOICES
 from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.plan import (
     KERNELS,
     LAUNCHES,
@@ -24,6 +27,9 @@ from deltazoo.backends.triton.plan import (
     forward_kernels,
     make_plan,
 )
+from deltazoo.backends.triton.resolve import problem_of
+from deltazoo.backends.triton.show import problem_for
+from deltazoo.mixers import Comba
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 
@@ -139,6 +145,29 @@ def test_plan_follows_from_problem_and_device(change, device, prepare, forward, 
     assert (plan.prepare, plan.forward, plan.backward) == (prepare, forward, backward)
     without_grad = make_plan(case, device, heuristic(case, device), grad=False)
     assert (without_grad.backward, without_grad.every) == ("none", 0)
+
+
+@pytest.mark.parametrize("norm_after", [False, True])
+def test_comba_takes_the_hopper_kernels_with_one_term(norm_after):
+    spec = Comba(norm_after=norm_after).spec()
+    case = problem_for(spec, meta(), Shape("busy", B=8, T=4096, H=16, HV=16, K=128, V=128))
+    assert case == problem()
+    text = str(explain(spec, meta(), "triton", shape=(8, 4096), device=H200))
+    assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
+    assert "backward: hopper_fused_backward_kernel -> gate_gradients_kernel  (fused)" in text
+
+
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_separate_strengths_are_lowered_to_one_term_without_an_erase_key(decay):
+    """The problem derived from the operands is the one that `explain` derives from the spec."""
+    spec, shape = UpdateSpec(decay=decay, beta="separate"), Shape("drawn", B=2, T=70, H=1, HV=2, K=64, V=64)
+    inputs = draw(Case(spec, shape, torch.bfloat16))
+    operands, kind = lower(spec, inputs, "")
+    assert not kind.tied
+    assert kind.terms(torch.bfloat16) == 1
+    assert operands.b.shape == operands.w.shape == (2, 70, 2)
+    assert operands.e is None
+    assert problem_of(operands, kind) == problem_for(spec, UpdateMeta.of(inputs), shape)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def _token(spec: UpdateSpec, x: dict[str, np.ndarray], row: int, t: int, m: int,
     token = {"k": x["k"][at][h], "v": x["v"][at][j], "b": np.ones(K), "w": np.ones(V), "d": np.ones(K)}
     if spec.beta == "head":
         token |= {"b": x["beta"][at][j] * np.ones(K), "w": x["beta"][at][j] * np.ones(V)}
+    if spec.beta == "separate":
+        token |= {"b": x["erase"][at][j] * np.ones(K), "w": x["write"][at][j] * np.ones(V)}
     if spec.beta == "channel":
         token |= {"b": x["erase"][at][j] if "erase" in x else np.ones(K), "w": x["write"][at][j]}
     token["e"] = x["erase_key"][at][h] if spec.erase_key == "own" else token["k"]

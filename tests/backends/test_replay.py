@@ -107,7 +107,7 @@ def recordings(monkeypatch):
         pytest.param("gated delta", "grouped", "segments", marks=pytest.mark.kernel_smoke),
         ("gated delta", "pack", "windows"),
         ("both before", "two key tiles", "one segment"),
-        ("comba", "grouped", "segments and windows"),
+        ("own", "grouped", "segments and windows"),
         ("retnet", "pack", "segments"),
         ("efla", "grouped", "one segment"),
         ("householders", "odd widths", "segments"),

@@ -20,6 +20,10 @@ REFUSED = [
     ({"transition": "dplr", "reparam": "longhorn"}, "reparam='longhorn' needs the delta rule"),
     ({"transition": "additive", "erase_key": "own"}, "erase_key='own' needs the delta rule"),
     ({"transition": "dplr", "erase_key": "own"}, "erases with its operands a and b"),
+    ({"transition": "additive", "beta": "separate"}, "has no erase term, and its write strength is beta='head'"),
+    ({"transition": "dplr", "beta": "separate"}, "beta='separate' needs the delta rule; transition='dplr' erases with"),
+    ({"reparam": "efla", "beta": "separate"}, "beta='separate' with reparam='efla': the size of a step is one beta"),
+    ({"reparam": "longhorn", "beta": "separate"}, "beta='separate' with reparam='longhorn'"),
     ({"transition": "additive", "negative_eigenvalues": "both"}, "has no erase term"),
     ({"transition": "dplr", "negative_eigenvalues": "erase"}, "negative_eigenvalues='erase' needs the delta rule"),
     ({"transition": "additive", "erase_from": "previous"}, "erase_from='previous' needs an erase term"),
@@ -32,7 +36,7 @@ REFUSED = [
     ({"householders": 0}, "householders must be at least 1, got 0"),
     ({"householders": 1.5}, "householders must be an integer, got 1.5"),
     ({"decay": "chanel"}, "'none', 'fixed', 'head', 'channel' or 'rate'"),
-    ({"beta": None}, "'none', 'head' or 'channel'"),
+    ({"beta": None}, "'none', 'head', 'separate' or 'channel'"),
     ({"scale": float("nan")}, "finite number"),
     ({"scale": float("inf")}, "finite number"),
     ({"version": 2}, "version must be 1, got 2"),
@@ -72,9 +76,9 @@ def test_every_spec_yields_all_valid_combinations():
     count = 1
     for values in AXES.values():
         count *= len(values)
-    additive = 5 * 3 * 4 * 2 * 2  # decay, beta, householders, read, scale
-    euler = 5 * 3 * 2 * 2 * 3 * 4 * 2 * 2  # and erase key, erase from, negative eigenvalues
-    reparametrised = 5 * 3 * 2 * 2 * 4 * 2 * 2  # erase from, the two reparametrisations
+    additive = 5 * 3 * 4 * 2 * 2  # decay, beta without "separate", householders, read, scale
+    euler = 5 * 4 * 2 * 2 * 3 * 4 * 2 * 2  # every beta, and erase key, erase from, negative eigenvalues
+    reparametrised = 5 * 3 * 2 * 2 * 4 * 2 * 2  # beta without "separate", erase from, the two reparametrisations
     dplr = 5 * 3 * 2 * 2
     assert len(list(every_spec())) == additive + euler + reparametrised + dplr < count
 
@@ -94,6 +98,9 @@ def test_operands_follow_the_fields():
         "write": (2, 5, 3, 4, 6),
         "erase_key": (2, 5, 3, 1, 8),
     }
+    separate = UpdateSpec(beta="separate", householders=2).operands(2, 5, 1, 4, 8, 6)
+    assert list(separate) == ["q", "k", "v", "erase", "write"]
+    assert separate["erase"] == separate["write"] == (2, 5, 2, 4)
     rated = UpdateSpec(transition="dplr", decay="rate", beta="head").operands(2, 5, 1, 4, 8, 6)
     assert list(rated) == ["q", "k", "v", "step", "rate", "beta", "a", "b"]
     assert rated["rate"] == (4, 8)
@@ -125,6 +132,15 @@ EQUATIONS = {
         "decay": "channel",
         "beta": "head",
         "negative_eigenvalues": "erase",
+    },
+    "S_t = (d_t I - b_t k_t k_t^T) S_(t-1) + w_t k_t v_t^T;  o_t = K^-1/2 S_t^T q_t": {
+        "decay": "head",
+        "beta": "separate",
+        "erase_from": "previous",
+    },
+    "S_t = (I - 2 b_t k_t k_t^T) S_(t-1) + 2 w_t k_t v_t^T;  o_t = K^-1/2 S_t^T q_t": {
+        "beta": "separate",
+        "negative_eigenvalues": "both",
     },
     "S_t = (d_t I - beta_t k_t e_t^T) S_(t-1) + beta_t k_t v_t^T;  o_t = K^-1/2 S_t^T q_t": {
         "decay": "head",
@@ -180,7 +196,7 @@ NAMED = {
     "Kimi Delta Attention": {"beta": "head", "decay": "channel"},
     "EFLA": {"beta": "head", "reparam": "efla"},
     "Longhorn": {"beta": "head", "reparam": "longhorn"},
-    "Comba": {"beta": "head", "decay": "head", "erase_key": "own", "erase_from": "previous"},
+    "Comba": {"beta": "separate", "decay": "head", "erase_from": "previous"},
     "RWKV-7": {"transition": "dplr", "decay": "channel"},
     "DeltaProduct": {"beta": "head", "householders": 2},
     "Gated DeltaProduct": {"beta": "head", "decay": "head", "householders": 3, "negative_eigenvalues": "both"},
@@ -202,6 +218,8 @@ SPECTRA = [
     ({"beta": "head", "negative_eigenvalues": "both"}, "[-1, 1] for |k| <= 1 and beta in [0, 1]"),
     ({"negative_eigenvalues": "erase"}, "[-1, 1] for |k| <= 1"),
     ({"beta": "head", "reparam": "efla"}, "(0, 1] for any k and any beta >= 0"),
+    ({"beta": "separate"}, "[0, 1] for |k| <= 1 and erase in [0, 1]"),
+    ({"beta": "separate", "negative_eigenvalues": "erase"}, "[-1, 1] for |k| <= 1 and erase in [0, 1]"),
     ({"beta": "head", "reparam": "longhorn"}, "(0, 1] for any k and any beta >= 0"),
     ({"beta": "channel"}, "unbounded: the erase strength differs over channels"),
     ({"erase_key": "own"}, "unbounded: the erase key is free"),
@@ -215,7 +233,7 @@ def test_spectrum_prints_interval_and_condition(fields, text):
     assert str(UpdateSpec(**fields).spectrum()) == text
 
 
-@pytest.mark.parametrize("fields", [fields for fields, _ in SPECTRA[:5]], ids=str)
+@pytest.mark.parametrize("fields", [fields for fields, _ in SPECTRA[:7]], ids=str)
 def test_eigenvalue_of_the_erased_direction_fills_the_stated_interval(fields):
     """With v = 0 and S_0 = k, one token multiplies S by the eigenvalue of the direction k."""
     spec = UpdateSpec(**fields)
@@ -229,6 +247,8 @@ def test_eigenvalue_of_the_erased_direction_fills_the_stated_interval(fields):
         k=rows,
         v=torch.zeros_like(rows[..., :1]),
         beta=beta[:, None, None] if spec.beta == "head" else None,
+        erase=beta[:, None, None] if spec.beta == "separate" else None,
+        write=torch.ones_like(beta)[:, None, None] if spec.beta == "separate" else None,
         state=k[:, None, :, None],
     )
     eigenvalue = ReferenceBackend().forward(spec, inputs).state[:, 0, :, 0] @ k[0] / (k @ k[0])

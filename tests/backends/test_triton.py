@@ -65,7 +65,7 @@ def test_all_combinations_of_spec_config_and_shape_conform(config, shape):
 # One case for each phase of the kernels: prepare, scan, recompute, combine, reverse, gradients; delta and additive.
 SMOKE = [
     ("gated delta", "segments and windows", Shape("pack", 1, 83, 1, 1, 16, 16, lengths=(17, 0, 66))),
-    ("comba", "one segment", Shape("grouped", 1, 20, 1, 2, 12, 20)),
+    ("own", "one segment", Shape("grouped", 1, 20, 1, 2, 12, 20)),
     ("mamba2", "one segment", Shape("short", 1, 20, 1, 1, 16, 16)),
 ]
 
@@ -79,7 +79,7 @@ def test_each_kernel_conforms(spec, config, shape):
 @pytest.mark.parametrize("regime", ["parallel", "decays"])
 @pytest.mark.parametrize(
     ("spec", "dtype"),
-    [("gated delta", DTYPES[0]), ("comba", DTYPES[-1]), ("negative", DTYPES[1]), ("mamba2", DTYPES[0])],
+    [("gated delta", DTYPES[0]), ("own", DTYPES[-1]), ("negative", DTYPES[1]), ("mamba2", DTYPES[0])],
     ids=str,
 )
 def test_adversarial_inputs_conform(spec, dtype, regime):
@@ -89,13 +89,13 @@ def test_adversarial_inputs_conform(spec, dtype, regime):
 # HAS_STATE is a flag of the scan alone, so one spec per branch of the kernels is enough.
 @pytest.mark.parametrize(
     ("spec", "config"),
-    [("gated delta", "segments and windows"), ("retnet", "segments and windows"), ("comba", "one segment")],
+    [("gated delta", "segments and windows"), ("retnet", "segments and windows"), ("own", "one segment")],
 )
 def test_without_initial_or_final_state(spec, config):
     assert_conforms(backend(config), Case(SPECS[spec], SHAPES["pack"], DTYPES[0], state="none"))
 
 
-@pytest.mark.parametrize("spec", ["gated delta", "retnet", "comba"])
+@pytest.mark.parametrize("spec", ["gated delta", "retnet", "own"])
 def test_rows_after_the_last_sequence_are_zero(spec):
     """cu_seqlens ends before T. Uninitialised memory is NaN, so that a row that no kernel writes fails the test."""
     lengths, end = (17, 0, 1, 19), 37
@@ -237,7 +237,7 @@ def test_one_graph_forward_and_backward_for_every_length(packed):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("spec", ["gated delta", "comba", "retnet", "householders, before", "read before"])
+@pytest.mark.parametrize("spec", ["gated delta", "own", "comba", "retnet", "householders, before", "read before"])
 def test_decode_in_slots_equals_the_whole_sequence(spec):
     spec = SPECS[spec]
     x = gated(2, 6, spec=spec)
@@ -280,7 +280,9 @@ def test_decode_with_a_slot_outside_the_pool_accesses_no_state(spec):
 DRAFTS = {
     "gated delta": SPECS["gated delta"],
     "householders, before": SPECS["householders, before"],
+    "own": SPECS["own"],
     "comba": SPECS["comba"],
+    "comba, householders": SPECS["comba, householders"],
     "efla": SPECS["efla"],
     "kda": UpdateSpec(decay="channel", beta="head", negative_eigenvalues="both"),
     "channels": UpdateSpec(decay="channel", beta="channel", reparam="longhorn"),

@@ -372,7 +372,7 @@ def test_check_uses_short_cases_with_the_target_s_kernels():
         GATED,
         UpdateSpec(transition="additive"),
         UpdateSpec(beta="head", negative_eigenvalues="both"),
-        UpdateSpec(decay="head", beta="head", erase_key="own"),
+        UpdateSpec(decay="head", beta="separate"),
     ],
     ids=str,
 )
@@ -408,11 +408,12 @@ def test_fused_step_without_config_or_record_uses_the_heuristic(monkeypatch):
         UpdateSpec(beta="head", negative_eigenvalues="both", householders=2),
         UpdateSpec(decay="fixed", transition="additive"),
         UpdateSpec(decay="head", beta="head", erase_key="own"),
+        UpdateSpec(decay="head", beta="separate", erase_from="previous"),
         UpdateSpec(decay="channel", beta="head"),
         UpdateSpec(decay="channel", beta="channel"),
         UpdateSpec(decay="channel", transition="dplr"),
     ],
-    ids=lambda spec: f"{spec.decay}-{spec.transition}-{spec.erase_key}-{spec.householders}",
+    ids=lambda spec: f"{spec.decay}-{spec.transition}-{spec.beta}-{spec.erase_key}-{spec.householders}",
 )
 @pytest.mark.parametrize("shape", [Shape("dense", 2, 70, 1, 2, 12, 20), Shape("pack", 1, 70, 1, 2, 16, 8, (30, 40))])
 def test_tuner_and_backend_look_up_the_same_problem(spec, shape):

@@ -56,7 +56,7 @@ SPECS = {
     "retnet": UpdateSpec(decay="fixed", transition="additive"),
     "mamba2": UpdateSpec(decay="head", transition="additive", beta="head"),
     "linear": UpdateSpec(transition="additive"),
-    "comba": UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"),
+    "own": UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"),
     "read before": UpdateSpec(decay="head", transition="additive", read="before"),
     "both before": UpdateSpec(decay="head", beta="head", read="before", erase_from="previous"),
     "negative": UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"),
@@ -67,9 +67,13 @@ SPECS = {
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
     "longhorn": UpdateSpec(decay="head", beta="head", reparam="longhorn"),
     "dplr": UpdateSpec(decay="channel", transition="dplr"),
+    "comba": UpdateSpec(decay="head", beta="separate", erase_from="previous"),
+    "comba, householders": UpdateSpec(decay="head", beta="separate", householders=2, negative_eigenvalues="both"),
 }
 # the specs that the Hopper kernels support; the others keep float32 states
-IN_16_BITS = ("gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla", "longhorn")
+IN_16_BITS = (
+    "gated delta", "delta", "retnet", "mamba2", "linear", "read before", "both before", "efla", "longhorn", "comba",
+)  # fmt: skip
 SHAPES = {
     "grouped": Shape("grouped", B=2, T=37, H=1, HV=2, K=12, V=20),
     "pack": Shape("pack", B=1, T=83, H=1, HV=2, K=16, V=16, lengths=(17, 0, 1, 65)),

@@ -35,8 +35,8 @@ def expected_refusal(name: str, reparam: str, negative: str) -> str | None:
         return None
     if negative != "off":
         return f"negative_eigenvalues={negative!r} with reparam={reparam!r}: its eigenvalue is positive"
-    if name == "comba":  # its erase key differs from its key
-        return f"erase_key='own' with reparam={reparam!r}: the step is exact only for e = k"
+    if name == "comba":  # its erase strength differs from its write strength
+        return f"beta='separate' with reparam={reparam!r}: the size of a step is one beta"
     return None
 
 
@@ -62,7 +62,8 @@ def recurrence(x: dict[str, Tensor | None], config: HeadConfig) -> Tensor:
             k, v = by_value_head(micro["k"][:, t, m]), micro["v"][:, t, m]
             e = k if micro["erase_key"] is None else by_value_head(micro["erase_key"][:, t, m])
             if micro["beta"] is None:
-                b, w = micro["erase"][:, t, m], micro["write"][:, t, m]
+                b, w = (y[:, t, m] for y in (micro["erase"], micro["write"]))
+                b, w = (b[..., None], w[..., None]) if spec.beta == "separate" else (b, w)
             else:
                 b = w = micro["beta"][:, t, m, :, None]
             b = b if spec.negative_eigenvalues == "off" else 2 * b

@@ -86,6 +86,8 @@ def inputs(spec, B, T, H, HV, lengths, K=128, V=128, grad=False, dtype=torch.bfl
         x |= {"a": -removal_key.to(dtype), "b": (removal_key * normal(B, T, HV, K).sigmoid()).to(dtype)}
     if spec.beta == "channel":
         x["erase"], x["write"] = (normal(B, T, HV, n).sigmoid().to(dtype) for n in (K, V))
+    if spec.beta == "separate":
+        x["erase"], x["write"] = (normal(B, T, HV).sigmoid() for _ in range(2))
     if spec.beta == "head":
         x["beta"] = normal(B, T, HV).sigmoid()
     if lengths:

@@ -52,7 +52,7 @@ class StepTraits(NamedTuple):
     REPARAM: str  # "none", "efla" or "longhorn"
     ERASE_FACTOR: float  # erase strength = ERASE_FACTOR beta, write strength = WRITE_FACTOR beta
     WRITE_FACTOR: float
-    ERASE_KEY: bool  # erase key sigmoid(feedback) k, and q - correction k
+    FEEDBACK: bool  # the erase strength is multiplied by sigmoid(feedback), and q - correction k is read
     ERASE_EARLY: bool
     READ_EARLY: bool
     SKIP: bool
@@ -235,13 +235,13 @@ def fused_step_kernel(
             strength = tl.minimum(strength, traits.BETA_MAX, propagate_nan=tl.PropagateNan.ALL)
         if traits.REPARAM != "none":
             strength, _, _ = step_size(strength, tl.sum(k * k, 0), traits.REPARAM == "efla")
-        e = k * (strength * traits.ERASE_FACTOR)
-        if traits.ERASE_KEY:
-            e *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
+        erase = strength * traits.ERASE_FACTOR
+        if traits.FEEDBACK:
+            erase *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
         keys = keys + (k,)
-        erases = erases + (e,)
+        erases = erases + (k * erase,)
         writes = writes + (strength * traits.WRITE_FACTOR,)
-    if traits.ERASE_KEY:
+    if traits.FEEDBACK:
         q -= tl.load(correction + h).to(tl.float32) * keys[STEPS - 1]
     decay_factor = 1.0
     if traits.DECAY:

@@ -22,8 +22,8 @@ def decode_kernel(
     Grid: row, value head, V tile. Each program owns S [K, BV] of its row.
 
     Reads q [B, H, K]; k, e [B, STEPS, H, K]; v [B, STEPS, HV, V]; log_decay [B, HV] or [B, HV, K], without B if fixed;
-    erase, write [B, STEPS, HV], or [B, STEPS, HV, K] and [B, STEPS, HV, V]; a, b [B, HV, K] of dplr; with SLOTS slots
-    [B] int64, the pool row that holds each row's state.
+    erase, write [B, STEPS, HV] (without erase write is both), or [B, STEPS, HV, K] and [B, STEPS, HV, V]; a, b
+    [B, HV, K] of dplr; with SLOTS slots [B] int64, the pool row that holds each row's state.
     Updates states [pool_rows, HV, K, V] in place. Writes o [B, HV, V].
 
     A slot outside the pool (-1, say) accesses no state, and its output is zero. The caller guarantees that no two rows

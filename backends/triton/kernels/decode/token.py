@@ -31,7 +31,7 @@ class TokenTraits(NamedTuple):
     DELTA: bool  # erases with e; not with PAIR
     PAIR: bool  # dplr: erases with a and writes with b
     ERASE_KEY: bool  # e is an operand; else k
-    STRENGTH: str  # erase and write strengths: "none", "head" [.., HV], or "channel" [.., HV, K] and [.., HV, V]
+    STRENGTH: str  # of erase and write: "none", "head" [.., HV], "separate" two of these, "channel" [.., HV, K or V]
     ERASE_FACTOR: float  # of the erase strength
     WRITE_FACTOR: float
     REPARAM: str  # "none", "efla" or "longhorn"
@@ -93,8 +93,10 @@ def load_token(
         values = values + (tl.load(v + (step * HV + hv) * V + vs, mask=in_v, other=0.0),)
         if traits.ERASE_KEY:
             erase_keys = erase_keys + (tl.load(e + (step * traits.H + h) * K + ks, mask=in_k, other=0.0),)
-        if traits.STRENGTH == "head":
+        if traits.STRENGTH == "head" or traits.STRENGTH == "separate":
             writes = writes + (tl.load(write + step * HV + hv),)
+        if traits.STRENGTH == "separate":
+            erases = erases + (tl.load(erase + step * HV + hv),)
         if traits.STRENGTH == "channel":
             writes = writes + (tl.load(write + (step * HV + hv) * V + vs, mask=in_v, other=0.0),)
             if traits.DELTA:
