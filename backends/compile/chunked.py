@@ -12,6 +12,7 @@ B batch, N chunks, C tokens per chunk, M = C x householders micro-steps per chun
 G value heads per key head, K key width, V value width, Y sequences
 """
 
+import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
@@ -26,9 +27,11 @@ from deltazoo.backends.errors import ShapeError
 from deltazoo.backends.lowering import accumulates_rounding_errors, log_decay, strengths
 from deltazoo.backends.spec import UpdateSpec
 
-# Lower bound on a log decay. Its exp is 0 in float64 too, and a larger magnitude would cost all other terms of the
-# cumulative sum their precision.
+# Lower bounds on a log decay. A larger magnitude would cost all other terms of the cumulative sum their precision.
+# The exp of the first is 0 in float64, too. That of the second is 0 in float32, and a sum of 64 of them has an error of
+# 3e-4 in float32, which 16-bit operands allow.
 _MIN_LOG_DECAY = -1000.0
+_MIN_LOG_DECAY_16_BITS = -104.0
 
 
 def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -68,11 +71,12 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
 def _lower(spec: UpdateSpec, x: UpdateInputs) -> LoweredChunks:
     """Apply scale and strengths, and merge the micro-steps of a chunk into one axis."""
     dtype, n = state_dtype(x.q.dtype), spec.householders
+    has_16_bits = x.q.dtype.itemsize == 2
     x = x._replace(q=_time_major(x.q), k=_time_major(x.k), v=_time_major(x.v))
     erase, write = strengths(spec, x)
     decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)
     if decay is not None:
-        decay = decay.clamp(min=_MIN_LOG_DECAY)
+        decay = decay.clamp(min=_MIN_LOG_DECAY_16_BITS if has_16_bits else _MIN_LOG_DECAY)
         if n > 1:  # a token decays the state on its first micro-step
             decay = pad(decay.unsqueeze(3), (0, 0) * (decay.dim() - 3) + (0, n - 1)).flatten(2, 3)
     v = x.v.to(dtype)
@@ -92,6 +96,7 @@ def _lower(spec: UpdateSpec, x: UpdateInputs) -> LoweredChunks:
         b=None if x.b is None else micro_steps(x.b),
         erase=None if erase is None else micro_steps(erase),
         decay=decay,
+        decay_dtype=torch.float32 if has_16_bits else torch.float64,
     )
 
 

@@ -36,7 +36,7 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
     decay = q.new_zeros(*k.shape[:3], 1)
     if x.decay is not None:
         decay = rearrange(x.decay if x.decay.dim() == 5 else x.decay.unsqueeze(-1), "b n m h k -> n (b h) m k")
-    g = cumulative_decay(decay, 2)
+    g = cumulative_decay(decay, 2).to(x.decay_dtype)
     # The query of a token is aligned with its last micro-step, or with its first for read="before".
     q_M = q if n == 1 else pad(q.unsqueeze(3), (0, 0, *((0, n - 1) if read_before else (n - 1, 0)))).flatten(2, 3)
     early = [read_before]

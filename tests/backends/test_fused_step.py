@@ -687,12 +687,16 @@ def test_a_decode_step_is_exported():
 @torch.no_grad()
 def test_autocast_sets_the_dtype_of_a_fused_step():
     mixer, exact = build_pair(FULLY_FUSED["gated_deltanet"])
+    plain = copy.deepcopy(exact).float()
     low = torch.float16 if INTERPRETED else torch.bfloat16
     x = torch.randn(2, 6, 32, device=DEVICE)
     with watch() as record, torch.autocast(DEVICE, dtype=low):
         y, state = decode(mixer, x)
+        reference, _ = decode(plain, x)
     assert record.kernels["fused_step_kernel"] == 2
-    assert error(y, decode(exact, x.double())[0]) < 0.03
+    expected, _ = decode(exact, x.double())
+    # the projections alone round by 0.005 to 0.04, depending on the weights
+    assert error(y, expected) < 1.5 * error(reference, expected)
     assert state["project"].dtype == torch.float32
 
 

@@ -31,6 +31,7 @@ OTHERS = {
     "additive": UpdateSpec(decay="head", transition="additive"),
     "retnet": UpdateSpec(decay="fixed", transition="additive"),
     "negative": UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"),
+    "comba": UpdateSpec(decay="head", beta="separate", erase_from="previous"),
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
     "kda weak": UpdateSpec(decay="channel", beta="head"),
     "kda strong": UpdateSpec(decay="channel", beta="head"),
