@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mutation_table import MUTATIONS, Mutation, Suite
+from mutation_kernels import Mutation, Suite
+from mutation_table import MUTATIONS
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table

@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from deltazoo.backends.devices import products_in_tf32
 
 # Every torch setting that may allow tf32 -> whether float32 products use it.
 SETTINGS = {
@@ -32,3 +35,18 @@ def test_tf32_allowed_follows_every_torch_setting():
     command = [sys.executable, "-c", code, *SETTINGS]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert dict(zip(SETTINGS, output.split(), strict=True)) == {key: str(value) for key, value in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32"])
+def test_products_in_tf32_restores_the_setting(before):
+    setting = torch.backends.cuda.matmul
+    initial = setting.fp32_precision
+    setting.fp32_precision = before
+    try:
+        with products_in_tf32(False):
+            assert setting.fp32_precision == before
+        with products_in_tf32(True):
+            assert setting.fp32_precision == "tf32"
+        assert setting.fp32_precision == before
+    finally:
+        setting.fp32_precision = initial

@@ -1,0 +1,223 @@
+"""Planted bugs of the kernels and of their launches, and the test that must catch each."""
+
+from typing import Literal, NamedTuple
+
+Suite = Literal["test", "test-kernels"]
+
+
+class Mutation(NamedTuple):
+    """One bug, and a test that must catch it.
+
+    Args:
+        name: what the mutated code does wrong.
+        path: the changed file, relative to the package.
+        old, new: the text before and after.
+        suite: the make target whose environment the test needs; "test-kernels" sets TRITON_INTERPRET=1.
+        test: pytest node id, relative to tests/.
+        count: how often `old` must occur; every occurrence is replaced.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    suite: Suite
+    test: str
+    count: int = 1
+
+
+KERNELS = "backends/triton/kernels"
+HOPPER = f"{KERNELS}/hopper"
+ELEMENT = "backends/test_triton_element.py::test_each_spec_conforms_with_and_without_segments"
+PORTABLE_TEST = "backends/test_triton.py::test_each_spec_conforms_with_two_launch_configs"
+HOPPER_TEST = "backends/test_hopper_numbers.py::test_every_kernel_matches_float64_for_every_spec"
+DECODE_TEST = "backends/test_triton.py::test_decode_in_slots_equals_the_whole_sequence"
+FUSED_TEST = "backends/test_fused_step.py::test_kernel_matches_the_reference_step"
+CONV_TEST = "backends/test_short_conv.py::test_kernels_match_conv1d"
+
+PORTABLE_KERNELS = [
+    Mutation(
+        "prepare: the cumulative decay is summed in float32", f"{KERNELS}/prepare.py",
+        "tl.cumsum(log2_decay.to(tl.float64), 0)", "tl.cumsum(log2_decay, 0)", "test-kernels",
+        "backends/test_triton.py::test_a_run_of_strong_decays_does_not_change_later_tokens[gated delta--50.0-32]",
+    ),
+    Mutation(
+        "prepare: an early erase reads the state after the decay", f"{KERNELS}/prepare.py",
+        "G_erase = G_before if ERASE_EARLY else G", "G_erase = G",
+        "test-kernels", f"{PORTABLE_TEST}[comba-one segment-grouped]",
+    ),
+    Mutation(
+        "prepare: the triangular inverse stops one level too early", f"{KERNELS}/prepare.py",
+        "if 2**level < C:", "if 2 ** (level + 1) < C:", "test-kernels", f"{PORTABLE_TEST}[delta-one segment-pack]",
+    ),
+    Mutation(
+        "scan: the state does not decay between chunks", f"{KERNELS}/scan.py",
+        "Sa *= tl.exp2(G_end)", "Sa *= 1.0", "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
+    ),
+    Mutation(
+        "scan: the recomputation starts at the window instead of the checkpoint before it", f"{KERNELS}/scan.py",
+        "first // CHECKPOINT_EVERY * CHECKPOINT_EVERY, first)", "first, first)",
+        "test-kernels", "backends/test_triton.py::test_a_window_may_start_between_checkpoints[(341,)-1]",
+    ),
+    Mutation(
+        "scan: the low half of the state is left out of the erase", f"{KERNELS}/scan.py",
+        "(Sa - S_a.to(tl.float32)).to(dtype)", "tl.zeros_like(S_a)",
+        "test-kernels", "backends/test_triton.py::test_splitting_the_feedback_in_two_terms_reduces_the_error",
+    ),
+    Mutation(
+        "reverse: the erase adds to the state's gradient", f"{KERNELS}/reverse.py",
+        "dx * -load_gate", "dx * load_gate", "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
+    ),
+    Mutation(
+        "gradients: the gradient of the decay leaves out the state", f"{KERNELS}/gradients.py",
+        "tl.cumsum(dG, 0, reverse=True) + state_product", "tl.cumsum(dG, 0, reverse=True)",
+        "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
+    ),
+    Mutation(
+        "gradients: only the first value head of a group adds to the keys' gradient", f"{KERNELS}/gradients.py",
+        "for g in range(GROUP):", "for g in range(1):",
+        "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
+    ),
+    Mutation(
+        "gradients: the gradient of beta is divided by a beta of zero", f"{KERNELS}/gradients.py",
+        "db_i = b_db / clamped_b", "db_i = b_db / b_i",
+        "test-kernels", "backends/test_triton.py::test_gradients_are_accurate_where_beta_is_zero[gated delta]",
+    ),
+    Mutation(
+        "combine: the maps of segments are not transposed in the backward", f"{KERNELS}/combine.py",
+        "load_map(M_p, ka, ka, in_ka, in_ka, K, REVERSE)", "load_map(M_p, ka, ka, in_ka, in_ka, K, False)",
+        "test-kernels", f"{PORTABLE_TEST}[gated delta-segments-many chunks]",
+    ),
+    Mutation(
+        "zero_tail: the last row beyond the last sequence is not zeroed", f"{KERNELS}/zero_tail.py",
+        "end = last * WIDTH", "end = (last - 1) * WIDTH",
+        "test-kernels", "backends/test_triton.py::test_rows_after_the_last_sequence_are_zero[gated delta]",
+    ),
+    Mutation(
+        "micro-step: only an additive update decays the state", f"{KERNELS}/decode/micro_step.py",
+        "if DECAYS:", "if DECAYS and not DELTA:", "test-kernels", f"{DECODE_TEST}[gated delta]",
+    ),
+    Mutation(
+        "decode step: every Householder step decays the state", f"{KERNELS}/decode/token.py",
+        "DECAYS and m == 0", "DECAYS", "test-kernels", f"{DECODE_TEST}[householders, before]",
+    ),
+    Mutation(
+        "decode step: the slot behind the pool is read and written", f"{KERNELS}/decode/token.py",
+        "in_pool = (slot >= 0) & (slot < pool_rows)", "in_pool = (slot >= 0) & (slot <= pool_rows)", "test-kernels",
+        "backends/test_triton.py::test_decode_with_a_slot_outside_the_pool_accesses_no_state[gated delta]",
+    ),
+    Mutation(
+        "fused step: the history of the convolution is not shifted", f"{KERNELS}/decode/fused_step.py",
+        "taps[i + 1].to(", "taps[i].to(", "test-kernels", f"{FUSED_TEST}[gated delta-none]",
+    ),
+    Mutation(
+        "fused step: the feedback weakens the write, too", f"{KERNELS}/decode/fused_step.py",
+        "writes = writes + (strength * traits.WRITE_FACTOR,)", "writes = writes + (erase * traits.WRITE_FACTOR,)",
+        "test-kernels", f"{FUSED_TEST}[comba-all]",
+    ),
+    Mutation(
+        "decode: the erase has the write strength", f"{KERNELS}/decode/token.py",
+        "tl.load(erase + step * HV + hv)", "tl.load(write + step * HV + hv)",
+        "test-kernels", f"{DECODE_TEST}[comba]",
+    ),
+    Mutation(
+        "fused step: the skip connection is scaled like the output", f"{KERNELS}/decode/fused_step.py",
+        "tl.load(skip + hv).to(tl.float32) * v", "tl.load(skip + hv).to(tl.float32) * v * scale",
+        "test-kernels", f"{FUSED_TEST}[mamba2-all]",
+    ),
+    Mutation(
+        "short convolution: the taps are applied in the wrong order", f"{KERNELS}/conv/short_conv.py",
+        "weight + channel * W + (W - 1 - j)", "weight + channel * W + j",
+        "test-kernels", f"{CONV_TEST}[short-torch.float32]",
+    ),
+    Mutation(
+        "short convolution: a sequence of a pack reads the one before it", f"{KERNELS}/conv/short_conv.py",
+        "x_j = tl.where((row < 0)[:, None], past, x_j)", "x_j += 0.0 * past",
+        "test-kernels", f"{CONV_TEST}[short pack with history-torch.float32]",
+    ),
+    Mutation(
+        "short convolution, backward: the derivative of SiLU lacks a term", f"{KERNELS}/conv/short_conv.py",
+        "d *= gate + s - s * gate", "d *= gate + s", "test-kernels", f"{CONV_TEST}[short-torch.float32]",
+    ),
+    Mutation(
+        "short convolution, backward: a gradient crosses the start of a sequence", f"{KERNELS}/conv/short_conv.py",
+        "later = clear_at_start(later, is_first, W)", "later = later",
+        "test-kernels", f"{CONV_TEST}[short pack with history-torch.float32]",
+    ),
+    Mutation(
+        "element backward: adds up the sums of the wrong interval", f"{KERNELS}/element/backward.py",
+        "pending += (1 - interval % 2) * SCRATCH", "pending += interval % 2 * SCRATCH", "test-kernels",
+        f"{ELEMENT}[rate, after-one segment-shared keys]",
+    ),
+    Mutation(
+        "element backward: a token at the end misses the one before it", f"{KERNELS}/element/backward.py",
+        "for earlier in range(stop, t):", "for earlier in range(stop, t - 1):", "test-kernels",
+        f"{ELEMENT}[rate, after-segments-keys per channel]",
+    ),
+    Mutation(
+        "element backward: each group starts from the checkpoint", f"{KERNELS}/element/backward.py",
+        "S = tl.where(group == j, states[j], S)", "S = tl.where(group == j, states[0], S)", "test-kernels",
+        f"{ELEMENT}[rate, after-one segment-shared keys]",
+    ),
+    Mutation(
+        "element backward: lanes keep the tile that they send", f"{KERNELS}/element/tile.py",
+        "sent = tl.where(is_first, xs[2 * i + 1], xs[2 * i])", "sent = tl.where(is_first, xs[2 * i], xs[2 * i + 1])",
+        "test-kernels", f"{ELEMENT}[rate, after-one segment-shared keys]",
+    ),
+    Mutation(
+        "replay: a recording ignores the sizes of its arguments", "backends/triton/replay.py",
+        "key += (x.dtype, x.shape)", "key.append(x.dtype)",
+        "test", "backends/test_replay.py::test_calls_with_other_dtypes_sizes_or_traits_are_recorded_anew",
+    ),
+    Mutation(
+        "replay: a view starts where its buffer does", "backends/triton/replay.py",
+        "return pointers[self.buffer] + self.offset", "return pointers[self.buffer]",
+        "test", "backends/test_replay.py::test_repeated_call_allocates_again_and_passes_views_and_numbers",
+    ),
+]  # fmt: skip
+
+HOPPER_KERNELS = [
+    Mutation(
+        "Hopper prepare: the erase matrix lacks the decay", f"{HOPPER}/prepare.py",
+        "L = A * D * (-erase_row)", "L = A * (-erase_row)",
+        "test-kernels", f"{HOPPER_TEST}[prepare-gated delta-ordinary-True]",
+    ),
+    Mutation(
+        "Hopper scan: the scale enters the exponent of the decay", f"{HOPPER}/scan.py",
+        "gl.exp2(G_read) * scale", "gl.exp2(G_read * scale)",
+        "test-kernels", f"{HOPPER_TEST}[scans-mamba2-ordinary-False]",
+    ),
+    Mutation(
+        "Hopper scan: the consumer does not wait for the values", f"{HOPPER}/scan.py",
+        "mbarrier.wait(smem.v_full.index(stage), phase)", "pass",
+        "test-kernels", f"{HOPPER_TEST}[scans-linear-decays-True]",
+    ),
+    Mutation(
+        "Hopper reverse: the state's gradient reaches the values without decay", f"{HOPPER}/reverse.py",
+        "dx *= gl.exp2(G_end - G)[None, :]", "dx *= 1.0",
+        "test-kernels", f"{HOPPER_TEST}[one tile of keys-gated delta-ordinary-True]",
+    ),
+    Mutation(
+        "Hopper sweep: the keys' gradient is scaled by the wrong decay", f"{HOPPER}/sweep_consumer.py",
+        "gl.exp2(smem.G.index(stage).slice(63, 1).load(ACC_TK_ROWS) - G)", "gl.exp2(G)",
+        "test-kernels", f"{HOPPER_TEST}[sweep-both before-ordinary-False]",
+    ),
+]  # fmt: skip
+
+LAUNCHES = [
+    Mutation(
+        "launch: the fake operator has a wrong number of checkpoint slots", "backends/triton/op.py",
+        "s.checkpoint_slots(every)", "s.checkpoint_slots(every + 1)",
+        "test-kernels", "backends/test_triton.py::test_operators_pass_opcheck",
+    ),
+    Mutation(
+        "launch: the windows of the backward run from the first to the last", "backends/triton/backward.py",
+        "for window in reversed(range(windows)):", "for window in range(windows):",
+        "test-kernels", "backends/test_triton.py::test_gradients_do_not_depend_on_the_number_of_windows[()-1]",
+    ),
+    Mutation(
+        "plan: the fused backward is chosen for grouped heads", "backends/triton/plan.py",
+        "values=range(33, 129), grouped=False)", "values=range(33, 129))", "test",
+        "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-hopper-hopper-sweep]",
+    ),
+]  # fmt: skip
