@@ -12,7 +12,6 @@ B batch, N chunks, C tokens per chunk, M = C x householders micro-steps per chun
 G value heads per key head, K key width, V value width, Y sequences
 """
 
-import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
@@ -96,7 +95,7 @@ def _lower(spec: UpdateSpec, x: UpdateInputs) -> LoweredChunks:
         b=None if x.b is None else micro_steps(x.b),
         erase=None if erase is None else micro_steps(erase),
         decay=decay,
-        decay_dtype=torch.float32 if has_16_bits else torch.float64,
+        has_16_bits=has_16_bits,
     )
 
 

@@ -22,7 +22,7 @@ class LoweredChunks(NamedTuple):
         a, b: [B, N, M, HV, K], of transition "dplr".
         erase: erase strength [B, N, M, HV] or [B, N, M, HV, K]; None is 1.
         decay: log decay [B, N, M, HV] or [B, N, M, HV, K].
-        decay_dtype: of the cumulative log decays per channel.
+        has_16_bits: whether q had 16 bits; then float32 is enough for the cumulative decays per channel.
     """
 
     q: Tensor
@@ -33,7 +33,7 @@ class LoweredChunks(NamedTuple):
     b: Tensor | None
     erase: Tensor | None
     decay: Tensor | None
-    decay_dtype: torch.dtype
+    has_16_bits: bool
 
 
 def cumulative_decay(decay: Tensor, dim: int) -> Tensor:

@@ -5,7 +5,8 @@
 exp(g_i) and exp(-g_j) alone overflow for strong decays. `_DecayedKeys` therefore splits the chunk recursively
 in halves and measures both decays from the boundary between the halves, where both factors are at most 1.
 
-B batch, N chunks, Z = B x HV, C tokens per chunk, M micro-steps per chunk, G value heads per key head, K key width
+B batch, N chunks, Z = B x HV, C tokens per chunk, M micro-steps per chunk, G value heads per key head, K key width,
+R kinds of rows (queries, erase keys), W kinds of columns (write keys), L blocks of a level
 """
 
 import functools
@@ -36,7 +37,8 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
     decay = q.new_zeros(*k.shape[:3], 1)
     if x.decay is not None:
         decay = rearrange(x.decay if x.decay.dim() == 5 else x.decay.unsqueeze(-1), "b n m h k -> n (b h) m k")
-    g = cumulative_decay(decay, 2).to(x.decay_dtype)
+    g = cumulative_decay(decay, 2)
+    g = g.to(q.dtype) if x.has_16_bits else g
     # The query of a token is aligned with its last micro-step, or with its first for read="before".
     q_M = q if n == 1 else pad(q.unsqueeze(3), (0, 0, *((0, n - 1) if read_before else (n - 1, 0)))).flatten(2, 3)
     early = [read_before]
@@ -82,8 +84,8 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
 class _DecayedKeys(torch.autograd.Function):
     """Products and operands of the scan with their decays, for any decay:
 
-        scores_ij = sum_k row_ik column_jk exp(g_ik - g_jk) for i > j, else 0     [N, Z, R, W, M, M]
-        row_i exp(g_i),   column_j exp(g_last - g_j)                              [N, Z, M, K]
+        products_ij = sum_k row_ik column_jk exp(g_ik - g_jk) for i > j, else 0     [N, Z, R, W, M, M]
+        row_i exp(g_i),   column_j exp(g_last - g_j)                                [N, Z, M, K]
 
     Level s computes the products of the second half of each block of 2 s micro-steps with the first half. Both decays
     are taken relative to the boundary between the halves, so that both factors are at most 1. The backward computes

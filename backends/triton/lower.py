@@ -114,8 +114,8 @@ def _strength_dtype(spec: UpdateSpec, inputs: UpdateInputs) -> torch.dtype | Non
 
     Strengths per channel are multiplied into keys and values in their dtype. Strengths per token keep the dtype of
     beta, which the kernels convert. Where they differ they are float32: the sum of both gradients of beta would be
-    rounded twice, and erase and write may have different dtypes. The Hopper
-    gradients kernel for a decay per channel has no register to spare for the conversion.
+    rounded twice, and erase and write may have different dtypes. The Hopper gradients kernel for a decay per channel
+    has no register to spare for the conversion.
     """
     if spec.reparam != "none":
         return None
