@@ -45,10 +45,12 @@ class CompileBackend(Backend):
 
     Supports every spec, float dtype and device that torch.compile supports; computes in float32 (float64 for float64
     inputs). For 16-bit inputs a GPU computes the products of the scan in tf32, unless the erase lets rounding errors
-    grow (several householders, negative eigenvalues, an own erase key). Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per
-    spec, dtype, heads and widths, and reuses it for other B and T. That takes 10 to 30 s on a CPU, and prints a line on
-    stderr, if that is a terminal, after 2 s. `CompileBackend(compiled=False)` answers at once, for small or few inputs.
-    A single token is computed without chunks and without compiling.
+    grow (several householders, negative eigenvalues, an own erase key).
+
+    Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per spec, dtype,
+    heads and widths, and reuses it for other B and T. That takes 10 to 30 s on a CPU, and prints a line on stderr, if
+    that is a terminal, after 2 s. `CompileBackend(compiled=False)` answers at once, for small or few inputs. A single
+    token is computed without chunks and without compiling.
 
     The backward of a graph compiled from eager code may overwrite saved activations. torch then refuses
     retain_graph=True, unless `torch._functorch.config.donated_buffer` is False.
