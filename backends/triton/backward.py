@@ -138,7 +138,7 @@ def _reverse(
         ),
         launch.warps,
         launch.stages,
-        registers=most_registers(launch.warps) if dtype == torch.float32 else None,
+        registers=most_registers(launch.warps),
     )  # fmt: skip
     programs = s.N * span.segments * s.HV * cdiv(s.V, BV)
     return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments)
@@ -181,7 +181,7 @@ def _gradients(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
         ),
         launch.warps,
         launch.stages,
-        registers=168 if small and not kind.delta else None,  # three programs per SM
+        registers=168 if small and not kind.delta else most_registers(launch.warps),  # 168: three programs per SM
     )  # fmt: skip
     return _launch_gradients(gradients, run, span, scratch)
 

@@ -336,7 +336,7 @@ def scan(
             ),
             launch.warps,
             launch.stages,
-            registers=most_registers(launch.warps) if s.K > 128 or x.q.dtype == torch.float32 else None,
+            registers=most_registers(launch.warps),
         )  # fmt: skip
         columns = 0 if mode == "maps" else cdiv(s.V, BV)
         columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
