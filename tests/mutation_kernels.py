@@ -44,7 +44,7 @@ PORTABLE_KERNELS = [
     Mutation(
         "prepare: an early erase reads the state after the decay", f"{KERNELS}/prepare.py",
         "G_erase = G_before if ERASE_EARLY else G", "G_erase = G",
-        "test-kernels", f"{PORTABLE_TEST}[comba-one segment-grouped]",
+        "test-kernels", f"{PORTABLE_TEST}[comba-one segment-odd widths]",
     ),
     Mutation(
         "prepare: the triangular inverse stops one level too early", f"{KERNELS}/prepare.py",
