@@ -26,11 +26,11 @@ def products_in_tf32(allowed: bool) -> Iterator[None]:
 
     The setting is one for all threads of the process.
     """
-    setting = torch.backends.cuda.matmul
-    before = setting.fp32_precision
-    if not allowed or before == "tf32":
+    if not allowed or tf32_allowed():
         yield
         return
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
     setting.fp32_precision = "tf32"
     try:
         yield

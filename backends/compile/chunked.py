@@ -59,7 +59,7 @@ def chunked_update(spec: UpdateSpec, x: UpdateInputs, sequence: Tensor | None) -
     rows = "b (h g) k v -> 1 (b h) g k v" if sequence is None else "y (h g) k v -> y h g k v"
     state = rearrange(state, rows, g=groups)
     operands, o_direct = (channel_operands if by_channel else scalar_operands)(spec, chunks, state, HV // H)
-    tf32 = x.q.dtype.itemsize == 2 and not accumulates_rounding_errors(spec)
+    tf32 = chunks.has_16_bits and not accumulates_rounding_errors(spec)
     o, final_state = chunk_scan(operands._replace(sequence=sequence), tf32)
     o = rearrange(o if o_direct is None else o + o_direct, "n (b h) g c v -> b n c (h g) v", b=B).to(x.v.dtype)
     if sequence is None:

@@ -205,20 +205,20 @@ def tune(
     rejected: list[str] = []
     kept, left, measured = 0, 0, set[Key]()
 
-    def is_measured_next(job: _Job) -> bool:
+    def must_be_measured(job: _Job) -> bool:
         return job.key not in measured and len(job.configs) > 1 and (config.again or not job.done)
 
     try:
         for done, (target, kernel) in enumerate(pairs):
             job = _job(target, kernel, runner.device, table, config)
-            if not is_measured_next(job):
+            if not must_be_measured(job):
                 kept += job.key not in measured and job.done
                 continue
             if config.budget is not None and time.monotonic() - start > config.budget:
                 left = len(pairs) - done
                 break
             measured.add(job.key)
-            later = filter(is_measured_next, (_job(*pair, runner.device, table, config) for pair in pairs[done + 1 :]))
+            later = filter(must_be_measured, (_job(*pair, runner.device, table, config) for pair in pairs[done + 1 :]))
             for ahead in (job, *itertools.islice(later, 1)):
                 runner.compile(ahead.target, ahead.kernel, ahead.configs)
             record, reasons = _search(job, runner, config.rounds, functools.partial(progress, "tune", done, len(pairs)))
