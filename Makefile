@@ -19,7 +19,7 @@ endif
 READY := $(VENV)/.ready
 LAYERS := backends mixers blocks cli
 BASELINE := tests/bench/baseline
-INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element triton_cross_entropy triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
+INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element triton_cross_entropy triton_glu triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
 
 .PHONY: demo test test-kernels test-all lint docs docs-external bench bench-baseline readme-table conformance portability mutations plugin setup clean
 

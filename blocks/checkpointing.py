@@ -19,14 +19,15 @@ _PRODUCTS_AND_ATTENTION = frozenset(
     )
     if hasattr(_aten, name)
 )  # fmt: skip
-_CHEAP = frozenset({"triton_short_conv"})  # of the operators of this package
+_CHEAP = frozenset({"triton_short_conv", "triton_glu"})  # of the operators of this package
 
 
 def run_layer(layer: Callable[..., Any], checkpointing: Checkpointing, *arguments: Any) -> Any:
     """Call the layer. With "full" the backward runs it again from its arguments.
 
-    With "selective" the results of matrix products, attention and this package's operators, except short convolutions,
-    are saved. The backward computes the rest again: mostly norms, activations and gates, bound by memory bandwidth.
+    With "selective" the results of matrix products, attention and this package's operators, except short convolutions
+    and activations, are saved. The backward computes the rest again: mostly norms, activations and gates, bound by
+    memory bandwidth.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
         return layer(*arguments)

@@ -7,14 +7,16 @@ import math
 from abc import ABC, abstractmethod
 from typing import Literal, Self
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from deltazoo.backends import glu_linear
 from deltazoo.backends.frozen_config import FrozenConfig
+from deltazoo.backends.glu_linear import Activation
 from deltazoo.mixers.core.mixer import Context
-
-Activation = Literal["silu", "gelu", "relu2"]
+from deltazoo.mixers.core.part import is_unmodified
 
 
 class Mlp(nn.Module, ABC):
@@ -107,11 +109,19 @@ class DenseMlp(Mlp):
         hidden_BTF = self.to_hidden(x_BTD)
         if not self.config.gated:
             return self.out(_activate(hidden_BTF, self.config.activation))
+        if torch.is_grad_enabled() and _is_plain(self.out) and glu_linear.is_supported(hidden_BTF):
+            return glu_linear.glu_linear(hidden_BTF, self.out.weight, self.config.activation)
         gate_BTF, up_BTF = hidden_BTF.chunk(2, dim=-1)
         return self.out(_activate(gate_BTF, self.config.activation) * up_BTF)
 
     def extra_repr(self) -> str:
         return f"{self.config.activation!r}, gated={self.config.gated}"
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    """Whether the map is the product with its weight alone: no bias, hook, subclass or tensor subclass."""
+    is_exact = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+    return is_exact and linear.bias is None and is_unmodified(linear)
 
 
 def _activate(x: Tensor, activation: Activation) -> Tensor:

@@ -3,21 +3,16 @@
 import torch
 from torch import Tensor
 
-from deltazoo.backends.devices import installed_triton
 from deltazoo.backends.triton.config import power_of_two
-from deltazoo.backends.triton.limits import current_limits
+from deltazoo.backends.triton.limits import runs_elementwise_kernels
 
 BLOCK = 4096  # columns that a program loads at once; 16 per thread
 WARPS = 8
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_supported(logits: Tensor) -> bool:
-    """Whether the kernel runs on these logits: on an NVIDIA GPU that Triton supports, not in float64."""
-    if logits.device.type != "cuda" or logits.dtype not in _DTYPES or not installed_triton():
-        return False
-    with torch.cuda.device_of(logits):
-        return not current_limits(False)[0]
+    """Whether the kernel runs on these logits."""
+    return runs_elementwise_kernels(logits.device.type, logits.device.index, logits.dtype)
 
 
 def losses_(

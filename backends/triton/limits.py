@@ -5,9 +5,11 @@ import functools
 import torch
 
 from deltazoo.backends.devices import INTERPRETER, DeviceSpec, installed_triton
+from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
 _OLDEST_TRITON, _NEWEST_TRITON = (3, 6), (3, 9)
 _OLDEST_CAPABILITY = (8, 0)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Shared memory in bytes of the largest portable kernel for K > 192 in 16 bits, forward alone and with the backward,
 # with the tiles that the heuristic chooses for GPUs with 99 KiB per block; compiled for sm_89 with Triton 3.7.1. For
@@ -64,6 +66,15 @@ def current_limits(grad: bool, channel: bool = False) -> tuple[tuple[str, ...], 
 # torch.compile evaluates it while tracing, like torch.compiler.assume_constant_result, which imports the compiler. Its
 # arguments must be constants, which widths are not under dynamic=True.
 vars(current_limits)["_dynamo_marked_constant"] = True
+
+
+@constant_in_graphs
+def runs_elementwise_kernels(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
+    """Whether the kernels of the loss and of the MLP run on a device: an NVIDIA GPU, not in float64."""
+    if device_type != "cuda" or dtype not in _DTYPES or not installed_triton():
+        return False
+    with torch.cuda.device(index):
+        return not current_limits(False)[0]
 
 
 def size_refusals(name: str, shared_memory: int, dtype: torch.dtype, K: int, V: int, grad: bool) -> list[str]:

@@ -33,6 +33,7 @@ JOBS = {  # letter: spec, and B, T, H, HV, lengths, K, V
     "2": (GATED, (8, 4096, 6, 6, None, 192, 384)),
     "0": (GATED, (8, 4096, 6, 6, None, 200, 400)),
     "5": (GATED, (8, 4096, 6, 6, None, 256, 512)),
+    "9": (GATED, (4, 4096, 9, 9, None, 200, 400)),  # gated-deltanet-1.3b
     "k": (GATED, WIDE),
     "K": (ADDITIVE, WIDE),
     "f": (GATED, FEW),

@@ -1,0 +1,173 @@
+"""The gated activation and its linear map against float64: in Triton's interpreter, or on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from assembly import disassemble
+from compiling import Compiler
+from torch import Tensor
+from triton_cases import DEVICE, INTERPRETED, needs_triton
+
+from deltazoo import watch
+from deltazoo.backends import glu_linear as module
+from deltazoo.backends.glu_linear import glu_linear
+from deltazoo.backends.triton import glu as launches
+from deltazoo.blocks.mlp import Dense
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+DTYPES = list(TOLERANCE)[: 2 if INTERPRETED else 3]
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(launches, "COLUMNS", 16)
+
+
+def draw(*shape: int, dtype: torch.dtype, factor: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (factor * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
+
+
+def definition(hidden: Tensor, activation: str) -> Tensor:
+    gate, up = hidden.double().chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert error <= tolerance, float(error)
+
+
+@needs_triton
+@pytest.mark.parametrize("activation", [pytest.param("silu", marks=pytest.mark.kernel_smoke), "gelu", "relu2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (4, 16), (9, 37)])
+def test_the_kernels_compute_the_activation_and_its_gradient(rows, width, dtype, activation):
+    for factor in (1.0, 8.0):
+        hidden = draw(rows, 2 * width, dtype=dtype, factor=factor)
+        d_h = draw(rows, width, dtype=dtype, seed=1)
+        exact = hidden.double().requires_grad_()
+        expected = definition(exact, activation)
+        (d_expected,) = torch.autograd.grad(expected, exact, d_h.double())
+        assert_near(launches.glu(hidden, activation), expected.detach(), TOLERANCE[dtype])
+        d_hidden, h = launches.glu_backward(hidden, d_h, activation)
+        assert_near(h, expected.detach(), TOLERANCE[dtype])
+        assert_near(d_hidden, d_expected, TOLERANCE[dtype])
+
+
+@needs_triton
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_gates_do_not_overflow_and_nan_propagates(activation):
+    hidden = torch.tensor([[3e4, -3e4, torch.nan, 0.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
+    d_h = torch.ones(1, 4, device=DEVICE)
+    d_hidden, h = launches.glu_backward(hidden, d_h, activation)
+    slope = 1 if activation != "relu2" else 6e4
+    torch.testing.assert_close(d_hidden[0, [0, 1]].cpu(), torch.tensor([2.0 * slope, 0.0]))
+    assert h[0].isnan().tolist() == [False, False, True, False]
+    assert d_hidden[0].isnan().tolist() == [False, False, True, False, False, False, True, False]
+
+
+@needs_triton
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_linear_map_and_its_gradients_equal_their_definition(activation):
+    hidden = draw(2, 5, 24, dtype=torch.float32).requires_grad_()
+    weight = draw(7, 12, dtype=torch.float32, seed=1).requires_grad_()
+    dy = draw(2, 5, 7, dtype=torch.float32, seed=2)
+    with watch() as log:
+        y = glu_linear(hidden, weight, activation)
+        actual = [y, *torch.autograd.grad(y, (hidden, weight), dy)]
+    assert log.kernels == {"glu_kernel": 1, "glu_backward_kernel": 1}
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = definition(exact[0], activation) @ exact[1].T
+    for ours, theirs in zip(actual, [expected, *torch.autograd.grad(expected, exact, dy.double())], strict=True):
+        assert ours.shape == theirs.shape
+        assert_near(ours.detach(), theirs.detach(), 1e-5)
+
+
+@needs_triton
+def test_only_the_projection_and_the_weight_are_saved():
+    hidden, weight = draw(3, 8, dtype=torch.float32).requires_grad_(), draw(2, 4, dtype=torch.float32).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        glu_linear(hidden, weight, "silu").sum().backward()
+    assert sorted(saved) == [(2, 4), (3, 8)]
+
+
+@needs_triton
+def test_a_frozen_weight_gets_no_gradient_and_a_second_derivative_raises():
+    hidden, weight = draw(3, 8, dtype=torch.float32).requires_grad_(), draw(2, 4, dtype=torch.float32)
+    (d_hidden,) = torch.autograd.grad(glu_linear(hidden, weight, "silu").sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        d_hidden.sum().backward()
+    assert weight.grad is None
+
+
+@needs_triton
+@pytest.mark.parametrize("config", [Dense(width=12), Dense(width=12, activation="gelu")])
+def test_an_mlp_uses_the_kernels_only_with_gradients(monkeypatch, config):
+    monkeypatch.setattr(module, "is_supported", lambda hidden: True)
+    torch.manual_seed(0)
+    mlp = config.build(6).to(DEVICE)
+    x = draw(2, 3, 6, dtype=torch.float32).requires_grad_()
+    with watch() as log:
+        y = mlp(x, None)
+        gradients = torch.autograd.grad(y.sum(), [x, *mlp.parameters()])
+    assert set(log.kernels) == {"glu_kernel", "glu_backward_kernel"}
+    with watch() as log, torch.no_grad():
+        torch.testing.assert_close(mlp(x, None), y)
+    assert not log.kernels
+    monkeypatch.setattr(module, "is_supported", lambda hidden: False)
+    expected = torch.autograd.grad(mlp(x, None).sum(), [x, *mlp.parameters()])
+    torch.testing.assert_close(gradients, expected)
+
+
+@needs_triton
+def test_an_mlp_with_a_hook_or_a_bias_keeps_its_output_map(monkeypatch):
+    monkeypatch.setattr(module, "is_supported", lambda hidden: True)
+    x = draw(2, 3, 6, dtype=torch.float32)
+    called = []
+    hooked = Dense(width=12).build(6).to(DEVICE)
+    hooked.out.register_forward_hook(lambda *_: called.append(1))
+    with watch() as log:
+        hooked(x, None)
+        Dense(width=12, bias=True).build(6).to(DEVICE)(x, None)
+    assert called == [1]
+    assert not log.kernels
+
+
+@needs_triton
+def test_operators_pass_opcheck():
+    hidden = draw(3, 10, dtype=torch.float32)
+    names = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.deltazoo.triton_glu.default, (hidden, "silu"), test_utils=names)
+    arguments = (hidden, draw(3, 5, dtype=torch.float32), "silu")
+    torch.library.opcheck(torch.ops.deltazoo.triton_glu_backward.default, arguments, test_utils=names)
+
+
+def test_the_kernels_need_a_gpu_and_at_most_32_bits():
+    assert not module.is_supported(torch.zeros(2, 4))
+    if not INTERPRETED and torch.cuda.is_available():
+        assert module.is_supported(torch.zeros(2, 4, device="cuda"))
+        assert not module.is_supported(torch.zeros(2, 4, device="cuda", dtype=torch.float64))
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler, not its interpreter")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_compiled_kernels_have_no_spills_and_wide_accesses(monkeypatch, activation):
+    monkeypatch.setattr(launches, "COLUMNS", 512)
+    compiler = Compiler(all=True)
+    monkeypatch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
+    hidden, d_h = torch.empty(8, 11008, dtype=torch.bfloat16), torch.empty(8, 5504, dtype=torch.bfloat16)
+    launches.glu(hidden, activation)
+    launches.glu_backward(hidden, d_h, activation)
+    assert len(compiler.compiled) == 2
+    for _, compiled in compiler.compiled:
+        assert "ld.global.v4" in compiled.asm["ptx"]
+        assert "st.global.v4" in compiled.asm["ptx"]
+        assert "STL" not in disassemble(compiled.asm["cubin"])
