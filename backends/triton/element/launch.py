@@ -35,12 +35,12 @@ from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.plan import device_spec
 from deltazoo.backends.triton.precompile import device_of
 
-_COMBINED = 256  # elements of a program of the combination
-_STEP_ELEMENTS = 2048  # of a program of the decode step
+_COMBINED = 256  # elements of the state that a program combines
+_STEP_ELEMENTS = 2048  # elements of the state that a program of the decode step updates
 
 
 class Sizes(NamedTuple):
-    """The sizes of a problem, and its segments. segments: of each sequence, an upper bound if packed."""
+    """The sizes of a problem. split: tokens per segment, or 0. segments: of each sequence, an upper bound if packed."""
 
     N: int
     T: int
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 def resolve(x: ElementOperands, kind: ElementKind) -> tuple[Sizes, ElementConfig]:
-    """Read the sizes off the operands, and choose launch config and segments."""
+    """Return the sizes of the operands and the launch config."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     config = parse_element(kind.config) if kind.config else element_heuristic(K, V)
@@ -118,7 +118,7 @@ def backward(
     programs = s.N * s.segments * traits.BLOCKS
     d_q = d_k = d_rate = scratch = None
     if key_gradients:
-        # the share of each block of channels, or of each channel, in the gradient of its key head
+        # the gradient of a key head by each block of channels, or by each channel; summed below
         shape = (traits.BLOCKS // s.H, rows, s.H, s.K) if traits.SHARED else (rows, s.H, s.HV // s.H, s.K)
         d_q, d_k = _empty(x, *shape), _empty(x, *shape)
         if traits.SHARED:
@@ -140,8 +140,9 @@ def backward(
     )  # fmt: skip
     run(programs, kind.scale, s.T, s.N, s.segments, rows)
     if d_q is not None and d_k is not None:
+        axis = 0 if traits.SHARED else 2
         for name, partial in (("q", d_q), ("k", d_k)):
-            total = partial.sum(0 if traits.SHARED else 2) if partial.shape[0 if traits.SHARED else 2] > 1 else partial
+            total = partial.sum(axis) if partial.shape[axis] > 1 else partial
             grads[name] = total.view(x.q.shape).to(key_dtype)
     if d_rate is not None:
         name = "rate" if x.rate is not None else "log_decay"
@@ -174,10 +175,11 @@ def step_(call: ElementStepCall) -> Tensor:
 
 
 def _kernel_operands(x: ElementOperands, s: Sizes, config: ElementConfig) -> ElementOperands:
-    """Return the operands as the kernels read them: the rate or a fixed decay per channel as [K, HV], so that lanes
-    read adjacent channels, and q and k in float32 if the channels of a program share them.
+    """Convert the operands to the layouts and dtypes that the kernels read.
 
-    These are small then, and every program would convert them again, with as many instructions as it updates states.
+    The rate and a fixed decay per channel become [K, HV], so that lanes read adjacent channels. q and k become float32
+    if the channels of a program share them: they are small then, and every program would convert them again, which
+    takes as many instructions as the update of the state.
     """
     if x.rate is not None:
         x = x._replace(rate=x.rate.t().contiguous())
@@ -194,12 +196,12 @@ def _scan(
     final: Tensor | None = None, checkpoints: Tensor | None = None, starts: Tensor | None = None,
     ends: Tensor | None = None, maps: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch the forward scan; with `ends` and `maps` it computes these alone."""
+    """Launch the forward scan; with `ends` and `maps` it computes only these."""
     traits = _traits(x, kind, s, config.forward, config.every)
     initial = x.state if ends is None and starts is None else None
     save = checkpoints is not None
     if checkpoints is None:
-        checkpoints = final if ends is None else ends  # not written
+        checkpoints = final if ends is None else ends  # any tensor: the kernel does not write it, because save is 0
     run = launcher(
         element_scan_kernel,
         (
@@ -225,7 +227,7 @@ def _combine(
 
 
 def _segment_states(x: ElementOperands, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the states at the start of each segment, its contribution and its map: [N segments, K, V, HV]."""
+    """Allocate starts, ends and maps of the segments (scan.py), [N segments, K, V, HV] each."""
     starts, ends, maps = (_empty(x, s.N * s.segments, s.K, s.V, s.HV) for _ in range(3))
     return starts, ends, maps
 
@@ -238,7 +240,7 @@ def _zero_tail(
     x: ElementOperands, s: Sizes, v: Tensor, q: Tensor | None = None, k: Tensor | None = None,
     log_decay: Tensor | None = None, b: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Zero the rows from cu_seqlens[-1] on of tensors shaped like the operands of these names; b: [T, HV]."""
+    """Zero the rows from cu_seqlens[-1] on of tensors with the shapes of these operands; b: [T, HV]."""
     if x.cu_seqlens is None:
         return
     block, programs = 1024, 64
