@@ -1,4 +1,4 @@
-"""Candidate launch configs of each kernel, and the problem that a target poses to the kernels.
+"""Candidate launch configs of each kernel, and the problem and the operands of a tuning target.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
@@ -22,7 +22,7 @@ from deltazoo.backends.triton.resolve import decode_problem
 from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 from deltazoo.backends.triton.table import STEPS, Kernel
 
-_STATE_LIKE = ("log_decay", "step", "rate")
+_IN_STATE_DTYPE = ("log_decay", "step", "rate")
 
 
 class Target(NamedTuple):
@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 def problem_of(target: Target, kernel: Kernel) -> Problem:
-    """Return the problem that the backend will look up for a target."""
+    """Return the problem by which the backend looks up the launch of a kernel in the tables."""
     spec, step = target.spec, kernel in STEPS
     inputs = zero_operands(target, kernel, torch.device("meta"))
     if not step:
@@ -44,11 +44,14 @@ def problem_of(target: Target, kernel: Kernel) -> Problem:
 
 
 def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
-    """Return zeros for the operands and initial state of a target; in a step each sequence is a row of one token."""
+    """Return zeros for the operands and the initial state of a target.
+
+    For the kernels of a decode step each sequence is a row of one token.
+    """
     spec, shape, dtype = target
     B, T, lengths = (shape.sequences, 1, ()) if kernel in STEPS else (shape.B, shape.T, shape.lengths)
     operands = {
-        name: torch.zeros(sizes, dtype=state_dtype(dtype) if name in _STATE_LIKE else dtype, device=device)
+        name: torch.zeros(sizes, dtype=state_dtype(dtype) if name in _IN_STATE_DTYPE else dtype, device=device)
         for name, sizes in spec.operands(B, T, *shape[3:7]).items()
     }
     operands["state"] = torch.zeros(shape.sequences, shape.HV, shape.K, shape.V, device=device)
@@ -60,7 +63,10 @@ def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> Updat
 def candidates(
     kernel: Kernel, problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str = "quick"
 ) -> list[LaunchConfig]:
-    """Return the configs to try for a kernel, `base` first; only `base` if the plan does not launch the kernel."""
+    """Return the configs to try for a kernel, `base` first.
+
+    Only `base` if the plan does not launch the kernel, or if its launch has no parameters.
+    """
     if kernel == "split":
         return _splits(problem, base, device, effort)
     if kernel not in STEPS:
@@ -80,7 +86,7 @@ def candidates(
         launches = [launch for launch in launches if min_key_tile(problem.saved_dtype) <= launch.keys <= widest]
     default = getattr(heuristic(problem, device, base.split), kernel)
     if supports_hopper(kernel, problem, device, base.chunk):
-        if effort == "quick":  # of the portable launches that of the heuristic: they are rarely faster
+        if effort == "quick":  # portable launches are rarely faster: only that of the heuristic
             launches = [default.model_copy(update={"kernel": "portable"})]
         launches.append(default if default.kernel != "portable" else on_hopper(kernel, default))
         if kernel == "reverse" and not base.split and takes("reverse", "fused", problem, device, base.chunk):
