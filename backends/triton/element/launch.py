@@ -82,11 +82,7 @@ def forward(x: ElementOperands, kind: ElementKind, save: bool) -> tuple[Tensor, 
     o, final = x.v.new_empty(x.v.shape), _empty(x, s.N, s.HV, s.K, s.V)
     slots = checkpoint_slots(s.N, s.T, config.every, s.packed)
     checkpoints = _empty(x, slots, s.K, s.V, s.HV) if save else _empty(x, 0)
-    starts = None
-    if s.split:
-        starts, ends, maps = _segment_states(x, s)
-        _scan(x, kind, s, config, ends=ends, maps=maps)
-        _combine(x, s, maps, ends, x.state, starts, reverse=False)
+    starts = _states_before_segments(x, kind, s, config) if s.split else None
     _scan(x, kind, s, config, o=o, final=final, checkpoints=checkpoints if save else None, starts=starts)
     _zero_tail(x, s, v=o)
     return o, final, checkpoints
@@ -101,19 +97,7 @@ def backward(
     key_dtype = x.q.dtype
     x = _kernel_operands(x, s, config)
     traits = _traits(x, kind, s, config.backward, config.every, KEY_GRADIENTS=key_gradients, LOADED_BY_ALL=True)
-    starts = None
-    if s.split:
-        starts, ends, maps = _segment_states(x, s)
-        _scan(x, kind, s, config, ends=ends, maps=maps)
-        reverse_traits = _traits(x, kind, s, config.forward, 0)
-        reverse = launcher(
-            element_reverse_kernel,
-            (x.q, x.log_decay, x.step, x.rate, d_o, ends, x.cu_seqlens),
-            (reverse_traits,),
-            reverse_traits.W,
-        )
-        reverse(s.N * s.segments * reverse_traits.BLOCKS, kind.scale, s.T, s.N, s.segments)
-        _combine(x, s, maps, ends, d_final, starts, reverse=True)
+    starts = _gradients_after_segments(x, kind, s, config, d_o, d_final) if s.split else None
     rows = x.q.shape[0] * s.T
     programs = s.N * s.segments * traits.BLOCKS
     d_q = d_k = d_rate = scratch = None
@@ -191,6 +175,32 @@ def _kernel_operands(x: ElementOperands, s: Sizes, config: ElementConfig) -> Ele
     return x._replace(q=x.q.float(), k=x.k.float())
 
 
+def _states_before_segments(x: ElementOperands, kind: ElementKind, s: Sizes, config: ElementConfig) -> Tensor:
+    """Return the states before the segments of all sequences, [N segments, K, V, HV]."""
+    starts, ends, maps = _segment_states(x, s)
+    _scan(x, kind, s, config, ends=ends, maps=maps)
+    _combine(x, s, maps, ends, x.state, starts, reverse=False)
+    return starts
+
+
+def _gradients_after_segments(
+    x: ElementOperands, kind: ElementKind, s: Sizes, config: ElementConfig, d_o: Tensor, d_final: Tensor | None
+) -> Tensor:
+    """Return the gradients of the states after the segments of all sequences, [N segments, K, V, HV]."""
+    starts, ends, maps = _segment_states(x, s)
+    _scan(x, kind, s, config, ends=ends, maps=maps)  # only for the maps; the next kernel overwrites ends
+    traits = _traits(x, kind, s, config.forward, 0)
+    run = launcher(
+        element_reverse_kernel,
+        (x.q, x.log_decay, x.step, x.rate, d_o, ends, x.cu_seqlens),
+        (traits,),
+        traits.W,
+    )
+    run(s.N * s.segments * traits.BLOCKS, kind.scale, s.T, s.N, s.segments)
+    _combine(x, s, maps, ends, d_final, starts, reverse=True)
+    return starts
+
+
 def _scan(
     x: ElementOperands, kind: ElementKind, s: Sizes, config: ElementConfig, *, o: Tensor | None = None,
     final: Tensor | None = None, checkpoints: Tensor | None = None, starts: Tensor | None = None,
@@ -227,7 +237,7 @@ def _combine(
 
 
 def _segment_states(x: ElementOperands, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate starts, ends and maps of the segments (scan.py), [N segments, K, V, HV] each."""
+    """Allocate `starts`, `ends` and `maps` of the kernels, [N segments, K, V, HV] each."""
     starts, ends, maps = (_empty(x, s.N * s.segments, s.K, s.V, s.HV) for _ in range(3))
     return starts, ends, maps
 
