@@ -23,6 +23,22 @@ from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 from deltazoo.backends.triton.table import STEPS, Kernel
 
 _IN_STATE_DTYPE = ("log_decay", "step", "rate")
+# Values of these fields of `Launch` to try: as whole launches, and for each field, to be combined.
+_FIELDS = ("tile", "warps", "stages", "keys")
+_QUICK: dict[str, list[tuple[int, ...]]] = {
+    "prepare": [(16, 4, 1), (32, 4, 1), (16, 8, 1)],
+    "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
+    "gradients": [(64, 4, 1, 64), (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 2, 64), (128, 4, 1, 64), (64, 8, 2, 128)],
+    "decode": [(16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
+    "fused_step": [(32, 2, 1), (32, 4, 1), (64, 2, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1)],
+}  # fmt: skip
+_FULL: dict[str, tuple[tuple[int, ...], ...]] = {
+    "prepare": ((16, 32, 64), (2, 4, 8), (1, 2)),
+    "scan": ((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)),
+    "gradients": ((32, 64, 128), (4, 8), (1, 2, 3), (32, 64, 128)),
+    "decode": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
+    "fused_step": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
+}
 
 
 class Target(NamedTuple):
@@ -78,6 +94,7 @@ def candidates(
         }
         if unused.get(kernel):
             return [base]
+    # kernels without the last fields of _FIELDS keep their defaults
     launches = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _grid(kernel, effort)]
     if kernel != "prepare":
         launches = [launch for launch in launches if launch.tile == value_tile(launch.tile, problem.V)]
@@ -114,24 +131,8 @@ def _splits(problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: st
     return _unique(base, changes)
 
 
-_FIELDS = ("tile", "warps", "stages", "keys")
-_QUICK: dict[str, list[tuple[int, ...]]] = {
-    "prepare": [(16, 4, 1), (32, 4, 1), (16, 8, 1)],
-    "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
-    "gradients": [(64, 4, 1, 64), (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 2, 64), (128, 4, 1, 64), (64, 8, 2, 128)],
-    "decode": [(16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
-    "fused_step": [(32, 2, 1), (32, 4, 1), (64, 2, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1)],
-}  # fmt: skip
-_FULL: dict[str, tuple[tuple[int, ...], ...]] = {
-    "prepare": ((16, 32, 64), (2, 4, 8), (1, 2)),
-    "scan": ((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)),
-    "gradients": ((32, 64, 128), (4, 8), (1, 2, 3), (32, 64, 128)),
-    "decode": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
-    "fused_step": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
-}
-
-
 def _grid(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
+    """Return the values of `_FIELDS` to try. The scans have the same values."""
     name = "scan" if kernel in ("recompute", "reverse") else kernel
     return _QUICK[name] if effort == "quick" else list(itertools.product(*_FULL[name]))
 
