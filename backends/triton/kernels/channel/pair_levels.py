@@ -45,7 +45,7 @@ def is_weak_decay(G, C: tl.constexpr, BOUND: tl.constexpr):
     G [C, keys]: cumulative log2 decays, which do not increase.
     """
     middle = tl.min(tl.where((tl.arange(0, C) < C // 2)[:, None], G, 0.0), 0)
-    # a NaN compares as false, so it is not weak
+    # tl.min ignores NaN, which propagates with weak decays as with others
     return (tl.min(middle, 0) > -BOUND) & (tl.min(tl.min(G, 0) - middle, 0) > -BOUND), middle
 
 
