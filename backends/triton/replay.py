@@ -260,7 +260,7 @@ def _record(body: Body, arguments: Sequence[Any]) -> Program | Literal[False]:
         with recorder:
             result = body(*inputs)
         return Program(recorder, len(tensors), result)
-    except Exception:  # calls then run the body, which raises an error of its own
+    except Exception:  # calls then run the body, which raises the error if there is one
         _log.debug("%s is not replayed", body, exc_info=True)
         return False
     finally:

@@ -103,7 +103,7 @@ def candidates(
         launches = [launch for launch in launches if min_key_tile(problem.saved_dtype) <= launch.keys <= widest]
     default = getattr(heuristic(problem, device, base.split), kernel)
     if supports_hopper(kernel, problem, device, base.chunk):
-        if effort == "quick":  # portable launches are rarely faster: only that of the heuristic
+        if effort == "quick":  # of the portable launches, which are rarely faster, only the heuristic's
             launches = [default.model_copy(update={"kernel": "portable"})]
         launches.append(default if default.kernel != "portable" else on_hopper(kernel, default))
         if kernel == "reverse" and not base.split and takes("reverse", "fused", problem, device, base.chunk):

@@ -219,10 +219,9 @@ def bench_model(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     here = environment(device)
-    half = config.dtype != "float32"
     return ModelBenchmark(
         environment=here, model=model, stack=spec, config=config, flops=flops,
-        peak_tflops=PEAK_TFLOPS.get(here.device) if half else None, rows=rows,
+        peak_tflops=None if config.dtype == "float32" else PEAK_TFLOPS.get(here.device), rows=rows,
     )  # fmt: skip
 
 
@@ -245,7 +244,7 @@ def _measure(
     for direction, counts in flops.items():
         row = ModelRow(implementation=name, direction=direction, parameters=calls.parameters)
         try:
-            figures = _figures(calls, direction, config, device, progress, f"{name} {_PHASES[direction]}")
+            figures = _measure_direction(calls, direction, config, device, progress, f"{name} {_PHASES[direction]}")
         except Exception as failure:  # one model's failure must not end the benchmark
             yield row.model_copy(update={"refused": [failure_reason(failure)]})
             continue
@@ -267,7 +266,7 @@ def _build(spec: StackSpec, name: str, config: ModelBenchConfig, device: torch.d
     return PretrainedCalls(peer.to(device, dtype), tokens)
 
 
-def _figures(
+def _measure_direction(
     calls: ModelCalls,
     direction: Direction,
     config: ModelBenchConfig,

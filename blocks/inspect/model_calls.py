@@ -18,7 +18,7 @@ from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.spec import StackSpec
 
 DECODED = 16  # tokens per row and timed call
-_UNTIMED_CALLS = 6  # at most so many decoding calls are not timed: the first, that of the memory peak, warm-ups
+_UNTIMED_CALLS = 6  # upper bound on the decoding calls that are not timed: first call, memory peak, warm-ups
 
 
 class ModelCalls(ABC):

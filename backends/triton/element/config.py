@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _LANES = 32
-_MIN_SHARED_GROUP = 16  # with at least so many channels per key head a program has channels of one key head
+_MIN_SHARED_GROUP = 16  # channels per key head; with fewer, a program has channels of several key heads
 _MIN_SEGMENT = 128  # tokens
 _MAX_GROUPS = 8  # groups between two checkpoints; the backward unrolls the recomputation of their states
 

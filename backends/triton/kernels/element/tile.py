@@ -122,7 +122,7 @@ def tile_at(base, offsets, AXIS: tl.constexpr, LENGTH: tl.constexpr, SHAPE: tl.c
     to 5 do not state contiguity: they only make Triton choose the order of the state, warps W and lanes [TN, TC].
     """
     element: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
-    # a thread accesses at most 16 bytes at once; Triton would distribute more over lanes
+    # an instruction accesses at most 16 bytes per thread; Triton would distribute more over lanes
     VECTOR: tl.constexpr = LENGTH if LENGTH * element <= 16 else 1
     size: tl.constexpr = element * VECTOR
     pointers = base + offsets
