@@ -102,7 +102,7 @@ def backward(
     programs = s.N * s.segments * traits.BLOCKS
     d_q = d_k = d_rate = scratch = None
     if key_gradients:
-        # the gradient of a key head by each block of channels, or by each channel; summed below
+        # the gradient of a key head from each block of channels, or from each channel; summed below
         shape = (traits.BLOCKS // s.H, rows, s.H, s.K) if traits.SHARED else (rows, s.H, s.HV // s.H, s.K)
         d_q, d_k = _empty(x, *shape), _empty(x, *shape)
         if traits.SHARED:

@@ -271,8 +271,8 @@ def element_backward_kernel(
     [N segments, K, V, HV], the gradient of the state at the end of each; checkpoints [slots, K, V, HV].
     Writes d_v [B, T, HV, V]; d_initial [N, HV, K, V] (None: skipped); d_decay, the gradient of log_decay [B, T, HV] or
     [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, K, HV] or [N segments, HV], the gradient of the rate
-    or the fixed decay by the tokens of each segment. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows, H,
-    K] by the channels of each block, where rows = B T; else [B, T, HV, K] by each channel.
+    or the fixed decay from the tokens of each segment. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows,
+    H, K] from the channels of each block, where rows = B T; else [B, T, HV, K] from each channel.
     scratch: [programs, 2 halves, W, EVERY / GROUP, 2 (d_q, d_k), GROUP, RN TN] float32 with SHARED and KEY_GRADIENTS.
     Intervals use the halves alternately: one is written while the other is summed.
 

@@ -95,7 +95,7 @@ def store_folded_rows(
 
 @triton.jit
 def store_folded_keys(scratch, d_qs, d_ks, group, traits: tl.constexpr):
-    """Store the d_q and d_k of GROUP tokens by the channels of each warp, which `sum_warps` adds up.
+    """Store the d_q and d_k of GROUP tokens from the channels of each warp; `sum_warps` adds those of the warps.
 
     d_qs, d_ks: from `fold_lanes` over the lanes along the channels. group: the number of the group in its interval.
     scratch: [W, EVERY / GROUP, 2, GROUP, RN TN]. If there are more lanes than tokens, some lanes store d_q, others d_k.
