@@ -36,8 +36,8 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
 def chunk_tokens(vocabulary: int, width: int, dtype: torch.dtype) -> int:
     """Return the default number of tokens per chunk, a multiple of 256.
 
-    It is the larger of two: as many tokens as have 128 MiB of logits; and 4,096, or fewer if their logits would have
-    more bytes than the float32 gradient of the weights.
+    It is the larger of two numbers: the tokens whose logits have 128 MiB; and 4,096, or fewer if their logits would
+    have more bytes than the float32 gradient of the weights.
     """
     small = _CHUNK_BYTES // (dtype.itemsize * vocabulary)
     large = min(_LARGE_CHUNK, 4 * width // dtype.itemsize)
@@ -68,10 +68,10 @@ def linear_cross_entropy(
 
         loss_n = lse_n - z_{n target_n} + z_loss lse_n^2,   lse_n = log sum_l exp(z_nl)
 
-    and 0 for an ignored target. The logits of one chunk of tokens are in memory at a time, in the dtype of x. With
-    reduction "mean" and "sum" the forward also computes both gradients, which the backward only scales; so it computes
-    the logits once. With "none" the backward recomputes them. Statistics are in float32, and the gradient of the
-    weights is accumulated in float32.
+    and 0 for an ignored target. The logits of only one chunk of tokens are in memory at a time, in the dtype of x. With
+    reduction "mean" and "sum" the forward also computes the gradients, and the backward only scales them, so that the
+    logits are computed once. With "none" the backward recomputes the logits. lse and the losses are in float32, and the
+    gradient of the weights is accumulated in float32.
 
     Args:
         x_ND: [N, D], features.
@@ -142,7 +142,7 @@ def _check_options(reduction: str, z_loss: float | None, cap: float | None, chun
 
 
 class _Rows(NamedTuple):
-    """The logits of consecutive tokens, the targets, and the factor of each token's gradient."""
+    """The logits of consecutive tokens, their targets, and the factors of their gradients; None: 1."""
 
     logits_RL: Tensor
     targets_R: Tensor
@@ -153,14 +153,17 @@ def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, dtype: torch.dtype, ignore_index: int,
     z_loss: float | None, cap: float | None, chunk: int, d_x: bool, d_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the losses [N], and the gradients of sum_n scale_n loss_n; scale = None is 1. The gradient of x has the
-    dtype of the logits, that of the weights is in float32; a gradient that is not wanted is empty."""
+    """Return the losses [N] and the gradients of sum_n scale_n loss_n with respect to x and the weights.
+
+    The gradient of x has the dtype of the logits, that of the weights is in float32. Without d_x or d_weight the
+    gradient is empty. scale = None is 1.
+    """
     options = _Options(dtype, ignore_index, z_loss, cap, chunk)
     C, L = min(chunk, x.shape[0]), weight.shape[0]
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         weight = weight.to(dtype)
         if (padding := padded_vocabulary(L, x.device) - L) > 0:
-            # Weights of 0 have logits of 0, which no loss reads, and which are right as their own gradients.
+            # The logits of the padding are 0. No loss reads or overwrites them, so they also are their own gradients.
             weight = torch.nn.functional.pad(weight, (0, 0, 0, padding))
         losses_N, grad_x_ND, grad_weight_LD = _results(x, weight, dtype, d_x, d_weight)
         grad_weight_LD.zero_()
@@ -179,7 +182,7 @@ def _linear_cross_entropy(
 
 
 def _losses_(rows: _Rows, options: _Options, losses_R: Tensor, gradients: bool) -> None:
-    """Store the losses. With `gradients` overwrite the logits by the gradients of the products x W^T."""
+    """Store the losses. With `gradients` overwrite the logits x W^T by their gradients."""
     if kernel.is_supported(rows.logits_RL):
         kernel.losses_(*rows, losses_R, gradients, options.ignore_index, options.z_loss, options.cap)
         return
@@ -190,12 +193,13 @@ def _losses_(rows: _Rows, options: _Options, losses_R: Tensor, gradients: bool) 
 
 
 def _blocks(rows: _Rows, losses_R: Tensor) -> Iterator[tuple[_Rows, Tensor]]:
+    """Split rows and losses into blocks of about `_BLOCK` logits."""
     R, L = rows.logits_RL.shape
     size = max(1, _BLOCK.get(losses_R.device.type, 2**24) // L)
     for start in range(0, R, size):
-        part = slice(start, start + size)
-        scale_R = None if rows.scale_R is None else rows.scale_R[part]
-        yield _Rows(rows.logits_RL[part], rows.targets_R[part], scale_R), losses_R[part]
+        block = slice(start, start + size)
+        scale_R = None if rows.scale_R is None else rows.scale_R[block]
+        yield _Rows(rows.logits_RL[block], rows.targets_R[block], scale_R), losses_R[block]
 
 
 def _block_losses_(rows: _Rows, options: _Options, losses_R: Tensor, gradients: bool) -> None:
@@ -223,7 +227,7 @@ def _block_losses_(rows: _Rows, options: _Options, losses_R: Tensor, gradients: 
     scale_R1 = torch.ones_like(lse_R1) if scale_R is None else scale_R[:, None]
     scale_R1 = scale_R1.masked_fill(ignored_R1, 0)
     factor_R1 = scale_R1 if options.z_loss is None else scale_R1 * (1 + 2 * options.z_loss * lse_R1)
-    # p - 1 of the target is computed before the rounding to 16 bits, which would cancel for p near 1
+    # p - 1 of the target is computed before p is rounded to 16 bits, because it cancels for p near 1
     d_target_R1 = p_RL.gather(1, target_R1) * factor_R1 - scale_R1
     if options.cap is not None:
         slope = lambda z: 1 - (z / options.cap).square()  # noqa: E731, the derivative of the cap: 1 - tanh^2
@@ -250,7 +254,7 @@ def _fake(
     return _results(x, weight, dtype, d_x, d_weight)
 
 
-# A custom operator: a traced loop over N / chunk chunks would specialise the graph to one N.
+# A custom operator, because a traced loop over the chunks would specialise the graph to one N.
 _op = operator(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, Tensor? scale, ScalarType dtype, int ignore_index, "
     "float? z_loss, float? cap, int chunk, bool d_x, bool d_weight) -> (Tensor, Tensor, Tensor)",
@@ -288,7 +292,7 @@ class _SummedLoss(torch.autograd.Function):
 
 @cache_forward_signature
 class _Losses(torch.autograd.Function):
-    """The loss of each token. The backward weights the tokens, so it computes the logits again."""
+    """The loss of each token. The backward recomputes the logits: the weight of each token is not known before."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
@@ -305,7 +309,7 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
         x, weight, targets = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        # Scaled to 1: gradients of a small loss would underflow in float16.
+        # The largest factor is scaled to 1, because the gradients of a small loss would underflow in float16.
         tiny = grad_N.new_full((1,), torch.finfo(grad_N.dtype).tiny)
         largest = torch.cat([grad_N.abs(), tiny]).amax()
         _, *gradients = _op(x, weight, targets, grad_N / largest, *ctx.options, *needed[:2])
@@ -315,7 +319,8 @@ class _Losses(torch.autograd.Function):
 def _scaled(
     gradients: Iterable[Tensor], factor: Tensor, dtypes: Iterable[torch.dtype], needed: Iterable[bool]
 ) -> Iterator[Tensor | None]:
-    """Multiply the gradients in float32 and round once. A factor without dimensions would be rounded to 16 bits."""
+    """Multiply the gradients by a factor in float32, and round once."""
     for gradient, dtype, is_needed in zip(gradients, dtypes, needed, strict=False):
         out = gradient.new_empty(gradient.shape, dtype=dtype)
+        # [1], because a factor without dimensions would be rounded to the dtype of the gradient first
         yield torch.mul(gradient, factor.reshape(1), out=out) if is_needed else None

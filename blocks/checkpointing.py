@@ -1,4 +1,4 @@
-"""Activation checkpointing of a layer: recompute all of it in the backward, or only its cheap operators."""
+"""Activation checkpointing of a layer: the backward recomputes all of it, or only its cheap operators."""
 
 import functools
 from collections.abc import Callable
@@ -19,14 +19,15 @@ _PRODUCTS_AND_ATTENTION = frozenset(
     )
     if hasattr(_aten, name)
 )  # fmt: skip
-_CHEAP = frozenset({"triton_short_conv", "triton_glu"})  # of the operators of this package
+_RECOMPUTED = frozenset({"triton_short_conv", "triton_glu"})  # among the operators of this package
 
 
 def run_layer(layer: Callable[..., Any], checkpointing: Checkpointing, *arguments: Any) -> Any:
-    """Call the layer. With "full" the backward runs it again from its arguments.
+    """Call the layer, and save in a forward with gradients only what `checkpointing` says.
 
-    With "selective" the results of matrix products, attention and this package's operators, except short convolutions
-    and activations, are saved. The backward computes the rest again: mostly norms, activations and gates, bound by
+    "none" saves all intermediate results. "full" saves the arguments, and the backward runs the layer again.
+    "selective" also saves the results of matrix products, of attention and of the operators of this package except
+    short convolutions and activations; the backward recomputes the rest, mostly norms, activations and gates, bound by
     memory bandwidth.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
@@ -40,7 +41,7 @@ def run_layer(layer: Callable[..., Any], checkpointing: Checkpointing, *argument
 def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
     packet = getattr(operator, "overloadpacket", operator)  # a higher-order operator has none
     if operator.namespace == "deltazoo":
-        is_saved = packet.__name__ not in _CHEAP
+        is_saved = packet.__name__ not in _RECOMPUTED
     else:
         is_saved = packet in _PRODUCTS_AND_ATTENTION or packet is torch.ops.higher_order.flex_attention
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

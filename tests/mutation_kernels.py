@@ -160,7 +160,7 @@ PORTABLE_KERNELS = [
         f"{ELEMENT}[rate, after-one segment-shared keys]",
     ),
     Mutation(
-        "element backward: lanes keep the tile that they send", f"{KERNELS}/element/tile.py",
+        "element backward: lanes keep the tile that they send", f"{KERNELS}/element/sums.py",
         "sent = tl.where(is_first, xs[2 * i + 1], xs[2 * i])", "sent = tl.where(is_first, xs[2 * i], xs[2 * i + 1])",
         "test-kernels", f"{ELEMENT}[rate, after-one segment-shared keys]",
     ),

@@ -36,7 +36,7 @@ SEGMENT = 16
 
 
 class ChunkOperands(NamedTuple):
-    """Operands of the scan. A row scale or gamma of None is 1; a None: no erase term; e None: E = K.
+    """Operands of the scan.
 
     Args:
         q: [N, Z, C, K].
@@ -44,11 +44,11 @@ class ChunkOperands(NamedTuple):
         v: values [N, Z, G, M, V], scaled by the write strength.
         attn: P [N, Z, G, C, M].
         state: initial states [Y, Z, G, K, V].
-        a: A [N, Z, G, M, M], strictly lower triangular.
-        e: erase keys [N, Z, M, K].
-        scale_q, scale_e, scale_k: row scales [N, Z, G, C], [N, Z, G, M] and [N, Z, G, M].
-        gamma: decay of the state over the chunk [N, Z, G, 1 or K].
-        kv: [N, Z, G, K, V].
+        a: A [N, Z, G, M, M], strictly lower triangular. None: there is no erase term.
+        e: erase keys [N, Z, M, K]. None: k.
+        scale_q, scale_e, scale_k: row scales [N, Z, G, C], [N, Z, G, M] and [N, Z, G, M]. None: 1.
+        gamma: decay of the state over the chunk [N, Z, G, 1 or K]. None: 1.
+        kv: KV [N, Z, G, K, V]. None: 0.
         sequence: [N] int64, non-decreasing: the row of `state` that each chunk continues. None: row 0 for all chunks.
     """
 
@@ -153,4 +153,5 @@ class _ChunkScan(torch.autograd.Function):
         d_final = state.new_zeros(state.shape) if d_final is None else d_final
         grads = _backward_op(d_o, d_final, *saved, ctx.segment, ctx.tf32)
         needed = ctx.needs_input_grad[1:]
+        # tf32 and `sequence`, the first and the last input, have no gradient
         return (None, *(g if need else None for g, need in zip(grads, needed, strict=False)), None)

@@ -51,7 +51,7 @@ def scan_backward(
             S_buffer[0] = segment_states[number]
             transitions = Transitions.of(chunks, gamma, kv, state, sequence)
             propagate(S_buffer[: n + 1], K_scaled, V_new, None, transitions)
-            dV_new, W = dV, None
+            dV_new, W = dV, None  # without an erase term V_new is V
             if t is not None:
                 dV_new, T = torch.empty_like(dV), flat(t[chunks])
                 W = torch.bmm(T, by_value_head(k if e is None else e, scale_e, chunks, G))
@@ -118,7 +118,14 @@ def _key_gradient(
     d_rows: Tensor, S: Tensor, sign: int, keys: tuple[Tensor, Tensor | None], grads: tuple[Tensor, Tensor],
     chunks: slice, accumulate: bool,
 ) -> None:  # fmt: skip
-    """Compute the gradients of keys [N, Z, R, K] and of their row scale [N, Z, G, R] from sign * d_rows S^T."""
+    """Compute the gradients of keys and of their row scale from those of the scaled keys, sign * d_rows S^T.
+
+    Args:
+        d_rows: [n L, R, V]. S: [n L, K, V].
+        keys: the keys [N, Z, R, K] and their row scale [N, Z, G, R], None for 1.
+        grads: where the gradients of both are stored, for the chunks of a segment.
+        accumulate: whether the gradient of the keys is added to the stored one.
+    """
     (key, scale), (d_key, d_scale) = keys, grads
     G = d_rows.shape[0] // (key[chunks].shape[0] * key.shape[1])
     if scale is None and G == 1:

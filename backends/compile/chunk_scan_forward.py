@@ -21,9 +21,12 @@ def scan_forward(
     scale_q: Tensor | None, scale_e: Tensor | None, scale_k: Tensor | None, gamma: Tensor | None,
     kv: Tensor | None, sequence: Tensor | None, segment: int, tf32: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute o and the final states; with `save` also V_new, T and the segments' first states, else empty tensors.
+    """Compute o and the final states, and with `save` the tensors that the backward needs.
 
     tf32: whether a GPU computes the products, but not T, in tf32.
+
+    Returns: o, the final states; with `save` V_new and T, if there is an erase term, and the first state of each
+        segment. Other tensors are empty.
     """
     N, Z, C, K = q.shape
     G, M, V = v.shape[2:]
@@ -60,14 +63,17 @@ def scan_forward(
 
 
 class Transitions(NamedTuple):
-    """State transitions of a segment, apart from V_new.
+    """The terms of the state's transition over each chunk of a segment that do not depend on V_new.
 
-    gamma: of each chunk, [L, 1 or K, 1]. kv: [n L, K, V].
+    Args:
+        gamma: for each chunk the decay [L, 1 or K, 1] of the state.
+        kv: KV [n L, K, V].
+        starts: for each chunk of packed sequences whether it is the first of its sequence, [] bool, and the initial
+            state of that sequence, [L, K, V]. None: it is not the first.
+        ends: for each chunk of packed sequences its sequence, [1]: the state after the chunk is stored as the final
+            state of that sequence, unless a later chunk overwrites it. None: it is not stored.
 
-    For packed sequences, of each chunk:
-        starts: whether it is the first chunk of its sequence, and the initial state of that sequence; None: it is not.
-        ends: its sequence, [1], if the state after it may be a final state, which `final_state` then stores.
-    On the CPU the bounds are known, so that only chunks at a bound copy a state.
+    On the CPU the bounds of the sequences are read, so that only the chunks at a bound copy a state.
     """
 
     gamma: Sequence[Tensor | None]
@@ -108,14 +114,15 @@ def propagate(
         final_state: [Y, Z, G, K, V], where the states after the segment's sequences are stored.
     """
     n = S.shape[0] - 1
-    added = S[1:].flatten(0, 1)  # what each chunk adds to the decayed state, without the term of V_new if W is not None
+    # S[1:] first receives the terms that do not depend on the state: KV, and without an erase term K^T V_new.
+    added = S[1:].flatten(0, 1)
     if W is None:
         torch.bmm(K.mT, V_new, out=added)
         if transitions.kv is not None:
             added.add_(transitions.kv)
     elif transitions.kv is not None:
         added.copy_(transitions.kv)
-    is_added = W is None or transitions.kv is not None
+    has_added = W is None or transitions.kv is not None
     states = S.unbind(0)
     bounds = transitions.starts, transitions.ends
     per_chunk = zip(*(by_chunk(y, n) for y in (K, V_new, W)), transitions.gamma, *bounds, strict=True)
@@ -124,7 +131,7 @@ def propagate(
             torch.where(start[0], start[1], before, out=before)
         if W_i is not None:
             V_i.baddbmm_(W_i, before, alpha=-1)
-        if not is_added:
+        if not has_added:
             torch.mul(before, 1 if gamma is None else gamma, out=after)
         elif gamma is None:
             after.add_(before)
@@ -137,9 +144,10 @@ def propagate(
 
 
 def sequence_bounds(sequence: Tensor, chunks: slice) -> list[bool] | None:
-    """Return whether a sequence starts at each chunk of a segment, and after the last one; None if not on the CPU.
+    """Return n + 1 flags for the n chunks of a segment: whether a sequence starts at each chunk, and True.
 
-    The last value is True for every segment, so that the states after it are stored.
+    The last flag makes every segment store the state after it. Returns None on other devices than the CPU, where
+    reading `sequence` would synchronise.
     """
     if sequence.device.type != "cpu":
         return None

@@ -1,9 +1,12 @@
 """Intra-chunk operands for a decay per channel, or for keys that differ between the value heads of a group.
 
-    P_ij = sum_k q_ik k_jk exp(g_ik - g_jk),   A_ij = sum_k b_i e_ik k_jk exp(g_ik - g_jk)
+    P_ij = sum_k q_ik k_jk exp(g_ik - g_jk),   A_ij = sum_k e_ik k_jk exp(g_ik - g_jk)
 
-exp(g_i) and exp(-g_j) alone overflow for strong decays. `_DecayedKeys` therefore splits the chunk recursively
-in halves and measures both decays from the boundary between the halves, where both factors are at most 1.
+e contains the erase strengths. g_i excludes the decay of micro-step i if the row reads the state before that decay.
+
+exp(-g_j) alone overflows for strong decays. `_DecayedKeys` therefore uses the dyadic decomposition of the chunk: it
+splits the chunk recursively in halves, and takes both decays relative to the boundary between the two halves, where
+both factors are at most 1.
 
 B batch, N chunks, Z = B x HV, C tokens per chunk, M micro-steps per chunk, G value heads per key head, K key width,
 R kinds of rows (queries, erase keys), W kinds of columns (write keys), L blocks of a level
@@ -53,7 +56,7 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
             erase = x.erase if x.erase.dim() == 5 else x.erase.unsqueeze(-1)
             e = e * rearrange(erase, "b n m h k -> n (b h) m k")
         early.append(spec.erase_from == "previous")
-    # a view of k, because a tensor may not be passed to an autograd.Function twice, and e may be k
+    # a view of k, because e may be k and a tensor may not be passed to an autograd.Function twice
     products, q_decayed, e_decayed, k_decayed, b_decayed = _DecayedKeys.apply(
         tuple(early), g, decay, q_M, e, k.view_as(k), b
     )
@@ -68,8 +71,8 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
     if spec.transition == "delta":
         a = products[:, :, 1, 0].unsqueeze(2)
         return ChunkOperands(q_decayed, k_decayed, v, attn_k, state, a, e_decayed, gamma=gamma), None
-    # dplr as a delta rule: b writes y_t = S_{t-1}^T a_t, so that the erase key is -a. The intra-chunk part of y that
-    # the k v^T writes contribute takes the place of V, and KV is their contribution to the state.
+    # dplr as a delta rule for the write b y_t^T with y_t = S_{t-1}^T a_t: the erase key is -a. The values V are what
+    # the writes k v^T of the chunk contribute to y, and KV is what they contribute to the state.
     assert b is not None
     attn_b = products[:, :, 0, 1] + (0 if read_before else torch.diag_embed((q_M * b).sum(-1)))
     rows = torch.cat([attn_k.squeeze(2), products[:, :, 1, 0]], 2).flatten(0, 1)
@@ -82,20 +85,21 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
 
 
 class _DecayedKeys(torch.autograd.Function):
-    """Products and operands of the scan with their decays, for any decay:
+    """Multiply rows and columns with their decays, for decays of any strength.
 
         products_ij = sum_k row_ik column_jk exp(g_ik - g_jk) for i > j, else 0     [N, Z, R, W, M, M]
         row_i exp(g_i),   column_j exp(g_last - g_j)                                [N, Z, M, K]
 
-    Level s computes the products of the second half of each block of 2 s micro-steps with the first half. Both decays
-    are taken relative to the boundary between the halves, so that both factors are at most 1. The backward computes
-    the factors again. The gradient of g_i is row_i d_row_i - column_i d_column_i, that of g_last the sum of the
-    decayed columns times their gradients.
+    Level s computes the products of the rows in the second half of each block of 2 s micro-steps with the columns in
+    the first half. The backward recomputes the factors. The gradient of g_i is row_i d_row_i - column_i d_column_i, and
+    that of g_last also has the sum of the decayed columns times their gradients. decay_i has the gradient
+    -row_i d_row_i of each kind of rows that is early.
 
     Args:
-        early: for each kind of rows, whether its decay excludes that of its own micro-step.
-        g, decay: cumulative and single log decays [N, Z, M, K or 1].
-        q, e: rows [N, Z, M, K], queries and erase keys. k, b: columns [N, Z, M, K], write keys. e, b: None if absent.
+        early: for each kind of rows, whether its g_i excludes the decay of micro-step i.
+        g, decay: log decays [N, Z, M, K or 1], cumulative and of each micro-step.
+        q, e: rows [N, Z, M, K], queries and erase keys; e may be None.
+        k, b: columns [N, Z, M, K], write keys; b may be None.
     Returns: the products, then q, e, k and b with their decays, None if absent.
     """
 
@@ -115,6 +119,7 @@ class _DecayedKeys(torch.autograd.Function):
             rows, columns, *_ = _factors(padded_g_rows, padded_g, padded, s)
             block = torch.bmm(rows.flatten(0, 2).flatten(1, 2), columns.flatten(0, 2).flatten(1, 2).mT)
             block = rearrange(block, "(n z l) (r i) (w j) -> n z r w i j l", n=N, z=Z, r=R, i=s, j=s)
+            # block l goes to the rows 2 s l + s + i and the columns 2 s l + j
             placed = torch.diag_embed(pad(block, (0, 0, 0, s, s, 0)), dim1=4, dim2=6)
             levels.append(placed.flatten(6, 7).flatten(4, 5))
         decays = _scan_decays(g_rows, g, operands)
@@ -134,14 +139,14 @@ class _DecayedKeys(torch.autograd.Function):
         operands = [x for x in saved if x is not None]
         d_decayed = [d for d in d_outputs if d is not None]
         M, R, size = g.shape[2], len(ctx.early), 1 << (g.shape[2] - 1).bit_length()
-        # The zero depends on a gradient: torch.compile would save the factors of the forward, if those of the backward
-        # did not depend on one. No number is both NaN and positive, which torch.compile does not know.
+        # Add a zero that depends on a gradient. Otherwise torch.compile would recognise the factors as those of the
+        # forward, and save these. No number is both NaN and positive, but torch.compile does not fold the condition.
         gradient = d_products[(0,) * 6]
         g_again = g + (gradient.isnan() & (gradient > 0)).to(g.dtype)
         g_rows = [g_again - decay if is_early else g_again for is_early in ctx.early]
         padded_g_rows, padded_g, padded = _pad_to(size, g_rows, g_again, operands)
         d_products = pad(d_products, (0, size - M, 0, size - M))
-        parts: list[list[Tensor]] = [[] for _ in operands]
+        by_level: list[list[Tensor]] = [[] for _ in operands]  # gradients of each operand
         for s in _levels(size):
             rows, columns, row_decays, column_decay = _factors(padded_g_rows, padded_g, padded, s)
             d_block = d_products.unflatten(5, (-1, 2 * s)).unflatten(4, (-1, 2 * s))[..., s:, :, :s].diagonal(0, 4, 6)
@@ -149,18 +154,18 @@ class _DecayedKeys(torch.autograd.Function):
             d_rows = torch.bmm(d_block, columns.flatten(0, 2).flatten(1, 2)).view(rows.shape)
             d_columns = torch.bmm(d_block.mT, rows.flatten(0, 2).flatten(1, 2)).view(columns.shape)
             for r, row_decay in enumerate(row_decays):
-                parts[r].append(pad(d_rows[:, :, :, r] * row_decay, (0, 0, s, 0)).flatten(2, 3)[:, :, :M])
+                by_level[r].append(pad(d_rows[:, :, :, r] * row_decay, (0, 0, s, 0)).flatten(2, 3)[:, :, :M])
             for w in range(len(operands) - R):
                 d_column = pad(d_columns[:, :, :, w] * column_decay, (0, 0, 0, s))
-                parts[R + w].append(d_column.flatten(2, 3)[:, :, :M])
+                by_level[R + w].append(d_column.flatten(2, 3)[:, :, :M])
         decays = _scan_decays(g_rows, g_again, operands)
         d_scan = [d * factor for d, factor in zip(d_decayed, decays, strict=True)]
-        d_operands = [functools.reduce(torch.add, p, d) for p, d in zip(parts, d_scan, strict=True)]
-        products = [x * d for x, d in zip(operands, d_operands, strict=True)]
-        d_g = functools.reduce(torch.add, products[:R]) - functools.reduce(torch.add, products[R:])
+        d_operands = [functools.reduce(torch.add, levels, d) for levels, d in zip(by_level, d_scan, strict=True)]
+        x_dx = [x * d for x, d in zip(operands, d_operands, strict=True)]
+        d_g = functools.reduce(torch.add, x_dx[:R]) - functools.reduce(torch.add, x_dx[R:])
         d_last = functools.reduce(torch.add, [x * d for x, d in zip(operands[R:], d_scan[R:], strict=True)])
         d_g = torch.cat([d_g[:, :, :-1], d_g[:, :, -1:] + d_last.sum(2, keepdim=True)], 2)
-        d_early = [d for d, is_early in zip(products[:R], ctx.early, strict=True) if is_early]
+        d_early = [d for d, is_early in zip(x_dx[:R], ctx.early, strict=True) if is_early]
         d_decay = -functools.reduce(torch.add, d_early) if d_early else None
         if g.shape[-1] == 1:
             d_g = d_g.sum(-1, keepdim=True)
@@ -171,14 +176,14 @@ class _DecayedKeys(torch.autograd.Function):
 
 
 def _levels(size: int) -> list[int]:
-    """Return 1, 2, 4, ..., size / 2."""
+    """Return the sizes of the halves of each level: 1, 2, 4, ..., size / 2."""
     return [1 << level for level in range(size.bit_length() - 1)]
 
 
 def _pad_to(
     size: int, g_rows: list[Tensor], g: Tensor, operands: list[Tensor]
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Extend the decays of rows and columns and the operands to `size` micro-steps."""
+    """Extend cumulative decays by their last value, and operands by zeros, to `size` micro-steps."""
     missing = size - g.shape[2]
     if not missing:
         return g_rows, g, operands

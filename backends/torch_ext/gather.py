@@ -1,4 +1,4 @@
-"""A gather of rows whose gradient is a gather, too: deterministic, without atomics."""
+"""Gather rows by a permutation, with a gradient that is also a gather: deterministic, without atomics."""
 
 from typing import Any
 
@@ -9,11 +9,15 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 
 
 def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, has_gaps: bool = False) -> Tensor:
-    """Return the rows `index` of x, each of which is gathered at most once.
+    """Return x[index] along dimension 0; the gradient of x is grad[inverse].
 
     Args:
-        inverse: for each row of x its place in the result.
-        has_gaps: whether an index or its inverse may be one past the last row, which selects zeros.
+        x: [R, ..].
+        index: [S] int64, the row of x for each row of the result; no two are equal.
+        inverse: [R] int64, the row of the result for each row of x.
+        has_gaps: whether `index` may also contain R, any number of times, which selects a row of zeros, and `inverse`
+            S, for rows of x that are not gathered.
+    Returns: [S, ..].
     """
     return _Gather.apply(x, index, inverse, has_gaps)
 
@@ -36,4 +40,5 @@ class _Gather(torch.autograd.Function):
 
 
 def _select(x: Tensor, index: Tensor, has_gaps: bool) -> Tensor:
-    return (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) if has_gaps else x).index_select(0, index)
+    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])]) if has_gaps else x
+    return padded.index_select(0, index)

@@ -1,4 +1,4 @@
-"""Launch of the cross entropy kernel on the logits of a chunk of tokens. Triton is imported when it first runs."""
+"""Launch the cross entropy kernel on the logits of a chunk of tokens; imports Triton at the first launch."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from deltazoo.backends.triton.config import power_of_two
 from deltazoo.backends.triton.limits import runs_elementwise_kernels
 
-BLOCK = 4096  # columns that a program loads at once; 16 per thread
+BLOCK = 4096  # columns that a program loads together; 16 per thread
 WARPS = 8
 
 
@@ -19,9 +19,13 @@ def losses_(
     logits_RL: Tensor, targets_R: Tensor, scale_R: Tensor | None, losses_R: Tensor, gradients: bool,
     ignore_index: int, z_loss: float | None, cap: float | None,
 ) -> None:  # fmt: skip
-    """Store the losses. With `gradients` overwrite the logits by the gradients of scale_r loss_r; scale = None is 1.
+    """Store the losses. With `gradients` overwrite the logits by the gradients of scale_r loss_r.
 
-    Args: logits_RL: [R, L] with contiguous rows; losses_R: [R] float32.
+    Args:
+        logits_RL: [R, L], contiguous along L.
+        targets_R: [R] int64.
+        scale_R: [R] float32. None: 1.
+        losses_R: [R] float32.
     """
     from deltazoo.backends.triton.kernels.cross_entropy import LossTraits, cross_entropy_kernel
     from deltazoo.backends.triton.launcher import launcher

@@ -1,10 +1,11 @@
 """Compile kernels in threads while torch.compile still compiles the graph that will launch them.
 
-When a graph is traced, the fake implementation of an operator only computes shapes. Here the operator's body also runs
-at that time, in a thread and on meta tensors: `launcher` then submits each kernel to a pool of compiling threads
-instead of launching it. A launch waits for a kernel that is being compiled. A body that fails to run costs CPU time and
-changes nothing. Measured on a gated DeltaNet layer (H200, 16 cores): first training step 24 -> 17 s; later 18.3 -> 11.9
-s. Tested with torch 2.11 / Triton 3.6 and torch 2.13 / Triton 3.7.1. `PRECOMPILE = False` disables it.
+While torch.compile traces a graph, the fake implementation of an operator only computes shapes. With `compiled_ahead`
+the body of the operator also runs, in a thread and on meta tensors, and `launcher` submits each kernel to a pool of
+compiling threads instead of launching it. A later launch waits if its kernel is still being compiled. If the body
+fails, nothing is compiled ahead. Measured on a gated DeltaNet layer (H200, 16 cores): first training step 24 -> 17 s;
+with a later version 18.3 -> 11.9 s. Tested with torch 2.11 / Triton 3.6 and torch 2.13 / Triton 3.7.1. `PRECOMPILE =
+False` disables it.
 """
 
 import functools
@@ -25,9 +26,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Tracing(threading.local):
-    """The device for which this thread traces a body; None: kernels are launched.
+    """What `launcher` does in this thread.
 
-    recorder: of launches (replay.py); None: kernels are compiled.
+    Args:
+        device: the device for which a body is traced, without launches. None: kernels are launched.
+        recorder: records the launches of a traced body (replay.py). None: its kernels are compiled.
     """
 
     device: torch.device | None = None
@@ -38,7 +41,7 @@ tracing = _Tracing()
 
 
 class _Pool:
-    """The threads, the calls that were traced, and the kernels that were submitted."""
+    """The threads, the keys of the calls that were traced, and the kernels that were submitted."""
 
     def __init__(self) -> None:
         self.tracer = ThreadPoolExecutor(1, "deltazoo-trace")
@@ -52,7 +55,7 @@ _pool = _Pool()
 
 
 def _renew() -> None:
-    """A forked process has none of its parent's threads."""
+    """Replace the pool in a forked process, which has none of the threads of its parent."""
     global _pool
     _pool = _Pool()
 
@@ -74,7 +77,10 @@ def compiled_ahead(body: Callable[..., Any], fake: Callable[..., Any]) -> Callab
 
 
 def begin(body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Trace a body in a thread, once per device, dtypes, sizes and strides. Symbolic sizes count by their hints."""
+    """Start to trace a body in a thread, once per device, dtypes, sizes and strides.
+
+    A symbolic size is replaced by its hint.
+    """
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     if device.type != "cuda" or not torch.cuda.is_available():
         return
@@ -98,19 +104,20 @@ def compile_kernel(key: Hashable, kernel: Any, warm_up: Callable[[], Any]) -> No
     """Compile a kernel in another thread for the device that this thread traces for, once."""
     if key not in _pool.kernels:
         assert tracing.device is not None
-        _ = kernel.cache_key  # computed in one thread: it depends on the order in which functions are first read
+        # Computed here, in the tracing thread, because it depends on the order in which functions are first read.
+        _ = kernel.cache_key
         _pool.kernels[key] = _pool.compilers.submit(_compile, tracing.device, warm_up)
 
 
 def await_kernel(key: Hashable) -> None:
-    """Wait until no thread compiles this kernel."""
-    wait(tuple(_pool.traces))  # each may still submit it
+    """Wait until no thread compiles this kernel or may still submit it."""
+    wait(tuple(_pool.traces))
     if key in _pool.kernels:
         wait([_pool.kernels[key]])
 
 
 def device_of(x: Tensor) -> torch.device:
-    """The device of a tensor; while a body is traced, the device that its meta tensors stand for."""
+    """Return the device of a tensor; while a body is traced on meta tensors, the device for which it is traced."""
     return x.device if tracing.device is None else tracing.device
 
 
@@ -118,7 +125,7 @@ def _compile(device: torch.device, warm_up: Callable[[], Any]) -> None:
     try:
         with torch.cuda.device(device):
             warm_up()
-    except Exception:  # the launch raises it again
+    except Exception:  # the launch compiles the kernel again and raises the error
         _log.debug("a kernel does not compile", exc_info=True)
 
 
@@ -133,7 +140,7 @@ def _trace(body: Callable[..., Any], layouts: list[Any], device: torch.device) -
 
 
 class _Layout(tuple[Any, ...]):
-    """dtype, sizes and strides of a tensor. A meta tensor made while a graph is traced would become part of it."""
+    """dtype, sizes and strides of a tensor. A meta tensor created during tracing would become a node of the graph."""
 
 
 def _layout(x: Any) -> Any:
@@ -149,7 +156,7 @@ def _number(x: int | torch.SymInt) -> int:
 
 
 def _hint(x: torch.SymInt) -> int:
-    """The value of a symbolic size in the call that is traced."""
+    """Return the value of a symbolic size in the call that is traced."""
     from torch.fx.experimental import symbolic_shapes  # slow to import, and imported already if there is a SymInt
 
     hint = getattr(symbolic_shapes, "optimization_hint", None)

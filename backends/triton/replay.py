@@ -1,10 +1,14 @@
-"""Repeat what an operator's body does without its Python code, which takes longer than short inputs compute.
+"""Replay the allocations and launches of an operator's body, without running its Python code.
 
-A body allocates the same buffers and launches the same kernels whenever dtypes, sizes and traits of its arguments are
-equal. The first such call runs it. The second runs it on meta tensors and records buffers, launches and other torch
-operations; this and later calls only allocate the buffers and launch. Buffers that only kernels use are parts of one
-allocation, which is freed at the end of the call. A body that does something else runs in every call. With `REPLAY =
-False` every body does.
+For short inputs that code takes longer than the kernels. Two calls with equal dtypes and sizes of the tensors, and
+equal other arguments, allocate the same buffers and launch the same kernels. The first call runs the body, which
+compiles the kernels. The second runs it on meta tensors and records its allocations, its launches and the torch
+operations that write to tensors. The second and all later calls replay this recording. Scratch buffers, which only
+kernels access, share one allocation, which is freed at the end of the call. A body that does anything else cannot be
+replayed and runs in every call. `REPLAY = False` disables replay.
+
+A launch calls `CompiledKernel.run`, which is private to Triton. Measured on an H100 with the eager gated delta rule,
+1 x 2048 tokens with 16/32 heads, forward and backward: 2.13 -> 1.24 ms.
 """
 
 import functools
@@ -17,22 +21,26 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.devices import tf32_allowed
-from deltazoo.backends.torch_ext.recording import NotRepeatableError, Operation, RecordingMode
+from deltazoo.backends.torch_ext.recording import NotReplayableError, Operation, RecordingMode
 from deltazoo.backends.triton import precompile
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.watch import RunRecord, is_watched, record_run
 
 REPLAY = True
-_ALIGNMENT = 512  # bytes; that of torch's allocator
+_ALIGNMENT = 512  # bytes, as in the caching allocator of torch
 _log = logging.getLogger(__name__)
 
 Body = Callable[..., Sequence[Tensor]]
 
 
 class _Source(NamedTuple):
-    """A launch's argument: a buffer, a view of it, or a tensor descriptor.
+    """An argument of a launch: a buffer, a view of a buffer, or a tensor descriptor of a buffer.
 
-    Args: fields: the attributes of the descriptor except `base`.
+    Args:
+        buffer: the number of the buffer.
+        offset: of the view in the buffer, in bytes.
+        descriptor: the class of the tensor descriptor; None for a buffer or a view.
+        fields: the attributes of the descriptor except `base`.
     """
 
     buffer: int
@@ -40,11 +48,11 @@ class _Source(NamedTuple):
     descriptor: type | None = None
     fields: dict[str, Any] | None = None
 
-    def find(self, tensors: list[Tensor | None], pointers: list[Any]) -> Any:
-        """Return the argument in a call with these buffers."""
+    def bind(self, tensors: list[Tensor | None], pointers: list[Any]) -> Any:
+        """Return the argument for a call with these buffers and their addresses."""
         if self.descriptor is None:
             return pointers[self.buffer] + self.offset
-        descriptor: Any = object.__new__(self.descriptor)  # without the checks, which the recorded one has passed
+        descriptor: Any = object.__new__(self.descriptor)  # skips the checks, which the recorded descriptor has passed
         vars(descriptor).update(self.fields or {}, base=tensors[self.buffer])
         return descriptor
 
@@ -53,8 +61,10 @@ class _Launch(NamedTuple):
     """A launch of a compiled kernel.
 
     Args:
-        select: picks the pointers of the tensors. values: the kernel's numbers and constants.
-        record: for `watch`.
+        compiled: the handle of the kernel.
+        select: picks the kernel's tensor arguments from the arguments of all launches.
+        values: the kernel's numbers and constants.
+        record: what `watch` records.
     """
 
     compiled: Any
@@ -63,7 +73,7 @@ class _Launch(NamedTuple):
     record: RunRecord
 
     def run(self, pointers: list[Any], stream: int, hooked: bool) -> None:
-        """Launch on a stream. hooked: a hook of Triton observes launches."""
+        """Launch on a stream. hooked: whether a hook of Triton observes launches."""
         compiled, programs = self.compiled, self.record.programs
         if hooked:
             compiled[(programs, 1, 1)](*self.select(pointers), *self.values, stream=stream)
@@ -75,12 +85,15 @@ class _Launch(NamedTuple):
 
 
 class Recorder(RecordingMode):
-    """Also records launches: `launcher` calls `launch` while this is `precompile.tracing.recorder`."""
+    """A recording mode that also records launches.
+
+    While it is `precompile.tracing.recorder`, `launcher` calls `launch` instead of launching.
+    """
 
     def launch(self, compiled: Any, tensors: Sequence[Any], values: tuple[Any, ...], record: RunRecord) -> None:
-        """Record a launch. Raises: NotRepeatableError if the kernel is not compiled."""
+        """Record a launch. Raises: NotReplayableError if the kernel is not compiled."""
         if compiled is None:
-            raise NotRepeatableError(f"{record.name} is not compiled")
+            raise NotReplayableError(f"{record.name} is not compiled")
         self.steps.append((compiled, [self._source(x) for x in tensors], values, record))
 
     def _source(self, x: Any) -> _Source | None:
@@ -91,7 +104,7 @@ class Recorder(RecordingMode):
             return _Source(self.number(x.base), 0, type(x), fields)
         source = _Source(*self.locate(x))
         if source.offset % 16:
-            raise NotRepeatableError("a view does not start at a multiple of 16 bytes")
+            raise NotReplayableError("a view does not start at a multiple of 16 bytes")
         return source
 
 
@@ -99,8 +112,9 @@ class Program:
     """The allocations, launches and torch operations of a body, for arguments of given dtypes and sizes.
 
     Args:
-        recorder: it has recorded one run of the body. arguments: how many tensors the body takes.
-        result: what the body returned.
+        recorder: the recording of one run of the body.
+        arguments: the number of tensors among the arguments of the body.
+        result: the tensors that the body returned.
     """
 
     def __init__(self, recorder: Recorder, arguments: int, result: Sequence[Tensor]) -> None:
@@ -109,33 +123,38 @@ class Program:
         self._type: Callable[..., Any] = type(result)
         self._result = [recorder.number(x) for x in result]
         standalone = recorder.standalone.union(self._result)
-        self._allocated: list[Any] = []  # sizes and dtype, or the offset in the shared allocation
-        self._bytes = 0
+        self._allocated: list[Any] = []  # of each buffer: sizes and dtype, or the offset in the shared allocation
+        self._bytes = 0  # of the shared allocation
         for number, x in enumerate(recorder.buffers[arguments:], arguments):
             if number in standalone:
                 self._allocated.append((x.shape, x.dtype))
             else:
                 self._allocated.append(self._bytes)
                 self._bytes += -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._views: list[_Source] = []  # and descriptors
+        # The arguments of all launches are one list: the buffers, then views and descriptors, last None.
+        self._views: list[_Source] = []  # views and descriptors
         buffers = len(recorder.buffers)
         self._steps = [x if isinstance(x, Operation) else self._launch(buffers, *x) for x in recorder.steps]
         self._current_stream, self._is_hooked = launcher.current_stream, launcher.is_hooked
 
     def _launch(self, buffers: int, compiled: Any, sources: Sequence[_Source | None], *others: Any) -> _Launch:
-        places = []
+        indices = []
         for source in sources:
             if source is None:
-                places.append(-1)
+                indices.append(-1)
             elif source == _Source(source.buffer):
-                places.append(source.buffer)
+                indices.append(source.buffer)
             else:
-                places.append(buffers + len(self._views))
+                indices.append(buffers + len(self._views))
                 self._views.append(source)
-        return _Launch(compiled, _selector(places), *others)
+        return _Launch(compiled, _selector(indices), *others)
 
     def __call__(self, tensors: list[Any]) -> Any:
-        """Allocate and launch on the current stream. Args: the arguments that are tensors."""
+        """Allocate and launch on the current stream.
+
+        Args: tensors: those among the arguments of the body; the call appends the buffers that it allocates.
+        Returns: what the body would return.
+        """
         device = tensors[0].device
         pointers: list[Any] = [x.data_ptr() for x in tensors]
         shared = torch.empty(self._bytes, dtype=torch.uint8, device=device)
@@ -148,7 +167,7 @@ class Program:
                 x = torch.empty(allocation[0], dtype=allocation[1], device=device)
                 tensors.append(x)
                 pointers.append(x.data_ptr())
-        pointers += [source.find(tensors, pointers) for source in self._views]
+        pointers += [source.bind(tensors, pointers) for source in self._views]
         pointers.append(None)
         stream = self._current_stream(device.index)
         watched, hooked = is_watched(), self._is_hooked()
@@ -162,13 +181,18 @@ class Program:
         return self._type(tensors[number] for number in self._result)
 
 
-def _selector(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Return a function that picks the elements at these places of a list. `itemgetter` of one place picks no tuple."""
-    return itemgetter(*places) if len(places) > 1 else lambda pointers: tuple(pointers[i] for i in places)
+def _selector(indices: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Return a function from a list to the tuple of its elements at these indices."""
+    # `itemgetter` of a single index returns the element, not a tuple
+    return itemgetter(*indices) if len(indices) > 1 else lambda pointers: tuple(pointers[i] for i in indices)
 
 
 class _Entry:
-    """The calls of a body with equal dtypes, sizes and traits. program: False if the body cannot be repeated."""
+    """The calls of a body with equal dtypes, sizes and other arguments.
+
+    has_run: whether the body has run, so that its kernels are compiled. program: None before the recording, False if
+    the body cannot be replayed.
+    """
 
     has_run = False
     program: Program | Literal[False] | None = None
@@ -185,10 +209,11 @@ def clear() -> None:
 
 
 def replayed(body: Body) -> Body:
-    """Decorate the body of an operator, whose first argument is a tensor, so that calls on a GPU repeat a recording.
+    """Decorate the body of an operator so that calls on a GPU replay a recording.
 
-    The body gets contiguous tensors that start at multiples of 16 bytes (`ready`). Its float32 products may depend on
-    whether torch allows TF32 only if the first argument is float32.
+    The first argument must be a tensor. The body receives contiguous tensors whose addresses are multiples of 16 bytes
+    (`ready`). It may depend on torch's tf32 setting only if the first argument is float32, because only then is the
+    setting part of the key.
     """
 
     @functools.wraps(body)
@@ -220,12 +245,12 @@ def replayed(body: Body) -> Body:
     return call
 
 
-def _runs_on_gpu(x: Tensor) -> bool:
+def _runs_on_gpu(x: Tensor) -> bool:  # replaced by tests, which replay on the CPU
     return x.is_cuda
 
 
 def _record(body: Body, arguments: Sequence[Any]) -> Program | Literal[False]:
-    """Run a body on meta tensors. Returns: False if it cannot be repeated."""
+    """Record a run of a body on meta tensors. Returns: False if it cannot be replayed."""
     inputs = [torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in arguments]
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     recorder = Recorder(tensors)
@@ -235,8 +260,8 @@ def _record(body: Body, arguments: Sequence[Any]) -> Program | Literal[False]:
         with recorder:
             result = body(*inputs)
         return Program(recorder, len(tensors), result)
-    except Exception:  # every call runs the body, which raises its own errors
-        _log.debug("%s is not repeated", body, exc_info=True)
+    except Exception:  # calls then run the body, which raises the error if there is one
+        _log.debug("%s is not replayed", body, exc_info=True)
         return False
     finally:
         tracing.device = tracing.recorder = None

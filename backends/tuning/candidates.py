@@ -1,4 +1,4 @@
-"""Candidate launch configs of each kernel, and the problem that a target poses to the kernels.
+"""Candidate launch configs of each kernel, and the problem and the operands of a tuning target.
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
@@ -22,7 +22,23 @@ from deltazoo.backends.triton.resolve import decode_problem
 from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 from deltazoo.backends.triton.table import STEPS, Kernel
 
-_STATE_LIKE = ("log_decay", "step", "rate")
+_IN_STATE_DTYPE = ("log_decay", "step", "rate")
+# Values of these fields of `Launch` to try: as whole launches, and for each field, to be combined.
+_FIELDS = ("tile", "warps", "stages", "keys")
+_QUICK: dict[str, list[tuple[int, ...]]] = {
+    "prepare": [(16, 4, 1), (32, 4, 1), (16, 8, 1)],
+    "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
+    "gradients": [(64, 4, 1, 64), (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 2, 64), (128, 4, 1, 64), (64, 8, 2, 128)],
+    "decode": [(16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
+    "fused_step": [(32, 2, 1), (32, 4, 1), (64, 2, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1)],
+}  # fmt: skip
+_FULL: dict[str, tuple[tuple[int, ...], ...]] = {
+    "prepare": ((16, 32, 64), (2, 4, 8), (1, 2)),
+    "scan": ((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)),
+    "gradients": ((32, 64, 128), (4, 8), (1, 2, 3), (32, 64, 128)),
+    "decode": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
+    "fused_step": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
+}
 
 
 class Target(NamedTuple):
@@ -34,7 +50,7 @@ class Target(NamedTuple):
 
 
 def problem_of(target: Target, kernel: Kernel) -> Problem:
-    """Return the problem that the backend will look up for a target."""
+    """Return the problem by which the backend looks up the launch of a kernel in the tables."""
     spec, step = target.spec, kernel in STEPS
     inputs = zero_operands(target, kernel, torch.device("meta"))
     if not step:
@@ -44,11 +60,14 @@ def problem_of(target: Target, kernel: Kernel) -> Problem:
 
 
 def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
-    """Return zeros for the operands and initial state of a target; in a step each sequence is a row of one token."""
+    """Return zeros for the operands and the initial state of a target.
+
+    For the kernels of a decode step each sequence is a row of one token.
+    """
     spec, shape, dtype = target
     B, T, lengths = (shape.sequences, 1, ()) if kernel in STEPS else (shape.B, shape.T, shape.lengths)
     operands = {
-        name: torch.zeros(sizes, dtype=state_dtype(dtype) if name in _STATE_LIKE else dtype, device=device)
+        name: torch.zeros(sizes, dtype=state_dtype(dtype) if name in _IN_STATE_DTYPE else dtype, device=device)
         for name, sizes in spec.operands(B, T, *shape[3:7]).items()
     }
     operands["state"] = torch.zeros(shape.sequences, shape.HV, shape.K, shape.V, device=device)
@@ -60,7 +79,10 @@ def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> Updat
 def candidates(
     kernel: Kernel, problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str = "quick"
 ) -> list[LaunchConfig]:
-    """Return the configs to try for a kernel, `base` first; only `base` if the plan does not launch the kernel."""
+    """Return the configs to try for a kernel, `base` first.
+
+    Only `base` if the plan does not launch the kernel, or if its launch has no parameters.
+    """
     if kernel == "split":
         return _splits(problem, base, device, effort)
     if kernel not in STEPS:
@@ -72,6 +94,7 @@ def candidates(
         }
         if unused.get(kernel):
             return [base]
+    # kernels without the last fields of _FIELDS keep their defaults
     launches = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _grid(kernel, effort)]
     if kernel != "prepare":
         launches = [launch for launch in launches if launch.tile == value_tile(launch.tile, problem.V)]
@@ -80,7 +103,7 @@ def candidates(
         launches = [launch for launch in launches if min_key_tile(problem.saved_dtype) <= launch.keys <= widest]
     default = getattr(heuristic(problem, device, base.split), kernel)
     if supports_hopper(kernel, problem, device, base.chunk):
-        if effort == "quick":  # of the portable launches that of the heuristic: they are rarely faster
+        if effort == "quick":  # of the portable launches, which are rarely faster, only the heuristic's
             launches = [default.model_copy(update={"kernel": "portable"})]
         launches.append(default if default.kernel != "portable" else on_hopper(kernel, default))
         if kernel == "reverse" and not base.split and takes("reverse", "fused", problem, device, base.chunk):
@@ -108,24 +131,8 @@ def _splits(problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: st
     return _unique(base, changes)
 
 
-_FIELDS = ("tile", "warps", "stages", "keys")
-_QUICK: dict[str, list[tuple[int, ...]]] = {
-    "prepare": [(16, 4, 1), (32, 4, 1), (16, 8, 1)],
-    "scan": [(32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3)],
-    "gradients": [(64, 4, 1, 64), (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 2, 64), (128, 4, 1, 64), (64, 8, 2, 128)],
-    "decode": [(16, 1, 1), (16, 2, 1), (32, 2, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)],
-    "fused_step": [(32, 2, 1), (32, 4, 1), (64, 2, 1), (64, 4, 1), (64, 8, 1), (128, 4, 1)],
-}  # fmt: skip
-_FULL: dict[str, tuple[tuple[int, ...], ...]] = {
-    "prepare": ((16, 32, 64), (2, 4, 8), (1, 2)),
-    "scan": ((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)),
-    "gradients": ((32, 64, 128), (4, 8), (1, 2, 3), (32, 64, 128)),
-    "decode": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
-    "fused_step": ((16, 32, 64, 128), (1, 2, 4, 8), (1,)),
-}
-
-
 def _grid(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
+    """Return the values of `_FIELDS` to try. The scans have the same values."""
     name = "scan" if kernel in ("recompute", "reverse") else kernel
     return _QUICK[name] if effort == "quick" else list(itertools.product(*_FULL[name]))
 

@@ -34,7 +34,7 @@ from deltazoo.backends.triton.table import STEPS, Kernel, key_of
 from deltazoo.backends.tuning.candidates import Target, problem_of, zero_operands
 from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner
 
-_MAX_SECONDS = 2.0  # of timed calls for one comparison
+_MAX_SECONDS = 2.0  # limit of the timed calls of one comparison
 
 
 class Expected(NamedTuple):
@@ -42,7 +42,7 @@ class Expected(NamedTuple):
 
     Args:
         cotangents: of o and the final state; None for decode steps.
-        scale: the results on ordinary inputs, to which errors are relative at least.
+        scale: the results on ordinary inputs, a fraction of which bounds the denominator of relative errors from below.
     """
 
     operands: UpdateInputs | FusedOperands
@@ -75,7 +75,7 @@ class CudaRunner(Runner):
         return environment(self.cuda)
 
     def refusals(self, target: Target) -> list[str]:
-        """Return why the kernels do not support a target; [] if they do."""
+        """Return the reasons why the kernels do not support a target; [] if they do."""
         return refusals(target, self.device)
 
     def compile(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> None:
@@ -125,30 +125,33 @@ class CudaRunner(Runner):
 
 
 def refusals(target: Target, device: DeviceSpec) -> list[str]:
-    """Return why the kernels do not support a target on a device, which need not exist here; [] if they do."""
+    """Return the reasons why the kernels do not support a target on a device; [] if they do.
+
+    The device need not be in this machine.
+    """
     _, _, _, H, HV, K, V, lengths = target.shape
     meta = UpdateMeta("cuda", target.dtype, H, HV, K, V, packed=bool(lengths), grad=True)
     return TritonBackend().unsupported_on(target.spec, meta, device)
 
 
 def checks_of(target: Target, kernel: Kernel, config: LaunchConfig, regimes: Sequence[Regime] = REGIMES) -> list[Case]:
-    """Return the short cases of the numeric check, which runs the same compiled kernels as the target.
+    """Return the short cases of the numeric check, which run the same compiled kernels as the target.
 
-    The cases have two segments if the target has segments, else two intervals between checkpoints; a T that is no
-    multiple of the chunk; and packed sequences, one of them empty, if the target is packed. Heads and launch parameters
-    are the target's, because the compiled kernels depend on them.
+    A case has more than one segment if the target has segments, else more than one interval between checkpoints; a T
+    that is no multiple of the chunk; and packed sequences, one of them empty, if the target is packed. Heads and widths
+    are those of the target, because the compiled kernels depend on them.
     """
     spec, shape, dtype = target
     if kernel in STEPS:
         return [Case(spec, Shape("short", 3, 1, *shape[3:7]), dtype)]
-    T = 64 * (config.split or max(config.every, 16)) + 144  # recomputation runs over 16 chunks at least
+    T = 64 * (config.split or max(config.every, 16)) + 144  # a run of the recomputation has at least 16 chunks
     lengths = (T - 80, 0, 64, 16) if shape.lengths else ()
     short = Shape("short", 1, T, *shape[3:7], lengths)
     return [Case(spec, short, dtype, regime) for regime in (regimes[:1] if config.split else regimes)]
 
 
 def expected_results(case: Case, kernel: Kernel, device: torch.device) -> Expected:
-    """Compute what a config is checked against."""
+    """Draw the operands of a case, and compute the float64 results to compare a config with."""
     if kernel == "fused_step":
         operands = draw_step(typical_step(case.spec, case.shape), (), case.shape.B, case.dtype, device, case.seed)
         results = _step_results(*reference_step(typical_step(case.spec, case.shape), operands))
@@ -211,7 +214,7 @@ def _step_results(o: Tensor, after: FusedOperands) -> dict[str, Tensor]:
 
 
 class _FusedWork:
-    """The fused decode step of a mixer whose update is the target's."""
+    """The fused decode step of a typical mixer with the update of the target, as `Workload` is for updates."""
 
     def __init__(self, target: Target, device: torch.device) -> None:
         self.step = typical_step(target.spec, target.shape)
@@ -222,7 +225,7 @@ class _FusedWork:
 
 
 class _Bench:
-    """Time configs of a target in one direction, or of its fused step, by CUDA graphs.
+    """Times configs of a target in one direction, or its fused step, as CUDA graphs.
 
     It keeps the graphs of the configs that were compared last.
     """

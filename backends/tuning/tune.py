@@ -1,9 +1,9 @@
 """The tuner: check and time the candidates of each kernel for a shape, and store each winner as it is found.
 
-Kernels are tuned one after the other, with the other kernels as the tables and the heuristic choose them, while the
-candidates of the next kernel compile. A candidate must pass the numeric check before it is timed. It replaces the best
-so far if it is at least 1 % faster, the two timed in alternation. chunk and every are not tuned, because they determine
-the saved tensors.
+Kernels are tuned one after the other, while the candidates of the next kernel compile. The tables and the heuristic
+choose the launches of the other kernels. A candidate must pass the numeric check before it is timed. It replaces the
+best so far if it is at least 1 % faster, the two timed in alternation. `chunk` and `every` are not tuned, because they
+determine the saved tensors.
 """
 
 import functools
@@ -64,7 +64,7 @@ class TuneConfig(FrozenConfig):
         effort: "quick" tries launches that were near the best on some shape, "full" every combination.
         budget: seconds after which no further kernel is started; None: no limit.
         rounds: timed calls of each of two compared configs.
-        again: also measure classes that the table already contains.
+        again: also measure the classes of problems (`Key`) that the table already contains.
     """
 
     directions: tuple[Direction, ...] = DIRECTIONS
@@ -75,7 +75,7 @@ class TuneConfig(FrozenConfig):
 
 
 class Runner(ABC):
-    """Interface of a device that checks and times configs; tests use one without a GPU."""
+    """Interface to check and time configs on a device; tests have an implementation without a GPU."""
 
     device: DeviceSpec
 
@@ -89,11 +89,11 @@ class Runner(ABC):
 
     @abstractmethod
     def check(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
-        """Run a config on short cases of the target and compare with float64. Returns the error, or "" if it passes."""
+        """Compare a config with float64 on short cases of the target. Returns a reason to reject it, or ""."""
 
     @abstractmethod
     def time(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
-        """Return the median seconds of each config, timed in alternation, for the direction or step of the kernel."""
+        """Return the median seconds of the kernel's direction or step with each config, timed in alternation."""
 
 
 class Planned(BaseModel):
@@ -138,12 +138,15 @@ class Tuned(BaseModel):
     """The result of tuning.
 
     Args:
+        environment: the device and the software of the run.
+        table: the path of the table.
         records: records of this run, including those that confirm the heuristic's choice.
         gains: the times of each shape and direction in which another launch than the heuristic's was chosen.
         kept: number of classes that the table already contained.
         left: number of kernels that the budget did not reach.
         failures: a sentence for each kernel whose candidates all failed.
         rejected: a sentence for each candidate that did not run or failed the numeric check.
+        seconds: the duration of the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -160,7 +163,7 @@ class Tuned(BaseModel):
 
     @property
     def last_line(self) -> str:
-        """How to use the table, as a comment or as code; that there is none if nothing was measured."""
+        """A line of Python that uses the table, or a comment if none is needed or no table was written."""
         if not self.records and not self.kept:
             return "# nothing was measured; no table was written"
         if self.table == user_table(self.environment.device):
@@ -169,7 +172,13 @@ class Tuned(BaseModel):
 
 
 class _Job(NamedTuple):
-    """One kernel of one target. configs: the candidates, the default first. done: the table contains its class."""
+    """One kernel of one target.
+
+    Args:
+        key: the class of problems.
+        configs: the candidates, the default first.
+        done: whether the table contains the class.
+    """
 
     target: Target
     kernel: Kernel
@@ -212,15 +221,16 @@ def tune(
         for done, (target, kernel) in enumerate(pairs):
             job = _job(target, kernel, runner.device, table, config)
             if not must_be_measured(job):
-                kept += job.key not in measured and job.done
+                if job.done and job.key not in measured:
+                    kept += 1
                 continue
             if config.budget is not None and time.monotonic() - start > config.budget:
                 left = len(pairs) - done
                 break
             measured.add(job.key)
             later = filter(must_be_measured, (_job(*pair, runner.device, table, config) for pair in pairs[done + 1 :]))
-            for ahead in (job, *itertools.islice(later, 1)):
-                runner.compile(ahead.target, ahead.kernel, ahead.configs)
+            for compiled in (job, *itertools.islice(later, 1)):
+                runner.compile(compiled.target, compiled.kernel, compiled.configs)
             record, reasons = _search(job, runner, config.rounds, functools.partial(progress, "tune", done, len(pairs)))
             rejected += reasons
             if record is None:
@@ -243,7 +253,9 @@ def tune(
 def plan(
     targets: Sequence[Target], device: DeviceSpec, config: TuneConfig | None = None, out: str | Path | None = None
 ) -> list[Planned]:
-    """List what `tune` would measure on a device, with the table's segments, else the heuristic's. No GPU is needed.
+    """List the kernels that `tune` would measure on a device. No GPU is needed.
+
+    The number of segments, on which the candidates depend, is that of the table, else that of the heuristic.
 
     Raises: ConfigError for an invalid table or one of another device.
     """
@@ -264,10 +276,10 @@ def plan(
 
 
 def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
-    """Return the kernels of a target in the order of tuning: by their usual share of the time.
+    """Return the kernels of a target in the order of tuning.
 
-    Segments come first, because all other kernels depend on them; the reverse scan decides whether the recomputation
-    and the gradients are launched.
+    Segments are first, because all other kernels depend on them, then the reverse scan, which decides whether the
+    recomputation and the gradients are launched. The others follow by their usual share of the time.
     """
     directions = {"decode"} & set(config.directions) if target.shape.T == 1 else set(config.directions)
     only_gates = target.spec.transition == "additive" and target.spec.decay != "channel"
@@ -295,6 +307,7 @@ def _gains(target: Target, runner: Runner, table: Table, records: Sequence[Recor
 
 def _job(target: Target, kernel: Kernel, device: DeviceSpec, table: Table, config: TuneConfig) -> _Job:
     problem = on_device(problem_of(target, kernel), device)
+    # a record of another Triton version may be usable, but the kernel is measured again
     measured = {k: record for k, record in table.usable(device.triton).items() if record.triton == device.triton}
     known = records_of(device.name, device.triton) | measured
     split = 0 if kernel == "split" else configured(problem, device, known).split
@@ -304,7 +317,10 @@ def _job(target: Target, kernel: Kernel, device: DeviceSpec, table: Table, confi
 
 
 def _search(job: _Job, runner: Runner, rounds: int, report: Callable[[str], None]) -> tuple[Record | None, list[str]]:
-    """Check all candidates and compare the best so far with each. Returns the record, and why some were rejected."""
+    """Check all candidates, and time each that passes against the best so far.
+
+    Returns: the record, None if no candidate passes or can be timed; why candidates were rejected.
+    """
     target, kernel, key, configs, _ = job
     report(f"{job.name}: checking {len(configs)}")
     reasons = {config: runner.check(target, kernel, config) for config in configs}

@@ -1,6 +1,6 @@
-"""Benchmark of whole language models: training step, prefill and decoding, beside models of other packages.
+"""Benchmark whole language models: training step, prefill and decoding, also of models of other packages.
 
-The models are measured one after the other, each alone in memory, so that the peaks of memory are their own.
+The models are measured one after the other, each alone in memory, so that the memory peak of one excludes the others.
 """
 
 import gc
@@ -27,6 +27,7 @@ from deltazoo.blocks.inspect.peer_models import PEER_MODELS
 from deltazoo.blocks.spec import StackSpec
 
 OURS = "deltazoo"  # the model with the default backends
+# in the order of the measurements: training first, so that its first call is not warmed up by others
 _PHASES: dict[Direction, str] = {"backward": "training", "forward": "prefill", "decode": "decoding"}
 
 
@@ -61,12 +62,12 @@ class ModelRow(BaseModel):
 
     Args:
         implementation: "deltazoo", a backend of deltazoo, or a model of another package.
-        parameters: of this implementation.
+        parameters: number of parameters of this implementation.
         first_call_s: seconds of the first call, with compilation; on CUDA with the capture of the decoding step.
         median_ms, low_ms, high_ms: median, 20th and 80th percentile of a call; for "decode" of 16 tokens per sequence.
         tokens_per_second: of the batch, at the median.
         tflops_by_parameters, tflops_all: operations per second by the two formulas of `deltazoo.blocks.inspect.flops`,
-            for our model; the other packages' models compute the same function.
+            with the operations of our model, because the models of other packages compute the same function.
         peak_gib: peak of device memory during a call, with weights, optimizer and states; CUDA only.
         refused: why there are no figures; [] if there are.
     """
@@ -174,7 +175,7 @@ class ModelBenchmark(BaseModel):
 
 
 def _label(name: str) -> str:
-    """Return the name under which an implementation is printed: its package, and for ours the backend."""
+    """Return the printed name of an implementation: its package, and the backend of ours unless it is the default."""
     if name in PEER_MODELS:
         return name.removesuffix("_model")
     return OURS if name == OURS else f"{OURS} ({name})"
@@ -189,7 +190,7 @@ def bench_model(
 ) -> ModelBenchmark:
     """Time training steps, prefills and decoding of a model.
 
-    An implementation that cannot be built or fails gets rows with the reason.
+    If an implementation cannot be built or fails, its rows have the reason instead of figures.
 
     Args:
         model: the name under which the result is reported.
@@ -209,7 +210,7 @@ def bench_model(
     description = spec.describe()
     flops = {
         direction: token_flops(meta, description, config.length, direction)
-        for direction in sorted(config.directions, key=list(_PHASES).index)  # training first, for its cold first call
+        for direction in sorted(config.directions, key=list(_PHASES).index)
     }
     rows: list[ModelRow] = []
     for name in implementations:
@@ -218,10 +219,9 @@ def bench_model(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     here = environment(device)
-    half = config.dtype != "float32"
     return ModelBenchmark(
         environment=here, model=model, stack=spec, config=config, flops=flops,
-        peak_tflops=PEAK_TFLOPS.get(here.device) if half else None, rows=rows,
+        peak_tflops=None if config.dtype == "float32" else PEAK_TFLOPS.get(here.device), rows=rows,
     )  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def _measure(
     for direction, counts in flops.items():
         row = ModelRow(implementation=name, direction=direction, parameters=calls.parameters)
         try:
-            figures = _figures(calls, direction, config, device, progress, f"{name} {_PHASES[direction]}")
+            figures = _measure_direction(calls, direction, config, device, progress, f"{name} {_PHASES[direction]}")
         except Exception as failure:  # one model's failure must not end the benchmark
             yield row.model_copy(update={"refused": [failure_reason(failure)]})
             continue
@@ -266,7 +266,7 @@ def _build(spec: StackSpec, name: str, config: ModelBenchConfig, device: torch.d
     return PretrainedCalls(peer.to(device, dtype), tokens)
 
 
-def _figures(
+def _measure_direction(
     calls: ModelCalls,
     direction: Direction,
     config: ModelBenchConfig,

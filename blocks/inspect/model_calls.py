@@ -18,17 +18,20 @@ from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.spec import StackSpec
 
 DECODED = 16  # tokens per row and timed call
-_SPARE_CALLS = 6  # decoding calls that are not timed: the first, the one whose memory is measured, warm-ups
+_UNTIMED_CALLS = 6  # upper bound on the decoding calls that are not timed: first call, memory peak, warm-ups
 
 
 class ModelCalls(ABC):
-    """A language model on a device, as calls without arguments. tokens [B, T]: the text that it reads."""
+    """A language model on a device, as calls without arguments that can be timed.
+
+    Args: tokens: [B, T] int64, the text to train on, to prefill, and to continue.
+    """
 
     def __init__(self, module: nn.Module, tokens: Tensor) -> None:
         self.module, self.tokens, self.parameters = module, tokens, parameter_count(module)
 
     def training_step(self) -> Call:
-        """Return a call of a forward and backward pass and a step of fused AdamW."""
+        """Return a call that runs a forward pass, a backward pass and a step of fused AdamW."""
         self.module.train()
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
 
@@ -45,15 +48,21 @@ class ModelCalls(ABC):
 
     @abstractmethod
     def prefill(self) -> Call:
-        """Return a call that reads the tokens and keeps a state."""
+        """Return a call that computes the state after the tokens, and the logits of the next."""
 
     @abstractmethod
     def decoding(self, rounds: int) -> Call:
-        """Return a call that decodes `DECODED` tokens greedily after the text, for up to `rounds` timed calls."""
+        """Return a call that decodes the next `DECODED` tokens greedily.
+
+        Args: rounds: upper limit of timed calls, for the capacity of caches.
+        """
 
 
 class OurCalls(ModelCalls):
-    """A model of deltazoo: layers compiled one by one, the decoding step as one graph, on CUDA as a CUDA graph."""
+    """A model of deltazoo.
+
+    Its layers are compiled one by one; the decoding step is one graph, and a CUDA graph on CUDA.
+    """
 
     def __init__(
         self,
@@ -80,7 +89,7 @@ class OurCalls(ModelCalls):
     def decoding(self, rounds: int) -> Call:
         self.module.eval()
         batch, length = self.tokens.shape
-        decoder = Decoder(self.model, batch, length + DECODED * (rounds + _SPARE_CALLS), compile=True)
+        decoder = Decoder(self.model, batch, length + DECODED * (rounds + _UNTIMED_CALLS), compile=True)
         decoder.prefill(self.tokens)
 
         def decode() -> None:
@@ -97,7 +106,7 @@ class OurCalls(ModelCalls):
 
 
 class PretrainedCalls(ModelCalls):
-    """A model with the interface of transformers, eager, with the caches and fused losses of its package."""
+    """A model with the interface of transformers. It runs eagerly, with the caches and losses of its package."""
 
     def loss(self) -> Tensor:
         loss: Tensor = self.module(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
@@ -105,25 +114,26 @@ class PretrainedCalls(ModelCalls):
 
     def prefill(self) -> Call:
         self.module.eval()
-        return lambda: self._read(self.tokens, 0)
+        return lambda: self._forward(self.tokens, 0)
 
     def decoding(self, rounds: int) -> Call:
         self.module.eval()
-        out, read = self._read(self.tokens, 0), self.tokens.shape[1]
+        out, position = self._forward(self.tokens, 0), self.tokens.shape[1]
 
         def decode() -> None:
-            nonlocal out, read
+            nonlocal out, position
             for _ in range(DECODED):
-                out = self._read(out.logits[:, -1].argmax(-1, keepdim=True), read, out.past_key_values)
-                read += 1
+                out = self._forward(out.logits[:, -1].argmax(-1, keepdim=True), position, out.past_key_values)
+                position += 1
 
         return decode
 
     @torch.no_grad()
-    def _read(self, tokens: Tensor, start: int, cache: object = None) -> Any:
+    def _forward(self, tokens: Tensor, start: int, cache: object = None) -> Any:
+        """Run the model on tokens from position `start` on. Returns its output with the logits of the last token."""
         more: dict[str, Any] = {}
         if set(getattr(self.module.config, "layer_types", None) or ()) == {"linear_attention"}:
-            # Without these arguments the model reads the length from the cache, which only attention layers keep.
+            # Without these arguments the model asks the cache for the length, which only attention layers store.
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
             more["position_ids"] = positions.expand(tokens.shape)
             more["attention_mask"] = {"full_attention": None, "linear_attention": None}

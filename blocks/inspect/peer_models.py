@@ -1,4 +1,7 @@
-"""Models of other packages with the sizes of a stack, for comparisons. They are built only if requested by name."""
+"""Models of other packages with the sizes of a stack, for benchmarks.
+
+A report prints the messages of errors after the name of the package, which they call "it".
+"""
 
 from collections.abc import Callable
 from importlib import import_module

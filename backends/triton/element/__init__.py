@@ -1,1 +1,1 @@
-"""Elementwise recurrences: no erase term and values of width 1 or 2; the kernels are in kernels/element."""
+"""Elementwise recurrences: no erase term, and narrow values or a rate; the kernels are in kernels/element."""

@@ -9,20 +9,20 @@ from typing import Any, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 _LANES = 32
-_MIN_SHARED_GROUP = 16  # channels per key head from which a program has the channels of one key head
+_MIN_SHARED_GROUP = 16  # channels per key head; with fewer, a program has channels of several key heads
 _MIN_SEGMENT = 128  # tokens
-_MAX_GROUPS = 8  # of an interval between checkpoints: the backward unrolls them
+_MAX_GROUPS = 8  # groups between two checkpoints; the backward unrolls the recomputation of their states
 
 
 class ElementLaunch(BaseModel):
     """How the forward or the backward scan is launched. A thread owns keys x channels x V elements of the state.
 
     Args:
-        keys: keys per thread, raised where 32 lanes would not have all keys.
-        channels: channels per thread.
+        keys: keys per thread, raised if 32 lanes could not hold all keys.
+        channels: channels per thread, lowered if there are fewer.
         warps: warps of 32 threads per program, lowered if there are fewer channels.
-        group: tokens whose operands are loaded at once. The backward keeps two tiles for each of them in registers
-            (decay and decayed state), and one state for each group of an interval.
+        group: tokens whose operands are loaded together. The backward keeps two tiles for each of them in registers
+            (decay and decayed state), and one state for each group between two checkpoints.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,17 +70,17 @@ class ElementConfig(BaseModel):
 
 @functools.lru_cache(maxsize=256)
 def parse_element(config: str) -> ElementConfig:
-    """Parse a config given as JSON, once."""
+    """Parse a config given as JSON; results are cached."""
     return ElementConfig.model_validate_json(config)
 
 
 @functools.lru_cache(maxsize=1024)
 def element_heuristic(K: int, V: int) -> ElementConfig:
-    """Choose a config from the size of a channel's state. The number of segments follows from `segment_length`.
+    """Choose a config by the size of a channel's state; `segment_length` chooses the number of segments.
 
-    Small states: bound by memory, so that many tokens are loaded at once. Larger states: bound by arithmetic and
-    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles. Of more than
-    128 keys a thread has 8 or more, and registers hold the operands of two tokens.
+    Small states are bound by memory, so many tokens are loaded together. Larger states are bound by arithmetic and
+    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles. With more
+    than 128 keys a thread has 8 or more keys, and the registers hold the operands of two tokens only.
     """
     state = power_of_two(K) * power_of_two(V)
     if state <= 2:
@@ -92,8 +92,7 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
 
 
 class Tiling(NamedTuple):
-    """The tile of a program: the fields of the same names of `ElementTraits` (kernels/element/tile.py), and so many
-    blocks of channels in total."""
+    """The tile of a program; `ElementTraits` (kernels/element/tile.py) has the same fields."""
 
     RN: int
     TN: int
@@ -108,7 +107,7 @@ class Tiling(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def tiling(launch: ElementLaunch, H: int, HV: int, K: int, V: int) -> Tiling:
-    """Divide the state of a token into tiles."""
+    """Divide the states of all channels into tiles."""
     keys = power_of_two(K)
     RN = max(min(launch.keys, keys), keys // _LANES)
     TN = keys // RN
@@ -123,9 +122,10 @@ def tiling(launch: ElementLaunch, H: int, HV: int, K: int, V: int) -> Tiling:
 
 
 def segment_length(config: ElementConfig, tile: Tiling, N: int, T: int, processors: int) -> int:
-    """Tokens per segment, a multiple of `config.every`; 0: no segments, because there are enough programs without.
+    """Return the tokens per segment, a multiple of `config.every`; 0: sequences are not divided.
 
-    Segments cost another pass, so they are used only if fewer than 3 warps per processor would run.
+    Segments cost another pass, so without `config.split` they are used only if fewer than 3 warps per processor would
+    run.
     """
     if config.split is not None:
         return config.split if config.split < T else 0
@@ -141,9 +141,9 @@ def segment_length(config: ElementConfig, tile: Tiling, N: int, T: int, processo
 
 
 def checkpoint_slots(N: Any, T: Any, every: int, packed: bool) -> Any:
-    """Slots for the states before every `every` tokens of each sequence, an upper bound if packed.
+    """Return the number of slots for the states before every `every` tokens of each sequence.
 
-    Two more than needed: torch.compile would specialise on a size of 0 or 1.
+    An upper bound if packed. Two more than needed, because torch.compile would specialise on a size of 0 or 1.
     """
     return (T // every + N if packed else N * ((T + every - 1) // every)) + 2
 

@@ -35,12 +35,12 @@ from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.plan import device_spec
 from deltazoo.backends.triton.precompile import device_of
 
-_COMBINED = 256  # elements of a program of the combination
-_STEP_ELEMENTS = 2048  # of a program of the decode step
+_COMBINED = 256  # elements of the state that a program combines
+_STEP_ELEMENTS = 2048  # elements of the state that a program of the decode step updates
 
 
 class Sizes(NamedTuple):
-    """The sizes of a problem, and its segments. segments: of each sequence, an upper bound if packed."""
+    """The sizes of a problem. split: tokens per segment, or 0. segments: of each sequence, an upper bound if packed."""
 
     N: int
     T: int
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
 
 
 def resolve(x: ElementOperands, kind: ElementKind) -> tuple[Sizes, ElementConfig]:
-    """Read the sizes off the operands, and choose launch config and segments."""
+    """Return the sizes of the operands and the launch config."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     config = parse_element(kind.config) if kind.config else element_heuristic(K, V)
@@ -82,11 +82,7 @@ def forward(x: ElementOperands, kind: ElementKind, save: bool) -> tuple[Tensor, 
     o, final = x.v.new_empty(x.v.shape), _empty(x, s.N, s.HV, s.K, s.V)
     slots = checkpoint_slots(s.N, s.T, config.every, s.packed)
     checkpoints = _empty(x, slots, s.K, s.V, s.HV) if save else _empty(x, 0)
-    starts = None
-    if s.split:
-        starts, ends, maps = _segment_states(x, s)
-        _scan(x, kind, s, config, ends=ends, maps=maps)
-        _combine(x, s, maps, ends, x.state, starts, reverse=False)
+    starts = _states_before_segments(x, kind, s, config) if s.split else None
     _scan(x, kind, s, config, o=o, final=final, checkpoints=checkpoints if save else None, starts=starts)
     _zero_tail(x, s, v=o)
     return o, final, checkpoints
@@ -101,24 +97,12 @@ def backward(
     key_dtype = x.q.dtype
     x = _kernel_operands(x, s, config)
     traits = _traits(x, kind, s, config.backward, config.every, KEY_GRADIENTS=key_gradients, LOADED_BY_ALL=True)
-    starts = None
-    if s.split:
-        starts, ends, maps = _segment_states(x, s)
-        _scan(x, kind, s, config, ends=ends, maps=maps)
-        reverse_traits = _traits(x, kind, s, config.forward, 0)
-        reverse = launcher(
-            element_reverse_kernel,
-            (x.q, x.log_decay, x.step, x.rate, d_o, ends, x.cu_seqlens),
-            (reverse_traits,),
-            reverse_traits.W,
-        )
-        reverse(s.N * s.segments * reverse_traits.BLOCKS, kind.scale, s.T, s.N, s.segments)
-        _combine(x, s, maps, ends, d_final, starts, reverse=True)
+    starts = _gradients_after_segments(x, kind, s, config, d_o, d_final) if s.split else None
     rows = x.q.shape[0] * s.T
     programs = s.N * s.segments * traits.BLOCKS
     d_q = d_k = d_rate = scratch = None
     if key_gradients:
-        # the share of each block of channels, or of each channel, in the gradient of its key head
+        # the gradient of a key head from each block of channels, or from each channel; summed below
         shape = (traits.BLOCKS // s.H, rows, s.H, s.K) if traits.SHARED else (rows, s.H, s.HV // s.H, s.K)
         d_q, d_k = _empty(x, *shape), _empty(x, *shape)
         if traits.SHARED:
@@ -140,8 +124,9 @@ def backward(
     )  # fmt: skip
     run(programs, kind.scale, s.T, s.N, s.segments, rows)
     if d_q is not None and d_k is not None:
+        axis = 0 if traits.SHARED else 2
         for name, partial in (("q", d_q), ("k", d_k)):
-            total = partial.sum(0 if traits.SHARED else 2) if partial.shape[0 if traits.SHARED else 2] > 1 else partial
+            total = partial.sum(axis) if partial.shape[axis] > 1 else partial
             grads[name] = total.view(x.q.shape).to(key_dtype)
     if d_rate is not None:
         name = "rate" if x.rate is not None else "log_decay"
@@ -174,10 +159,11 @@ def step_(call: ElementStepCall) -> Tensor:
 
 
 def _kernel_operands(x: ElementOperands, s: Sizes, config: ElementConfig) -> ElementOperands:
-    """Return the operands as the kernels read them: the rate or a fixed decay per channel as [K, HV], so that lanes
-    read adjacent channels, and q and k in float32 if the channels of a program share them.
+    """Convert the operands to the layouts and dtypes that the kernels read.
 
-    These are small then, and every program would convert them again, with as many instructions as it updates states.
+    The rate and a fixed decay per channel become [K, HV], so that lanes read adjacent channels. q and k become float32
+    if the channels of a program share them: they are small then, and every program would convert them again, which
+    takes as many instructions as the update of the state.
     """
     if x.rate is not None:
         x = x._replace(rate=x.rate.t().contiguous())
@@ -189,17 +175,43 @@ def _kernel_operands(x: ElementOperands, s: Sizes, config: ElementConfig) -> Ele
     return x._replace(q=x.q.float(), k=x.k.float())
 
 
+def _states_before_segments(x: ElementOperands, kind: ElementKind, s: Sizes, config: ElementConfig) -> Tensor:
+    """Return the states before the segments of all sequences, [N segments, K, V, HV]."""
+    starts, ends, maps = _segment_states(x, s)
+    _scan(x, kind, s, config, ends=ends, maps=maps)
+    _combine(x, s, maps, ends, x.state, starts, reverse=False)
+    return starts
+
+
+def _gradients_after_segments(
+    x: ElementOperands, kind: ElementKind, s: Sizes, config: ElementConfig, d_o: Tensor, d_final: Tensor | None
+) -> Tensor:
+    """Return the gradients of the states after the segments of all sequences, [N segments, K, V, HV]."""
+    starts, ends, maps = _segment_states(x, s)
+    _scan(x, kind, s, config, ends=ends, maps=maps)  # only for the maps; the next kernel overwrites ends
+    traits = _traits(x, kind, s, config.forward, 0)
+    run = launcher(
+        element_reverse_kernel,
+        (x.q, x.log_decay, x.step, x.rate, d_o, ends, x.cu_seqlens),
+        (traits,),
+        traits.W,
+    )
+    run(s.N * s.segments * traits.BLOCKS, kind.scale, s.T, s.N, s.segments)
+    _combine(x, s, maps, ends, d_final, starts, reverse=True)
+    return starts
+
+
 def _scan(
     x: ElementOperands, kind: ElementKind, s: Sizes, config: ElementConfig, *, o: Tensor | None = None,
     final: Tensor | None = None, checkpoints: Tensor | None = None, starts: Tensor | None = None,
     ends: Tensor | None = None, maps: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch the forward scan; with `ends` and `maps` it computes these alone."""
+    """Launch the forward scan; with `ends` and `maps` it computes only these."""
     traits = _traits(x, kind, s, config.forward, config.every)
     initial = x.state if ends is None and starts is None else None
     save = checkpoints is not None
     if checkpoints is None:
-        checkpoints = final if ends is None else ends  # not written
+        checkpoints = final if ends is None else ends  # any tensor: the kernel does not write it, because save is 0
     run = launcher(
         element_scan_kernel,
         (
@@ -225,7 +237,7 @@ def _combine(
 
 
 def _segment_states(x: ElementOperands, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the states at the start of each segment, its contribution and its map: [N segments, K, V, HV]."""
+    """Allocate `starts`, `ends` and `maps` of the kernels, [N segments, K, V, HV] each."""
     starts, ends, maps = (_empty(x, s.N * s.segments, s.K, s.V, s.HV) for _ in range(3))
     return starts, ends, maps
 
@@ -238,7 +250,7 @@ def _zero_tail(
     x: ElementOperands, s: Sizes, v: Tensor, q: Tensor | None = None, k: Tensor | None = None,
     log_decay: Tensor | None = None, b: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Zero the rows from cu_seqlens[-1] on of tensors shaped like the operands of these names; b: [T, HV]."""
+    """Zero the rows from cu_seqlens[-1] on of tensors with the shapes of these operands; b: [T, HV]."""
     if x.cu_seqlens is None:
         return
     block, programs = 1024, 64

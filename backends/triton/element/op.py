@@ -29,8 +29,8 @@ class ElementOperands(NamedTuple):
     Args:
         q, k: [B, T, H, K].
         v: [B, T, HV, V].
-        log_decay: [HV], [HV, K], [B, T, HV] or [B, T, HV, K].
-        step, rate: [B, T, HV] and [HV, K]; the log decay is their product.
+        log_decay: fixed [HV] or [HV, K], or per token [B, T, HV] or [B, T, HV, K].
+        step, rate: [B, T, HV] and [HV, K], instead of log_decay, which is their product.
         state: [N, HV, K, V].
         cu_seqlens: [N + 1] int32.
     """
@@ -55,7 +55,7 @@ class ElementOperands(NamedTuple):
 
 
 class ElementKind(NamedTuple):
-    """The traits of an update. config: an ElementConfig as JSON; "": the heuristic's."""
+    """The traits of an update. config: an ElementConfig as JSON; "": the heuristic chooses it."""
 
     read_early: bool
     scale: float
@@ -97,7 +97,7 @@ class ElementStepCall(NamedTuple):
 
 
 def is_elementwise(spec: UpdateSpec, V: int) -> bool:
-    """Whether the elementwise kernels compute a spec: additive, one step per token, and narrow values or a rate.
+    """Whether the elementwise kernels compute a spec: additive, one write per token, narrow values or a rate.
 
     For values of width 1 or 2 the products of a chunk are more work than the recurrence itself. With a rate, the
     gradient of the log decay is multiplied by the step, and only these kernels compute it without cancellation.
@@ -145,7 +145,7 @@ def element_step_(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots:
 
 
 def _lower(spec: UpdateSpec, inputs: UpdateInputs) -> ElementOperands:
-    """The operands of the kernels, with the values multiplied by their write strengths."""
+    """Return the operands of the kernels, with the values multiplied by their write strengths."""
     _, write = strengths(spec, inputs)
     v = inputs.v
     if write is not None:
@@ -213,9 +213,9 @@ def _step_fake(*arguments: Any) -> Tensor:
 
 
 def gradient_names(x: ElementOperands, key_gradients: bool) -> list[str]:
-    """The operands whose gradients the backward operator returns, in order.
+    """Return the names of the operands whose gradients the backward operator returns, in order.
 
-    torch.compile traces it, which does not support a comprehension with a cell variable here.
+    A loop, because torch.compile traces this function and does not support a comprehension with a cell variable here.
     """
     names = ["q", "k"] if key_gradients else []
     names.append("v")

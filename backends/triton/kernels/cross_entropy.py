@@ -1,6 +1,6 @@
-"""Cross entropy of rows of logits, and its gradient in place of the logits.
+"""Cross entropy of rows of logits; the gradient overwrites the logits.
 
-L vocabulary
+R rows, L vocabulary. largest, total: running maximum of the logits z, and sum of exp(z - largest)
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class LossTraits(NamedTuple):
     Args:
         L: vocabulary.
         STRIDE: elements from row to row of the logits.
-        BLOCK: columns that a program loads at once.
+        BLOCK: columns that a program loads together.
         CAP, Z_LOSS, SCALED, GRADIENTS: whether there is a cap, a z loss, a factor per row, and a gradient.
     """
 
@@ -50,7 +50,7 @@ def capped(z, cap, CAP: tl.constexpr):
 
 @triton.jit
 def add_block(largest, total, row, columns, cap, L: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """Update the largest logit and sum exp(z - largest) of each lane by a block of columns, with one exponential."""
+    """Update `largest` and `total` [BLOCK] by one column each, with one exponential per column."""
     z = load_logits(row, columns, L, MASKED)
     if CAP:
         z = capped(z, cap, CAP)
@@ -65,7 +65,7 @@ def add_block(largest, total, row, columns, cap, L: tl.constexpr, CAP: tl.conste
 def store_gradient(
     row, columns, target, largest, factor, scale, cap, L: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Overwrite a block of logits by (factor exp(z - largest) - scale [column = target]) dz/dlogit."""
+    """Overwrite a block of logits by their gradients, (factor exp(z - largest) - scale [column = target]) dz/dlogit."""
     z = capped(load_logits(row, columns, L, MASKED), cap, CAP)
     d = tl.exp2((z - largest) * LOG2E) * factor - tl.where(columns == target, scale, 0.0)
     if CAP:
@@ -85,7 +85,7 @@ def cross_entropy_kernel(
 ):  # fmt: skip
     """Compute the loss of a row, lse - z[target] + z_loss lse^2, and with GRADIENTS its gradient, scaled.
 
-    Grid: one program per row. The second visit of a row reads it from the L2 cache.
+    Grid: one program per row. With GRADIENTS it reads the row twice, the second time from the L2 cache.
 
     Reads logits [R, L] with STRIDE elements from row to row, targets [R] int64, with SCALED scales [R].
     Writes losses [R] float32: 0 where the target is ignored, NaN where it is no column; with GRADIENTS logits.
@@ -96,7 +96,7 @@ def cross_entropy_kernel(
     ignored = target == ignore_index
     invalid = (target < 0) | (target >= L)
     target = tl.where(invalid, 0, target).to(tl.int32)
-    # loaded before the barriers of the reductions, because other warps overwrite it after them
+    # loaded before the reductions, whose barriers ensure that no warp has overwritten it yet
     target_z = capped(tl.load(row + target).to(tl.float32), cap, CAP)
     lanes = tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], _LOWEST, tl.float32)

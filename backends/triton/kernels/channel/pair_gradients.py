@@ -7,10 +7,12 @@
     dm_jc = 2^(Gend_c - G_jc) (v dS'^T)_jc + sum_i (2^(G''_ic - G_jc) dR_ij q_ic + 2^(G'_ic - G_jc) dB_ij e_ic)
     d log_decay_tc = sum_{i >= t} (q dq - k dk - m dm)_ic + sum_{i > t} (e de)_ic + (dS' o S')_c
 
-for channels c; (dS' o S')_c is the sum over values. pair_prepare.py defines the symbols, and pair_levels.py how the
-sums over pairs of tokens are computed. The diagonals of dP and dR, which add the same to q dq and to k dk + m dm, are
-left out of d log_decay, so that strong decays leave no difference of large terms. C tokens in a chunk, HV heads, K
-key width, V value width
+for channels c; (dS' o S')_c is the sum over values of dS' times S'. pair_prepare.py defines the symbols, and
+pair_levels.py explains how the sums over pairs of tokens are computed. The diagonals of dP and dR contribute the same
+to q dq and to k dk + m dm. They are left out of d log_decay, because with strong decays the difference of these large
+terms would cancel.
+
+C tokens in a chunk, HV heads, K key width, V value width
 """
 
 import triton
@@ -32,7 +34,7 @@ def add_pair_gradients(
     dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle, level,
     WHOLE: tl.constexpr, READ_EARLY: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Add the pairs of a level, or with WHOLE all pairs, to dq, de, dk and dm."""
+    """Add the contributions of the pairs of a level, or with WHOLE of all pairs, to dq, de, dk and dm."""
     dtype: tl.constexpr = dP.dtype
     late, early, write, pairs = pair_factors(g, G, middle, level, WHOLE, dP.shape[0], EXACT)
     read = early if READ_EARLY else late
@@ -67,7 +69,7 @@ def chunk_gradients(
     """Compute the gradients of chunk c of a sequence, for one head and tile of keys."""
     NV: tl.constexpr = (V + BV - 1) // BV
     dtype: tl.constexpr = states.dtype.element_ty
-    # scaled operands of a weak decay may exceed the range of float16
+    # with float16 no decay counts as weak, because operands scaled by up to 2^WEAK may overflow
     BOUND: tl.constexpr = 0.0 if dtype == tl.float16 else WEAK
     i = tl.arange(0, C)
     in_time = i < length - c * C
@@ -178,10 +180,10 @@ def pair_gradients_kernel(
     READ_EARLY: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr,
     EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one chunk.
+    """Compute the gradients of the operands of DPLR chunks.
 
-    Grid: scratch slot, block of HEADS heads, K tile. A program computes [C, BK] of the gradients. MARKED: only of the
-    chunks that the Hopper kernel has marked in gates.
+    Grid: scratch slot, block of HEADS heads, K tile. For each head a program computes [C, BK] of the gradients. MARKED:
+    it computes only the chunks that hopper/pair_prepare.py has marked in gates.
 
     Reads states, dstates [scratch slot, HV, V, K]; xs (x of each chunk), du [scratch slot, C, HV, V]; the operands and
     do. Writes dq, dk, de, dv_key (dm), dlog_decay [B, T, HV, K].

@@ -1,12 +1,12 @@
-"""Decays between the tokens of a chunk for DPLR: relative to its middle where they are weak, else by dyadic levels.
+"""Decays between the tokens of a DPLR chunk: relative to the middle of the chunk if they are weak, else by levels.
 
-The coefficient of tokens j < i is sum_c y_ic z_jc 2^(G_ic - G_jc). If no half of the chunk decays any channel by more
-than 2^-WEAK, both factors 2^(G_i - G_m) and 2^(G_m - G_j) with m the last token of the first half are at most 2^WEAK,
-finite in float32 and bfloat16, and one product of scaled operands has all pairs. RWKV-7's decays are at least
-2^-0.875 per token: 2^-28 in half a chunk of 64. With other decays the pairs are computed by the levels of
+The coefficient of tokens j < i is sum_c y_ic z_jc 2^(G_ic - G_jc). Let m be the last token of the first half. If no
+half of the chunk decays any channel by more than 2^-WEAK, the factors 2^(G_i - G_m) and 2^(G_m - G_j) are at most
+2^WEAK, finite in float32 and bfloat16, and one product of scaled operands has all pairs. RWKV-7's decays are at least
+2^-0.875 per token, so 2^-28 in half a chunk of 64. With stronger decays the pairs are computed by the dyadic levels of
 decay_levels.py, whose factors are at most 1.
 
-C tokens in a chunk
+C tokens in a chunk. late, early: the factors of a token that reads the state after or before its own decay
 """
 
 import triton
@@ -40,23 +40,24 @@ def load_operands(q, k, e, v_key, log_decay, i, ks, in_time, in_k, STRIDE: tl.co
 
 @triton.jit
 def is_weak_decay(G, C: tl.constexpr, BOUND: tl.constexpr):
-    """Return whether no half of the chunk decays by more than 2^-BOUND, and G at its middle [keys].
+    """Return whether no half of the chunk decays any channel by more than 2^-BOUND, and G at its middle [keys].
 
     G [C, keys]: cumulative log2 decays, which do not increase.
     """
     middle = tl.min(tl.where((tl.arange(0, C) < C // 2)[:, None], G, 0.0), 0)
-    # NaN is not weak
+    # tl.min ignores NaN, which propagates with weak decays as with others
     return (tl.min(middle, 0) > -BOUND) & (tl.min(tl.min(G, 0) - middle, 0) > -BOUND), middle
 
 
 @triton.jit
 def pair_factors(g, G, middle, level, WHOLE: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
-    """Return the factors of token i for its read, for its read before its own decay, and of token j for its write.
+    """Return the factors late and early of reading tokens i, those of writing tokens j, and the pairs of a level.
 
-    Tokens in lower halves of a level's blocks do not read, and those in upper halves do not write. g [C, keys]: log2
-    decays, G and middle as in `is_weak_decay`. WHOLE: all pairs relative to the middle; level is then unused.
+    At a level only tokens in upper halves of blocks read, and only those in lower halves write: other factors are 0.
+    g [C, keys]: log2 decays; G and middle as in `is_weak_decay`. WHOLE: all pairs, relative to the middle; level is
+    then unused.
 
-    Returns: three tiles [C, keys]; the pairs (i, j) with j < i that the level has, [C, C].
+    Returns: three tiles [C, keys]; a mask of pairs (i, j) with j < i, [C, C].
     """
     i = tl.arange(0, C)
     if WHOLE:
@@ -72,7 +73,10 @@ def pair_factors(g, G, middle, level, WHOLE: tl.constexpr, C: tl.constexpr, EXAC
 
 @triton.jit
 def is_marked(gates, chunk, K: tl.constexpr, C: tl.constexpr, MARKED: tl.constexpr):
-    """Whether a chunk is to be computed: all, or with MARKED those that hopper/pair_prepare.py has marked."""
+    """Return whether to compute a chunk: always, or with MARKED if hopper/pair_prepare.py has marked it.
+
+    chunk: index slot * HV + hv. The mark is the first of the C elements after the K decays in gates.
+    """
     if MARKED:
         return tl.load(gates + chunk * (K + C) + K) > 0.0
     else:
@@ -81,7 +85,7 @@ def is_marked(gates, chunk, K: tl.constexpr, C: tl.constexpr, MARKED: tl.constex
 
 @triton.jit
 def any_marked(gates, slot, first, last, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr):
-    """Whether a chunk of heads `first` to `last` - 1 is marked, loaded at once: mostly none is."""
+    """Return whether a chunk slot is marked for any of the heads `first` to `last` - 1; usually none is."""
     hv = first + tl.arange(0, HEADS)
     at = gates + (tl.cast(slot, tl.int64) * HV + hv) * (K + C) + K
     return tl.max(tl.load(at, mask=hv < last, other=0.0), 0) > 0.0

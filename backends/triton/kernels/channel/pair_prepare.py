@@ -9,8 +9,9 @@ With G the cumulative log2 decay per channel c and G'_i = G_(i-1), for a chunk w
     x = T (E S0 + B v),    T = (I - A)^-1,    o = Q S0 + P x + R v,    S' = 2^Gend S0 + W^T x + M^T v
     Q = scale q 2^G'',   W = k 2^(Gend - G),   E = e 2^G',   M = m 2^(Gend - G)
 
-G'' is G, or G' if the output is read before the update; P and R then have j < i. C tokens in a chunk, HV heads, K key
-width
+G'' is G, or G' if the output is read before the update; P and R then have j < i.
+
+C tokens in a chunk, HV heads, K key width
 """
 
 import triton
@@ -31,7 +32,7 @@ from deltazoo.backends.triton.kernels.wy_tiles import store_wy_tiles
 
 @triton.jit
 def round_operand(x, EXACT: tl.constexpr):
-    """Round float32 to the 11 bits of tf32, to which the product would truncate; EXACT: return it unchanged."""
+    """Round float32 to the 11 bits of tf32, because the product would truncate; EXACT: return it unchanged."""
     if EXACT:
         return x
     else:
@@ -121,7 +122,8 @@ def pair_prepare_kernel(
 ):  # fmt: skip
     """Prepare the chunks of a DPLR update.
 
-    Grid: chunk slot, block of HEADS heads. MARKED: only the chunks that the Hopper kernel has marked in gates.
+    Grid: chunk slot, block of HEADS heads. MARKED: it prepares only the chunks that hopper/pair_prepare.py has marked
+    in gates.
 
     Reads q, k, e, v_key, log_decay [B, T, HV, K].
     Writes tiles [4, B, T, HV, K] = Q, W, E, M; gates [slots, HV, K + C], of which 2^Gend per channel; wy_tiles

@@ -8,20 +8,30 @@
 
 d_step_t = sum over keys of rate * d_log_decay_t, and d_rate = sum over tokens of step_t * d_log_decay_t.
 
-The EVERY tokens between two checkpoints are visited twice: first the states before every GROUP tokens are recomputed
-into registers; then, the last GROUP first, the terms P_t of GROUP tokens, and the reverse scan visits these tokens.
-The tokens after the last whole interval are visited one by one; the state before each is recomputed from the last
-checkpoint.
+A sequence is divided into intervals of EVERY tokens, each of which starts at a checkpoint, and an interval into groups
+of GROUP tokens. For each interval, the last one first, the kernel recomputes the states before all groups and keeps
+them in registers. For each group, the last one first, it recomputes the terms P_t of the group's tokens, and runs the
+reverse scan over them. The tokens after the last whole interval are processed one by one; the state before each is
+recomputed from the last checkpoint.
+
+S, dS: tiles of the state (tile.py). rates, d_rates: the part of the decay that all tokens share (`load_rates`), and
+the sum of its gradients over tokens
 """
 
 import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.element.scan import decay_factor, decay_state
+from deltazoo.backends.triton.kernels.element.sums import (
+    fold_lanes,
+    store_folded_keys,
+    store_folded_rows,
+    sum_thread_channels,
+    sum_warps,
+)
 from deltazoo.backends.triton.kernels.element.tile import (
     LN_2,
     empty_state,
-    fold_lanes,
     load_decay,
     load_key,
     load_rates,
@@ -31,12 +41,8 @@ from deltazoo.backends.triton.kernels.element.tile import (
     log2_decay,
     slot_offset,
     state_offset,
-    store_folded_keys,
-    store_folded_rows,
     store_row,
     sum_keys,
-    sum_thread_channels,
-    sum_warps,
     tile_at,
     token_at,
 )
@@ -47,9 +53,11 @@ def element_reverse_kernel(
     q, log_decay, step, rate, d_o, ends, cu, scale, T, N, segments,
     traits: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient that a segment's outputs give to the state before it. Grid: sequence, segment, block.
+    """Compute the gradient of the state before a segment, with a gradient of 0 of the state after it.
 
-    Reads q [B, T, H, K] and d_o [B, T, HV, V]. Writes ends [N segments, K, V, HV] float32.
+    Grid: sequence, segment, block.
+
+    Reads q [B, T, H, K], d_o [B, T, HV, V], and the decays as the forward. Writes ends [N segments, K, V, HV] float32.
     """
     n, vi, hv, h, in_keys, in_values, in_channels, _ = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
@@ -101,7 +109,7 @@ def load_values(x, t, vi, hv, in_values, in_channels, traits: tl.constexpr):
 def load_writes(
     k, v, log_decay, step, t, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
-    """Load decay, k and v of GROUP tokens from t on."""
+    """Load the decays, k and v of GROUP tokens from t on."""
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
     decays = ()
@@ -128,10 +136,12 @@ def reverse_group(
     S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale, t,
     group, prefetch_t, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
-    """Visit GROUP tokens from t on, forward from the state S before them, then in reverse.
+    """Compute the gradients of GROUP tokens from t on: forward from S, the state before them, then in reverse.
 
-    d_os: their d_o. group: their place in `scratch`. Returns dS, d_rates, and the d_o of GROUP tokens from
-    prefetch_t on, loaded before the stores, because the compiler would move the loads behind them.
+    d_os: d_o of these tokens. group: the number of the group in its interval, which locates it in `scratch`.
+
+    Returns: dS before the tokens; d_rates; the d_o of GROUP tokens from prefetch_t on, which a later call needs. The
+        source loads them before the stores, because otherwise the compiler issues the loads after the stores.
     """
     row = tl.cast(t, tl.int64)
     GROUP: tl.constexpr = traits.GROUP
@@ -140,7 +150,7 @@ def reverse_group(
     for i in tl.static_range(GROUP):
         qs = qs + (load_key(q, row, i, True, h, n, in_keys, in_channels, traits),)
     factors = ()
-    kept = ()  # P_t
+    Ps = ()
     d_qs = ()
     for i in tl.static_range(GROUP):
         factor = decay_factor(log2_decay(decays[i], rates, traits), traits)
@@ -150,7 +160,7 @@ def reverse_group(
         if not traits.READ_EARLY:
             read = S
         factors = factors + (factor,)
-        kept = kept + (P,)
+        Ps = Ps + (P,)
         if traits.KEY_GRADIENTS:
             d_qs = d_qs + (tl.sum(read * (d_os[i].to(tl.float32) * scale), 1, keep_dims=True),)
     d_ks = ()
@@ -165,7 +175,7 @@ def reverse_group(
             d_ks = (tl.sum(dS * v_i, 1, keep_dims=True),) + d_ks
         d_vs = (tl.sum(dS * ks[i].to(tl.float32), 0, keep_dims=True),) + d_vs
         if traits.DECAY != "none":
-            d_log = tl.sum(dS * kept[i], 1, keep_dims=True)
+            d_log = tl.sum(dS * Ps[i], 1, keep_dims=True)
             if traits.DECAY == "rate":
                 d_rates += d_log * decays[i]
                 d_decays = (tl.sum(d_log * rates, 0, keep_dims=True),) + d_decays
@@ -180,14 +190,14 @@ def reverse_group(
         if traits.READ_EARLY:
             dS += read
     prefetched_d_os = load_values(d_o, prefetch_t, vi, hv, in_values, in_channels, traits)
-    AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # contiguous in v, and so many elements
+    AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # the contiguous axis of v
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     d_vs = fold_lanes(d_vs, GROUP, 1, 4, traits)
     in_row = in_values & in_channels
     store_folded_rows(d_v, d_vs, 1.0, t, traits.HV * traits.V, hv * traits.V + vi, in_row, AXIS, LENGTH, traits)
     if traits.DECAY == "rate" or traits.DECAY == "head":
         d_decays = fold_lanes(d_decays, GROUP, 1, 4, traits)
-        unit: tl.constexpr = LN_2 if traits.DECAY == "rate" else 1.0  # rates are times log2 e
+        unit: tl.constexpr = LN_2 if traits.DECAY == "rate" else 1.0  # `rates` contains log2 e
         store_folded_rows(d_decay, d_decays, unit, t, traits.HV, hv, in_channels, 2, traits.CHANNELS, traits)
     if traits.KEY_GRADIENTS:
         if traits.SHARED:
@@ -209,11 +219,13 @@ def reverse_interval(
     S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, pending_scratch, scale,
     t, stop, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
-    """Visit EVERY tokens from t on, group by group: compute the states before the groups from the first, S, then go in
-    reverse. Returns dS and d_rates.
+    """Compute the gradients of EVERY tokens from t on: the states before all groups, then the groups in reverse.
 
-    pending_scratch: what the warps stored in the interval visited before. It is added up while the operands are loaded;
-    tokens from `stop` on are skipped.
+    S: the state before the tokens. scratch: where the warps store their partial d_q and d_k of these tokens.
+    pending_scratch: those of the next interval, which the kernel has processed before; `sum_warps` adds them up while
+    the operands are loaded. There is no next interval from `stop` on: nothing is stored for these tokens.
+
+    Returns: dS before the tokens; d_rates.
     """
     GROUP: tl.constexpr = traits.GROUP
     GROUPS: tl.constexpr = traits.EVERY // traits.GROUP
@@ -253,15 +265,18 @@ def element_backward_kernel(
     d_q, d_k, d_v, d_decay, d_rate, d_initial, cu, scale, T, N, segments, rows,
     traits: tl.constexpr, token_traits: tl.constexpr,
 ):  # fmt: skip
-    """Visit one segment of a sequence in reverse for one block of channels. Grid: sequence, segment, block.
+    """Compute the gradients of one segment of a sequence for one block of channels. Grid: sequence, segment, block.
 
     Reads the operands as the forward; d_o [B, T, HV, V]; d_final [N, HV, K, V] (None: 0), or with segments starts
     [N segments, K, V, HV], the gradient of the state at the end of each; checkpoints [slots, K, V, HV].
     Writes d_v [B, T, HV, V]; d_initial [N, HV, K, V] (None: skipped); d_decay, the gradient of log_decay [B, T, HV] or
-    [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, K, HV] or [N segments, HV], the share of each segment
-    in the gradient of the rate or the fixed decay. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows, H, K],
-    the share of each block of channels, where rows = B T; else [B, T, HV, K].
+    [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, K, HV] or [N segments, HV], the gradient of the rate
+    or the fixed decay from the tokens of each segment. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows,
+    H, K] from the channels of each block, where rows = B T; else [B, T, HV, K] from each channel.
     scratch: [programs, 2 halves, W, EVERY / GROUP, 2 (d_q, d_k), GROUP, RN TN] float32 with SHARED and KEY_GRADIENTS.
+    Intervals use the halves alternately: one is written while the other is summed.
+
+    traits describes whole groups and intervals, token_traits single tokens (EVERY = GROUP = 1).
     """
     n, vi, hv, h, in_keys, in_values, in_channels, block = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
@@ -270,9 +285,9 @@ def element_backward_kernel(
     SCRATCH: tl.constexpr = traits.W * traits.EVERY * 2 * traits.RN * traits.TN
     in_rows = slot_offset(hv, n, vi, traits)
     dS = empty_state(traits)
-    part = tl.cast(sequence * segments + segment, tl.int64)
+    segment_row = tl.cast(sequence * segments + segment, tl.int64)
     if starts is not None:
-        dS += tl.load(tile_at(starts + part * SIZE, in_rows, 2, traits.CHANNELS), mask=in_state, other=0.0)
+        dS += tl.load(tile_at(starts + segment_row * SIZE, in_rows, 2, traits.CHANNELS), mask=in_state, other=0.0)
     elif d_final is not None:
         d_final_at = tile_at(d_final + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1)
         dS += tl.load(d_final_at, mask=in_state, other=0.0)
@@ -322,10 +337,10 @@ def element_backward_kernel(
         tl.debug_barrier()
         sum_warps(scratch + (intervals + 1) % 2 * SCRATCH, d_q, d_k, first, stop, rows, block, h, traits)
     if traits.DECAY == "rate" or traits.DECAY == "fixed_channel":
-        rate_at = tile_at(d_rate + part * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)
+        rate_at = tile_at(d_rate + segment_row * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)
         tl.store(rate_at, d_rates, mask=in_keys & in_channels)
     elif traits.DECAY == "fixed":
-        store_row(d_rate, part, 0, traits.HV, hv, sum_keys(d_rates), in_channels, 2, traits.CHANNELS, traits)
+        store_row(d_rate, segment_row, 0, traits.HV, hv, sum_keys(d_rates), in_channels, 2, traits.CHANNELS, traits)
     if d_initial is not None:
         if segment == 0:
             d_initial_at = tile_at(

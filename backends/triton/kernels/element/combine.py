@@ -13,7 +13,7 @@ def element_combine_kernel(
     HV: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Visit the segments of one sequence in order, the last first with REVERSE. Grid: sequence, block of elements.
+    """Combine the segments of one sequence in order, with REVERSE the last first. Grid: sequence, block of elements.
 
     Reads maps, ends [N segments, STATE, HV] and initial [N, HV, STATE] (None: 0). Writes starts [N segments, STATE,
     HV]. STATE = K V.
@@ -33,6 +33,6 @@ def element_combine_kernel(
         S = tl.load(at, mask=in_state, other=0.0)
     for i in range(number):
         segment = number - 1 - i if REVERSE else i
-        part = tl.cast(sequence * segments + segment, tl.int64) * SIZE + element
-        tl.store(starts + part, S, mask=in_state)
-        S = tl.load(maps + part, mask=in_state, other=0.0) * S + tl.load(ends + part, mask=in_state, other=0.0)
+        offset = tl.cast(sequence * segments + segment, tl.int64) * SIZE + element
+        tl.store(starts + offset, S, mask=in_state)
+        S = tl.load(maps + offset, mask=in_state, other=0.0) * S + tl.load(ends + offset, mask=in_state, other=0.0)

@@ -6,17 +6,17 @@ gradient of the state after it, and x = w v [64, V]:
     dP = scale tril(do x^T, -1)
     dq = scale 2^G'' do S^T + sum_l f_l (dP_l k_l),   dk = 2^(Gend - G) x dS'^T + sum_l f_l (dP_l^T q_l)
 
-At level l of decay_levels.py dP_l are the pairs (i, j) of tokens with i in the upper and j in the lower half of a
-block, f_l the factor of each token and channel relative to the boundary between the halves, and k_l, q_l the rows
-scaled by it. As a token is either in an upper or in a lower half, one product of the symmetric pairs,
+At level l of ../channel/decay_levels.py, dP_l are the pairs (i, j) of tokens with i in the upper and j in the lower
+half of a block; f_l is the factor of each token and channel relative to the boundary between the halves; k_l and q_l
+are the rows scaled by it. As a token is either in an upper or in a lower half, one product of the symmetric pairs,
 
     z = (dP_l + dP_l^T) [q_l in upper halves, k_l in lower halves]
 
 has the rows of dq in upper halves and those of dk in lower halves. The exponents of the factors are products of masks
-of zeros and ones with the log2 decays in two float16 terms, which have 22 bits together.
+of zeros and ones with the log2 decays in two float16 terms, which together have 22 bits.
 
-The transposed tiles of channel_gradients.py are slower here: GLA's gradients took 1.26 ms with them and 0.95 ms with
-these on an H100 (8 x 4096 tokens, 16 heads of 128), while KDA's took 1.18 and 1.38 ms.
+The transposed tiles of channel_gradients.py are slower here: on an H100 (8 x 4096 tokens, 16 heads of 128) GLA's
+gradients took 1.26 ms with transposed tiles and 0.95 ms with these, but KDA's 1.18 and 1.38 ms.
 
 Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over tiles of 64 values, two stages of
 which are in shared memory, as in gradients.py. Scaled rows have two buffers, which the levels alternate between, so
@@ -49,20 +49,16 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import exp2_ftz
 from deltazoo.backends.triton.kernels.hopper.value_tiles import LOAD_LAYOUT, copy_value_tile, store_write_sums
-from deltazoo.backends.triton.kernels.layout import (
-    LOG2E,
-    clamp_log2_decay,
-    opaque_zero,
-)
+from deltazoo.backends.triton.kernels.layout import LOG2E, clamp_log2_decay, opaque_zero
 
 
 @gluon.jit
 def sum_decays_async(g_hi, g_lo, KIND: gl.constexpr, LEVEL: gl.constexpr):
-    """Issue the wgmma of the log2 decays that a mask (token_masks.py) keeps for each token, [64, keys].
+    """Issue the wgmmas that sum for each token the log2 decays that a mask (token_masks.py) keeps, [64 tokens, keys].
 
-    g_hi, g_lo: the terms of the log2 decays [keys, 64].
+    g_hi, g_lo: the terms of the log2 decays [keys, 64 tokens].
 
-    Returns: the sums, under way; their A operand, which the caller passes to warpgroup_mma_wait.
+    Returns: the sums, pending; their A operand, which the caller passes to warpgroup_mma_wait.
     """
     ones = gl.full([64, 64], 1.0, gl.float16, ACC)
     mask = gl.convert_layout(keep_tokens(ones, KIND, LEVEL), A_OPERAND, assert_trivial=True)
@@ -73,7 +69,7 @@ def sum_decays_async(g_hi, g_lo, KIND: gl.constexpr, LEVEL: gl.constexpr):
 
 @gluon.jit
 def decays(g_hi, g_lo, KIND: gl.constexpr, LEVEL: gl.constexpr):
-    """Return 2^ of the sums of the log2 decays that a mask keeps."""
+    """Return 2 to the power of the sums of `sum_decays_async`."""
     sums, mask = sum_decays_async(g_hi, g_lo, KIND, LEVEL)
     sums, _ = warpgroup_mma_wait(0, deps=[sums, mask])
     return exp2_ftz(sums)
@@ -207,7 +203,7 @@ def hopper_additive_gradients_kernel(
                 zero = opaque_zero(c, 25 + tv) * 64
                 next_pointers = (do_at + zero, do_at + zero, x_at + zero, S_at + zero, dS_at + zero)
                 copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, False, 64 * K)
-        # The buffers are dependencies too: the compiler would treat them as free from the issue of the wgmmas on.
+        # The buffers are dependencies, too: the compiler would treat them as free once the wgmmas are issued.
         dq_tile, dP, dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dq_tile, dP, dk_tile, S_t, dS_t, x_t, do_t])
         async_copy.wait_group(0)  # of k and q; wgmma does not read them
 
@@ -239,7 +235,7 @@ def hopper_additive_gradients_kernel(
 
         read_s = allocate_tiles(dtype, 2)  # rows of q in upper halves and of k in lower halves, scaled
         # Each level is a loop of one iteration: in one basic block ptxas would delay the last sums of all levels to the
-        # end, which spills.
+        # end, which spills. `windows` is at least 1, so `once` is 1, but the compiler cannot fold it.
         once = gl.where(windows > 0, 1, 0)
         for level in gl.static_range(6):
             for _ in range(0, once):

@@ -7,24 +7,25 @@ after it, x and du [64, V], and y = b e:
     dq = scale 2^G'' do S^T + sum_l f_l (dP_l k_l),   -dy = 2^G' du S^T + sum_l f_l (dA_l k_l)
     dk = 2^(Gend - G) x dS'^T + sum_l f_l (dP_l^T q_l - dA_l^T y_l)
 
-At level l of ../channel/decay_levels.py dP_l and dA_l are the pairs (i, j) of tokens with i in the upper and j in the
-lower half of a block, f_l the factor of each token and channel relative to the boundary between the halves
-(decay_factors.py), and k_l, q_l, y_l the rows scaled by it.
+At level l of ../channel/decay_levels.py, dP_l and dA_l are the pairs (i, j) of tokens with i in the upper and j in the
+lower half of a block; f_l is the factor of each token and channel relative to the boundary between the halves
+(decay_factors.py); k_l, q_l and y_l are the rows scaled by it.
 
-All matrices of channels are transposed, [64 channels, 64 tokens], so that the tokens of a channel are in the registers
+All tiles with channels are transposed, [64 channels, 64 tokens], so that the tokens of a channel are in the registers
 of four lanes, and scaled rows are A operands in registers. The B operands are blocks [16 tokens, 16 tokens] of two
 matrices that are computed once and stored in shared memory, [64, 16] for each level (two for level 5):
 
     dP + dP^T,   dA^T - b dA        row j: token of the scaled rows, column i: token of the gradient
 
-Blocks of levels 4 and 5 are off the diagonal: their columns are upper or lower halves alone. Levels 3 and below share
-the blocks on the diagonal; each level has a copy with its own pairs. Thus no barrier is needed between levels.
+Blocks of levels 4 and 5 are off the diagonal: the tokens of their columns are all in upper or all in lower halves.
+Levels 0 to 3 share the blocks on the diagonal; each has a copy with its own pairs. Thus no barrier is needed between
+levels.
 
 Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over tiles of 64 values, two stages of
 which are in shared memory, as in gradients.py.
 
-With IN_GRADIENTS states and dstates need no scratch memory. What a program reads, it overwrites with the gradients that
-it computes: S^T of values 0 to 63 and 64 to 127 is in the first and second half of each row of d_log_decay, as 16-bit
+With IN_GRADIENTS states and dstates need no scratch memory: they are stored where the program will write the gradients
+of its chunk. S^T of values 0 to 63 and 64 to 127 is in the first and second half of each row of d_log_decay, as 16-bit
 elements; dS'^T of values 0 to 63 is in the rows of dq, of values 64 to 127 in those of dk.
 
 Supported: operands and scratch of one 16-bit dtype, chunks of 64, V <= 512.
@@ -77,8 +78,8 @@ from deltazoo.backends.triton.kernels.layout import (
 BY_KEY = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 2], [1, 0]))
 # float32 [64 keys, 64 tokens]: few bank conflicts in the layouts ACC and BY_KEY
 SMEM_BY_TOKEN = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-# Sums over the 32 tokens of a thread up to each token, and from it on. A reverse associative_scan takes 10 shuffles per
-# element. DELAY_TOKENS moves them to the next token.
+# Sums over the 32 tokens of a thread, up to each token and from it on, without the 10 shuffles per element of a reverse
+# associative_scan. DELAY_TOKENS moves the sums to the next token, so that they exclude the token.
 CUMSUM = gl.constexpr("mov.b32 $0, $32;\n" + "\n".join(f"add.f32 ${n + 1}, ${n}, ${n + 33};" for n in range(31)))
 REVERSE_CUMSUM = gl.constexpr(
     "mov.b32 $31, $63;\n" + "\n".join(f"add.f32 ${30 - n}, ${31 - n}, ${62 - n};" for n in range(31))
@@ -89,12 +90,13 @@ CUMSUM_OPERANDS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 32))
 
 @gluon.jit
 def over_tokens(x, ASM: gl.constexpr):
+    """Apply one of these functions to the 32 tokens of each thread."""
     return gl.inline_asm_elementwise(ASM, CUMSUM_OPERANDS, [x], gl.float32, is_pure=True, pack=32)
 
 
 @gluon.jit
 def sum_to_token(x):
-    """Return for each token the sums of x [64, 64] over the tokens up to it, and over those before it."""
+    """Return for each token the sums of x [64 tokens, 64] over the tokens up to it, and over those before it."""
     x = over_tokens(x, CUMSUM)
     i = gl.arange(0, 64, gl.SliceLayout(1, BY_KEY))[:, None]
     first_half = gl.where(i < 32, 0.0, gl.sum(gl.where(i == 31, x, 0.0), 0)[None, :])
@@ -103,7 +105,7 @@ def sum_to_token(x):
 
 @gluon.jit
 def sum_from_token(x):
-    """Return for each token the sum of x [64, 64] over the tokens from it on, in the layout BY_KEY."""
+    """Return for each token the sum of x [64 tokens, 64] over the tokens from it on; layout BY_KEY."""
     x = over_tokens(x, REVERSE_CUMSUM)
     i = gl.arange(0, 64, gl.SliceLayout(1, BY_KEY))[:, None]
     second_half = gl.sum(gl.where(i == 32, x, 0.0), 0)
@@ -129,7 +131,7 @@ def hopper_channel_gradients_kernel(
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr,
     MIN_BETA: gl.constexpr, UNIT: gl.constexpr, IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../channel/gradients.py; see the first lines for IN_GRADIENTS."""
+    """Parameters and results as in ../channel/gradients.py; the docstring of this file explains IN_GRADIENTS."""
     gl.static_assert(C == 64 and BK == 64 and V <= 512)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K + BK - 1) // BK
@@ -243,12 +245,12 @@ def hopper_channel_gradients_kernel(
                 zero = opaque_zero(c, 25 + tv) * 64
                 next_pointers = (do_at + zero, du_at + zero, x_at + zero, S_at + zero, dS_at + zero)
                 copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, True, STATE_STEP)
-        # The buffers are dependencies too: the compiler would treat them as free from the issue of the wgmmas on.
+        # The buffers are dependencies, too: the compiler would treat them as free once the wgmmas are issued.
         dq_tile, dP, dy_tile, dA, dk_tile, _, _, _, _, _ = warpgroup_mma_wait(
             0, deps=[dq_tile, dP, dy_tile, dA, dk_tile, S_t, dS_t, x_t, do_t, du_t]
         )
         async_copy.wait_group(0)  # of k, q and e; wgmma does not read them
-        if ERASE_CHANNELS:  # replace the strengths by erase keys
+        if ERASE_CHANNELS:  # e has the erase strengths: replace them by the erase keys, strengths times k
             barrier()
             e_s.store(to_16_bits(to_float32(e_s.load(ACC)) * to_float32(k_s.load(ACC)), dtype))
 
@@ -293,17 +295,17 @@ def hopper_channel_gradients_kernel(
         product_s.store(state_product)
 
         # Each level is a loop of one iteration: in one basic block ptxas would delay the last sums of all levels to the
-        # end, which spills.
+        # end, which spills. `windows` is at least 1, so `once` is 1, but the compiler cannot fold it.
         once = gl.where(windows > 0, 1, 0)
         for _ in range(0, once):
-            if ANY_EARLY:  # twice as many registers as G alone
+            if ANY_EARLY:  # load again: both take twice the registers of G
                 G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
             dq_parts, dy_parts, dk_parts = add_level_5(
                 dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, ERASE_EARLY, READ_EARLY
             )  # fmt: skip
         for half in gl.static_range(2):
             for _ in range(0, once):
-                if ANY_EARLY:  # twice as many registers as G alone
+                if ANY_EARLY:  # load again: both take twice the registers of G
                     G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
                 dq_parts, dy_parts, dk_parts = add_level_4(
                     dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, ERASE_EARLY,
@@ -312,7 +314,7 @@ def hopper_channel_gradients_kernel(
         for level in gl.static_range(4):
             for half in gl.static_range(2):
                 for _ in range(0, once):
-                    if ANY_EARLY:  # twice as many registers as G alone
+                    if ANY_EARLY:  # load again: both take twice the registers of G
                         G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
                     dq_parts, dy_parts, dk_parts = add_level(
                         dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, 3 - level,
@@ -335,7 +337,7 @@ def hopper_channel_gradients_kernel(
             e_de *= erase_j[None, :]
         if not ERASE_EARLY:
             late_terms -= e_de
-        if ERASE_CHANNELS:  # the strengths again, for dk
+        if ERASE_CHANNELS:  # load the strengths again, for dk
             barrier()
             copy_tile_async(e_s, e_at, 0, tokens_left, K - column, True, MASK_K)
             async_copy.commit_group()

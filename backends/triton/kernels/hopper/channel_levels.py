@@ -1,4 +1,11 @@
-"""The levels of the gradients of delta rules with a decay per channel (channel_gradients.py), on transposed tiles."""
+"""The levels of the gradients of delta rules with a decay per channel, on transposed tiles.
+
+channel_gradients.py defines the symbols and the products of a level.
+
+dq, dy, dk, G, G_before: four blocks [64 channels, 16 tokens] in the layout ACC_N16, of one tile [64 channels,
+64 tokens]; dy is the gradient of -y, and G_before is G without the decay of the token. P_s, A_s: the tiles of
+`store_pairs`. q_s, e_s, k_s: rows [64 tokens, 64 channels] in shared memory
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +25,7 @@ from deltazoo.backends.triton.kernels.hopper.wy_tiles import SMEM_N16, split_col
 
 N16_ROWS = gl.constexpr(gl.SliceLayout(1, ACC_N16.value))
 N16_COLUMNS = gl.constexpr(gl.SliceLayout(0, ACC_N16.value))
-# predicated sums, where a select beside each fused multiply-add would cost an instruction and a register more
+# two predicated fused multiply-adds; a select beside each would cost one more instruction and register
 ADD_HALVES = gl.constexpr(
     "{\n.reg .pred upper;\nsetp.ne.s32 upper, $2, 0;\nmov.b32 $0, $5;\nmov.b32 $1, $6;\n"
     "@upper fma.rn.f32 $0, $3, $4, $0;\n@!upper fma.rn.f32 $1, $3, $4, $1;\n}"
@@ -27,7 +34,7 @@ ADD_HALVES = gl.constexpr(
 
 @gluon.jit
 def load_decays(G_s, G_before_s, ANY_EARLY: gl.constexpr):
-    """Load the blocks of G, and of G before each token if it is needed."""
+    """Load the blocks of G, and with ANY_EARLY those of G_before, else G again."""
     G = split_column_blocks(G_s.load(ACC))
     return G, split_column_blocks(G_before_s.load(ACC)) if ANY_EARLY else G
 
@@ -41,6 +48,7 @@ def keep_tokens(x, KIND: gl.constexpr, LEVEL: gl.constexpr):
 
 @gluon.jit
 def join_columns(low, high):
+    """Concatenate two tiles along their columns."""
     N: gl.constexpr = 2 * low.shape[1]
     return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [64, N])
 
@@ -54,7 +62,7 @@ def join_blocks(x):
 
 @gluon.jit
 def load_block(tile, B: gl.constexpr):
-    """Load tokens 16 B to 16 B + 15 of a tile [64 tokens, 64 channels], transposed."""
+    """Load block B, tokens 16 B to 16 B + 15, of rows [64 tokens, 64 channels], transposed."""
     return tile.slice(16 * B, 16).permute((1, 0)).load(ACC_N16)
 
 
@@ -75,7 +83,11 @@ def allocate_pair_tiles(dtype: gl.constexpr):
 
 @gluon.jit
 def store_pairs(x, y, tiles):
-    """Store the pairs of each level of x in the lower triangle, and of y^T in the upper one."""
+    """Store the pairs of each level: those of x, strictly lower, plus those of y^T, strictly upper.
+
+    Tiles 0 to 3 are the blocks on the diagonal with the pairs of levels 0 to 3. Tile 4 has the blocks of level 4. Tiles
+    5 and 6 have those of level 5: for the rows of each half the first and the second block of columns of the other.
+    """
     dtype: gl.constexpr = tiles[0].dtype
     lower = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
     lower.store(keep_tokens(to_16_bits(y, dtype), "before", 0))
@@ -95,7 +107,7 @@ def store_pairs(x, y, tiles):
 
 @gluon.jit
 def multiply_block(a, tile, B: gl.constexpr, z, USE_ACC: gl.constexpr):
-    """Issue the wgmma of an A operand of tokens 16 B to 16 B + 15 and their rows of a B operand."""
+    """Issue the wgmma of an A operand with the tokens of block B and their rows of a B operand, added to z."""
     return warpgroup_mma(a, tile.slice(16 * B, 16), z, use_acc=USE_ACC, is_async=True)
 
 
@@ -110,7 +122,7 @@ def add_halves(x, y, upper, factors, z):
 
 @gluon.jit
 def replace(x, B: gl.constexpr, block):
-    """Return the four blocks x with number B replaced."""
+    """Return the four blocks x with block B replaced."""
     if B == 0:
         x = (block, x[1], x[2], x[3])
     elif B == 1:
@@ -133,7 +145,7 @@ def add_level_5(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Add the pairs of tokens 32 to 63 with tokens 0 to 31 to dq, -dy and dk."""
+    """Add the pairs of tokens 32 to 63 with tokens 0 to 31 to dq, dy and dk."""
     dtype: gl.constexpr = q_s.dtype
     zeros = gl.zeros([64, 16], gl.float32, ACC_N16)
     f0 = boundary_factors(G[0], G[1])
@@ -170,7 +182,7 @@ def add_level_4(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s, LOWER: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Add the pairs of tokens of blocks LOWER + 1 and LOWER to dq, -dy and dk."""
+    """Add the pairs of tokens of block LOWER + 1 with those of block LOWER to dq, dy and dk."""
     dtype: gl.constexpr = q_s.dtype
     UPPER: gl.constexpr = LOWER + 1
     zeros = gl.zeros([64, 16], gl.float32, ACC_N16)
@@ -196,7 +208,10 @@ def issue_block(
     G, G_before, P_s, A_s, q_s, e_s, k_s, upper, B: gl.constexpr, LEVEL: gl.constexpr,
     ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Issue the products of the pairs of a level below 4 in block B. Returns: products, factors, and A operands."""
+    """Issue the products of the pairs of a level below 4 in block B.
+
+    Returns: the products of P and A, pending; their factors; their A operands, which must stay until they are complete.
+    """
     dtype: gl.constexpr = q_s.dtype
     zeros = gl.zeros([64, 16], gl.float32, ACC_N16)
     f_read = level_factors(G[B], G_before[B], LEVEL, READ_EARLY)
@@ -217,7 +232,7 @@ def add_level(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s, FIRST: gl.constexpr, LEVEL: gl.constexpr,
     ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Add the pairs of a level below 4 in blocks FIRST and FIRST + 1 to dq, -dy and dk."""
+    """Add the pairs of a level below 4 in blocks FIRST and FIRST + 1 to dq, dy and dk."""
     SECOND: gl.constexpr = FIRST + 1
     upper = (((gl.arange(0, 16, N16_COLUMNS) >> LEVEL) & 1) != 0)[None, :] & (gl.arange(0, 64, N16_ROWS) >= 0)[:, None]
     z0, y0, f0, h0, q0, e0 = issue_block(
@@ -246,7 +261,7 @@ def last_token(x):
 
 @gluon.jit
 def scale_read(x, G, scale):
-    """Return x 2^G scale."""
+    """Return the blocks x 2^G scale."""
     return (
         x[0] * (exp2_ftz(G[0]) * scale), x[1] * (exp2_ftz(G[1]) * scale), x[2] * (exp2_ftz(G[2]) * scale),
         x[3] * (exp2_ftz(G[3]) * scale),
@@ -255,7 +270,7 @@ def scale_read(x, G, scale):
 
 @gluon.jit
 def scale_write(x, G):
-    """Return x 2^(Gend - G)."""
+    """Return the blocks x 2^(Gend - G)."""
     return (
         x[0] * boundary_factors(G[0], G[3]), x[1] * boundary_factors(G[1], G[3]), x[2] * boundary_factors(G[2], G[3]),
         x[3] * boundary_factors(G[3], G[3]),

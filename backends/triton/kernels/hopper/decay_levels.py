@@ -8,8 +8,8 @@ the exponent of a token is, with sums over the log2 decays a,
     pre_s,  the sum from the first token of its half up to itself, in the upper half of a block of 2 s tokens;
     suf_s,  the sum over the tokens after it in its half, in the lower half.
 
-Both are sums of terms of one sign, without cancellation. With t_s, the sum over the other half of the block, which one
-shuffle brings from the lane at distance 2 s,
+Both are sums of terms of one sign, without cancellation. With t_s, the sum over the other half of the block, which a
+lane reads by one shuffle from the lane at distance 2 s,
 
     pre_2s = pre_s + t_s in upper halves,  suf_2s = suf_s + t_s in lower halves,  unchanged otherwise.
 

@@ -1,19 +1,19 @@
 """Gradients of the operands of a DPLR chunk on sm_90, from states and dstates of the reverse scan.
 
-It computes the equations of ../channel/pair_gradients.py, whose first terms are those of the states and whose sums
-over pairs of tokens are relative to the middle of the chunk (../channel/pair_levels.py):
+It computes the equations of ../channel/pair_gradients.py, with the decays of the sums over pairs of tokens relative to
+the middle of the chunk (../channel/pair_levels.py):
 
     dq = r (scale 2^Gm do S0^T + dP k~ + dR m~)       k~ = k w,  m~ = m w,  w_j = 2^(Gm - G_j)
     de = r' (2^Gm du S0^T + dA k~ + dB m~)            q~ = q r,  e~ = e r', r_i = 2^(G_i - Gm), r'_i = 2^(G_(i-1) - Gm)
     dk = w (2^(Gend - Gm) x dS'^T + dP^T q~ + dA^T e~)
     dm = w (2^(Gend - Gm) v dS'^T + dR^T q~ + dB^T e~)
 
-If q reads before the update, it has the factors r'. Chunks that prepare has marked (pair_prepare.py), with decays for
-which these factors overflow, are left to the portable kernel.
+If q reads before the update, it has the factors r'. With strong decays the factors would overflow: the kernel skips
+the chunks that pair_prepare.py has marked, and the portable kernel computes them.
 
 Grid: one CTA of 8 warps for each (chunk, head, tile of 64 keys). Both operands of all products are in shared memory,
-except the mask of the cumulative decays. The sums of d log_decay over the tokens from each on are products of a mask
-with three bfloat16 terms, which have 24 bits together.
+except the mask of the cumulative decays, which is in registers. d log_decay is a sum over the tokens from each token
+on: a product of a triangular mask with three bfloat16 terms, which together have 24 bits.
 
 Supported: operands and scratch in bfloat16 (in float16 scaled rows would overflow), chunks of 64, K and V of 64 and
 128.
@@ -48,20 +48,18 @@ from deltazoo.backends.triton.kernels.hopper.pair_tiles import (
     sums_to_middle,
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import exp2_again, exp2_ftz
-from deltazoo.backends.triton.kernels.layout import (
-    opaque_zero,
-)
+from deltazoo.backends.triton.kernels.layout import opaque_zero
 
 
 @gluon.jit
 def store_scaled(tile, x_s, factors):
-    """Store rows of a tile times factors, rounded."""
+    """Store the rows of the tile x_s times factors, rounded."""
     tile.store(to_16_bits(to_float32(x_s.load(ACC)) * factors, tile.dtype))
 
 
 @gluon.jit
 def add_products(acc, a, b, c, d):
-    """Return acc + a b + c d for tiles in shared memory."""
+    """Issue the wgmmas of acc + a b + c d for tiles in shared memory."""
     acc = warpgroup_mma(a, b, acc, is_async=True)
     acc = warpgroup_mma(c, d, acc, is_async=True)
     return acc
@@ -75,7 +73,7 @@ def store_before(tile, x, t, j):
 
 @gluon.jit
 def add_by_key(vector, x_s, terms):
-    """Return vector + the sums over tokens of x times terms."""
+    """Return vector [keys] plus the sums over rows of x_s times terms, both [64, keys]."""
     return vector + gl.sum(to_float32(x_s.load(ACC)) * terms, 0)
 
 
@@ -161,7 +159,7 @@ def hopper_pair_gradients_kernel(
             dB = warpgroup_mma(du_s[tv], v_T, dB, is_async=True)
             dq_tile = warpgroup_mma(do_s[tv], S_s[tv], dq_tile, is_async=True)
             de_tile = warpgroup_mma(du_s[tv], S_s[tv], de_tile, is_async=True)
-        # the buffers are dependencies too: the compiler would treat them as free from the issue of the wgmmas on
+        # The buffers are dependencies, too: the compiler would treat them as free once the wgmmas are issued.
         dq_tile, de_tile, dP, dR, dA, dB, _, _, _ = warpgroup_mma_wait(
             0, deps=[dq_tile, de_tile, dP, dR, dA, dB, do_s[NV - 1], du_s[NV - 1], S_s[NV - 1]]
         )
@@ -241,6 +239,7 @@ def hopper_pair_gradients_kernel(
 
         t = gl.arange(0, 64, ROWS)[:, None]
         columns = gl.arange(0, 64, COLUMNS)[None, :]
+        # d log_decay: the sums of `terms` over the tokens from each on, in three terms of 8 bits
         first_s, second_s, third_s, later_s = allocate_tiles(gl.bfloat16, 4)
         later_s.store(gl.where(columns >= t, 1.0, 0.0).to(gl.bfloat16))
         first = to_16_bits(terms, gl.bfloat16)

@@ -1,13 +1,14 @@
 """Chunk-local preparation of DPLR on sm_90: scaled operands, chunk decays and two WY tiles.
 
 It computes the equations of ../channel/pair_prepare.py. Grid: one CTA of 4 warps for each (chunk slot, head); it loops
-over tiles of 64 keys. The products of all pairs of tokens are those of rows scaled relative to the middle of the chunk.
+over tiles of 64 keys. Rows are scaled relative to the middle of the chunk, so that one product has all pairs of tokens.
 The scaled rows are float32 in shared memory, rounded to the 11 bits of tf32, which has the range of float32.
 
-If the decays of a chunk are not weak (../channel/pair_levels.py), this kernel marks the chunk by 1 in gates instead
-of 0, where other updates have the first write strength, and its results may be inf or NaN. The portable kernel,
-launched after it, then computes marked chunks. The gradients are divided between two kernels by the same mark. A loop
-over levels for such chunks in this kernel would make its wgmmas wait for each other (C7512), for want of registers.
+If the decays of a chunk are not weak (../channel/pair_levels.py), the results may be inf or NaN. The kernel then marks
+the chunk: it stores 1 instead of 0 in gates, where other updates have the write strength of the first token. The
+portable kernel is launched next and computes the marked chunks again; the gradients are divided between two kernels by
+the same mark. With a loop over levels in this kernel it would run out of registers, and ptxas would serialise the
+wgmmas (C7512).
 
 Supported: 16-bit operands, chunks of 64, K of 64 and 128.
 """
@@ -51,21 +52,21 @@ from deltazoo.backends.triton.kernels.hopper.wy_tiles import (
 )
 from deltazoo.backends.triton.kernels.layout import WEAK, first_chunk_slot, opaque_zero, sequence_bounds
 
-# an instruction multiplies 8 columns of float32 operands
+# a tf32 wgmma multiplies 8 columns of float32 operands
 ACC_TF32 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 8]))
 SMEM_FLOAT32 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 
 
 @gluon.jit
 def store_scaled(tile, x, factors):
-    """Store rows times factors, rounded to the bits of tf32, which wgmma would truncate."""
+    """Store rows times factors, rounded to the 11 bits of tf32, because wgmma would truncate."""
     bits = (x * factors).to(gl.int32, bitcast=True)
     tile.store(((bits + 0x1000) & -0x2000).to(gl.float32, bitcast=True))
 
 
 @gluon.jit
 def multiply(x, k_level, m_level, K_acc, M_acc):
-    """Issue the wgmmas of scaled rows x with those of both write keys, added to two accumulators."""
+    """Issue the wgmmas that add x k^T to K_acc and x m^T to M_acc, for scaled rows x, k and m."""
     K_acc = warpgroup_mma(x, k_level.permute((1, 0)), K_acc, is_async=True)
     M_acc = warpgroup_mma(x, m_level.permute((1, 0)), M_acc, is_async=True)
     return K_acc, M_acc
@@ -76,7 +77,7 @@ def add_pairs(
     products, operands, rows_s, outs, to_middle, g_hi, g_lo, G_middle, G_end, scale, stride: gl.constexpr,
     tokens_left, READ_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Store the scaled operands, and add all pairs of tokens to the products A, B, P and R."""
+    """Store Q, W, E and M of a tile of keys, and add its products to A, B, P and R, which are valid for j < i only."""
     A, B, P, R = products
     q_s, k_s, e_s, m_s = operands
     x_level, k_level, m_level = rows_s
@@ -180,7 +181,7 @@ def hopper_pair_prepare_kernel(
         B = gl.convert_layout(B, ACC, assert_trivial=True)
         P = gl.convert_layout(P, ACC, assert_trivial=True)
         R = gl.convert_layout(R, ACC, assert_trivial=True)
-        # elsewhere the products may be inf or NaN
+        # for other pairs the products may be inf or NaN
         A = gl.where(j < t, A, 0.0)
         B = gl.where(j < t, B, 0.0)
         P = gl.where(j < t, P, 0.0) * scale

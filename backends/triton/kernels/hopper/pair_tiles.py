@@ -1,4 +1,7 @@
-"""Layouts, copies and sums of decays of the DPLR kernels for sm_90."""
+"""Layouts, copies and sums of decays that the DPLR kernels for sm_90 share.
+
+Tiles are [64 tokens, 64 keys]. WARPS: 4 or 8, the warps of the kernel
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,6 +20,7 @@ def accumulator(warps):
 
 @gluon.constexpr_function
 def a_operand(warps):
+    """Return the layout of an A operand in registers of a product with that accumulator."""
     return gl.DotOperandLayout(0, accumulator(warps), 2)
 
 
@@ -71,7 +75,7 @@ def load_log2_decays(log_decay, stride: gl.constexpr, rows, WARPS: gl.constexpr)
 
 @gluon.jit
 def store_decay_terms(g, g_hi, g_lo):
-    """Store log2 decays in two float16 terms, which have 22 bits together."""
+    """Store log2 decays in two float16 terms, which together have 22 bits."""
     hi = g.to(gl.float16)
     g_hi.store(hi)
     g_lo.store((g - hi.to(gl.float32)).to(gl.float16))
@@ -95,10 +99,10 @@ def middle_and_end(g, WARPS: gl.constexpr):
 
 @gluon.jit
 def token_indices(zero, WARPS: gl.constexpr):
-    """Return i [64, 1] and t [1, 64] of a mask that is an A operand.
+    """Return the indices i [64, 1] and t [1, 64] of a mask that is an A operand.
 
-    zero: an opaque zero (layout.py). Where an element is constant, ptxas loads it into a register again, while a wgmma
-    reads the register.
+    zero: from `opaque_zero` (layout.py). ptxas would rematerialise a constant element of the mask in its register while
+    a wgmma still reads the register.
     """
     return (
         gl.arange(0, 64, gl.SliceLayout(1, a_operand(WARPS)))[:, None] + zero,
@@ -108,7 +112,7 @@ def token_indices(zero, WARPS: gl.constexpr):
 
 @gluon.jit
 def sum_decays(mask, g_hi, g_lo, WARPS: gl.constexpr):
-    """Return mask g for a float32 mask [i, t]."""
+    """Return the product mask g, sums of log2 decays, for a float32 mask [64 tokens i, 64 tokens t] of -1, 0 and 1."""
     sums = gl.zeros([64, 64], gl.float32, accumulator(WARPS))
     a = mask.to(gl.float16)
     sums = warpgroup_mma(a, g_lo, sums, use_acc=False, is_async=True)
@@ -119,12 +123,12 @@ def sum_decays(mask, g_hi, g_lo, WARPS: gl.constexpr):
 
 @gluon.jit
 def sums_to_middle(zero, WARPS: gl.constexpr):
-    """Return the mask of G_i - G_31: 1 for tokens after 31 up to i, -1 for tokens after i up to 31."""
+    """Return the mask whose product with g is G_i - G_31: 1 for 31 < t <= i, -1 for i < t <= 31, else 0."""
     i, t = token_indices(zero, WARPS)
     return gl.where((t > 31) & (t <= i), 1.0, 0.0) - gl.where((t <= 31) & (t > i), 1.0, 0.0)
 
 
 @gluon.jit
 def largest(x):
-    """Return the largest magnitude in an accumulator."""
+    """Return the largest magnitude of the elements of an accumulator."""
     return gl.max(gl.max(gl.abs(x), 1), 0)
