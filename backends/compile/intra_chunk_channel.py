@@ -123,7 +123,9 @@ class _DecayedKeys(torch.autograd.Function):
             placed = torch.diag_embed(pad(block, (0, 0, 0, s, s, 0)), dim1=4, dim2=6)
             levels.append(placed.flatten(6, 7).flatten(4, 5))
         decays = _scan_decays(g_rows, g, operands)
-        decayed = iter([(x * d).contiguous() for x, d in zip(operands, decays, strict=True)])
+        # Not made contiguous here: torch 2.11 drops the gradient of an output that is also an intermediate result, and
+        # `contiguous` may return its argument.
+        decayed = iter([x * d for x, d in zip(operands, decays, strict=True)])
         products = functools.reduce(torch.add, levels)[..., :M, :M]
         return products, *(None if x is None else next(decayed) for x in (q, e, k, b))
 
