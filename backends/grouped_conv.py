@@ -48,7 +48,8 @@ class _GroupedConv(torch.autograd.Function):
         y = x * weight_WGC[-1].index_select(0, group)
         for shift in range(1, weight.shape[2]):
             index, _ = _earlier_rows(sequence, cu_seqlens, shift, 0 if history is None else history.shape[1])
-            y.addcmul_(before.index_select(0, index), weight_WGC[-1 - shift].index_select(0, group))
+            # Not in place: torch 2.11 drops the gradient of an output that is also an intermediate result.
+            y = y.addcmul(before.index_select(0, index), weight_WGC[-1 - shift].index_select(0, group))
         return y
 
     @staticmethod
