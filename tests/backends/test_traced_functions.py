@@ -1,0 +1,52 @@
+"""torch 2.11 drops the gradient of an output of a traced autograd.Function that is also an intermediate result.
+
+It makes every result in the traced forward an output. A result that an in-place operation or `contiguous` returned
+again is then two outputs, and its gradient goes to the one that nothing uses.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from deltazoo.backends import grouped_conv
+from deltazoo.backends.compile.intra_chunk_channel import _DecayedKeys
+
+
+class Results(TorchFunctionMode):
+    """Records the result of every call of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        self.tensors += [result] if isinstance(result, Tensor) else []
+        return result
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def decayed_keys(M: int) -> Any:
+    g = draw(2, 1, M, 3).abs().neg().cumsum(2)
+    return _DecayedKeys.forward((False, True), g, draw(2, 1, M, 3), *(draw(2, 1, M, 3) for _ in range(4)))
+
+
+def grouped_convolution(_: int) -> Any:
+    bounds = torch.tensor([0, 3, 5, 12], dtype=torch.int32)
+    return grouped_conv._GroupedConv.forward(draw(12, 4), draw(2, 4, 3), None, bounds[[2, 3]], bounds)
+
+
+@pytest.mark.parametrize("M", [4, 6])
+@pytest.mark.parametrize("forward", [decayed_keys, grouped_convolution])
+def test_outputs_are_no_other_results(forward, M, monkeypatch):
+    monkeypatch.setattr(grouped_conv, "_runs_by_sequence", lambda *_: False)
+    with Results() as results:
+        outputs = forward(M)
+    for output in [outputs] if isinstance(outputs, Tensor) else outputs:
+        assert sum(result is output for result in results.tensors) == 1
