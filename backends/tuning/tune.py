@@ -212,7 +212,7 @@ def tune(
     records: list[Record] = []
     failures: list[str] = []
     rejected: list[str] = []
-    kept, left, measured = 0, 0, set[Key]()
+    left, kept, measured = 0, set[Key](), set[Key]()
 
     def must_be_measured(job: _Job) -> bool:
         return job.key not in measured and len(job.configs) > 1 and (config.again or not job.done)
@@ -222,7 +222,7 @@ def tune(
             job = _job(target, kernel, runner.device, table, config)
             if not must_be_measured(job):
                 if job.done and job.key not in measured:
-                    kept += 1
+                    kept.add(job.key)
                 continue
             if config.budget is not None and time.monotonic() - start > config.budget:
                 left = len(pairs) - done
@@ -235,7 +235,8 @@ def tune(
             rejected += reasons
             if record is None:
                 failures.append(
-                    f"{kernel} of {target.shape.name}: no candidate passes the numeric check; none is chosen"
+                    f"{kernel} of {target.shape.name}: no candidate passes the numeric check and can be timed; "
+                    "none is chosen"
                 )
                 continue
             table = _store(record, path, table.device)
@@ -245,7 +246,7 @@ def tune(
     gains = [gain for target in targets for gain in _gains(target, runner, table, records, config.rounds)]
     progress("tune", len(pairs) - left, len(pairs))
     return Tuned(
-        environment=runner.environment(), table=path, records=records, gains=gains, kept=kept, left=left,
+        environment=runner.environment(), table=path, records=records, gains=gains, kept=len(kept), left=left,
         failures=failures, rejected=rejected, seconds=time.monotonic() - start,
     )  # fmt: skip
 

@@ -56,7 +56,9 @@ def test_kernel_whose_candidates_all_fail_is_reported(tmp_path):
     every.append(heuristic(problem_of(PACK, "scan"), T900).scan)
     result = tune([PACK], FakeRunner(wrong=every), FORWARD, tmp_path / "t.json")
     assert list(by_kernel(result.records)) == ["prepare"]
-    assert result.failures == ["scan of pack_8x4096: no candidate passes the numeric check; none is chosen"]
+    assert result.failures == [
+        "scan of pack_8x4096: no candidate passes the numeric check and can be timed; none is chosen"
+    ]
 
 
 def test_infinite_times_are_not_stored(tmp_path):
@@ -88,6 +90,13 @@ def test_gain_below_one_percent_is_ignored(tmp_path):
     result = tune([PACK], FakeRunner({Launch(tile=64): 0.9}), FORWARD, tmp_path / "t.json")
     assert by_kernel(result.records)["scan"].launch == default
     assert by_kernel(result.records)["scan"].gain == 1
+
+
+def test_a_class_of_two_targets_is_kept_once(tmp_path):
+    twin = PACK._replace(shape=PACK.shape._replace(name="twin"))
+    out = tmp_path / "t.json"
+    assert len(tune([PACK, twin], FakeRunner(), FORWARD, out).records) == 2
+    assert tune([PACK, twin], FakeRunner(), FORWARD, out).kept == 2
 
 
 def test_interrupted_run_resumes_from_the_table(tmp_path):
