@@ -18,10 +18,11 @@ endif
 
 READY := $(VENV)/.ready
 LAYERS := backends mixers blocks cli
+OLDEST := torch==2.11.0 triton==3.6.0
 BASELINE := tests/bench/baseline
 INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element triton_cross_entropy triton_glu triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
 
-.PHONY: demo test test-kernels test-all lint docs docs-external bench bench-baseline readme-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-oldest test-all lint docs docs-external bench bench-baseline readme-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -35,6 +36,13 @@ test: $(READY)
 test-kernels: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "kernels and not slow" tests/backends $(ARGS)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(INTERPRETED) $(ARGS)
+
+# The unit tests with the oldest supported torch and Triton, whose torch.compile has had errors that newer versions do not have.
+test-oldest:
+	$(PYTHON) -m venv build/oldest
+	grep -v "^torch==\|^triton==\|^setuptools==" constraints.txt > build/oldest/constraints.txt
+	build/oldest/bin/pip install -q -c build/oldest/constraints.txt $(OLDEST) -e ".[dev]"
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n auto -m "not slow and not kernels" $(ARGS)
 
 # Both, and the GPU tests, which skip themselves without a GPU.
 test-all: test test-kernels
