@@ -6,23 +6,35 @@ R rows (tokens), D width, F hidden width
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature
+from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.glu import glu, glu_backward
 from deltazoo.backends.triton.limits import runs_elementwise_kernels
 
 Activation = Literal["silu", "gelu", "relu2"]
 
 
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return phi(x) in plain torch."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "gelu":
+        return F.gelu(x, approximate="tanh")
+    return F.relu(x).square()
+
+
 def is_supported(hidden: Tensor) -> bool:
-    """Whether `glu_linear` runs on the device of this tensor, with its dtype."""
+    """Whether `glu_linear` runs on the device of this tensor, with its dtype. It has no rule for torch.func.vmap."""
+    if not torch.compiler.is_compiling() and functorch_is_active():
+        return False
     return runs_elementwise_kernels(hidden.device.type, hidden.device.index, hidden.dtype)
 
 
 def glu_linear(hidden: Tensor, weight_DF: Tensor, activation: Activation) -> Tensor:
-    """Compute y = W (phi(gate) * up) for each row (gate, up) of `hidden`; differentiable once.
+    """Compute y = W (phi(gate) * up) for each row (gate, up) of `hidden`.
 
     h = phi(gate) * up is computed in float32 and rounded once. It is not saved: the backward computes it again in the
     kernel that computes the gradient of `hidden`. Inductor would save it, and its kernel for the concatenated gradients
@@ -54,8 +66,14 @@ class _GluLinear(torch.autograd.Function):
         ctx.save_for_backward(hidden_R2F, weight_DF)
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden_R2F, weight_DF = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: differentiable again
+            gate_RF, up_RF = hidden_R2F.chunk(2, 1)
+            y_RD = torch.mm(activate(gate_RF, ctx.activation) * up_RF, weight_DF.t())
+            needed = [x for x, is_needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False) if is_needed]
+            gradients = iter(torch.autograd.grad(y_RD, needed, dy_RD, create_graph=True))
+            d_hidden, d_weight = (next(gradients) if is_needed else None for is_needed in ctx.needs_input_grad[:2])
+            return d_hidden, d_weight, None
         d_hidden_R2F, h_RF = glu_backward(hidden_R2F, torch.mm(dy_RD, weight_DF), ctx.activation)
         return d_hidden_R2F, torch.mm(dy_RD.t(), h_RF) if ctx.needs_input_grad[1] else None, None

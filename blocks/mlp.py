@@ -8,13 +8,12 @@ from abc import ABC, abstractmethod
 from typing import Literal, Self
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends import glu_linear
 from deltazoo.backends.frozen_config import FrozenConfig
-from deltazoo.backends.glu_linear import Activation
+from deltazoo.backends.glu_linear import Activation, activate
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import is_unmodified
 
@@ -108,11 +107,11 @@ class DenseMlp(Mlp):
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         hidden_BTF = self.to_hidden(x_BTD)
         if not self.config.gated:
-            return self.out(_activate(hidden_BTF, self.config.activation))
+            return self.out(activate(hidden_BTF, self.config.activation))
         if torch.is_grad_enabled() and _is_plain(self.out) and glu_linear.is_supported(hidden_BTF):
             return glu_linear.glu_linear(hidden_BTF, self.out.weight, self.config.activation)
         gate_BTF, up_BTF = hidden_BTF.chunk(2, dim=-1)
-        return self.out(_activate(gate_BTF, self.config.activation) * up_BTF)
+        return self.out(activate(gate_BTF, self.config.activation) * up_BTF)
 
     def extra_repr(self) -> str:
         return f"{self.config.activation!r}, gated={self.config.gated}"
@@ -122,11 +121,3 @@ def _is_plain(linear: nn.Linear) -> bool:
     """Whether the map is the product with its weight alone: no bias, hook, subclass or tensor subclass."""
     is_exact = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
     return is_exact and linear.bias is None and is_unmodified(linear)
-
-
-def _activate(x: Tensor, activation: Activation) -> Tensor:
-    if activation == "silu":
-        return F.silu(x)
-    if activation == "gelu":
-        return F.gelu(x, approximate="tanh")
-    return F.relu(x).square()

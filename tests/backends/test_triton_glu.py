@@ -99,12 +99,37 @@ def test_only_the_projection_and_the_weight_are_saved():
 
 
 @needs_triton
-def test_a_frozen_weight_gets_no_gradient_and_a_second_derivative_raises():
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "none"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_second_derivatives_equal_those_of_the_definition(activation, frozen):
+    tensors = {"hidden": draw(3, 8, dtype=torch.float32), "weight": draw(2, 4, dtype=torch.float32, seed=1)}
+    results = []
+    for dtype, function in (
+        (torch.float32, lambda x: glu_linear(x["hidden"], x["weight"], activation)),
+        (torch.float64, lambda x: definition(x["hidden"], activation) @ x["weight"].T),
+    ):
+        x = {name: tensor.to(dtype).requires_grad_(name != frozen) for name, tensor in tensors.items()}
+        leaves = [tensor for tensor in x.values() if tensor.requires_grad]
+        first = torch.autograd.grad(function(x).square().sum(), leaves, create_graph=True)
+        results.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual.detach(), expected.detach(), 1e-5)
+
+
+@needs_triton
+def test_a_frozen_weight_gets_no_gradient():
     hidden, weight = draw(3, 8, dtype=torch.float32).requires_grad_(), draw(2, 4, dtype=torch.float32)
-    (d_hidden,) = torch.autograd.grad(glu_linear(hidden, weight, "silu").sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        d_hidden.sum().backward()
+    glu_linear(hidden, weight, "silu").sum().backward()
+    assert hidden.grad is not None
     assert weight.grad is None
+
+
+@needs_triton
+def test_an_mlp_can_be_vectorised(monkeypatch):
+    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
+    mlp = Dense(width=12).build(6).to(DEVICE)
+    x = draw(2, 3, 6, dtype=torch.float32)
+    torch.testing.assert_close(torch.func.vmap(lambda x: mlp(x[None], None)[0])(x), mlp(x, None))
 
 
 @needs_triton
@@ -124,6 +149,20 @@ def test_an_mlp_uses_the_kernels_only_with_gradients(monkeypatch, config):
     monkeypatch.setattr(module, "is_supported", lambda hidden: False)
     expected = torch.autograd.grad(mlp(x, None).sum(), [x, *mlp.parameters()])
     torch.testing.assert_close(gradients, expected)
+
+
+@needs_triton
+def test_a_compiled_mlp_is_one_graph_with_the_same_gradients(monkeypatch):
+    monkeypatch.setattr(module, "is_supported", lambda hidden: True)
+    torch.manual_seed(0)
+    mlp = Dense(width=12).build(6).to(DEVICE)
+    x = draw(2, 3, 6, dtype=torch.float32).requires_grad_()
+    expected = torch.autograd.grad(mlp(x, None).square().sum(), [x, *mlp.parameters()])
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    with watch() as log:
+        actual = torch.autograd.grad(compiled(x, None).square().sum(), [x, *mlp.parameters()])
+    assert set(log.kernels) == {"glu_kernel", "glu_backward_kernel"}
+    torch.testing.assert_close(actual, expected)
 
 
 @needs_triton
