@@ -220,4 +220,20 @@ LAUNCHES = [
         "values=range(33, 129), grouped=False)", "values=range(33, 129))", "test",
         "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-hopper-hopper-sweep]",
     ),
+    Mutation(
+        "glu: the slope of SiLU lacks its second term", "backends/triton/kernels/glu.py",
+        "s * (1 + gate * (1 - s))", "s",
+        "test-kernels",
+        "backends/test_triton_glu.py::test_the_kernels_compute_the_activation_and_its_gradient[9-37-dtype0-silu]",
+    ),
+    Mutation(
+        "glu: the second derivative treats the gradient as a constant", "backends/glu_linear.py",
+        "create_graph=True))", "create_graph=False))",
+        "test-kernels", "backends/test_triton_glu.py::test_second_derivatives_equal_those_of_the_definition[silu-none]",
+    ),
+    Mutation(
+        "grouped convolution: a traced output is an intermediate result", "backends/grouped_conv.py",
+        "y = y.addcmul(", "y = y.addcmul_(",
+        "test", "backends/test_traced_functions.py::test_outputs_are_no_other_results[grouped_convolution-4]",
+    ),
 ]  # fmt: skip
