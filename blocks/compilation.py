@@ -29,10 +29,9 @@ def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "i
     compiled: dict[LayerSpec, Callable[..., object]] = {}
     for spec, layer in zip(model.spec.expand(), model.stack.layers, strict=True):
         if spec not in compiled:
-            compiled[spec] = torch.compile(_renamed_copy(Layer.forward), fullgraph=True, backend=compiler)
+            compiled[spec] = _compile_method(Layer.forward, compiler)
         vars(layer)["forward"] = MethodType(compiled[spec], layer)
-    norm = torch.compile(_renamed_copy(RMSNorm.forward), fullgraph=True, backend=compiler)
-    vars(model.stack.norm)["forward"] = MethodType(norm, model.stack.norm)
+    vars(model.stack.norm)["forward"] = MethodType(_compile_method(RMSNorm.forward, compiler), model.stack.norm)
     return model
 
 
@@ -55,6 +54,16 @@ def run_eagerly(device: torch.device | str) -> AbstractContextManager[None]:
     if str(device).startswith("cuda") or requested_backend(None) is not None:
         return nullcontext()
     return use_backend(CompileBackend(compiled=False))
+
+
+def _compile_method(method: Callable[..., object], compiler: str | Callable[..., Any]) -> Callable[..., object]:
+    """Compile a method. A caller that is being traced gets the method itself: torch 2.11 cannot trace the compiled one."""
+    compiled = torch.compile(_renamed_copy(method), fullgraph=True, backend=compiler)
+
+    def forward(*arguments: Any, **keywords: Any) -> object:
+        return (method if torch.compiler.is_compiling() else compiled)(*arguments, **keywords)
+
+    return forward
 
 
 def _renamed_copy(method: Callable[..., object]) -> FunctionType:

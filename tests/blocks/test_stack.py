@@ -193,7 +193,8 @@ def test_compiled_layers_with_selective_checkpointing_save_less():
             loss = model.loss(tokens_BT, tokens_BT)
         sizes[mode] = sum(saved.values())
         results[mode] = torch.autograd.grad(loss, list(model.parameters()))
-    assert sizes["full"] < 0.5 * sizes["selective"] < 0.4 * sizes["none"], sizes
+    assert sizes["full"] < 0.6 * sizes["selective"], sizes
+    assert sizes["selective"] < 0.6 * sizes["none"], sizes
     for gradients in (results["selective"], results["full"]):
         for actual, expected in zip(gradients, results["none"], strict=True):
             assert_close(actual, expected)
