@@ -114,10 +114,10 @@ def test_torch_compile_traces_forward_and_backward_and_eager_code_traces_nothing
 
 
 def test_unbacked_size_is_not_traced(monkeypatch, traced):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(precompile, "_hint", lambda size: 1 // 0)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         x = torch.empty(mode.shape_env.create_unbacked_symint(), device="cuda")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         precompile.begin(op._scan_impl, (x,))
     assert not precompile._pool.traced
 
