@@ -57,7 +57,7 @@ def run_eagerly(device: torch.device | str) -> AbstractContextManager[None]:
 
 
 def _compile_method(method: Callable[..., object], compiler: str | Callable[..., Any]) -> Callable[..., object]:
-    """Compile a method. A caller that is being traced gets the method itself: torch 2.11 cannot trace the compiled one."""
+    """Compile a method. A traced caller gets the method itself, because torch 2.11 cannot trace the compiled one."""
     compiled = torch.compile(_renamed_copy(method), fullgraph=True, backend=compiler)
 
     def forward(*arguments: Any, **keywords: Any) -> object:
