@@ -152,7 +152,7 @@ PORTABLE_KERNELS = [
     Mutation(
         "element backward: a token at the end misses the one before it", f"{KERNELS}/element/backward.py",
         "for earlier in range(stop, t):", "for earlier in range(stop, t - 1):", "test-kernels",
-        f"{ELEMENT}[rate, after-segments-keys per channel]",
+        "backends/test_triton_element.py::test_strong_decays_conform[rate, after-torch.float32-one segment]",
     ),
     Mutation(
         "element backward: each group starts from the checkpoint", f"{KERNELS}/element/backward.py",
