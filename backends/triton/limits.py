@@ -57,15 +57,14 @@ def limits_of(device: DeviceSpec, grad: bool, channel: bool = False) -> tuple[tu
     return tuple(reasons), device.name, device.shared_memory
 
 
+@constant_in_graphs
 def current_limits(grad: bool, channel: bool = False) -> tuple[tuple[str, ...], str, int]:
-    """`limits_of` the current GPU; without one, of the installed Triton alone. Runs on every eager call."""
+    """`limits_of` the current GPU; without one, of the installed Triton alone. Runs on every eager call.
+
+    In a traced call the arguments must be constants, which widths are not under dynamic=True.
+    """
     device = DeviceSpec.current()
     return limits_of(_no_gpu() if device is INTERPRETER else device, grad, channel)
-
-
-# torch.compile evaluates it while tracing, like torch.compiler.assume_constant_result, which imports the compiler. Its
-# arguments must be constants, which widths are not under dynamic=True.
-vars(current_limits)["_dynamo_marked_constant"] = True
 
 
 @constant_in_graphs
