@@ -15,7 +15,7 @@ from deltazoo.backends import glu_linear
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.glu_linear import Activation, activate
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import is_unmodified
+from deltazoo.mixers.core.part import is_plain_linear
 
 
 class Mlp(nn.Module, ABC):
@@ -108,16 +108,12 @@ class DenseMlp(Mlp):
         hidden_BTF = self.to_hidden(x_BTD)
         if not self.config.gated:
             return self.out(activate(hidden_BTF, self.config.activation))
-        if torch.is_grad_enabled() and _is_plain(self.out) and glu_linear.is_supported(hidden_BTF):
+        # a weight of a tensor subclass may have a product of its own
+        has_plain_map = is_plain_linear(self.out) and type(self.out.weight) is nn.Parameter
+        if torch.is_grad_enabled() and has_plain_map and glu_linear.is_supported(hidden_BTF):
             return glu_linear.glu_linear(hidden_BTF, self.out.weight, self.config.activation)
         gate_BTF, up_BTF = hidden_BTF.chunk(2, dim=-1)
         return self.out(activate(gate_BTF, self.config.activation) * up_BTF)
 
     def extra_repr(self) -> str:
         return f"{self.config.activation!r}, gated={self.config.gated}"
-
-
-def _is_plain(linear: nn.Linear) -> bool:
-    """Whether the map is the product with its weight alone: no bias, hook, subclass or tensor subclass."""
-    is_exact = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
-    return is_exact and linear.bias is None and is_unmodified(linear)
