@@ -1,4 +1,4 @@
-"""A gated activation and the linear map that follows it, for training on a GPU: the gradient recomputes the activation.
+"""A gated activation and the linear map that follows it, for training on a GPU: the backward recomputes the activation.
 
 R rows (tokens), D width, F hidden width
 """

@@ -71,8 +71,8 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
     if spec.transition == "delta":
         a = products[:, :, 1, 0].unsqueeze(2)
         return ChunkOperands(q_decayed, k_decayed, v, attn_k, state, a, e_decayed, gamma=gamma), None
-    # dplr as a delta rule for the write b y_t^T with y_t = S_{t-1}^T a_t: the erase key is -a. The values V are what
-    # the writes k v^T of the chunk contribute to y, and KV is what they contribute to the state.
+    # dplr as a delta rule for the write b y_t^T with y_t = S_{t-1}^T a_t: the erase key is -a. The writes k v^T of the
+    # chunk enter as V, their part of y, and as KV, their part of the state after the chunk.
     assert b is not None
     attn_b = products[:, :, 0, 1] + (0 if read_before else torch.diag_embed((q_M * b).sum(-1)))
     rows = torch.cat([attn_k.squeeze(2), products[:, :, 1, 0]], 2).flatten(0, 1)
