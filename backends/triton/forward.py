@@ -254,7 +254,7 @@ def _prepare_on_hopper(
     prepare = launcher(
         hopper_prepare_kernel,
         (
-            x.q, x.k, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, *out.derivatives(),
+            x.q, x.k, x.e, x.log_decay, x.b, x.w, out.gates, out.decay_bounds, out.wy_tiles, *out.derivatives(),
             x.cu_seqlens,
         ),
         (

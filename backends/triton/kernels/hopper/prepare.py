@@ -1,12 +1,12 @@
 """Chunk-local preparation on sm_90: gates, WY tiles T and P^T, and decay bounds. Equations as in ../prepare.py.
 
-Grid: one CTA of 4 warps for each (chunk slot, key head); it computes q k^T and k k^T once and loops over the value
+Grid: one CTA of 4 warps for each (chunk slot, key head); it computes q k^T and e k^T once and loops over the value
 heads of the key head.
 
 P has the accumulator layout of A, so both use the same decays; P is transposed when it is stored. wy_tiles.py computes
 T and stores both.
 
-Supported: 16-bit operands, one or two terms, chunks of 64, K <= 256, K a multiple of 8, erase keys equal to k.
+Supported: 16-bit operands, one or two terms, chunks of 64, K <= 256, K a multiple of 8.
 """
 
 import triton.language as tl
@@ -114,13 +114,13 @@ def slice_warp_0(gate):
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def hopper_prepare_kernel(
-    q, k, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
+    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, BOUND_DECAYS: gl.constexpr,
     REPARAM: gl.constexpr, DU_IS_DV: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../prepare.py.
+    """Parameters and results as in ../prepare.py. e is None if the erase key is k.
 
     Launch with 4 warps; with grouped heads at 168 registers per thread.
     """
@@ -130,6 +130,7 @@ def hopper_prepare_kernel(
     GROUP: gl.constexpr = HV // H
     NK: gl.constexpr = (K + 63) // 64
     EARLY: gl.constexpr = (ERASE_EARLY or READ_EARLY) and DECAY != "none"
+    OWN_KEY: gl.constexpr = e is not None
     pid = gl.program_id(0)
     slot = pid // H
     h = pid % H
@@ -141,6 +142,7 @@ def hopper_prepare_kernel(
         token = start + t0
         k_s = allocate_tiles(dtype, NK)
         q_s = allocate_tiles(dtype, NK)
+        e_s = allocate_tiles(dtype, NK) if OWN_KEY else k_s
         erase_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR)
         G_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if DECAY != "none" else erase_s
         G_prev_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if EARLY else G_s
@@ -151,6 +153,8 @@ def hopper_prepare_kernel(
         for tk in gl.static_range(NK):
             copy_tile_async(k_s[tk], copy_pointers(k + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K)
             copy_tile_async(q_s[tk], copy_pointers(q + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K)
+            if OWN_KEY:
+                copy_tile_async(e_s[tk], copy_pointers(e + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K)
         async_copy.commit_group()
 
         i = gl.arange(0, C, GATE_TOKEN)[None, :]
@@ -174,7 +178,7 @@ def hopper_prepare_kernel(
         P = gl.zeros([C, C], gl.float32, ACC)
         for tk in gl.static_range(NK):
             k_tile = k_s[tk]
-            A = warpgroup_mma(k_tile, k_tile.permute((1, 0)), A, is_async=True)
+            A = warpgroup_mma(e_s[tk], k_tile.permute((1, 0)), A, is_async=True)
         for tk in gl.static_range(NK):
             q_tile = q_s[tk]
             k_tile = k_s[tk]
@@ -221,7 +225,7 @@ def hopper_prepare_kernel(
                 L = A * (-erase_row)[:, None]
                 P_hv = P * scale
             decay_bound = 0.0
-            if BOUND_DECAYS and not ERASE_EARLY:
+            if BOUND_DECAYS and not (OWN_KEY or ERASE_EARLY):
                 k_dot_k = gl.sum(gl.where(t[:, None] == gl.arange(0, C, ACC_COLUMNS)[None, :], A, 0.0), 1)
                 # an update scales a state by at most max(1, |1 - b k.k|)
                 factor = gl.maximum(gl.abs(1 - erase_row * k_dot_k), 1.0, propagate_nan=tl.PropagateNan.ALL)

@@ -238,7 +238,8 @@ def hopper_reverse_kernel(
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
     gl.static_assert(dstates.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K0 + K1) // 64
-    NUM_STAGES: gl.constexpr = num_stages(NK, DECAY, DELTA, True)
+    OWN_KEY: gl.constexpr = DELTA and e is not None
+    NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, True)
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
@@ -251,8 +252,8 @@ def hopper_reverse_kernel(
     )
     if first < end:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True, dtype, 1,
-            IN_GRADIENTS,
+            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True,
+            dtype, 1, IN_GRADIENTS,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, _ = allocate_smem(traits, T_dtype)

@@ -2,7 +2,7 @@
 
 For a chunk with initial state S [K, V], WY tiles T and P and gates G, G'', c and w (../prepare.py), per value head:
 
-    x  = T (w v - c (S^T k))                  x = w v for an additive update
+    x  = T (w v - c (S^T e))                  e is k, or an operand; x = w v for an additive update
     o  = scale 2^G'' (S^T q) + P x            OUTPUT
     S' = 2^Gend S + (2^(Gend - G) k)^T x
 
@@ -22,8 +22,8 @@ of the chunk are B operands in shared memory. The producer copies the tiles of o
 Barriers (scan_traits.SharedStorage), each an array over the stages of the ring buffer, 2 or 3 (scan_traits.num_stages):
 
     barrier  arrivals             arrives              waits      protects
-    k_full   1                    producer             consumers  k, q, G, G_prev, c, w
-    v_full   1                    producer             consumers  v, T, P
+    k_full   1                    producer             consumers  k, or e if it is an operand; q, G, G_prev, c, w
+    v_full   1                    producer             consumers  v, T, P; k beside an operand e
     empty    2 x 128 (threads)    consumers, at the    producer   all buffers of the stage
                                   end of the chunk
 
@@ -43,11 +43,10 @@ a phase flips when the stage wraps to 0. The consumers share no data and drift a
 Each store to global memory goes through the consumer's own staging tile (state_copies.store_tile) and takes one barrier
 of the warp group.
 
-TERMS = 2 splits S in S^T k, and x in P x and in S', into two 16-bit terms (hi + lo), and T has two; docs/kernels.md.
+TERMS = 2 splits S in S^T e, and x in P x and in S', into two 16-bit terms (hi + lo), and T has two; docs/kernels.md.
 
-Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (128 with a decay per channel or TERMS = 2,
-which exclude each other), K and V multiples of 8, erase keys equal to k unless the decay is per channel, modes "output"
-and "recompute" (of states).
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (128 with an operand e, a decay per channel
+or TERMS = 2; the last two exclude each other), K and V multiples of 8, modes "output" and "recompute" (of states).
 """
 
 from triton.experimental import gluon
@@ -163,7 +162,7 @@ def scan_chunk(
         for tk in gl.static_range(NK):
             store_tile(at + tk * STEP, state_s[tk], STRIDE, rows, K - tk * 64, True, tk * 64 + 64 > K)
 
-    # x^T = (w v - c S^T k)^T T^T
+    # x^T = (w v - c S^T e)^T T^T
     mbarrier.wait(smem.v_full.index(stage), phase)
     x = to_float32(smem.v[HALF].index(stage).permute((1, 0)).load(ACC))
     if traits.WRITE:
@@ -310,7 +309,7 @@ def hopper_scan_kernel(
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
     SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../scan.py, modes "output" and "recompute". e is read if the decay is per channel.
+    """Parameters and results as in ../scan.py, modes "output" and "recompute". e is None if the erase key is k.
 
     IN_GRADIENTS: `states` are the rows of d_log_decay, as elements of 16 bits (channel_gradients.py); V = 128, no pack.
 
@@ -330,7 +329,8 @@ def hopper_scan_kernel(
     if HAS_STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
     NK: gl.constexpr = (K0 + K1) // 64
-    NUM_STAGES: gl.constexpr = num_stages(NK, DECAY, DELTA, OUTPUT, TERMS)
+    OWN_KEY: gl.constexpr = DELTA and e is not None
+    NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, OUTPUT, TERMS)
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
@@ -356,8 +356,8 @@ def hopper_scan_kernel(
         checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
     if has_work:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, WRITE, HAS_STATE, EARLY, READ_EARLY, CHECKPOINT_EVERY, SPLIT,
-            OUTPUT, dtype, TERMS, IN_GRADIENTS,
+            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, HAS_STATE, EARLY, READ_EARLY, CHECKPOINT_EVERY,
+            SPLIT, OUTPUT, dtype, TERMS, IN_GRADIENTS,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)

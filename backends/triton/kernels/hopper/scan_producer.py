@@ -62,9 +62,10 @@ def copy_wy_tiles_async(
 def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr, REVERSED: gl.constexpr):
     """Producer warp group: copy the tiles of each chunk, from the first to the last, or the other way if REVERSED.
 
-    Each chunk is two cp.async groups: k, the gates and q, then v, T and P. With a decay per channel the first group is
-    what the consumers release early, e and q, or if REVERSED k, v and P; the second all else. slot: slot of the
-    sequence's first chunk.
+    Each chunk is two cp.async groups: k, the gates and q, then v, T and P. An erase key of its own is the last copy, or
+    takes the place of k, which then is the last, unless REVERSED. With a decay per channel the first group is what the
+    consumers release early, e and q, or if REVERSED k, v and P; the second all else. slot: slot of the sequence's first
+    chunk.
     """
     H: gl.constexpr = traits.H
     HV: gl.constexpr = traits.HV
@@ -76,6 +77,8 @@ def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr
     EARLY: gl.constexpr = traits.EARLY
     OUTPUT: gl.constexpr = traits.OUTPUT
     BY_CHANNEL: gl.constexpr = DECAY == "channel"
+    OWN_KEY: gl.constexpr = traits.OWN_KEY
+    E_FIRST: gl.constexpr = OWN_KEY and not REVERSED
     dtype: gl.constexpr = traits.dtype
     # Arrive on v_full only after the copies of the next chunk's first group have been issued, where these do not wait
     # for the end of this chunk: with a spare stage, or because their buffers are released early.
@@ -103,10 +106,11 @@ def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr
                 if OUTPUT:
                     copy_keys_async(smem.q, q + key, stage, rows, traits)
         else:
-            k_at = copy_pointers(k + key, H * K)
+            first_at = copy_pointers((e if E_FIRST else k) + key, H * K)
+            first = smem.e if E_FIRST else smem.k
             mbarrier.wait(smem.empty.index(stage), phase)
             for tk in gl.static_range(NK):
-                copy_tile_async(smem.k[tk].index(stage), k_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
+                copy_tile_async(first[tk].index(stage), first_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
             copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
             if OUTPUT:
                 copy_keys_async(smem.q, q + key, stage, rows, traits)
@@ -128,6 +132,8 @@ def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr
         else:
             copy_values_async(v, token, smem, stage, rows, work, traits)
             copy_wy_tiles_async(wy_tile, smem, stage, DELTA, DELTA and OUTPUT, dtype, traits.TERMS)
+            if OWN_KEY:
+                copy_keys_async(smem.k if E_FIRST else smem.e, (k if E_FIRST else e) + key, stage, rows, traits)
         async_copy.commit_group()
         producer_arrive(smem.k_full.index(stage), 1, True)
         if not DEFER_V:

@@ -20,7 +20,8 @@ class KernelTraits(NamedTuple):
     """Compile-time constants of a kernel: heads, widths and the variant of the update.
 
     NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", "fixed" per head, "head": per token and
-    head, or "channel": also per key. DELTA: the update has an erase term. WRITE: there is a w. HAS_STATE: there is an
+    head, or "channel": also per key. DELTA: the update has an erase term. OWN_KEY: its key is the operand e, as E is
+    with a decay per channel. WRITE: there is a w. HAS_STATE: there is an
     initial state. READ_EARLY: the output is read from the state before the token's update. EARLY: G before each token
     is needed.
     CHECKPOINT_EVERY: chunks between checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute
@@ -36,6 +37,7 @@ class KernelTraits(NamedTuple):
     NUM_STAGES: Any
     DECAY: Any
     DELTA: Any
+    OWN_KEY: Any
     WRITE: Any
     HAS_STATE: Any
     EARLY: Any
@@ -55,13 +57,14 @@ def make_traits(*fields):
 
 
 @gluon.constexpr_function
-def num_stages(NK, DECAY, DELTA, OUTPUT, TERMS=1):
+def num_stages(NK, OWN_KEY, OUTPUT, TERMS=1):
     """The chunks that fit in the ring buffer.
 
-    With OUTPUT, a stage of two tiles of keys has 80 KiB with a decay per channel and E, and 72 KiB with two terms.
+    A stage of two tiles of keys has 56 KiB with e, and 8 KiB more with two terms. With OUTPUT it has 64 KiB, and 16 KiB
+    more with e, 8 KiB with two terms.
     """
-    by_channel = DECAY == "channel" and DELTA and OUTPUT
-    return 2 if NK > 2 or (NK == 2 and by_channel) or (OUTPUT and TERMS == 2) else 3
+    own_key = NK == 2 and OWN_KEY and (OUTPUT or TERMS == 2)
+    return 2 if NK > 2 or own_key or (OUTPUT and TERMS == 2) else 3
 
 
 class SharedStorage(NamedTuple):
@@ -149,7 +152,7 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     dtype: gl.constexpr = traits.dtype
     k_s = allocate_tile_rings(dtype, NK, NUM_STAGES)
     q_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if OUTPUT else k_s
-    e_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if DELTA and BY_CHANNEL else k_s
+    e_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if traits.OWN_KEY else k_s
     v_s = allocate_tile_rings(dtype, 2, NUM_STAGES)
     T_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if DELTA else k_s[0]
     T_low_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if traits.TERMS == 2 else T_s
