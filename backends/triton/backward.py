@@ -147,7 +147,7 @@ def _reverse(
 def _reverse_on_hopper(run: Pass, span: Span, scratch: Scratch, starts: Tensor | None) -> WindowLaunch:
     from deltazoo.backends.triton.kernels.hopper.reverse import hopper_reverse_kernel
 
-    kind = run.kind
+    kind, dtype = run.kind, run.x.q.dtype
     x, s = scan_operands(run.x, run.prepared, run.s)
     reverse = launcher(
         hopper_reverse_kernel,
@@ -156,8 +156,8 @@ def _reverse_on_hopper(run: Pass, span: Span, scratch: Scratch, starts: Tensor |
             run.d.k if scratch.in_gradients else None, scratch.du, run.d.v, starts, x.cu_seqlens,
         ),
         (
-            s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None, kind.read_early,
-            s.packed, kind.dv_holds_du(x), span.unit, span.split, kind.min_b(x.q.dtype), scratch.in_gradients,
+            s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None, kind.read_early, s.packed,
+            kind.dv_holds_du(x), span.unit, span.split, kind.min_b(dtype), kind.terms(dtype), scratch.in_gradients,
         ),
         registers=WARP_SPECIALIZED_REGISTERS,
     )  # fmt: skip

@@ -6,7 +6,7 @@ head:
     dx = P^T do + 2^(Gend - G) k dS'
     du = T^T dx                                                     du = dx for an additive update
     dv = w du
-    dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du
+    dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c e)^T du             e is k, or an operand
 
 With a decay per channel the scaled operands Q, W and E of ../channel/prepare.py replace q, k and e:
 
@@ -19,9 +19,11 @@ buffers of v. With a decay per channel k_full and k_empty protect W, do and P, w
 complete, and v_full and empty T, Q, E, 2^Gend and w. Each consumer keeps the float32 accumulators of dS^T [64 values,
 K].
 
-Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (128 with a decay per channel), K and V
-multiples of 8, erase keys equal to k unless the decay is per channel. Without a decay per channel, shapes that sweep.py
-takes (64 < K <= 128, V <= 128 or a multiple of 128) run sweep.py instead.
+TERMS = 2 splits dS' in k dS' and du in dS into two 16-bit terms (hi + lo), and T has two; docs/kernels.md.
+
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (128 with an operand e, a decay per channel
+or TERMS = 2; the last two exclude each other), K and V multiples of 8. With neither e nor a decay per channel, shapes
+that sweep.py takes (64 < K <= 128, V <= 128 or a multiple of 128) run sweep.py instead.
 """
 
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     ACC_COLUMNS,
     barrier,
     consumer_release,
+    low_term,
     matmul_inverse_async,
     store_accumulator,
     to_16_bits,
@@ -73,10 +76,19 @@ def multiply_keys(dS, at, smem, stage, columns, traits: gl.constexpr):
     NK: gl.constexpr = traits.NK
     dx = gl.zeros([64, 64], gl.float32, ACC)
     for tk in gl.static_range(NK):
-        a_dS = gl.convert_layout(to_16_bits(dS[tk], traits.dtype), A_OPERAND, assert_trivial=True)
-        dx = warpgroup_mma(a_dS, smem.k[tk].index(stage).permute((1, 0)), dx, use_acc=tk > 0, is_async=True)
+        dS_16 = to_16_bits(dS[tk], traits.dtype)
+        a_dS = gl.convert_layout(dS_16, A_OPERAND, assert_trivial=True)
+        if traits.TERMS == 2:  # before the first wgmma, which ptxas would otherwise wait for
+            a_dS_low = gl.convert_layout(low_term(dS[tk], dS_16), A_OPERAND, assert_trivial=True)
+        k_T = smem.k[tk].index(stage).permute((1, 0))
+        dx = warpgroup_mma(a_dS, k_T, dx, use_acc=tk > 0, is_async=True)
+        if traits.TERMS == 2:
+            dx = warpgroup_mma(a_dS_low, k_T, dx, is_async=True)
         store_accumulator(at + tk * 64, dS[tk], STRIDE, columns, K - tk * 64, tk * 64 + 64 > K)
-        dx, a_dS = warpgroup_mma_wait(0, deps=[dx, a_dS])
+        if traits.TERMS == 2:
+            dx, a_dS, a_dS_low = warpgroup_mma_wait(0, deps=[dx, a_dS, a_dS_low])
+        else:
+            dx, a_dS = warpgroup_mma_wait(0, deps=[dx, a_dS])
     return dx
 
 
@@ -106,6 +118,7 @@ def reverse_chunk(
     BY_CHANNEL: gl.constexpr = DECAY == "channel"
     BY_TOKEN: gl.constexpr = DECAY != "none" and not BY_CHANNEL
     P_IS_LOADED: gl.constexpr = DELTA or BY_CHANNEL
+    TERMS: gl.constexpr = traits.TERMS
     dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
     columns = V - column
@@ -134,7 +147,7 @@ def reverse_chunk(
     a_do = gl.convert_layout(do_T, A_OPERAND, assert_trivial=True)
     P = P_s.index(stage if P_IS_LOADED else 0).permute((1, 0))
     dx = warpgroup_mma(a_do, P, dx, is_async=True)
-    # dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du, transposed
+    # dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c e)^T du, transposed
     if BY_CHANNEL:
         mbarrier.wait(smem.v_full.index(stage), phase)
         dS0 = scale_channels(dS, smem.G, stage, NK)
@@ -153,7 +166,9 @@ def reverse_chunk(
     # du = T^T dx
     if DELTA:
         SCALED: gl.constexpr = smem.T.dtype == gl.float16
-        dx, a_dx, scales = matmul_inverse_async(dx, smem.T.index(stage), smem.T.index(stage), A_OPERAND, SCALED, 1)
+        dx, a_dx, scales = matmul_inverse_async(
+            dx, smem.T.index(stage), smem.T_low.index(stage), A_OPERAND, SCALED, TERMS
+        )
         dx, a_dx = warpgroup_mma_wait(0, deps=[dx, a_dx])
         if SCALED:
             dx *= scales[:, None]
@@ -162,10 +177,17 @@ def reverse_chunk(
         else:
             erase = smem.c.index(stage).load(ACC_COLUMNS)
             minus_du = dx * -erase[None, :]
-        a_du = gl.convert_layout(to_16_bits(minus_du, dtype), A_OPERAND, assert_trivial=True)
+        minus_du_16 = to_16_bits(minus_du, dtype)
+        a_du = gl.convert_layout(minus_du_16, A_OPERAND, assert_trivial=True)
         dS1 = issue_outer_products(a_du, smem.e, stage, dS1, traits)
+        if TERMS == 2:
+            a_du_low = gl.convert_layout(low_term(minus_du, minus_du_16), A_OPERAND, assert_trivial=True)
+            dS1 = issue_outer_products(a_du_low, smem.e, stage, dS1, traits)
+        else:
+            a_du_low = a_du
     else:
         a_du = a_doq
+        a_du_low = a_du
     if (DELTA or WRITE) and not DU_IS_DV:
         staging.permute((1, 0)).store(to_16_bits(dx, dtype))
         store_tile(
@@ -177,7 +199,10 @@ def reverse_chunk(
     staging.permute((1, 0)).store(to_16_bits(dx, dtype))
     at = gmem.dv + (((work.start + c * 64) * HV + work.hv) * V + column)
     store_tile(at, staging, HV * V, work.length - c * 64, columns, True, MASK_V)
-    waited = warpgroup_mma_wait(0, deps=dS1 + (a_doq, a_du))
+    if TERMS == 2:
+        waited = warpgroup_mma_wait(0, deps=dS1 + (a_doq, a_du, a_du_low))
+    else:
+        waited = warpgroup_mma_wait(0, deps=dS1 + (a_doq, a_du))
     dS_next = (waited[0],)
     for tk in gl.static_range(NK - 1):
         dS_next = dS_next + (waited[tk + 1],)
@@ -224,9 +249,9 @@ def hopper_reverse_kernel(
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
     PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
-    IN_GRADIENTS: gl.constexpr,
+    TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../reverse.py. e is read if the decay is per channel.
+    """Parameters and results as in ../reverse.py. e is None if the erase key is k.
 
     IN_GRADIENTS: dstates and dstates_high are the rows of dq and dk (channel_gradients.py); V = 128, no pack. Else
     dstates_high is None.
@@ -236,10 +261,11 @@ def hopper_reverse_kernel(
     """
     gl.static_assert(C == 64 and K <= K0 + K1)
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
+    gl.static_assert(TERMS == 1 or (DELTA and K0 + K1 <= 128 and DECAY != "channel"))
     gl.static_assert(dstates.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K0 + K1) // 64
     OWN_KEY: gl.constexpr = DELTA and e is not None
-    NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, True)
+    NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, True, TERMS)
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
@@ -253,7 +279,7 @@ def hopper_reverse_kernel(
     if first < end:
         traits: gl.constexpr = make_traits(
             H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True,
-            dtype, 1, IN_GRADIENTS,
+            dtype, TERMS, IN_GRADIENTS,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, _ = allocate_smem(traits, T_dtype)
