@@ -293,8 +293,8 @@ def _gradients_on_hopper(run: Pass, span: Span, scratch: Scratch) -> WindowLaunc
     gradients = launcher(
         hopper_gradients_kernel,
         (
-            x.q, x.k, x.v, x.b, run.d_o, run.prepared.gates, scratch.states, scratch.dstates, scratch.xs, scratch.du,
-            d.q, d.k, sums.dgates, sums.state_products, scratch.partial, run.slopes, x.cu_seqlens,
+            x.q, x.k, x.e, x.v, x.b, run.d_o, run.prepared.gates, scratch.states, scratch.dstates, scratch.xs,
+            scratch.du, d.q, d.k, d.e, sums.dgates, sums.state_products, scratch.partial, run.slopes, x.cu_seqlens,
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, x.decay, kind.delta, d.b is not None, x.w is not None,

@@ -1,23 +1,25 @@
-"""Gradients of q, k and the gates of a chunk on sm_90, from the states and dstates of the reverse scan.
+"""Gradients of q, k, e and the gates of a chunk on sm_90, from the states and dstates of the reverse scan.
 
 With S the state before the chunk, dS' the gradient of the state after it, x and du [64, V], and G', G'' as in
 prepare.py:
 
     dP = scale 2^(G''_i - G_j) do x^T  (j <= i, or j < i),   dA = -b 2^(G'_i - G_j) du x^T  (j < i)
     dq = scale 2^G'' do S^T + dP k,   de = -b 2^G' du S^T + dA k
-    dk = 2^(Gend - G) x dS' + dP^T q + dA^T k + de
+    dk = 2^(Gend - G) x dS' + dP^T q + dA^T e
+
+where the erase key e is an operand, or k; then dk includes de.
 
 and the sums over keys from which ../gradients.py computes the gradients of the gates: dG = q . dq + e . de - k . dk, e
 . de, v . du, and <dS', S'>. An additive update has du = dx and no dA or de.
 
 Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over tiles of 64 values, two stages of
-which are in shared memory. It is not warp specialised: all copies of the first two value tiles, of k and of q are
+which are in shared memory. It is not warp specialised: all copies of the first two value tiles, of k, q and e are
 issued before the first wgmma, each tile has its own buffer, and most wgmma operands are in shared memory.
 
-The products of the read (q, do) and of the erase (k, du) have separate accumulators, not stacked rows as in
+The products of the read (q, do) and of the erase (e, du) have separate accumulators, not stacked rows as in
 ../gradients.py: the rows of one token are then in the same threads without a permutation.
 
-Supported: operands and scratch of one 16-bit dtype, chunks of 64, V <= 512, erase keys equal to k.
+Supported: operands and scratch of one 16-bit dtype, chunks of 64, V <= 512.
 """
 
 from triton.experimental import gluon
@@ -54,18 +56,19 @@ from deltazoo.backends.triton.kernels.layout import (
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def hopper_gradients_kernel(
-    q, k, v, b, do, gates, states, dstates, xs, du, dq, dk, dgates, state_products, partial, slopes, cu, N,
+    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
     ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
     DU_IS_DV: gl.constexpr, MIN_BETA: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../gradients.py."""
+    """Parameters and results as in ../gradients.py. e and de are None if the erase key is k."""
     gl.static_assert(C == 64 and BK == 64 and V <= 512)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
     GATE_ROWS: gl.constexpr = 4 if EARLY else 3
+    OWN_KEY: gl.constexpr = e is not None
     NK: gl.constexpr = (K + BK - 1) // BK
     NV: gl.constexpr = (V + 63) // 64
     NUM_STAGES: gl.constexpr = min(NV, 2)
@@ -97,6 +100,7 @@ def hopper_gradients_kernel(
         du_s = allocate_tiles(dtype, NUM_STAGES) if DELTA else do_s
         q_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         k_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
+        e_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE) if OWN_KEY else k_s
         G_s = gl.allocate_shared_memory(gl.float32, [C], SMEM_VECTOR)
         sums_s = gl.allocate_shared_memory(gl.float32, [4], SMEM_VECTOR)
 
@@ -126,6 +130,8 @@ def hopper_gradients_kernel(
             copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, DELTA, 64 * K)
         copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+        if OWN_KEY:
+            copy_tile_async(e_s, copy_pointers(e + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         async_copy.commit_group()
 
         t = gl.arange(0, C, ACC_ROWS)
@@ -141,7 +147,7 @@ def hopper_gradients_kernel(
         dk_state = gl.zeros([C, BK], gl.float32, ACC)
         products = gl.zeros([64, 16], gl.float32, ACC_N16)
         for tv in gl.static_range(NV):
-            # leave pending: the group of k and q, committed after the first value tiles, and that of the next value
+            # leave pending: the group of k, q and e, committed after the first value tiles, and that of the next value
             # tile
             async_copy.wait_group((1 if tv < NUM_STAGES else 0) + (1 if tv + 1 < NV else 0))
             fence_async_shared()
@@ -175,7 +181,7 @@ def hopper_gradients_kernel(
             )
         else:
             inter_q, intra_q, dk_state = warpgroup_mma_wait(0, deps=[inter_q, intra_q, dk_state])
-        async_copy.wait_group(0)  # of k and q; the proxy fence below covers them
+        async_copy.wait_group(0)  # of k, q and e; the proxy fence below covers them
 
         dgates_at = dgates + (tile.to(gl.int64) * slots * HV + gate_row) * GATE_ROWS * C
         if WRITE and not DELTA:
@@ -237,7 +243,7 @@ def hopper_gradients_kernel(
         dk_tile = gl.zeros([C, BK], gl.float32, ACC)
         dk_tile = warpgroup_mma(dP_s.permute((1, 0)), q_s, dk_tile, is_async=True)
         if DELTA:
-            dk_tile = warpgroup_mma(dA_s.permute((1, 0)), k_s, dk_tile, is_async=True)
+            dk_tile = warpgroup_mma(dA_s.permute((1, 0)), e_s, dk_tile, is_async=True)
         if DECAY != "none":
             k_tile = to_float32(k_s.load(ACC))
             write_dots = gl.sum(k_tile * dk_state, 1) * key_scale
@@ -250,7 +256,7 @@ def hopper_gradients_kernel(
         if DECAY != "none":
             q_dq = gl.sum(to_float32(q_s.load(ACC)) * dq_tile, 1)
         if DELTA and (DECAY != "none" or ERASE):
-            e_de = gl.sum(to_float32(k_s.load(ACC)) * de_tile, 1)
+            e_de = gl.sum(to_float32(e_s.load(ACC)) * de_tile, 1)
             if ERASE:
                 gl.store(dgates_at + C + t, e_de)
         if DECAY != "none":
@@ -272,13 +278,17 @@ def hopper_gradients_kernel(
             offset = (scratch_slot.to(gl.int64) * C * HV + hv) * K + column
             dq_at = partial + offset
             dk_at = partial + num_scratch_slots.to(gl.int64) * C * HV * K + offset
+            de_at = dk_at + num_scratch_slots.to(gl.int64) * C * HV * K
         else:
             dq_at = dq + key
             dk_at = dk + key
+            de_at = de + key if OWN_KEY else dk_at
         store_accumulator(dq_at, dq_tile, HV * K, tokens_left, K - column, MASK_K)
+        if OWN_KEY:
+            store_accumulator(de_at, de_tile, HV * K, tokens_left, K - column, MASK_K)
         # The buffers are dependencies too: the compiler would treat them as free from the issue of the wgmmas on.
         if DELTA:
-            dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s, dA_s, k_s])
+            dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s, dA_s, e_s])
         else:
             dk_tile, _, _ = warpgroup_mma_wait(0, deps=[dk_tile, dP_s, q_s])
         if DECAY != "none":
@@ -290,7 +300,7 @@ def hopper_gradients_kernel(
             dk_tile += dk_state * key_scale[:, None]
         else:
             dk_tile += dk_state
-        if DELTA:
+        if DELTA and not OWN_KEY:
             dk_tile += de_tile
         if slopes is not None:
             dk_tile += to_float32(k_s.load(ACC)) * step_gradient[:, None]
