@@ -30,6 +30,7 @@ KERNELS = "backends/triton/kernels"
 HOPPER = f"{KERNELS}/hopper"
 ELEMENT = "backends/test_triton_element.py::test_each_spec_conforms_with_and_without_segments"
 PORTABLE_TEST = "backends/test_triton.py::test_each_spec_conforms_with_two_launch_configs"
+ERASE_KEY_TEST = "backends/test_hopper_numbers.py::test_erase_keys_that_differ_from_k"
 HOPPER_TEST = "backends/test_hopper_numbers.py::test_every_kernel_matches_float64_for_every_spec"
 DECODE_TEST = "backends/test_triton.py::test_decode_in_slots_equals_the_whole_sequence"
 FUSED_TEST = "backends/test_fused_step.py::test_kernel_matches_the_reference_step"
@@ -183,6 +184,21 @@ HOPPER_KERNELS = [
         "test-kernels", f"{HOPPER_TEST}[prepare-gated delta-ordinary-True]",
     ),
     Mutation(
+        "Hopper prepare: the erase matrix has k in place of the erase key", f"{HOPPER}/prepare.py",
+        "warpgroup_mma(e_s[tk], k_tile", "warpgroup_mma(k_s[tk], k_tile",
+        "test-kernels", f"{ERASE_KEY_TEST}[two tiles of keys-own-ordinary-True]",
+    ),
+    Mutation(
+        "Hopper reverse: the low half of du is left out of the state's gradient", f"{HOPPER}/reverse.py",
+        "dS1 = issue_outer_products(a_du_low, smem.e, stage, dS1, traits)", "pass",
+        "test-kernels", "backends/test_hopper_numbers.py::test_each_product_that_feeds_back_has_two_terms[ordinary]",
+    ),
+    Mutation(
+        "Hopper gradients: the keys' gradient has k in place of the erase key", f"{HOPPER}/gradients.py",
+        "dA_s.permute((1, 0)), e_s", "dA_s.permute((1, 0)), k_s",
+        "test-kernels", f"{ERASE_KEY_TEST}[two tiles of keys-own-ordinary-True]",
+    ),
+    Mutation(
         "Hopper scan: the scale enters the exponent of the decay", f"{HOPPER}/scan.py",
         "gl.exp2(G_read) * scale", "gl.exp2(G_read * scale)",
         "test-kernels", f"{HOPPER_TEST}[scans-mamba2-ordinary-False]",
@@ -217,7 +233,7 @@ LAUNCHES = [
     ),
     Mutation(
         "plan: the fused backward is chosen for grouped heads", "backends/triton/plan.py",
-        "values=range(33, 129), grouped=False)", "values=range(33, 129))", "test",
+        "values=range(33, 129), grouped=False,", "values=range(33, 129),", "test",
         "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-hopper-hopper-sweep]",
     ),
     Mutation(

@@ -67,11 +67,11 @@ class Limits(NamedTuple):
     """The problems that one kernel takes.
 
     Args:
-        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, no erase key unless the decay
-            is per channel, chunks of 64 tokens, and widths that are multiples of 8 (rows are copied by 16 bytes).
+        hopper: runs on sm_90 only, with 16-bit operands, saved states of the same dtype, chunks of 64 tokens, and
+            widths that are multiples of 8 (rows are copied by 16 bytes).
         keys, values: widths per head.
-        decays: kinds of decay. channel_keys: widths of keys with a decay per channel.
-        grouped: takes grouped heads.
+        decays: kinds of decay. channel_keys: widths of keys with a decay per channel or an erase key.
+        grouped: takes grouped heads. own_key: takes an erase key beside a decay that is not per channel.
         pair_widths, pair_dtypes: widths of keys and values, and dtypes, that it takes of DPLR.
     """
 
@@ -81,6 +81,7 @@ class Limits(NamedTuple):
     decays: tuple[str, ...] = SCALAR_DECAYS
     channel_keys: range = range(1, 257)
     grouped: bool = True
+    own_key: bool = True
     pair_widths: Container[int] = ()
     pair_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -92,7 +93,7 @@ class Limits(NamedTuple):
 
 _ANY_WIDTH = range(1, 2**31)
 _PORTABLE = Limits(decays=(*SCALAR_DECAYS, "channel"), pair_widths=_ANY_WIDTH)
-# with more keys and a decay per channel two stages of the ring buffer do not fit
+# with more keys and a decay per channel or an erase key two stages of the ring buffer do not fit
 _HOPPER_SCAN = Limits(
     hopper=True, values=range(33, 513), decays=(*SCALAR_DECAYS, "channel"), channel_keys=range(1, 129)
 )
@@ -106,7 +107,7 @@ KERNELS: dict[Phase, dict[KernelChoice, Limits]] = {
     "recompute": {"hopper": _HOPPER_SCAN, "portable": _PORTABLE},
     "reverse": {
         # one program per sequence and head, 128 values, and no other program adds to its key gradients
-        "fused": Limits(hopper=True, keys=range(65, 129), values=range(33, 129), grouped=False),
+        "fused": Limits(hopper=True, keys=range(65, 129), values=range(33, 129), grouped=False, own_key=False),
         "hopper": _HOPPER_SCAN,
         "portable": _PORTABLE,
     },
@@ -129,7 +130,9 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
     channel = problem.decay == "channel"
     if limits is None or problem.K not in limits.keys or problem.V not in limits.values:
         return False
-    if channel and problem.K not in limits.channel_keys:
+    if problem.erase_key and not channel and not limits.own_key:
+        return False
+    if (channel or problem.erase_key) and problem.K not in limits.channel_keys:
         return False
     if problem.pair and not limits.takes_pair(problem):
         return False
@@ -139,8 +142,7 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
         return True
     same_dtype = problem.dtype == problem.saved_dtype and problem.dtype.itemsize == 2
     aligned = problem.K % 8 == problem.V % 8 == 0
-    own_key = problem.erase_key and not channel  # with a decay per channel E is an operand in any case
-    return device.is_hopper and same_dtype and not own_key and chunk == 64 and aligned
+    return device.is_hopper and same_dtype and chunk == 64 and aligned
 
 
 def occupies(problem: Problem, device: DeviceSpec) -> bool:
@@ -157,8 +159,12 @@ def sweeps(K: int, V: int) -> bool:
 
 
 def saves_16_bits(dtype: torch.dtype, K: int, V: int, erase_key: bool, channel: bool) -> bool:
-    """Whether an update with split terms saves 16 bits on a Hopper GPU: if its kernels take it then."""
-    return dtype == torch.bfloat16 and V in _HOPPER_SCAN.values and sweeps(K, V) and not (erase_key or channel)
+    """Whether an update with split terms saves 16 bits on a Hopper GPU: if its kernels take it then.
+
+    They have P in one term, which with few keys costs o more than it may: 5.1e-3 with 8 keys, no beta and no decay.
+    """
+    takes_keys = 32 < K <= 128 if erase_key else sweeps(K, V)
+    return dtype == torch.bfloat16 and V in _HOPPER_SCAN.values and takes_keys and not channel
 
 
 def on_device(problem: Problem, device: DeviceSpec) -> Problem:
@@ -226,7 +232,8 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     if config.reverse.kernel == "fused":
         return plan._replace(backward="fused")
     plan = plan._replace(recompute=_version(config.recompute.kernel))
-    if config.reverse.kernel == "hopper" and not channel and sweeps(problem.K, problem.V):
+    one_key = not (channel or problem.erase_key)
+    if config.reverse.kernel == "hopper" and one_key and sweeps(problem.K, problem.V):
         return plan._replace(backward="sweep")
     return plan._replace(
         backward="reverse+gradients",
@@ -325,9 +332,10 @@ def _gradients(kernel: KernelChoice, problem: Problem) -> Gradients:
 
 def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int) -> str:
     limits = KERNELS[phase][kernel]
-    keys = limits.channel_keys if problem.decay == "channel" else limits.keys
+    keys = limits.channel_keys if problem.decay == "channel" or problem.erase_key else limits.keys
     needs = [f"K in {interval(keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
     needs += [] if limits.grouped else ["H = HV"]
+    needs += [] if limits.own_key else ["no erase key unless the decay is per channel"]
     if not limits.pair_widths:
         needs.append("no DPLR")
     elif limits.pair_widths != _ANY_WIDTH:
@@ -336,9 +344,8 @@ def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: Devic
         needs.append(f"for DPLR {limits.pair_dtypes[0]}")
     if limits.hopper:
         needs = [
-            "a Hopper GPU", "16-bit operands and saved states of one dtype",
-            "no erase key unless the decay is per channel", "chunks of 64 tokens", "K and V that are multiples of 8",
-            *needs,
+            "a Hopper GPU", "16-bit operands and saved states of one dtype", "chunks of 64 tokens",
+            "K and V that are multiples of 8", *needs,
         ]  # fmt: skip
     return (
         f"{phase}.kernel = {kernel!r} needs {', '.join(needs)}; got {device.name}, {problem.dtype} saved in "

@@ -88,12 +88,12 @@ def _conditions(device: DeviceSpec) -> list[str]:
                 continue
             needs = [f"K {interval(limits.keys)}", f"V {interval(limits.values)}"]
             if "channel" in limits.decays and limits.channel_keys != limits.keys:
-                needs.append(f"K {interval(limits.channel_keys)} with a decay per channel")
+                needs.append(f"K {interval(limits.channel_keys)} with a decay per channel or an erase key")
             needs += [] if limits.grouped else ["H = HV", "no segments", "sequences x heads that fill the SMs"]
+            needs += [] if limits.own_key else ["no erase key unless the decay is per channel"]
             if limits.hopper:
                 needs += [
-                    "16-bit (split terms: bfloat16, widths of the sweep, no decay per channel)",
-                    "no erase key unless the decay is per channel",
+                    "16-bit (split terms: bfloat16, widths of the sweep or an erase key, no decay per channel)",
                     "multiples of 8",
                 ]
             rows.append(f"  {phase} {kernel}: {', '.join(needs)}")

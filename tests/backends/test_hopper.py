@@ -77,6 +77,26 @@ def test_the_kernels_of_the_heuristic_compile_and_fit(delta, early, groups, N, p
     assert [name for name, _ in compiler.compiled] == kernels
 
 
+@pytest.mark.parametrize(
+    ("early", "groups", "packed", "dtype", "K", "V", "decay", "terms"),
+    [
+        (False, 1, False, bf16, 128, 128, "head", 2),
+        (True, 2, True, bf16, 72, 136, "none", 2),
+        (True, 1, True, fp16, 104, 72, "head", 1),
+        slow(False, 2, False, bf16, 128, 256, "head", 2),
+        slow(True, 1, False, bf16, 64, 64, "head", 2),
+        slow(False, 1, False, bf16, 128, 128, "head", 1),
+    ],
+)
+def test_kernels_of_an_erase_key_compile_and_fit(early, groups, packed, dtype, K, V, decay, terms):
+    compiler = Compiler()
+    problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, True, True, decay, packed, terms == 2, terms == 2)
+    launch_update(problem, DEVICE, compiler, early, strengths="apart" if early else "tied")
+    for name, kernel in compiler.compiled:
+        assert_compiled_and_fits(name, kernel)
+    assert [name for name, _ in compiler.compiled] == [PREPARE, *BY_REVERSE]
+
+
 def assert_compiled_and_fits(name, kernel):
     assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
     assert "wgmma.mma_async" in kernel.asm["ptx"]

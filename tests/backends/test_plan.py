@@ -26,10 +26,11 @@ from deltazoo.backends.triton.plan import (
     backward_kernels,
     forward_kernels,
     make_plan,
+    on_device,
 )
 from deltazoo.backends.triton.resolve import problem_of
 from deltazoo.backends.triton.show import problem_for
-from deltazoo.mixers import Comba
+from deltazoo.mixers import Comba, PreconditionedDeltaNet
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 
@@ -134,7 +135,8 @@ def problem(**change):
         ({"delta": False}, H200, "gates", "hopper", "fused"),
         ({"dtype": torch.float32}, H200, "portable", "portable", "reverse+gradients"),
         ({"split_terms": True}, H200, "portable", "portable", "reverse+gradients"),
-        ({"erase_key": True}, H200, "portable", "portable", "reverse+gradients"),
+        ({"erase_key": True}, H200, "hopper", "hopper", "reverse+gradients"),
+        ({"erase_key": True, "split_terms": True}, H200, "portable", "portable", "reverse+gradients"),
         ({}, A100, "portable", "portable", "reverse+gradients"),
         ({}, H200._replace(platform="hip", capability=(9, 4)), "portable", "portable", "reverse+gradients"),
     ],
@@ -145,6 +147,33 @@ def test_plan_follows_from_problem_and_device(change, device, prepare, forward, 
     assert (plan.prepare, plan.forward, plan.backward) == (prepare, forward, backward)
     without_grad = make_plan(case, device, heuristic(case, device), grad=False)
     assert (without_grad.backward, without_grad.every) == ("none", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [
+        ({}, "hopper"),
+        ({"HV": 32, "V": 256, "packed": True, "decay": "none"}, "hopper"),
+        ({"K": 40, "V": 72}, "hopper"),
+        ({"K": 32}, "portable"),  # P has one term on Hopper
+        ({"K": 136}, "portable"),  # two chunks do not fit in shared memory
+        ({"V": 32}, "portable"),
+        ({"dtype": torch.float16}, "portable"),
+    ],
+)
+def test_plan_of_split_terms_and_an_erase_key_has_no_sweep(change, version):
+    case = on_device(problem(**({"erase_key": True, "split_terms": True} | change)), H200)
+    plan = make_plan(case, H200, heuristic(case, H200), grad=True)
+    assert (plan.prepare, plan.forward, plan.recompute, plan.reverse, plan.gradients) == (version,) * 5
+    assert plan.backward == "reverse+gradients"
+
+
+def test_explain_prints_the_kernels_of_an_erase_key():
+    spec = PreconditionedDeltaNet().spec()
+    text = str(explain(spec, meta(), "triton", shape=(8, 4096), device=H200))
+    assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
+    kernels = ("hopper_scan", "hopper_reverse", "hopper_gradients", "gate_gradients")
+    assert f"backward: {' -> '.join(f'{name}_kernel' for name in kernels)}  (reverse+gradients)" in text
 
 
 @pytest.mark.parametrize("norm_after", [False, True])
@@ -259,6 +288,8 @@ def test_readme_names_every_kernel():
         {"K": 64, "HV": 4, "N": 1, "T": 4200},
         {"N": 1, "T": 4200},
         {"V": 256},
+        {"erase_key": True, "split_terms": True, "saves_16_bits": True},
+        {"erase_key": True, "HV": 4, "packed": True},
         {"delta": False},
         {"packed": True},
         {"dtype": torch.float32, "N": 1, "T": 4200},

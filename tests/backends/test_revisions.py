@@ -35,6 +35,7 @@ CASES = {
     "fused": (HOPPER, {}),
     "sweep": (HOPPER, {"HV": 4}),
     "reverse": (HOPPER, {"K": 64, "V": 64}),
+    "erase key": (HOPPER, {"erase_key": True, "split_terms": True, "saves_16_bits": True}),
     "portable segments": (AMPERE, {"T": 4200, "N": 1, "HV": 1, "H": 1}),
     "portable additive": (AMPERE, {"delta": False, "HV": 4}),
 }

@@ -107,6 +107,29 @@ def test_hopper_scans_and_backward_match_float64(route, dtype, regime):
         assert_conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **inputs))
 
 
+ERASE_KEYS = {
+    "own": UpdateSpec(decay="head", beta="head", erase_key="own"),
+    "own, before": UpdateSpec(decay="fixed", beta="separate", erase_key="own", erase_from="previous", read="before"),
+    "own, no decay": UpdateSpec(erase_key="own"),
+    "own, negative": UpdateSpec(beta="head", erase_key="own", negative_eigenvalues="both"),
+    "strengths per channel": UpdateSpec(decay="head", beta="channel"),
+    "dplr": UpdateSpec(decay="head", transition="dplr"),
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays", "no state"])
+@pytest.mark.parametrize(
+    "route", [name for name, (launches, shape) in ROUTES.items() if 32 < shape.K <= 128 and "reverse" not in launches]
+)
+def test_erase_keys_that_differ_from_k_match_float64(route, regime):
+    launches, shape = ROUTES[route]
+    config = LaunchConfig(**(FOR_HOPPER | launches))
+    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
+    for spec in ERASE_KEYS.values():
+        assert_conforms(TritonBackend(config), Case(spec, shape, torch.bfloat16, **inputs))
+
+
 @on_hopper
 @pytest.mark.parametrize("decay", [-1e4, -50.0, -8.0])
 @pytest.mark.parametrize("name", ["gated delta", "mamba2"])

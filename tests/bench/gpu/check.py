@@ -27,6 +27,9 @@ SPECS = {
     "comba": UpdateSpec(decay="head", beta="separate", erase_from="previous"),
     "own early": UpdateSpec(decay="head", beta="head", erase_key="own", erase_from="previous"),
     "own": UpdateSpec(decay="head", beta="head", erase_key="own"),
+    "own neg": UpdateSpec(beta="head", erase_key="own", negative_eigenvalues="both"),
+    "beta per channel": UpdateSpec(decay="head", beta="channel"),
+    "dplr": UpdateSpec(decay="head", transition="dplr"),
     "before": UpdateSpec(decay="head", beta="head", read="before"),
     "both early": UpdateSpec(decay="head", beta="head", read="before", erase_from="previous"),
     "neg": UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"),
@@ -50,7 +53,7 @@ ALL_SPECS = {  # shapes that run with every spec
     "pack": Shape("pack", 1, 700, 1, 2, 128, 128, lengths=(300, 0, 1, 64, 335)),
     "busy": Shape("busy", 4, 330, 32, 32, 128, 128),
 }
-FOUR_SPECS = {  # shapes that run with gdn, mamba2, kda and rwkv7
+FIVE_SPECS = {  # shapes that run with gdn, mamba2, own, kda and rwkv7
     "64x96": Shape("64x96", 1, 130, 2, 2, 64, 96),
     "192x384": Shape("192x384", 1, 130, 1, 1, 192, 384),
     "200x400": Shape("200x400", 1, 130, 1, 2, 200, 400),
@@ -75,9 +78,9 @@ def cases():
                     if shape != "pack" or regime != "ordinary":
                         name = f"{spec} {shape} {regime} {str(dtype)[6:]}"
                         yield name, Case(SPECS[spec], ALL_SPECS[shape], dtype, regime)
-        for spec in ("gdn", "mamba2", "kda", "rwkv7"):
-            for shape in FOUR_SPECS:
-                yield f"{spec} {shape} ordinary {str(dtype)[6:]}", Case(SPECS[spec], FOUR_SPECS[shape], dtype)
+        for spec in ("gdn", "mamba2", "own", "kda", "rwkv7"):
+            for shape in FIVE_SPECS:
+                yield f"{spec} {shape} ordinary {str(dtype)[6:]}", Case(SPECS[spec], FIVE_SPECS[shape], dtype)
         for spec in ("rwkv7", "rwkv7 before"):
             for regime in ("ordinary", "decays", "parallel"):
                 name = f"{spec} {HEADS_OF_64.name} {regime} {str(dtype)[6:]}"

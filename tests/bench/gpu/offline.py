@@ -25,7 +25,7 @@ from compiling import Compiler, launch_update
 from triton.backends.nvidia.compiler import get_ptxas
 
 from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.triton.plan import Problem
+from deltazoo.backends.triton.plan import Problem, on_device
 
 OPTIONS = ("--regAllocOptLevel=2",) if triton.__version__ >= "3.8" else ()  # of ptxas, as Triton sets them
 WIDTHS = (
@@ -48,7 +48,7 @@ def problems(every: bool) -> Iterator[tuple[str, str, Problem, bool]]:
     for device, dtype, (K, V), delta, erase_key, split_terms, packed, groups, decay, early, T in product(
         DEVICES, dtypes, widths, (True, False), flags, flags, flags, (1, 2), ("head", "none"), flags, (200, 4200)
     ):
-        if (erase_key or split_terms) and (not delta or device == "hopper"):
+        if (erase_key or split_terms) and not delta:
             continue
         if (split_terms and dtype != torch.bfloat16) or (erase_key and dtype == torch.bfloat16 and not split_terms):
             continue
@@ -56,6 +56,7 @@ def problems(every: bool) -> Iterator[tuple[str, str, Problem, bool]]:
             continue
         N, H = (2, 2) if T == 200 else (1, 1)
         problem = Problem(dtype, N, T, H, H * groups, K, V, delta, erase_key, decay, packed, split_terms)
+        problem = on_device(problem, DEVICES[device])
         traits = [name for name in ("erase_key", "packed", "split_terms") if getattr(problem, name)]
         words = [device, str(dtype)[6:], f"K={K} V={V}", "delta" if delta else "additive", decay, f"groups={groups}"]
         words += traits + (["early"] if early else []) + (["segments"] if T > 200 else [])
