@@ -26,6 +26,8 @@ JOBS = {  # letter: spec, and B, T, H, HV, lengths, K, V
     "p": (GATED, SHAPES["8x4096p 16/16"]),
     "g": (GATED, SHAPES["4x8192p 16/64"]),
     "x": (UpdateSpec(beta="head"), DENSE),
+    "e": (UpdateSpec(decay="head", beta="head", erase_key="own"), DENSE),
+    "c": (UpdateSpec(decay="head", beta="channel"), DENSE),
     "a": (ADDITIVE, DENSE),
     "r": (UpdateSpec(decay="fixed", transition="additive"), DENSE),
     "1": (GATED, SHAPES["1x8192 16/32"]),

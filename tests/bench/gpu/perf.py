@@ -31,6 +31,7 @@ OTHERS = {
     "additive": UpdateSpec(decay="head", transition="additive"),
     "retnet": UpdateSpec(decay="fixed", transition="additive"),
     "negative": UpdateSpec(decay="head", beta="head", negative_eigenvalues="both"),
+    "own": UpdateSpec(decay="head", beta="head", erase_key="own"),
     "comba": UpdateSpec(decay="head", beta="separate", erase_from="previous"),
     "efla": UpdateSpec(decay="head", beta="head", reparam="efla"),
     "kda weak": UpdateSpec(decay="channel", beta="head"),
@@ -91,6 +92,8 @@ def inputs(spec, B, T, H, HV, lengths, K=128, V=128, grad=False, dtype=torch.bfl
         x["erase"], x["write"] = (normal(B, T, HV).sigmoid() for _ in range(2))
     if spec.beta == "head":
         x["beta"] = normal(B, T, HV).sigmoid()
+    if spec.erase_key == "own":
+        x["erase_key"] = unit(x["k"].float() + 0.3 * unit(normal(B, T, H, K))).to(dtype)
     if lengths:
         bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         x["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
