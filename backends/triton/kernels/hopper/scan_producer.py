@@ -62,7 +62,7 @@ def copy_wy_tiles_async(
 def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr, REVERSED: gl.constexpr):
     """Producer warp group: copy the tiles of each chunk, from the first to the last, or the other way if REVERSED.
 
-    Each chunk is two cp.async groups: k, the gates and q, then v, T and P. An erase key of its own is the last copy, or
+    Each chunk is two cp.async groups: k, the gates and q, then v, T and P. A separate erase key is the last copy, or
     takes the place of k, which then is the last, unless REVERSED. With a decay per channel the first group is what the
     consumers release early, e and q, or if REVERSED k, v and P; the second all else. slot: slot of the sequence's first
     chunk.
