@@ -11,11 +11,14 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deltazoo.backends import conformance
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateOutput, state_dtype
 from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.conformance import Case
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.errors import ConfigError, UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 
 # Four specs that reach every branch of the code that is traced; the specs of the zoo are marked slow below.
@@ -308,3 +311,21 @@ def test_empty_batch_gives_empty_outputs_and_gradients(decay, backend):
     operands = [t for t in x if t is not None]
     grads = torch.autograd.grad(out.o.sum() + out.state.sum(), operands)
     assert [g.shape for g in grads] == [t.shape for t in operands]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        UpdateSpec(decay="channel", beta="head"),
+        UpdateSpec(decay="channel", transition="dplr"),
+        UpdateSpec(decay="channel", transition="additive", read="before"),
+    ],
+    ids=["kda", "rwkv7", "rwkv6"],
+)
+def test_compiled_updates_on_a_gpu_match_float64(spec: UpdateSpec) -> None:
+    case = Case(spec, Shape("two heads", 2, 130, 2, 2, 64, 64), torch.bfloat16)
+    report = conformance.compare(CompileBackend(), case, device="cuda")
+    assert report.errors, str(report)
+    assert not report.failures, str(report)
