@@ -44,9 +44,16 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer
+from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer, release_chunks
 from deltazoo.backends.triton.kernels.hopper.scan_products import issue_kq, scale_channels, store_p_tile
-from deltazoo.backends.triton.kernels.hopper.scan_traits import WorkTile, allocate_smem, make_traits, num_stages
+from deltazoo.backends.triton.kernels.hopper.scan_traits import (
+    WorkTile,
+    allocate_smem,
+    last_half_is_empty,
+    make_traits,
+    num_stages,
+    value_tile_and_head,
+)
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from_zero, sequence_and_segment
 
@@ -231,8 +238,13 @@ def consumer(
     barrier()  # outside the loop for the reason given in scan.py
     stage = 0
     phase = 0
-    for i in range(0, work.end - work.first):
-        c = work.end - 1 - i
+    end = work.end
+    if HALF == 1 and last_half_is_empty(V):
+        if columns <= 0:
+            release_chunks(smem, work, traits)
+            end = work.first
+    for i in range(0, end - work.first):
+        c = end - 1 - i
         dS = reverse_chunk(
             dS, gmem, scale, smem, P_s, staging, stage, phase, c, column, work, min_beta, DU_IS_DV, HALF, traits
         )
@@ -269,10 +281,8 @@ def hopper_reverse_kernel(
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
-    pid = gl.program_id(0)
-    value_tile = pid % V_TILES
-    hv = pid // V_TILES % HV
-    n, segment = sequence_and_segment(pid // (V_TILES * HV), num_segments, V_TILES * HV)
+    value_tile, hv, pid = value_tile_and_head(HV, V)
+    n, segment = sequence_and_segment(pid, num_segments, V_TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
         n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )

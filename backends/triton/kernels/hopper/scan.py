@@ -68,7 +68,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer
+from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer, release_chunks
 from deltazoo.backends.triton.kernels.hopper.scan_products import (
     issue_kq,
     read_state_by_key_tiles,
@@ -79,8 +79,10 @@ from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     GlobalPointers,
     WorkTile,
     allocate_smem,
+    last_half_is_empty,
     make_traits,
     num_stages,
+    value_tile_and_head,
 )
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, store_state, store_tile
 from deltazoo.backends.triton.kernels.layout import chunk_range, sequence_and_segment
@@ -291,7 +293,12 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
     barrier()
     stage = 0
     phase = 0
-    for c in range(work.first, work.end):
+    end = work.end
+    if HALF == 1 and last_half_is_empty(V):
+        if columns <= 0:
+            release_chunks(smem, work, traits)
+            end = work.first
+    for c in range(work.first, end):
         S = scan_chunk(S, gmem, scale, smem, P_s, staging, state_s, stage, phase, c, column, work, HALF, traits)
         stage, phase = advance(stage, phase, traits)
     if OUTPUT:
@@ -334,10 +341,8 @@ def hopper_scan_kernel(
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
-    pid = gl.program_id(0)
-    value_tile = pid % V_TILES
-    hv = pid // V_TILES % HV
-    n, segment = sequence_and_segment(pid // (V_TILES * HV), num_segments, V_TILES * HV)
+    value_tile, hv, pid = value_tile_and_head(HV, V)
+    n, segment = sequence_and_segment(pid, num_segments, V_TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
         n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )

@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltazoo.backends.triton.kernels.hopper.common import (
+    consumer_release,
     copy_channel_gates_async,
     copy_gates_async,
     copy_pointers,
@@ -22,6 +23,20 @@ def advance(stage, phase, traits: gl.constexpr):
     """Return the next stage of the ring buffer and its phase."""
     wraps = stage == traits.NUM_STAGES - 1
     return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def release_chunks(smem, work, traits: gl.constexpr):
+    """Release the chunks of the work tile in a consumer that has no values."""
+    stage = 0
+    phase = 0
+    for _ in range(work.first, work.end):
+        mbarrier.wait(smem.k_full.index(stage), phase)
+        if traits.DECAY == "channel":
+            consumer_release(smem.k_empty.index(stage))
+        mbarrier.wait(smem.v_full.index(stage), phase)
+        consumer_release(smem.empty.index(stage))
+        stage, phase = advance(stage, phase, traits)
 
 
 @gluon.jit

@@ -67,6 +67,27 @@ def num_stages(NK, OWN_KEY, OUTPUT, TERMS=1):
     return 2 if NK > 2 or own_key or (OUTPUT and TERMS == 2) else 3
 
 
+@gluon.constexpr_function
+def last_half_is_empty(V):
+    """Whether the last tile of 128 values has at most 64, so that its second consumer has no values."""
+    return 0 < V % 128 <= 64
+
+
+@gluon.jit
+def value_tile_and_head(HV: gl.constexpr, V: gl.constexpr):
+    """Return a program's tile of 128 values, its value head, and its number among the programs of both.
+
+    If the second consumer of the last tiles has no values, their programs finish sooner. They then come last in the
+    grid, and run on the SMs that the other programs leave idle: 4 x 4096 tokens, 9 heads of 400 values.
+    """
+    V_TILES: gl.constexpr = (V + 127) // 128
+    pid = gl.program_id(0)
+    if V_TILES > 1 and last_half_is_empty(V):
+        programs = gl.num_programs(0) // V_TILES
+        return pid // programs, pid % programs % HV, pid % programs // HV
+    return pid % V_TILES, pid // V_TILES % HV, pid // (V_TILES * HV)
+
+
 class SharedStorage(NamedTuple):
     """Shared memory: ring buffers of NUM_STAGES chunks and their mbarriers.
 
