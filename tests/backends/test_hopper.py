@@ -97,6 +97,16 @@ def test_kernels_of_an_erase_key_compile_and_fit(early, groups, packed, dtype, K
     assert [name for name, _ in compiler.compiled] == [PREPARE, *BY_REVERSE]
 
 
+@pytest.mark.parametrize(("dtype", "groups"), [(fp16, 1), (torch.float32, 2)])
+def test_portable_kernels_of_a_wide_erase_key_fit_in_shared_memory(dtype, groups):
+    compiler = Compiler(all=True)
+    problem = Problem(dtype, 1, 130, 1, groups, 200, 400, True, erase_key=True, decay="head", packed=False)
+    launch_update(problem, DEVICE, compiler, False)
+    assert {name for name, _ in compiler.compiled} >= {"scan_kernel", "reverse_kernel"}
+    for name, kernel in compiler.compiled:
+        assert kernel.metadata.shared <= DEVICE.shared_memory, name
+
+
 def assert_compiled_and_fits(name, kernel):
     assert kernel.metadata.shared <= (DEVICE.shared_memory if name in ONE_PROGRAM_PER_SM else 113 * 1024)
     assert "wgmma.mma_async" in kernel.asm["ptx"]

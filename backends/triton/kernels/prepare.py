@@ -149,6 +149,10 @@ def prepare_kernel(
                 k_dot_k += tl.sum(k_b.to(tl.float32) * k_b.to(tl.float32), 1)
 
         A = dot_key_tiles(e_a if ERASE_KEY else k_a, k_a, e_b if ERASE_KEY else k_b, k_b, K1, PREC)
+        # with wide keys the loop below would keep q and k in shared memory: 288 KiB for 256 keys in float32
+        HOIST_P: tl.constexpr = GROUP > 1 and K1 > 0
+        if HOIST_P:
+            KQ = dot_key_tiles(k_a, q_a, k_b, q_b, K1, PREC)
         below = i[:, None] > i[None, :]
         causal_T = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
         for g in tl.range(0, GROUP, num_stages=1):
@@ -188,7 +192,7 @@ def prepare_kernel(
                     write = tl.load(w + gate_offset + g + 1, mask=in_next, other=0.0).to(tl.float32)
             T_inverse, T_blocks = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
             # P is computed after the inverse, because it would occupy registers until it is stored.
-            P_T = dot_key_tiles(k_a, q_a, k_b, q_b, K1, PREC)
+            P_T = KQ if HOIST_P else dot_key_tiles(k_a, q_a, k_b, q_b, K1, PREC)
             P_T *= tl.exp2(tl.where(causal_T, G_read[None, :] - G[:, None], 0.0)) * scale
             P_T = tl.where(causal_T, P_T, 0.0)
             store_wy_tiles(wy_tiles, T_inverse, T_blocks, P_T, q.dtype.element_ty, chunk, i, C, TERMS)
