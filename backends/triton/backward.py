@@ -89,7 +89,7 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
 
     _set(run.d_state, d_final)
     span = Span(segments, plan.split, 0, unit, windows)
-    starts, ends = segment_states(x, s, segments) if plan.split else (None, None)
+    starts, ends = segment_states(x, s, slots, plan.split) if plan.split else (None, None)
     launches: list[WindowLaunch] = []
     if starts is not None and ends is not None:
         launches += [

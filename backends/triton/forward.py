@@ -69,13 +69,14 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
     return torch.empty(shape, device=like.device, dtype=dtype)
 
 
-def segment_states(x: ScanOperands, s: Sizes, segments: int) -> tuple[Tensor, Tensor]:
-    """Allocate the states at the start of each segment, [N segments, HV, V, K], and its contribution and map.
+def segment_states(x: ScanOperands, s: Sizes, slots: int, split: int) -> tuple[Tensor, Tensor]:
+    """Allocate the states at the start of each segment, [segments, HV, V, K], and its contribution and map.
 
-    The second tensor [N segments, HV, V + K, K] holds what a segment adds to the state above the map from the state at
-    its start to the one at its end.
+    The second tensor [segments, HV, V + K, K] holds what a segment adds to the state above the map from the state at
+    its start to the one at its end. `slots` chunks of N sequences are at most slots / split + N segments.
     """
-    return empty(x.q, s.N * segments, s.HV, s.V, s.K), empty(x.q, s.N * segments, s.HV, s.V + s.K, s.K)
+    segments = slots // split + s.N
+    return empty(x.q, segments, s.HV, s.V, s.K), empty(x.q, segments, s.HV, s.V + s.K, s.K)
 
 
 def forward(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig) -> tuple[Tensor, ...]:
@@ -93,7 +94,7 @@ def forward(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig) -
     checkpoints = empty(x.q, *shape, dtype=kind.saved_dtype(x.q.dtype))
     starts = None
     if plan.forward_split:
-        starts, ends = segment_states(x, s, segments)
+        starts, ends = segment_states(x, s, s.slots, plan.forward_split)
         span = Span(segments, plan.forward_split)
         scan("portable", x, kind, prepared, s, config.scan, "ends", span, ends=ends)()
         combine(prepared, s, x.state, starts, ends, x.cu_seqlens, span, reverse=False)()
@@ -359,4 +360,4 @@ def combine(
         ),
     )  # fmt: skip
     programs = s.N * s.HV * cdiv(s.V, BV)
-    return lambda window=0: run(programs, s.T, window, span.windows, span.segments)
+    return lambda window=0: run(programs, s.T, window, span.windows)

@@ -65,13 +65,14 @@ def test_all_combinations_of_spec_config_and_shape_conform(config, shape):
 # One case for each phase of the kernels: prepare, scan, recompute, combine, reverse, gradients; delta and additive.
 SMOKE = [
     ("gated delta", "segments and windows", Shape("pack", 1, 83, 1, 1, 16, 16, lengths=(17, 0, 66))),
+    ("gated delta", "segments", Shape("pack", 1, 124, 1, 1, 16, 16, lengths=(66, 1, 0, 40, 17))),
     ("own", "one segment", Shape("grouped", 1, 20, 1, 2, 12, 20)),
     ("mamba2", "one segment", Shape("short", 1, 20, 1, 1, 16, 16)),
 ]
 
 
 @pytest.mark.kernel_smoke
-@pytest.mark.parametrize(("spec", "config", "shape"), SMOKE, ids=[spec for spec, *_ in SMOKE])
+@pytest.mark.parametrize(("spec", "config", "shape"), SMOKE, ids=[f"{spec}, {config}" for spec, config, _ in SMOKE])
 def test_each_kernel_conforms(spec, config, shape):
     assert_conforms(backend(config), Case(SPECS[spec], shape, DTYPES[0]))
 

@@ -15,6 +15,7 @@ from deltazoo.backends.triton.kernels.layout import (
     load_column_major,
     load_rows,
     negligible_prefix,
+    segment_slot,
     store_rows,
 )
 
@@ -26,9 +27,9 @@ def load_map(base, rows, columns, in_rows, in_columns, K: tl.constexpr, TRANSPOS
     return tl.load(base + at, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
+@triton.jit(do_not_specialize=["T", "window", "windows"])
 def combine_kernel(
-    decay_bounds, initial, starts, ends, cu, T, window, windows, num_segments,
+    decay_bounds, initial, starts, ends, cu, T, window, windows,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
     SPLIT: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr,
@@ -38,16 +39,16 @@ def combine_kernel(
     Grid: sequence, value head, V tile. Each program owns S^T [BV, K] as tiles of K0 and K1 keys and loops over the
     segments of its sequence.
 
-    Reads ends [N segments, HV, V + K, K], which holds N_p in rows 0 to V - 1 and M_p in the rows after them;
+    Reads ends [segments, HV, V + K, K], which holds N_p in rows 0 to V - 1 and M_p in the rows after them;
     decay_bounds [slots, HV]; with INITIAL the state before the first segment (REVERSE: its gradient after the last),
     initial [N, HV, K, V].
-    Writes starts [N segments, HV, V, K], the state before (REVERSE: its gradient after) each segment.
+    Writes starts [segments, HV, V, K], the state before (REVERSE: its gradient after) each segment.
     """
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     n = pid // TILES // HV
     hv = pid // TILES % HV
-    _, _, slot, first, _, _, last = chunk_range(n, 0, cu, T, window, windows, C, UNIT, 0, PACKED)
+    _, _, slot, first, first_scratch_slot, _, last = chunk_range(n, 0, cu, T, window, windows, C, UNIT, 0, PACKED)
     slot += first
     chunks = last - first
     used_segments = tl.cdiv(chunks, SPLIT)
@@ -68,7 +69,7 @@ def combine_kernel(
     # forward, the first segment of an empty sequence still starts from the initial state, which becomes the final one
     for step in range(used_segments if REVERSE else tl.maximum(used_segments, 1)):
         segment = used_segments - 1 - step if REVERSE else step
-        segment_index = (tl.cast(n, tl.int64) * num_segments + segment) * HV + hv
+        segment_index = tl.cast(segment_slot(n, segment, first_scratch_slot, SPLIT), tl.int64) * HV + hv
         store_rows(starts + segment_index * V * K, Sa, vs, ka, in_v, in_ka, K)
         if K1 > 0:
             store_rows(starts + segment_index * V * K, Sb, vs, kb, in_v, in_kb, K)

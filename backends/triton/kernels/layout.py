@@ -126,6 +126,16 @@ def chunk_range(
 
 
 @triton.jit
+def segment_slot(n, segment, first_scratch_slot, SPLIT: tl.constexpr):
+    """Return the slot of a segment of sequence n in `starts` and `ends`; SPLIT = 0: the window is one segment.
+
+    L chunks from the first scratch slot on (`chunk_range`) are at most floor(L / SPLIT) + 1 segments, so that the slots
+    of sequences never overlap.
+    """
+    return first_scratch_slot // SPLIT + n + segment if SPLIT > 0 else n
+
+
+@triton.jit
 def scratch_slots_per_sequence(T, windows, C: tl.constexpr, UNIT: tl.constexpr):
     """Return the number of scratch slots of one sequence in a window, for sequences that are not packed."""
     chunks = tl.cdiv(T, C)

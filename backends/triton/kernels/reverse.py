@@ -26,6 +26,7 @@ from deltazoo.backends.triton.kernels.layout import (
     load_rows,
     load_write_strengths,
     opaque_zero,
+    segment_slot,
     sequence_and_segment,
     significant_prefix,
     store_column_major,
@@ -54,11 +55,11 @@ def reverse_kernel(
     first, and dstate carries dS from one to the next.
 
     Reads the operands, do, gates, wy_tiles; dstate [N, HV, K, V] float32, the gradient of the state after the window,
-    or with SPLIT > 0 that after each segment, starts [N segments, HV, V, K].
+    or with SPLIT > 0 that after each segment, starts [segments, HV, V, K].
     Writes dv [B, T, HV, V]; dS'^T of each chunk, dstates [scratch slot, HV, V, K]; with DELTA or WRITE du
     [scratch slot, C, HV, V], unless DU_IS_DV (w du = dv determines it); dstate, the gradient before the window.
 
-    ENDS: an earlier launch, which only writes ends [N segments, HV, V + K, K]: in rows 0 to V - 1, dS^T before each
+    ENDS: an earlier launch, which only writes ends [segments, HV, V + K, K]: in rows 0 to V - 1, dS^T before each
     segment but the first, computed from a zero gradient after the segment. combine_kernel reads ends and writes starts.
     """
     PAIR: tl.constexpr = v_key is not None
@@ -68,10 +69,10 @@ def reverse_kernel(
     hv = pid // TILES % HV
     h = hv // (HV // H)
     n, segment = sequence_and_segment(pid // (TILES * HV), num_segments, TILES * HV)
-    segment_index = (n * num_segments + segment) * HV + hv
     start, length, slot, window_first, first_scratch_slot, first, last = chunk_range(
         n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
+    segment_index = segment_slot(n, segment, first_scratch_slot, SPLIT) * HV + hv
     i = tl.arange(0, C)
     column = (pid % TILES) * BV
     vs = column + tl.arange(0, BV)

@@ -25,6 +25,7 @@ from deltazoo.backends.triton.kernels.layout import (
     load_rows,
     load_write_strengths,
     negligible_prefix,
+    segment_slot,
     sequence_and_segment,
     store_column_major,
     store_rows,
@@ -52,11 +53,11 @@ def scan_kernel(
 
     MODE "output": writes o [B, T, HV, V], the state after the last token final [N, HV, K, V], and S^T before every
         CHECKPOINT_EVERY-th chunk (0: never) except the first, whose state is an operand, to
-        checkpoints [.., HV, V, K]. With SPLIT > 0 it starts from starts [N segments, HV, V, K].
+        checkpoints [.., HV, V, K]. With SPLIT > 0 it starts from starts [segments, HV, V, K].
     MODE "recompute": recomputes states for the backward from the checkpoint at or before the segment. Writes the state
         before each chunk of the segment to states [scratch slot, HV, V, K] and, with DELTA, x to
         xs [scratch slot, C, HV, V].
-    MODE "ends": writes ends [N segments, HV, V + K, K]. Rows 0 to V - 1: S^T at the end of each segment, computed from
+    MODE "ends": writes ends [segments, HV, V + K, K]. Rows 0 to V - 1: S^T at the end of each segment, computed from
         a zero state (in the first segment from the initial state). Rows V to V + K - 1, computed by additional V tiles:
         the map [K, K] from the state before the segment to the state after it. combine_kernel reads ends and writes
         starts.
@@ -75,10 +76,10 @@ def scan_kernel(
     hv = pid // TILES % HV
     h = hv // (HV // H)
     n, segment = sequence_and_segment(pid // (TILES * HV), num_segments, TILES * HV)
-    segment_index = (n * num_segments + segment) * HV + hv
     start, length, slot, window_first, first_scratch_slot, first, last = chunk_range(
         n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
+    segment_index = segment_slot(n, segment, first_scratch_slot, SPLIT) * HV + hv
     i = tl.arange(0, C)
     is_map = pid % TILES >= V_TILES
     column = (pid % TILES) * BV
@@ -108,6 +109,7 @@ def scan_kernel(
         first = tl.where(first < last, first // CHECKPOINT_EVERY * CHECKPOINT_EVERY, first)
     negligible = 0
     if ENDS:
+        in_use = first < last
         negligible = negligible_prefix(decay_bounds, slot + first, last - first, hv, HV, SPLIT)
         # combine_kernel reads no map of the first segment, no map whose effect is negligible, and forward no end of the
         # last segment.
@@ -279,7 +281,7 @@ def scan_kernel(
 
     if ENDS:
         rows = tl.where(is_map, vs + V, vs)
-        in_rows = tl.where(is_map, vs < K, vs < V)
+        in_rows = tl.where(is_map, vs < K, vs < V) & in_use
         at_end = ends + tl.cast(segment_index, tl.int64) * (V + K) * K
         store_rows(at_end, Sa, rows, ka, in_rows, in_ka, K)
         if K1 > 0:

@@ -55,13 +55,18 @@ from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     value_tile_and_head,
 )
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_state, store_state, store_tile
-from deltazoo.backends.triton.kernels.layout import chunk_range, clamp_away_from_zero, sequence_and_segment
+from deltazoo.backends.triton.kernels.layout import (
+    chunk_range,
+    clamp_away_from_zero,
+    segment_slot,
+    sequence_and_segment,
+)
 
 
 class GlobalPointers(NamedTuple):
     """Global memory that the consumers read and write.
 
-    dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; starts [N segments,
+    dstate [N, HV, K, V]: dS after the last chunk of the launch, replaced by dS before its first; starts [segments,
     HV, V, K]: dS^T after each segment; dstates [scratch slot, HV, V, K], du [scratch slot, 64, HV, V]: dS'^T and du of
     every chunk; dv [B, T, HV, V]. With traits.IN_GRADIENTS dstates and dstates_high [token, HV, K] are dS'^T of values
     0 to 63 and 64 to 127.
@@ -231,7 +236,7 @@ def consumer(
     columns = V - column
     at_dstate = gmem.dstate + ((work.n.to(gl.int64) * HV + work.hv) * K * V + column)
     if traits.SPLIT > 0:
-        at = gmem.starts + (((work.n * work.num_segments + work.segment).to(gl.int64) * HV + work.hv) * V + column) * K
+        at = gmem.starts + ((work.segment_slot.to(gl.int64) * HV + work.hv) * V + column) * K
         dS = load_state(at, staging, K, K, columns, NK, False)
     else:
         dS = load_state(at_dstate, staging, K, V, columns, NK, True)
@@ -249,7 +254,7 @@ def consumer(
             dS, gmem, scale, smem, P_s, staging, stage, phase, c, column, work, min_beta, DU_IS_DV, HALF, traits
         )
         stage, phase = advance(stage, phase, traits)
-    if work.segment == 0:
+    if work.is_last:
         store_state(at_dstate, dS, staging, K, V, columns, NK)
 
 
@@ -296,7 +301,7 @@ def hopper_reverse_kernel(
         gmem = GlobalPointers(dstate, starts, dstates, dstates_high, du, dv)
         work = WorkTile(
             start, length, window_first, first, first, end, first_scratch_slot, 0,
-            n, segment, num_segments, segment == 0, hv, value_tile,
+            n, segment_slot(n, segment, first_scratch_slot, SPLIT), segment == 0, hv, value_tile,
         )  # fmt: skip
         gl.warp_specialize(
             [

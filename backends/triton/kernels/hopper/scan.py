@@ -85,7 +85,7 @@ from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     value_tile_and_head,
 )
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, store_state, store_tile
-from deltazoo.backends.triton.kernels.layout import chunk_range, sequence_and_segment
+from deltazoo.backends.triton.kernels.layout import chunk_range, segment_slot, sequence_and_segment
 
 
 @gluon.jit
@@ -277,7 +277,7 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
     for _ in gl.static_range(NK - 1):
         S = S + (gl.zeros([64, 64], gl.float32, ACC),)
     if OUTPUT and SPLIT > 0:
-        at = gmem.starts + (((work.n * work.num_segments + work.segment).to(gl.int64) * HV + work.hv) * V + column) * K
+        at = gmem.starts + ((work.segment_slot.to(gl.int64) * HV + work.hv) * V + column) * K
         S = load_state(at, staging, K, K, columns, NK, False)
     elif OUTPUT:
         if HAS_STATE:
@@ -369,7 +369,7 @@ def hopper_scan_kernel(
         gmem = GlobalPointers(state, o, final, checkpoints, states, xs, starts)
         work = WorkTile(
             start, length, window_first, first, first_stored, end, first_scratch_slot, checkpoint,
-            n, segment, num_segments, is_last, hv, value_tile,
+            n, segment_slot(n, segment, first_scratch_slot, SPLIT), is_last, hv, value_tile,
         )  # fmt: skip
         gl.warp_specialize(
             [

@@ -119,7 +119,7 @@ class GlobalPointers(NamedTuple):
 
     state [N, HV, K, V]: initial state; o [B, T, HV, V]; final [N, HV, K, V]: final state; checkpoints [checkpoint, HV,
     V, K]; states [scratch slot, HV, V, K] and xs [scratch slot, 64, HV, V]: recomputed S^T and x of each chunk; starts
-    [N segments, HV, V, K]: S^T at the start of each segment.
+    [segments, HV, V, K]: S^T at the start of each segment.
     """
 
     state: Any
@@ -136,9 +136,9 @@ class WorkTile(NamedTuple):
 
     start, length: first token and length of the sequence. window_first, first_scratch_slot: first chunk of the window
     whose states are in scratch memory, and that chunk's slot there. first_stored: first chunk whose state is stored.
-    checkpoint: index of the checkpoint of chunk 0, which is not stored: it is the initial state. segment, num_segments:
-    segment of the sequence and number of segments. is_last: the program stores the final state. value_tile: which 128
-    values.
+    checkpoint: index of the checkpoint of chunk 0, which is not stored: it is the initial state. segment_slot: slot
+    of the segment in `starts`. is_last: the program stores the final state, or the gradient of the initial one.
+    value_tile: which 128 values.
     """
 
     start: Any
@@ -150,8 +150,7 @@ class WorkTile(NamedTuple):
     first_scratch_slot: Any
     checkpoint: Any
     n: Any
-    segment: Any
-    num_segments: Any
+    segment_slot: Any
     is_last: Any
     hv: Any
     value_tile: Any

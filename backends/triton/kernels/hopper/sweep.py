@@ -48,13 +48,13 @@ from deltazoo.backends.triton.kernels.hopper.sweep_traits import (
     make_traits,
     producer_registers,
 )
-from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, sequence_and_segment
+from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, segment_slot, sequence_and_segment
 
 
 @gluon.jit
 def consumer(
     v, b, grads, dstate, starts, scale, smem, slot, slots, num_scratch_slots, windows, first, end, n, segment,
-    num_segments, hv, traits: gl.constexpr, SPLIT: gl.constexpr,
+    slot_of_segment, hv, traits: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Consumer warp groups: sweep the chunks [first, end) of sequence n, the last first."""
     i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
@@ -62,8 +62,7 @@ def consumer(
     inside = (i < traits.V) & (j < traits.K)
     dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
     if SPLIT > 0:
-        segment_index = (n * num_segments + segment).to(gl.int64)
-        start_at = starts + (segment_index * traits.HV + hv) * traits.V * traits.K
+        start_at = starts + (slot_of_segment.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
         dS = gl.load(start_at + (i * traits.K + j), mask=inside, other=0.0)
     else:
         dS = gl.load(dstate_at + (j * traits.V + i), mask=inside, other=0.0)
@@ -154,7 +153,8 @@ def hopper_backward_sweep_kernel(
                     consumer,
                     (
                         v, b, grads, dstate, starts, scale, smem,
-                        slot, slots, num_scratch_slots, windows, first, end, n, segment, num_segments, hv,
+                        slot, slots, num_scratch_slots, windows, first, end, n, segment,
+                        segment_slot(n, segment, first_scratch_slot, SPLIT), hv,
                         traits, SPLIT,
                     ),
                 ),
