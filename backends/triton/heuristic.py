@@ -114,14 +114,16 @@ def _split(problem: Problem, device: DeviceSpec) -> int:
     """Chunks per segment, a power of two, or 0: the sequences are not divided.
 
     They are divided where sequences, heads and V tiles leave most SMs idle. Sequences of a pack are also divided if
-    they are longer than the average, because the longest alone would determine the time of the backward. Measured on an
-    H200 for lengths of 1 to 12,000 tokens with 16/32 heads: backward 1.94 -> 1.46 ms with segments of 64 chunks.
+    they are longer than the average, because the longest alone would determine the time of the backward, unless there
+    are three programs for each SM, among which even a long one is no more than a share of the time.
     """
     programs = problem.N * problem.HV * cdiv(problem.V, 128)
     chunks = problem.T // 64 // (max(problem.N, 1) if problem.packed else 1)
     if occupies(problem, device):
         fused = takes("reverse", "fused", problem, device) and _fills(problem, device)
-        return power_of_two(chunks) if problem.packed and problem.delta and chunks >= 32 and not fused else 0
+        if fused or not (problem.packed and problem.delta) or chunks < 32 or programs > 3 * device.processors:
+            return 0
+        return power_of_two(chunks + 1) // 2  # at most the average, so that packs of 2^n chunks remain whole
     segments = max(2, device.processors // max(programs, 1))
     if chunks < 32 or (problem.decay == "channel" and not problem.pair and segments < _CHANNEL_SMS_PER_PROGRAM):
         return 0

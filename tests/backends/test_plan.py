@@ -323,7 +323,8 @@ def test_unsupported_is_traced_in_one_graph(backend, monkeypatch, dynamic):
 @pytest.mark.parametrize(
     ("change", "splits"),
     [
-        ({"T": 20576, "HV": 32}, (64, 0)),  # lengths differ: only the backward is divided, at the average length
+        ({"T": 20576, "HV": 32}, (32, 0)),  # lengths differ: only the backward is divided, below the average length
+        ({"T": 32768, "HV": 32, "N": 16}, (0, 0)),  # many programs
         ({"T": 20576, "HV": 32, "packed": False}, (0, 0)),
         ({"T": 20576, "HV": 32, "delta": False}, (0, 0)),
         ({"T": 8 * 4096, "HV": 16}, (0, 0)),  # the fused backward has no segments
