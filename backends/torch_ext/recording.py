@@ -25,7 +25,13 @@ class Operation(NamedTuple):
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
-    def run(self, buffers: Sequence[Tensor | None]) -> None:
+    def renumbered(self, number_of: Callable[[int], int]) -> "Operation":
+        """Return the operation with other numbers of the buffers."""
+        new = lambda x: BufferNumber(number_of(x)) if isinstance(x, BufferNumber) else x  # noqa: E731
+        keywords = {name: new(x) for name, x in self.keywords.items()}
+        return Operation(self.function, tuple(map(new, self.arguments)), keywords)
+
+    def run(self, buffers: Sequence[Tensor]) -> None:
         """Run the operation on other buffers."""
         keywords = {name: buffers[x] if isinstance(x, BufferNumber) else x for name, x in self.keywords.items()}
         self.function(*(buffers[x] if isinstance(x, BufferNumber) else x for x in self.arguments), **keywords)
