@@ -36,8 +36,9 @@ from deltazoo.backends.triton.kernels.channel.pair_gradients import pair_gradien
 from deltazoo.backends.triton.kernels.gradients import gate_gradients_kernel, gradients_kernel, sum_groups_kernel
 from deltazoo.backends.triton.kernels.reverse import reverse_kernel
 from deltazoo.backends.triton.launcher import launcher
-from deltazoo.backends.triton.operands import Gradients, Saved, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import Gradients, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan
+from deltazoo.backends.triton.saved import Saved
 
 _RECOMPUTED_CHUNKS = 16  # per program of the recomputation, without segments; amortises the load of a checkpoint
 

@@ -32,8 +32,9 @@ from deltazoo.backends.triton.kernels.prepare import gates_kernel, prepare_kerne
 from deltazoo.backends.triton.kernels.scan import scan_kernel
 from deltazoo.backends.triton.kernels.zero_tail import zero_tail_kernel
 from deltazoo.backends.triton.launcher import launcher
-from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan, Version
+from deltazoo.backends.triton.saved import Prepared, Saved
 
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
 # 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
@@ -82,16 +83,19 @@ def segment_states(x: ScanOperands, s: Sizes, slots: int, split: int) -> tuple[T
 def forward(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig) -> tuple[Tensor, ...]:
     """Run prepare and the scan.
 
-    Returns: o, the final state, the fields of `Prepared`, and with plan.every the checkpoints [slots, HV, V, K] of S^T.
+    Returns: o, the final state, and with plan.every what `Saved` describes, else an empty tensor.
     """
     s = Sizes.of(x, config.chunk)
     segments = cdiv(cdiv(s.T, s.C), plan.forward_split) if plan.forward_split else 1
-    save = plan.every > 0
-    prepared = prepare(x, kind, plan, config, save)
+    if plan.every:
+        saved = Saved.empty(x, kind, s, plan.every)
+        prepared, checkpoints = Saved.of(saved, x, kind, s, plan.every)
+    else:
+        prepared = Prepared.empty(x, kind, s, False)
+        saved = checkpoints = empty(x.q, 0, dtype=kind.saved_dtype(x.q.dtype))
+    prepare(x, kind, plan, config, prepared)
     o = x.v.new_empty(x.v.shape)
     final = empty(x.q, s.N, s.HV, s.K, s.V)
-    shape = (s.checkpoint_slots(plan.every), s.HV, s.V, s.K) if save else (0,)
-    checkpoints = empty(x.q, *shape, dtype=kind.saved_dtype(x.q.dtype))
     starts = None
     if plan.forward_split:
         starts, ends = segment_states(x, s, s.slots, plan.forward_split)
@@ -103,7 +107,7 @@ def forward(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig) -
         final=final, checkpoints=checkpoints, starts=starts,
     )()  # fmt: skip
     zero_tail(s, x.cu_seqlens, v=o)
-    return o, final, *(prepared if save else Prepared.nothing(x.q)), checkpoints
+    return o, final, saved
 
 
 def zero_tail(
@@ -122,17 +126,15 @@ def zero_tail(
     zero(programs, s.N, s.T)
 
 
-def prepare(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig, save: bool) -> Prepared:
-    """Launch the prepare step of the plan. Returns what depends on a single chunk."""
+def prepare(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig, out: Prepared) -> None:
+    """Launch the prepare step of the plan, which computes what depends on a single chunk."""
     s = Sizes.of(x, config.chunk)
-    out = Prepared.empty(x, kind, s, save)
     launch = {
         "gates": _gates, "channel": _prepare_channels, "hopper channel": _prepare_channels_on_hopper,
         "pair": _prepare_pairs, "hopper pair": _prepare_pairs_on_hopper, "portable": _prepare,
         "hopper": _prepare_on_hopper,
     }[plan.prepare]  # fmt: skip
     launch(x, kind, s, out, config.prepare, plan.split > 0)
-    return out
 
 
 def _gates(x: ScanOperands, kind: ScanKind, s: Sizes, out: Prepared, launch: Launch, segments: bool) -> None:

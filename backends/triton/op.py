@@ -17,8 +17,6 @@ from deltazoo.backends.triton.heuristic import checkpoint_distance
 from deltazoo.backends.triton.operands import (
     BackwardCall,
     Gradients,
-    Prepared,
-    Saved,
     ScanCall,
     ScanKind,
     ScanOperands,
@@ -29,6 +27,7 @@ from deltazoo.backends.triton.operands import (
 )
 from deltazoo.backends.triton.precompile import begin, compiled_ahead
 from deltazoo.backends.triton.replay import replayed
+from deltazoo.backends.triton.saved import Saved
 
 
 def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -45,8 +44,7 @@ def begin_scan(x: ScanOperands, kind: ScanKind) -> None:
     """Start to compile the kernels of the forward and the backward in threads."""
     forward = flatten(ScanCall(x, kind, True))
     begin(_scan_impl, forward)
-    o, final, *prepared, checkpoints = _scan_fake(*forward)
-    saved = Saved(Prepared(*prepared), checkpoints)
+    o, final, saved = _scan_fake(*forward)
     begin(_backward_impl, flatten(BackwardCall(x, saved, o, final, kind)))
 
 
@@ -71,18 +69,17 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     x = call.kind.with_write(call.x)
     plan, config = resolve(x, call.kind, True)
     with torch.cuda.device_of(x.q):
-        return backward(x, call.kind, call.saved, call.d_o, call.d_final, plan, config).present()
+        saved = Saved.of(call.saved, x, call.kind, Sizes.of(x, config.chunk), plan.every)
+        return backward(x, call.kind, saved, call.d_o, call.d_final, plan, config).present()
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, kind, save = unflatten(ScanCall, arguments)
     C, every = _saved_steps(kind.config, x)
     s = Sizes.of(x, C)
-    prepared = Prepared.empty(x, kind, s, save) if save else Prepared.nothing(x.q)
-    shape = (s.checkpoint_slots(every), s.HV, s.V, s.K) if save else (0,)
-    checkpoints = x.q.new_empty(shape, dtype=kind.saved_dtype(x.q.dtype))
+    saved = Saved.empty(x, kind, s, every) if save else x.q.new_empty(0, dtype=kind.saved_dtype(x.q.dtype))
     final = x.q.new_empty((s.N, s.HV, s.K, s.V), dtype=torch.float32)
-    return torch.empty_like(x.v, memory_format=torch.contiguous_format), final, *prepared, checkpoints
+    return torch.empty_like(x.v, memory_format=torch.contiguous_format), final, saved
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
@@ -98,7 +95,7 @@ def _saved_steps(config: str, x: ScanOperands) -> tuple[int, int]:
 
 
 _scan_op = operator(
-    f"triton_scan({schema(ScanCall)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"triton_scan({schema(ScanCall)}) -> (Tensor, Tensor, Tensor)",
     _scan_impl,
     compiled_ahead(_scan_impl, _scan_fake),
 )
@@ -111,7 +108,7 @@ _backward_op = operator(
 
 @cache_forward_signature
 class _ChunkScan(torch.autograd.Function):
-    """The scan with its backward; the results after o and the final state are the fields of `Saved`."""
+    """The scan with its backward; the result after o and the final state is `Saved` as one tensor."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -120,12 +117,12 @@ class _ChunkScan(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, kind, _ = unflatten(ScanCall, (*inputs, True))
-        o, _, *saved = output
+        o, _, saved = output
         ctx.kind = kind
-        ctx.mark_non_differentiable(*saved)
+        ctx.mark_non_differentiable(saved)
         ctx.set_materialize_grads(False)
         ctx.o_shape = o.shape
-        ctx.save_for_backward(*x, *saved)
+        ctx.save_for_backward(*x, saved)
 
     @staticmethod
     @differentiable_once
@@ -139,11 +136,11 @@ class _EagerScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *x, kind = arguments
-        o, final, *saved = _scan_op(*x, *kind, True)
+        o, final, saved = _scan_op(*x, *kind, True)
         ctx.kind = kind
         ctx.set_materialize_grads(False)
         ctx.o_shape = o.shape
-        ctx.save_for_backward(*x, *saved)
+        ctx.save_for_backward(*x, saved)
         return o, final
 
     @staticmethod

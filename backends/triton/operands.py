@@ -1,4 +1,4 @@
-"""Operands, saved tensors, gradients and sizes of the operators, as NamedTuples; does not import Triton.
+"""Operands, gradients and sizes of the operators, as NamedTuples; does not import Triton.
 
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
@@ -144,58 +144,6 @@ class Sizes(NamedTuple):
         return 2 if empty else self.N * ((self.T - 1) // (self.C * every)) + 2
 
 
-class Prepared(NamedTuple):
-    """The results of prepare: what depends on a single chunk.
-
-    Args:
-        gates: [slots, HV, 3, C], cumulative log2 decay, scaled erase strength, write strength; for a decay per channel
-            [slots, HV, K + C], the decay over the chunk and the write strength; DPLR, which has no write strength: in
-            its first place 1 for a chunk of strong decays, which the portable kernels compute.
-        decay_bounds: [slots, HV], upper bound of the log2 decay over the chunk.
-        wy_tiles: [slots, HV, terms, C, C + 8], T and P (kernels/wy_tiles.py); empty without an erase term, unless the
-            decay is per channel. DPLR: two tiles (kernels/channel/pair_prepare.py).
-        scaled: [2, 3 or 4, B, T, HV, K], for a decay per channel the scaled operands (kernels/channel/prepare.py); else
-            empty.
-        strengths: [B, T, HV], with `reparam` the strength of erase and write, for the backward; else empty.
-        slopes: [slots, HV, 2, C], with `reparam` its derivatives (kernels/step_size.py), for the backward; else empty.
-    """
-
-    gates: Tensor
-    decay_bounds: Tensor
-    wy_tiles: Tensor
-    scaled: Tensor
-    strengths: Tensor
-    slopes: Tensor
-
-    @classmethod
-    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> Self:
-        """Allocate the results. save: the backward reads them, too."""
-        terms = kind.terms(x.q.dtype)
-        half = kind.saves_16_bits or (save and terms == 1 and x.q.dtype == torch.bfloat16)
-        channel = x.decay == "channel"
-        derivatives = save and kind.reparam != "none"
-        return cls(
-            x.q.new_empty((s.slots, s.HV, s.K + s.C) if channel else (s.slots, s.HV, 3, s.C), dtype=torch.float32),
-            x.q.new_empty((s.slots, s.HV), dtype=torch.float32),
-            x.q.new_empty(
-                (s.slots if kind.delta or channel else 0, s.HV, terms + (x.v_key is not None), s.C, s.C + 8),
-                dtype=torch.float16 if half else x.q.dtype,
-            ),
-            x.q.new_empty((2 + kind.delta + (x.v_key is not None), *x.v.shape[:3], s.K) if channel else 0),
-            x.q.new_empty(x.v.shape[:3] if derivatives else 0, dtype=torch.float32),
-            x.q.new_empty((s.slots, s.HV, 2, s.C) if derivatives else 0, dtype=torch.float32),
-        )
-
-    @classmethod
-    def nothing(cls, like: Tensor) -> Self:
-        """Return empty tensors, for a forward without a backward."""
-        return cls(*(like.new_empty(0, dtype=torch.float32) for _ in cls._fields))
-
-    def derivatives(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return strengths and slopes; None if empty."""
-        return (self.strengths, self.slopes) if self.slopes.dim() > 1 else (None, None)
-
-
 class Gradients(NamedTuple):
     """The gradients of the operands of the same names; None if there is no such operand or it has no effect."""
 
@@ -248,18 +196,11 @@ class ScanCall(NamedTuple):
     save: bool
 
 
-class Saved(NamedTuple):
-    """What the forward stores for the backward: the fields of `Prepared`, and checkpoints [slots, HV, V, K] of S^T."""
-
-    prepared: Prepared
-    checkpoints: Tensor
-
-
 class BackwardCall(NamedTuple):
-    """The arguments of the backward operator."""
+    """The arguments of the backward operator; saved: what `Saved` describes."""
 
     x: ScanOperands
-    saved: Saved
+    saved: Tensor
     d_o: Tensor
     d_final: Tensor | None
     kind: ScanKind
@@ -371,7 +312,7 @@ def _take(call: Any, arguments: Iterator[Any]) -> Any:
 # the NamedTuple class of each field of a call, or None for one argument
 _NESTED = {
     call: tuple(hint if hasattr(hint, "_fields") else None for hint in get_type_hints(call).values())
-    for call in (Saved, ScanCall, BackwardCall, StepCall, CommitCall)
+    for call in (ScanCall, BackwardCall, StepCall, CommitCall)
 }
 
 

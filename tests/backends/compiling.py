@@ -10,8 +10,9 @@ import torch
 
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan, Problem, make_plan
+from deltazoo.backends.triton.saved import Saved
 
 FLOATS = ("scale", "z_loss", "cap")  # other scalar arguments are int32
 NAMES = {
@@ -78,9 +79,9 @@ def launch_update(
         erase_channels=strengths == "channels", saves_16_bits=problem.saves_16_bits,
     )  # fmt: skip
     with patch.object(forward, "launcher", launcher), patch.object(backward, "launcher", launcher):
-        _, _, *prepared, checkpoints = forward.forward(x, kind, plan, config)
-        saved = Saved(Prepared(*prepared), checkpoints)
+        _, _, saved = forward.forward(x, kind, plan, config)
         if grad:
+            saved = Saved.of(saved, x, kind, Sizes.of(x, config.chunk), plan.every)
             backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
     return plan
 

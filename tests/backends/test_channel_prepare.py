@@ -7,7 +7,8 @@ import pytest
 import torch
 from gluon_on_cpu import Timing, kernels, launcher
 
-from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.saved import Prepared
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 C = 64

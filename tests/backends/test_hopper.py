@@ -12,8 +12,9 @@ from compiling import Compiler, launch_update
 
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton import backend
-from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Problem
+from deltazoo.backends.triton.saved import Prepared
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = [

@@ -55,8 +55,8 @@ def test_tracing_on_meta_tensors_compiles_the_kernels_of_another_device(monkeypa
     shape = Shape("shape", B=1, T=1000, H=heads, HV=heads, K=128, V=128, lengths=lengths)
     operands, kind, arguments = scan_arguments(shape)
     trace(op._scan_impl, arguments)
-    o, final, *saved = op._scan_fake(*arguments)
-    trace(op._backward_impl, (*operands, *saved, o, final, *kind))
+    o, final, saved = op._scan_fake(*arguments)
+    trace(op._backward_impl, (*operands, saved, o, final, *kind))
     names = [key[0].__name__ for key in traced]
     tail = ["zero_tail_kernel"] if lengths else []
     forward = ["hopper_prepare_kernel", "hopper_scan_kernel", *tail]
@@ -87,7 +87,7 @@ def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, wha
             calls = [(decode_op._step_impl, (*x, torch.zeros(1, 2, 16, 16, device=DEVICE), None, *step_kind))]
         else:
             o, final, *saved = op._scan_impl(*arguments)
-            calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, *saved, o, final, *kind))]
+            calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, saved, o, final, *kind))]
     launched = []
     monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
     monkeypatch.setattr(precompile, "await_kernel", launched.append)

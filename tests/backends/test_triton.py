@@ -198,8 +198,8 @@ def test_operators_pass_opcheck():
     tests = ("test_schema", "test_faketensor")
     for save in (False, True):
         torch.library.opcheck(torch.ops.deltazoo.triton_scan.default, (*x, *kind, save), test_utils=tests)
-    o, state, *saved = torch.ops.deltazoo.triton_scan(*x, *kind, True)
-    arguments = (*x, *saved, torch.randn_like(o), torch.randn_like(state), *kind)
+    o, state, saved = torch.ops.deltazoo.triton_scan(*x, *kind, True)
+    arguments = (*x, saved, torch.randn_like(o), torch.randn_like(state), *kind)
     torch.library.opcheck(torch.ops.deltazoo.triton_scan_backward.default, arguments, test_utils=tests)
     one, kind = decode_operands(GATED, gated(2, 1), config)
     drafted, _ = decode_operands(GATED, gated(2, 3), config)

@@ -15,8 +15,9 @@ from deltazoo.backends.triton import TritonBackend, op
 from deltazoo.backends.triton.backward import backward
 from deltazoo.backends.triton.forward import prepare
 from deltazoo.backends.triton.lower import lower
-from deltazoo.backends.triton.operands import Gradients, Prepared, Saved
+from deltazoo.backends.triton.operands import Gradients, Sizes
 from deltazoo.backends.triton.resolve import resolve
+from deltazoo.backends.triton.saved import Saved
 
 
 def report(name, call, n=300):
@@ -70,14 +71,14 @@ with torch.no_grad():
     report("the operator", lambda: op._scan_op(*xo, *kind, True))
     report("the body of the operator", lambda: op._scan_impl(*xo, *kind, True))
     out = op._scan_op(*xo, *kind, True)
-    saved = (*xo, *out[2:], do, None, *kind)
-    report("the backward's operator", lambda: op._backward_op(*saved))
-    report("the body of the backward's operator", lambda: op._backward_impl(*saved))
+    arguments = (*xo, out[2], do, None, *kind)
+    report("the backward's operator", lambda: op._backward_op(*arguments))
+    report("the body of the backward's operator", lambda: op._backward_impl(*arguments))
     written = kind.with_write(xo)
     plan, config = resolve(written, kind, True)
-    saved = Saved(Prepared(*out[2:-1]), out[-1])
+    saved = Saved.of(out[2], written, kind, Sizes.of(written, config.chunk), plan.every)
     report("plan and launch config", lambda: resolve(written, kind, True))
-    report("prepare", lambda: prepare(written, kind, plan, config, True))
+    report("prepare", lambda: prepare(written, kind, plan, config, saved.prepared))
     report("launches of the backward", lambda: backward(written, kind, saved, do, None, plan, config))
     report("allocation of the gradients", lambda: Gradients.empty(written, kind))
     report("torch.empty of 128 MiB", lambda: torch.empty_like(x.q))
