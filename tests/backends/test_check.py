@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from deltazoo import bind, update, validate
+from deltazoo.backends import check as checks
 from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.check import check
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
 from deltazoo.backends.shapes import Shape
@@ -254,3 +256,23 @@ def test_step_refuses_packed_sequences():
     spec, inputs = make_inputs(PACK._replace(T=1, lengths=(1,)))
     with pytest.raises(OperandError, match="step_ does not take cu_seqlens: pass each sequence as a row"):
         bind(spec, "reference").step_(inputs._replace(state=None), torch.zeros(1, 4, 5, 6))
+
+
+def test_a_layout_that_passed_does_not_admit_other_types_or_values():
+    spec, inputs = make_inputs()
+    for _ in range(2):
+        check(spec, inputs)
+    with pytest.raises(OperandError, match=r"must be deltazoo\.UpdateInputs, got tuple"):
+        check(spec, tuple(inputs))
+    with pytest.raises(ValueRangeError, match="log_decay must be <= 0"):
+        check(spec, inputs._replace(log_decay=-inputs.log_decay))
+    with pytest.raises(OperandError, match="beta must be None"):
+        check(UpdateSpec(decay="head", beta="none"), inputs)
+
+
+def test_the_number_of_known_layouts_is_limited(monkeypatch):
+    monkeypatch.setattr(checks, "_MAX_CHECKED", 2)
+    monkeypatch.setattr(checks, "_checked", known := set())
+    for T in range(1, 6):
+        check(*make_inputs(SHAPE._replace(T=T)))
+        assert 1 <= len(known) <= 2
