@@ -27,10 +27,9 @@ def strengths(
     """
     dtype = dtype or state_dtype(inputs.q.dtype)
     if spec.beta in ("separate", "channel"):
-        erase = None if inputs.erase is None else inputs.erase.to(dtype)
-        write = None if inputs.write is None else inputs.write.to(dtype)
+        erase, write = _cast(inputs.erase, dtype), _cast(inputs.write, dtype)
     else:
-        erase = write = None if inputs.beta is None else inputs.beta.to(dtype)
+        erase = write = _cast(inputs.beta, dtype)
     if spec.transition != "delta":
         return None, write
     if spec.reparam != "none":
@@ -60,6 +59,11 @@ def log_decay(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor | None:
     if spec.decay == "fixed":
         return inputs.log_decay.expand(*inputs.q.shape[:2], *inputs.log_decay.shape)
     return inputs.log_decay
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Convert to a dtype. `to` takes more than 1 us if there is nothing to convert."""
+    return x if x is None or x.dtype == dtype else x.to(dtype)
 
 
 def accumulates_rounding_errors(spec: UpdateSpec) -> bool:

@@ -98,7 +98,8 @@ class TritonBackend(Backend):
         n = micro_steps(spec, has_channel_decay(inputs))
         if n > 1:
             o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
-        return UpdateOutput(_crop(o, V).to(dtype), _crop(state, V, K))
+        o = _crop(o, V)
+        return UpdateOutput(o if o.dtype == dtype else o.to(dtype), _crop(state, V, K))
 
     def compile_in_threads(self, spec: UpdateSpec, inputs: UpdateInputs) -> None:
         """Start to compile the kernels of an update in threads: forward and backward, or for T = 1 the decode step."""

@@ -29,16 +29,17 @@ from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
     """Build the operands of the chunked kernels: widths padded to multiples of 8, micro-steps flattened into time."""
     inputs = with_channel_decay(inputs)
-    if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, has_channel_decay(inputs)):
+    channel = has_channel_decay(inputs)
+    if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, channel):
         inputs = _in_float32(inputs)
-    x, kind = _lower(spec, inputs, config)
-    n = micro_steps(spec, has_channel_decay(inputs))
+    n = micro_steps(spec, channel)
+    x, kind = _lower(spec, inputs, config, channel, n)
     return (_by_micro_steps(spec, x, n) if n > 1 else x), kind
 
 
-def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
+def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, channel: bool, n: int) -> tuple[ScanOperands, ScanKind]:
     # the kernels for scalar decays and strengths compute the step sizes of EFLA and Longhorn
-    in_kernel = spec.reparam != "none" and spec.beta != "channel" and not has_channel_decay(inputs)
+    in_kernel = spec.reparam != "none" and spec.beta != "channel" and not channel
     erase: Tensor | None
     write: Tensor | None
     if in_kernel:
@@ -53,11 +54,10 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         v, write = v * write.to(v.dtype), None
         if erase is not None:
             # the kernels for a decay per channel multiply k by the strengths
-            erase_channels = e is None and has_channel_decay(inputs)
+            erase_channels = e is None and channel
             q, k, e = (_per_value_head(x, v) for x in (q, k, k if e is None else e))
             erase = erase.to(k.dtype)
             e, erase, tied = erase if erase_channels else e * erase, None, False
-    n = micro_steps(spec, has_channel_decay(inputs))
     v_key = None
     if spec.transition == "dplr":
         q, k = _per_value_head(q, v), _per_value_head(k, v)
@@ -105,7 +105,7 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOpe
         erase_channels=erase_channels,
         saves_16_bits=split_terms
         and _is_hopper(k.device.index)
-        and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, has_channel_decay(inputs)),
+        and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, channel),
     )
 
 
