@@ -14,6 +14,7 @@ from deltazoo.backends.triton.backward_pass import (
     Scratch,
     bytes_per_slot,
     keeps_states_in_gradients,
+    set_state,
     tensors_of_pairs,
     windows_of,
 )
@@ -56,16 +57,12 @@ def backward(
     sums = GateSums.empty(x, kind, s, plan, config)
     run = Pass(x, kind, s, plan, config, saved.prepared, saved.checkpoints, d_o, d_state, sums, d)
     if plan.backward == "fused":
-        _set(d_state, d_final)
+        set_state(d_state, d_final)
         _fused(run)
     else:
         _by_windows(run, d_final)
     _gate_gradients(run)
     return d
-
-
-def _set(d_state: Tensor, d_final: Tensor | None) -> None:
-    d_state.zero_() if d_final is None else d_state.copy_(d_final)
 
 
 def _by_windows(run: Pass, d_final: Tensor | None) -> None:
@@ -88,7 +85,9 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
     )  # fmt: skip
     recompute(windows - 1)  # keeps the GPU busy while the host prepares the other launches
 
-    _set(run.d_state, d_final)
+    # With segments only `combine` reads the gradient of the state after the window; it takes None for zero.
+    if not (zero := d_final is None and run.d.state is None and plan.split > 0 and windows == 1):
+        set_state(run.d_state, d_final)
     span = Span(segments, plan.split, 0, unit, windows)
     starts, ends = segment_states(x, s, slots, plan.split) if plan.split else (None, None)
     launches: list[WindowLaunch] = []
@@ -96,7 +95,7 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
         launches += [
             scan("portable", x, kind, run.prepared, s, config.scan, "maps", span, ends=ends),
             _reverse(run, span, scratch, starts, ends),
-            combine(run.prepared, s, run.d_state, starts, ends, x.cu_seqlens, span, reverse=True),
+            combine(run.prepared, s, None if zero else run.d_state, starts, ends, x.cu_seqlens, span, reverse=True),
         ]
     if sweep:
         launches.append(_sweep(run, span, scratch, starts))

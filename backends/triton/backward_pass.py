@@ -142,6 +142,11 @@ class Pass(NamedTuple):
         return self.prepared.derivatives()[1]
 
 
+def set_state(d_state: Tensor, d_final: Tensor | None) -> None:
+    """Set the gradient of the state to that of the final state; None is zero."""
+    d_state.zero_() if d_final is None else d_state.copy_(d_final)
+
+
 def tensors_of_pairs(run: Pass, scratch: Scratch) -> tuple[Tensor | None, ...]:
     """The tensors of both gradients kernels of DPLR."""
     x, d = run.x, run.d

@@ -90,7 +90,12 @@ def test_adversarial_inputs_conform(spec, dtype, regime):
 # HAS_STATE is a flag of the scan alone, so one spec per branch of the kernels is enough.
 @pytest.mark.parametrize(
     ("spec", "config"),
-    [("gated delta", "segments and windows"), ("retnet", "segments and windows"), ("own", "one segment")],
+    [
+        ("gated delta", "segments and windows"),
+        ("gated delta", "segments"),
+        ("retnet", "segments and windows"),
+        ("own", "one segment"),
+    ],
 )
 def test_without_initial_or_final_state(spec, config):
     assert_conforms(backend(config), Case(SPECS[spec], SHAPES["pack"], DTYPES[0], state="none"))
