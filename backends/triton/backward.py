@@ -86,7 +86,8 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
     recompute(windows - 1)  # keeps the GPU busy while the host prepares the other launches
 
     # With segments only `combine` reads the gradient of the state after the window; it takes None for zero.
-    if not (zero := d_final is None and run.d.state is None and plan.split > 0 and windows == 1):
+    is_zero = d_final is None and run.d.state is None and plan.split > 0 and windows == 1
+    if not is_zero:
         set_state(run.d_state, d_final)
     span = Span(segments, plan.split, 0, unit, windows)
     starts, ends = segment_states(x, s, slots, plan.split) if plan.split else (None, None)
@@ -95,7 +96,7 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
         launches += [
             scan("portable", x, kind, run.prepared, s, config.scan, "maps", span, ends=ends),
             _reverse(run, span, scratch, starts, ends),
-            combine(run.prepared, s, None if zero else run.d_state, starts, ends, x.cu_seqlens, span, reverse=True),
+            combine(run.prepared, s, None if is_zero else run.d_state, starts, ends, x.cu_seqlens, span, reverse=True),
         ]
     if sweep:
         launches.append(_sweep(run, span, scratch, starts))
