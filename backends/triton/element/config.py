@@ -23,6 +23,10 @@ class ElementLaunch(BaseModel):
         warps: warps of 32 threads per program, lowered if there are fewer channels.
         group: tokens whose operands are loaded together. The backward keeps two tiles for each of them in registers
             (decay and decayed state), and one state for each group between two checkpoints.
+        prefetch: fetch operands early. Forward: 1 decays and v of the next group into registers; 2 of the next EVERY
+            tokens into L2. Backward: operands of the next interval, 2 into L2, 1 into L1; plus 4: the states of an
+            interval rotate instead of being selected.
+        loaded_by_all: all lanes of the forward load operands without the axes of the keys.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,10 +35,14 @@ class ElementLaunch(BaseModel):
     channels: int = Field(default=1, ge=1)
     warps: int = Field(default=4, ge=1)
     group: int = Field(default=4, ge=1)
+    prefetch: int = 0
+    loaded_by_all: bool = False
 
     @model_validator(mode="after")
     def _sizes_are_powers_of_two(self) -> Self:
         for name, number in self:
+            if name in ("prefetch", "loaded_by_all"):
+                continue
             if number & (number - 1):
                 raise ValueError(f"{name} must be a power of two, got {number}")
         return self

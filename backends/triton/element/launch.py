@@ -71,7 +71,8 @@ def _traits(
     return ElementTraits(
         H=s.H, HV=s.HV, K=s.K, V=s.V, **tile._asdict(), DECAY=x.decay, READ_EARLY=kind.read_early, PACKED=s.packed,
         EVERY=every, SPLIT=s.split, GROUP=launch.group, KEYS=tile.RN if s.K % tile.RN == 0 else 1,
-        CHANNELS=tile.RC if s.V == 1 and channels % tile.RC == 0 else 1, **others,
+        CHANNELS=tile.RC if s.V == 1 and channels % tile.RC == 0 else 1, PREFETCH=launch.prefetch,
+        **({"LOADED_BY_ALL": launch.loaded_by_all} | others),
     )  # fmt: skip
 
 
@@ -218,7 +219,7 @@ def _scan(
             x.q, x.k, x.v, x.log_decay, x.step, x.rate, initial, o, final, checkpoints, starts, ends, maps,
             x.cu_seqlens,
         ),
-        (traits,),
+        (traits, traits._replace(GROUP=1)),
         traits.W,
     )  # fmt: skip
     run(s.N * s.segments * traits.BLOCKS, kind.scale, s.T, s.N, s.segments, int(save))

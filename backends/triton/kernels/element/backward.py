@@ -32,6 +32,7 @@ from deltazoo.backends.triton.kernels.element.sums import (
 from deltazoo.backends.triton.kernels.element.tile import (
     LN_2,
     empty_state,
+    first_channel,
     load_decay,
     load_key,
     load_rates,
@@ -39,6 +40,8 @@ from deltazoo.backends.triton.kernels.element.tile import (
     locate_tile,
     locate_tokens,
     log2_decay,
+    prefetch_rows,
+    prefetch_tokens,
     slot_offset,
     state_offset,
     store_row,
@@ -244,11 +247,20 @@ def reverse_interval(
     for i in tl.static_range(GROUPS - 1):
         S = advance_group(S, writes[i], rates, traits)
         states = states + (S,)
+    ROTATE: tl.constexpr = traits.PREFETCH >= 4
+    pending = states
     for i in range(GROUPS):
         group = GROUPS - 1 - i
-        S = states[0]
-        for j in tl.static_range(1, GROUPS):
-            S = tl.where(group == j, states[j], S)
+        if ROTATE:
+            S = pending[GROUPS - 1]
+            rotated = (pending[0],)
+            for j in tl.static_range(GROUPS - 1):
+                rotated = rotated + (pending[j],)
+            pending = rotated
+        else:
+            S = states[0]
+            for j in tl.static_range(1, GROUPS):
+                S = tl.where(group == j, states[j], S)
         prefetch_t = t + tl.maximum(group - 2, 0) * GROUP
         dS, d_rates, prefetched_d_os = reverse_group(
             S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale,
@@ -324,6 +336,23 @@ def element_backward_kernel(
             checkpoints + tl.cast(slot + (t - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
         )
         S = tl.load(checkpoint_at, mask=in_state, other=0.0)
+        if traits.PREFETCH % 4 > 0 and traits.EVERY > 1:
+            earlier = tl.maximum(t - traits.EVERY, first)
+            if traits.DECAY == "rate" or traits.DECAY == "head":
+                prefetch_tokens(step if traits.DECAY == "rate" else log_decay, earlier, t, traits.EVERY, 1, traits)
+            prefetch_tokens(v, earlier, t, traits.EVERY, traits.V, traits)
+            prefetch_tokens(d_o, earlier, t, traits.EVERY, traits.V, traits)
+            LEVEL: tl.constexpr = traits.PREFETCH % 4
+            ROWS: tl.constexpr = traits.RN * traits.TN * traits.VP
+            if ROWS == traits.K * traits.V:
+                checkpoint = (slot + (earlier - start) // traits.EVERY) * ROWS
+                prefetch_rows(
+                    checkpoints, checkpoint, checkpoint + ROWS, traits.HV, ROWS, first_channel(traits), traits.BC, LEVEL
+                )
+            if LEVEL == 1 and traits.SHARED:
+                head = tl.program_id(0) % traits.BLOCKS // (traits.BLOCKS // traits.H)
+                prefetch_rows(k, earlier, t, traits.H * traits.K, traits.EVERY, head * traits.K, traits.K, LEVEL)
+                prefetch_rows(q, earlier, t, traits.H * traits.K, traits.EVERY, head * traits.K, traits.K, LEVEL)
         half = scratch
         pending = scratch
         if scratch is not None:

@@ -18,6 +18,7 @@ from deltazoo.backends.triton.kernels.element.tile import (
     locate_tile,
     locate_tokens,
     log2_decay,
+    prefetch_tokens,
     slot_offset,
     state_offset,
     store_row,
@@ -41,10 +42,79 @@ def decay_state(S, l, traits: tl.constexpr):
     return decay_factor(l, traits) * S
 
 
+@triton.jit
+def load_streams(
+    v, log_decay, step, t, in_time, hv, vi, n, in_keys, in_values, in_channels, traits: tl.constexpr,
+):  # fmt: skip
+    """Load the decays and v of GROUP tokens from t on."""
+    row = tl.cast(t, tl.int64)
+    GROUP: tl.constexpr = traits.GROUP
+    decays = ()
+    vs = ()
+    for i in tl.static_range(GROUP):
+        decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
+        vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
+    return decays, vs
+
+
+@triton.jit
+def scan_group(
+    S, total, streams, q, k, v, log_decay, step, o, checkpoints, ends, rates, scale, t, start, last,
+    slot, save, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
+):  # fmt: skip
+    """Scan GROUP tokens from t on. streams: what `load_streams` returned for them.
+
+    Returns: the state after the tokens; `total` plus their log2 decays, if `ends` is given.
+    """
+    row = tl.cast(t, tl.int64)
+    GROUP: tl.constexpr = traits.GROUP
+    SIZE: tl.constexpr = traits.HV * traits.K * traits.V
+    AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # the contiguous axis of v
+    LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
+    decays, vs = streams
+    qs = ()
+    ks = ()
+    for i in tl.static_range(GROUP):
+        ks = ks + (load_key(k, row, i, True, h, n, in_keys, in_channels, traits),)
+        if ends is None:
+            qs = qs + (load_key(q, row, i, True, h, n, in_keys, in_channels, traits),)
+    outputs = ()
+    for i in tl.static_range(GROUP):
+        if i % traits.EVERY == 0:
+            # `save` is no constant, because this branch separates the loads of a group from their uses. Without it
+            # ptxas issues each load just before its use (72 registers instead of 229). Mamba-1 on an H100,
+            # 8 x 4096 tokens, width 4096, N = 16: 3.98 ms without, 1.13 ms for the forward with checkpoints.
+            if traits.PREFETCH >= 2 and traits.GROUP > 1:
+                if (t + i - start) % traits.EVERY == 0:
+                    later = tl.minimum(t + traits.EVERY, last - 1)
+                    if traits.DECAY == "rate":
+                        prefetch_tokens(step, later, last, traits.EVERY, 1, traits)
+                    elif traits.DECAY == "head":
+                        prefetch_tokens(log_decay, later, last, traits.EVERY, 1, traits)
+                    prefetch_tokens(v, later, last, traits.EVERY, traits.V, traits)
+            if (save != 0) & ((t + i - start) % traits.EVERY == 0):
+                saved_row = tl.cast(slot + (t + i - start) // traits.EVERY, tl.int64) * SIZE
+                saved_at = tile_at(checkpoints + saved_row, slot_offset(hv, n, vi, traits), 2, traits.CHANNELS)
+                tl.store(saved_at, S, mask=in_keys & in_values & in_channels)
+        if ends is None and traits.READ_EARLY:
+            outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
+        l = log2_decay(decays[i], rates, traits)
+        if ends is not None:
+            total += l
+        S = decay_state(S, l, traits) + ks[i].to(tl.float32) * vs[i].to(tl.float32)
+        if ends is None and not traits.READ_EARLY:
+            outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
+    if ends is None:
+        in_row = in_values & in_channels
+        for i in tl.static_range(GROUP):
+            store_row(o, row, i, traits.HV * traits.V, hv * traits.V + vi, outputs[i], in_row, AXIS, LENGTH, traits)
+    return S, total
+
+
 @triton.jit(do_not_specialize=["T", "N", "segments", "save"])
 def element_scan_kernel(
     q, k, v, log_decay, step, rate, initial, o, final, checkpoints, starts, ends, maps, cu, scale, T, N, segments, save,
-    traits: tl.constexpr,
+    traits: tl.constexpr, token_traits: tl.constexpr,
 ):  # fmt: skip
     """Scan the tokens of one segment of a sequence for one block of channels. Grid: sequence, segment, block.
 
@@ -54,15 +124,12 @@ def element_scan_kernel(
 
     Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; initial, final [N, HV, K, V]; checkpoints [slots, K, V, HV]; starts,
     ends, maps [N segments, K, V, HV]. log_decay, step and rate are as in `load_decay` and `load_rates` (tile.py).
-    States are float32.
+    States are float32. traits describes whole groups, token_traits single tokens (GROUP = 1).
     """
     n, vi, hv, h, in_keys, in_values, in_channels, _ = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
     in_state = in_keys & in_values & in_channels
     SIZE: tl.constexpr = traits.HV * traits.K * traits.V
-    GROUP: tl.constexpr = traits.GROUP
-    AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # the contiguous axis of v
-    LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     in_rows = slot_offset(hv, n, vi, traits)
     segment_offset = tl.cast(sequence * segments + segment, tl.int64) * SIZE
     S = empty_state(traits)
@@ -73,41 +140,38 @@ def element_scan_kernel(
         S += tl.load(initial_at, mask=in_state, other=0.0)
     rates = load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits)
     total = tl.sum(empty_state(traits), 1, keep_dims=True)
-    for t in range(first, last, traits.GROUP):
-        row = tl.cast(t, tl.int64)
-        decays = ()
-        qs = ()
-        ks = ()
-        vs = ()
-        for i in tl.static_range(GROUP):
-            in_time = t + i < last
-            decays = decays + (load_decay(log_decay, step, row, i, in_time, hv, n, in_keys, in_channels, traits),)
-            ks = ks + (load_key(k, row, i, in_time, h, n, in_keys, in_channels, traits),)
-            vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
-            if ends is None:
-                qs = qs + (load_key(q, row, i, in_time, h, n, in_keys, in_channels, traits),)
-        outputs = ()
-        for i in tl.static_range(GROUP):
-            if i % traits.EVERY == 0:
-                # `save` is no constant, because this branch separates the loads of a group from their uses. Without it
-                # ptxas issues each load just before its use (72 registers instead of 229). Mamba-1 on an H100,
-                # 8 x 4096 tokens, width 4096, N = 16: 3.98 ms without, 1.13 ms for the forward with checkpoints.
-                if (save != 0) & ((t + i - start) % traits.EVERY == 0) & (t + i < last):
-                    saved_row = tl.cast(slot + (t + i - start) // traits.EVERY, tl.int64) * SIZE
-                    saved_at = tile_at(checkpoints + saved_row, in_rows, 2, traits.CHANNELS)
-                    tl.store(saved_at, S, mask=in_state)
-            if ends is None and traits.READ_EARLY:
-                outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
-            l = log2_decay(decays[i], rates, traits)
-            if ends is not None:
-                total += l
-            S = decay_state(S, l, traits) + ks[i].to(tl.float32) * vs[i].to(tl.float32)
-            if ends is None and not traits.READ_EARLY:
-                outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
-        if ends is None:
-            for i in tl.static_range(GROUP):
-                in_row = in_values & in_channels & (t + i < last)
-                store_row(o, row, i, traits.HV * traits.V, hv * traits.V + vi, outputs[i], in_row, AXIS, LENGTH, traits)
+    groups = (last - first) // traits.GROUP
+    if traits.PREFETCH % 2 == 1:
+        # of a sequence without a whole group, its first token: it exists or is masked
+        streams = load_streams(
+            v, log_decay, step, first, groups > 0, hv, vi, n, in_keys, in_values, in_channels, traits
+        )
+        for group in range(groups):
+            t = first + group * traits.GROUP
+            later = t + tl.where(group + 1 < groups, traits.GROUP, 0)
+            next_streams = load_streams(
+                v, log_decay, step, later, True, hv, vi, n, in_keys, in_values, in_channels, traits
+            )
+            S, total = scan_group(
+                S, total, streams, q, k, v, log_decay, step, o, checkpoints, ends, rates, scale, t, start, last,
+                slot, save, n, vi, hv, h, in_keys, in_values, in_channels, traits,
+            )  # fmt: skip
+            streams = next_streams
+    else:
+        for group in range(groups):
+            t = first + group * traits.GROUP
+            loaded = load_streams(v, log_decay, step, t, True, hv, vi, n, in_keys, in_values, in_channels, traits)
+            S, total = scan_group(
+                S, total, loaded, q, k, v, log_decay, step, o, checkpoints, ends, rates, scale, t, start, last,
+                slot, save, n, vi, hv, h, in_keys, in_values, in_channels, traits,
+            )  # fmt: skip
+    for t in range(first + groups * traits.GROUP, last):
+        # the tokens after the last whole group, one by one, so that the loop over groups needs no masks
+        token = load_streams(v, log_decay, step, t, True, hv, vi, n, in_keys, in_values, in_channels, token_traits)
+        S, total = scan_group(
+            S, total, token, q, k, v, log_decay, step, o, checkpoints, ends, rates, scale, t, start, last,
+            slot, save, n, vi, hv, h, in_keys, in_values, in_channels, token_traits,
+        )  # fmt: skip
     if ends is not None:
         tl.store(tile_at(ends + segment_offset, in_rows, 2, traits.CHANNELS), S, mask=in_state)
         product = tl.exp2(total) + tl.zeros_like(S)

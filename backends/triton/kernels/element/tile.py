@@ -46,6 +46,7 @@ class ElementTraits(NamedTuple):
     KEYS: int  # keys of a thread that are contiguous and aligned in an operand [.., K]; 1: no guarantee
     CHANNELS: int  # the same for channels in an operand [.., HV] with V = 1
     LOADED_BY_ALL: bool = False  # all warps and lanes load operands that lack the axes W, TN or TC (`load_token`)
+    PREFETCH: int = 0  # forward 1: v and decays one group ahead; backward 2: into L2, 1: into L1, an interval ahead
     KEY_GRADIENTS: bool = False  # the backward computes d_q and d_k
 
 
@@ -265,6 +266,48 @@ def load_value(x, row, i: tl.constexpr, in_time, hv, vi, in_values, in_channels,
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     mask = in_values & in_channels & in_time
     return load_token(x, row, i, traits.HV * traits.V, hv * traits.V + vi, mask, AXIS, LENGTH, traits)
+
+
+@triton.jit
+def prefetch_rows(
+    base, row, last, STRIDE: tl.constexpr, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, LEVEL: tl.constexpr,
+):  # fmt: skip
+    """Fetch COLUMNS elements from `column` on of ROWS rows of STRIDE elements into L2 (LEVEL 2) or L1 (1).
+
+    Row `last` and later ones, and columns beyond a row are not fetched. An instruction fetches a sector of 32 bytes.
+    """
+    SECTOR: tl.constexpr = 256 // base.dtype.element_ty.primitive_bitwidth
+    PER_ROW: tl.constexpr = max(COLUMNS // SECTOR, 1)
+    i = tl.arange(0, ROWS * PER_ROW)
+    columns = tl.minimum(column + i % PER_ROW * SECTOR, STRIDE - 1)
+    rows = tl.minimum(i // PER_ROW, last - 1 - row)
+    at = base + tl.cast(row, tl.int64) * STRIDE + (rows * STRIDE + columns)
+    if LEVEL == 1:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def first_channel(traits: tl.constexpr):
+    """Return the first channel of a program."""
+    block = tl.program_id(0) % traits.BLOCKS
+    if traits.SHARED:
+        blocks: tl.constexpr = traits.BLOCKS // traits.H
+        return block // blocks * (traits.HV // traits.H) + block % blocks * traits.BC
+    else:
+        return block * traits.BC
+
+
+@triton.jit
+def prefetch_tokens(x, row, last, ROWS: tl.constexpr, V: tl.constexpr, traits: tl.constexpr):
+    """Fetch the operand x [.., HV, V] of ROWS tokens from `row` on, up to `last` - 1."""
+    LEVEL: tl.constexpr = traits.PREFETCH % 4
+    prefetch_rows(x, row, last, traits.HV * V, ROWS, first_channel(traits) * V, traits.BC * V, LEVEL)
 
 
 @triton.jit
