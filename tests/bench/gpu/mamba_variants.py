@@ -112,7 +112,8 @@ def main(words):
 
         try:
             first = time.time()
-            results = step()
+            # detached: a live graph keeps AccumulateGrad nodes of the default stream, which invalidate a capture
+            results = tuple(t.detach() for t in step())
             torch.cuda.synchronize()
             compiled = time.time() - first
             want = results if want is None else want
