@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
 
     @staticmethod
     def layout(x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> list[Layout]:
-        """The shapes and dtypes of the results."""
+        """Return the shapes and dtypes of the results."""
         terms = kind.terms(x.q.dtype)
         half = kind.saves_16_bits or (save and terms == 1 and x.q.dtype == torch.bfloat16)
         channel = x.decay == "channel"
@@ -76,7 +76,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, saved: Tensor, x: ScanOperands, kind: ScanKind, s: Sizes, every: int) -> Self:
-        """The views of a tensor of `bytes` bytes. every: chunks between two checkpoints."""
+        """Return the views of a tensor that `empty` allocated. every: chunks between two checkpoints."""
         views, start = [], 0
         for shape, dtype in cls._layout(x, kind, s, every):
             size = math.prod(shape) * dtype.itemsize
@@ -87,7 +87,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, every: int) -> Tensor:
-        """Allocate the tensor of bytes."""
+        """Allocate one tensor of bytes for all of them."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in cls._layout(x, kind, s, every)]
         return x.q.new_empty(sum(map(_aligned, sizes)), dtype=torch.uint8)
 
