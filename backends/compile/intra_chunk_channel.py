@@ -163,18 +163,29 @@ class _DecayedKeys(torch.autograd.Function):
         decays = _scan_decays(g_rows, g_again, operands)
         d_scan = [d * factor for d, factor in zip(d_decayed, decays, strict=True)]
         d_operands = [functools.reduce(torch.add, levels, d) for levels, d in zip(by_level, d_scan, strict=True)]
-        x_dx = [x * d for x, d in zip(operands, d_operands, strict=True)]
-        d_g = functools.reduce(torch.add, x_dx[:R]) - functools.reduce(torch.add, x_dx[R:])
-        d_last = functools.reduce(torch.add, [x * d for x, d in zip(operands[R:], d_scan[R:], strict=True)])
-        d_g = torch.cat([d_g[:, :, :-1], d_g[:, :, -1:] + d_last.sum(2, keepdim=True)], 2)
-        d_early = [d for d, is_early in zip(x_dx[:R], ctx.early, strict=True) if is_early]
-        d_decay = -functools.reduce(torch.add, d_early) if d_early else None
+        d_g, d_decay = _decay_gradients(ctx.early, operands, d_operands, d_scan)
         if g.shape[-1] == 1:
             d_g = d_g.sum(-1, keepdim=True)
             d_decay = None if d_decay is None else d_decay.sum(-1, keepdim=True)
         gradients = iter(d_operands)
         d_saved = [None if x is None else next(gradients) for x in saved]
         return None, d_g.to(g.dtype), None if d_decay is None else d_decay.to(decay.dtype), *d_saved
+
+
+def _decay_gradients(
+    early: tuple[bool, ...], operands: list[Tensor], d_operands: list[Tensor], d_scan: list[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients [N, Z, M, K] of the cumulative decays, and of the decays that early rows exclude.
+
+    d_operands: gradients of rows and columns; d_scan: their part from the decayed operands.
+    """
+    R = len(early)
+    x_dx = [x * d for x, d in zip(operands, d_operands, strict=True)]
+    d_g = functools.reduce(torch.add, x_dx[:R]) - functools.reduce(torch.add, x_dx[R:])
+    d_last = functools.reduce(torch.add, [x * d for x, d in zip(operands[R:], d_scan[R:], strict=True)])
+    d_g = torch.cat([d_g[:, :, :-1], d_g[:, :, -1:] + d_last.sum(2, keepdim=True)], 2)
+    d_early = [d for d, is_early in zip(x_dx[:R], early, strict=True) if is_early]
+    return d_g, -functools.reduce(torch.add, d_early) if d_early else None
 
 
 def _levels(size: int) -> list[int]:
