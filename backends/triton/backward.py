@@ -84,7 +84,6 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
         in_gradients=in_gradients, checkpoints=run.checkpoints, states=scratch.states, xs=scratch.xs,
     )  # fmt: skip
     recompute(windows - 1)  # keeps the GPU busy while the host prepares the other launches
-
     # With segments only `combine` reads the gradient of the state after the window; it takes None for zero.
     is_zero = d_final is None and run.d.state is None and plan.split > 0 and windows == 1
     if not is_zero:

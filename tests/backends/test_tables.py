@@ -45,7 +45,7 @@ def test_record_overrides_the_heuristic_for_its_class_only(home, tmp_path):
         {"erase_key": True},
     ):
         assert tables.launch_config(problem._replace(**other), T900).scan != narrow
-    assert tables.launch_config(problem._replace(T=30000), T900).scan == narrow
+    assert tables.launch_config(problem._replace(T=33000), T900).scan == narrow
     tables.use_table(None)
     assert tables.launch_config(problem, T900) == before
 
