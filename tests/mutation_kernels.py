@@ -56,6 +56,11 @@ PORTABLE_KERNELS = [
         "Sa *= tl.exp2(G_end)", "Sa *= 1.0", "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
     ),
     Mutation(
+        "segments: the slots of two sequences overlap", f"{KERNELS}/layout.py",
+        "return first_scratch_slot // SPLIT + n + segment", "return first_scratch_slot // SPLIT + segment",
+        "test-kernels", "backends/test_triton.py::test_each_kernel_conforms[gated delta, segments]",
+    ),
+    Mutation(
         "scan: the recomputation starts at the window instead of the checkpoint before it", f"{KERNELS}/scan.py",
         "first // CHECKPOINT_EVERY * CHECKPOINT_EVERY, first)", "first, first)",
         "test-kernels", "backends/test_triton.py::test_a_window_may_start_between_checkpoints[(341,)-1]",
