@@ -143,9 +143,11 @@ def scan_kernel(
             Sb += load_column_major(state + state_offset, vs, kb, from_state, in_kb, V)
     if ENDS:
         if is_map:
-            Sa = tl.where(vs[:, None] == ka[None, :], 1.0, 0.0)
+            # A negligible map is zero, not the identity: combine_kernel may apply it, because it sums the bounds in
+            # another order.
+            Sa = tl.where((vs[:, None] == ka[None, :]) & (negligible == 0), 1.0, 0.0)
             if K1 > 0:
-                Sb = tl.where(vs[:, None] == kb[None, :], 1.0, 0.0)
+                Sb = tl.where((vs[:, None] == kb[None, :]) & (negligible == 0), 1.0, 0.0)
 
     for c in tl.range(first, last, num_stages=STAGES):
         in_time = i < length - c * C
