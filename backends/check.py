@@ -48,7 +48,8 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
 
     Raises: OperandError, ShapeError, DtypeError, DeviceError, ValueRangeError.
     """
-    layout = None if torch.compiler.is_compiling() else _layout(spec, inputs)
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    layout = None if traced else _layout(spec, inputs)
     if layout is None or layout not in _checked:
         shapes = _required_shapes(spec, inputs)
         _check_presence("spec", spec, inputs, shapes, ("state", "cu_seqlens"))
