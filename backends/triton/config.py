@@ -62,7 +62,7 @@ class LaunchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     chunk: int = CHUNK
-    every: int = 16
+    every: int = Field(default=16, ge=1)
     split: int = 0
     scratch: int = 5 * 2**25
     prepare: Launch = Launch(tile=16, warps=4, stages=1)

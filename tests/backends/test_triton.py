@@ -476,6 +476,12 @@ def test_decode_ignores_the_launches_of_other_kernels():
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("every", [0, -16])
+def test_checkpoints_are_at_least_one_chunk_apart(every):
+    with pytest.raises(ValueError, match="every"):
+        LaunchConfig(every=every)
+
+
 def test_split_must_be_a_multiple_of_the_checkpoint_distance():
     with pytest.raises(ValueError, match="split must be 0 or a power of two and a multiple of every = 16, got 24"):
         LaunchConfig(split=24)
