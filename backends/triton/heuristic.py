@@ -114,8 +114,9 @@ def _split(problem: Problem, device: DeviceSpec) -> int:
     """Chunks per segment, a power of two, or 0: the sequences are not divided.
 
     They are divided where sequences, heads and V tiles leave most SMs idle. Sequences of a pack are also divided if
-    they are longer than the average, because the longest alone would determine the time of the backward, unless there
-    are three programs for each SM, among which even a long one is no more than a share of the time.
+    they are longer than the average, because the longest alone would determine the time of the backward. With more than
+    three programs per SM only a sequence several times as long as the average would, and segments cost more than they
+    save.
     """
     programs = problem.N * problem.HV * cdiv(problem.V, 128)
     chunks = problem.T // 64 // (max(problem.N, 1) if problem.packed else 1)
