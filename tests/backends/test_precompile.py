@@ -86,7 +86,7 @@ def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, wha
             x, step_kind = decode_op.decode_operands(GATED, draw(Case(GATED, shape, torch.float16), DEVICE), "")
             calls = [(decode_op._step_impl, (*x, torch.zeros(1, 2, 16, 16, device=DEVICE), None, *step_kind))]
         else:
-            o, final, *saved = op._scan_impl(*arguments)
+            o, final, saved = op._scan_impl(*arguments)
             calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, saved, o, final, *kind))]
     launched = []
     monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
