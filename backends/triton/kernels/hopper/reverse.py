@@ -44,12 +44,11 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer, release_chunks
+from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer, release_chunks_without_values
 from deltazoo.backends.triton.kernels.hopper.scan_products import issue_kq, scale_channels, store_p_tile
 from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     WorkTile,
     allocate_smem,
-    last_half_is_empty,
     make_traits,
     num_stages,
     value_tile_and_head,
@@ -243,11 +242,7 @@ def consumer(
     barrier()  # outside the loop for the reason given in scan.py
     stage = 0
     phase = 0
-    end = work.end
-    if HALF == 1 and last_half_is_empty(V):
-        if columns <= 0:
-            release_chunks(smem, work, traits)
-            end = work.first
+    end = release_chunks_without_values(smem, columns, work, HALF, traits)
     for i in range(0, end - work.first):
         c = end - 1 - i
         dS = reverse_chunk(

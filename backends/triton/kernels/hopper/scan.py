@@ -68,7 +68,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer, release_chunks
+from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer, release_chunks_without_values
 from deltazoo.backends.triton.kernels.hopper.scan_products import (
     issue_kq,
     read_state_by_key_tiles,
@@ -79,7 +79,6 @@ from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     GlobalPointers,
     WorkTile,
     allocate_smem,
-    last_half_is_empty,
     make_traits,
     num_stages,
     value_tile_and_head,
@@ -293,11 +292,7 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
     barrier()
     stage = 0
     phase = 0
-    end = work.end
-    if HALF == 1 and last_half_is_empty(V):
-        if columns <= 0:
-            release_chunks(smem, work, traits)
-            end = work.first
+    end = release_chunks_without_values(smem, columns, work, HALF, traits)
     for c in range(work.first, end):
         S = scan_chunk(S, gmem, scale, smem, P_s, staging, state_s, stage, phase, c, column, work, HALF, traits)
         stage, phase = advance(stage, phase, traits)

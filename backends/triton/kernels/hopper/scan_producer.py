@@ -16,6 +16,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     copy_wy_tile_async,
     producer_arrive,
 )
+from deltazoo.backends.triton.kernels.hopper.scan_traits import last_half_is_empty
 
 
 @gluon.jit
@@ -37,6 +38,20 @@ def release_chunks(smem, work, traits: gl.constexpr):
         mbarrier.wait(smem.v_full.index(stage), phase)
         consumer_release(smem.empty.index(stage))
         stage, phase = advance(stage, phase, traits)
+
+
+@gluon.jit
+def release_chunks_without_values(smem, columns, work, HALF: gl.constexpr, traits: gl.constexpr):
+    """Return the end of a consumer's chunks. A second consumer without values releases them and processes none.
+
+    columns: the number of values from the consumer's first one on.
+    """
+    end = work.end
+    if HALF == 1 and last_half_is_empty(traits.V):
+        if columns <= 0:
+            release_chunks(smem, work, traits)
+            end = work.first
+    return end
 
 
 @gluon.jit
