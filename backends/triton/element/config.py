@@ -79,8 +79,10 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
     """Choose a config by the size of a channel's state; `segment_length` chooses the number of segments.
 
     Small states are bound by memory, so many tokens are loaded together. Larger states are bound by arithmetic and
-    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles. With more
-    than 128 keys a thread has 8 or more keys, and the registers hold the operands of two tokens only.
+    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles. The forward
+    divides 16 keys between two lanes, which doubles the number of warps; with more keys its sums over lanes cost more
+    than that gains. With more than 128 keys a thread has 8 or more keys, and the registers hold the operands of two
+    tokens only.
     """
     state = power_of_two(K) * power_of_two(V)
     if state <= 2:
@@ -88,7 +90,8 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
     if state <= 4:
         return ElementConfig(every=16, forward=ElementLaunch(keys=4, group=8), backward=ElementLaunch(keys=4, group=8))
     backward = ElementLaunch(keys=4, channels=2, group=4 if K <= 128 else 2)
-    return ElementConfig(every=16 if K <= 128 else 8, forward=ElementLaunch(keys=16), backward=backward)
+    forward = ElementLaunch(keys=8 if K <= 16 else 16)
+    return ElementConfig(every=16 if K <= 128 else 8, forward=forward, backward=backward)
 
 
 class Tiling(NamedTuple):

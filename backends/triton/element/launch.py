@@ -71,7 +71,8 @@ def _traits(
     return ElementTraits(
         H=s.H, HV=s.HV, K=s.K, V=s.V, **tile._asdict(), DECAY=x.decay, READ_EARLY=kind.read_early, PACKED=s.packed,
         EVERY=every, SPLIT=s.split, GROUP=launch.group, KEYS=tile.RN if s.K % tile.RN == 0 else 1,
-        CHANNELS=tile.RC if s.V == 1 and channels % tile.RC == 0 else 1, **others,
+        CHANNELS=tile.RC if s.V == 1 and channels % tile.RC == 0 else 1,
+        PREFETCH=device_spec(device_of(x.q).index).platform == "cuda", **others,
     )  # fmt: skip
 
 

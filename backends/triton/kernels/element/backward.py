@@ -21,6 +21,12 @@ the sum of its gradients over tokens
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.kernels.element.prefetch import (
+    prefetch_checkpoint,
+    prefetch_decays,
+    prefetch_shared_keys,
+    prefetch_values,
+)
 from deltazoo.backends.triton.kernels.element.scan import decay_factor, decay_state
 from deltazoo.backends.triton.kernels.element.sums import (
     fold_lanes,
@@ -246,9 +252,12 @@ def reverse_interval(
         states = states + (S,)
     for i in range(GROUPS):
         group = GROUPS - 1 - i
-        S = states[0]
-        for j in tl.static_range(1, GROUPS):
-            S = tl.where(group == j, states[j], S)
+        # rotate the states, so that the last is that before the group in each iteration
+        S = states[GROUPS - 1]
+        rotated = (states[0],)
+        for j in tl.static_range(GROUPS - 1):
+            rotated = rotated + (states[j],)
+        states = rotated
         prefetch_t = t + tl.maximum(group - 2, 0) * GROUP
         dS, d_rates, prefetched_d_os = reverse_group(
             S, dS, d_rates, d_os, q, k, v, log_decay, step, rates, d_q, d_k, d_v, d_decay, d_o, scratch, scale,
@@ -324,6 +333,15 @@ def element_backward_kernel(
             checkpoints + tl.cast(slot + (t - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
         )
         S = tl.load(checkpoint_at, mask=in_state, other=0.0)
+        if traits.PREFETCH:
+            earlier = tl.maximum(t - traits.EVERY, first)
+            end = earlier + traits.EVERY
+            prefetch_decays(log_decay, step, earlier, end, traits.EVERY, traits)
+            prefetch_values(v, earlier, end, traits.EVERY, traits)
+            prefetch_values(d_o, earlier, end, traits.EVERY, traits)
+            prefetch_shared_keys(k, earlier, end, traits.EVERY, traits)
+            prefetch_shared_keys(q, earlier, end, traits.EVERY, traits)
+            prefetch_checkpoint(checkpoints, slot + (earlier - start) // traits.EVERY, traits)
         half = scratch
         pending = scratch
         if scratch is not None:

@@ -9,6 +9,7 @@ registers in float32. The operands of GROUP tokens are loaded before the first i
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.kernels.element.prefetch import prefetch_decays, prefetch_values
 from deltazoo.backends.triton.kernels.element.tile import (
     empty_state,
     load_decay,
@@ -61,6 +62,7 @@ def element_scan_kernel(
     in_state = in_keys & in_values & in_channels
     SIZE: tl.constexpr = traits.HV * traits.K * traits.V
     GROUP: tl.constexpr = traits.GROUP
+    AHEAD: tl.constexpr = max(traits.GROUP, traits.EVERY)  # tokens that are prefetched together
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # the contiguous axis of v
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     in_rows = slot_offset(hv, n, vi, traits)
@@ -86,6 +88,11 @@ def element_scan_kernel(
             vs = vs + (load_value(v, row, i, in_time, hv, vi, in_values, in_channels, traits),)
             if ends is None:
                 qs = qs + (load_key(q, row, i, in_time, h, n, in_keys, in_channels, traits),)
+        if traits.PREFETCH:
+            if (t - start) % AHEAD == 0:
+                later = tl.minimum(t + AHEAD, last - 1)
+                prefetch_decays(log_decay, step, later, last, AHEAD, traits)
+                prefetch_values(v, later, last, AHEAD, traits)
         outputs = ()
         for i in tl.static_range(GROUP):
             if i % traits.EVERY == 0:

@@ -46,6 +46,7 @@ class ElementTraits(NamedTuple):
     KEYS: int  # keys of a thread that are contiguous and aligned in an operand [.., K]; 1: no guarantee
     CHANNELS: int  # the same for channels in an operand [.., HV] with V = 1
     LOADED_BY_ALL: bool = False  # all warps and lanes load operands that lack the axes W, TN or TC (`load_token`)
+    PREFETCH: bool = False  # prefetch operands of later tokens into L1 (an NVIDIA instruction)
     KEY_GRADIENTS: bool = False  # the backward computes d_q and d_k
 
 
