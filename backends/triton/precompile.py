@@ -140,12 +140,16 @@ def _trace(body: Callable[..., Any], layouts: list[Any], device: torch.device) -
 
 
 class _Layout(tuple[Any, ...]):
-    """dtype, sizes and strides of a tensor. A meta tensor created during tracing would become a node of the graph."""
+    """dtype, sizes, strides and offset of a tensor, from which the alignment of its pointer follows.
+
+    The offset is modulo 16 elements. A meta tensor created during tracing would become a node of the graph.
+    """
 
 
 def _layout(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return _Layout((x.dtype, tuple(map(_number, x.shape)), tuple(map(_number, x.stride()))))
+        offset = _number(x.storage_offset()) % 16
+        return _Layout((x.dtype, tuple(map(_number, x.shape)), tuple(map(_number, x.stride())), offset))
     if isinstance(x, list):
         return [_layout(y) for y in x]
     return _number(x) if isinstance(x, torch.SymInt) else x
@@ -166,6 +170,7 @@ def _hint(x: torch.SymInt) -> int:
 
 def _meta_tensor(x: Any) -> Any:
     if isinstance(x, _Layout):
-        dtype, shape, stride = x
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        dtype, shape, stride, offset = x
+        extent = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        return torch.empty(max(extent, 0), dtype=dtype, device="meta").as_strided(shape, stride, offset)
     return [_meta_tensor(y) for y in x] if isinstance(x, list) else x
