@@ -111,6 +111,12 @@ class TritonBackend(Backend):
         else:
             begin_scan(*lower(spec, inputs, self.config))
 
+    def compile_fused_step_in_threads(
+        self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None
+    ) -> None:
+        """Start to compile the kernels of a fused decode step in threads."""
+        fused.begin_fused_step(step, inputs, states, slots, self.config)
+
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():

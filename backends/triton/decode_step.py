@@ -16,7 +16,7 @@ from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, limit_warps, parse, power_of_two
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Problem, device_spec
-from deltazoo.backends.triton.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.precompile import begin, compiled_ahead, device_of
 from deltazoo.backends.triton.short_conv import too_many_taps
 from deltazoo.backends.triton.table import launch_config
 
@@ -121,6 +121,13 @@ def fused_decode_step_(
     Returns: o [B, 1, HV, V].
     """
     return _fused_op(*inputs, states, slots, *StepOptions.of(step), config)
+
+
+def begin_fused_step(
+    step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None, config: str
+) -> None:
+    """Start to compile the kernels of `fused_decode_step_` in threads."""
+    begin(_fused_impl, (*inputs, states, slots, *StepOptions.of(step), config))
 
 
 def _fused_impl(*arguments: Any) -> Tensor:

@@ -80,6 +80,9 @@ class CudaRunner(Runner):
 
     def compile(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> None:
         if kernel == "fused_step":
+            work = _FusedWork(target, self.cuda)
+            for config in configs:
+                TritonBackend(config).compile_fused_step_in_threads(work.step, *work.operands)
             return
         inputs = zero_operands(target, kernel, self.cuda)
         for config in configs:

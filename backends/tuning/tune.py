@@ -46,7 +46,7 @@ from deltazoo.backends.triton.table import (
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
 
 _ORDER: tuple[Kernel, ...] = (
-    "split", "reverse", "gradients", "scan", "recompute", "prepare", "decode", "fused_step",
+    "decode", "split", "reverse", "gradients", "scan", "recompute", "prepare", "fused_step",
 )  # fmt: skip
 MARGIN = 1.01  # a candidate must be this much faster than the best so far
 DIRECTION_OF: dict[Kernel, Direction] = {
@@ -279,8 +279,9 @@ def plan(
 def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
     """Return the kernels of a target in the order of tuning.
 
-    Segments are first, because all other kernels depend on them, then the reverse scan, which decides whether the
-    recomputation and the gradients are launched. The others follow by their usual share of the time.
+    The decode kernel is first, because its candidates compile and run within seconds, while the others compile. Then
+    segments, because all kernels of forward and backward depend on them, and the reverse scan, which decides whether
+    the recomputation and the gradients are launched. The others follow by their usual share of the time.
     """
     directions = {"decode"} & set(config.directions) if target.shape.T == 1 else set(config.directions)
     only_gates = target.spec.transition == "additive" and target.spec.decay != "channel"

@@ -8,10 +8,12 @@ from triton_cases import DEVICE, GATED, INTERPRETED, needs_triton
 
 from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs
 from deltazoo.backends.triton import TritonBackend, decode_op, op, precompile
+from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import plan as plans
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.operands import ScanKind
@@ -69,15 +71,21 @@ def conv_arguments():
 
 
 @needs_triton
-@pytest.mark.parametrize("what", ["dense", "packed", "step", "conv"])
+@pytest.mark.parametrize("what", ["dense", "packed", "step", "fused step", "conv"])
 def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, what):
     """Equal cache keys, except for the device index."""
     if INTERPRETED:
-        monkeypatch.setattr(plans, "device_spec", lambda index: INTERPRETER)
+        for module in (plans, fused):
+            monkeypatch.setattr(module, "device_spec", lambda index: INTERPRETER)
     if what == "conv":
         inputs, kind = conv_arguments()
         out = conv._forward(*inputs, *kind)
         calls = [(conv._forward, (*inputs, *kind)), (conv._backward, (*inputs, out, *kind))]
+    elif what == "fused step":
+        # beta and decay are slices of one tensor, and the pointer of the decay is not aligned
+        step = typical_step(GATED, Shape(what, B=1, T=1, H=1, HV=2, K=16, V=16))
+        x = draw_step(step, B=2, dtype=torch.float16, device=DEVICE)
+        calls = [(fused._fused_impl, (*x.inputs, x.states, x.slots, *fused.StepOptions.of(step), ""))]
     else:
         lengths, T = ((20, 0, 50), 70) if what == "packed" else ((), 1 if what == "step" else 70)
         shape = Shape(what, B=1, T=T, H=1, HV=2, K=16, V=16, lengths=lengths)

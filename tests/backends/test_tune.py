@@ -104,10 +104,10 @@ def test_interrupted_run_resumes_from_the_table(tmp_path):
     first = FakeRunner(stop_after=3)
     with pytest.raises(KeyboardInterrupt):
         tune([LONG], first, None, out)
-    assert set(by_kernel(read_table(out).records)) == {"split", "reverse", "gradients"}
+    assert set(by_kernel(read_table(out).records)) == {"decode", "split", "reverse"}
     second = FakeRunner()
     result = tune([LONG], second, None, out)
-    assert [kernel for _, kernel in second.checked] == ["scan", "recompute", "prepare", "decode", "fused_step"]
+    assert [kernel for _, kernel in second.checked] == ["gradients", "scan", "recompute", "prepare", "fused_step"]
     assert (result.kept, result.left) == (3, 0)
     assert len(read_table(out).records) == 8
     third = FakeRunner()
@@ -120,7 +120,7 @@ def test_no_kernel_is_tuned_after_the_budget(tmp_path, monkeypatch):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr("deltazoo.backends.tuning.tune.time.monotonic", lambda: next(clock))
     result = tune([LONG], FakeRunner(), TuneConfig(budget=25), tmp_path / "t.json")
-    assert [record.key.kernel for record in result.records] == ["split", "reverse"]
+    assert [record.key.kernel for record in result.records] == ["decode", "split"]
     assert result.left == 6
 
 
@@ -153,7 +153,7 @@ def test_shapes_of_one_class_are_measured_once(tmp_path):
 def test_segments_are_tuned_before_the_scans(tmp_path):
     result = tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
     records = by_kernel(result.records)
-    assert result.records[0].key.kernel == "split"
+    assert [record.key.kernel for record in result.records][:2] == ["decode", "split"]
     assert records["split"].split == 64
     assert records["scan"].key.segments
     assert records["scan"].key.programs == 64  # 8 heads in 8 segments of 64 chunks
@@ -161,7 +161,7 @@ def test_segments_are_tuned_before_the_scans(tmp_path):
 
 
 def test_no_segments_are_tried_if_sequences_and_heads_fill_half_of_the_gpu(tmp_path):
-    assert plan([PACK], T900, None, tmp_path / "t.json")[0].kernel == "reverse"
+    assert [step.kernel for step in plan([PACK], T900, None, tmp_path / "t.json")][:2] == ["decode", "reverse"]
     result = tune([PACK], FakeRunner({16: 0.1}), None, tmp_path / "t.json")
     assert "split" not in by_kernel(result.records)
 
@@ -233,11 +233,11 @@ def test_dry_run_lists_kernels_and_measures_nothing(tmp_path):
     out, runner = tmp_path / "t.json", FakeRunner()
     listed = plan([LONG, TOKEN], T900, None, out)
     assert [step.kernel for step in listed] == [
-        "split", "reverse", "gradients", "scan", "recompute", "prepare", "decode", "fused_step", "decode", "fused_step",
+        "decode", "split", "reverse", "gradients", "scan", "recompute", "prepare", "fused_step", "decode", "fused_step",
     ]  # fmt: skip
     assert not any(step.done for step in listed)
-    assert len(listed[3].candidates) == 7
-    assert "tile=128 warps=8 stages=3" in listed[3].candidates
+    assert len(listed[4].candidates) == 7
+    assert "tile=128 warps=8 stages=3" in listed[4].candidates
     assert (runner.checked, runner.timed, out.exists()) == ([], [], False)
     tune([LONG], FakeRunner(), FORWARD, out)
     assert [step.kernel for step in plan([LONG], T900, None, out) if step.done] == ["scan", "prepare"]
