@@ -45,6 +45,7 @@ UPDATES: dict[str, dict[str, str]] = {
     "efla": {"decay": "head", "beta": "head", "reparam": "efla"},
     "negative": {"decay": "head", "beta": "head", "negative_eigenvalues": "both"},
     "dplr": {"decay": "channel", "transition": "dplr"},
+    "mamba": {"decay": "rate", "transition": "additive"},
 }
 PASSES = ("forward", "training", "decode", "convolution")
 TENSOR_MEMORY = 512  # columns
@@ -148,6 +149,9 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
             short_conv._backward(*inputs, [y], [4 * width], [True], [0], config)
         return
     spec = UpdateSpec(**UPDATES[update])
+    if spec.decay == "rate":
+        launch_elementwise(dtype, width, kind, device, compiler)
+        return
     split_terms, channel = splits_terms(spec, width, dtype), spec.decay == "channel"
     dtype = torch.float32 if computes_in_float32(spec, width, dtype, channel) else dtype
     split_terms = split_terms and dtype != torch.float32
@@ -169,6 +173,26 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
         decode.step_(one, traits, states, None, step)
         _, values = decode.verify(x, traits, states, None, step)
         decode.commit_(x, traits, values, states, None, accepted, step)
+
+
+def launch_elementwise(dtype: Any, width: int, kind: str, device: Any, compiler: Compiler) -> None:
+    """Run the launch code of Mamba's update with `width` states per channel on CPU tensors."""
+    import torch
+
+    from deltazoo.backends.triton.element import launch
+    from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall
+
+    B, T, channels = 2, 1 if kind == "decode" else 200, 256
+    qk, v = torch.empty(B, T, 1, width, dtype=dtype), torch.empty(B, T, channels, 1, dtype=dtype)
+    step, rate, states = torch.empty(B, T, channels), torch.empty(channels, width), torch.empty(B, channels, width, 1)
+    with patch.object(launch, "launcher", compiler), patch.object(launch, "device_spec", lambda _: device):
+        if kind == "decode":
+            launch.step_(ElementStepCall(qk, qk, v, None, step, rate, states, None, False, 1.0))
+            return
+        x = ElementOperands(qk, qk, v, step=step, rate=rate)
+        o, _, checkpoints = launch.forward(x, ElementKind(False, 1.0), kind == "training")
+        if kind == "training":
+            launch.backward(x, ElementKind(False, 1.0), checkpoints, o, None, True)
 
 
 def summarise(used: list[dict[str, Any]], shared: int) -> dict[str, Any]:
@@ -221,6 +245,7 @@ def run_version(version: str, problems: list[Problem]) -> Iterator[tuple[Problem
 def problems_of(options: argparse.Namespace) -> list[Problem]:
     """Problems by update, so that devices share what Triton caches. A convolution does not depend on the update."""
     grid = product(options.widths, options.dtypes, options.updates, options.devices, PASSES)
+    grid = (problem for problem in grid if problem[0] != "16" or problem[2] == "mamba")
     found = [(d, "" if p == "convolution" else u, t, int(w), p) for w, t, u, d, p in grid if p in options.passes]
     return list(dict.fromkeys(found))
 
@@ -251,7 +276,7 @@ def page(stored: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {"triton": TRITON, "devices": tuple(DEVICES), "updates": tuple(UPDATES), "passes": PASSES,
-             "dtypes": ("bfloat16", "float32"), "widths": ("64", "128", "256")}  # fmt: skip
+             "dtypes": ("bfloat16", "float32"), "widths": ("16", "64", "128", "256")}  # fmt: skip
     for option, values in names.items():
         parser.add_argument(f"--{option}", type=lambda text: text.split(","), default=values, help=",".join(values))
     parser.add_argument("--compile", help=argparse.SUPPRESS)
