@@ -162,8 +162,12 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "element backward: each group starts from the checkpoint", f"{KERNELS}/element/backward.py",
-        "S = tl.where(group == j, states[j], S)", "S = tl.where(group == j, states[0], S)", "test-kernels",
-        f"{ELEMENT}[rate, after-one segment-shared keys]",
+        "S = states[GROUPS - 1]", "S = states[0]", "test-kernels", f"{ELEMENT}[rate, after-one segment-shared keys]",
+    ),
+    Mutation(
+        "element prefetch: reads the row after the last", f"{KERNELS}/element/prefetch.py",
+        "rows = tl.minimum(row + i // PER_ROW, last - 1)", "rows = tl.minimum(row + i // PER_ROW, last)",
+        "test-kernels", "backends/test_prefetch.py",
     ),
     Mutation(
         "element backward: lanes keep the tile that they send", f"{KERNELS}/element/sums.py",
