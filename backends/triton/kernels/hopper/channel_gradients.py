@@ -195,12 +195,11 @@ def hopper_channel_gradients_kernel(
 
         i = gl.arange(0, C, gl.SliceLayout(1, BY_KEY))
         ks = gl.arange(0, BK, gl.SliceLayout(0, BY_KEY))
-        # split so that the addresses of one thread differ by constants
+        # split so that the addresses of one thread differ by constants, and its tokens are compared with constants
         first_channel = (token * HV + hv) * K + column + ((i // 32 * (32 * HV * K))[:, None] + ks[None, :])
         at_token = (i % 32 * (HV * K))[:, None]
-        in_channel = (i < tokens_left)[:, None]
-        if MASK_K:
-            in_channel = in_channel & (ks < K - column)[None, :]
+        in_keys = (ks < K - column)[None, :] if MASK_K else (ks >= 0)[None, :]
+        in_channel = (i % 32 < tokens_left - i // 32 * 32)[:, None] & in_keys
         barrier()  # ptxas would issue the loads of g before the copies
         g = gl.load(log_decay + first_channel + at_token, mask=in_channel, other=0.0)
 
@@ -356,6 +355,8 @@ def hopper_channel_gradients_kernel(
             dg += sum_from_token(early_terms) - early_terms
         if not HAS_STATE:  # the first decay of a sequence scales nothing
             dg = gl.where((c * C + i > 0)[:, None], dg, 0.0)
+        # compared again: the results of the first comparisons would take registers until here
+        in_channel = (i % 32 < tokens_left + opaque_zero(c, 25) - i // 32 * 32)[:, None] & in_keys
         gl.store(dlog_decay + first_channel + at_token, dg, mask=in_channel)
         if not READ_EARLY:
             diagonal = diagonal_s.load(ACC_COLUMNS)[None, :]
