@@ -69,11 +69,11 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
     """Recompute the states of a window and scan it backwards, the last window first."""
     x, kind, s, plan, config = run.x, run.kind, run.s, run.plan, run.config
     sweep = plan.backward == "sweep"
-    max_slots = config.scratch // max(bytes_per_slot(x, kind, s, sweep), 1)
+    in_gradients = keeps_states_in_gradients(s, plan)
+    max_slots = config.scratch // max(bytes_per_slot(x, kind, s, sweep, in_gradients), 1)
     unit, windows, slots = windows_of(s, config.every, plan.split, max_slots)
     chunks = cdiv(cdiv(cdiv(s.T, s.C), unit), windows) * unit  # of one sequence in a window, at most
     segments = cdiv(chunks, plan.split) if plan.split else 1
-    in_gradients = keeps_states_in_gradients(s, plan)
     scratch = Scratch.empty(x, kind, s, slots, run.d, sweep, in_gradients)
 
     assert plan.recompute is not None

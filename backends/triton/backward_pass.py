@@ -73,11 +73,13 @@ def value_tiles_of(s: Sizes, sweep: bool) -> int:
     return cdiv(s.V, 128) if sweep else 1
 
 
-def bytes_per_slot(x: ScanOperands, kind: ScanKind, s: Sizes, sweep: bool) -> int:
+def bytes_per_slot(x: ScanOperands, kind: ScanKind, s: Sizes, sweep: bool, in_gradients: bool) -> int:
     """The scratch of one chunk slot, without the key gradients of grouped heads."""
-    numbers = s.K + kind.delta * s.C
+    numbers = kind.delta * s.C
+    if not in_gradients:
+        numbers += s.K * (1 if sweep else 2)
     if not sweep:
-        numbers += s.K + kind.stores_du(x) * s.C
+        numbers += kind.stores_du(x) * s.C
     return s.HV * s.V * numbers * kind.saved_dtype(x.q.dtype).itemsize
 
 
