@@ -280,7 +280,7 @@ def _gradients_of_additive_channels_on_hopper(run: Pass, span: Span, scratch: Sc
         ),
         (
             s.H, s.HV, s.K, s.V, s.C, sums.keys, x.w is not None, kind.read_early, x.state is not None, s.packed,
-            span.unit,
+            span.unit, scratch.in_gradients,
         ),
     )  # fmt: skip
     return _launch_gradients(gradients, run, span, scratch)

@@ -63,7 +63,8 @@ def keeps_states_in_gradients(s: Sizes, plan: Plan) -> bool:
 
     For a decay per channel and 128 values these rows have exactly as many bytes. Each chunk needs all of its rows.
     """
-    on_hopper = plan.recompute == plan.reverse == "hopper" and plan.gradients == "hopper channel" and not plan.split
+    takes_rows = plan.gradients in ("hopper channel", "hopper additive")
+    on_hopper = plan.recompute == plan.reverse == "hopper" and takes_rows and not plan.split
     fits = s.V == 128 and s.K % 64 == 0 and s.H == s.HV and not s.packed and s.T % s.C == 0
     return on_hopper and fits
 

@@ -264,7 +264,9 @@ def test_gradients_with_a_decay_per_channel(monkeypatch, name, shape, regime, la
     [
         ("KDA", "decays", True),
         ("strengths per channel", "no state", False),
+        ("GLA", "ordinary", True),
         pytest.param("both before", "ordinary", True, marks=pytest.mark.slow),
+        pytest.param("read before", "no state", False, marks=pytest.mark.slow),
     ],
 )
 def test_states_in_the_rows_of_gradients(monkeypatch, name, regime, late):

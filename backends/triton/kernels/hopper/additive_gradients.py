@@ -116,8 +116,9 @@ def hopper_additive_gradients_kernel(
     num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     WRITE: gl.constexpr, READ_EARLY: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr, UNIT: gl.constexpr,
+    IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
-    """Parameters and results as in ../channel/gradients.py."""
+    """Parameters and results as in ../channel/gradients.py; channel_gradients.py explains IN_GRADIENTS."""
     gl.static_assert(C == 64 and BK == 64 and V <= 512)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K + BK - 1) // BK
@@ -125,6 +126,8 @@ def hopper_additive_gradients_kernel(
     NUM_STAGES: gl.constexpr = min(NV, 2)
     GROUP: gl.constexpr = HV // H
     MASK_K: gl.constexpr = K % 64 != 0
+    STATE_STEP: gl.constexpr = 0 if IN_GRADIENTS else 64 * K
+    gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not PACKED))
     dtype: gl.constexpr = states.dtype.element_ty
     pid = gl.program_id(0)
     tile = pid % NK
@@ -151,12 +154,18 @@ def hopper_additive_gradients_kernel(
         k_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         do_at = copy_pointers(do + value, HV * V)
         x_at = copy_pointers(v + value, HV * V)
-        S_at = copy_pointers(states + scratch_row * V * K + column, K)
-        dS_at = copy_pointers(dstates + scratch_row * V * K + column, K)
+        if IN_GRADIENTS:
+            S_at = copy_pointers(states + ((token * HV + hv) * (2 * K) + 2 * column), 2 * HV * K)
+            dS_at = copy_pointers(dq + key, HV * K)
+        else:
+            S_at = copy_pointers(states + scratch_row * V * K + column, K)
+            dS_at = copy_pointers(dstates + scratch_row * V * K + column, K)
         buffers = (do_s, do_s, x_s, S_s, dS_s)
         pointers = (do_at, do_at, x_at, S_at, dS_at)
         for tv in gl.static_range(NUM_STAGES):
-            copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, False, 64 * K)
+            if IN_GRADIENTS and tv == 1:
+                pointers = (do_at, do_at, x_at, S_at + 64, copy_pointers(dk + key, HV * K))
+            copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, False, STATE_STEP)
         copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         async_copy.commit_group()
@@ -202,7 +211,7 @@ def hopper_additive_gradients_kernel(
                 barrier()  # every warp has read the stage
                 zero = opaque_zero(c, 25 + tv) * 64
                 next_pointers = (do_at + zero, do_at + zero, x_at + zero, S_at + zero, dS_at + zero)
-                copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, False, 64 * K)
+                copy_value_tile(buffers, next_pointers, tv + NUM_STAGES, tokens_left, column, K, V, False, STATE_STEP)
         # The buffers are dependencies, too: the compiler would treat them as free once the wgmmas are issued.
         dq_tile, dP, dk_tile, _, _, _, _ = warpgroup_mma_wait(0, deps=[dq_tile, dP, dk_tile, S_t, dS_t, x_t, do_t])
         async_copy.wait_group(0)  # of k and q; wgmma does not read them
