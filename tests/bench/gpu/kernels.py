@@ -29,6 +29,8 @@ JOBS = {  # letter: spec, and B, T, H, HV, lengths, K, V
     "e": (UpdateSpec(decay="head", beta="head", erase_key="own"), DENSE),
     "c": (UpdateSpec(decay="head", beta="channel"), DENSE),
     "a": (ADDITIVE, DENSE),
+    "D": (UpdateSpec(decay="channel", beta="head"), DENSE),  # KDA
+    "A": (UpdateSpec(decay="channel", transition="additive"), DENSE),  # GLA
     "r": (UpdateSpec(decay="fixed", transition="additive"), DENSE),
     "1": (GATED, SHAPES["1x8192 16/32"]),
     "3": (GATED, SHAPES["1x32768 2/8"]),
