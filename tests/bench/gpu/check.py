@@ -52,6 +52,7 @@ ALL_SPECS = {  # shapes that run with every spec
     "128": Shape("128", 2, 200, 2, 4, 128, 128),
     "pack": Shape("pack", 1, 700, 1, 2, 128, 128, lengths=(300, 0, 1, 64, 335)),
     "busy": Shape("busy", 4, 330, 32, 32, 128, 128),
+    "whole": Shape("whole", 4, 256, 2, 2, 128, 128),  # whole chunks: states are stored in the rows of gradients
 }
 FIVE_SPECS = {  # shapes that run with gdn, mamba2, own, kda and rwkv7
     "64x96": Shape("64x96", 1, 130, 2, 2, 64, 96),
