@@ -7,6 +7,8 @@ tokens are prefetched into L1, which takes none. Of each sector of 32 bytes one 
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.kernels.element.tile import locate_block
+
 
 @triton.jit
 def sector_offsets(
@@ -36,27 +38,22 @@ def prefetch_tile(x, row, last, column, ROWS: tl.constexpr, STRIDE: tl.constexpr
 
 @triton.jit
 def first_channel(traits: tl.constexpr):
-    """Return the first channel of a program; its key head with SHARED, else 0."""
-    block = tl.program_id(0) % traits.BLOCKS
-    if traits.SHARED:
-        PER_HEAD: tl.constexpr = traits.BLOCKS // traits.H
-        h = block // PER_HEAD
-        return h * (traits.HV // traits.H) + block % PER_HEAD * traits.BC, h
-    else:
-        return block * traits.BC, 0
+    """Return the first channel of a program."""
+    block, h = locate_block(traits)
+    return h * (traits.HV // traits.H) + block * traits.BC
 
 
 @triton.jit
 def prefetch_values(x, t, last, COUNT: tl.constexpr, traits: tl.constexpr):
     """Prefetch v or d_o of COUNT tokens from t on, at most up to `last` - 1."""
-    channel, _ = first_channel(traits)
+    channel = first_channel(traits)
     prefetch_tile(x, t, last, channel * traits.V, COUNT, traits.HV * traits.V, traits.BC * traits.VP)
 
 
 @triton.jit
 def prefetch_decays(log_decay, step, t, last, COUNT: tl.constexpr, traits: tl.constexpr):
     """Prefetch the decays of COUNT tokens from t on, at most up to `last` - 1; not decays per key, which fill L1."""
-    channel, _ = first_channel(traits)
+    channel = first_channel(traits)
     if traits.DECAY == "rate":
         prefetch_tile(step, t, last, channel, COUNT, traits.HV, traits.BC)
     elif traits.DECAY == "head":
@@ -67,14 +64,14 @@ def prefetch_decays(log_decay, step, t, last, COUNT: tl.constexpr, traits: tl.co
 def prefetch_shared_keys(x, t, last, COUNT: tl.constexpr, traits: tl.constexpr):
     """Prefetch q or k of COUNT tokens from t on, at most up to `last` - 1, if channels share them."""
     if traits.SHARED:
-        _, h = first_channel(traits)
+        _, h = locate_block(traits)
         prefetch_tile(x, t, last, h * traits.K, COUNT, traits.H * traits.K, traits.RN * traits.TN)
 
 
 @triton.jit
 def prefetch_checkpoint(checkpoints, slot, traits: tl.constexpr):
     """Prefetch the states of a program's channels from a slot of checkpoints [slots, K, V, HV]."""
-    channel, _ = first_channel(traits)
+    channel = first_channel(traits)
     row = tl.cast(slot, tl.int64) * (traits.K * traits.V)
     ROWS: tl.constexpr = traits.RN * traits.TN * traits.VP
     prefetch_tile(checkpoints, row, row + traits.K * traits.V, channel, ROWS, traits.HV, traits.BC)

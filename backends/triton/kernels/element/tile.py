@@ -51,6 +51,19 @@ class ElementTraits(NamedTuple):
 
 
 @triton.jit
+def locate_block(traits: tl.constexpr):
+    """Return the number of a program's block of channels, and its key head.
+
+    With SHARED the block is numbered among those of the key head; else the head is 0.
+    """
+    block = tl.program_id(0) % traits.BLOCKS
+    if traits.SHARED:
+        return block % (traits.BLOCKS // traits.H), block // (traits.BLOCKS // traits.H)
+    else:
+        return block, 0
+
+
+@triton.jit
 def locate_tile(traits: tl.constexpr):
     """Return the keys, values, channels and key heads of a program, their masks, and the number of its block.
 
@@ -68,10 +81,8 @@ def locate_tile(traits: tl.constexpr):
     tc = tl.arange(0, traits.TC)[None, None, None, None, None, :]
     n = tn * traits.RN + rn
     lane = (w * traits.TC + tc) * traits.RC + rc
-    block = tl.program_id(0) % traits.BLOCKS
+    block, h = locate_block(traits)
     if traits.SHARED:
-        h = block // (traits.BLOCKS // traits.H)
-        block = block % (traits.BLOCKS // traits.H)
         in_group = block * traits.BC + lane
         in_channels = in_group < G
         hv = h * G + in_group
