@@ -65,7 +65,12 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.state_copies import store_tile
-from deltazoo.backends.triton.kernels.hopper.value_tiles import LOAD_LAYOUT, copy_value_tile, store_write_sums
+from deltazoo.backends.triton.kernels.hopper.value_tiles import (
+    LOAD_LAYOUT,
+    copy_value_tile,
+    state_pointers,
+    store_write_sums,
+)
 from deltazoo.backends.triton.kernels.hopper.wy_tiles import split_column_blocks
 from deltazoo.backends.triton.kernels.layout import (
     LOG2E,
@@ -174,17 +179,13 @@ def hopper_channel_gradients_kernel(
         do_at = copy_pointers(do + value, HV * V)
         du_at = copy_pointers(du + (local_value if STORED_DU else value), HV * V)
         x_at = copy_pointers(xs + local_value, HV * V)
-        if IN_GRADIENTS:
-            S_at = copy_pointers(states + ((token * HV + hv) * (2 * K) + 2 * column), 2 * HV * K)
-            dS_at = copy_pointers(dq + key, HV * K)
-        else:
-            S_at = copy_pointers(states + scratch_row * V * K + column, K)
-            dS_at = copy_pointers(dstates + scratch_row * V * K + column, K)
         buffers = (do_s, du_s, x_s, S_s, dS_s)
-        pointers = (do_at, du_at, x_at, S_at, dS_at)
+        row = token * HV + hv
         for tv in gl.static_range(NUM_STAGES):
-            if IN_GRADIENTS and tv == 1:
-                pointers = (do_at, du_at, x_at, S_at + 64, copy_pointers(dk + key, HV * K))
+            S_at, dS_at = state_pointers(
+                tv, states, dstates, dq, dk, row, scratch_row, column, HV, K, V, IN_GRADIENTS
+            )  # fmt: skip
+            pointers = (do_at, du_at, x_at, S_at, dS_at)
             copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, True, STATE_STEP)
         copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)

@@ -4,9 +4,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from deltazoo.backends.triton.kernels.hopper.common import copy_tile_async
+from deltazoo.backends.triton.kernels.hopper.common import copy_pointers, copy_tile_async
 
 LOAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def state_pointers(
+    tv: gl.constexpr, states, dstates, dq, dk, row, scratch_row, column, HV: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, IN_GRADIENTS: gl.constexpr,
+):  # fmt: skip
+    """Return the pointers of S^T and dS'^T for 64 keys from `column` on.
+
+    With IN_GRADIENTS they are those of value tile tv, 0 or 1, in the rows of gradients (channel_gradients.py), else
+    those of tile 0 in scratch.
+
+    row: the first token's row in a tensor [rows, K]. scratch_row: the chunk's in the scratch [rows, V, K].
+    """
+    if IN_GRADIENTS:
+        S_at = copy_pointers(states + (row * (2 * K) + 2 * column), 2 * HV * K) + 64 * tv
+        dS_at = copy_pointers((dq if tv == 0 else dk) + (row * K + column), HV * K)
+    else:
+        S_at = copy_pointers(states + scratch_row * V * K + column, K)
+        dS_at = copy_pointers(dstates + scratch_row * V * K + column, K)
+    return S_at, dS_at
 
 
 @gluon.jit
