@@ -26,17 +26,21 @@ _LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
 
-def operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def operator(
+    schema: str, body: Callable[..., Any], fake: Callable[..., Any], any_layout: bool = False
+) -> Callable[..., Any]:
     """Define torch.ops.deltazoo.NAME, which torch.compile, torch.export and CUDA graphs treat as one node.
 
     Args:
         schema: "NAME(arguments) -> results" in the syntax of torch.library.
         body: the implementation for every device. Autograd does not differentiate it; the caller defines the gradient.
         fake: returns empty results with the right shapes and dtypes, from the same arguments.
+        any_layout: the body takes operands of any strides. Inductor pads the rows of matrix products to 128 bytes, and
+            copies them for an operator without this.
     Returns: a function that calls the operator, or its body directly (see `DIRECT_CALLS`).
     """
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
+    _LIBRARY.define(schema, tags=(torch.Tag.flexible_layout,) if any_layout else ())
     _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
     torch.library.register_fake(f"deltazoo::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.deltazoo, name).default

@@ -4,6 +4,7 @@ Each part of the channels is one launch. Triton is imported when a kernel first 
 B batch, T tokens, C channels, W taps, N sequences
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 from deltazoo.backends.triton.config import cdiv, power_of_two
-from deltazoo.backends.triton.operands import ready
+from deltazoo.backends.triton.operands import ready, with_token_stride
 from deltazoo.backends.triton.precompile import compiled_ahead
 from deltazoo.backends.varlen import valid_sequence_index
 
@@ -44,7 +45,7 @@ class ConvLaunch(NamedTuple):
 
 
 FORWARD = ConvLaunch(rows=8)
-BACKWARD = ConvLaunch(strip=128, group=2)
+BACKWARD = ConvLaunch(rows=2, strip=128, warps=2)
 
 
 def too_many_taps(taps: int) -> list[str]:
@@ -93,7 +94,7 @@ class _Tiling(NamedTuple):
 
 def _operands(inputs: ConvInputs) -> tuple[_Operands, int]:
     """Return the operands, contiguous but for the stride of x from token to token, and that stride."""
-    x, token_stride = _with_token_stride(inputs.x)
+    x, token_stride = with_token_stride(inputs.x)
     weight, bias, history, cu_seqlens, ends = (None if t is None else ready(t) for t in inputs[1:])
     assert weight is not None
     starts = ids = None
@@ -102,17 +103,6 @@ def _operands(inputs: ConvInputs) -> tuple[_Operands, int]:
         ids = valid_sequence_index(cu_seqlens, x.shape[1]).int()
         starts = cu_seqlens[ids]
     return _Operands(x, weight, bias, history, cu_seqlens, ends, starts, ids), token_stride
-
-
-def _with_token_stride(x: Tensor) -> tuple[Tensor, int]:
-    """Return x and its stride from token to token of the whole batch; copied unless there is one that allows 16-byte
-    loads."""
-    B, T, C = x.shape
-    stride = x.stride(1)
-    is_regular = x.stride(2) == 1 and stride >= C and (B == 1 or x.stride(0) == T * stride)
-    if is_regular and (x.data_ptr() | stride * x.element_size()) % 16 == 0:
-        return x, stride
-    return ready(x), C
 
 
 def _tiling(part: ConvPart, B: int, T: int, launch: ConvLaunch) -> _Tiling:
@@ -143,8 +133,9 @@ def _launch(
 
     B, T, C = operands.x.shape
     tiling = _tiling(part, B, T, launch)
+    unit = math.gcd(token_stride, 8)
     traits = ConvTraits(
-        TOKEN_STRIDE=token_stride, C=C, W=operands.weight.shape[-1], FIRST=first, CHANNELS=part.channels,
+        UNIT=unit, C=C, W=operands.weight.shape[-1], FIRST=first, CHANNELS=part.channels,
         SILU=part.silu, HEAD=part.unit, EPS=EPS, BIAS=operands.bias is not None, HISTORY=operands.history is not None,
         PACKED=operands.cu_seqlens is not None, GROUPED=operands.ends is not None, BC=tiling.columns, R=tiling.rows,
         STRIP=tiling.strip, GROUP=min(launch.group, tiling.strip),
@@ -153,7 +144,7 @@ def _launch(
     run = launcher(kernel, (*operands, *results), (traits,), launch.warps, registers=launch.registers or None)
     N = B if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
     groups = 1 if operands.ends is None else operands.ends.shape[0]
-    run(groups * tiling.programs_T * tiling.programs_C, T, N, B * strips_per_row, strips_per_row)
+    run(groups * tiling.programs_T * tiling.programs_C, T, N, B * strips_per_row, strips_per_row, token_stride // unit)
 
 
 def _forward(
@@ -214,12 +205,16 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
 _INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? history, Tensor? cu_seqlens, Tensor? ends"
 _STATIC = "int[] channels, bool[] silu, int[] unit, int[] launch"  # launch: ConvLaunch of the forward, of the backward
 _conv_op = operator(
-    f"triton_short_conv({_INPUTS}, {_STATIC}) -> Tensor[]", _forward, compiled_ahead(_forward, _forward_fake)
+    f"triton_short_conv({_INPUTS}, {_STATIC}) -> Tensor[]",
+    _forward,
+    compiled_ahead(_forward, _forward_fake),
+    any_layout=True,
 )
 _backward_op = operator(
     f"triton_short_conv_backward({_INPUTS}, Tensor[] d, {_STATIC}) -> Tensor[]",
     _backward,
     compiled_ahead(_backward, _backward_fake),
+    any_layout=True,
 )
 
 

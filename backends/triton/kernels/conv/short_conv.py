@@ -25,7 +25,7 @@ NEVER = tl.constexpr(2**30)  # a row beyond every strip
 class ConvTraits(NamedTuple):
     """Compile-time properties of a launch."""
 
-    TOKEN_STRIDE: int  # elements of x from token to token
+    UNIT: int  # x has token_stride UNIT elements from token to token
     C: int  # channels of x
     W: int  # taps
     FIRST: int  # first channel of the part
@@ -95,14 +95,15 @@ def load_weights(weight, bias, group, channel, in_channels, traits: tl.constexpr
 
 @triton.jit
 def load_rows(
-    x, x_offset, history, history_offset, t, low, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr
-):
+    x, x_offset, token_stride, history, history_offset, t, low, high, i, in_channels,
+    COUNT: tl.constexpr, traits: tl.constexpr,
+):  # fmt: skip
     """Load rows i, i - 1, ..., i - COUNT + 1 of x [R, BC]. Without a pack, the rows before token 0 are the history."""
     rows = ()
     for u in tl.static_range(COUNT):
         row = i - u
         in_rows = ((row >= low) & (row < high))[:, None]
-        value = tl.load(x + x_offset + row * traits.TOKEN_STRIDE, mask=in_rows & in_channels, other=0.0)
+        value = tl.load(x + x_offset + row * token_stride, mask=in_rows & in_channels, other=0.0)
         value = value.to(tl.float32)
         if traits.HISTORY and not traits.PACKED:
             before = (t + row < 0)[:, None]
@@ -177,10 +178,10 @@ def sigmoid(a):
     return root * root
 
 
-@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row"])
+@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row", "token_stride"])
 def short_conv_kernel(
-    x, weight, bias, history, cu, ends, sequence_starts, sequence_ids, y, T, N, strips, strips_per_row,
-    traits: tl.constexpr,
+    x, weight, bias, history, cu, ends, sequence_starts, sequence_ids, y,
+    T, N, strips, strips_per_row, token_stride, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute y [B, T, CHANNELS] of one part.
 
@@ -196,22 +197,23 @@ def short_conv_kernel(
             return
     weights, offset = load_weights(weight, bias, group, traits.FIRST + channel, in_channels, traits)
     token = (b * T + t)[:, None]
-    x_offset = token * traits.TOKEN_STRIDE + traits.FIRST + channel
+    stride = token_stride * traits.UNIT
+    x_offset = token * stride + traits.FIRST + channel
     y_offset = token * traits.CHANNELS + channel
     # row W - 1 of the history, where token 0 would be: of the row of the batch, or in a pack of sequence 0
     history_offset = (
         (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + traits.FIRST + channel
     )
     # tuples of rows and starts are ordered from the latest row backwards
-    recent = load_rows(x, x_offset, history, history_offset, t, low, high, -1, in_channels, W - 1, traits)
+    recent = load_rows(x, x_offset, stride, history, history_offset, t, low, high, -1, in_channels, W - 1, traits)
     i = GROUP - 1
-    ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
+    ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
     next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
     for g in range(0, traits.STRIP, GROUP):
         rows = ahead + recent
         starts = next_starts
         i = g + 2 * GROUP - 1
-        ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
+        ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
         next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
         for k in tl.static_range(GROUP):
             i = g + k
@@ -275,7 +277,7 @@ def clear_at_start(later, is_first, W: tl.constexpr):
 
 @triton.jit
 def recompute_after_strip(
-    x, x_offset, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, store_low,
+    x, x_offset, stride, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, store_low,
     in_channels, weights, offset, zero, traits: tl.constexpr,
 ):  # fmt: skip
     """Recompute the gradients of the W - 1 results after a strip.
@@ -287,7 +289,7 @@ def recompute_after_strip(
     for _ in tl.static_range(W - 1):
         later = later + (zero,)
     last = traits.STRIP + W - 2
-    rows = load_rows(x, x_offset, history, history_offset, t, low, high, last, in_channels, 2 * W - 2, traits)
+    rows = load_rows(x, x_offset, stride, history, history_offset, t, low, high, last, in_channels, 2 * W - 2, traits)
     ds = load_gradients(dy, dy_offset, store_low, high, last, in_channels, W - 1, traits)
     starts = load_starts(sequence_starts, t, high, last, W - 1, traits)
     for u in tl.static_range(W - 1):
@@ -305,10 +307,10 @@ def recompute_after_strip(
     return rows[W - 1 :], later
 
 
-@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row"])
+@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row", "token_stride"])
 def short_conv_backward_kernel(
     x, weight, bias, history, cu, ends, sequence_starts, sequence_ids, dy, dx, dhistory, partial,
-    T, N, strips, strips_per_row, traits: tl.constexpr,
+    T, N, strips, strips_per_row, token_stride, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute the part's channels of dx [B, T, C] and dhistory [N, W - 1, C] from dy [B, T, CHANNELS].
 
@@ -332,7 +334,8 @@ def short_conv_backward_kernel(
             return
     weights, offset = load_weights(weight, bias, group, traits.FIRST + channel, in_channels, traits)
     token = (b * T + t)[:, None]
-    x_offset = token * traits.TOKEN_STRIDE + traits.FIRST + channel
+    stride = token_stride * traits.UNIT
+    x_offset = token * stride + traits.FIRST + channel
     dy_offset = token * traits.CHANNELS + channel
     dx_offset = token * traits.C + traits.FIRST + channel
     history_offset = (
@@ -340,14 +343,14 @@ def short_conv_backward_kernel(
     )
     zero = tl.zeros([R, BC], tl.float32)
     recent, later = recompute_after_strip(
-        x, x_offset, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, store_low,
-        in_channels, weights, offset, zero, traits,
+        x, x_offset, stride, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high,
+        store_low, in_channels, weights, offset, zero, traits,
     )  # fmt: skip
     sums = ()
     for _ in tl.static_range(W + 1):
         sums = sums + (zero,)
     i = traits.STRIP - 1
-    ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
+    ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
     next_ds = load_gradients(dy, dy_offset, store_low, high, i, in_channels, GROUP, traits)
     next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
     for g in range(0, traits.STRIP, GROUP):
@@ -355,7 +358,9 @@ def short_conv_backward_kernel(
         ds = next_ds
         starts = next_starts
         i = traits.STRIP - 1 - g - GROUP
-        ahead = load_rows(x, x_offset, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
+        ahead = load_rows(
+            x, x_offset, stride, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits
+        )
         next_ds = load_gradients(dy, dy_offset, store_low, high, i, in_channels, GROUP, traits)
         next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
         for u in tl.static_range(GROUP):
