@@ -225,5 +225,8 @@ def project_jointly(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tenso
     }
     if len(narrow) < 2 or x.shape[1] == 1:
         return {}
-    y = F.linear(x, torch.cat([layer.weight for layer in narrow.values()]))
-    return dict(zip(narrow, y.split([layer.out_features for layer in narrow.values()], -1), strict=True))
+    weights = [layer.weight for layer in narrow.values()]
+    sizes = [weight.shape[0] for weight in weights]
+    padding = -sum(sizes) % 8
+    y = F.linear(x, F.pad(torch.cat(weights), (0, 0, 0, padding)))
+    return dict(zip(narrow, y[..., : sum(sizes)].split(sizes, -1), strict=True))
