@@ -19,7 +19,7 @@ _PRODUCTS_AND_ATTENTION = frozenset(
     )
     if hasattr(_aten, name)
 )  # fmt: skip
-_RECOMPUTED = frozenset({"triton_short_conv", "triton_glu"})  # among the operators of this package
+_RECOMPUTED = frozenset({"triton_short_conv", "triton_glu", "triton_rms_norm"})  # among the operators of this package
 
 
 def run_layer(layer: Callable[..., Any], checkpointing: Checkpointing, *arguments: Any) -> Any:
@@ -27,8 +27,8 @@ def run_layer(layer: Callable[..., Any], checkpointing: Checkpointing, *argument
 
     "none" saves all intermediate results. "full" saves the arguments, and the backward runs the layer again.
     "selective" also saves the results of matrix products, of attention and of the operators of this package except
-    short convolutions and activations; the backward recomputes the rest, mostly norms, activations and gates, bound by
-    memory bandwidth.
+    short convolutions, activations and norms; the backward recomputes the rest, mostly norms, activations and gates,
+    bound by memory bandwidth.
     """
     if checkpointing == "none" or not torch.is_grad_enabled():
         return layer(*arguments)

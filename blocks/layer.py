@@ -18,7 +18,7 @@ from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place, State
 from deltazoo.mixers.core.patterns import Term
-from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.norms import RMSNorm, add_and_normalize
 
 LayerState = tuple[State, ...]
 NormPosition = Literal["pre", "output", "post"]
@@ -161,11 +161,13 @@ class Layer(nn.Module):
                 states.append(mixer_state)
             return sum(outputs[1:], start=outputs[0])
 
+        branches: list[tuple[RMSNorm, Callable[[Tensor], Tensor]]] = []
         if self.norm is not None:
-            x_BTD = self._add_branch(x_BTD, self.norm, mix)
+            branches.append((self.norm, mix))
         mlp = self.mlp
         if mlp is not None and self.mlp_norm is not None:
-            x_BTD = self._add_branch(x_BTD, self.mlp_norm, lambda x_BTD: mlp(x_BTD, inner))
+            branches.append((self.mlp_norm, lambda x_BTD: mlp(x_BTD, inner)))
+        x_BTD = self._add_branches(x_BTD, branches)
         return LayerOutput(x_BTD, None if state is None else tuple(states), losses, values)
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
@@ -175,10 +177,15 @@ class Layer(nn.Module):
     def extra_repr(self) -> str:
         return "" if self.norm_position == "pre" else f"norm_position={self.norm_position!r}"
 
-    def _add_branch(self, x_BTD: Tensor, norm: RMSNorm, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.norm_position == "pre":
-            return x_BTD + branch(norm(x_BTD))
-        if self.norm_position == "output":
-            return x_BTD + norm(branch(x_BTD))
-        normed_BTD = norm(x_BTD)
-        return self.residual_scale * normed_BTD + branch(normed_BTD)
+    def _add_branches(self, x_BTD: Tensor, branches: Sequence[tuple[RMSNorm, Callable[[Tensor], Tensor]]]) -> Tensor:
+        y_BTD: Tensor | None = None  # output of the branch before, which the norm of the next one adds to x
+        for norm, branch in branches:
+            if self.norm_position == "pre":
+                x_BTD, normed_BTD = add_and_normalize(norm, x_BTD, y_BTD)
+                y_BTD = branch(normed_BTD)
+            elif self.norm_position == "output":
+                x_BTD = x_BTD + norm(branch(x_BTD))
+            else:
+                normed_BTD = norm(x_BTD)
+                x_BTD = self.residual_scale * normed_BTD + branch(normed_BTD)
+        return x_BTD if y_BTD is None else x_BTD + y_BTD

@@ -26,6 +26,7 @@ from deltazoo.mixers.core.part import (
     Parts,
     ResizesHeads,
     Stateful,
+    StatelessOutputPart,
     init_normal,
     is_unmodified,
     project_jointly,
@@ -161,8 +162,16 @@ class DeltaMixer(Mixer):
                 inputs, new[name] = part(x_BTD, inputs, old.get(name), context)
         o, new[self.update_key] = self.update(inputs, old.get(self.update_key), context)
         arguments = OutputArguments(x_BTD, projected, inputs)
-        for name, part in self.outputs.items():
-            o, new[name] = part(o, arguments, old.get(name), context)
+        parts = list(self.outputs.items())
+        while parts:
+            name, part = parts.pop(0)
+            is_stateless = isinstance(part, StatelessOutputPart)
+            of_both = part.transform_with(parts[0][1], o, x_BTD) if parts and is_stateless else None
+            if of_both is None:
+                o, new[name] = part(o, arguments, old.get(name), context)
+            else:
+                o = of_both
+                parts.pop(0)
         y_BTD = self._project_out(o, x_BTD, order)
         if state is None:
             return y_BTD, None

@@ -111,6 +111,10 @@ class StatelessOutputPart(OutputPart):
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         """Return the output [B, T, HV, V]. Args: x: [B, T, D], input of the mixer."""
 
+    def transform_with(self, following: OutputPart, o: Tensor, x: Tensor) -> Tensor | None:
+        """Compute this part and the one that follows by one kernel. Return None if there is none for them."""
+        return None
+
 
 class Stateful(ABC):
     """Part with a state: one tensor with the batch in dimension 0."""

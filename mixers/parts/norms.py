@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
+from deltazoo.backends.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, is_supported, rms_norm
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, OutputArguments, StatelessOutputPart
+from deltazoo.mixers.core.part import (
+    Fusible,
+    HeadShape,
+    OperandPart,
+    OutputArguments,
+    OutputPart,
+    StatelessOutputPart,
+    is_unmodified,
+)
+from deltazoo.mixers.parts.output_gates import OutputGate
 
 NormKind = Literal["rms", "layer"]
 UnitNormKind = Literal["l2", "l1"]
@@ -83,6 +93,19 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return self._normalize(o, self.weight, self.bias)
 
+    def transform_with(self, following: OutputPart, o: Tensor, x: Tensor) -> Tensor | None:
+        if type(self) is not HeadNorm or type(following) is not OutputGate or not is_unmodified(following):
+            return None
+        activation = following.activation
+        if self.kind != "rms" or self.weight is None or self.bias is not None or activation not in ("silu", "sigmoid"):
+            return None
+        if not _trains_by_kernel(self, o) or not is_supported(o, self.weight):
+            return None
+        raw = following.proj(x)
+        if raw.dtype != o.dtype:
+            return apply_gate(self.transform(o, x), raw.view(o.shape), activation)
+        return gated_rms_norm(o, raw, self.weight, self.eps, activation)
+
     def forward_grouped(
         self,
         parts: Sequence["HeadNorm"],
@@ -149,11 +172,20 @@ class UnitNorm(OperandPart):
         return f"{self.norm!r}, which={self.which!r}"
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Return weight * x / sqrt(mean(x^2) + eps) over the last dimension, in the dtype of x."""
-    wide = x.to(state_dtype(x.dtype))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed if weight is None else normed * weight.to(wide.dtype)).to(x.dtype)
+def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x + branch, or x without a branch, and its norm; in training on a GPU by one kernel.
+
+    Use the first result instead of x from here on (`deltazoo.backends.rms_norm.add_rms_norm`).
+    """
+    if norm.weight is not None and _trains_by_kernel(norm, x) and is_supported(x, norm.weight):
+        return add_rms_norm(x, branch, norm.weight, norm.eps)
+    x = x if branch is None else x + branch
+    return x, norm(x)
+
+
+def _trains_by_kernel(norm: nn.Module, x: Tensor) -> bool:
+    """Whether gradients are recorded, of a norm without hooks."""
+    return torch.is_grad_enabled() and is_unmodified(norm)
 
 
 def unit_norm(x: Tensor, norm: UnitNormKind = "l2") -> Tensor:

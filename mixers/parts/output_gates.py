@@ -9,8 +9,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.backends.base import state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
+from deltazoo.backends.rms_norm import apply_gate
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
@@ -56,7 +56,7 @@ class OutputGate(StatelessOutputPart, Groupable, Fusible):
             init_normal(self.proj, self.std)
 
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
-        return _apply_gate(o, self.proj(x), self.activation)
+        return apply_gate(o, self.proj(x).view(o.shape), self.activation)
 
     def forward_grouped(
         self,
@@ -68,7 +68,7 @@ class OutputGate(StatelessOutputPart, Groupable, Fusible):
         context: Context,
     ) -> tuple[Tensor, Tensor | None]:
         raw = rows.linear(arguments.x, [part.proj for part in parts])
-        return _apply_gate(o, raw, self.activation), None
+        return apply_gate(o, raw.view(o.shape), self.activation), None
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(gate=self.activation, gate_first=not step.norm) if not step.gate else None
@@ -90,7 +90,7 @@ class PrecomputedGate(OutputPart):
     def forward(
         self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        return _apply_gate(o, context.intermediate("gate"), self.activation), None
+        return apply_gate(o, context.intermediate("gate").view(o.shape), self.activation), None
 
     def extra_repr(self) -> str:
         return repr(self.activation)
@@ -101,15 +101,3 @@ class OutputSilu(StatelessOutputPart):
 
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return F.silu(o)
-
-
-def _apply_gate(o: Tensor, raw: Tensor, activation: Activation) -> Tensor:
-    """Return o * activation(raw), with the activation in float32 (float64 for float64 inputs)."""
-    gate = raw.view(o.shape).to(state_dtype(raw.dtype))
-    if activation == "silu":
-        gate = F.silu(gate)
-    elif activation == "sigmoid":
-        gate = gate.sigmoid()
-    elif activation == "gelu":
-        gate = F.gelu(gate, approximate="tanh")
-    return (o * gate).to(o.dtype)
