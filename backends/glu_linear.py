@@ -69,9 +69,10 @@ class _GluLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden_R2F, weight_DF = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: differentiable again
-            gate_RF, up_RF = hidden_R2F.chunk(2, 1)
-            y_RD = torch.mm(activate(gate_RF, ctx.activation) * up_RF, weight_DF.t())
-            needed = [x for x, is_needed in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False) if is_needed]
+            views = [x.view_as(x) for x in ctx.saved_tensors]  # one may depend on the other
+            gate_RF, up_RF = views[0].chunk(2, 1)
+            y_RD = torch.mm(activate(gate_RF, ctx.activation) * up_RF, views[1].t())
+            needed = [x for x, is_needed in zip(views, ctx.needs_input_grad, strict=False) if is_needed]
             gradients = iter(torch.autograd.grad(y_RD, needed, dy_RD, create_graph=True))
             d_hidden, d_weight = (next(gradients) if is_needed else None for is_needed in ctx.needs_input_grad[:2])
             return d_hidden, d_weight, None

@@ -7,6 +7,7 @@ The backward of `add_rms_norm` adds the gradient of the residual stream in the s
 gradients reach a third to a half of the memory bandwidth.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -86,7 +87,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: differentiable again
-            d_h, d_weight = _plain_gradients(lambda: rms_norm(h, weight, ctx.eps), (h, weight), dy)
+            d_h, d_weight = _plain_gradients(lambda h, w: rms_norm(h, w, ctx.eps), (h, weight), dy)
             d_h = d_sum if d_h is None else d_sum + d_h
         else:
             d_h, _, d_weight = kernels.rms_norm_backward(h, None, weight, dy, d_sum, ctx.eps, "none")
@@ -110,13 +111,18 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = saved = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            plain = lambda: apply_gate(rms_norm(x, weight, ctx.eps), gate.view(x.shape), ctx.activation)  # noqa: E731
+
+            def plain(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+                return apply_gate(rms_norm(x, weight, ctx.eps), gate.view(x.shape), ctx.activation)
+
             return (*_plain_gradients(plain, saved, dy), None, None)
         return (*kernels.rms_norm_backward(x, gate, weight, dy, None, ctx.eps, ctx.activation), None, None)
 
 
-def _plain_gradients(function: Any, tensors: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
+def _plain_gradients(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
     """Return differentiable gradients of plain torch code, None for tensors that need none."""
-    needed = [x for x in tensors if x.requires_grad]
-    gradients = iter(torch.autograd.grad(function(), needed, dy, create_graph=True))
-    return [next(gradients) if x.requires_grad else None for x in tensors]
+    # views, because one tensor may depend on another: h is a result of the node whose gradient this is
+    views = [x.view_as(x) for x in tensors]
+    needed = [x for x in views if x.requires_grad]
+    gradients = iter(torch.autograd.grad(function(*views), needed, dy, create_graph=True))
+    return [next(gradients) if x.requires_grad else None for x in views]

@@ -246,6 +246,16 @@ LAUNCHES = [
         "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-hopper-hopper-sweep]",
     ),
     Mutation(
+        "norm: the gradient of the residual stream is dropped", f"{KERNELS}/norm.py",
+        "d_tile += residual", "d_tile += 0.0",
+        "test-kernels", "backends/test_triton_norm.py::test_the_norm_of_a_sum_and_its_gradients[shape1-dtype0-True]",
+    ),
+    Mutation(
+        "norm: the slope of SiLU lacks its second term", f"{KERNELS}/norm.py",
+        "slope = phi + raw * slope", "slope = phi",
+        "test-kernels", "backends/test_triton_norm.py::test_a_gated_norm_and_its_gradients[shape1-dtype0-silu-False]",
+    ),
+    Mutation(
         "glu: the slope of SiLU lacks its second term", "backends/triton/kernels/glu.py",
         "s * (1 + gate * (1 - s))", "s",
         "test-kernels",

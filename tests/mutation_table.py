@@ -87,7 +87,7 @@ MIXERS = [
         "test", "mixers/test_states.py::test_padded_rows_equal_unpadded_rows[mamba2-reference-right]",
     ),
     Mutation(
-        "output gate: a sigmoid instead of SiLU", "mixers/parts/output_gates.py",
+        "output gate: a sigmoid instead of SiLU", "backends/rms_norm.py",
         "gate = F.silu(gate)", "gate = gate.sigmoid()",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-gated_deltanet, doubled erase]",
     ),

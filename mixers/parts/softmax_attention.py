@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.modes import values_are_readable
+from deltazoo.backends.torch_ext.modes import functorch_is_active, values_are_readable
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.parts.caches import KVCache, token_in_slot
 
@@ -16,14 +16,17 @@ from deltazoo.mixers.parts.caches import KVCache, token_in_slot
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu_seqlens: Tensor | None) -> Tensor:
     """Attend among the tokens of the call, without a cache.
 
-    A window takes memory and time linear in T: each block of W tokens attends to itself and to the previous block.
-    Eager calls on a CPU run the packed sequences one by one. Other packs without a window need a mask of T x T, and a
-    NaN in one sequence may reach others, because 0 times NaN is NaN.
+    A window takes memory and time linear in T. On a GPU, torch's flash attention (`varlen_attn`) computes windows and
+    packs of 16-bit operands. Elsewhere each block of W tokens attends to itself and to the previous block. Eager calls
+    on a CPU run the packed sequences one by one. Other packs without a window need a mask of T x T, and a NaN in one
+    sequence may reach others, because 0 times NaN is NaN.
 
     Args: q: [B, T, H, E]; k, v: [B, T, G, E]; window: W, None: full attention.
     Returns: [B, T, H, E].
     """
     T = q.shape[1]
+    if (cu_seqlens is not None or (window is not None and window < T)) and has_flash_attention(q, v):
+        return flash_attend(q, k, v, scale, window, cu_seqlens)
     if cu_seqlens is not None and values_are_readable(cu_seqlens):
         pieces = _split_packed((q, k, v), cu_seqlens)
         return torch.cat([attend(q_n, k_n, v_n, scale, window, None) for q_n, k_n, v_n in pieces], 1)
@@ -108,6 +111,40 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = No
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)[..., :V]
+
+
+def has_flash_attention(q: Tensor, v: Tensor) -> bool:
+    """Whether `flash_attend` can compute queries q and values v [B, T, H, E], on an NVIDIA GPU."""
+    if q.device.type != "cuda" or torch.version.hip is not None or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if not torch.compiler.is_compiling() and functorch_is_active():
+        return False
+    E = q.shape[-1]
+    has_width = v.shape[-1] == E and E % 8 == 0 and E <= 256
+    return has_width and q.numel() > 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def flash_attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Compute `attend` by torch's varlen_attn. Args: as for `attend`, with operands that `has_flash_attention` allows.
+
+    The tokens after the last packed sequence are a further sequence.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # imports Triton
+
+    B, T, H, _ = q.shape
+    if cu_seqlens is None:
+        bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
+    else:
+        bounds = torch.cat([cu_seqlens.int(), cu_seqlens.new_full((1,), T, dtype=torch.int32)])
+    groups = H // k.shape[2]
+    k, v = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
+    before = -1 if window is None else window - 1  # tokens before the current one
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    o = varlen_attn(*rows, bounds, bounds, T, T, scale=scale, window_size=(before, 0))
+    assert isinstance(o, Tensor)  # without the logsumexp
+    return o.view(q.shape)
 
 
 def _split_packed(tensors: tuple[Tensor, ...], cu_seqlens: Tensor) -> list[tuple[Tensor, ...]]:

@@ -10,6 +10,10 @@ from deltazoo import watch
 from deltazoo.backends import rms_norm as module
 from deltazoo.backends.rms_norm import add_rms_norm, gated_rms_norm
 from deltazoo.backends.triton import norm as launches
+from deltazoo.blocks.layer import LayerSpec
+from deltazoo.blocks.mlp import Dense
+from deltazoo.mixers import GatedDeltaNet
+from deltazoo.mixers.core.mixer import Place
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)[: 2 if INTERPRETED else 3]
@@ -134,6 +138,42 @@ def test_a_row_of_zeros_has_finite_gradients():
     h, y = add_rms_norm(x, None, weight, EPS)
     (gradient,) = torch.autograd.grad((h, y), x, (torch.zeros_like(x), torch.ones_like(x)))
     torch.testing.assert_close(gradient, torch.full_like(x, EPS**-0.5))
+
+
+def run_layer(layer: torch.nn.Module, x: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf).x
+    y.square().sum().backward()
+    return [y.detach(), leaf.grad, *(parameter.grad.clone() for parameter in layer.parameters())]
+
+
+@needs_triton
+@pytest.mark.parametrize("hooked", ["nothing", "norm", "mlp_norm", "gate"])
+def test_a_layer_computes_the_same_with_and_without_the_kernels(hooked, monkeypatch):
+    """A hook on a part is called, and that part's norm is then computed in plain torch."""
+    torch.manual_seed(0)
+    spec = LayerSpec(mixer=GatedDeltaNet(heads=2, key_width=16, value_width=24), mlp=Dense(width=32))
+    layer = spec.build(48, Place(0, 1), "reference").to(DEVICE)
+    for parameter in layer.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    x = torch.randn(2, 5, 48).to(DEVICE)
+    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: False)
+    expected = run_layer(layer, x)
+    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
+    calls = []
+    outputs = layer.mixers[0].outputs
+    parts = {"norm": layer.norm, "mlp_norm": layer.mlp_norm, "gate": outputs["gate"]}
+    if hooked != "nothing":
+        parts[hooked].register_forward_hook(lambda *_: calls.append(hooked))
+    with watch() as log:
+        actual = run_layer(layer, x)
+    assert (
+        log.kernels["rms_norm_kernel"] == log.kernels["rms_norm_backward_kernel"] == (3 if hooked == "nothing" else 2)
+    )
+    assert calls == [hooked] * (hooked != "nothing")
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
 def test_the_kernels_refuse_what_they_do_not_compute():

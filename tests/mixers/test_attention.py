@@ -3,8 +3,11 @@
 B batch, T time, H heads, G key-value heads, E head width
 """
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.attention.varlen
 from equations import LargestTensor, assert_same_with_gradients
 from torch import Tensor
 
@@ -15,6 +18,7 @@ from deltazoo.mixers.parts import softmax_attention
 from deltazoo.mixers.parts.caches import KVCache
 
 WIDTH, H, G, E = 24, 4, 2, 6
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a CUDA device")
 HEADS = {"heads": H, "key_value_heads": G, "head_width": E}
 
 
@@ -193,3 +197,40 @@ def test_packed_window_takes_memory_linear_in_time() -> None:
         return tensors.elements
 
     assert largest(2048) <= 2.1 * largest(1024)
+
+
+def exact_varlen_attn(q, k, v, bounds, bounds_k, longest, longest_k, *, scale, window_size):
+    """torch's varlen_attn in float64, sequence by sequence."""
+    assert bounds is bounds_k and bounds.dtype == torch.int32 and window_size[1] == 0
+    pieces = []
+    for begin, end in itertools.pairwise(bounds.tolist()):
+        assert end - begin <= longest
+        q_n, k_n, v_n = (x[begin:end].double().transpose(0, 1) for x in (q, k, v))
+        age = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        visible = (age >= 0) & ((age <= window_size[0]) | (window_size[0] < 0))
+        score = (scale * q_n @ k_n.mT).masked_fill(~visible, -torch.inf)
+        pieces.append((score.softmax(-1) @ v_n).transpose(0, 1).to(q.dtype))
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=needs_gpu)])
+@pytest.mark.parametrize("window", [None, 2, 7, 40])
+@pytest.mark.parametrize("bounds", [None, (0, 9, 9, 30, 36)])
+def test_flash_attention_computes_the_same_windows_and_packs(bounds, window, on_gpu, monkeypatch):
+    """Without a GPU the bounds, windows and groups that flash attention gets are checked."""
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float64)
+    if not on_gpu:
+        monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", exact_varlen_attn)
+    generator = torch.Generator().manual_seed(0)
+    B = 2 if bounds is None else 1
+    q, k, v = (torch.randn(B, 40, heads, 16, generator=generator).to(device, dtype) for heads in (4, 2, 2))
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device)
+    assert softmax_attention.has_flash_attention(q, v) == on_gpu
+    results = []
+    for function, target in ((softmax_attention.flash_attend, dtype), (softmax_attention.attend, torch.float64)):
+        leaves = [x.to(target).requires_grad_() for x in (q, k, v)]
+        o = function(*leaves, 0.3, window, cu_seqlens)
+        results.append((o, *torch.autograd.grad(o.square().sum(), leaves)))
+    for actual, expected in zip(*results, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error <= (1e-2 if on_gpu else 1e-12), error
