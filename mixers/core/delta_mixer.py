@@ -23,6 +23,7 @@ from deltazoo.mixers.core.part import (
     HeadShape,
     LinearPart,
     OutputArguments,
+    OutputPart,
     Parts,
     ResizesHeads,
     Stateful,
@@ -165,8 +166,10 @@ class DeltaMixer(Mixer):
         parts = list(self.outputs.items())
         while parts:
             name, part = parts.pop(0)
-            is_stateless = isinstance(part, StatelessOutputPart)
-            of_both = part.transform_with(parts[0][1], o, x_BTD) if parts and is_stateless else None
+            following = parts[0][1] if parts else None
+            of_both = None
+            if isinstance(part, StatelessOutputPart) and isinstance(following, OutputPart):
+                of_both = part.transform_with(following, o, x_BTD)
             if of_both is None:
                 o, new[name] = part(o, arguments, old.get(name), context)
             else:

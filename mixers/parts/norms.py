@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
-from deltazoo.backends.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, is_supported, rms_norm
+from deltazoo.backends.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, is_supported
+from deltazoo.backends.rms_norm import rms_norm as rms_norm
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (

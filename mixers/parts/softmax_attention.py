@@ -141,8 +141,8 @@ def flash_attend(
     groups = H // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
     before = -1 if window is None else window - 1  # tokens before the current one
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    o = varlen_attn(*rows, bounds, bounds, T, T, scale=scale, window_size=(before, 0))
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+    o = varlen_attn(q_rows, k_rows, v_rows, bounds, bounds, T, T, scale=scale, window_size=(before, 0))
     assert isinstance(o, Tensor)  # without the logsumexp
     return o.view(q.shape)
 
