@@ -22,34 +22,37 @@ _BACKWARD_PROGRAMS = 1024  # eight per SM of a Hopper GPU
 
 
 def _launch(
-    kernel: Any, operands: list[Tensor | None], weight: Tensor, results: list[Tensor | None], sizes: torch.Size,
-    eps: float, activation: str, weight_at: int, programs: int | None = None,
+    kernel: Any, operands: list[Tensor | None], weight: Tensor, results: list[Tensor | None], eps: float,
+    activation: str, programs: int | None = None,
 ) -> None:  # fmt: skip
     """Launch a kernel.
 
     Args:
-        operands: tensors of tokens; results: without gaps, or None. weight_at: the position of the weight among the
-            parameters. sizes: of x. programs: None: one per tile.
+        operands: tensors of tokens, shaped like the first one; a gate has the heads and their width in one dimension.
+        results: new tensors, or None. programs: their number; None: one per tile.
     """
     from deltazoo.backends.triton.kernels.norm import NormTraits
     from deltazoo.backends.triton.launcher import launcher
 
-    D = sizes[-1]
-    heads = sizes[-2] if activation != "none" else 1
-    tensors, strides = [], []
+    first = operands[0]
+    assert first is not None
+    D = first.shape[-1]
+    heads = first.shape[-2] if activation != "none" else 1
+    tensors: list[Tensor | None] = []
+    strides = []
     for x in operands:
         rows, stride = (None, 0) if x is None else with_token_stride(x.reshape(1, -1, heads * D))
         tensors.append(rows)
         strides.append(stride)
     unit = math.gcd(8, *strides)
-    tensors.insert(weight_at, ready(weight))
     block = max(16, power_of_two(D))
     tile = max(1, _TILE // block)
     warps = max(_MIN_WARPS, min(16, tile * block // (32 * _NUMBERS_PER_THREAD)))
-    count = sizes.numel() // D
-    with torch.cuda.device_of(weight):
-        run = launcher(kernel, [*tensors, *results], (NormTraits(D, tile, block, eps, activation, heads, unit),), warps)
-        run(cdiv(count, tile) if programs is None else programs, count, *(stride // unit for stride in strides))
+    traits = NormTraits(D, tile, block, eps, activation, heads, unit)
+    rows_in_all = first.numel() // D
+    with torch.cuda.device_of(first):
+        run = launcher(kernel, [*tensors, ready(weight), *results], (traits,), warps)
+        run(programs or cdiv(rows_in_all, tile), rows_in_all, *(stride // unit for stride in strides))
 
 
 def _forward(
@@ -59,7 +62,7 @@ def _forward(
 
     h, y = _forward_fake(x, branch, gate, weight, eps, activation)
     results = [None if branch is None else h, y]
-    _launch(rms_norm_kernel, [x, branch, gate], weight, results, x.shape, eps, activation, 3)
+    _launch(rms_norm_kernel, [x, branch, gate], weight, results, eps, activation)
     return h, y
 
 
@@ -71,8 +74,7 @@ def _backward(
     d_h, d_gate, _ = _backward_fake(h, gate, weight, dy, d_sum, eps, activation)
     partial = h.new_empty(_BACKWARD_PROGRAMS, h.shape[-1], dtype=torch.float32)
     results = [d_h, None if gate is None else d_gate, partial]
-    operands = [h, gate, dy, d_sum]
-    _launch(rms_norm_backward_kernel, operands, weight, results, h.shape, eps, activation, 2, _BACKWARD_PROGRAMS)
+    _launch(rms_norm_backward_kernel, [h, gate, dy, d_sum], weight, results, eps, activation, _BACKWARD_PROGRAMS)
     return d_h, d_gate, partial.sum(0).to(weight.dtype)
 
 

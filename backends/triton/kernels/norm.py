@@ -112,7 +112,7 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["rows", "h_stride", "gate_stride", "dy_stride", "d_sum_stride"])
 def rms_norm_backward_kernel(
-    h, gate, weight, dy, d_sum, d_h, d_gate, partial, rows, h_stride, gate_stride, dy_stride, d_sum_stride,
+    h, gate, dy, d_sum, weight, d_h, d_gate, partial, rows, h_stride, gate_stride, dy_stride, d_sum_stride,
     traits: tl.constexpr,
 ):  # fmt: skip
     """Compute d_h, d_gate and sums for d_w.
