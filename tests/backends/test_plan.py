@@ -234,6 +234,21 @@ def test_kernels_of_a_decay_per_channel(change, device, prepare, gradients):
     assert (plan.prepare, plan.gradients) == (prepare, gradients)
 
 
+@pytest.mark.parametrize(
+    ("change", "mebibytes"),
+    [
+        ({"N": 8}, 32),
+        ({"N": 1, "T": 8192, "H": 32, "HV": 32}, 160),  # windows of 32 programs leave SMs idle
+        ({"N": 8, "delta": False}, 160),
+        ({"N": 8, "decay": "head"}, 160),
+        ({"N": 8, "packed": True}, 160),
+    ],
+)
+def test_kda_that_fills_the_device_uses_less_scratch(change, mebibytes):
+    case = problem(**({"decay": "channel", "T": 4096, "H": 16, "HV": 16} | change))
+    assert heuristic(case, H200).scratch == mebibytes * 2**20
+
+
 def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
     config = heuristic(problem(), H200)
     with pytest.raises(ConfigError, match=r"prepare\.kernel = 'hopper' needs a Hopper GPU, .*; got NVIDIA A100"):
