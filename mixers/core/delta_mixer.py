@@ -167,14 +167,13 @@ class DeltaMixer(Mixer):
         while parts:
             name, part = parts.pop(0)
             following = parts[0][1] if parts else None
-            of_both = None
             if isinstance(part, StatelessOutputPart) and isinstance(following, OutputPart):
-                of_both = part.transform_with(following, o, x_BTD)
-            if of_both is None:
-                o, new[name] = part(o, arguments, old.get(name), context)
-            else:
-                o = of_both
-                parts.pop(0)
+                o_of_both = part.transform_with(following, o, x_BTD)
+                if o_of_both is not None:
+                    o = o_of_both
+                    parts.pop(0)
+                    continue
+            o, new[name] = part(o, arguments, old.get(name), context)
         y_BTD = self._project_out(o, x_BTD, order)
         if state is None:
             return y_BTD, None

@@ -100,7 +100,7 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
         activation = following.activation
         if self.kind != "rms" or self.weight is None or self.bias is not None or activation not in ("silu", "sigmoid"):
             return None
-        if not _trains_by_kernel(self, o) or not is_supported(o, self.weight):
+        if not _has_kernel(self, self.weight, o):
             return None
         raw = following.proj(x)
         if raw.dtype != o.dtype:
@@ -178,15 +178,15 @@ def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[
 
     Use the first result instead of x from here on (`deltazoo.backends.rms_norm.add_rms_norm`).
     """
-    if norm.weight is not None and _trains_by_kernel(norm, x) and is_supported(x, norm.weight):
+    if norm.weight is not None and _has_kernel(norm, norm.weight, x):
         return add_rms_norm(x, branch, norm.weight, norm.eps)
     x = x if branch is None else x + branch
     return x, norm(x)
 
 
-def _trains_by_kernel(norm: nn.Module, x: Tensor) -> bool:
-    """Whether gradients are recorded, of a norm without hooks."""
-    return torch.is_grad_enabled() and is_unmodified(norm)
+def _has_kernel(norm: nn.Module, weight: nn.Parameter, x: Tensor) -> bool:
+    """Whether a kernel computes the norm of x: while gradients are recorded, where `is_supported`, without hooks."""
+    return torch.is_grad_enabled() and is_unmodified(norm) and is_supported(x, weight)
 
 
 def unit_norm(x: Tensor, norm: UnitNormKind = "l2") -> Tensor:

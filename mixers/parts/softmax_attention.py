@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.modes import functorch_is_active, values_are_readable
+from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.parts.caches import KVCache, token_in_slot
 
@@ -115,13 +116,19 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = No
 
 def has_flash_attention(q: Tensor, v: Tensor) -> bool:
     """Whether `flash_attend` can compute queries q and values v [B, T, H, E], on an NVIDIA GPU."""
-    if q.device.type != "cuda" or torch.version.hip is not None or q.dtype not in (torch.float16, torch.bfloat16):
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         return False
     if not torch.compiler.is_compiling() and functorch_is_active():
         return False
     E = q.shape[-1]
     has_width = v.shape[-1] == E and E % 8 == 0 and E <= 256
-    return has_width and q.numel() > 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return has_width and q.numel() > 0 and _device_has_flash_attention(q.device.index)
+
+
+@constant_in_graphs
+def _device_has_flash_attention(index: int | None) -> bool:
+    is_built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    return is_built and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def flash_attend(
