@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 LAYERS := backends mixers blocks cli
 OLDEST := torch==2.11.0 triton==3.6.0 "setuptools>=77,<82"
 BASELINE := tests/bench/baseline
-INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element prefetch triton_cross_entropy triton_glu triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
+INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element prefetch triton_cross_entropy triton_glu triton_norm triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
 
 .PHONY: demo test test-kernels test-oldest test-all lint docs docs-external bench bench-baseline readme-table conformance portability mutations plugin setup clean
 
