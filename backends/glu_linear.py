@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.glu import glu, glu_backward
@@ -69,12 +70,11 @@ class _GluLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden_R2F, weight_DF = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: differentiable again
-            views = [x.view_as(x) for x in ctx.saved_tensors]  # one may depend on the other
-            gate_RF, up_RF = views[0].chunk(2, 1)
-            y_RD = torch.mm(activate(gate_RF, ctx.activation) * up_RF, views[1].t())
-            needed = [x for x, is_needed in zip(views, ctx.needs_input_grad, strict=False) if is_needed]
-            gradients = iter(torch.autograd.grad(y_RD, needed, dy_RD, create_graph=True))
-            d_hidden, d_weight = (next(gradients) if is_needed else None for is_needed in ctx.needs_input_grad[:2])
-            return d_hidden, d_weight, None
+
+            def plain(hidden_R2F: Tensor, weight_DF: Tensor) -> Tensor:
+                gate_RF, up_RF = hidden_R2F.chunk(2, 1)
+                return torch.mm(activate(gate_RF, ctx.activation) * up_RF, weight_DF.t())
+
+            return (*plain_gradients(plain, ctx.saved_tensors, dy_RD), None)
         d_hidden_R2F, h_RF = glu_backward(hidden_R2F, torch.mm(dy_RD, weight_DF), ctx.activation)
         return d_hidden_R2F, torch.mm(dy_RD.t(), h_RF) if ctx.needs_input_grad[1] else None, None

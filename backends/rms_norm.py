@@ -4,10 +4,9 @@
     gated_rms_norm    y = w x / sqrt(mean(x^2) + eps) phi(gate)
 
 The backward of `add_rms_norm` adds the gradient of the residual stream in the same kernel. Inductor's kernels for these
-gradients reach a third to a half of the memory bandwidth.
+gradients ran at 1.9 to 3.0 TB/s on an H200, where a copy reaches 4.1 to 4.5.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.base import state_dtype
+from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton import norm as kernels
@@ -87,7 +87,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: differentiable again
-            d_h, d_weight = _plain_gradients(lambda h, w: rms_norm(h, w, ctx.eps), (h, weight), dy)
+            d_h, d_weight = plain_gradients(lambda h, w: rms_norm(h, w, ctx.eps), (h, weight), dy)
             d_h = d_sum if d_h is None else d_sum + d_h
         else:
             d_h, _, d_weight = kernels.rms_norm_backward(h, None, weight, dy, d_sum, ctx.eps, "none")
@@ -115,14 +115,5 @@ class _GatedNorm(torch.autograd.Function):
             def plain(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
                 return apply_gate(rms_norm(x, weight, ctx.eps), gate.view(x.shape), ctx.activation)
 
-            return (*_plain_gradients(plain, saved, dy), None, None)
+            return (*plain_gradients(plain, saved, dy), None, None)
         return (*kernels.rms_norm_backward(x, gate, weight, dy, None, ctx.eps, ctx.activation), None, None)
-
-
-def _plain_gradients(function: Callable[..., Tensor], tensors: tuple[Tensor, ...], dy: Tensor) -> list[Tensor | None]:
-    """Return differentiable gradients of plain torch code, None for tensors that need none."""
-    # views, because one tensor may depend on another: h is a result of the node whose gradient this is
-    views = [x.view_as(x) for x in tensors]
-    needed = [x for x in views if x.requires_grad]
-    gradients = iter(torch.autograd.grad(function(*views), needed, dy, create_graph=True))
-    return [next(gradients) if x.requires_grad else None for x in views]

@@ -1,7 +1,7 @@
-"""A decorator for hand-written backwards that have no second derivative."""
+"""Second derivatives of hand-written backwards: a decorator for those without one, and gradients of plain code."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +35,21 @@ def differentiable_once(backward: Backward) -> Backward:
         return tuple(_NoSecondDerivative.apply(x, *sources) if isinstance(x, Tensor) else x for x in results)
 
     return wrapper
+
+
+def plain_gradients(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], gradient: Tensor
+) -> list[Tensor | None]:
+    """Return differentiable gradients of plain torch code, for the backward of an autograd.Function with create_graph.
+
+    One of the tensors may depend on another, or be a result of the node whose backward this is.
+
+    Args: function: of the tensors; gradient: of its result. Returns: None for a tensor that needs no gradient.
+    """
+    views = [x.view_as(x) for x in tensors]  # so that the gradient stops at them
+    needed = [x for x in views if x.requires_grad]
+    gradients = iter(torch.autograd.grad(function(*views), needed, gradient, create_graph=True))
+    return [next(gradients) if x.requires_grad else None for x in views]
 
 
 class _SavedTensorsRead:

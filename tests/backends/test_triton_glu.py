@@ -117,6 +117,21 @@ def test_second_derivatives_equal_those_of_the_definition(activation, frozen):
 
 
 @needs_triton
+def test_second_derivatives_of_a_projection_that_depends_on_the_output_map():
+    weight = draw(4, 4, dtype=torch.float32).requires_grad_()
+    exact = weight.detach().double().requires_grad_()
+    results = []
+    for leaf, function in (
+        (weight, lambda w: glu_linear(torch.cat([w, 2 * w], 1), w, "silu")),
+        (exact, lambda w: definition(torch.cat([w, 2 * w], 1), "silu") @ w.T),
+    ):
+        (first,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
+        results.append([first, *torch.autograd.grad(first.square().sum(), leaf)])
+    for actual, expected in zip(*results, strict=True):
+        assert_near(actual.detach(), expected.detach(), 1e-5)
+
+
+@needs_triton
 def test_a_frozen_weight_gets_no_gradient():
     hidden, weight = draw(3, 8, dtype=torch.float32).requires_grad_(), draw(2, 4, dtype=torch.float32)
     glu_linear(hidden, weight, "silu").sum().backward()

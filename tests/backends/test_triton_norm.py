@@ -176,7 +176,14 @@ def test_a_layer_computes_the_same_with_and_without_the_kernels(hooked, monkeypa
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
-def test_the_kernels_refuse_what_they_do_not_compute():
-    weight = torch.nn.Parameter(torch.ones(8))
-    assert not module.is_supported(torch.ones(2, 8), weight)  # a CPU
-    assert not module.is_supported(torch.ones(2, 8), torch.nn.Parameter(torch.ones(2, 8)))
+def test_the_kernels_refuse_what_they_do_not_compute(monkeypatch):
+    x, weight = torch.ones(2, 8), torch.nn.Parameter(torch.ones(8))
+    assert not module.is_supported(x, weight)  # a CPU
+    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
+    assert module.is_supported(x, weight)
+    assert not module.is_supported(x, torch.nn.Parameter(torch.ones(2, 8)))
+    assert not module.is_supported(x, weight.detach())  # a subclass or a result of parameters has its own rules
+    assert not module.is_supported(x[:0], weight)
+    assert not torch.func.vmap(lambda row: torch.tensor(module.is_supported(row, weight)))(x).any()
+    monkeypatch.setattr(launches, "MAX_WIDTH", 7)
+    assert not module.is_supported(x, weight)
