@@ -48,6 +48,8 @@ def activate(gate, ACTIVATION: tl.constexpr):
     """phi(gate)."""
     if ACTIVATION == "silu":
         return gate * sigmoid(gate)
+    elif ACTIVATION == "sigmoid":
+        return sigmoid(gate)
     elif ACTIVATION == "gelu":
         tanh, _ = gelu_tanh(gate)
         return 0.5 * gate * (1 + tanh)
@@ -62,6 +64,9 @@ def activate_with_slope(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         s = sigmoid(gate)
         return gate * s, s * (1 + gate * (1 - s))
+    elif ACTIVATION == "sigmoid":
+        s = sigmoid(gate)
+        return s, s * (1 - s)
     elif ACTIVATION == "gelu":
         tanh, d_argument = gelu_tanh(gate)
         return 0.5 * gate * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * d_argument

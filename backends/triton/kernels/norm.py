@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.kernels.glu import sigmoid
+from deltazoo.backends.triton.kernels.glu import activate, activate_with_slope
 
 
 class NormTraits(NamedTuple):
@@ -68,17 +68,6 @@ def load_weight(weight, traits: tl.constexpr):
 
 
 @triton.jit
-def gate_and_slope(raw, ACTIVATION: tl.constexpr):
-    """Return phi(gate) and phi'(gate)."""
-    phi = sigmoid(raw)
-    slope = phi - phi * phi
-    if ACTIVATION == "silu":
-        slope = phi + raw * slope
-        phi *= raw
-    return phi, slope
-
-
-@triton.jit
 def add_pairs(a, b, c, d):
     """Add two pairs of numbers."""
     return a + c, b + d
@@ -105,8 +94,7 @@ def rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(h_tile * h_tile, 1) / traits.D + traits.EPS)[:, None]
     out = h_tile * scale * load_weight(weight, traits)
     if gate is not None:
-        phi, _ = gate_and_slope(load_rows(gate, tile, rows, gate_stride, traits).to(tl.float32), ACTIVATION)
-        out *= phi
+        out *= activate(load_rows(gate, tile, rows, gate_stride, traits).to(tl.float32), ACTIVATION)
     store_rows(y, tile, rows, out, traits)
 
 
@@ -144,7 +132,7 @@ def rms_norm_backward_kernel(
         next_gate = load_rows(gate, following, rows, gate_stride, traits)
         next_residual = load_rows(d_sum, following, rows, d_sum_stride, traits)
         if gate is not None:
-            phi, slope = gate_and_slope(raw, ACTIVATION)
+            phi, slope = activate_with_slope(raw, ACTIVATION)
             d_phi = dy_tile * slope
             dy_tile *= phi
         d_n = w * dy_tile
