@@ -67,7 +67,7 @@ class _GluLinear(torch.autograd.Function):
         ctx.save_for_backward(hidden_R2F, weight_DF)
 
     @staticmethod
-    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
         hidden_R2F, weight_DF = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: differentiable again
 
