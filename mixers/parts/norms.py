@@ -1,4 +1,7 @@
-"""Norms of a vector, of each head's output, and of q and k. Plain PyTorch in float32, which Inductor fuses.
+"""Norms of a vector, of each head's output, and of q and k, in float32.
+
+They are plain PyTorch, which Inductor fuses; in training on a GPU the norms of a layer, and a norm of heads with the
+gate after it, are kernels (`deltazoo.backends.rms_norm`).
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """

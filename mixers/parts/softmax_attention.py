@@ -1,4 +1,4 @@
-"""Causal softmax attention by torch's SDPA: full, sliding window in blocks, packed sequences, key-value caches.
+"""Causal softmax attention by torch: full, sliding window, packed sequences, key-value caches.
 
 B batch, T time, H heads, G key-value heads, E head width, S slots, W window, N packed sequences,
 J keys, L queries of the first block, M blocks
