@@ -262,7 +262,7 @@ LAUNCHES = [
         "backends/test_triton_glu.py::test_the_kernels_compute_the_activation_and_its_gradient[9-37-dtype0-silu]",
     ),
     Mutation(
-        "glu: the second derivative treats the gradient as a constant", "backends/glu_linear.py",
+        "glu: the second derivative treats the gradient as a constant", "backends/torch_ext/autograd.py",
         "create_graph=True))", "create_graph=False))",
         "test-kernels", "backends/test_triton_glu.py::test_second_derivatives_equal_those_of_the_definition[silu-none]",
     ),
