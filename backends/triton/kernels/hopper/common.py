@@ -25,10 +25,12 @@ ACC_COLUMNS = gl.constexpr(gl.SliceLayout(0, ACC.value))
 # cp.async of 16 bytes per thread by one warp group, in the order of copy_indices: tiles of 64 and of 128 columns
 COPY_64_COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1, 8], [1, 4, 8], [1, 4, 1], [2, 1, 0]))
 COPY_128_COLUMNS = gl.constexpr(gl.BlockedLayout([8, 1, 8], [1, 2, 16], [1, 4, 1], [2, 1, 0]))
+COPY_16_COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [1, 4, 1], [2, 1, 0]))
 # vectors
 ONE_PER_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 FOUR_PER_THREAD = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 SMEM_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+SMEM_TILE_N16 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))
 SMEM_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Global stores of an accumulator [64, 64]. The four threads that share a row of the accumulator exchange elements so
 # that each holds 4 adjacent columns of 16, and the four together fill a 32-byte sector. The conversion from ACC takes
@@ -39,6 +41,11 @@ STORE_64_COLUMNS = gl.constexpr(
         [64, 64],
     )
 )  # fmt: skip
+STORE_16_COLUMNS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+)
 STORE_128_COLUMNS = gl.constexpr(  # the same for [64, 128], of which each of two warp groups holds 64 columns
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -78,12 +85,17 @@ def locate_scratch_chunk(
 
 
 @gluon.jit
-def allocate_tiles(dtype: gl.constexpr, COUNT: gl.constexpr):
-    """Allocate COUNT tiles. Each is a separate buffer: the compiler assumes that views of one buffer overlap."""
-    first = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-    tiles = (first,)
-    for _ in gl.static_range(COUNT - 1):
-        tiles = tiles + (gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE),)
+def allocate_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr = 64):
+    """Allocate COUNT tiles. Each is a separate buffer: the compiler assumes that views of one buffer overlap.
+
+    LAST: columns of the last one, 16 or 64.
+    """
+    tiles = ()
+    for i in gl.static_range(COUNT):
+        if i == COUNT - 1 and LAST == 16:
+            tiles = tiles + (gl.allocate_shared_memory(dtype, [64, 16], SMEM_TILE_N16),)
+        else:
+            tiles = tiles + (gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE),)
     return tiles
 
 
@@ -93,7 +105,7 @@ def copy_indices(R: gl.constexpr, J: gl.constexpr):
 
     One pass over t and j, 2 KiB of a 16-bit dtype, is one 16-byte cp.async per thread.
     """
-    layout: gl.constexpr = COPY_64_COLUMNS if J == 64 else COPY_128_COLUMNS
+    layout: gl.constexpr = COPY_16_COLUMNS if J == 16 else COPY_64_COLUMNS if J == 64 else COPY_128_COLUMNS
     ROWS_PER_PASS: gl.constexpr = 1024 // J
     t = gl.arange(0, ROWS_PER_PASS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     j = gl.arange(0, J, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -173,11 +185,14 @@ def sum_by_warp(x):
 
 @gluon.jit
 def store_accumulator(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
-    """Store an accumulator [64, 64] or [64, 128] in the dtype of `base`, up to `rows` and `columns`."""
-    layout: gl.constexpr = STORE_64_COLUMNS if tile.shape[1] == 64 else STORE_128_COLUMNS
+    """Store an accumulator [64, 16], [64, 64] or [64, 128] in the dtype of `base`, up to `rows` and `columns`."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = (
+        STORE_16_COLUMNS if WIDTH == 16 else STORE_64_COLUMNS if WIDTH == 64 else STORE_128_COLUMNS
+    )
     out = gl.convert_layout(to_16_bits(tile, base.dtype.element_ty), layout)
     t = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
+    j = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     # split so that the addresses of one thread differ by constants
     at = base + ((t // 16 * 16 + t % 8) * stride + (j // 64 * 64 + j % 16))
     at = at + (t // 8 % 2 * (8 * stride) + j // 16 % 4 * 16)
@@ -221,11 +236,14 @@ def copy_gates_async(
 
 
 @gluon.jit
-def allocate_tile_rings(dtype: gl.constexpr, COUNT: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """Allocate COUNT ring buffers of NUM_STAGES tiles."""
-    tiles = (gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 64], SMEM_TILE),)
-    for _ in gl.static_range(COUNT - 1):
-        tiles = tiles + (gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 64], SMEM_TILE),)
+def allocate_tile_rings(dtype: gl.constexpr, COUNT: gl.constexpr, NUM_STAGES: gl.constexpr, LAST: gl.constexpr = 64):
+    """Allocate COUNT ring buffers of NUM_STAGES tiles. LAST: columns of the last one, 16 or 64."""
+    tiles = ()
+    for i in gl.static_range(COUNT):
+        if i == COUNT - 1 and LAST == 16:
+            tiles = tiles + (gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 16], SMEM_TILE_N16),)
+        else:
+            tiles = tiles + (gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 64], SMEM_TILE),)
     return tiles
 
 

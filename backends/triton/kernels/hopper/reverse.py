@@ -45,12 +45,13 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.scan_producer import advance, producer, release_chunks_without_values
-from deltazoo.backends.triton.kernels.hopper.scan_products import issue_kq, scale_channels, store_p_tile
+from deltazoo.backends.triton.kernels.hopper.scan_products import issue_kq, scale_channels, scale_state, store_p_tile
 from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     WorkTile,
     allocate_smem,
     make_traits,
     num_stages,
+    tail_width,
     value_tile_and_head,
 )
 from deltazoo.backends.triton.kernels.hopper.state_copies import load_state, store_state, store_tile
@@ -95,7 +96,7 @@ def multiply_keys(dS, at, smem, stage, columns, traits: gl.constexpr):
         dx = warpgroup_mma(a_dS, k_T, dx, use_acc=tk > 0, is_async=True)
         if traits.TERMS == 2:
             dx = warpgroup_mma(a_dS_low, k_T, dx, is_async=True)
-        store_accumulator(at + tk * 64, dS[tk], STRIDE, columns, K - tk * 64, tk * 64 + 64 > K)
+        store_accumulator(at + tk * 64, dS[tk], STRIDE, columns, K - tk * 64, tk * 64 + dS[tk].shape[1] > K)
         if traits.TERMS == 2:
             dx, a_dS, a_dS_low = warpgroup_mma_wait(0, deps=[dx, a_dS, a_dS_low])
         else:
@@ -163,10 +164,7 @@ def reverse_chunk(
         mbarrier.wait(smem.v_full.index(stage), phase)
         dS0 = scale_channels(dS, smem.G, stage, NK)
     elif BY_TOKEN:
-        chunk_decay = gl.exp2(G_end)[None, :]
-        dS0 = (dS[0] * chunk_decay,)
-        for tk in gl.static_range(NK - 1):
-            dS0 = dS0 + (dS[tk + 1] * chunk_decay,)
+        dS0 = scale_state(dS, gl.exp2(G_end), NK)
     else:
         dS0 = dS
     a_doq = a_do if BY_CHANNEL else gl.convert_layout(to_16_bits(doq, dtype), A_OPERAND, assert_trivial=True)
@@ -236,9 +234,9 @@ def consumer(
     at_dstate = gmem.dstate + ((work.n.to(gl.int64) * HV + work.hv) * K * V + column)
     if traits.SPLIT > 0:
         at = gmem.starts + ((work.segment_slot.to(gl.int64) * HV + work.hv) * V + column) * K
-        dS = load_state(at, staging, K, K, columns, NK, False)
+        dS = load_state(at, staging, K, columns, False, traits)
     else:
-        dS = load_state(at_dstate, staging, K, V, columns, NK, True)
+        dS = load_state(at_dstate, staging, V, columns, True, traits)
     barrier()  # outside the loop for the reason given in scan.py
     stage = 0
     phase = 0
@@ -288,7 +286,7 @@ def hopper_reverse_kernel(
     )
     if first < end:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True,
+            H, HV, K, V, NK, tail_width(K, NK), NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True,
             dtype, TERMS, IN_GRADIENTS,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
@@ -305,5 +303,5 @@ def hopper_reverse_kernel(
                 (producer, (q, k, e, do, gates, wy_tiles, smem, slot, work, traits, True)),
             ],
             [4, 4],
-            [240, 24] if NK > 3 else [216, 72] if DECAY == "channel" else [232, 40],
+            [240, 24] if NK > 3 and K > 208 else [216, 72] if DECAY == "channel" else [232, 40],
         )

@@ -65,6 +65,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     consumer_release,
     low_term,
     matmul_inverse_async,
+    store_accumulator,
     to_16_bits,
     to_float32,
 )
@@ -73,6 +74,7 @@ from deltazoo.backends.triton.kernels.hopper.scan_products import (
     issue_kq,
     read_state_by_key_tiles,
     scale_channels,
+    scale_state,
     store_p_tile,
 )
 from deltazoo.backends.triton.kernels.hopper.scan_traits import (
@@ -81,9 +83,16 @@ from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     allocate_smem,
     make_traits,
     num_stages,
+    tail_width,
     value_tile_and_head,
 )
-from deltazoo.backends.triton.kernels.hopper.state_copies import load_checkpoint, load_state, store_state, store_tile
+from deltazoo.backends.triton.kernels.hopper.state_copies import (
+    load_checkpoint,
+    load_state,
+    store_state,
+    store_tile,
+    zero_state,
+)
 from deltazoo.backends.triton.kernels.layout import chunk_range, segment_slot, sequence_and_segment
 
 
@@ -124,8 +133,11 @@ def scan_chunk(
                 + (((work.checkpoint + c // CHECKPOINT_EVERY).to(gl.int64) * HV + work.hv) * V + column) * K
             )
             for tk in gl.static_range(NK):
-                staging.store(to_16_bits(S[tk], dtype) if BY_KEY_TILES else S_low[tk])
-                store_tile(at + tk * 64, staging, K, columns, K - tk * 64, MASK_V, tk * 64 + 64 > K)
+                if S[tk].shape[1] == 16:
+                    store_accumulator(at + tk * 64, S[tk], K, columns, K - tk * 64, tk * 64 + S[tk].shape[1] > K)
+                else:
+                    staging.store(to_16_bits(S[tk], dtype) if BY_KEY_TILES else S_low[tk])
+                    store_tile(at + tk * 64, staging, K, columns, K - tk * 64, MASK_V, tk * 64 + S[tk].shape[1] > K)
 
     mbarrier.wait(smem.k_full.index(stage), phase)
     y = gl.zeros([64, 64], gl.float32, ACC)
@@ -161,7 +173,7 @@ def scan_chunk(
         for tk in gl.static_range(0 if BY_KEY_TILES else NK):
             state_s[tk].store(S_low[tk])
         for tk in gl.static_range(NK):
-            store_tile(at + tk * STEP, state_s[tk], STRIDE, rows, K - tk * 64, True, tk * 64 + 64 > K)
+            store_tile(at + tk * STEP, state_s[tk], STRIDE, rows, K - tk * 64, True, tk * 64 + state_s[tk].shape[1] > K)
 
     # x^T = (w v - c S^T e)^T T^T
     mbarrier.wait(smem.v_full.index(stage), phase)
@@ -183,10 +195,7 @@ def scan_chunk(
     elif BY_TOKEN:
         G = smem.G.index(stage).load(ACC_COLUMNS)
         G_end = smem.G.index(stage).slice(63, 1).load(ACC_COLUMNS)
-        chunk_decay = gl.exp2(G_end)[None, :]
-        S0 = (S[0] * chunk_decay,)
-        for tk in gl.static_range(NK - 1):
-            S0 = S0 + (S[tk + 1] * chunk_decay,)
+        S0 = scale_state(S, gl.exp2(G_end), NK)
         decay_to_end = gl.exp2(G_end - G)
     else:
         S0 = S
@@ -272,21 +281,19 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
     column = work.value_tile * 128 + HALF * 64
     columns = V - column
     at_state = (work.n.to(gl.int64) * HV + work.hv) * K * V + column
-    S = (gl.zeros([64, 64], gl.float32, ACC),)
-    for _ in gl.static_range(NK - 1):
-        S = S + (gl.zeros([64, 64], gl.float32, ACC),)
+    S = zero_state(traits)
     if OUTPUT and SPLIT > 0:
         at = gmem.starts + ((work.segment_slot.to(gl.int64) * HV + work.hv) * V + column) * K
-        S = load_state(at, staging, K, K, columns, NK, False)
+        S = load_state(at, staging, K, columns, False, traits)
     elif OUTPUT:
         if HAS_STATE:
-            S = load_state(gmem.state + at_state, staging, K, V, columns, NK, True)
+            S = load_state(gmem.state + at_state, staging, V, columns, True, traits)
     elif work.first > 0:
         checkpoint = (work.checkpoint + work.first // CHECKPOINT_EVERY).to(gl.int64)
         at = gmem.checkpoints + ((checkpoint * HV + work.hv) * V + column) * K
         S = load_checkpoint(at, state_s, K, columns, NK, V % 128 != 0)
     elif HAS_STATE:
-        S = load_state(gmem.state + at_state, staging, K, V, columns, NK, True)
+        S = load_state(gmem.state + at_state, staging, V, columns, True, traits)
     # With smem accesses pending at loop entry the compiler would place a barrier in every iteration; this one avoids
     # it.
     barrier()
@@ -356,7 +363,7 @@ def hopper_scan_kernel(
         checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
     if has_work:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, HAS_STATE, EARLY, READ_EARLY, CHECKPOINT_EVERY,
+            H, HV, K, V, NK, tail_width(K, NK), NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, HAS_STATE, EARLY, READ_EARLY, CHECKPOINT_EVERY,
             SPLIT, OUTPUT, dtype, TERMS, IN_GRADIENTS,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
@@ -373,5 +380,5 @@ def hopper_scan_kernel(
                 (producer, (q, k, e, v, gates, wy_tiles, smem, slot, work, traits, False)),
             ],
             [4, 4],
-            [240, 24] if NK > 3 else [224, 56] if DECAY == "channel" else [232, 40],
+            [240, 24] if NK > 3 and K > 208 else [224, 56] if DECAY == "channel" else [232, 40],
         )

@@ -55,13 +55,22 @@ def release_chunks_without_values(smem, columns, work, HALF: gl.constexpr, trait
 
 
 @gluon.jit
-def copy_keys_async(rings, keys, stage, rows, traits: gl.constexpr):
-    """Issue the cp.async of the NK tiles of a chunk's keys or queries."""
+def copy_key_tiles_async(rings, at, keys, stage, rows, traits: gl.constexpr):
+    """Issue the cp.async of the NK tiles of a chunk's keys or queries. at: the pointers of their first tile."""
     K: gl.constexpr = traits.K
     NK: gl.constexpr = traits.NK
-    at = copy_pointers(keys, traits.H * K)
     for tk in gl.static_range(NK):
-        copy_tile_async(rings[tk].index(stage), at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
+        if rings[tk].shape[2] == 16:
+            at = copy_pointers(keys, traits.H * K, 64, 16)
+        copy_tile_async(
+            rings[tk].index(stage), at, tk * 64, rows, K - tk * 64, True, tk * 64 + rings[tk].shape[2] > K
+        )
+
+
+@gluon.jit
+def copy_keys_async(rings, keys, stage, rows, traits: gl.constexpr):
+    """Issue the cp.async of the NK tiles of a chunk's keys or queries."""
+    copy_key_tiles_async(rings, copy_pointers(keys, traits.H * traits.K), keys, stage, rows, traits)
 
 
 @gluon.jit
@@ -136,11 +145,10 @@ def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr
                 if OUTPUT:
                     copy_keys_async(smem.q, q + key, stage, rows, traits)
         else:
-            first_at = copy_pointers((e if E_FIRST else k) + key, H * K)
-            first = smem.e if E_FIRST else smem.k
+            first = (e if E_FIRST else k) + key
+            first_at = copy_pointers(first, H * K)
             mbarrier.wait(smem.empty.index(stage), phase)
-            for tk in gl.static_range(NK):
-                copy_tile_async(first[tk].index(stage), first_at, tk * 64, rows, K - tk * 64, True, tk * 64 + 64 > K)
+            copy_key_tiles_async(smem.e if E_FIRST else smem.k, first_at, first, stage, rows, traits)
             copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
             if OUTPUT:
                 copy_keys_async(smem.q, q + key, stage, rows, traits)

@@ -81,8 +81,18 @@ def store_p_tile(P, PENDING: gl.constexpr, P_s, smem, stage, scale, traits: gl.c
 @gluon.jit
 def scale_channels(S, decays, stage, NK: gl.constexpr):
     """Multiply the columns of S^T, the keys, by 2^Gend of each."""
-    scaled = (S[0] * decays.index(stage).slice(0, 64).load(ACC_COLUMNS)[None, :],)
-    for tk in gl.static_range(NK - 1):
-        factors = decays.index(stage).slice(tk * 64 + 64, 64).load(ACC_COLUMNS)
-        scaled = scaled + (S[tk + 1] * factors[None, :],)
+    scaled = ()
+    for tk in gl.static_range(NK):
+        factors = decays.index(stage).slice(tk * 64, S[tk].shape[1]).load(gl.SliceLayout(0, S[tk].type.layout))
+        scaled = scaled + (S[tk] * factors[None, :],)
+    return scaled
+
+
+@gluon.jit
+def scale_state(S, factor, NK: gl.constexpr):
+    """Multiply the tiles of S^T by a factor [1] in the layout ACC_COLUMNS."""
+    scaled = ()
+    for tk in gl.static_range(NK):
+        column_factor = gl.convert_layout(factor, gl.SliceLayout(0, S[tk].type.layout), assert_trivial=True)
+        scaled = scaled + (S[tk] * column_factor[None, :],)
     return scaled

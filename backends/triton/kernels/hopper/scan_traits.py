@@ -19,7 +19,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 class KernelTraits(NamedTuple):
     """Compile-time constants of a kernel: heads, widths and the variant of the update.
 
-    NK: tiles of 64 keys. NUM_STAGES: chunks in the ring buffer. DECAY: "none", "fixed" per head, "head": per token and
+    NK: tiles of keys, 64 each, TAIL the last one. NUM_STAGES: chunks in the ring buffer. DECAY: "none", "fixed" per head, "head": per token and
     head, or "channel": also per key. DELTA: the update has an erase term. OWN_KEY: its key is the operand e, as E is
     with a decay per channel. WRITE: there is a w. HAS_STATE: there is an
     initial state. READ_EARLY: the output is read from the state before the token's update. EARLY: G before each token
@@ -34,6 +34,7 @@ class KernelTraits(NamedTuple):
     K: Any
     V: Any
     NK: Any
+    TAIL: Any
     NUM_STAGES: Any
     DECAY: Any
     DELTA: Any
@@ -54,6 +55,12 @@ class KernelTraits(NamedTuple):
 def make_traits(*fields):
     """Return KernelTraits. Constructed inside a kernel, its fields would become run-time values."""
     return KernelTraits(*fields)
+
+
+@gluon.constexpr_function
+def tail_width(K, NK):
+    """The width of the last tile of keys: 16 if that is enough and there are at least two others, otherwise 64."""
+    return 16 if NK > 2 and K <= 64 * NK - 48 else 64
 
 
 @gluon.constexpr_function
@@ -165,14 +172,15 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     with OUTPUT).
     """
     NK: gl.constexpr = traits.NK
+    TAIL: gl.constexpr = traits.TAIL
     NUM_STAGES: gl.constexpr = traits.NUM_STAGES
     DELTA: gl.constexpr = traits.DELTA
     OUTPUT: gl.constexpr = traits.OUTPUT
     BY_CHANNEL: gl.constexpr = traits.DECAY == "channel"
     dtype: gl.constexpr = traits.dtype
-    k_s = allocate_tile_rings(dtype, NK, NUM_STAGES)
-    q_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if OUTPUT else k_s
-    e_s = allocate_tile_rings(dtype, NK, NUM_STAGES) if traits.OWN_KEY else k_s
+    k_s = allocate_tile_rings(dtype, NK, NUM_STAGES, TAIL)
+    q_s = allocate_tile_rings(dtype, NK, NUM_STAGES, TAIL) if OUTPUT else k_s
+    e_s = allocate_tile_rings(dtype, NK, NUM_STAGES, TAIL) if traits.OWN_KEY else k_s
     v_s = allocate_tile_rings(dtype, 2, NUM_STAGES)
     T_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if DELTA else k_s[0]
     T_low_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if traits.TERMS == 2 else T_s
@@ -189,8 +197,8 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
         P_a = P_s
         P_b = P_s
     staging = allocate_tiles(dtype, 2)
-    state_a = staging if OUTPUT else allocate_tiles(dtype, NK)
-    state_b = staging if OUTPUT else allocate_tiles(dtype, NK)
+    state_a = staging if OUTPUT else allocate_tiles(dtype, NK, TAIL)
+    state_b = staging if OUTPUT else allocate_tiles(dtype, NK, TAIL)
     if BY_CHANNEL:
         G_s = allocate_vector_ring(NUM_STAGES, 64 * NK)
         G_prev_s = G_s
