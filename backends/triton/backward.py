@@ -88,8 +88,8 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
     is_zero = d_final is None and run.d.state is None and plan.split > 0 and windows == 1
     if not is_zero:
         set_state(run.d_state, d_final)
-    span = Span(segments, plan.split, 0, unit, windows)
     starts, ends = segment_states(x, s, slots, plan.split) if plan.split else (None, None)
+    span = Span(segments, plan.split, 0, unit, windows, plan.halved_from)
     launches: list[WindowLaunch] = []
     if starts is not None and ends is not None:
         launches += [
@@ -158,11 +158,12 @@ def _reverse_on_hopper(run: Pass, span: Span, scratch: Scratch, starts: Tensor |
         (
             s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None, kind.read_early, s.packed,
             kind.dv_holds_du(x), span.unit, span.split, kind.min_b(dtype), kind.terms(dtype), scratch.in_gradients,
+            span.halves,
         ),
         registers=WARP_SPECIALIZED_REGISTERS,
     )  # fmt: skip
-    programs = s.N * span.segments * s.HV * cdiv(s.V, 128)
-    return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments)
+    programs = s.N * span.segments * s.HV * cdiv(s.V, 128) * span.halves
+    return lambda window: reverse(programs, kind.scale, s.T, window, span.windows, span.segments, span.halved_from)
 
 
 def _gradients(run: Pass, span: Span, scratch: Scratch) -> WindowLaunch:
@@ -376,8 +377,7 @@ def _gate_gradients(run: Pass) -> None:
     x, s, d = run.x, run.s, run.d
     d_log_decay = empty(x.q, *x.v.shape[:3]) if x.decay == "fixed" else d.log_decay
     by_chunk = d_log_decay is not None and x.decay != "channel"  # else the gradients kernel has written it
-    needed = (by_chunk, d.b is not None, d.w is not None)
-    if any(needed):
+    if any(needed := (by_chunk, d.b is not None, d.w is not None)):
         _sum_gate_gradients(run, d_log_decay, needed)
     zero_tail(s, x.cu_seqlens, v=d.v, q=d.q, k=d.k, e=d.e, log_decay=d_log_decay, b=d.b, w=d.w)
     if d.v_key is not None:

@@ -7,7 +7,7 @@ last first, so that the scratch for recomputed states stays small.
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ class Span(NamedTuple):
         segments: segments of a window, computed in parallel. split: chunks per segment; 0: the window is one segment.
         every: chunks between two checkpoints that are stored or loaded; 0: none.
         unit: windows end at multiples of so many chunks. windows: windows of a sequence.
+        halved_from: as in `Plan`.
     """
 
     segments: int = 1
@@ -58,6 +59,12 @@ class Span(NamedTuple):
     every: int = 0
     unit: int = 1
     windows: int = 1
+    halved_from: int = 0
+
+    @property
+    def halves(self) -> int:
+        """Programs of the Hopper scans for each tile of 128 values."""
+        return 2 if self.halved_from else 1
 
 
 def tf32_precision(dtype: torch.dtype) -> str:
@@ -103,8 +110,9 @@ def forward(x: ScanOperands, kind: ScanKind, plan: Plan, config: LaunchConfig) -
         scan("portable", x, kind, prepared, s, config.scan, "ends", span, ends=ends)()
         combine(prepared, s, x.state, starts, ends, x.cu_seqlens, span, reverse=False)()
     scan(
-        plan.forward, x, kind, prepared, s, config.scan, "output", Span(segments, plan.forward_split, plan.every), o=o,
-        final=final, checkpoints=checkpoints, starts=starts,
+        plan.forward, x, kind, prepared, s, config.scan, "output",
+        Span(segments, plan.forward_split, plan.every, halved_from=plan.forward_halved_from),
+        o=o, final=final, checkpoints=checkpoints, starts=starts,
     )()  # fmt: skip
     zero_tail(s, x.cu_seqlens, v=o)
     return o, final, saved
@@ -300,51 +308,60 @@ def scan(
         in_gradients: states are the rows of d_log_decay (backward_pass.Scratch).
         tensors: o, final, checkpoints, states, xs, starts, ends (kernels/scan.py), as far as the mode uses them.
     """
+    if version == "hopper":
+        return _scan_on_hopper(x, kind, prepared, s, mode, span, in_gradients, tensors)
     t = tensors.get
     x, s = scan_operands(x, prepared, s)
-    if version == "hopper":
-        from deltazoo.backends.triton.kernels.hopper.scan import hopper_scan_kernel
-
-        run = launcher(
-            hopper_scan_kernel,
-            (
-                x.q, x.k, x.e, x.v, prepared.gates, prepared.wy_tiles, x.state, t("o"), t("final"), t("checkpoints"),
-                t("states"), t("xs"), t("starts"), x.cu_seqlens,
-            ),
-            (
-                s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None,
-                x.state is not None, kind.read_early, s.packed, span.every, span.unit, span.split, mode,
-                kind.terms(x.q.dtype), in_gradients,
-            ),
-            registers=WARP_SPECIALIZED_REGISTERS,
-        )  # fmt: skip
-        columns = cdiv(s.V, 128)
-    else:
-        BV = value_tile(launch.tile, s.V)
-        # the tensor memory accelerator loads tiles if rows are multiples of 16 bytes
-        tiled = x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
-        # computed from the sizes: a contiguous tensor may have any stride in a dimension of size 1
-        strides = [s.T * s.HV * s.V, s.HV * s.V, s.V, 1]
-        v = TensorDescriptor(x.v, [*x.v.shape], strides, [1, s.C, 1, BV]) if tiled else x.v
-        run = launcher(
-            scan_kernel,
-            (
-                x.q, x.k, x.e, x.v_key, v, prepared.gates, prepared.decay_bounds, prepared.wy_tiles, x.state, t("o"),
-                t("final"), t("checkpoints"), t("states"), t("xs"), t("starts"), t("ends"), x.cu_seqlens,
-            ),
-            (
-                s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, x.decay, kind.delta, x.e is not None, x.w is not None,
-                x.state is not None, kind.read_early, s.packed, span.every, span.unit, span.split, mode,
-                kind.terms(x.q.dtype), tf32_precision(x.q.dtype), launch.stages, tiled,
-            ),
-            launch.warps,
-            launch.stages,
-            registers=most_registers(launch.warps),
-        )  # fmt: skip
-        columns = 0 if mode == "maps" else cdiv(s.V, BV)
-        columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
+    BV = value_tile(launch.tile, s.V)
+    # the tensor memory accelerator loads tiles if rows are multiples of 16 bytes
+    tiled = x.v.numel() > 0 and s.V * x.v.itemsize % 16 == 0
+    # computed from the sizes: a contiguous tensor may have any stride in a dimension of size 1
+    strides = [s.T * s.HV * s.V, s.HV * s.V, s.V, 1]
+    v = TensorDescriptor(x.v, [*x.v.shape], strides, [1, s.C, 1, BV]) if tiled else x.v
+    run = launcher(
+        scan_kernel,
+        (
+            x.q, x.k, x.e, x.v_key, v, prepared.gates, prepared.decay_bounds, prepared.wy_tiles, x.state, t("o"),
+            t("final"), t("checkpoints"), t("states"), t("xs"), t("starts"), t("ends"), x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), BV, x.decay, kind.delta, x.e is not None, x.w is not None,
+            x.state is not None, kind.read_early, s.packed, span.every, span.unit, span.split, mode,
+            kind.terms(x.q.dtype), tf32_precision(x.q.dtype), launch.stages, tiled,
+        ),
+        launch.warps,
+        launch.stages,
+        registers=most_registers(launch.warps),
+    )  # fmt: skip
+    columns = 0 if mode == "maps" else cdiv(s.V, BV)
+    columns += cdiv(s.K, BV) if mode in ("ends", "maps") else 0
     programs = s.N * span.segments * s.HV * columns
     return lambda window=0: run(programs, kind.scale, s.T, window, span.windows, span.segments)
+
+
+def _scan_on_hopper(
+    x: ScanOperands, kind: ScanKind, prepared: Prepared, s: Sizes, mode: str, span: Span, in_gradients: bool,
+    tensors: Mapping[str, Tensor | None],
+) -> WindowLaunch:  # fmt: skip
+    from deltazoo.backends.triton.kernels.hopper.scan import hopper_scan_kernel
+
+    t = tensors.get
+    x, s = scan_operands(x, prepared, s)
+    run = launcher(
+        hopper_scan_kernel,
+        (
+            x.q, x.k, x.e, x.v, prepared.gates, prepared.wy_tiles, x.state, t("o"), t("final"), t("checkpoints"),
+            t("states"), t("xs"), t("starts"), x.cu_seqlens,
+        ),
+        (
+            s.H, s.HV, s.K, s.V, s.C, *key_tiles(s.K), x.decay, kind.delta, x.w is not None,
+            x.state is not None, kind.read_early, s.packed, span.every, span.unit, span.split, mode,
+            kind.terms(x.q.dtype), in_gradients, span.halves,
+        ),
+        registers=WARP_SPECIALIZED_REGISTERS,
+    )  # fmt: skip
+    programs = s.N * span.segments * s.HV * cdiv(s.V, 128) * span.halves
+    return lambda window=0: run(programs, kind.scale, s.T, window, span.windows, span.segments, span.halved_from)
 
 
 def combine(

@@ -188,6 +188,9 @@ class Plan(NamedTuple):
         recompute, reverse, gradients: the version of each kernel that the backward launches.
         split: chunks per segment if the backward computes the segments of a sequence in parallel, else 0.
         forward_split: the same in the forward.
+        halved_from: the Hopper reverse scan has a program for every 64 values of a sequence of at least so many chunks,
+            for every 128 of a shorter one; 0: for every 128 of all sequences.
+        forward_halved_from: the same in the forward.
         every: chunks between two checkpoints of the state; 0: none is stored.
     """
 
@@ -199,6 +202,8 @@ class Plan(NamedTuple):
     gradients: Gradients | None = None
     split: int = 0
     forward_split: int = 0
+    halved_from: int = 0
+    forward_halved_from: int = 0
     every: int = 0
 
 
@@ -226,6 +231,8 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
         # in a pack that keeps the device busy only the backward gains from segments
         forward_split=0 if problem.packed and occupies(problem, device) else split,
     )
+    if plan.forward == "hopper" and not plan.forward_split:
+        plan = plan._replace(forward_halved_from=_halved_from(problem, device))
     if not grad:
         return plan
     plan = plan._replace(every=config.every)
@@ -235,11 +242,28 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     one_key = not (channel or problem.erase_key)
     if config.reverse.kernel == "hopper" and one_key and sweeps(problem.K, problem.V):
         return plan._replace(backward="sweep")
+    reverse = _version(config.reverse.kernel)
     return plan._replace(
         backward="reverse+gradients",
-        reverse=_version(config.reverse.kernel),
+        reverse=reverse,
         gradients=_gradients(config.gradients.kernel, problem),
+        halved_from=_halved_from(problem, device) if reverse == "hopper" and not split else 0,
     )
+
+
+def _halved_from(problem: Problem, device: DeviceSpec) -> int:
+    """The chunks of the shortest sequence whose scan has a program for every 64 values; 0: none can be as long.
+
+    The time of a scan is that of its longest sequence if that has more than twice the mean number of chunks per SM.
+    Programs of 64 values take 30 % less time per chunk, but twice as many SMs. In a pack every sequence gets the
+    programs, although those of short ones have no work, so a pack of many sequences keeps programs of 128 values.
+    """
+    chunks, tiles = cdiv(problem.T, CHUNK), problem.HV * cdiv(problem.V, 128)
+    if problem.V <= 64 or (problem.packed and problem.N * tiles > 3 * device.processors):
+        return 0
+    all_chunks = chunks * tiles * (1 if problem.packed else problem.N)
+    shortest = 2 * all_chunks // device.processors + 1
+    return shortest if chunks >= shortest else 0
 
 
 # The kernels of each step and version, in the order of their launches; README.md has a row for each.

@@ -70,6 +70,9 @@ def _rows(plan: Plan, problem: Problem, config: LaunchConfig) -> list[str]:
         rows.append(f"  checkpoints of the state every {plan.every} chunks of {config.chunk} tokens")
     segments = f"{plan.split} chunks each, computed in parallel" if plan.split else "none"
     rows.append(f"  segments: {segments}")
+    for direction, chunks in (("forward", plan.forward_halved_from), ("reverse", plan.halved_from)):
+        if chunks:
+            rows.append(f"  {direction} scan: a program for every 64 values of a sequence of {chunks} chunks or more")
     launched = {
         "prepare": plan.prepare != "gates",
         "scan": True,

@@ -351,3 +351,23 @@ def test_sequences_of_a_pack_longer_than_the_average_are_divided_in_the_backward
     case = problem(**({"N": 8, "H": 16, "packed": True} | change))
     plan = make_plan(case, H200, heuristic(case, H200), grad=True)
     assert (plan.split, plan.forward_split) == splits
+
+
+@pytest.mark.parametrize(
+    ("change", "forward", "backward"),
+    [
+        ({"N": 8, "T": 20576, "HV": 32, "packed": True}, 157, 0),  # 322 chunks x 32 heads / 132 SMs = 78, twice as many
+        ({"N": 100, "T": 20576, "HV": 32, "packed": True}, 0, 0),  # most of the programs would have no work
+        ({"N": 1, "T": 8192, "HV": 32, "decay": "channel"}, 63, 63),  # 128 chunks in 32 programs
+        ({"N": 1, "T": 8192, "HV": 66, "decay": "channel"}, 0, 0),  # every SM has a program of 64 values
+        ({"N": 1, "T": 8192, "HV": 65, "decay": "channel"}, 127, 127),
+        ({"N": 2, "T": 8192, "HV": 32, "decay": "channel", "V": 64}, 0, 0),
+        ({"N": 2, "T": 8192, "HV": 16, "decay": "channel", "V": 256}, 125, 125),
+        ({"N": 1, "T": 32768, "H": 2, "HV": 8}, 0, 0),  # segments
+        ({"N": 8, "T": 4096, "HV": 16}, 0, 0),
+    ],
+)
+def test_long_sequences_have_programs_of_64_values(change, forward, backward):
+    case = problem(**({"H": 16} | change))
+    plan = make_plan(case, H200, heuristic(case, H200), grad=True)
+    assert (plan.forward_halved_from, plan.halved_from) == (forward, backward)

@@ -60,6 +60,7 @@ FIVE_SPECS = {  # shapes that run with gdn, mamba2, own, kda and rwkv7
     "200x400": Shape("200x400", 1, 130, 1, 2, 200, 400),
     "200 long": Shape("200 long", 2, 2300, 2, 2, 200, 80),
     "200 pack": Shape("200 pack", 1, 2700, 1, 2, 200, 144, lengths=(300, 0, 1, 2064, 335)),
+    "uneven pack": Shape("uneven pack", 1, 1900, 4, 8, 128, 128, lengths=(1500, 0, 64, 130, 206)),
     "144x16": Shape("144x16", 3, 200, 2, 2, 144, 16),
     "256": Shape("256", 1, 130, 1, 1, 256, 256),
     "long": Shape("long", 1, 2500, 1, 1, 128, 128),

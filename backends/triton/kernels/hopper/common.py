@@ -187,9 +187,7 @@ def sum_by_warp(x):
 def store_accumulator(base, tile, stride: gl.constexpr, rows, columns, MASK_COLUMNS: gl.constexpr):
     """Store an accumulator [64, 16], [64, 64] or [64, 128] in the dtype of `base`, up to `rows` and `columns`."""
     WIDTH: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = (
-        STORE_16_COLUMNS if WIDTH == 16 else STORE_64_COLUMNS if WIDTH == 64 else STORE_128_COLUMNS
-    )
+    layout: gl.constexpr = STORE_16_COLUMNS if WIDTH == 16 else STORE_64_COLUMNS if WIDTH == 64 else STORE_128_COLUMNS
     out = gl.convert_layout(to_16_bits(tile, base.dtype.element_ty), layout)
     t = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]

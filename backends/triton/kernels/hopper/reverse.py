@@ -51,6 +51,7 @@ from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     allocate_smem,
     make_traits,
     num_stages,
+    program_values,
     tail_width,
     value_tile_and_head,
 )
@@ -133,7 +134,7 @@ def reverse_chunk(
     TERMS: gl.constexpr = traits.TERMS
     dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
-    columns = V - column
+    columns = work.columns - HALF * 64
     scratch_slot = (work.first_scratch_slot + c - work.window_first).to(gl.int64)
 
     mbarrier.wait(smem.k_full.index(stage), phase)
@@ -141,7 +142,10 @@ def reverse_chunk(
         store_p_tile(issue_kq(smem, stage, traits), 0, P_s, smem, stage, scale, traits)
     # dx = P^T do + 2^(Gend - G) k dS', transposed
     if traits.IN_GRADIENTS:
-        at = (gmem.dstates if HALF == 0 else gmem.dstates_high) + ((work.start + c * 64) * HV + work.hv) * K
+        at = gmem.dstates if HALF == 0 else gmem.dstates_high
+        if traits.HALVES == 2:
+            at = gmem.dstates if column == 0 else gmem.dstates_high
+        at += ((work.start + c * 64) * HV + work.hv) * K
     else:
         at = gmem.dstates + ((scratch_slot * HV + work.hv) * V + column) * K
     dx = multiply_keys(dS, at, smem, stage, columns, traits)
@@ -229,8 +233,8 @@ def consumer(
     K: gl.constexpr = traits.K
     V: gl.constexpr = traits.V
     NK: gl.constexpr = traits.NK
-    column = work.value_tile * 128 + HALF * 64
-    columns = V - column
+    column = work.column + HALF * 64
+    columns = work.columns - HALF * 64
     at_dstate = gmem.dstate + ((work.n.to(gl.int64) * HV + work.hv) * K * V + column)
     if traits.SPLIT > 0:
         at = gmem.starts + ((work.segment_slot.to(gl.int64) * HV + work.hv) * V + column) * K
@@ -251,20 +255,20 @@ def consumer(
         store_state(at_dstate, dS, staging, K, V, columns, NK)
 
 
-@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
+@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "halved_from"])
 def hopper_reverse_kernel(
     q, k, e, do, gates, wy_tiles, dstate, dstates, dstates_high, du, dv, starts, cu, scale, T,
-    window, windows, num_segments,
+    window, windows, num_segments, halved_from,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
     PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
-    TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr,
+    TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../reverse.py. e is None if the erase key is k.
 
     IN_GRADIENTS: dstates and dstates_high are the rows of dq and dk (channel_gradients.py); V = 128, no pack. Else
-    dstates_high is None.
+    dstates_high is None. HALVES, halved_from: scan_traits.program_values.
 
     Launch with 4 warps and 168 registers per thread, reallocated as in scan.py; with a decay per channel 216 per thread
     in a consumer and 72 in the producer.
@@ -274,27 +278,32 @@ def hopper_reverse_kernel(
     gl.static_assert(TERMS == 1 or (DELTA and K0 + K1 <= 128 and DECAY != "channel"))
     gl.static_assert(dstates.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K0 + K1) // 64
+    TAIL: gl.constexpr = tail_width(K, NK)
     OWN_KEY: gl.constexpr = DELTA and e is not None
     NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, True, TERMS)
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
-    value_tile, hv, pid = value_tile_and_head(HV, V)
-    n, segment = sequence_and_segment(pid, num_segments, V_TILES * HV)
+    value_tile, half, hv, pid = value_tile_and_head(HV, V, HALVES)
+    n, segment = sequence_and_segment(pid, num_segments, HALVES * V_TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
         n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
-    if first < end:
+    column, columns = program_values(value_tile, half, gl.cdiv(length, C), halved_from, V, HALVES)
+    has_work = first < end
+    if HALVES == 2:
+        has_work = has_work & (columns > 0)
+    if has_work:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, tail_width(K, NK), NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True,
-            dtype, TERMS, IN_GRADIENTS,
+            H, HV, K, V, NK, TAIL, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True,
+            dtype, TERMS, IN_GRADIENTS, HALVES,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, _ = allocate_smem(traits, T_dtype)
         gmem = GlobalPointers(dstate, starts, dstates, dstates_high, du, dv)
         work = WorkTile(
             start, length, window_first, first, first, end, first_scratch_slot, 0,
-            n, segment_slot(n, segment, first_scratch_slot, SPLIT), segment == 0, hv, value_tile,
+            n, segment_slot(n, segment, first_scratch_slot, SPLIT), segment == 0, hv, column, columns,
         )  # fmt: skip
         gl.warp_specialize(
             [
@@ -303,5 +312,5 @@ def hopper_reverse_kernel(
                 (producer, (q, k, e, do, gates, wy_tiles, smem, slot, work, traits, True)),
             ],
             [4, 4],
-            [240, 24] if NK > 3 and K > 208 else [216, 72] if DECAY == "channel" else [232, 40],
+            [240, 24] if NK > 3 and TAIL == 64 else [216, 72] if DECAY == "channel" else [232, 40],
         )

@@ -11,8 +11,9 @@ vector [K]; P is always a tile:
 
     x = T (w v - E S),    o = Q S + P x,    S' = diag(2^Gend) S + W^T x
 
-Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. One
-CTA occupies an SM. A segment is SPLIT consecutive chunks of a sequence; segments are computed in parallel. A window
+Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. With
+HALVES = 2 long sequences have two per tile, each with one busy consumer, which shortens a chunk by 30 %. One CTA
+occupies an SM. A segment is SPLIT consecutive chunks of a sequence; segments are computed in parallel. A window
 is the chunks of each sequence whose states scratch memory holds at a time (../layout.py).
 
 Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 values and keeps its S^T [64, K] in
@@ -44,6 +45,8 @@ Each store to global memory goes through the consumer's own staging tile (state_
 of the warp group.
 
 TERMS = 2 splits S in S^T e, and x in P x and in S', into two 16-bit terms (hi + lo), and T has two; docs/kernels.md.
+
+With more than two tiles of keys the last has 16 columns if that is enough (scan_traits.tail_width).
 
 Supported: operands and scratch of one 16-bit dtype, chunks of 64, K <= 256 (128 with an operand e, a decay per channel
 or TERMS = 2; the last two exclude each other), K and V multiples of 8, modes "output" and "recompute" (of states).
@@ -83,6 +86,7 @@ from deltazoo.backends.triton.kernels.hopper.scan_traits import (
     allocate_smem,
     make_traits,
     num_stages,
+    program_values,
     tail_width,
     value_tile_and_head,
 )
@@ -116,7 +120,7 @@ def scan_chunk(
     P_IS_LOADED: gl.constexpr = DELTA or BY_CHANNEL
     dtype: gl.constexpr = traits.dtype
     MASK_V: gl.constexpr = V % 128 != 0
-    columns = V - column
+    columns = work.columns - HALF * 64
     scratch_slot = (work.first_scratch_slot + c - work.window_first).to(gl.int64)
 
     TERMS: gl.constexpr = traits.TERMS
@@ -278,8 +282,8 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
     HAS_STATE: gl.constexpr = traits.HAS_STATE
     SPLIT: gl.constexpr = traits.SPLIT
     OUTPUT: gl.constexpr = traits.OUTPUT
-    column = work.value_tile * 128 + HALF * 64
-    columns = V - column
+    column = work.column + HALF * 64
+    columns = work.columns - HALF * 64
     at_state = (work.n.to(gl.int64) * HV + work.hv) * K * V + column
     S = zero_state(traits)
     if OUTPUT and SPLIT > 0:
@@ -308,23 +312,24 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
             store_state(gmem.final + at_state, S, staging, K, V, columns, NK)
 
 
-@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
+@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "halved_from"])
 def hopper_scan_kernel(
     q, k, e, v, gates, wy_tiles, state, o, final, checkpoints, states, xs, starts, cu,
-    scale, T, window, windows, num_segments,
+    scale, T, window, windows, num_segments, halved_from,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
     READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
-    SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr,
+    SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../scan.py, modes "output" and "recompute". e is None if the erase key is k.
 
     IN_GRADIENTS: `states` are the rows of d_log_decay, as elements of 16 bits (channel_gradients.py); V = 128, no pack.
+    HALVES, halved_from: scan_traits.program_values; HALVES = 1 to recompute.
 
     Launch with 4 warps and 168 registers per thread. warp_specialize adds two warp groups of 4 warps and reallocates
-    the registers: 232 per thread in a consumer and 40 in the producer, 240 and 24 with four tiles of keys, or 224 and
-    56 with a decay per channel.
+    the registers: 232 per thread in a consumer and 40 in the producer, 240 and 24 with four tiles of 64 keys, or 224
+    and 56 with a decay per channel.
     """
     OUTPUT: gl.constexpr = MODE == "output"
     gl.static_assert(OUTPUT or (MODE == "recompute" and CHECKPOINT_EVERY > 0))
@@ -334,17 +339,19 @@ def hopper_scan_kernel(
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
     gl.static_assert(CHECKPOINT_EVERY == 0 or checkpoints.dtype == k.dtype)
     gl.static_assert(OUTPUT or states.dtype == k.dtype)
+    gl.static_assert(OUTPUT or HALVES == 1)
     gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and not PACKED))
     if HAS_STATE:
         gl.static_assert(state.dtype.element_ty == gl.float32)
     NK: gl.constexpr = (K0 + K1) // 64
+    TAIL: gl.constexpr = tail_width(K, NK)
     OWN_KEY: gl.constexpr = DELTA and e is not None
     NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, OUTPUT, TERMS)
     V_TILES: gl.constexpr = (V + 127) // 128
     EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
-    value_tile, hv, pid = value_tile_and_head(HV, V)
-    n, segment = sequence_and_segment(pid, num_segments, V_TILES * HV)
+    value_tile, half, hv, pid = value_tile_and_head(HV, V, HALVES)
+    n, segment = sequence_and_segment(pid, num_segments, HALVES * V_TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
         n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
     )
@@ -358,20 +365,23 @@ def hopper_scan_kernel(
         has_work = has_work | is_last  # a sequence without tokens has a final state
     else:
         first = first // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+    column, columns = program_values(value_tile, half, chunks, halved_from, V, HALVES)
+    if HALVES == 2:
+        has_work = has_work & (columns > 0)
     checkpoint = 0
     if CHECKPOINT_EVERY > 0:
         checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
     if has_work:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, tail_width(K, NK), NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, HAS_STATE, EARLY, READ_EARLY, CHECKPOINT_EVERY,
-            SPLIT, OUTPUT, dtype, TERMS, IN_GRADIENTS,
+            H, HV, K, V, NK, TAIL, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, HAS_STATE, EARLY, READ_EARLY,
+            CHECKPOINT_EVERY, SPLIT, OUTPUT, dtype, TERMS, IN_GRADIENTS, HALVES,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)
         gmem = GlobalPointers(state, o, final, checkpoints, states, xs, starts)
         work = WorkTile(
             start, length, window_first, first, first_stored, end, first_scratch_slot, checkpoint,
-            n, segment_slot(n, segment, first_scratch_slot, SPLIT), is_last, hv, value_tile,
+            n, segment_slot(n, segment, first_scratch_slot, SPLIT), is_last, hv, column, columns,
         )  # fmt: skip
         gl.warp_specialize(
             [
@@ -380,5 +390,5 @@ def hopper_scan_kernel(
                 (producer, (q, k, e, v, gates, wy_tiles, smem, slot, work, traits, False)),
             ],
             [4, 4],
-            [240, 24] if NK > 3 and K > 208 else [224, 56] if DECAY == "channel" else [232, 40],
+            [240, 24] if NK > 3 and TAIL == 64 else [224, 56] if DECAY == "channel" else [232, 40],
         )

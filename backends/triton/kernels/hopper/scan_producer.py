@@ -47,7 +47,7 @@ def release_chunks_without_values(smem, columns, work, HALF: gl.constexpr, trait
     columns: the number of values from the consumer's first one on.
     """
     end = work.end
-    if HALF == 1 and last_half_is_empty(traits.V):
+    if HALF == 1 and (traits.HALVES == 2 or last_half_is_empty(traits.V)):
         if columns <= 0:
             release_chunks(smem, work, traits)
             end = work.first
@@ -62,9 +62,7 @@ def copy_key_tiles_async(rings, at, keys, stage, rows, traits: gl.constexpr):
     for tk in gl.static_range(NK):
         if rings[tk].shape[2] == 16:
             at = copy_pointers(keys, traits.H * K, 64, 16)
-        copy_tile_async(
-            rings[tk].index(stage), at, tk * 64, rows, K - tk * 64, True, tk * 64 + rings[tk].shape[2] > K
-        )
+        copy_tile_async(rings[tk].index(stage), at, tk * 64, rows, K - tk * 64, True, tk * 64 + rings[tk].shape[2] > K)
 
 
 @gluon.jit
@@ -78,10 +76,10 @@ def copy_values_async(v, token, smem, stage, rows, work, traits: gl.constexpr):
     """Issue the cp.async of the two tiles of a chunk's values."""
     HV: gl.constexpr = traits.HV
     V: gl.constexpr = traits.V
-    column = work.value_tile * 128
-    at = copy_pointers(v + ((token * HV + work.hv) * V + column), HV * V)
+    MASK_V: gl.constexpr = V % 128 != 0 or traits.HALVES == 2
+    at = copy_pointers(v + ((token * HV + work.hv) * V + work.column), HV * V)
     for half in gl.static_range(2):
-        copy_tile_async(smem.v[half].index(stage), at, half * 64, rows, V - column - half * 64, True, V % 128 != 0)
+        copy_tile_async(smem.v[half].index(stage), at, half * 64, rows, work.columns - half * 64, True, MASK_V)
 
 
 @gluon.jit

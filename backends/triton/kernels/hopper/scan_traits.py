@@ -19,14 +19,15 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 class KernelTraits(NamedTuple):
     """Compile-time constants of a kernel: heads, widths and the variant of the update.
 
-    NK: tiles of keys, 64 each, TAIL the last one. NUM_STAGES: chunks in the ring buffer. DECAY: "none", "fixed" per head, "head": per token and
-    head, or "channel": also per key. DELTA: the update has an erase term. OWN_KEY: its key is the operand e, as E is
-    with a decay per channel. WRITE: there is a w. HAS_STATE: there is an
+    NK: tiles of keys, each with 64 but the last with TAIL. NUM_STAGES: chunks in the ring buffer. DECAY: "none",
+    "fixed" per head, "head": per token and head, or "channel": also per key. DELTA: the update has an erase term.
+    OWN_KEY: its key is the operand e, as E is with a decay per channel. WRITE: there is a w. HAS_STATE: there is an
     initial state. READ_EARLY: the output is read from the state before the token's update. EARLY: G before each token
     is needed.
     CHECKPOINT_EVERY: chunks between checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute
     o and the final state, else recompute the states of chunks. TERMS: 2 if S in S^T k, and x in S', are split into two
     terms (hi + lo); then NK <= 2. IN_GRADIENTS: states and dstates of a chunk are in the rows of its gradients.
+    HALVES: 2 if long sequences have two programs per tile of 128 values, otherwise 1.
     """
 
     H: Any
@@ -49,6 +50,7 @@ class KernelTraits(NamedTuple):
     dtype: Any
     TERMS: Any = 1
     IN_GRADIENTS: Any = False
+    HALVES: Any = 1
 
 
 @gluon.constexpr_function
@@ -81,18 +83,35 @@ def last_half_is_empty(V):
 
 
 @gluon.jit
-def value_tile_and_head(HV: gl.constexpr, V: gl.constexpr):
-    """Return a program's tile of 128 values, its value head, and its number among the programs of both.
+def value_tile_and_head(HV: gl.constexpr, V: gl.constexpr, HALVES: gl.constexpr):
+    """Return a program's tile of 128 values, which of HALVES it is, its value head, and its number among all of these.
 
     If the second consumer of the last tiles has no values, their programs finish sooner. They then come last in the
     grid, and run on the SMs that the other programs leave idle: 4 x 4096 tokens, 9 heads of 400 values.
     """
     V_TILES: gl.constexpr = (V + 127) // 128
-    pid = gl.program_id(0)
+    half = gl.program_id(0) % HALVES
+    pid = gl.program_id(0) // HALVES
     if V_TILES > 1 and last_half_is_empty(V):
-        programs = gl.num_programs(0) // V_TILES
-        return pid // programs, pid % programs % HV, pid % programs // HV
-    return pid % V_TILES, pid // V_TILES % HV, pid // (V_TILES * HV)
+        programs = gl.num_programs(0) // (HALVES * V_TILES)
+        return pid // programs, half, pid % programs % HV, pid % programs // HV
+    return pid % V_TILES, half, pid // V_TILES % HV, pid // (V_TILES * HV)
+
+
+@gluon.jit
+def program_values(value_tile, half, chunks, halved_from, V: gl.constexpr, HALVES: gl.constexpr):
+    """Return a program's first value and the number of values from it on, 0 if it has none.
+
+    With HALVES = 2 a sequence of at least `halved_from` chunks has a program for each half of a tile of 128 values, any
+    other sequence one program, the first, for the whole tile.
+    """
+    column = value_tile * 128
+    columns = V - column
+    if HALVES == 2:
+        halved = chunks >= halved_from
+        column += gl.where(halved, half * 64, 0)
+        columns = gl.where(halved, gl.minimum(columns - half * 64, 64), gl.where(half == 0, columns, 0))
+    return column, columns
 
 
 class SharedStorage(NamedTuple):
@@ -139,13 +158,13 @@ class GlobalPointers(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """The work of a program: chunks [first, end) of sequence n and 128 values of value head hv.
+    """The work of a program: chunks [first, end) of sequence n and up to 128 values of value head hv.
 
     start, length: first token and length of the sequence. window_first, first_scratch_slot: first chunk of the window
     whose states are in scratch memory, and that chunk's slot there. first_stored: first chunk whose state is stored.
     checkpoint: index of the checkpoint of chunk 0, which is not stored: it is the initial state. segment_slot: slot
     of the segment in `starts`. is_last: the program stores the final state, or the gradient of the initial one.
-    value_tile: which 128 values.
+    column: first value. columns: values from it on; the program takes the first 128.
     """
 
     start: Any
@@ -160,7 +179,8 @@ class WorkTile(NamedTuple):
     segment_slot: Any
     is_last: Any
     hv: Any
-    value_tile: Any
+    column: Any
+    columns: Any
 
 
 @gluon.jit

@@ -4,7 +4,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from deltazoo.backends.triton.kernels.hopper.common import ACC, ACC_N16, barrier, copy_pointers, copy_tile_async, to_float32
+from deltazoo.backends.triton.kernels.hopper.common import (
+    ACC,
+    ACC_N16,
+    barrier,
+    copy_pointers,
+    copy_tile_async,
+    to_float32,
+)
 from deltazoo.backends.triton.kernels.hopper.gluon_versions import reinterpret
 
 # global stores of a tile [64, 64] from shared memory: 16 bytes per thread, each warp the 16 rows it has in an
@@ -15,9 +22,9 @@ STORE_ROWS = gl.constexpr(
         [64, 64],
     )
 )  # fmt: skip
+STORE_ROWS_N16 = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))  # of a tile [64, 16]
 # Half an accumulator tile, [64, 32] in float32, takes as much shared memory as a 16-bit tile. HALF_ROWS and
 # HALF_TRANSPOSED are its layouts in global memory, 16 bytes per thread; SMEM_HALF has no bank conflicts with either.
-STORE_ROWS_N16 = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
 ACC_HALF = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 HALF_ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 HALF_TRANSPOSED = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
