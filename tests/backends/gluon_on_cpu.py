@@ -303,6 +303,10 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
         product = factors * z
         lower = y - product if "minus" in text else y + product
         return Array(torch.where(upper != 0, x + product, x)), Array(torch.where(upper != 0, y, lower))
+    if "max.xorsign" in text:
+        return Array(torch.maximum(x.abs(), args[1].x.abs()))
+    if "mul.bf16x2" in text:
+        return Array(x * args[1].x)
     if "shl.b32" in text or "cvt.rn.bf16x2" in text or "cvt.rn.f16x2" in text:
         return Array(x.to(dtype.torch))
     if "movmatrix" in text:  # transpose each block of 8 x 8

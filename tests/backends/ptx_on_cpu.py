@@ -32,9 +32,10 @@ def unpack(register):
 
 
 def matmul(a, b, c):
-    """mma.sync m16n8k8: rows g and g + 8, k = 2 c + {0, 1}; b and the accumulators have columns g and 2 c + {0, 1}."""
-    A = torch.cat([unpack(x).reshape(4, 8, 8) for x in a], 1)
-    product = (A @ unpack(b[0]).reshape(4, 8, 8).mT).view(4, 2, 8, 4, 2)
+    """mma.sync m16n8k8 or k16: rows g and g + 8, k = 2 c + {0, 1} (+ 8); columns of b g, of the sums 2 c + {0, 1}."""
+    A, B = ([unpack(x).reshape(4, 8, 8) for x in registers] for registers in (a, b))
+    A = torch.cat([torch.cat(A[n : n + 2], 1) for n in range(0, len(A), 2)], 2)
+    product = (A @ torch.cat(B, 2).mT).view(4, 2, 8, 4, 2)
     return [bits(f32(c[n]) + product[:, n // 2, :, :, n % 2].reshape(128)) for n in range(4)]
 
 

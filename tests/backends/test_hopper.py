@@ -134,7 +134,7 @@ def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, early, groups
     launch_update(problem, DEVICE, compiler, early)
     kernel = dict(compiler.compiled)["hopper_channel_prepare_kernel"]
     # three programs per SM; two with the tile of an erase key of more than 64 channels; one with more than 128
-    limit = DEVICE.shared_memory if K > 128 else 77 * 1024 if erase_key and K > 64 else 74 * 1024
+    limit = DEVICE.shared_memory if K > 128 else 78 * 1024 if erase_key and K > 64 else 74 * 1024
     assert kernel.metadata.shared <= limit
     sass = disassemble(kernel.asm["cubin"])
     assert not wrong_descriptor_addresses(sass)

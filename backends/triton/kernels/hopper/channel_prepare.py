@@ -3,9 +3,9 @@
 Grid: one CTA of 4 warps for each (chunk slot, value head); warp w has tokens 16 w to 16 w + 15. A loop over tiles of 32
 channels, from log2 decays and scaled float16 operands,
 
-    computes sums of the decays over each warp's tokens and the products of levels 8, 4, 2 and 1, in registers
-        (decay_levels.py);
-    exchanges the sums of the warps through shared memory: with a warp's sums before and after a token, G and Gend - G;
+    computes factors within each warp's tokens and the products of levels 8, 4, 2 and 1, in registers (decay_levels.py);
+    exchanges the decays over each warp's tokens through shared memory: with the factors up to and after a token in its
+        warp, 2^G and 2^(Gend - G);
     stores Q, W and E, and in shared memory the operands of levels 32 and 16, whose tokens are in different warps.
 
 Then wgmma computes the products of these two levels, for tokens i in the rows and j in the columns:
@@ -27,7 +27,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.kernels.hopper.channel_levels import join_columns
 from deltazoo.backends.triton.kernels.hopper.common import (
+    ACC,
     ACC_N16,
     SMEM_TILE,
     SMEM_VECTOR,
@@ -39,20 +41,48 @@ from deltazoo.backends.triton.kernels.hopper.common import (
 from deltazoo.backends.triton.kernels.hopper.decay_levels import TILE, level_products, split_blocks
 from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load, reinterpret
 from deltazoo.backends.triton.kernels.hopper.ptx import exp2_ftz
-from deltazoo.backends.triton.kernels.hopper.wy_tiles import allocate_inverse_buffers, invert_and_store, store_p_alone
+from deltazoo.backends.triton.kernels.hopper.wy_tiles import (
+    allocate_inverse_buffers,
+    invert_and_store,
+    split_column_blocks,
+    store_p_alone,
+)
 from deltazoo.backends.triton.kernels.layout import LOG2E, MIN_LOG2_DECAY, first_chunk_slot, sequence_bounds
 
 # of a tile [4 warps, 16 rows, 32 channels]: rows [4, 16], warps and channels [4, 32], channels [32], warps [4]
 TOKENS = gl.constexpr(gl.SliceLayout(2, TILE.value))
 WARP_CHANNELS = gl.constexpr(gl.SliceLayout(1, TILE.value))
 CHANNELS = gl.constexpr(gl.SliceLayout(0, WARP_CHANNELS.value))
-WARPS = gl.constexpr(gl.SliceLayout(1, WARP_CHANNELS.value))
+# a channel per lane; and up to four such vectors, a lane with eight channels as in WARP_CHANNELS
+LANE_CHANNELS = gl.constexpr(
+    gl.DistributedLinearLayout([], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]], [[1, 0], [2, 0]], [], [4, 32])
+)
+FOUR_VECTORS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]],
+        [[0, 8, 0, 0], [0, 16, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [],
+        [4, 32, 2, 2],
+    )
+)  # fmt: skip
+WARPS = gl.constexpr(gl.SliceLayout(1, LANE_CHANNELS.value))
 TOKENS_IN_WARP = gl.constexpr(gl.SliceLayout(0, TOKENS.value))
+# TILE with the channels of each thread apart, [4, 16, 4, 8], and sums over these
+THREAD_CHANNELS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 8, 0, 0]],
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [],
+        [4, 16, 4, 8],
+    )
+)  # fmt: skip
+THREAD_SUMS = gl.constexpr(gl.SliceLayout(3, THREAD_CHANNELS.value))
 ACC_N32 = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16]))
 N16_ROWS = gl.constexpr(gl.SliceLayout(1, ACC_N16.value))
 N16_COLUMNS = gl.constexpr(gl.SliceLayout(0, ACC_N16.value))
 SMEM_N32 = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
-SMEM_SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+# on pairs of bfloat16
+LARGER_MAGNITUDE = gl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")  # of any sign
+MULTIPLY_PAIRS = gl.constexpr("mul.bf16x2 $0, $1, $2;")
+SMEM_DECAYS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
@@ -69,75 +99,94 @@ def store_tile(tiles, tile, x):
 
 @gluon.jit
 def row_scales(tiles, NT: gl.constexpr, SCALED: gl.constexpr):
-    """Return two powers of two per row [4, 16]: the first scales a row to fit float16, the second undoes it."""
-    down = gl.full([4, 16], 1.0, gl.float32, TOKENS)
-    up = down
+    """Return two powers of two per row [4, 16]: the first, of the dtype, makes it fit float16, the second undoes it."""
+    dtype: gl.constexpr = tiles.dtype
+    up = gl.full([4, 16], 1.0, gl.float32, TOKENS)
+    down = up.to(dtype)
     if SCALED:
-        largest = gl.zeros([4, 16, 32], gl.float32, TILE)
+        largest = gl.zeros([4, 16, 32], dtype, TILE)
         for tile in range(NT):
-            largest = gl.maximum(largest, gl.abs(to_float32(load_tile(tiles, tile))))
-        exponent = gl.max(largest, 2).to(gl.int32, bitcast=True) & 0x7F800000
+            x = load_tile(tiles, tile)
+            largest = gl.inline_asm_elementwise(LARGER_MAGNITUDE, "=r,r,r", [x, largest], x.dtype, is_pure=True, pack=2)
+        exponent = gl.max(gl.abs(to_float32(largest)), 2).to(gl.int32, bitcast=True) & 0x7F800000
         exponent = gl.minimum(gl.maximum(exponent, 0x00800000), 0x7E800000)
-        down = (0x7F000000 - exponent).to(gl.float32, bitcast=True)
+        down = (0x7F000000 - exponent).to(gl.float32, bitcast=True).to(dtype)
         up = exponent.to(gl.float32, bitcast=True)
     return down, up
 
 
 @gluon.jit
-def store_half_of_rows(sums_s, x):
-    """Store x, equal in all rows of a warp, to sums_s [32, 32]; row 8 w holds that of warp w."""
-    rows = gl.permute(gl.reshape(x, [4, 2, 8, 32]), [0, 2, 3, 1])
-    first, _ = gl.split(rows)
-    sums_s.reshape([4, 8, 32]).store(first)
+def scale_rows(x, scales, SCALED: gl.constexpr):
+    """Multiply the rows of x [4, 16, 32], of 16 bits, by powers of two [4, 16] of its dtype, unless these are 1."""
+    if SCALED:
+        x = gl.inline_asm_elementwise(MULTIPLY_PAIRS, "=r,r,r", [x, scales[:, :, None]], x.dtype, is_pure=True, pack=2)
+    return x
 
 
 @gluon.jit
-def load_sum(sums_s, W: gl.constexpr):
-    """Load the sums of warp W, for all warps: [1, 32]."""
-    return sums_s.slice(8 * W, 1).load(WARP_CHANNELS)
+def store_half_of_rows(decays_s, x):
+    """Store x, equal in all rows of a warp, to decays_s [32, 32]; row 8 w holds that of warp w."""
+    rows = gl.permute(gl.reshape(x, [4, 2, 8, 32]), [0, 2, 3, 1])
+    first, _ = gl.split(rows)
+    decays_s.reshape([4, 8, 32]).store(first)
+
+
+@gluon.jit
+def load_decays(decays_s, W: gl.constexpr):
+    """Load the decays of warp W, for all warps: [1, 32]."""
+    return decays_s.slice(8 * W, 1).load(LANE_CHANNELS)
+
+
+@gluon.jit
+def to_all_rows(x, y, z):
+    """Convert factors [4, 32] to the layout in which tiles are multiplied by them, in one exchange within each warp."""
+    x_and_y, z = gl.split(gl.convert_layout(gl.join(gl.join(x, y), gl.join(z, z)), FOUR_VECTORS))
+    x, y = gl.split(x_and_y)
+    z, _ = gl.split(z)
+    return (
+        gl.convert_layout(x, WARP_CHANNELS, assert_trivial=True),
+        gl.convert_layout(y, WARP_CHANNELS, assert_trivial=True),
+        gl.convert_layout(z, WARP_CHANNELS, assert_trivial=True),
+    )
 
 
 @gluon.jit
 def products_across_warps(x32, x16, y32, y16, NT: gl.constexpr):
-    """Issue x y^T of levels 32 and 16: [64, 32] and two of [64, 16]."""
+    """Issue x y^T of levels 32 and 16: [64, 32] and [64, 64], of which the column blocks 0 and 2 are used."""
     level_32 = gl.zeros([64, 32], gl.float32, ACC_N32)
-    first_16 = gl.zeros([64, 16], gl.float32, ACC_N16)
-    last_16 = gl.zeros([64, 16], gl.float32, ACC_N16)
+    level_16 = gl.zeros([64, 64], gl.float32, ACC)
     for tile in gl.static_range(NT):
-        x = x32.index(tile)
-        y = y32.index(tile)
-        level_32 = warpgroup_mma(x, y.slice(0, 32).permute((1, 0)), level_32, is_async=True)
-        x = x16.index(tile)
-        y = y16.index(tile)
-        first_16 = warpgroup_mma(x, y.slice(0, 16).permute((1, 0)), first_16, is_async=True)
-        last_16 = warpgroup_mma(x, y.slice(32, 16).permute((1, 0)), last_16, is_async=True)
-    return level_32, first_16, last_16
+        y = y32.index(tile).slice(0, 32).permute((1, 0))
+        level_32 = warpgroup_mma(x32.index(tile), y, level_32, is_async=True)
+        level_16 = warpgroup_mma(x16.index(tile), y16.index(tile).permute((1, 0)), level_16, is_async=True)
+    return level_32, level_16
 
 
 @gluon.jit
-def order_tokens(x):
-    """Reorder rows and columns of a block [64, 16] from the order of the registers to that of the tokens."""
-    x = gl.permute(gl.reshape(x, [4, 2, 8, 2, 8]), [0, 2, 1, 4, 3])
-    return gl.reshape(x, [64, 16])
+def order_tokens(x0, x1, x2, x3):
+    """Join column blocks [64, 16], rows and columns from the order of the registers to that of the tokens."""
+    x = join_columns(join_columns(x0, x1), join_columns(x2, x3))
+    x = gl.permute(gl.reshape(x, [4, 2, 8, 4, 2, 8]), [0, 2, 1, 3, 5, 4])
+    return gl.reshape(x, [64, 64])
 
 
 @gluon.jit
-def column_blocks(block, level_32, first_16, last_16, row_scale, column_scales):
-    """Return the column blocks [64, 16] of the scaled products, right in the blocks on and left of the diagonal."""
+def scaled_products(block, level_32, level_16, row_scale, column_scales, dtype: gl.constexpr):
+    """Return scaled products [64, 64] in the order of the tokens, right in the blocks on and left of the diagonal."""
     t = gl.arange(0, 64, N16_ROWS)[:, None]
     low, high = gl.split(gl.permute(gl.reshape(level_32, [64, 2, 16]), [0, 2, 1]))
     low = gl.convert_layout(low, ACC_N16, assert_trivial=True)
     high = gl.convert_layout(high, ACC_N16, assert_trivial=True)
+    first_16, _, last_16, _ = split_column_blocks(level_16)
     x0 = gl.where(t < 16, block, gl.where(t < 32, first_16, low))
     x1 = gl.where(t < 32, block, high)
     x2 = gl.where(t < 48, block, last_16)
     rows = row_scale.load(N16_ROWS)[:, None]
-    return (
-        x0 * rows * column_scales.slice(0, 16).load(N16_COLUMNS)[None, :],
-        x1 * rows * column_scales.slice(16, 16).load(N16_COLUMNS)[None, :],
-        x2 * rows * column_scales.slice(32, 16).load(N16_COLUMNS)[None, :],
-        block * rows * column_scales.slice(48, 16).load(N16_COLUMNS)[None, :],
-    )
+    x0 = x0 * rows * column_scales.slice(0, 16).load(N16_COLUMNS)[None, :]
+    x1 = x1 * rows * column_scales.slice(16, 16).load(N16_COLUMNS)[None, :]
+    x2 = x2 * rows * column_scales.slice(32, 16).load(N16_COLUMNS)[None, :]
+    x3 = block * rows * column_scales.slice(48, 16).load(N16_COLUMNS)[None, :]
+    return order_tokens(to_16_bits(x0, dtype), to_16_bits(x1, dtype), to_16_bits(x2, dtype), to_16_bits(x3, dtype))
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
@@ -207,10 +256,15 @@ def hopper_channel_prepare_kernel(
 
         # the operands of level 32 replace those they are computed from
         k32 = reinterpret(k_s, gl.float16, [NT, 64, 32], SMEM_N32)
-        q32 = reinterpret(q_s, gl.float16, [NT, 64, 32], SMEM_N32)
-        e32 = reinterpret(e_s, gl.float16, [NT, 64, 32], SMEM_N32)
-        k16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
-        q16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
+        if DELTA:
+            q32 = reinterpret(q_s, gl.float16, [NT, 64, 32], SMEM_N32)
+            e32 = reinterpret(e_s, gl.float16, [NT, 64, 32], SMEM_N32)
+            k16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
+            q16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
+        else:  # tokens in the upper half of a level have rows of q only, the others of k only: one tile holds both
+            q32 = k32
+            k16 = reinterpret(q_s, gl.float16, [NT, 64, 32], SMEM_N32)
+            q16 = k16
         # products of k and a level's factors are operands of rows, too, if e = k has the same factors
         APART: gl.constexpr = OWN or EARLY
         e16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32) if APART else k16
@@ -219,105 +273,108 @@ def hopper_channel_prepare_kernel(
         # not kept in registers during the loop
         k_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
         q_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        e_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+        if DELTA:
+            e_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
+            e_up_s.reshape([4, 16]).store(-e_up)
+        q_k_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
         k_up_s.reshape([4, 16]).store(k_up)
         q_up_s.reshape([4, 16]).store(q_up)
-        e_up_s.reshape([4, 16]).store(-e_up)
-        sums_s = gl.allocate_shared_memory(gl.float32, [32, 32], SMEM_SUMS)
-        q_k = gl.zeros([4, 16], gl.float32, TOKENS)
+        decays_s = gl.allocate_shared_memory(gl.float32, [32, 32], SMEM_DECAYS)
+        q_k = gl.zeros([4, 16, 4], gl.float32, THREAD_SUMS)
         blocks = gl.zeros([4, 16, 32], gl.float32, TILE)
         w_c = gl.arange(0, 4, WARPS)[:, None]
-        zero_sums = gl.zeros([4, 32], gl.float32, WARP_CHANNELS)
+        is_upper_16_c = w_c & 1 == 1
+        is_upper_32_c = w_c >= 2
+        ones = gl.full([4, 32], 1.0, gl.float32, LANE_CHANNELS)
         is_upper_16 = (warp & 1 == 1)[:, None, None]
         is_upper_32 = (warp >= 2)[:, None, None]
         for tile in range(NT):
             a = gl.maximum(next_decay * LOG2E, MIN_LOG2_DECAY, propagate_nan=tl.PropagateNan.ALL)
             first = tile * 32
             in_tile = in_time[:, :, None] & (first + channel < K)
-            k_tile = to_float32(load_tile(k_s, tile)) * k_down[:, :, None]
-            q_tile = to_float32(load_tile(q_s, tile)) * q_down[:, :, None]
-            e_tile = to_float32(load_tile(e_s, tile)) * e_down[:, :, None] if OWN else k_tile
+            k_tile = to_float32(scale_rows(load_tile(k_s, tile), k_down, SCALED))
+            q_tile = to_float32(scale_rows(load_tile(q_s, tile), q_down, SCALED))
+            e_tile = to_float32(scale_rows(load_tile(e_s, tile), e_down, SCALED)) if OWN else k_tile
             if not READ_EARLY:
-                q_k += gl.sum(q_tile * k_tile, 2)
-            pre, suf, blocks = level_products(a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, EARLY, READ_EARLY)
-            store_half_of_rows(sums_s, pre + suf)
+                q_k += gl.sum(gl.reshape(q_tile * k_tile, [4, 16, 4, 8]), 3)
+            pre, suf, early, total, blocks = level_products(
+                a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, EARLY, READ_EARLY
+            )  # fmt: skip
+            store_half_of_rows(decays_s, exp2_ftz(total))
             barrier()
             # loaded after the products, where it would take registers that they need
             next_decay = gl.load(
                 gate_at + (first + 32), mask=in_time[:, :, None] & (first + 32 + channel < K), other=0.0
             )  # fmt: skip
-            sum_0 = load_sum(sums_s, 0)
-            sum_1 = load_sum(sums_s, 1)
-            sum_2 = load_sum(sums_s, 2)
-            sum_3 = load_sum(sums_s, 3)
-            sum_01 = sum_0 + sum_1
-            sum_23 = sum_2 + sum_3
-            # the sums of the other warp of a block of 32 tokens, and those before and after a warp in the chunk
-            pair_before = gl.where(w_c == 1, sum_0, gl.where(w_c == 3, sum_2, zero_sums))
-            pair_after = gl.where(w_c == 0, sum_1, gl.where(w_c == 2, sum_3, zero_sums))
-            before = pair_before + gl.where(w_c >= 2, sum_01, zero_sums)
-            after = pair_after + gl.where(w_c < 2, sum_23, zero_sums)
-            c = gl.arange(0, 32, CHANNELS)[None, :]
-            gl.store(gate_row + (first + c), gl.exp2(sum_01 + sum_23), mask=first + c < K)
+            decay_0 = load_decays(decays_s, 0)
+            decay_1 = load_decays(decays_s, 1)
+            decay_2 = load_decays(decays_s, 2)
+            decay_3 = load_decays(decays_s, 3)
+            decay_01 = decay_0 * decay_1
+            decay_23 = decay_2 * decay_3
+            # the decays of the other warp of a block of 32 tokens, and those before and after a warp in the chunk
+            pair_before = gl.where(is_upper_16_c, gl.where(is_upper_32_c, decay_2, decay_0), ones)
+            pair_after = gl.where(is_upper_16_c, ones, gl.where(is_upper_32_c, decay_3, decay_1))
+            before = pair_before * gl.where(is_upper_32_c, decay_01, ones)
+            after = pair_after * gl.where(is_upper_32_c, ones, decay_23)
+            pair = gl.where(is_upper_32_c, pair_before, pair_after)
+            c = gl.arange(0, 32, gl.SliceLayout(0, LANE_CHANNELS))[None, :]
+            gl.store(gate_row + (first + c), decay_01 * decay_23, mask=first + c < K)
 
-            x16 = gl.where(is_upper_16, pre, suf)
-            x32 = gl.where(is_upper_32, pre, suf) + gl.where(w_c >= 2, pair_before, pair_after)[:, None, :]
-            G = pre + before[:, None, :]
-            factor = exp2_ftz(x16)
-            store_tile(k16, tile, k_tile * factor)
-            factor_early = exp2_ftz(x16 - a) if EARLY or READ_EARLY else factor
-            store_tile(q16, tile, q_tile * (factor_early if READ_EARLY else factor))
-            if APART:
-                store_tile(e16, tile, e_tile * (factor_early if EARLY else factor))
-            factor = exp2_ftz(x32)
-            factor_early = exp2_ftz(x32 - a) if EARLY or READ_EARLY else factor
-            store_tile(k32, tile, k_tile * factor)
-            store_tile(q32, tile, q_tile * (factor_early if READ_EARLY else factor))
-            if APART:
-                store_tile(e32, tile, e_tile * (factor_early if EARLY else factor))
-            decay = exp2_ftz(G)
-            decay_early = exp2_ftz(G - a) if EARLY or READ_EARLY else decay
+            before, after, pair = to_all_rows(before, after, pair)
+            pair = pair[:, None, :]
+            if DELTA:
+                factor = gl.where(is_upper_16, pre, suf)
+                store_tile(k16, tile, k_tile * factor)
+                store_tile(q16, tile, q_tile * (early if READ_EARLY else factor))
+                if APART:
+                    store_tile(e16, tile, e_tile * (early if EARLY else factor))
+                factor = gl.where(is_upper_32, pre, suf) * pair
+                factor_early = early * pair if EARLY or READ_EARLY else factor
+                store_tile(k32, tile, k_tile * factor)
+                store_tile(q32, tile, q_tile * (factor_early if READ_EARLY else factor))
+                if APART:
+                    store_tile(e32, tile, e_tile * (factor_early if EARLY else factor))
+            else:
+                read = early if READ_EARLY else pre
+                x = gl.where(is_upper_16, q_tile, k_tile) * gl.where(is_upper_16, read, suf)
+                store_tile(k16, tile, x)
+                x = gl.where(is_upper_32, q_tile, k_tile) * (gl.where(is_upper_32, read, suf) * pair)
+                store_tile(k32, tile, x)
+            decay = pre * before[:, None, :]
+            decay_early = early * before[:, None, :] if EARLY or READ_EARLY else decay
             tile_size = (T.to(gl.int64) if PACKED else N.to(gl.int64) * T) * HV * K
             out = tiles + value_head + (rows * (HV * K) + (first + channel))
             q_scale = q_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
             Q = q_tile * (decay_early if READ_EARLY else decay) * q_scale
             gl.store(out, to_16_bits(Q, dtype), mask=in_tile)
-            k_scale = k_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
-            W = k_tile * exp2_ftz(suf + after[:, None, :]) * k_scale
-            gl.store(out + tile_size, to_16_bits(W, dtype), mask=in_tile)
+            k_scale = k_up_s.reshape([4, 16]).load(TOKENS).to(dtype)
+            W = to_16_bits(k_tile * (suf * after[:, None, :]), dtype)
+            gl.store(out + tile_size, scale_rows(W, k_scale, SCALED), mask=in_tile)
             if DELTA:
                 e_scale = -e_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
                 E = e_tile * (decay_early if EARLY else decay) * e_scale
                 gl.store(out + 2 * tile_size, to_16_bits(E, dtype), mask=in_tile)
-        q_k_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        q_k_s.reshape([4, 16]).store(q_k)
+        q_k_s.reshape([4, 16]).store(gl.sum(q_k, 2))
         fence_async_shared()
         barrier()
-        P_32, P_first, P_last = products_across_warps(q32, q16, k32, k16, NT)
+        P_32, P_16 = products_across_warps(q32, q16, k32, k16, NT)
         if DELTA:
-            A_32, A_first, A_last = products_across_warps(e32, e16, k32, k16, NT)
+            A_32, A_16 = products_across_warps(e32, e16, k32, k16, NT)
         A_block, P_block = split_blocks(blocks)
         t = gl.arange(0, 64, N16_ROWS)[:, None]
         on_diagonal = t % 16 == gl.arange(0, 16, N16_COLUMNS)[None, :]
         P_block = gl.where(on_diagonal, q_k_s.load(N16_ROWS)[:, None], P_block)
         if DELTA:
-            P_32, P_first, P_last, A_32, A_first, A_last = warpgroup_mma_wait(
-                0, deps=[P_32, P_first, P_last, A_32, A_first, A_last]
-            )
+            P_32, P_16, A_32, A_16 = warpgroup_mma_wait(0, deps=[P_32, P_16, A_32, A_16])
         else:
-            P_32, P_first, P_last = warpgroup_mma_wait(0, deps=[P_32, P_first, P_last])
-        p0, p1, p2, p3 = column_blocks(P_block, P_32, P_first, P_last, q_up_s, k_up_s)
+            P_32, P_16 = warpgroup_mma_wait(0, deps=[P_32, P_16])
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-        P_s.slice(0, 16).permute((1, 0)).store(order_tokens(to_16_bits(p0, dtype)))
-        P_s.slice(16, 16).permute((1, 0)).store(order_tokens(to_16_bits(p1, dtype)))
-        P_s.slice(32, 16).permute((1, 0)).store(order_tokens(to_16_bits(p2, dtype)))
-        P_s.slice(48, 16).permute((1, 0)).store(order_tokens(to_16_bits(p3, dtype)))
+        P_s.permute((1, 0)).store(scaled_products(P_block, P_32, P_16, q_up_s, k_up_s, dtype))
         if DELTA:
-            l0, l1, l2, l3 = column_blocks(A_block, A_32, A_first, A_last, e_up_s, k_up_s)
-            l0 = gl.convert_layout(order_tokens(l0), ACC_N16)
-            l1 = gl.convert_layout(order_tokens(l1), ACC_N16)
-            l2 = gl.convert_layout(order_tokens(l2), ACC_N16)
-            l3 = gl.convert_layout(order_tokens(l3), ACC_N16)
+            L_s = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
+            L_s.store(scaled_products(A_block, A_32, A_16, e_up_s, k_up_s, gl.float16))
+            l0, l1, l2, l3 = split_column_blocks(L_s.load(ACC))
             buffers = allocate_inverse_buffers(wy_tiles.dtype.element_ty)
             invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, chunk, buffers)
         else:

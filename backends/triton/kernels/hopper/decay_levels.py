@@ -3,19 +3,22 @@
 ../channel/decay_levels.py explains the levels. A tile [4 warps, 16 rows, 32 channels] has the layout TILE: lane 4 g + c
 of a warp holds rows g and g + 8, channels 8 c to 8 c + 7. Row g + 8 r is token 2 g + r of the warp's 16, so a thread
 holds pairs of adjacent tokens, and the other bits of a token's number are those of its lane. At level s = 1, 2, 4, 8
-the exponent of a token is, with sums over the log2 decays a,
+the factor of a token is, with products over the decays 2^a,
 
-    pre_s,  the sum from the first token of its half up to itself, in the upper half of a block of 2 s tokens;
-    suf_s,  the sum over the tokens after it in its half, in the lower half.
+    pre_s,  the product from the first token of its half up to itself, in the upper half of a block of 2 s tokens;
+    suf_s,  the product over the tokens after it in its half, in the lower half.
 
-Both are sums of terms of one sign, without cancellation. With t_s, the sum over the other half of the block, which a
-lane reads by one shuffle from the lane at distance 2 s,
+With t_s, the sum of the log2 decays over the other half of the block, which a lane reads by one shuffle from the lane
+at distance 2 s,
 
-    pre_2s = pre_s + t_s in upper halves,  suf_2s = suf_s + t_s in lower halves,  unchanged otherwise.
+    pre_2s = pre_s 2^t_s in upper halves,  suf_2s = suf_s 2^t_s in lower halves,  unchanged otherwise.
 
-In mma.sync m16n8k8 the A operand of a row and the B operand of a column are held by the same lanes, for any common
-order of the channels, so operands stay in registers. The products of a level are added to those of other levels where i
-is in the upper and j in the lower half of one block. Elsewhere they may be inf or NaN.
+So a factor is a product of at most five powers of two, one per level, of sums of terms of one sign. All are at most 1:
+a product underflows only where its result does.
+
+In mma.sync m16n8k8 and m16n8k16 the A operand of a row and the B operand of a column are held by the same lanes, for
+any common order of the channels, so operands stay in registers. The products of a level are added to those of other
+levels where i is in the upper and j in the lower half of one block. Elsewhere they may be inf or NaN.
 """
 
 from triton.experimental import gluon
@@ -44,14 +47,21 @@ def level_products(
     a: log2 decays; k, q, e: scaled rows; all float32. OWN: e is not k. ERASE_EARLY, READ_EARLY: e and q have the decays
     before their token.
 
-    Returns: the sums pre_16 and suf_16 over a warp's 16 tokens, and the blocks.
+    Returns: the factors pre_16 and suf_16 within a warp's 16 tokens, pre_16 without the token's own decay (pre_16 if no
+        operand is early), the sum of the 16 log2 decays, and the blocks.
     """
+    ANY_EARLY: gl.constexpr = READ_EARLY or ERASE_EARLY
     asm: gl.constexpr = level_products_asm(DELTA, OWN, ERASE_EARLY, READ_EARLY)
-    operands: gl.constexpr = level_products_operands(OWN)
+    operands: gl.constexpr = level_products_operands(OWN, ANY_EARLY)
     inputs = [a, k, q, e, blocks] if OWN else [a, k, q, blocks]
-    return gl.inline_asm_elementwise(
-        asm, operands, inputs, (gl.float32, gl.float32, gl.float32), is_pure=True, pack=16
-    )  # fmt: skip
+    dtypes: gl.constexpr = (gl.float32,) * (5 if ANY_EARLY else 4)
+    out = gl.inline_asm_elementwise(asm, operands, inputs, dtypes, is_pure=True, pack=16)
+    if ANY_EARLY:
+        pre, suf, total, early, blocks = out
+    else:
+        pre, suf, total, blocks = out
+        early = pre
+    return pre, suf, early, total, blocks
 
 
 @gluon.jit

@@ -199,6 +199,6 @@ def hopper_pair_prepare_kernel(
         row, block, column = block_indices()
         R_at = B_at.to(gl.pointer_type(dtype), bitcast=True) + (row * 72 + block * 8 + column)
         gl.store(R_at, R_s.reshape([64, 8, 8]).load(STORE_BLOCKS), mask=block >= row // 8)
-        l0, l1, l2, l3 = split_column_blocks(A)
+        l0, l1, l2, l3 = split_column_blocks(to_16_bits(A, gl.float16))
         buffers = allocate_inverse_buffers(T_dtype)
         invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, chunk * 2, buffers)

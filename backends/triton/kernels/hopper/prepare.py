@@ -239,7 +239,7 @@ def hopper_prepare_kernel(
                 P_rest = P_hv - to_float32(to_16_bits(P_hv, dtype))
                 P_low_s.permute((1, 0)).store(round_causal(P_rest, dtype, READ_EARLY))
 
-            l0, l1, l2, l3 = split_column_blocks(L)
+            l0, l1, l2, l3 = split_column_blocks(to_16_bits(L, gl.float16))
             if TERMS == 2:
                 refinement = (L, P_low_s, refinement_buffers)
                 invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, gate_row, buffers, refinement, 2)

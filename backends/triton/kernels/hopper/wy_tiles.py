@@ -174,16 +174,13 @@ def invert_and_store(
 ):  # fmt: skip
     """Store P^T [64, 64], which is in shared memory, and T = (I - L)^-1 to the tile [64, 72] of a chunk.
 
-    l0 to l3: column blocks [64, 16] of L; only its blocks on and left of the diagonal are read. refinement: with
-    TERMS = 2 L [64, 64], the second term of P^T in shared memory, and the buffers of `allocate_refinement_buffers`.
+    l0 to l3: column blocks [64, 16] of L in float16; only its blocks on and left of the diagonal are read. refinement:
+    with TERMS = 2 L [64, 64], the second term of P^T in shared memory, and the buffers of
+    `allocate_refinement_buffers`.
     """
     dtype: gl.constexpr = P_s.dtype
     T_dtype: gl.constexpr = wy_tiles.dtype.element_ty
     X_s, U_s, N0_s, N1_s, T0_s, T1_s = buffers
-    l0 = to_16_bits(l0, gl.float16)
-    l1 = to_16_bits(l1, gl.float16)
-    l2 = to_16_bits(l2, gl.float16)
-    l3 = to_16_bits(l3, gl.float16)
     x = invert_diagonal_blocks(l0, l1, l2, l3)
     X_s.store(x)
     z0, z1, n2 = multiply_warp_blocks(x, l0, l1, l2)
