@@ -446,6 +446,7 @@ def _language() -> types.ModuleType:
         program_id=lambda axis: Array(THREAD.program.pid), num_programs=lambda axis: Array(THREAD.program.programs),
         arange=lambda first, last, layout=None: Array(torch.arange(first, last, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: Array(torch.zeros(shape, dtype=dtype.torch)),
+        zeros_like=lambda x: Array(torch.zeros_like(raw(x))),
         full=lambda shape, value, dtype, layout=None: Array(torch.full(shape, 0, dtype=dtype.torch) + raw(value)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         cast=lambda x, dtype: (x if isinstance(x, Array) else Array(x)).to(dtype),
