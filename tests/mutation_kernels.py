@@ -218,6 +218,16 @@ HOPPER_KERNELS = [
         "test-kernels", f"{HOPPER_TEST}[scans-linear-decays-True]",
     ),
     Mutation(
+        "Hopper scan: both programs of a tile of values start at its first one", f"{HOPPER}/scan_traits.py",
+        "column += gl.where(halved, half * 64, 0)", "pass", "test-kernels",
+        "backends/test_hopper_numbers.py::test_programs_of_64_values[states in the rows of gradients-False]",
+    ),
+    Mutation(
+        "Hopper scan: the narrow tile of keys is copied from the first keys", f"{HOPPER}/scan_producer.py",
+        "rings[tk].index(stage), at, tk * 64, rows", "rings[tk].index(stage), at, tk % 3 * 64, rows",
+        "test-kernels", f"{HOPPER_TEST}[four tiles of keys-gated delta-no state-False]",
+    ),
+    Mutation(
         "Hopper reverse: the state's gradient reaches the values without decay", f"{HOPPER}/reverse.py",
         "dx *= gl.exp2(G_end - G)[None, :]", "dx *= 1.0",
         "test-kernels", f"{HOPPER_TEST}[one tile of keys-gated delta-ordinary-True]",
