@@ -54,12 +54,14 @@ def level_products(
     asm: gl.constexpr = level_products_asm(DELTA, OWN, ERASE_EARLY, READ_EARLY)
     operands: gl.constexpr = level_products_operands(OWN, ANY_EARLY)
     inputs = [a, k, q, e, blocks] if OWN else [a, k, q, blocks]
-    dtypes: gl.constexpr = (gl.float32,) * (5 if ANY_EARLY else 4)
-    out = gl.inline_asm_elementwise(asm, operands, inputs, dtypes, is_pure=True, pack=16)
     if ANY_EARLY:
-        pre, suf, total, early, blocks = out
+        pre, suf, total, early, blocks = gl.inline_asm_elementwise(
+            asm, operands, inputs, (gl.float32, gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=16
+        )
     else:
-        pre, suf, total, blocks = out
+        pre, suf, total, blocks = gl.inline_asm_elementwise(
+            asm, operands, inputs, (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=16
+        )
         early = pre
     return pre, suf, early, total, blocks
 
