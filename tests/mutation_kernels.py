@@ -220,7 +220,7 @@ HOPPER_KERNELS = [
     Mutation(
         "Hopper scan: both programs of a tile of values start at its first one", f"{HOPPER}/scan_traits.py",
         "column += gl.where(halved, half * 64, 0)", "pass", "test-kernels",
-        "backends/test_hopper_numbers.py::test_programs_of_64_values[states in the rows of gradients-False]",
+        "backends/test_hopper_numbers.py::test_programs_of_64_values[states in the rows of gradients]",
     ),
     Mutation(
         "Hopper scan: the narrow tile of keys is copied from the first keys", f"{HOPPER}/scan_producer.py",
