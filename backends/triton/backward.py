@@ -88,8 +88,8 @@ def _by_windows(run: Pass, d_final: Tensor | None) -> None:
     is_zero = d_final is None and run.d.state is None and plan.split > 0 and windows == 1
     if not is_zero:
         set_state(run.d_state, d_final)
-    starts, ends = segment_states(x, s, slots, plan.split) if plan.split else (None, None)
     span = Span(segments, plan.split, 0, unit, windows, plan.halved_from)
+    starts, ends = segment_states(x, s, slots, plan.split) if plan.split else (None, None)
     launches: list[WindowLaunch] = []
     if starts is not None and ends is not None:
         launches += [
