@@ -231,8 +231,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
         # in a pack that keeps the device busy only the backward gains from segments
         forward_split=0 if problem.packed and occupies(problem, device) else split,
     )
-    if plan.forward == "hopper" and not plan.forward_split:
-        plan = plan._replace(forward_halved_from=_halved_from(problem, device))
+    plan = plan._replace(forward_halved_from=_halved_from(problem, device, plan.forward, plan.forward_split))
     if not grad:
         return plan
     plan = plan._replace(every=config.every)
@@ -247,19 +246,22 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
         backward="reverse+gradients",
         reverse=reverse,
         gradients=_gradients(config.gradients.kernel, problem),
-        halved_from=_halved_from(problem, device) if reverse == "hopper" and not split else 0,
+        halved_from=_halved_from(problem, device, reverse, split),
     )
 
 
-def _halved_from(problem: Problem, device: DeviceSpec) -> int:
+def _halved_from(problem: Problem, device: DeviceSpec, scan: Version, split: int) -> int:
     """The chunks of the shortest sequence whose scan has a program for every 64 values; 0: none can be as long.
 
     The time of a scan is that of its longest sequence if that has more than twice the mean number of chunks per SM.
     Programs of 64 values take 30 % less time per chunk, but twice as many SMs. In a pack every sequence gets the
     programs, although those of short ones have no work, so a pack of many sequences keeps programs of 128 values.
+    Segments are parallel already.
     """
     chunks, tiles = cdiv(problem.T, CHUNK), problem.HV * cdiv(problem.V, 128)
-    if problem.V <= 64 or (problem.packed and problem.N * tiles > 3 * device.processors):
+    if scan != "hopper" or split or problem.V <= 64:
+        return 0
+    if problem.packed and problem.N * tiles > 3 * device.processors:
         return 0
     all_chunks = chunks * tiles * (1 if problem.packed else problem.N)
     shortest = 2 * all_chunks // device.processors + 1
