@@ -66,6 +66,8 @@ def execute(text, operands):
     def value(name):
         if name == "%laneid":
             return LANE
+        if name == "%tid.x":
+            return THREADS
         return registers[name] if name in registers else torch.full((128,), int(name, 0), dtype=torch.int32)
 
     for instruction in (part.strip(" {}\n") for part in re.split(r";\n?", text)):

@@ -38,7 +38,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.decay_levels import TILE, level_products, split_blocks
+from deltazoo.backends.triton.kernels.hopper.decay_levels import TILE, choose_by_warp, level_products, split_blocks
 from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load, reinterpret
 from deltazoo.backends.triton.kernels.hopper.ptx import exp2_ftz
 from deltazoo.backends.triton.kernels.hopper.wy_tiles import (
@@ -138,15 +138,16 @@ def load_decays(decays_s, W: gl.constexpr):
 
 
 @gluon.jit
-def to_all_rows(x, y, z):
+def to_all_rows(x, y, z, u):
     """Convert factors [4, 32] to the layout in which tiles are multiplied by them, in one exchange within each warp."""
-    x_and_y, z = gl.split(gl.convert_layout(gl.join(gl.join(x, y), gl.join(z, z)), FOUR_VECTORS))
+    x_and_y, z_and_u = gl.split(gl.convert_layout(gl.join(gl.join(x, y), gl.join(z, u)), FOUR_VECTORS))
     x, y = gl.split(x_and_y)
-    z, _ = gl.split(z)
+    z, u = gl.split(z_and_u)
     return (
         gl.convert_layout(x, WARP_CHANNELS, assert_trivial=True),
         gl.convert_layout(y, WARP_CHANNELS, assert_trivial=True),
         gl.convert_layout(z, WARP_CHANNELS, assert_trivial=True),
+        gl.convert_layout(u, WARP_CHANNELS, assert_trivial=True),
     )
 
 
@@ -171,7 +172,7 @@ def order_tokens(x0, x1, x2, x3):
 
 
 @gluon.jit
-def scaled_products(block, level_32, level_16, row_scale, column_scales, dtype: gl.constexpr):
+def scaled_products(block, level_32, level_16, row_scales, scale, column_scales, dtype: gl.constexpr):
     """Return scaled products [64, 64] in the order of the tokens, right in the blocks on and left of the diagonal."""
     t = gl.arange(0, 64, N16_ROWS)[:, None]
     low, high = gl.split(gl.permute(gl.reshape(level_32, [64, 2, 16]), [0, 2, 1]))
@@ -181,7 +182,7 @@ def scaled_products(block, level_32, level_16, row_scale, column_scales, dtype: 
     x0 = gl.where(t < 16, block, gl.where(t < 32, first_16, low))
     x1 = gl.where(t < 32, block, high)
     x2 = gl.where(t < 48, block, last_16)
-    rows = row_scale.load(N16_ROWS)[:, None]
+    rows = (row_scales.load(N16_ROWS) * scale)[:, None]
     x0 = x0 * rows * column_scales.slice(0, 16).load(N16_COLUMNS)[None, :]
     x1 = x1 * rows * column_scales.slice(16, 16).load(N16_COLUMNS)[None, :]
     x2 = x2 * rows * column_scales.slice(32, 16).load(N16_COLUMNS)[None, :]
@@ -220,37 +221,40 @@ def hopper_channel_prepare_kernel(
         row = warp[:, None] * 16 + (m % 8 * 2 + m // 8)[None, :]
         channel = gl.arange(0, 32, CHANNELS)[None, None, :]
         in_time = row < length - t0
-        rows = row[:, :, None]
+        # added apart, so that the addresses of a thread's two rows differ by a constant
+        even = (warp[:, None] * 16 + (m % 8 * 2)[None, :])[:, :, None]
+        odd = (m // 8)[None, :, None]
         key = (token * H + h) * K
         value_head = (token * HV + hv) * K
         for tile in gl.static_range(NT):
             mask = in_time[:, :, None] & (tile * 32 + channel < K)
-            at = rows * (H * K) + (tile * 32 + channel)
-            async_load(k_s.index(tile).reshape([4, 16, 32]), k + key + at, mask=mask)
-            async_load(q_s.index(tile).reshape([4, 16, 32]), q + key + at, mask=mask)
+            at = even * (H * K) + (tile * 32 + channel)
+            async_load(k_s.index(tile).reshape([4, 16, 32]), k + key + at + odd * (H * K), mask=mask)
+            async_load(q_s.index(tile).reshape([4, 16, 32]), q + key + at + odd * (H * K), mask=mask)
             if OWN:
-                async_load(e_s.index(tile).reshape([4, 16, 32]), e + key + at, mask=mask)
+                async_load(e_s.index(tile).reshape([4, 16, 32]), e + key + at + odd * (H * K), mask=mask)
         async_copy.commit_group()
-        gate_at = log_decay + value_head + (rows * (HV * K) + channel)
+        gate_at = log_decay + value_head + (even * (HV * K) + channel) + odd * (HV * K)
         in_tile = in_time[:, :, None] & (channel < K)
         next_decay = gl.load(gate_at, mask=in_tile, other=0.0)
         chunk = slot.to(gl.int64) * HV + hv
         gate_row = gates + chunk * (K + C)
         gate = (token + row) * HV + hv
-        if WRITE:
-            gl.store(gate_row + (K + row), gl.load(w + gate, mask=in_time, other=0.0).to(gl.float32))
         erase = gl.full([4, 16], 1.0, gl.float32, TOKENS)
         if DELTA and ERASE:
             erase = gl.load(b + gate, mask=in_time, other=0.0).to(gl.float32)
+        if WRITE:  # stored after the wait for the copies, because the store waits for the load
+            write = gl.load(w + gate, mask=in_time, other=0.0)
         gl.store(decay_bounds + chunk, 0.0)
         async_copy.wait_group(0)
+        if WRITE:
+            gl.store(gate_row + (K + row), write.to(gl.float32))
         if ERASE_CHANNELS:  # the erase keys; no barrier: every thread reads elements that it copied
             for tile in gl.static_range(NT):
                 e_tile = to_float32(load_tile(e_s, tile)) * to_float32(load_tile(k_s, tile))
                 e_s.index(tile).reshape([4, 16, 32]).store(to_16_bits(e_tile, dtype))
         k_down, k_up = row_scales(k_s, NT, SCALED)
         q_down, q_up = row_scales(q_s, NT, SCALED)
-        q_up *= scale
         e_down, e_up = row_scales(e_s, NT, SCALED) if OWN else (k_down, k_up)
         e_up *= erase
 
@@ -265,7 +269,7 @@ def hopper_channel_prepare_kernel(
             q32 = k32
             k16 = reinterpret(q_s, gl.float16, [NT, 64, 32], SMEM_N32)
             q16 = k16
-        # products of k and a level's factors are operands of rows, too, if e = k has the same factors
+        # otherwise e = k: one tile holds the rows of e of tokens in upper halves, and those of k of the others
         APART: gl.constexpr = OWN or EARLY
         e16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32) if APART else k16
         if EARLY and not OWN:
@@ -286,8 +290,10 @@ def hopper_channel_prepare_kernel(
         is_upper_16_c = w_c & 1 == 1
         is_upper_32_c = w_c >= 2
         ones = gl.full([4, 32], 1.0, gl.float32, LANE_CHANNELS)
-        is_upper_16 = (warp & 1 == 1)[:, None, None]
-        is_upper_32 = (warp >= 2)[:, None, None]
+        tile_size = (T.to(gl.int64) if PACKED else N.to(gl.int64) * T) * HV * K
+        Q_at = tiles + value_head + (even * (HV * K) + channel) + odd * (HV * K)
+        W_at = Q_at + tile_size
+        E_at = W_at + tile_size
         for tile in range(NT):
             a = gl.maximum(next_decay * LOG2E, MIN_LOG2_DECAY, propagate_nan=tl.PropagateNan.ALL)
             first = tile * 32
@@ -297,9 +303,14 @@ def hopper_channel_prepare_kernel(
             e_tile = to_float32(scale_rows(load_tile(e_s, tile), e_down, SCALED)) if OWN else k_tile
             if not READ_EARLY:
                 q_k += gl.sum(gl.reshape(q_tile * k_tile, [4, 16, 4, 8]), 3)
-            pre, suf, early, total, blocks = level_products(
+            k_tile, q_tile, e_tile, total, blocks = level_products(
                 a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, EARLY, READ_EARLY
-            )  # fmt: skip
+            )
+            if DELTA:
+                store_tile(k16, tile, k_tile if APART else choose_by_warp(1, e_tile, k_tile))
+                store_tile(q16, tile, q_tile)
+            if APART:
+                store_tile(e16, tile, e_tile)
             store_half_of_rows(decays_s, exp2_ftz(total))
             barrier()
             # loaded after the products, where it would take registers that they need
@@ -321,40 +332,27 @@ def hopper_channel_prepare_kernel(
             c = gl.arange(0, 32, gl.SliceLayout(0, LANE_CHANNELS))[None, :]
             gl.store(gate_row + (first + c), decay_01 * decay_23, mask=first + c < K)
 
-            before, after, pair = to_all_rows(before, after, pair)
+            before, after, pair, before_q = to_all_rows(before, after, pair, before * scale)
+            before = before[:, None, :]
             pair = pair[:, None, :]
             if DELTA:
-                factor = gl.where(is_upper_16, pre, suf)
-                store_tile(k16, tile, k_tile * factor)
-                store_tile(q16, tile, q_tile * (early if READ_EARLY else factor))
-                if APART:
-                    store_tile(e16, tile, e_tile * (early if EARLY else factor))
-                factor = gl.where(is_upper_32, pre, suf) * pair
-                factor_early = early * pair if EARLY or READ_EARLY else factor
-                store_tile(k32, tile, k_tile * factor)
-                store_tile(q32, tile, q_tile * (factor_early if READ_EARLY else factor))
-                if APART:
-                    store_tile(e32, tile, e_tile * (factor_early if EARLY else factor))
+                store_tile(k32, tile, (k_tile if APART else choose_by_warp(2, e_tile, k_tile)) * pair)
+                store_tile(q32, tile, q_tile * pair)
             else:
-                read = early if READ_EARLY else pre
-                x = gl.where(is_upper_16, q_tile, k_tile) * gl.where(is_upper_16, read, suf)
-                store_tile(k16, tile, x)
-                x = gl.where(is_upper_32, q_tile, k_tile) * (gl.where(is_upper_32, read, suf) * pair)
-                store_tile(k32, tile, x)
-            decay = pre * before[:, None, :]
-            decay_early = early * before[:, None, :] if EARLY or READ_EARLY else decay
-            tile_size = (T.to(gl.int64) if PACKED else N.to(gl.int64) * T) * HV * K
-            out = tiles + value_head + (rows * (HV * K) + (first + channel))
-            q_scale = q_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
-            Q = q_tile * (decay_early if READ_EARLY else decay) * q_scale
-            gl.store(out, to_16_bits(Q, dtype), mask=in_tile)
+                store_tile(k16, tile, choose_by_warp(1, q_tile, k_tile))
+                store_tile(k32, tile, choose_by_warp(2, q_tile, k_tile) * pair)
+            if APART:
+                store_tile(e32, tile, e_tile * pair)
+            q_scale = q_up_s.reshape([4, 16]).load(TOKENS).to(dtype)
+            Q = to_16_bits(q_tile * before_q[:, None, :], dtype)
+            gl.store(Q_at + first, scale_rows(Q, q_scale, SCALED), mask=in_tile)
             k_scale = k_up_s.reshape([4, 16]).load(TOKENS).to(dtype)
-            W = to_16_bits(k_tile * (suf * after[:, None, :]), dtype)
-            gl.store(out + tile_size, scale_rows(W, k_scale, SCALED), mask=in_tile)
+            W = to_16_bits(k_tile * after[:, None, :], dtype)
+            gl.store(W_at + first, scale_rows(W, k_scale, SCALED), mask=in_tile)
             if DELTA:
                 e_scale = -e_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
-                E = e_tile * (decay_early if EARLY else decay) * e_scale
-                gl.store(out + 2 * tile_size, to_16_bits(E, dtype), mask=in_tile)
+                E = e_tile * before * e_scale
+                gl.store(E_at + first, to_16_bits(E, dtype), mask=in_tile)
         q_k_s.reshape([4, 16]).store(gl.sum(q_k, 2))
         fence_async_shared()
         barrier()
@@ -370,10 +368,10 @@ def hopper_channel_prepare_kernel(
         else:
             P_32, P_16 = warpgroup_mma_wait(0, deps=[P_32, P_16])
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-        P_s.permute((1, 0)).store(scaled_products(P_block, P_32, P_16, q_up_s, k_up_s, dtype))
+        P_s.permute((1, 0)).store(scaled_products(P_block, P_32, P_16, q_up_s, scale, k_up_s, dtype))
         if DELTA:
             L_s = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
-            L_s.store(scaled_products(A_block, A_32, A_16, e_up_s, k_up_s, gl.float16))
+            L_s.store(scaled_products(A_block, A_32, A_16, e_up_s, 1.0, k_up_s, gl.float16))
             l0, l1, l2, l3 = split_column_blocks(L_s.load(ACC))
             buffers = allocate_inverse_buffers(wy_tiles.dtype.element_ty)
             invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, chunk, buffers)

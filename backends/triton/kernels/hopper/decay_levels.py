@@ -14,7 +14,8 @@ at distance 2 s,
     pre_2s = pre_s 2^t_s in upper halves,  suf_2s = suf_s 2^t_s in lower halves,  unchanged otherwise.
 
 So a factor is a product of at most five powers of two, one per level, of sums of terms of one sign. All are at most 1:
-a product underflows only where its result does.
+a product underflows only where its result does. The rows of q and e are multiplied by pre_s and those of k by suf_s,
+from one level to the next. Rows of the other half keep theirs, which no product of the level reads.
 
 In mma.sync m16n8k8 and m16n8k16 the A operand of a row and the B operand of a column are held by the same lanes, for
 any common order of the channels, so operands stay in registers. The products of a level are added to those of other
@@ -26,6 +27,7 @@ from triton.experimental.gluon import language as gl
 
 from deltazoo.backends.triton.kernels.hopper.common import ACC_N16
 from deltazoo.backends.triton.kernels.hopper.decay_levels_ptx import (
+    choose_by_warp_asm,
     level_products_asm,
     level_products_operands,
 )
@@ -36,6 +38,7 @@ TILE = gl.constexpr(
         [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
     )
 )  # fmt: skip
+CHOOSE_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32))
 
 
 @gluon.jit
@@ -47,23 +50,28 @@ def level_products(
     a: log2 decays; k, q, e: scaled rows; all float32. OWN: e is not k. ERASE_EARLY, READ_EARLY: e and q have the decays
     before their token.
 
-    Returns: the factors pre_16 and suf_16 within a warp's 16 tokens, pre_16 without the token's own decay (pre_16 if no
-        operand is early), the sum of the 16 log2 decays, and the blocks.
+    Returns: k suf_16, q pre_16 and e pre_16 within a warp's 16 tokens, the sum of the 16 log2 decays, and the blocks.
+        pre_16 is without the token's own decay where the operand is early.
     """
-    ANY_EARLY: gl.constexpr = READ_EARLY or ERASE_EARLY
     asm: gl.constexpr = level_products_asm(DELTA, OWN, ERASE_EARLY, READ_EARLY)
-    operands: gl.constexpr = level_products_operands(OWN, ANY_EARLY)
+    operands: gl.constexpr = level_products_operands(DELTA, OWN)
     inputs = [a, k, q, e, blocks] if OWN else [a, k, q, blocks]
-    if ANY_EARLY:
-        pre, suf, total, early, blocks = gl.inline_asm_elementwise(
+    if DELTA:
+        k, q, e, total, blocks = gl.inline_asm_elementwise(
             asm, operands, inputs, (gl.float32, gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=16
         )
     else:
-        pre, suf, total, blocks = gl.inline_asm_elementwise(
+        k, q, total, blocks = gl.inline_asm_elementwise(
             asm, operands, inputs, (gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=16
         )
-        early = pre
-    return pre, suf, early, total, blocks
+    return k, q, e, total, blocks
+
+
+@gluon.jit
+def choose_by_warp(BIT: gl.constexpr, x, y):
+    """Return x in the warps whose number has BIT set, y in the others."""
+    asm: gl.constexpr = choose_by_warp_asm(BIT)
+    return gl.inline_asm_elementwise(asm, CHOOSE_OPERANDS, [x, y], gl.float32, is_pure=True, pack=16)
 
 
 @gluon.jit

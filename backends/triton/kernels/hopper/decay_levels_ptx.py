@@ -14,11 +14,9 @@ def mma_asm(d, a, b, accumulate):
 
 
 @gluon.constexpr_function
-def scale_asm(out, x, factor, registers):
-    """Write x times factor, rounded to pairs of float16: out[r / 2] for the registers r. factor "": 1."""
-    text = "".join(f"mul.f32 m{r}, {x}{r}, {factor}{r};\n" for r in registers if factor)
-    m = "m" if factor else x
-    return text + "".join(f"cvt.rn.f16x2.f32 {out}{r // 2}, {m}{r + 1}, {m}{r};\n" for r in registers[::2])
+def round_asm(x, registers):
+    """Round registers r of x to pairs of float16: xh[r / 2]."""
+    return "".join(f"cvt.rn.f16x2.f32 {x}h{r // 2}, {x}{r + 1}, {x}{r};\n" for r in registers[::2])
 
 
 @gluon.constexpr_function
@@ -35,19 +33,15 @@ def level_predicates_asm():
 
 
 @gluon.constexpr_function
-def products_asm(s, x, n, step):
-    """Add the products of level s: of rows xh as the A operand and of kh as the B operand, to the blocks n.
-
-    step: register pairs per mma.sync. With 2, operands are in adjacent registers in another order as A than as B, which
-    would take copies if kh is both.
-    """
+def products_asm(s, x, n):
+    """Add the products of level s: of rows xh as the A operand and of Kh as the B operand, to the blocks n."""
     text = ""
     for h in (0,) if s == 1 else (0, 1):
         t = [f"t{4 * h + r}" for r in range(4)]
-        for first in range(0, 4, step):
-            pairs = range(first, first + step)
-            a = [y for pair in pairs for y in ("zero" if s == 1 else f"{x}h{pair}", f"{x}h{4 + pair}")]
-            text += mma_asm(t, a, [f"kh{4 * h + pair}" for pair in pairs], first > 0)
+        for first in (0, 2):
+            pairs = range(first, first + 2)
+            a = [y for pair in pairs for y in (f"{x}h{pair}", f"{x}h{4 + pair}")]
+            text += mma_asm(t, a, [f"Kh{4 * h + pair}" for pair in pairs], first > 0)
         for r in (1,) if s == 1 else (0, 1):
             for p in range(2):
                 d = f"d{p + 2 * h + 4 * n + 8 * r}"
@@ -57,50 +51,43 @@ def products_asm(s, x, n, step):
 
 @gluon.constexpr_function
 def level_products_asm(delta, own, erase_early, read_early):
-    """Outputs: factors pre_16 and suf_16, sums over 16 tokens, if any is early the early pre_16, the blocks A and P.
+    """Outputs: k suf_16, q pre_16, with an erase term e pre_16, the sums over 16 tokens, and the blocks A and P.
 
     Inputs: a, k, q, e if own, the blocks.
     """
-    any_early = read_early or (delta and erase_early)
-    apart = own or erase_early
-    step = 1 if delta and not apart else 2
-    names = ["a", "k", "q", *(["e"] if own else []), "d"]
-    outputs = ["pre", "suf", "sum", *(["early"] if any_early else []), "d"]
-    text = "{\n.reg .b32 lane, g, j, bit, zero, one, "
-    text += ", ".join(f"{x}<16>" for x in [*names, "pre", "suf", "sum", "early", "f", "x", "m"]) + ";\n"
-    text += ".reg .b32 t<8>, P<8>, " + ", ".join(f"{x}h<8>" for x in "kqe") + ";\n"
+    upper = ["q", "e"] if delta else ["q"]
+    early = {"q": read_early, "e": erase_early}
+    inputs = ["a", "k", "q", *(["e"] if own else []), "d"]
+    outputs = ["K", *(x.upper() for x in upper), "sum", "d"]
+    text = "{\n.reg .b32 lane, g, j, bit, zero, " + ", ".join(f"{x}<16>" for x in "akqdfKQE") + ";\n"
+    text += ".reg .b32 t<8>, P<8>, sum<16>, " + ("e<16>, " if own else "") + "Kh<8>, Qh<8>, Eh<8>;\n"
     text += ".reg .pred l1_0, l1_1, " + ", ".join(f"up{s}, l{s}_0, l{s}_1" for s in (2, 4, 8)) + ";\n"
-    text += "mov.b32 zero, 0;\nmov.b32 one, 0x3f800000;\n" + level_predicates_asm()
-    for n, name in enumerate(names):
+    text += "mov.b32 zero, 0;\n" + level_predicates_asm()
+    for n, name in enumerate(inputs):
         text += "".join(f"mov.b32 {name}{r}, ${16 * (len(outputs) + n) + r};\n" for r in range(16))
-    erase = "e" if own else "k"
-    # level 1, within the pairs of tokens that a thread holds: the factor of even tokens is 1, as is an early one
-    text += "".join(f"ex2.approx.ftz.f32 f{r}, a{r};\n" for r in range(16))
-    odd = range(8, 16)
-    text += scale_asm("kh", "k", "", range(8))
-    text += scale_asm("qh", "q", "" if read_early else "f", odd) + products_asm(1, "q", 1, step)
-    if delta:
-        text += scale_asm("eh", erase, "" if erase_early else "f", odd) + products_asm(1, "e", 0, step)
-    for r in range(8):
-        text += f"add.f32 sum{r}, a{r}, a{r + 8};\nmov.b32 pre{r}, f{r};\nmul.f32 pre{r + 8}, f{r}, f{r + 8};\n"
-        text += f"mov.b32 suf{r}, f{r + 8};\nmov.b32 suf{r + 8}, one;\n"
-        if any_early:
-            text += f"mov.b32 early{r}, one;\nmov.b32 early{r + 8}, f{r};\n"
-    for s in (2, 4, 8):
-        text += "".join(f"selp.b32 f{r}, pre{r}, suf{r}, up{s};\n" for r in range(16))
-        text += scale_asm("kh", "k", "f", range(16))
-        text += scale_asm("qh", "q", "early" if read_early else "f", range(16)) + products_asm(s, "q", 1, step)
-        if delta and apart:
-            text += scale_asm("eh", erase, "early" if erase_early else "f", range(16))
-        if delta:
-            text += products_asm(s, "e" if apart else "k", 0, step)
+    text += "".join(f"ex2.approx.ftz.f32 f{r}, a{r};\nmov.b32 K{r}, k{r};\n" for r in range(16))
+    for x in upper:
+        source = "k" if x == "e" and not own else x
+        for r in range(16):
+            text += f"mov.b32 {x.upper()}{r}, {source}{r};\n" if early[x] else ""
+            text += f"mul.f32 {x.upper()}{r}, {source}{r}, f{r};\n" if not early[x] else ""
+    for s in (1, 2, 4, 8):
+        text += round_asm("K", range(8) if s == 1 else range(16))
+        for x in upper:
+            # the even tokens' rows at level 1 are those of level 2
+            text += round_asm(x.upper(), range(8, 16) if s == 2 else range(16))
+            text += products_asm(s, x.upper(), 1 if x == "q" else 0)
+        # level 1: within the pairs of tokens that a thread holds
         for r in range(8):
+            if s == 1:
+                text += f"add.f32 sum{r}, a{r}, a{r + 8};\nmul.f32 K{r}, K{r}, f{r + 8};\n"
+                text += "".join(f"mul.f32 {x.upper()}{r + 8}, {x.upper()}{r + 8}, f{r};\n" for x in upper)
+                continue
             text += f"shfl.sync.bfly.b32 P{r}, sum{r}, {2 * s}, 31, -1;\nadd.f32 sum{r}, sum{r}, P{r};\n"
             text += f"ex2.approx.ftz.f32 P{r}, P{r};\n"
             for row in (r, r + 8):
-                text += f"@up{s} mul.f32 pre{row}, pre{row}, P{r};\n@!up{s} mul.f32 suf{row}, suf{row}, P{r};\n"
-                if any_early:
-                    text += f"@up{s} mul.f32 early{row}, early{row}, P{r};\n"
+                text += f"@!up{s} mul.f32 K{row}, K{row}, P{r};\n"
+                text += "".join(f"@up{s} mul.f32 {x.upper()}{row}, {x.upper()}{row}, P{r};\n" for x in upper)
     text += "".join(f"mov.b32 sum{r + 8}, sum{r};\n" for r in range(8))
     for n, name in enumerate(outputs):
         for r in range(16):
@@ -110,6 +97,17 @@ def level_products_asm(delta, own, erase_early, read_early):
 
 
 @gluon.constexpr_function
-def level_products_operands(own, any_early):
+def level_products_operands(delta, own):
     """Return the constraints: four or five tiles of outputs, four or five of inputs."""
-    return ",".join(["=&r"] * (80 if any_early else 64) + ["r"] * (80 if own else 64))
+    return ",".join(["=&r"] * (80 if delta else 64) + ["r"] * (80 if own else 64))
+
+
+@gluon.constexpr_function
+def choose_by_warp_asm(bit):
+    """Output: the first of two tiles in the warps whose number has `bit` set, the second in the others.
+
+    gl.where would copy the predicate, uniform in a warp, once per register.
+    """
+    text = f"{{\n.reg .b32 bit;\n.reg .pred up;\nmov.u32 bit, %tid.x;\nand.b32 bit, bit, {32 * bit};\n"
+    text += "setp.ne.u32 up, bit, 0;\n"
+    return text + "".join(f"selp.b32 ${r}, ${16 + r}, ${32 + r}, up;\n" for r in range(16)) + "}"
