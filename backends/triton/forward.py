@@ -278,13 +278,13 @@ def _prepare_on_hopper(
 
 
 def _prepare_registers(grouped: bool, terms: int, reparam: str) -> int | None:
-    """Registers per thread: for three programs per SM with grouped heads, four with two terms, else five.
+    """Registers per thread: for three programs per SM with grouped heads, else five.
 
-    Five need no limit, except with the step sizes of EFLA and Longhorn, which take a few registers more.
+    With one term five need no limit, except with the step sizes of EFLA and Longhorn, which take a few registers more.
     """
     if grouped:
         return 168
-    return 128 if terms == 2 else None if reparam == "none" else 96
+    return 96 if terms == 2 or reparam != "none" else None
 
 
 def scan_operands(x: ScanOperands, prepared: Prepared, s: Sizes) -> tuple[ScanOperands, Sizes]:

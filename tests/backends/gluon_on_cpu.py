@@ -544,6 +544,18 @@ def _diagonal_blocks(*blocks):
     return Array(torch.cat([_row_blocks(block.x)[warp] for warp, block in enumerate(blocks)]))
 
 
+def _split_operand(high, low):
+    below = torch.ones(64, 64, dtype=torch.bool).tril(-1)
+    identity = torch.eye(64, dtype=high.x.dtype)
+    return Array(torch.where(below, high.x, -identity)), Array(torch.where(below, low.x, 0))
+
+
+def _join_blocks(x, u, T0, T1):
+    zero = torch.zeros_like(x.x)
+    columns = (x, u, T0, T0), (zero, x, T1, T1), (zero, zero, x, u), (zero, zero, zero, x)
+    return tuple(_diagonal_blocks(*(b if isinstance(b, Array) else Array(b) for b in blocks)) for blocks in columns)
+
+
 # stand-ins of hopper/ptx.py
 PTX = {
     "round_causal": _round_causal,
@@ -554,6 +566,8 @@ PTX = {
     "invert_diagonal_blocks": _invert_diagonal_blocks,
     "multiply_warp_blocks": _multiply_warp_blocks,
     "diagonal_blocks": _diagonal_blocks,
+    "split_operand": _split_operand,
+    "join_blocks": _join_blocks,
     "select_pairs": lambda upper, x, y, level: where(upper, x, y),
     "cumsum_by_warp": lambda x: Array(x.x.cumsum(-1)),
 }

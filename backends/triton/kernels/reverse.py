@@ -84,6 +84,8 @@ def reverse_kernel(
         in_kb = kb < K
     causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
+    # the Hopper kernels, whose T is float16, compute P in one term
+    P_TERMS: tl.constexpr = TERMS if wy_tiles.dtype.element_ty == dtype else 1
     if ENDS:
         if segment == 0:
             last = first
@@ -129,7 +131,7 @@ def reverse_kernel(
                 T_lo = load_inverse(wy_tiles, chunk, i, C, TERMS, 1) if TERMS == 2 else T_hi
             if DELTA or DECAY == "channel":
                 P_hi = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 0))
-                if TERMS == 2:
+                if P_TERMS == 2:
                     P_lo = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1))
             # dx = P^T do + (2^(Gend - G) k) dS'
             if PAIR and not ENDS:
@@ -155,7 +157,7 @@ def reverse_kernel(
                     P_hi *= tl.exp2(tl.where(causal, G_read[:, None] - G[None, :], 0.0))
                 P_hi = tl.where(causal, P_hi * scale, 0.0).to(dtype)
             dx = tl.dot(do_T, P_hi, dx, input_precision=PREC)
-            if TERMS == 2:
+            if P_TERMS == 2:
                 dx = tl.dot(do_T, P_lo, dx, input_precision=PREC)
 
             # du = T^T dx

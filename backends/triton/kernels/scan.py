@@ -102,6 +102,8 @@ def scan_kernel(
     causal = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
     state_offset = (tl.cast(n, tl.int64) * HV + hv) * K * V
     dtype: tl.constexpr = k.dtype.element_ty
+    # the Hopper kernels, whose T is float16, compute P in one term
+    P_TERMS: tl.constexpr = TERMS if wy_tiles.dtype.element_ty == dtype else 1
 
     chunks = tl.cdiv(length, C)
     if RECOMPUTE:
@@ -180,7 +182,7 @@ def scan_kernel(
             T_lo = tl.trans(load_inverse(wy_tiles, chunk, i, C, TERMS, 1)) if TERMS == 2 else T_hi
         if OUTPUT and (DELTA or DECAY == "channel"):
             P_T_hi = load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 0)
-            P_T_lo = load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1) if TERMS == 2 else P_T_hi
+            P_T_lo = load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1) if P_TERMS == 2 else P_T_hi
         if PAIR:
             B_T = tl.trans(load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 1))
             v_key_a = load_rows(v_key + key_offset, i, ka, in_time, in_ka, H * K)
@@ -260,7 +262,10 @@ def scan_kernel(
                 P_T_lo = P_T_hi
             if PAIR:
                 out = tl.dot(v_T, R_T, out, input_precision=PREC)
-            out = dot_split_both(x, P_T_hi, P_T_lo, out, dtype, TERMS, PREC)
+            if P_TERMS == TERMS:
+                out = dot_split_both(x, P_T_hi, P_T_lo, out, dtype, TERMS, PREC)
+            else:
+                out = dot_split_lhs(x, P_T_hi, out, dtype, TERMS, PREC)
             store_transposed(o + value_offset, out, length - c * C, column, HV * V, V)
 
         # S' = 2^Gend S0 + (2^(Gend - G) k)^T x

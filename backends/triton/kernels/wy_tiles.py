@@ -10,7 +10,8 @@ MMA operand without a mask.
 The dtype of wy_tiles is that of T; P^T has the dtype of the operands. With near-parallel keys T is applied to
 differences of neighbouring tokens, whose result is small compared with the rounding error of T. For a backward pass
 with bfloat16 operands T is therefore float16 (11 significant bits instead of 8), and the bits of P^T, bfloat16, are
-stored in the same tile. Both terms of T are float16 where the Hopper kernels compute split terms.
+stored in the same tile. Both terms of T are float16 where the Hopper kernels compute split terms. P^T then has one
+term: the second is not read, and the Hopper prepare does not write it.
 
 C chunk, HV value heads
 """

@@ -25,13 +25,14 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     copy_pointers,
     copy_tile_async,
     find_sequence,
+    low_term,
     to_16_bits,
-    to_float32,
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import (
     cumsum_by_warp,
     exp2_ftz,
     round_causal,
+    split_operand,
 )
 from deltazoo.backends.triton.kernels.hopper.wy_tiles import (
     allocate_inverse_buffers,
@@ -199,7 +200,6 @@ def hopper_prepare_kernel(
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         buffers = allocate_inverse_buffers(T_dtype)
         if TERMS == 2:
-            P_low_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
             refinement_buffers = allocate_refinement_buffers(T_dtype)
         for g in range(GROUP):
             if GROUP > 1:
@@ -235,14 +235,15 @@ def hopper_prepare_kernel(
                 decay_bound = gl.sum(decay_bound, 0)
             gl.store(decay_bounds + gate_row, decay_bound)
             P_s.permute((1, 0)).store(round_causal(P_hv, dtype, READ_EARLY))
+            L_high = to_16_bits(L, gl.float16)
             if TERMS == 2:
-                P_rest = P_hv - to_float32(to_16_bits(P_hv, dtype))
-                P_low_s.permute((1, 0)).store(round_causal(P_rest, dtype, READ_EARLY))
-
-            l0, l1, l2, l3 = split_column_blocks(to_16_bits(L, gl.float16))
+                # in shared memory until T is refined: registers limit the programs per SM
+                L_high, L_low = split_operand(L_high, low_term(L, L_high))
+                refinement_buffers[0].store(L_high)
+                refinement_buffers[1].store(L_low)
+            l0, l1, l2, l3 = split_column_blocks(L_high)
             if TERMS == 2:
-                refinement = (L, P_low_s, refinement_buffers)
-                invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, gate_row, buffers, refinement, 2)
+                invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, gate_row, buffers, refinement_buffers, 2)
             else:
                 invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, gate_row, buffers)
             if GROUP > 1:

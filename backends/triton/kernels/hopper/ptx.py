@@ -76,6 +76,86 @@ ZERO_EXCEPT_1 = gl.constexpr(_zero_except_asm(1))
 ZERO_EXCEPT_3 = gl.constexpr(_zero_except_asm(3))
 ZERO_EXCEPT_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 4))
 
+
+
+def _split_operand_asm():
+    """Prepare two float16 terms of L as an operand, high ($32 to $47) and low ($48 to $63), strictly lower triangular.
+
+    Zeros are stored on and above the diagonal, and -1 on the diagonal of the high term. Register 2 n + m of 16 holds
+    two adjacent columns of 8-column block n, in row g (m = 0) or g + 8 (m = 1) of the warp's 16 rows; warp w has the
+    blocks n - m = 2 w on the diagonal.
+    """
+    text = """{
+.reg .b32 g, c, w, own, one, t, m<7>, d<4>;
+.reg .pred p, p0, p1, p2, p3;
+mov.u32 g, %laneid;
+mov.u32 w, %tid.x;
+shr.u32 w, w, 5;
+and.b32 c, g, 3;
+shl.b32 c, c, 1;
+shr.u32 g, g, 2;
+sub.s32 g, g, c;
+setp.gt.s32 p, g, 1;
+selp.b32 own, -1, 0, p;
+setp.eq.s32 p, g, 1;
+selp.b32 own, 0xffff, own, p;
+selp.b32 one, 0xbc000000, 0, p;
+setp.eq.s32 p, g, 0;
+selp.b32 one, 0xbc00, one, p;
+setp.ge.u32 p1, w, 1;
+setp.ge.u32 p2, w, 2;
+setp.ge.u32 p3, w, 3;
+selp.b32 m0, -1, own, p1;
+selp.b32 m1, -1, 0, p1;
+selp.b32 t, own, 0, p1;
+selp.b32 m2, -1, t, p2;
+selp.b32 m3, -1, 0, p2;
+selp.b32 t, own, 0, p2;
+selp.b32 m4, -1, t, p3;
+selp.b32 m5, -1, 0, p3;
+selp.b32 m6, own, 0, p3;
+"""
+    for block in range(4):
+        text += f"setp.eq.u32 p, w, {block};\nselp.b32 d{block}, one, 0, p;\n"
+    for term in range(2):
+        for r in range(16):
+            n = r // 2 - r % 2  # the block is above the diagonal if n > 2 w, below it if n < 2 w
+            target, source = f"${16 * term + r}", f"${32 + 16 * term + r}"
+            mask = "-1" if n < 0 else "0" if n > 6 else f"m{n}"
+            text += f"and.b32 {target}, {source}, {mask};\n"
+            if term == 0 and n >= 0 and n % 2 == 0:
+                text += f"or.b32 {target}, {target}, d{n // 2};\n"
+    return text + "}"
+
+
+SPLIT_OPERAND = gl.constexpr(_split_operand_asm())
+SPLIT_OPERAND_OPERANDS = gl.constexpr(",".join(["=&r"] * 32 + ["r"] * 32))
+
+
+def _join_blocks_asm():
+    """Select the blocks of T of each warp: column blocks $0 to $15 from x ($16 to $19), u, T0 and T1 (to $31)."""
+    text = """{
+.reg .b32 w, t;
+.reg .pred p0, p1, p2, p3;
+mov.u32 w, %tid.x;
+shr.u32 w, w, 5;
+setp.eq.u32 p0, w, 0;
+setp.eq.u32 p1, w, 1;
+setp.eq.u32 p2, w, 2;
+setp.eq.u32 p3, w, 3;
+"""
+    for r in range(4):
+        x, u, T0, T1 = (f"${16 + 4 * n + r}" for n in range(4))
+        text += f"selp.b32 t, {u}, {T0}, p1;\nselp.b32 ${r}, {x}, t, p0;\n"
+        text += f"selp.b32 t, 0, {T1}, p0;\nselp.b32 ${4 + r}, {x}, t, p1;\n"
+        text += f"selp.b32 t, {u}, 0, p3;\nselp.b32 ${8 + r}, {x}, t, p2;\n"
+        text += f"selp.b32 ${12 + r}, {x}, 0, p3;\n"
+    return text + "}"
+
+
+JOIN_BLOCKS = gl.constexpr(_join_blocks_asm())
+JOIN_BLOCKS_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 16))
+
 _MMA = "mma.sync.aligned.m16n8k{k}.row.col.f32.f16.f16.f32 {{{d}}}, {{{a}}}, {{{b}}}, {{{z}}};\n"
 
 
@@ -198,6 +278,23 @@ def multiply_warp_blocks(x, y0, y1, y2):
     """Return x y0, x y1 and x y2 with the 16 x 16 blocks of each warp; all [64, 16]."""
     return gl.inline_asm_elementwise(
         PRODUCTS, PRODUCTS_OPERANDS, [x, y0, y1, y2], (gl.float32, gl.float32, gl.float32), is_pure=True, pack=8
+    )  # fmt: skip
+
+
+@gluon.jit
+def split_operand(high, low):
+    """Return the terms of L [64, 64] strictly below the diagonal, with -1 on the diagonal of the high one: of L - I."""
+    return gl.inline_asm_elementwise(
+        SPLIT_OPERAND, SPLIT_OPERAND_OPERANDS, [high, low], (gl.float16, gl.float16), is_pure=True, pack=32
+    )
+
+
+@gluon.jit
+def join_blocks(x, u, T0, T1):
+    """Return the column blocks [64, 16] of T from the blocks that wy_tiles.py names, zero above the diagonal blocks."""
+    return gl.inline_asm_elementwise(
+        JOIN_BLOCKS, JOIN_BLOCKS_OPERANDS, [x, u, T0, T1], (gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True, pack=8,
     )  # fmt: skip
 
 

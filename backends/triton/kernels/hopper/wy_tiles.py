@@ -9,7 +9,7 @@ column names the variables:
     Z_2 = N_2,   Z_3 = N_3 + N_32 N_2,   T_(2:4, 0:2) = Z_(2:4, 0:2) T_(0:2, 0:2)    z0, z1 and T0, T1
 
 These are the level doublings of ../prepare.py, block by block. With two terms one Newton step with a float32 residual
-refines T, which is then split into two float16 terms.
+computes a correction of T, which is its second float16 term.
 """
 
 from triton.experimental import gluon
@@ -18,17 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from deltazoo.backends.triton.kernels.hopper.common import (
     ACC,
-    ACC_COLUMNS,
     ACC_N16,
-    ACC_ROWS,
-    SMEM_TILE,
+    allocate_tiles,
     barrier,
-    low_term,
     to_16_bits,
 )
 from deltazoo.backends.triton.kernels.hopper.ptx import (
     invert_diagonal_blocks,
+    join_blocks,
     multiply_warp_blocks,
+    round_causal,
     zero_except_warp_1,
     zero_except_warp_3,
 )
@@ -90,11 +89,9 @@ def allocate_inverse_buffers(T_dtype: gl.constexpr):
 
 @gluon.jit
 def allocate_refinement_buffers(T_dtype: gl.constexpr):
-    """Allocate X and R [64, 64] of `refine_inverse`."""
+    """Allocate the two terms of L - I [64, 64]."""
     gl.static_assert(T_dtype == gl.float16)
-    X_s = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
-    R_s = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
-    return X_s, R_s
+    return allocate_tiles(gl.float16, 2)
 
 
 @gluon.jit
@@ -122,50 +119,65 @@ def store_p_alone(P_s, wy_at):
 
 
 @gluon.jit
-def join_column_blocks(tile, x, u, T0, T1):
-    """Store the blocks of T, whose variables the first lines of this file name, in a tile [64, 64]."""
-    row = gl.arange(0, 64, gl.SliceLayout(1, ACC_N16))[:, None] // 16
-    zeros = gl.zeros([64, 16], gl.float16, ACC_N16)
-    tile.slice(0, 16, dim=1).store(gl.where(row == 0, x, gl.where(row == 1, u, T0)))
-    tile.slice(16, 16, dim=1).store(gl.where(row == 1, x, gl.where(row > 1, T1, zeros)))
-    tile.slice(32, 16, dim=1).store(gl.where(row == 2, x, gl.where(row > 2, u, zeros)))
-    tile.slice(48, 16, dim=1).store(gl.where(row == 3, x, zeros))
+def join_column_blocks(x0, x1, x2, x3):
+    """Join column blocks [64, 16] to an accumulator [64, 64], without data movement."""
+    pairs = gl.join(gl.join(x0, x1), gl.join(x2, x3))
+    return gl.convert_layout(gl.reshape(gl.permute(pairs, [0, 3, 2, 1]), [64, 64]), ACC, assert_trivial=True)
 
 
 @gluon.jit
-def refine_inverse(L, X_s, R_s):
-    """Return T = X + X R [64, 64] with R = I - X + L X, from an approximation X of (I - L)^-1 in X_s.
-
-    One Newton step. L is split into two float16 terms, so R is accurate to about 2^-22 |L| |X|, and the error of T is
-    about the square of that of X.
-    """
-    i = gl.arange(0, 64, ACC_ROWS)[:, None]
-    j = gl.arange(0, 64, ACC_COLUMNS)[None, :]
-    L = gl.where(i > j, L, 0.0)  # may be inf or NaN above
-    L_high = to_16_bits(L, gl.float16)
-    a_high = gl.convert_layout(L_high, A_OPERAND_64, assert_trivial=True)
-    a_low = gl.convert_layout(low_term(L, L_high), A_OPERAND_64, assert_trivial=True)
-    fence_async_shared()
-    barrier()
-    R = gl.zeros([64, 64], gl.float32, ACC)
-    R = warpgroup_mma(a_high, X_s, R, use_acc=False, is_async=True)
-    R = warpgroup_mma(a_low, X_s, R, is_async=True)
-    X = X_s.load(ACC).to(gl.float32)
-    R, a_high, a_low = warpgroup_mma_wait(0, deps=[R, a_high, a_low])
-    R_s.store(to_16_bits(gl.where(i == j, 1.0, 0.0) - X + R, gl.float16))
-    fence_async_shared()
-    barrier()
-    T = warpgroup_mma(X_s, R_s, X, is_async=True)
-    return warpgroup_mma_wait(0, deps=[T])
-
-
-@gluon.jit
-def store_inverse_term(at, tile_s, T):
-    """Store one term of T [64, 64] on and below the diagonal of a tile [64, 72] (../wy_tiles.py), through tile_s."""
-    tile_s.store(T)
+def store_inverse_term(at, tile_s):
+    """Store one term of T [64, 64] on and below the diagonal of a tile [64, 72] (../wy_tiles.py), from tile_s."""
     r, m, column = block_indices()
     values = tile_s.reshape([64, 8, 8]).load(STORE_BLOCKS)
     gl.store(at + (r * 72 + gl.where(m == r // 8, 8, m) * 8 + column), values, mask=m <= r // 8)
+
+
+@gluon.jit
+def fill_sectors(at):
+    """Store zeros beside the blocks of a term of T in a tile [64, 72], so that no 32 bytes are written in part.
+
+    Rows have an odd number of blocks of 16 bytes: block m of row r shares 32 bytes with block m + 1 if r + m is even,
+    otherwise with block m - 1. Only the second term has nothing else there. On the diagonal, block r // 8, a row has
+    nothing (../wy_tiles.py), and in odd rows block 7 shares with the last.
+    """
+    r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, STORE_BLOCKS_N16)))[:, None, None]
+    n = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, STORE_BLOCKS_N16)))[None, :, None]
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, STORE_BLOCKS_N16)))[None, None, :]
+    block = gl.where(n == 0, r // 8, 7)
+    is_odd = gl.where(n == 0, r + block, r) % 2 == 1
+    zeros = gl.zeros([64, 2, 8], at.dtype.element_ty, STORE_BLOCKS_N16)
+    gl.store(at + (r * 72 + block * 8 + column), zeros, mask=is_odd)
+
+
+@gluon.jit
+def refine_inverse(X, L_high_s, L_low_s, at):
+    """Store T = X + X R [64, 64] with R = I - X + L X, from an approximation X of (I - L)^-1, as the terms X and X R.
+
+    One Newton step. L_high_s, L_low_s: two terms of L - I (ptx.split_operand) in shared memory, with which R is
+    accurate to about 2^-22 |L| |X|, and the error of T is about the square of that of X. R is zero on the diagonal,
+    since X and I - L have ones there.
+    """
+    # allocated here, where the memory of earlier buffers is free
+    X_s, R_s, T_low_s = allocate_tiles(gl.float16, 3)
+    X_s.store(X)
+    fence_async_shared()
+    barrier()
+    R = gl.zeros([64, 64], gl.float32, ACC)
+    R = warpgroup_mma(L_high_s, X_s, R, use_acc=False, is_async=True)
+    R = warpgroup_mma(L_low_s, X_s, R, is_async=True)
+    store_inverse_term(at, X_s)
+    R = warpgroup_mma_wait(0, deps=[R])
+    R_s.store(round_causal(R, gl.float16, True))
+    a_X = gl.convert_layout(X, A_OPERAND_64, assert_trivial=True)
+    fence_async_shared()
+    barrier()
+    T_low = gl.zeros([64, 64], gl.float32, ACC)
+    T_low = warpgroup_mma(a_X, R_s, T_low, use_acc=False, is_async=True)
+    fill_sectors(at + 64 * 72)
+    T_low, a_X = warpgroup_mma_wait(0, deps=[T_low, a_X])
+    T_low_s.store(to_16_bits(T_low, gl.float16))
+    store_inverse_term(at + 64 * 72, T_low_s)
 
 
 @gluon.jit
@@ -174,9 +186,9 @@ def invert_and_store(
 ):  # fmt: skip
     """Store P^T [64, 64], which is in shared memory, and T = (I - L)^-1 to the tile [64, 72] of a chunk.
 
-    l0 to l3: column blocks [64, 16] of L in float16; only its blocks on and left of the diagonal are read. refinement:
-    with TERMS = 2 L [64, 64], the second term of P^T in shared memory, and the buffers of
-    `allocate_refinement_buffers`.
+    l0 to l3: column blocks [64, 16] of L in float16; only its blocks on and left of the diagonal are read, and of the
+    diagonal blocks what is below the diagonal. refinement: with TERMS = 2 the buffers of `allocate_refinement_buffers`,
+    with the two terms of L - I (ptx.split_operand).
     """
     dtype: gl.constexpr = P_s.dtype
     T_dtype: gl.constexpr = wy_tiles.dtype.element_ty
@@ -222,17 +234,11 @@ def invert_and_store(
     T1 = warpgroup_mma(z1, X_s.slice(16, 16), T1, is_async=True)
     gl.store(P_at, P_values, mask=in_P)
     if TERMS == 2:
-        L, P_low_s, refinement_buffers = refinement
-        inverse_s, residual_s = refinement_buffers
-        gl.store(P_at + 64 * 72, P_low_s.reshape([64, 8, 8]).load(STORE_BLOCKS), mask=in_P)
         T0, T1, z0, z1 = warpgroup_mma_wait(0, deps=[T0, T1, z0, z1])
-        join_column_blocks(
-            inverse_s, x, to_16_bits(u, gl.float16), to_16_bits(T0, gl.float16), to_16_bits(T1, gl.float16)
+        x0, x1, x2, x3 = join_blocks(
+            x, to_16_bits(u, gl.float16), to_16_bits(T0, gl.float16), to_16_bits(T1, gl.float16)
         )
-        T = refine_inverse(L, inverse_s, residual_s)
-        T_high = to_16_bits(T, gl.float16)
-        store_inverse_term(wy_at, residual_s, T_high)
-        store_inverse_term(wy_at + 64 * 72, inverse_s, low_term(T, T_high))
+        refine_inverse(join_column_blocks(x0, x1, x2, x3), refinement[0], refinement[1], wy_at)
     else:
         gl.store(X_at, X_values, mask=second >= m)
         index = r * 72 + m * 8 + column
