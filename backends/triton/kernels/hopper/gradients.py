@@ -14,7 +14,8 @@ and the sums over keys from which ../gradients.py computes the gradients of the 
 
 Grid: one CTA of 4 warps for each (chunk, value head, tile of 64 keys); it loops over tiles of 64 values, two stages of
 which are in shared memory. It is not warp specialised: all copies of the first two value tiles, of k, q and e are
-issued before the first wgmma, each tile has its own buffer, and most wgmma operands are in shared memory.
+issued before the first wgmma, each tile has its own buffer, and most wgmma operands are in shared memory. If the last
+tile has at most 16 values (tail_width), it has buffers of its own, whose copies are also issued before the first wgmma.
 
 The products of the read (q, do) and of the erase (e, du) have separate accumulators, not stacked rows as in
 ../gradients.py: the rows of one token are then in the same threads without a permutation.
@@ -35,6 +36,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     ACC_ROWS,
     FOUR_PER_THREAD,
     SMEM_TILE,
+    SMEM_TILE_N16,
     SMEM_VECTOR,
     allocate_tiles,
     barrier,
@@ -46,8 +48,14 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     to_16_bits,
     to_float32,
 )
-from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load
-from deltazoo.backends.triton.kernels.hopper.value_tiles import copy_value_tile, store_write_sums
+from deltazoo.backends.triton.kernels.hopper.gluon_versions import async_load, reinterpret
+from deltazoo.backends.triton.kernels.hopper.scan_traits import tail_width
+from deltazoo.backends.triton.kernels.hopper.value_tiles import (
+    allocate_value_tail,
+    copy_value_tail,
+    copy_value_tile,
+    store_write_sums,
+)
 from deltazoo.backends.triton.kernels.layout import (
     clamp_away_from_zero,
     opaque_zero,
@@ -71,7 +79,9 @@ def hopper_gradients_kernel(
     OWN_KEY: gl.constexpr = e is not None
     NK: gl.constexpr = (K + BK - 1) // BK
     NV: gl.constexpr = (V + 63) // 64
-    NUM_STAGES: gl.constexpr = min(NV, 2)
+    NARROW: gl.constexpr = tail_width(V, NV) == 16 and not OWN_KEY  # with e they would not fit twice in an SM
+    FULL: gl.constexpr = NV - 1 if NARROW else NV  # value tiles in the two stages
+    NUM_STAGES: gl.constexpr = min(FULL, 2)
     GROUP: gl.constexpr = HV // H
     dtype: gl.constexpr = states.dtype.element_ty
     pid = gl.program_id(0)
@@ -126,6 +136,14 @@ def hopper_gradients_kernel(
         dS_at = copy_pointers(dstates + scratch_row * V * K + column, K)
         buffers = (do_s, du_s, x_s, S_s, dS_s)
         pointers = (do_at, du_at, x_at, S_at, dS_at)
+        if NARROW:
+            tail = allocate_value_tail(dtype, DELTA)
+            state_row = scratch_row * V * K + column
+            rows = (
+                do + value, du + du_value if DELTA else do + value, xs + local_value if DELTA else v + value,
+                states + state_row, dstates + state_row,
+            )  # fmt: skip
+            copy_value_tail(tail, rows, tokens_left, column, HV, K, V, DELTA)
         for tv in gl.static_range(NUM_STAGES):
             copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, DELTA, 64 * K)
         copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
@@ -147,27 +165,34 @@ def hopper_gradients_kernel(
         dk_state = gl.zeros([C, BK], gl.float32, ACC)
         products = gl.zeros([64, 16], gl.float32, ACC_N16)
         for tv in gl.static_range(NV):
-            # leave pending: the group of k, q and e, committed after the first value tiles, and that of the next value
-            # tile
-            async_copy.wait_group((1 if tv < NUM_STAGES else 0) + (1 if tv + 1 < NV else 0))
-            fence_async_shared()
-            S_t = S_s[tv % NUM_STAGES]
-            dS_t = dS_s[tv % NUM_STAGES]
-            x_t = x_s[tv % NUM_STAGES]
-            do_t = do_s[tv % NUM_STAGES]
+            if tv < FULL:
+                # leave pending: the group of k, q and e, committed after the first value tiles, and that of the next
+                # value tile
+                async_copy.wait_group((1 if tv < NUM_STAGES else 0) + (1 if tv + 1 < FULL else 0))
+                fence_async_shared()
+                S_t = S_s[tv % NUM_STAGES]
+                dS_t = dS_s[tv % NUM_STAGES]
+                x_t = x_s[tv % NUM_STAGES]
+                do_t = do_s[tv % NUM_STAGES]
+                du_t = du_s[tv % NUM_STAGES]
+            else:
+                do_t, du_t, x_t, S_t, dS_t = tail
             inter_q = warpgroup_mma(do_t, S_t, inter_q, is_async=True)
             intra_q = warpgroup_mma(do_t, x_t.permute((1, 0)), intra_q, is_async=True)
             if DELTA:
-                du_t = du_s[tv % NUM_STAGES]
                 inter_e = warpgroup_mma(du_t, S_t, inter_e, is_async=True)
                 intra_e = warpgroup_mma(du_t, x_t.permute((1, 0)), intra_e, is_async=True)
             dk_state = warpgroup_mma(x_t, dS_t, dk_state, is_async=True)
             if DECAY != "none":
-                for block in gl.static_range(4):
-                    S_block = S_t.slice(block * 16, 16, dim=1).load(ACC_N16)
-                    dS_block = dS_t.slice(block * 16, 16, dim=1).load(ACC_N16)
+                for block in gl.static_range(4 if tv < FULL else 1):
+                    if tv < FULL:
+                        S_block = S_t.slice(block * 16, 16, dim=1).load(ACC_N16)
+                        dS_block = dS_t.slice(block * 16, 16, dim=1).load(ACC_N16)
+                    else:  # any order of the elements, the same for both
+                        S_block = reinterpret(S_t, dtype, [64, 16], SMEM_TILE_N16).load(ACC_N16)
+                        dS_block = reinterpret(dS_t, dtype, [64, 16], SMEM_TILE_N16).load(ACC_N16)
                     products += to_float32(S_block) * to_float32(dS_block)
-            if tv + NUM_STAGES < NV:
+            if tv + NUM_STAGES < FULL:
                 inter_q, intra_q, inter_e, intra_e, dk_state = warpgroup_mma_wait(
                     0, deps=[inter_q, intra_q, inter_e, intra_e, dk_state]
                 )

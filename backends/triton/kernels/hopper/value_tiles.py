@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from deltazoo.backends.triton.kernels.hopper.common import copy_pointers, copy_tile_async
+from deltazoo.backends.triton.kernels.hopper.common import SMEM_TILE, SMEM_TILE_N16, copy_pointers, copy_tile_async
 
 LOAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -51,6 +51,38 @@ def copy_value_tile(
     copy_tile_async(S_s[stage], S_at, tv * STATE_STEP, V - tv * 64, K - column, MASK_V, MASK_K)
     copy_tile_async(dS_s[stage], dS_at, tv * STATE_STEP, V - tv * 64, K - column, MASK_V, MASK_K)
     async_copy.commit_group()
+
+
+@gluon.jit
+def allocate_value_tail(dtype: gl.constexpr, DELTA: gl.constexpr):
+    """Allocate do, du and x [64, 16], S^T and dS'^T [16, 64] of a last value tile of at most 16 values."""
+    do_s = gl.allocate_shared_memory(dtype, [64, 16], SMEM_TILE_N16)
+    du_s = gl.allocate_shared_memory(dtype, [64, 16], SMEM_TILE_N16) if DELTA else do_s
+    x_s = gl.allocate_shared_memory(dtype, [64, 16], SMEM_TILE_N16)
+    S_s = gl.allocate_shared_memory(dtype, [16, 64], SMEM_TILE)
+    dS_s = gl.allocate_shared_memory(dtype, [16, 64], SMEM_TILE)
+    return do_s, du_s, x_s, S_s, dS_s
+
+
+@gluon.jit
+def copy_value_tail(
+    buffers, rows, tokens_left, column, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr
+):
+    """Issue the copies of the last value tile, of at most 16 values, as part of the next group.
+
+    rows: pointers to the first token's do, du and x, and to the 64 keys of S^T and dS'^T for the first value.
+    """
+    do_s, du_s, x_s, S_s, dS_s = buffers
+    do, du, x, S, dS = rows
+    FIRST: gl.constexpr = V // 64 * 64
+    MASK_V: gl.constexpr = V % 16 != 0
+    MASK_K: gl.constexpr = K % 64 != 0
+    copy_tile_async(do_s, copy_pointers(do, HV * V, J=16), FIRST, tokens_left, V - FIRST, True, MASK_V)
+    if DELTA:
+        copy_tile_async(du_s, copy_pointers(du, HV * V, J=16), FIRST, tokens_left, V - FIRST, True, MASK_V)
+    copy_tile_async(x_s, copy_pointers(x, HV * V, J=16), FIRST, tokens_left, V - FIRST, not DELTA, MASK_V)
+    copy_tile_async(S_s, copy_pointers(S, K, R=16), FIRST * K, V - FIRST, K - column, MASK_V, MASK_K)
+    copy_tile_async(dS_s, copy_pointers(dS, K, R=16), FIRST * K, V - FIRST, K - column, MASK_V, MASK_K)
 
 
 @gluon.jit
