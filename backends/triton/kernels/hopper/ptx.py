@@ -77,7 +77,6 @@ ZERO_EXCEPT_3 = gl.constexpr(_zero_except_asm(3))
 ZERO_EXCEPT_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 4))
 
 
-
 def _split_operand_asm():
     """Prepare two float16 terms of L as an operand, high ($32 to $47) and low ($48 to $63), strictly lower triangular.
 
