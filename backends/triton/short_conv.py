@@ -16,7 +16,8 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
 from deltazoo.backends.triton.config import cdiv, power_of_two
 from deltazoo.backends.triton.operands import ready, with_token_stride
-from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.plan import device_spec
+from deltazoo.backends.triton.precompile import compiled_ahead, device_of
 from deltazoo.backends.varlen import valid_sequence_index
 
 MAX_TAPS = 8
@@ -33,7 +34,8 @@ class ConvLaunch(NamedTuple):
 
     Args:
         group: tokens that are loaded ahead of their use.
-        registers: limit per thread; 0: none.
+        resident: programs that a multiprocessor runs at once. The length of the strips is changed so that the programs
+            fill all multiprocessors once, or several times. 0: it stays.
     """
 
     rows: int = 4
@@ -41,11 +43,11 @@ class ConvLaunch(NamedTuple):
     strip: int = 64
     group: int = 4
     warps: int = 4
-    registers: int = 0
+    resident: int = 0
 
 
-FORWARD = ConvLaunch(rows=8)
-BACKWARD = ConvLaunch(rows=2, strip=128, warps=2)
+FORWARD = ConvLaunch(rows=8, resident=5)
+BACKWARD = ConvLaunch(rows=2, strip=128, warps=1, resident=8)
 
 
 def too_many_taps(taps: int) -> list[str]:
@@ -105,13 +107,21 @@ def _operands(inputs: ConvInputs) -> tuple[_Operands, int]:
     return _Operands(x, weight, bias, history, cu_seqlens, ends, starts, ids), token_stride
 
 
-def _tiling(part: ConvPart, B: int, T: int, launch: ConvLaunch) -> _Tiling:
+def _tiling(part: ConvPart, x: Tensor, launch: ConvLaunch) -> _Tiling:
+    """Tile a part: with `resident`, as many strips per row as make a whole number of waves of programs."""
+    B, T, _ = x.shape
     columns = power_of_two(part.unit) if part.unit else min(launch.columns, power_of_two(part.channels))
     rows = max(1, launch.rows * launch.columns // columns)
     programs_C = cdiv(part.channels, part.unit or columns)
     strip = min(launch.strip, max(MAX_TAPS, power_of_two(T)))
     while strip > _MIN_STRIP and cdiv(B * cdiv(T, strip), rows) * programs_C < _MIN_PROGRAMS:
         strip //= 2
+    slots = launch.resident * device_spec(device_of(x).index).processors
+    waves = round(cdiv(B * cdiv(T, strip), rows) * programs_C / slots) if slots else 0
+    strips_per_row = waves * slots // max(programs_C, 1) * rows // max(B, 1)
+    if strips_per_row > 0:
+        strip = cdiv(T, strips_per_row)
+    strip = cdiv(strip, launch.group) * launch.group
     return _Tiling(columns, rows, strip, cdiv(B * cdiv(T, strip), rows), programs_C)
 
 
@@ -132,19 +142,20 @@ def _launch(
     from deltazoo.backends.triton.launcher import launcher
 
     B, T, C = operands.x.shape
-    tiling = _tiling(part, B, T, launch)
+    tiling = _tiling(part, operands.x, launch)
     unit = math.gcd(token_stride, 8)
     traits = ConvTraits(
         UNIT=unit, C=C, W=operands.weight.shape[-1], FIRST=first, CHANNELS=part.channels,
         SILU=part.silu, HEAD=part.unit, EPS=EPS, BIAS=operands.bias is not None, HISTORY=operands.history is not None,
         PACKED=operands.cu_seqlens is not None, GROUPED=operands.ends is not None, BC=tiling.columns, R=tiling.rows,
-        STRIP=tiling.strip, GROUP=min(launch.group, tiling.strip),
+        GROUP=launch.group,
     )  # fmt: skip
     strips_per_row = cdiv(T, tiling.strip)
-    run = launcher(kernel, (*operands, *results), (traits,), launch.warps, registers=launch.registers or None)
+    run = launcher(kernel, (*operands, *results), (traits,), launch.warps)
     N = B if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
     groups = 1 if operands.ends is None else operands.ends.shape[0]
-    run(groups * tiling.programs_T * tiling.programs_C, T, N, B * strips_per_row, strips_per_row, token_stride // unit)
+    programs = groups * tiling.programs_T * tiling.programs_C
+    run(programs, T, N, B * strips_per_row, strips_per_row, tiling.strip, token_stride // unit)
 
 
 def _forward(
@@ -177,7 +188,7 @@ def _backward(
     sums = []
     with torch.cuda.device_of(x):
         for dy, (first, part) in zip(dys, _parts(channels, silu, unit), strict=True):
-            programs_T = _tiling(part, B, T, config).programs_T
+            programs_T = _tiling(part, x, config).programs_T
             shape = (*weight.shape[:-2], programs_T, W + (bias is not None), part.channels)
             allocate = x.new_empty if ends is None else x.new_zeros  # most programs have tokens of one group only
             partial = allocate(shape, dtype=torch.float32)

@@ -4,7 +4,8 @@
 
 w_j is the weight of lag j = 0 to W - 1. A program owns R strips of STRIP consecutive tokens and BC channels, which are
 one head if there is a norm. It iterates over the rows of the strips, row i of all strips at once, and keeps the last
-rows in registers, so that each row is loaded once, GROUP rows ahead of its use.
+rows in registers, so that each row is loaded once, GROUP rows ahead of its use. Rows that wait for their use are
+packed: two 16-bit values in a register.
 
 In a pack with bounds cu [N + 1], sequence_starts [T] and sequence_ids [T], all int32, are the first token and the
 number of each token's sequence. Tokens from cu[N] on belong to none: their results and gradients are zero. If the
@@ -18,6 +19,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from deltazoo.backends.triton.kernels.norm import add_pairs
 
 NEVER = tl.constexpr(2**30)  # a row beyond every strip
 
@@ -39,16 +42,15 @@ class ConvTraits(NamedTuple):
     GROUPED: bool  # weight and bias per group
     BC: int  # channels of a program
     R: int  # strips of a program
-    STRIP: int  # tokens of a strip
-    GROUP: int  # tokens loaded ahead of their use
+    GROUP: int  # tokens of an iteration, which divide a strip, and that are loaded ahead of their use
 
 
 @triton.jit
-def locate_strips(T, cu, ends, N, strips, strips_per_row, ROWS: tl.constexpr, traits: tl.constexpr):
+def locate_strips(T, cu, ends, N, strips, strips_per_row, strip_tokens, rows, traits: tl.constexpr):
     """Return what a program owns. Programs with adjacent channels are adjacent in the grid.
 
     Returns: the program's index along groups and time; its group; of each strip [R] the row of the batch (int64), the
-        first token, the first row that exists (up to W - 1 before the strip), the end of the rows below ROWS that
+        first token, the first row that exists (up to W - 1 before the strip), the end of the rows below `rows` that
         belong to a sequence, the first row and the end of the rows whose results are stored; the channels of the part
         and their mask [1, BC].
     """
@@ -57,14 +59,16 @@ def locate_strips(T, cu, ends, N, strips, strips_per_row, ROWS: tl.constexpr, tr
     pid = tl.program_id(0)
     lane = tl.arange(0, traits.BC)[None, :]
     channel = pid % HEADS * WIDTH + lane
-    in_channels = (lane < WIDTH) & (channel < traits.CHANNELS)
+    in_channels = lane < WIDTH
+    if traits.CHANNELS % WIDTH != 0:
+        in_channels &= channel < traits.CHANNELS
     program = pid // HEADS
     group = program // tl.cdiv(strips, traits.R)
     strip = program % tl.cdiv(strips, traits.R) * traits.R + tl.arange(0, traits.R)
-    t = strip % strips_per_row * traits.STRIP
+    t = strip % strips_per_row * strip_tokens
     low = tl.where(strip < strips, tl.maximum(-t, 1 - traits.W), NEVER)
     store_low = 0
-    store_high = tl.where(strip < strips, tl.minimum(T - t, ROWS), 0)
+    store_high = tl.where(strip < strips, tl.minimum(T - t, rows), 0)
     if traits.GROUPED:
         first = tl.load(ends + group - 1, mask=group > 0, other=0) - t
         low = tl.maximum(low, first)
@@ -94,34 +98,76 @@ def load_weights(weight, bias, group, channel, in_channels, traits: tl.constexpr
 
 
 @triton.jit
+def pack(values):
+    """Pack pairs of 16-bit values [R, BC] into uint32 [R, BC / 2]; return other values unchanged.
+
+    Unpacked, each of them would take a register of 32 bits.
+    """
+    if values.dtype.primitive_bitwidth == 16 and values.shape[1] > 1:
+        halves = values.to(tl.uint16, bitcast=True).to(tl.uint32)
+        low, high = tl.split(halves.reshape([values.shape[0], values.shape[1] // 2, 2]))
+        values = low | (high << 16)
+    return values
+
+
+@triton.jit
+def unpack(values, dtype: tl.constexpr):
+    """Return as float32 [R, BC] the values of this dtype that `pack` packed."""
+    if values.dtype == tl.uint32:
+        if dtype == tl.bfloat16:
+            low = (values << 16).to(tl.float32, bitcast=True)
+            high = (values & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            low = values.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+            high = (values >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        values = tl.join(low, high).reshape([values.shape[0], values.shape[1] * 2])
+    return values.to(tl.float32)
+
+
+@triton.jit
+def unpack_rows(rows, dtype: tl.constexpr):
+    """Unpack each row."""
+    unpacked = ()
+    for u in tl.static_range(len(rows)):
+        unpacked = unpacked + (unpack(rows[u], dtype),)
+    return unpacked
+
+
+@triton.jit
+def row_mask(i, low, high, in_channels):
+    """Return the mask [R, BC] of row i if low <= i < high, which is one comparison of unsigned numbers."""
+    in_rows = (i - low).to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)
+    return in_rows[:, None] & in_channels
+
+
+@triton.jit
 def load_rows(
     x, x_offset, token_stride, history, history_offset, t, low, high, i, in_channels,
     COUNT: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
-    """Load rows i, i - 1, ..., i - COUNT + 1 of x [R, BC]. Without a pack, the rows before token 0 are the history."""
+    """Load rows i, i - 1, ..., i - COUNT + 1 of x, packed. Without a pack, rows before token 0 are history."""
     rows = ()
+    at = x_offset + i * token_stride
     for u in tl.static_range(COUNT):
         row = i - u
-        in_rows = ((row >= low) & (row < high))[:, None]
-        value = tl.load(x + x_offset + row * token_stride, mask=in_rows & in_channels, other=0.0)
-        value = value.to(tl.float32)
+        value = tl.load(x + at - u * token_stride, mask=row_mask(row, low, high, in_channels), other=0.0)
         if traits.HISTORY and not traits.PACKED:
             before = (t + row < 0)[:, None]
             in_history = before & ((t + row > -traits.W) & (high > 0))[:, None] & in_channels
             past = tl.load(history + history_offset + (t + row)[:, None] * traits.C, mask=in_history, other=0.0)
-            value = tl.where(before, past.to(tl.float32), value)
-        rows = rows + (value,)
+            value = tl.where(before, past.to(value.dtype), value)
+        rows = rows + (pack(value),)
     return rows
 
 
 @triton.jit
 def load_gradients(dy, dy_offset, low, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr):
-    """Load rows i, i - 1, ..., i - COUNT + 1 of dy [R, BC]; rows before `low` or from `high` on are zero."""
+    """Load rows i, i - 1, ..., i - COUNT + 1 of dy, packed; rows before `low` or from `high` on are zero."""
     rows = ()
+    at = dy_offset + i * traits.CHANNELS
     for u in tl.static_range(COUNT):
-        in_rows = ((i - u >= low) & (i - u < high))[:, None]
-        dy_i = tl.load(dy + dy_offset + (i - u) * traits.CHANNELS, mask=in_rows & in_channels, other=0.0)
-        rows = rows + (dy_i.to(tl.float32),)
+        mask = row_mask(i - u, low, high, in_channels)
+        rows = rows + (pack(tl.load(dy + at - u * traits.CHANNELS, mask=mask, other=0.0)),)
     return rows
 
 
@@ -178,19 +224,20 @@ def sigmoid(a):
     return root * root
 
 
-@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row", "token_stride"])
+@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row", "strip_tokens", "token_stride"])
 def short_conv_kernel(
     x, weight, bias, history, cu, ends, sequence_starts, sequence_ids, y,
-    T, N, strips, strips_per_row, token_stride, traits: tl.constexpr,
+    T, N, strips, strips_per_row, strip_tokens, token_stride, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute y [B, T, CHANNELS] of one part.
 
     Grid: groups, R strips along time, BC channels or one head. strips: of the batch; strips_per_row: of one row of it.
+    strip_tokens: tokens of a strip.
     """
     W: tl.constexpr = traits.W
     GROUP: tl.constexpr = traits.GROUP
     _, group, b, t, low, high, store_low, store_high, channel, in_channels = locate_strips(
-        T, cu, ends, N, strips, strips_per_row, traits.STRIP, traits
+        T, cu, ends, N, strips, strips_per_row, strip_tokens, strip_tokens, traits
     )
     if traits.GROUPED:
         if tl.max(store_high - store_low, 0) <= 0:
@@ -206,22 +253,20 @@ def short_conv_kernel(
     )
     # tuples of rows and starts are ordered from the latest row backwards
     recent = load_rows(x, x_offset, stride, history, history_offset, t, low, high, -1, in_channels, W - 1, traits)
-    i = GROUP - 1
-    ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
-    next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
-    for g in range(0, traits.STRIP, GROUP):
-        rows = ahead + recent
-        starts = next_starts
-        i = g + 2 * GROUP - 1
-        ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
-        next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
+    recent = unpack_rows(recent, x.dtype.element_ty)
+    ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, GROUP - 1, in_channels, GROUP, traits)
+    next_starts = load_starts(sequence_starts, t, high, GROUP - 1, GROUP, traits)
+    for g in range(0, strip_tokens, GROUP):
         for k in tl.static_range(GROUP):
             i = g + k
-            window = rows[GROUP - 1 - k : GROUP - 1 - k + W]
-            start = starts[GROUP - 1 - k]
-            inputs = select_inputs(
-                window, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits
+            rows = (unpack(ahead[GROUP - 1], x.dtype.element_ty),) + recent
+            start = next_starts[GROUP - 1]
+            ahead = (
+                load_rows(x, x_offset, stride, history, history_offset, t, low, high, i + GROUP, in_channels, 1, traits)
+                + ahead[: GROUP - 1]
             )
+            next_starts = load_starts(sequence_starts, t, high, i + GROUP, 1, traits) + next_starts[: GROUP - 1]
+            inputs = select_inputs(rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits)
             a = weighted_sum(inputs, weights, offset, W)
             if traits.SILU:
                 a *= sigmoid(a)
@@ -229,9 +274,9 @@ def short_conv_kernel(
                 a *= tl.rsqrt(tl.sum(a * a, 1) + traits.EPS)[:, None]
             if traits.PACKED:
                 a = tl.where((i < high)[:, None], a, 0.0)
-            stored = ((i >= store_low) & (i < store_high))[:, None] & in_channels
+            stored = row_mask(i, store_low, store_high, in_channels)
             tl.store(y + y_offset + i * traits.CHANNELS, a.to(y.dtype.element_ty), mask=stored)
-        recent = rows[: W - 1]
+            recent = rows[: W - 1]
 
 
 @triton.jit
@@ -242,11 +287,12 @@ def activation_backward(a, d, traits: tl.constexpr):
         gate = sigmoid(a)
         s = a * gate
     if traits.HEAD > 0:
-        scale = tl.rsqrt(tl.sum(s * s, 1) + traits.EPS)
-        along = scale * scale * tl.sum(s * d, 1)
+        squares, projection = tl.reduce((s * s, s * d), 1, add_pairs)
+        scale = tl.rsqrt(squares + traits.EPS)
+        along = scale * scale * projection
         d = scale[:, None] * (d - along[:, None] * s)
     if traits.SILU:
-        d *= gate + s - s * gate
+        d *= gate + gate * (a - s)
     return d
 
 
@@ -278,7 +324,7 @@ def clear_at_start(later, is_first, W: tl.constexpr):
 @triton.jit
 def recompute_after_strip(
     x, x_offset, stride, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, store_low,
-    in_channels, weights, offset, zero, traits: tl.constexpr,
+    in_channels, weights, offset, zero, strip_tokens, traits: tl.constexpr,
 ):  # fmt: skip
     """Recompute the gradients of the W - 1 results after a strip.
 
@@ -288,10 +334,12 @@ def recompute_after_strip(
     later = ()
     for _ in tl.static_range(W - 1):
         later = later + (zero,)
-    last = traits.STRIP + W - 2
+    last = strip_tokens + W - 2
     rows = load_rows(x, x_offset, stride, history, history_offset, t, low, high, last, in_channels, 2 * W - 2, traits)
     ds = load_gradients(dy, dy_offset, store_low, high, last, in_channels, W - 1, traits)
     starts = load_starts(sequence_starts, t, high, last, W - 1, traits)
+    rows = unpack_rows(rows, x.dtype.element_ty)
+    ds = unpack_rows(ds, dy.dtype.element_ty)
     for u in tl.static_range(W - 1):
         i = last - u
         window = rows[u : u + W]
@@ -307,10 +355,10 @@ def recompute_after_strip(
     return rows[W - 1 :], later
 
 
-@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row", "token_stride"])
+@triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row", "strip_tokens", "token_stride"])
 def short_conv_backward_kernel(
     x, weight, bias, history, cu, ends, sequence_starts, sequence_ids, dy, dx, dhistory, partial,
-    T, N, strips, strips_per_row, token_stride, traits: tl.constexpr,
+    T, N, strips, strips_per_row, strip_tokens, token_stride, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute the part's channels of dx [B, T, C] and dhistory [N, W - 1, C] from dy [B, T, CHANNELS].
 
@@ -327,7 +375,7 @@ def short_conv_backward_kernel(
     R: tl.constexpr = traits.R
     BC: tl.constexpr = traits.BC
     program, group, b, t, low, high, store_low, store_high, channel, in_channels = locate_strips(
-        T, cu, ends, N, strips, strips_per_row, traits.STRIP + W - 1, traits
+        T, cu, ends, N, strips, strips_per_row, strip_tokens, strip_tokens + W - 1, traits
     )
     if traits.GROUPED:
         if tl.max(store_high - store_low, 0) <= 0:
@@ -344,32 +392,29 @@ def short_conv_backward_kernel(
     zero = tl.zeros([R, BC], tl.float32)
     recent, later = recompute_after_strip(
         x, x_offset, stride, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high,
-        store_low, in_channels, weights, offset, zero, traits,
+        store_low, in_channels, weights, offset, zero, strip_tokens, traits,
     )  # fmt: skip
     sums = ()
     for _ in tl.static_range(W + 1):
         sums = sums + (zero,)
-    i = traits.STRIP - 1
+    i = strip_tokens - 1
     ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
     next_ds = load_gradients(dy, dy_offset, store_low, high, i, in_channels, GROUP, traits)
     next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
-    for g in range(0, traits.STRIP, GROUP):
-        rows = recent + ahead
-        ds = next_ds
-        starts = next_starts
-        i = traits.STRIP - 1 - g - GROUP
-        ahead = load_rows(
-            x, x_offset, stride, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits
-        )
-        next_ds = load_gradients(dy, dy_offset, store_low, high, i, in_channels, GROUP, traits)
-        next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
+    for g in range(0, strip_tokens, GROUP):
         for u in tl.static_range(GROUP):
-            i = traits.STRIP - 1 - g - u
-            window = rows[u : u + W]
-            inputs = select_inputs(
-                window, starts[u], history, history_offset, sequence_ids, t, high, i, in_channels, traits
+            i = strip_tokens - 1 - g - u
+            rows = recent + (unpack(ahead[0], x.dtype.element_ty),)
+            d = unpack(next_ds[0], dy.dtype.element_ty)
+            start = next_starts[0]
+            later_i = i - GROUP
+            ahead = ahead[1:] + load_rows(
+                x, x_offset, stride, history, history_offset, t, low, high, later_i - W + 1, in_channels, 1, traits
             )
-            d = activation_backward(weighted_sum(inputs, weights, offset, W), ds[u], traits)
+            next_ds = next_ds[1:] + load_gradients(dy, dy_offset, store_low, high, later_i, in_channels, 1, traits)
+            next_starts = next_starts[1:] + load_starts(sequence_starts, t, high, later_i, 1, traits)
+            inputs = select_inputs(rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits)
+            d = activation_backward(weighted_sum(inputs, weights, offset, W), d, traits)
             if traits.PACKED:
                 d = tl.where((i < high)[:, None], d, 0.0)
             new_sums = ()
@@ -377,17 +422,17 @@ def short_conv_backward_kernel(
                 new_sums = new_sums + (sums[j] + d * inputs[j],)
             sums = new_sums + (sums[W] + d,)
             dx_i = weighted_sum(((d,) + later), weights, 0.0, W)
-            stored = ((i >= store_low) & (i < store_high))[:, None] & in_channels
+            stored = row_mask(i, store_low, store_high, in_channels)
             tl.store(dx + dx_offset + i * traits.C, dx_i.to(dx.dtype.element_ty), mask=stored)
             later = push_row(later, d, W)
             if traits.PACKED:
-                is_first = ((starts[u] == i) & (i >= store_low) & (i < high))[:, None]
+                is_first = ((start == i) & (i >= store_low) & (i < high))[:, None]
                 if traits.HISTORY:
                     n = tl.load(sequence_ids + t + i, mask=i < high, other=0).to(tl.int64)
                     at = history_offset + n[:, None] * (W - 1) * traits.C
                     store_history_gradients(dhistory, at, later, weights, is_first & in_channels, traits.C, W)
                 later = clear_at_start(later, is_first, W)
-        recent = rows[GROUP:]
+            recent = rows[1:]
     if traits.HISTORY and not traits.PACKED:
         at_start = ((t == 0) & (high > 0))[:, None]
         store_history_gradients(dhistory, history_offset, later, weights, at_start & in_channels, traits.C, W)
