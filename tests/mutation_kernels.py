@@ -143,7 +143,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "short convolution, backward: the derivative of SiLU lacks a term", f"{KERNELS}/conv/short_conv.py",
-        "d *= gate + s - s * gate", "d *= gate + s", "test-kernels", f"{CONV_TEST}[short-torch.float32]",
+        "d *= gate + gate * (a - s)", "d *= gate + s", "test-kernels", f"{CONV_TEST}[short-torch.float32]",
     ),
     Mutation(
         "short convolution, backward: a gradient crosses the start of a sequence", f"{KERNELS}/conv/short_conv.py",
@@ -206,6 +206,11 @@ HOPPER_KERNELS = [
         "Hopper gradients: the keys' gradient has k in place of the erase key", f"{HOPPER}/gradients.py",
         "dA_s.permute((1, 0)), e_s", "dA_s.permute((1, 0)), k_s",
         "test-kernels", f"{ERASE_KEY_TEST}[two tiles of keys-own-ordinary-True]",
+    ),
+    Mutation(
+        "Hopper gradients: the narrow tile of values has the states of the first values", f"{HOPPER}/value_tiles.py",
+        "copy_pointers(S, K, R=16), FIRST * K", "copy_pointers(S, K, R=16), 0",
+        "test-kernels", f"{HOPPER_TEST}[narrow tile of values-gated delta-no state-False]",
     ),
     Mutation(
         "Hopper scan: the scale enters the exponent of the decay", f"{HOPPER}/scan.py",

@@ -74,6 +74,11 @@ ROUTES = {
     "fused": (FUSED, Shape("short", 1, 300, 2, 2, 128, 128), BY_FUSED),
     "fused packs": (FUSED, Shape("pack", 1, 265, 1, 1, 104, 72, lengths=(200, 0, 1, 64)), BY_FUSED),
     "gradients": (GRADIENTS, Shape("short", 1, 100, 1, 2, 72, 104), ["hopper_gradients_kernel"]),
+    "narrow tile of values": (
+        GRADIENTS,
+        Shape("pack", 1, 135, 1, 1, 64, 208, lengths=PACK),
+        ["hopper_gradients_kernel"],
+    ),
 }
 REGIMES = ("ordinary", "decays", "parallel", "no state")
 CASES = [

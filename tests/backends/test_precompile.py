@@ -75,7 +75,7 @@ def conv_arguments():
 def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, what):
     """Equal cache keys, except for the device index."""
     if INTERPRETED:
-        for module in (plans, fused):
+        for module in (plans, fused, conv):
             monkeypatch.setattr(module, "device_spec", lambda index: INTERPRETER)
     if what == "conv":
         inputs, kind = conv_arguments()
