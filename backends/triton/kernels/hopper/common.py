@@ -85,17 +85,25 @@ def locate_scratch_chunk(
 
 
 @gluon.jit
-def allocate_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr = 64):
-    """Allocate COUNT tiles. Each is a separate buffer: the compiler assumes that views of one buffer overlap.
+def allocate_tile(dtype: gl.constexpr, COLUMNS: gl.constexpr = 64, NUM_STAGES: gl.constexpr = 0):
+    """Allocate a tile [64, COLUMNS], of 16 or 64 columns, or with NUM_STAGES a ring buffer of so many."""
+    layout: gl.constexpr = SMEM_TILE_N16 if COLUMNS == 16 else SMEM_TILE
+    if NUM_STAGES > 0:
+        tile = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, COLUMNS], layout)
+    else:
+        tile = gl.allocate_shared_memory(dtype, [64, COLUMNS], layout)
+    return tile
 
-    LAST: columns of the last one, 16 or 64.
+
+@gluon.jit
+def allocate_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, NUM_STAGES: gl.constexpr = 0, LAST: gl.constexpr = 64):
+    """Allocate COUNT tiles or ring buffers, the last with LAST columns.
+
+    Each is a separate buffer: the compiler assumes that views of one buffer overlap.
     """
     tiles = ()
     for i in gl.static_range(COUNT):
-        if i == COUNT - 1 and LAST == 16:
-            tiles = tiles + (gl.allocate_shared_memory(dtype, [64, 16], SMEM_TILE_N16),)
-        else:
-            tiles = tiles + (gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE),)
+        tiles = tiles + (allocate_tile(dtype, LAST if i == COUNT - 1 else 64, NUM_STAGES),)
     return tiles
 
 
@@ -231,18 +239,6 @@ def copy_gates_async(
         async_load(smem.c.index(stage), gates + 64 + gl.arange(0, 64, FOUR_PER_THREAD))
     if WRITE:
         async_load(smem.w.index(stage), gates + 128 + gl.arange(0, 64, FOUR_PER_THREAD))
-
-
-@gluon.jit
-def allocate_tile_rings(dtype: gl.constexpr, COUNT: gl.constexpr, NUM_STAGES: gl.constexpr, LAST: gl.constexpr = 64):
-    """Allocate COUNT ring buffers of NUM_STAGES tiles. LAST: columns of the last one, 16 or 64."""
-    tiles = ()
-    for i in gl.static_range(COUNT):
-        if i == COUNT - 1 and LAST == 16:
-            tiles = tiles + (gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 16], SMEM_TILE_N16),)
-        else:
-            tiles = tiles + (gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 64], SMEM_TILE),)
-    return tiles
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     WARP_GROUP_THREADS,
     allocate_barriers,
     allocate_gate_rings,
-    allocate_tile_rings,
+    allocate_tile,
     allocate_tiles,
     allocate_vector_ring,
 )
@@ -198,14 +198,14 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     OUTPUT: gl.constexpr = traits.OUTPUT
     BY_CHANNEL: gl.constexpr = traits.DECAY == "channel"
     dtype: gl.constexpr = traits.dtype
-    k_s = allocate_tile_rings(dtype, NK, NUM_STAGES, TAIL)
-    q_s = allocate_tile_rings(dtype, NK, NUM_STAGES, TAIL) if OUTPUT else k_s
-    e_s = allocate_tile_rings(dtype, NK, NUM_STAGES, TAIL) if traits.OWN_KEY else k_s
-    v_s = allocate_tile_rings(dtype, 2, NUM_STAGES)
-    T_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if DELTA else k_s[0]
-    T_low_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0] if traits.TERMS == 2 else T_s
+    k_s = allocate_tiles(dtype, NK, NUM_STAGES, TAIL)
+    q_s = allocate_tiles(dtype, NK, NUM_STAGES, TAIL) if OUTPUT else k_s
+    e_s = allocate_tiles(dtype, NK, NUM_STAGES, TAIL) if traits.OWN_KEY else k_s
+    v_s = allocate_tiles(dtype, 2, NUM_STAGES)
+    T_s = allocate_tile(T_dtype, NUM_STAGES=NUM_STAGES) if DELTA else k_s[0]
+    T_low_s = allocate_tile(T_dtype, NUM_STAGES=NUM_STAGES) if traits.TERMS == 2 else T_s
     if OUTPUT and (DELTA or BY_CHANNEL):
-        P_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
+        P_s = allocate_tile(dtype, NUM_STAGES=NUM_STAGES)
         P_a = P_s
         P_b = P_s
     elif OUTPUT:
@@ -217,8 +217,8 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
         P_a = P_s
         P_b = P_s
     staging = allocate_tiles(dtype, 2)
-    state_a = staging if OUTPUT else allocate_tiles(dtype, NK, TAIL)
-    state_b = staging if OUTPUT else allocate_tiles(dtype, NK, TAIL)
+    state_a = staging if OUTPUT else allocate_tiles(dtype, NK, LAST=TAIL)
+    state_b = staging if OUTPUT else allocate_tiles(dtype, NK, LAST=TAIL)
     if BY_CHANNEL:
         G_s = allocate_vector_ring(NUM_STAGES, 64 * NK)
         G_prev_s = G_s

@@ -11,7 +11,7 @@ from deltazoo.backends.triton.kernels.hopper.common import (
     WARP_GROUP_THREADS,
     allocate_barriers,
     allocate_gate_rings,
-    allocate_tile_rings,
+    allocate_tile,
 )
 from deltazoo.backends.triton.kernels.hopper.sweep_reductions import SMEM_SUMS
 
@@ -127,15 +127,15 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: g
     S_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SMEM_TILE)
     x_s = gl.allocate_shared_memory(dtype, [1, 64, 128], SMEM_TILE)
     dS_s = gl.allocate_shared_memory(dtype, [1, 128, 128], SMEM_TILE)
-    P_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
+    P_s = allocate_tile(dtype, NUM_STAGES=NUM_STAGES)
     if traits.DELTA:
-        T_s = allocate_tile_rings(T_dtype, 1, NUM_STAGES)[0]
+        T_s = allocate_tile(T_dtype, NUM_STAGES=NUM_STAGES)
         du_s = gl.allocate_shared_memory(dtype, [1, 128, 64], SMEM_TILE)
         dP_s = P_s
     else:
         T_s = P_s
         du_s = x_s
-        dP_s = allocate_tile_rings(dtype, 1, NUM_STAGES)[0]
+        dP_s = allocate_tile(dtype, NUM_STAGES=NUM_STAGES)
     G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, EARLY, traits.DELTA, traits.WRITE)
     sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SMEM_SUMS)
     # float32 does not fit beside the ring of G_prev
