@@ -82,8 +82,7 @@ def _portable_launches(problem: Problem, device: DeviceSpec) -> tuple[Launch, La
         gradients = Launch(tile=64, keys=64, stages=3 if problem.decay != "none" and problem.delta else 2)
         return scan, gradients
     # no loads ahead where the buffers of two stages would not fit
-    wide = problem.K > 128 and (problem.decay == "channel" or problem.erase_key)
-    stages = 1 if _is_tight(problem, device) or wide else 2
+    stages = 1 if _is_tight(problem, device) or (problem.K > 128 and problem.extra_keys) else 2
     if problem.decay == "channel":
         return Launch(tile=64, stages=stages), Launch(tile=64, keys=64, warps=8)
     return Launch(tile=64, stages=stages), Launch(tile=64, keys=64, stages=stages)

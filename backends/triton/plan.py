@@ -58,6 +58,11 @@ class Problem(NamedTuple):
         return torch.float32 if self.split_terms and not self.saves_16_bits else self.dtype
 
     @property
+    def extra_keys(self) -> bool:
+        """Whether the kernels read keys beside q and k: an erase key, or with a decay per channel keys with decays."""
+        return self.erase_key or self.decay == "channel"
+
+    @property
     def grouped(self) -> bool:
         """Whether several value heads share a key head."""
         return self.HV != self.H
@@ -132,7 +137,7 @@ def takes(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSp
         return False
     if problem.erase_key and not channel and not limits.own_key:
         return False
-    if (channel or problem.erase_key) and problem.K not in limits.channel_keys:
+    if problem.extra_keys and problem.K not in limits.channel_keys:
         return False
     if problem.pair and not limits.takes_pair(problem):
         return False
@@ -223,7 +228,6 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
             raise ConfigError(_refusal(phase, kernel, problem, device, config.chunk))
     chunks = cdiv(problem.T, config.chunk)
     split = config.split if config.split and chunks > config.split else 0
-    channel = problem.decay == "channel"
     plan = Plan(
         _prepare(problem, _version(config.prepare.kernel)),
         _version(config.scan.kernel),
@@ -238,8 +242,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     if config.reverse.kernel == "fused":
         return plan._replace(backward="fused")
     plan = plan._replace(recompute=_version(config.recompute.kernel))
-    one_key = not (channel or problem.erase_key)
-    if config.reverse.kernel == "hopper" and one_key and sweeps(problem.K, problem.V):
+    if config.reverse.kernel == "hopper" and not problem.extra_keys and sweeps(problem.K, problem.V):
         return plan._replace(backward="sweep")
     reverse = _version(config.reverse.kernel)
     return plan._replace(
@@ -358,7 +361,7 @@ def _gradients(kernel: KernelChoice, problem: Problem) -> Gradients:
 
 def _refusal(phase: Phase, kernel: KernelChoice, problem: Problem, device: DeviceSpec, chunk: int) -> str:
     limits = KERNELS[phase][kernel]
-    keys = limits.channel_keys if problem.decay == "channel" or problem.erase_key else limits.keys
+    keys = limits.channel_keys if problem.extra_keys else limits.keys
     needs = [f"K in {interval(keys)}", f"V in {interval(limits.values)}", f"decay in {', '.join(limits.decays)}"]
     needs += [] if limits.grouped else ["H = HV"]
     needs += [] if limits.own_key else ["no erase key unless the decay is per channel"]
