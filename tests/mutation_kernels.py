@@ -137,7 +137,7 @@ PORTABLE_KERNELS = [
         "test-kernels", f"{CONV_TEST}[short-torch.float32]",
     ),
     Mutation(
-        "short convolution: a sequence of a pack reads the one before it", f"{KERNELS}/conv/short_conv.py",
+        "short convolution: a sequence of a pack reads the one before it", f"{KERNELS}/conv/rows.py",
         "x_j = tl.where((row < 0)[:, None], past, x_j)", "x_j += 0.0 * past",
         "test-kernels", f"{CONV_TEST}[short pack with history-torch.float32]",
     ),

@@ -146,7 +146,7 @@ MIXERS = [
         "channel += group * traits.C", "channel += 0", "test-kernels", f"{CONV_TEST}[groups-torch.float32]",
     ),
     Mutation(
-        "short convolution, backward: tokens before a group add to its gradient", f"{KERNELS}/conv/short_conv.py",
+        "short convolution, backward: tokens before a group add to its gradient", f"{KERNELS}/conv/rows.py",
         "mask = row_mask(i - u, low, high, in_channels)", "mask = row_mask(i - u, 0 * low, high, in_channels)",
         "test-kernels", f"{CONV_TEST}[groups in one strip-torch.float32]",
     ),

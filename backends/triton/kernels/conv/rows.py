@@ -1,0 +1,119 @@
+"""Loads of the rows of a short convolution: of x, of dy and of the history, and the inputs of a result.
+
+A row is [R, BC]: one token of each of R strips, BC channels. Rows that wait for their use are packed: two 16-bit values
+in a register. See short_conv.py.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pack(values):
+    """Pack pairs of 16-bit values [R, BC] into uint32 [R, BC / 2]; return other values unchanged.
+
+    Unpacked, each of them would take a register of 32 bits.
+    """
+    if values.dtype.primitive_bitwidth == 16 and values.shape[1] > 1:
+        halves = values.to(tl.uint16, bitcast=True).to(tl.uint32)
+        low, high = tl.split(halves.reshape([values.shape[0], values.shape[1] // 2, 2]))
+        values = low | (high << 16)
+    return values
+
+
+@triton.jit
+def unpack(values, dtype: tl.constexpr):
+    """Return as float32 [R, BC] the values of this dtype that `pack` packed."""
+    if values.dtype == tl.uint32:
+        if dtype == tl.bfloat16:
+            low = (values << 16).to(tl.float32, bitcast=True)
+            high = (values & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            low = values.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+            high = (values >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        values = tl.join(low, high).reshape([values.shape[0], values.shape[1] * 2])
+    return values.to(tl.float32)
+
+
+@triton.jit
+def unpack_rows(rows, dtype: tl.constexpr):
+    """Unpack each row."""
+    unpacked = ()
+    for u in tl.static_range(len(rows)):
+        unpacked = unpacked + (unpack(rows[u], dtype),)
+    return unpacked
+
+
+@triton.jit
+def row_mask(i, low, high, in_channels):
+    """Return the mask [R, BC] of row i if low <= i < high, which is one comparison of unsigned numbers."""
+    in_rows = (i - low).to(tl.uint32) < tl.maximum(high - low, 0).to(tl.uint32)
+    return in_rows[:, None] & in_channels
+
+
+@triton.jit
+def load_rows(
+    x, x_offset, token_stride, history, history_offset, t, low, high, i, in_channels,
+    COUNT: tl.constexpr, traits: tl.constexpr,
+):  # fmt: skip
+    """Load rows i, i - 1, ..., i - COUNT + 1 of x, packed. Without a pack, rows before token 0 are history."""
+    rows = ()
+    at = x_offset + i * token_stride
+    for u in tl.static_range(COUNT):
+        row = i - u
+        value = tl.load(x + at - u * token_stride, mask=row_mask(row, low, high, in_channels), other=0.0)
+        if traits.HISTORY and not traits.PACKED:
+            before = (t + row < 0)[:, None]
+            in_history = before & ((t + row > -traits.W) & (high > 0))[:, None] & in_channels
+            past = tl.load(history + history_offset + (t + row)[:, None] * traits.C, mask=in_history, other=0.0)
+            value = tl.where(before, past.to(value.dtype), value)
+        rows = rows + (pack(value),)
+    return rows
+
+
+@triton.jit
+def load_gradients(dy, dy_offset, low, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr):
+    """Load rows i, i - 1, ..., i - COUNT + 1 of dy, packed; rows before `low` or from `high` on are zero."""
+    rows = ()
+    at = dy_offset + i * traits.CHANNELS
+    for u in tl.static_range(COUNT):
+        mask = row_mask(i - u, low, high, in_channels)
+        rows = rows + (pack(tl.load(dy + at - u * traits.CHANNELS, mask=mask, other=0.0)),)
+    return rows
+
+
+@triton.jit
+def load_starts(sequence_starts, t, high, i, COUNT: tl.constexpr, traits: tl.constexpr):
+    """Load the rows [R] at which the sequences of rows i, i - 1, ... start; without a pack the result is not used."""
+    starts = ()
+    for u in tl.static_range(COUNT):
+        start = t
+        if traits.PACKED:
+            start = tl.load(sequence_starts + t + i - u, mask=(i - u >= 0) & (i - u < high), other=0) - t
+        starts = starts + (start,)
+    return starts
+
+
+@triton.jit
+def select_inputs(
+    rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits: tl.constexpr
+):  # fmt: skip
+    """Return the inputs x_(i-j) of row i by lag j, from rows i to i - W + 1.
+
+    In a pack, inputs before the start of the row's sequence come from the history, or are zero.
+    """
+    W: tl.constexpr = traits.W
+    inputs = ()
+    for j in tl.static_range(W):
+        x_j = rows[j]
+        if traits.PACKED and j > 0:
+            row = i - j - start
+            past = tl.zeros_like(x_j)
+            if traits.HISTORY:
+                in_history = (row < 0) & (i < high)
+                n = tl.load(sequence_ids + t + i, mask=in_history, other=0).to(tl.int64)
+                at = history_offset + ((n * (W - 1) + row) * traits.C)[:, None]
+                past = tl.load(history + at, mask=in_history[:, None] & in_channels, other=0.0).to(tl.float32)
+            x_j = tl.where((row < 0)[:, None], past, x_j)
+        inputs = inputs + (x_j,)
+    return inputs
