@@ -6,11 +6,11 @@ compares the compiled kernels with stored hashes and reports a change; renaming 
 
 REVISIONS = {
     "split": 1,  # scan, reverse scan and combination together
-    "prepare": 1,
+    "prepare": 2,
     "scan": 1,
     "recompute": 1,
     "reverse": 1,  # with the sweep and the fused backward
-    "gradients": 1,
+    "gradients": 2,
     "decode": 1,  # with verify and commit
     "fused_step": 1,
 }
