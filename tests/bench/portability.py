@@ -47,9 +47,10 @@ UPDATES: dict[str, dict[str, str]] = {
     "dplr": {"decay": "channel", "transition": "dplr"},
     "mamba": {"decay": "rate", "transition": "additive"},
 }
-PASSES = ("forward", "training", "decode", "convolution")
+WITHOUT_UPDATE = ("convolution", "norm", "mlp", "loss")  # forward and backward
+PASSES = ("forward", "training", "decode", *WITHOUT_UPDATE)
 TENSOR_MEMORY = 512  # columns
-Problem = tuple[str, str, str, int, str]  # device, update ("": convolution), dtype, width, pass
+Problem = tuple[str, str, str, int, str]  # device, update ("" for WITHOUT_UPDATE), dtype, width, pass
 
 
 def device_of(name: str, triton: str) -> Any:
@@ -129,24 +130,20 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
     import torch
     from compiling import launch_update
 
-    from deltazoo.backends.base import ConvInputs
     from deltazoo.backends.conformance import Case
     from deltazoo.backends.conformance.cases import draw
     from deltazoo.backends.shapes import Shape
     from deltazoo.backends.spec import UpdateSpec
-    from deltazoo.backends.triton import decode, plan, short_conv
+    from deltazoo.backends.triton import decode, plan
     from deltazoo.backends.triton.decode_op import decode_operands
     from deltazoo.backends.triton.heuristic import heuristic
     from deltazoo.backends.triton.lower import computes_in_float32, splits_terms
 
     name, update, dtype_name, width, kind = problem
     device, dtype = device_of(name, triton), getattr(torch, dtype_name)
-    if kind == "convolution":
-        inputs = ConvInputs(torch.empty(2, 200, 4 * width, dtype=dtype), torch.empty(4 * width, 4, dtype=dtype))
-        config = [*short_conv.FORWARD, *short_conv.BACKWARD]
+    if kind in WITHOUT_UPDATE:
         with patch("deltazoo.backends.triton.launcher.launcher", compiler):
-            (y,) = short_conv._forward(*inputs, [4 * width], [True], [0], config)
-            short_conv._backward(*inputs, [y], [4 * width], [True], [0], config)
+            launch_without_update(kind, dtype, width)
         return
     spec = UpdateSpec(**UPDATES[update])
     if spec.decay == "rate":
@@ -173,6 +170,37 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
         decode.step_(one, traits, states, None, step)
         _, values = decode.verify(x, traits, states, None, step)
         decode.commit_(x, traits, values, states, None, accepted, step)
+
+
+def launch_without_update(kind: str, dtype: Any, width: int) -> None:
+    """Run the launch code of another kernel of a layer, with heads of `width`, on CPU tensors."""
+    import torch
+
+    from deltazoo.backends.base import ConvInputs
+    from deltazoo.backends.triton import cross_entropy, glu, norm, short_conv
+
+    heads, tokens = 4, 200
+    x, weight = torch.empty(1, tokens, heads, width, dtype=dtype), torch.empty(width, dtype=dtype)
+    rows, row_weight = x.view(tokens, heads * width), torch.empty(heads * width, dtype=dtype)
+    if kind == "convolution":
+        inputs = ConvInputs(x.flatten(2), torch.empty(heads * width, 4, dtype=dtype))
+        config = [*short_conv.FORWARD, *short_conv.BACKWARD]
+        for unit in (0, width):
+            (y,) = short_conv._forward(*inputs, [heads * width], [True], [unit], config)
+            short_conv._backward(*inputs, [y], [heads * width], [True], [unit], config)
+    elif kind == "norm":  # of a residual sum, and of heads with a gate
+        norm._forward(rows, rows, None, row_weight, 1e-5, "none")
+        norm._backward(rows, None, row_weight, rows, rows, 1e-5, "none")
+        norm._forward(x, None, x.flatten(2), weight, 1e-5, "silu")
+        norm._backward(x, x.flatten(2), weight, x, None, 1e-5, "silu")
+    elif kind == "mlp":
+        for activation in ("silu", "gelu", "relu2"):
+            h = glu._forward(rows, activation)
+            glu._backward(rows, h, activation)
+    else:
+        targets, numbers = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens)
+        for scale, gradients, z_loss, cap in ((None, True, None, None), (numbers, True, 1e-4, 30.0)):
+            cross_entropy.losses_(rows, targets, scale, numbers, gradients, -100, z_loss, cap)
 
 
 def launch_elementwise(dtype: Any, width: int, kind: str, device: Any, compiler: Compiler) -> None:
@@ -243,10 +271,10 @@ def run_version(version: str, problems: list[Problem]) -> Iterator[tuple[Problem
 
 
 def problems_of(options: argparse.Namespace) -> list[Problem]:
-    """Problems by update, so that devices share what Triton caches. A convolution does not depend on the update."""
+    """Problems by update, so that devices share what Triton caches. Other kernels of a layer do not depend on it."""
     grid = product(options.widths, options.dtypes, options.updates, options.devices, PASSES)
     grid = (problem for problem in grid if problem[0] != "16" or problem[2] == "mamba")
-    found = [(d, "" if p == "convolution" else u, t, int(w), p) for w, t, u, d, p in grid if p in options.passes]
+    found = [(d, "" if p in WITHOUT_UPDATE else u, t, int(w), p) for w, t, u, d, p in grid if p in options.passes]
     return list(dict.fromkeys(found))
 
 
