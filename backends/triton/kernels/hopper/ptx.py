@@ -9,15 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-def _round_causal_asm(early, convert):
-    """Round P [$16 to $47] to 16 bits [$0 to $15] and zero its non-causal elements in the 8 x 8 blocks on the diagonal.
+def _diagonal_mask_asm(early):
+    """Compute g, row minus first column of a register on the diagonal, and own, the mask of its causal elements.
 
-    Non-causal are the elements above the diagonal and, if early, those on it.
+    Non-causal are the elements above the diagonal and, if early, those on it. Also computes warp, its number.
     """
-    text = f"""{{
-.reg .b32 g, c, warp, own, m<4>;
-.reg .pred p;
-mov.u32 g, %laneid;
+    return f"""mov.u32 g, %laneid;
 mov.u32 warp, %tid.x;
 shr.u32 warp, warp, 5;
 and.b32 c, g, 3;
@@ -29,6 +26,11 @@ selp.b32 own, -1, 0, p;
 setp.eq.s32 p, g, {int(early)};
 selp.b32 own, 0xffff, own, p;
 """
+
+
+def _round_causal_asm(early, convert):
+    """Round P [$16 to $47] to 16 bits [$0 to $15] and zero its non-causal elements in the blocks on the diagonal."""
+    text = "{\n.reg .b32 g, c, warp, own, m<4>;\n.reg .pred p;\n" + _diagonal_mask_asm(early)
     for block in range(4):
         text += f"setp.eq.u32 p, warp, {block};\nselp.b32 m{block}, own, -1, p;\n"
     for r in range(16):  # register r: two adjacent columns of 8-column block r // 2, in row g or g + 8
@@ -84,26 +86,13 @@ def _split_operand_asm():
     two adjacent columns of 8-column block n, in row g (m = 0) or g + 8 (m = 1) of the warp's 16 rows; warp w has the
     blocks n - m = 2 w on the diagonal.
     """
-    text = """{
-.reg .b32 g, c, w, own, one, t, m<7>, d<4>;
-.reg .pred p, p0, p1, p2, p3;
-mov.u32 g, %laneid;
-mov.u32 w, %tid.x;
-shr.u32 w, w, 5;
-and.b32 c, g, 3;
-shl.b32 c, c, 1;
-shr.u32 g, g, 2;
-sub.s32 g, g, c;
-setp.gt.s32 p, g, 1;
-selp.b32 own, -1, 0, p;
-setp.eq.s32 p, g, 1;
-selp.b32 own, 0xffff, own, p;
-selp.b32 one, 0xbc000000, 0, p;
+    text = "{\n.reg .b32 g, c, warp, own, one, t, m<7>, d<4>;\n.reg .pred p, p1, p2, p3;\n" + _diagonal_mask_asm(True)
+    text += """selp.b32 one, 0xbc000000, 0, p;
 setp.eq.s32 p, g, 0;
 selp.b32 one, 0xbc00, one, p;
-setp.ge.u32 p1, w, 1;
-setp.ge.u32 p2, w, 2;
-setp.ge.u32 p3, w, 3;
+setp.ge.u32 p1, warp, 1;
+setp.ge.u32 p2, warp, 2;
+setp.ge.u32 p3, warp, 3;
 selp.b32 m0, -1, own, p1;
 selp.b32 m1, -1, 0, p1;
 selp.b32 t, own, 0, p1;
@@ -115,7 +104,7 @@ selp.b32 m5, -1, 0, p3;
 selp.b32 m6, own, 0, p3;
 """
     for block in range(4):
-        text += f"setp.eq.u32 p, w, {block};\nselp.b32 d{block}, one, 0, p;\n"
+        text += f"setp.eq.u32 p, warp, {block};\nselp.b32 d{block}, one, 0, p;\n"
     for term in range(2):
         for r in range(16):
             n = r // 2 - r % 2  # the block is above the diagonal if n > 2 w, below it if n < 2 w
