@@ -135,14 +135,13 @@ def _parts(channels: Sequence[int], silu: Sequence[bool], unit: Sequence[int]) -
 
 def _launch(
     kernel: Any, operands: _Operands, results: Sequence[Tensor], token_stride: int, first: int, part: ConvPart,
-    launch: ConvLaunch,
+    tiling: _Tiling, launch: ConvLaunch,
 ) -> None:  # fmt: skip
     """Launch a kernel on the part that begins at channel `first`."""
     from deltazoo.backends.triton.kernels.conv.short_conv import ConvTraits
     from deltazoo.backends.triton.launcher import launcher
 
     B, T, C = operands.x.shape
-    tiling = _tiling(part, operands.x, launch)
     unit = math.gcd(token_stride, 8)
     traits = ConvTraits(
         UNIT=unit, C=C, W=operands.weight.shape[-1], FIRST=first, CHANNELS=part.channels,
@@ -169,7 +168,7 @@ def _forward(
     ys = [x.new_empty(*x.shape[:2], n) for n in channels]
     with torch.cuda.device_of(x):
         for y, (first, part) in zip(ys, _parts(channels, silu, unit), strict=True):
-            _launch(short_conv_kernel, operands, (y,), token_stride, first, part, config)
+            _launch(short_conv_kernel, operands, (y,), token_stride, first, part, _tiling(part, x, config), config)
     return ys
 
 
@@ -188,12 +187,12 @@ def _backward(
     sums = []
     with torch.cuda.device_of(x):
         for dy, (first, part) in zip(dys, _parts(channels, silu, unit), strict=True):
-            programs_T = _tiling(part, x, config).programs_T
-            shape = (*weight.shape[:-2], programs_T, W + (bias is not None), part.channels)
+            tiling = _tiling(part, x, config)
+            shape = (*weight.shape[:-2], tiling.programs_T, W + (bias is not None), part.channels)
             allocate = x.new_empty if ends is None else x.new_zeros  # most programs have tokens of one group only
             partial = allocate(shape, dtype=torch.float32)
             results = (ready(dy), dx, dhistory, partial)
-            _launch(short_conv_backward_kernel, operands, results, token_stride, first, part, config)
+            _launch(short_conv_backward_kernel, operands, results, token_stride, first, part, tiling, config)
             sums.append(partial.sum(-3))
     dw_by_lag = torch.cat(sums, -1)
     dweight = dw_by_lag[..., :W, :].flip(-2).mT.contiguous().to(weight.dtype)
