@@ -34,7 +34,7 @@ from deltazoo.backends.triton.kernels.layout import (
     store_state,
     store_transposed,
 )
-from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, load_inverse, load_p_transposed
+from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, load_inverse, load_p_transposed, p_terms
 
 
 @triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
@@ -84,8 +84,7 @@ def reverse_kernel(
         in_kb = kb < K
     causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
-    # the Hopper kernels, whose T is float16, compute P in one term
-    P_TERMS: tl.constexpr = TERMS if wy_tiles.dtype.element_ty == dtype else 1
+    P_TERMS: tl.constexpr = p_terms(wy_tiles.dtype.element_ty, dtype, TERMS)
     if ENDS:
         if segment == 0:
             last = first

@@ -32,7 +32,13 @@ from deltazoo.backends.triton.kernels.layout import (
     store_state,
     store_transposed,
 )
-from deltazoo.backends.triton.kernels.wy_tiles import dot_inverse, dot_split_both, load_inverse, load_p_transposed
+from deltazoo.backends.triton.kernels.wy_tiles import (
+    dot_inverse,
+    dot_split_both,
+    load_inverse,
+    load_p_transposed,
+    p_terms,
+)
 
 
 @triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
@@ -102,8 +108,7 @@ def scan_kernel(
     causal = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
     state_offset = (tl.cast(n, tl.int64) * HV + hv) * K * V
     dtype: tl.constexpr = k.dtype.element_ty
-    # the Hopper kernels, whose T is float16, compute P in one term
-    P_TERMS: tl.constexpr = TERMS if wy_tiles.dtype.element_ty == dtype else 1
+    P_TERMS: tl.constexpr = p_terms(wy_tiles.dtype.element_ty, dtype, TERMS)
 
     chunks = tl.cdiv(length, C)
     if RECOMPUTE:

@@ -10,8 +10,8 @@ MMA operand without a mask.
 The dtype of wy_tiles is that of T; P^T has the dtype of the operands. With near-parallel keys T is applied to
 differences of neighbouring tokens, whose result is small compared with the rounding error of T. For a backward pass
 with bfloat16 operands T is therefore float16 (11 significant bits instead of 8), and the bits of P^T, bfloat16, are
-stored in the same tile. Both terms of T are float16 where the Hopper kernels compute split terms. P^T then has one
-term: the second is not read, and the Hopper prepare does not write it.
+stored in the same tile. Both terms of T are float16 where the Hopper kernels compute split terms, and P^T then has one
+term (p_terms): the second tile is that of T alone.
 
 C chunk, HV value heads
 """
@@ -20,6 +20,12 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.kernels.layout import dot_split_lhs, mma_rows, split_hi_lo, store_mma_rows
+
+
+@triton.constexpr_function
+def p_terms(T_dtype, dtype, TERMS):
+    """Return the terms of P^T: those of T, or one if the Hopper kernels compute T in float16 and P^T in bfloat16."""
+    return TERMS if T_dtype == dtype else 1
 
 
 @triton.jit
@@ -35,15 +41,13 @@ def store_wy_tiles(base, T, T_blocks, P_T, dtype: tl.constexpr, chunk, i, C: tl.
         tile, tile_lo = split_hi_lo(tl.where(below, T, P_T), dtype)
         T_blocks, blocks_lo = split_hi_lo(T_blocks, dtype)
         store_wy_term(at + C * (C + 8), tile_lo, blocks_lo, i, C)
-    elif TERMS == 2:
-        T, T_lo = split_hi_lo(T, T_dtype)
-        P_T, P_T_lo = split_hi_lo(P_T, dtype)
-        T_blocks, blocks_lo = split_hi_lo(T_blocks, T_dtype)
-        tile = merge_bits(below, T, P_T)
-        store_wy_term(at + C * (C + 8), merge_bits(below, T_lo, P_T_lo), blocks_lo, i, C)
     elif T_dtype == dtype:
         tile = tl.where(below, T, P_T).to(dtype)
     else:
+        if TERMS == 2:
+            T, T_lo = split_hi_lo(T, T_dtype)
+            T_blocks, blocks_lo = split_hi_lo(T_blocks, T_dtype)
+            store_wy_term(at + C * (C + 8), T_lo, blocks_lo, i, C)
         tile = merge_bits(below, T.to(T_dtype), P_T.to(dtype))
     store_wy_term(at, tile, T_blocks, i, C)
 
