@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from deltazoo.backends.triton.kernels.hopper.common import SMEM_TILE, SMEM_TILE_N16, copy_pointers, copy_tile_async
+from deltazoo.backends.triton.kernels.hopper.common import SMEM_TILE, allocate_tile, copy_pointers, copy_tile_async
 
 LOAD_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -56,9 +56,9 @@ def copy_value_tile(
 @gluon.jit
 def allocate_value_tail(dtype: gl.constexpr, DELTA: gl.constexpr):
     """Allocate do, du and x [64, 16], S^T and dS'^T [16, 64] of a last value tile of at most 16 values."""
-    do_s = gl.allocate_shared_memory(dtype, [64, 16], SMEM_TILE_N16)
-    du_s = gl.allocate_shared_memory(dtype, [64, 16], SMEM_TILE_N16) if DELTA else do_s
-    x_s = gl.allocate_shared_memory(dtype, [64, 16], SMEM_TILE_N16)
+    do_s = allocate_tile(dtype, 16)
+    du_s = allocate_tile(dtype, 16) if DELTA else do_s
+    x_s = allocate_tile(dtype, 16)
     S_s = gl.allocate_shared_memory(dtype, [16, 64], SMEM_TILE)
     dS_s = gl.allocate_shared_memory(dtype, [16, 64], SMEM_TILE)
     return do_s, du_s, x_s, S_s, dS_s
