@@ -22,7 +22,7 @@ OLDEST := torch==2.11.0 triton==3.6.0 "setuptools>=77,<82"
 BASELINE := tests/bench/baseline
 INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element prefetch triton_cross_entropy triton_glu triton_norm triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
 
-.PHONY: demo test test-kernels test-oldest test-all lint docs docs-external bench bench-baseline readme-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-oldest test-integrations test-all lint docs docs-external bench bench-baseline readme-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -43,6 +43,11 @@ test-oldest:
 	grep -v "^torch==\|^triton==\|^setuptools==" constraints.txt > build/oldest/constraints.txt
 	build/oldest/bin/pip install -q -c build/oldest/constraints.txt $(OLDEST) -e ".[dev]"
 	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n auto -m "not slow and not kernels" $(ARGS)
+
+# Every mixer and MLP with other libraries (peft, bitsandbytes, torchao, accelerate) and with FSDP2: 15 minutes on two cores.
+test-integrations: $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[integrations]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/integrations $(ARGS)
 
 # Both, and the GPU tests, which skip themselves without a GPU.
 test-all: test test-kernels
