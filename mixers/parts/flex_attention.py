@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from deltazoo.backends.errors import DeviceError
+from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.varlen import sequence_index
 
@@ -74,12 +75,12 @@ def forgetting_attention(
 ) -> Tensor:
     """Compute `flex_attend` by torch's operator; to be compiled."""
     T = q.shape[1]
-    sums_BHT = sums_BTH.transpose(1, 2).contiguous()
+    sums_BHT = materialize(sums_BTH.transpose(1, 2))
 
     def add_gate(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         return score - sums_BHT[b, h, s]
 
-    mask = causal_blocks(T, q.device, None if cu_seqlens is None else sequence_index(cu_seqlens, T))
+    mask = causal_blocks(T, q.device, None if cu_seqlens is None else materialize(sequence_index(cu_seqlens, T)))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     o = flex_attention(q, k, v, score_mod=add_gate, block_mask=mask, scale=scale, enable_gqa=grouped)

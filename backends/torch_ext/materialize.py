@@ -1,0 +1,39 @@
+"""Compute a tensor into a buffer with a fixed layout, inside torch.compile."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.custom_op import operator
+
+
+def materialize(x: Tensor) -> Tensor:
+    """Return a contiguous copy of x that Inductor neither inlines into its readers nor lays out differently.
+
+    FlexAttention of torch 2.11 inlines the computation of a tensor that `score_mod` reads. If that computation reads a
+    buffer whose layout Inductor has not fixed yet, such as a sum over 4,096 tokens, compilation ends with "convert
+    FlexibleLayout to FixedLayout first".
+    """
+    return _Materialize.apply(x)
+
+
+class _Materialize(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _copy(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _clone(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+_copy = operator("materialize(Tensor x) -> Tensor", _clone, _clone)
