@@ -1,5 +1,6 @@
 """`deltazoo generate`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +13,17 @@ from deltazoo.cli.threads import let_idle_threads_sleep
 
 def command(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder written by `deltazoo train`.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    prompt: Annotated[str | None, typer.Option(show_default="def ", help="Text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with the text to continue, with its last line break; -: standard input.")
+    ] = None,
     max_bytes: Annotated[int, typer.Option(help="Maximum number of bytes to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely byte.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely bytes.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the smallest set of bytes with total probability p.")
     ] = None,
-    stop: Annotated[str | None, typer.Option(help="Stop after this text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     backend: BackendName = None,
@@ -34,14 +38,23 @@ def command(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt with a trained model by cached decoding, and print the text as it is generated."""
+    """Continue a prompt with a trained model by cached decoding, and print the text as it is generated.
+
+    Why it stopped is printed on stderr, or is part of the JSON document.
+    """
     let_idle_threads_sleep()
     import deltazoo
     from deltazoo.blocks.generation.completion import compiles, encode
 
     sampling = deltazoo.Sampling(
-        max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=stop, seed=seed
+        max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=tuple(stop or ()), seed=seed
     )
+    if prompt is not None and prompt_file is not None:
+        raise typer.BadParameter("give one of --prompt and --prompt-file, got both")
+    if prompt_file is not None:
+        prompt = _read(prompt_file)
+    elif prompt is None:
+        prompt = "def "
     model = deltazoo.load(checkpoint, device, backend, trust)
     compile = compiles(model, sampling) if compile is None else compile
     if compile:
@@ -51,5 +64,22 @@ def command(
         return
     encode("prompt", prompt)  # report an invalid prompt before it is printed
     print_piece(prompt)
-    deltazoo.generate(model, prompt, sampling, print_piece, compile)
+    completion = deltazoo.generate(model, prompt, sampling, print_piece, compile)
     print_line()
+    print_note(completion.reason_line())
+
+
+def _read(path: Path) -> str:
+    """Read a prompt from a file, or from standard input if the path is "-"."""
+    from deltazoo.backends.errors import ConfigError, file_errors
+
+    if str(path) == "-" and sys.stdin is None:
+        raise ConfigError("--prompt-file - needs standard input, which is closed")
+    with file_errors("read", path):
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--prompt-file {path} must be text in UTF-8: {error.reason} at byte {error.start}"
+        ) from error

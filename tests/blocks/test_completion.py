@@ -52,6 +52,21 @@ def test_generation_stops_after_the_stop_text(model):
     stop = whole[3:5]
     completion = generate(model, "a", Sampling(max_bytes=40, temperature=0, stop=stop))
     assert completion.text == whole[: whole.index(stop) + 2]
+    assert (completion.reason, completion.stop) == ("stop", stop)
+
+
+def test_each_of_several_stop_texts_ends_the_generation(model):
+    whole = generate(model, "a", Sampling(max_bytes=40, temperature=0))
+    assert (whole.reason, whole.stop, whole.reason_line()) == ("max_bytes", None, "stopped at the limit of 40 bytes")
+    for first, last in ((2, 7), (7, 2)):
+        texts = (whole.text[first : first + 3], whole.text[last : last + 3], "not generated")
+        completion = generate(model, "a", Sampling(max_bytes=40, temperature=0, stop=texts))
+        end, stop = min((whole.text.index(text) + 3, text) for text in texts[:2])
+        assert completion.text == whole.text[:end]
+        assert completion.stop == stop
+        assert completion.reason_line() == f"stopped after the text {stop!r}"
+    with pytest.raises(ConfigError, match=r"stop\.1 must have at least 1 character"):
+        Sampling(stop=("a", ""))
 
 
 def test_an_empty_prompt_and_a_small_vocabulary_are_refused(model):
