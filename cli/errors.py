@@ -19,6 +19,9 @@ from deltazoo.cli.streams import output_failed, print_json_error
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Modules of the warnings that torch causes itself: it copies and unpickles, for example, its deprecated LeafSpec.
+_TORCH = r"(torch|copy|copyreg|pickle)\b"
+
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 
 
@@ -70,7 +73,10 @@ def _name_option(message: str, command: Callable[..., object]) -> str:
 
 @contextmanager
 def _warnings_as_sentences() -> Iterator[None]:
-    """Print each warning about a configuration once, as a sentence on stderr; others as Python does."""
+    """Print each warning about a configuration once, as a sentence on stderr; others as Python does.
+
+    Not printed: what torch warns of about its own code, for example in a compilation.
+    """
     from deltazoo.backends.errors import ConfigWarning
 
     printed: set[str] = set()
@@ -86,6 +92,7 @@ def _warnings_as_sentences() -> Iterator[None]:
 
         warnings.showwarning = show
         warnings.simplefilter("always", ConfigWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning, module=_TORCH)
         yield
 
 

@@ -1,13 +1,16 @@
 """User errors: exit code 2, one sentence on stderr, no traceback and nothing on stdout."""
 
+import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch.utils._pytree import tree_structure
 
-from deltazoo.cli.errors import user_error_message
+from deltazoo.cli.errors import report_user_errors, user_error_message
 
 CASES = {
     "unknown mixer": (
@@ -66,7 +69,7 @@ CASES = {
     "no checkpoint": (("train", "--resume", "/no/run"), "/no/run is not a checkpoint folder: it does not exist"),
     "resume with settings": (
         ("train", "samba", "--resume", "/no/run", "--out", "x", "--batch", "9", "--lr", "1", "--no-compile"),
-        "--resume takes stack, folder and settings from the checkpoint, got samba, --out, --batch, --lr",
+        "--resume takes the stack and the folder of the run, so omit samba and --out; to branch a run, resume a copy",
     ),
     "no model to generate with": (("generate", "/no/run"), "/no/run is not a checkpoint folder"),
     "negative temperature": (
@@ -168,3 +171,14 @@ def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, run: Ca
     monkeypatch.setattr("deltazoo.blocks.training.text.load_text", interrupt)
     result = run("demo")
     assert (result.code, result.err) == (130, "\ndeltazoo: interrupted\n")
+
+
+def test_warnings_of_torch_about_its_own_code_are_not_printed():
+    def command():
+        copy.deepcopy(tree_structure(0))  # warns in torch 2.13, as a hit of the compilation cache does
+        for module in ("torch", "torch.utils._pytree", "copyreg", "torchao.quantization"):
+            warnings.warn_explicit(f"deprecated in {module}", FutureWarning, f"{module}.py", 1, module=module)
+
+    with pytest.warns(FutureWarning) as printed:
+        report_user_errors(command)()
+    assert [str(warning.message) for warning in printed] == ["deprecated in torchao.quantization"]
