@@ -31,19 +31,21 @@ def silent(task: str, done: int, total: int, note: str = "") -> None:
 class ProgressLines:
     """Print progress on stderr at most every ten seconds, so that short tasks print nothing.
 
-    The first report is printed at once if it has a note, such as "compiling": the next one may follow minutes later.
+    A new note without progress, such as "compiling", is printed at once: the next report may follow minutes later.
     """
 
     def __init__(self) -> None:
         self.last = time.monotonic()
-        self.is_first = True
+        self.position: tuple[str, int] | None = None
+        self.note = ""
 
     def __call__(self, task: str, done: int, total: int, note: str = "") -> None:
-        now = time.monotonic()
-        if now - self.last >= _INTERVAL or (self.is_first and note):
+        now, position = time.monotonic(), (task, done)
+        has_stayed = self.position in (None, position)
+        if now - self.last >= _INTERVAL or (has_stayed and note not in ("", self.note)):
             self.last = now
-            _write_line(f"{task}: {done}/{total} {note}")
-        self.is_first = False
+            _write_line(f"{task}: {done}/{total} {note}".rstrip())
+        self.position, self.note = position, note
 
 
 @contextmanager

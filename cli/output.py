@@ -21,6 +21,12 @@ def print_line(text: str = "") -> None:
     sys.stdout.write(f"{_encodable(text)}\n")
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines on stdout that are already wrapped."""
+    for line in lines:
+        print_line(line)
+
+
 def print_note(text: str) -> None:
     """Print a line on stderr, for example a warning."""
     sys.stderr.write(f"{text}\n")
@@ -67,8 +73,7 @@ def print_table(
         return
     if title:
         print_line(title)
-    for line in table_lines(columns, cells, output_width(), _encodable("─", "-"), one_line):
-        print_line(line)
+    print_lines(table_lines(columns, cells, output_width(), rule(), one_line))
 
 
 def print_text(text: str) -> None:
@@ -83,6 +88,11 @@ def print_notes(notes: Iterable[tuple[str, str]]) -> None:
     """Print sentences with the names they are about, below a table; a sentence that several names share once."""
     for text, names in group_by_text(notes).items():
         print_text(f"{', '.join(names)}: {text}")
+
+
+def rule() -> str:
+    """Return the character of the line below the header of a table."""
+    return _encodable("─", "-")
 
 
 def output_width() -> int | None:
@@ -112,7 +122,8 @@ def progress() -> Iterator["Progress"]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", style="dim"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    # rich would move all that is printed to stderr: right above a bar of the same terminal, wrong for a pipe
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()) as bars:
         tasks = {}
 
         def draw(task: str, done: int, total: int, note: str = "") -> None:

@@ -5,7 +5,15 @@ import sys
 
 import pytest
 
-from deltazoo.cli.output import print_line, print_notes, print_table
+from deltazoo.cli.output import print_line, print_notes, print_piece, print_table, progress
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
 
 FIGURES = ["123456.78", "123456.7-1234567.8", "1.234e-08", "123456"]
 COLUMNS = ["case", "backend", ">error"]
@@ -97,3 +105,18 @@ def test_tables_and_lines_are_printed_on_an_ascii_stream(monkeypatch):
     print_table(["name"], [["Öztürk"]])
     print_line("Öztürk")
     assert stream.buffer.getvalue().decode() == "name\n------\n\\xd6zt\\xfcrk\n\\xd6zt\\xfcrk\n"
+
+
+@pytest.mark.parametrize("to_file", [True, False])
+def test_lines_are_printed_at_once_while_a_bar_is_drawn(monkeypatch, to_file):
+    monkeypatch.setenv("TERM", "xterm")
+    stdout, stderr = io.StringIO() if to_file else Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with progress() as report:
+        report("training", 1, 2, "a note")
+        print_piece("a row\n")
+        written = (stdout if to_file else stderr).getvalue()
+        assert "a row\n" in written
+    assert "a note" in stderr.getvalue()
+    assert ("a row" in stderr.getvalue()) != to_file
