@@ -65,7 +65,8 @@ _MODULES = by_name(
         "deltazoo.blocks.spec": ["StackSpec", "preset"],
         "deltazoo.blocks.stack": ["LanguageModel"],
         "deltazoo.blocks.tasks": ["load", "presets", "resume", "train"],
-        "deltazoo.blocks.training.train": ["TrainConfig", "Training"],
+        "deltazoo.blocks.training.config": ["TrainConfig"],
+        "deltazoo.blocks.training.records": ["Training"],
         "deltazoo.mixers.core.mixer": ["Context", "MixerConfig", "Place"],
     }
 )

@@ -31,8 +31,8 @@ from deltazoo.blocks.tasks import load as load
 from deltazoo.blocks.tasks import presets as presets
 from deltazoo.blocks.tasks import resume as resume
 from deltazoo.blocks.tasks import train as train
-from deltazoo.blocks.training.train import TrainConfig as TrainConfig
-from deltazoo.blocks.training.train import Training as Training
+from deltazoo.blocks.training.config import TrainConfig as TrainConfig
+from deltazoo.blocks.training.records import Training as Training
 from deltazoo.mixers.core.mixer import Context as Context
 from deltazoo.mixers.core.mixer import MixerConfig as MixerConfig
 from deltazoo.mixers.core.mixer import Place as Place

@@ -21,8 +21,9 @@ _MODULES = by_name(
         "deltazoo.blocks.stack": ["LanguageModel"],
         "deltazoo.mixers.core.patterns": ["At", "Spread"],
         "deltazoo.blocks.training.objective": ["Objective"],
+        "deltazoo.blocks.training.config": ["TrainConfig"],
+        "deltazoo.blocks.training.records": ["Point", "Training"],
         "deltazoo.blocks.training.text": ["Text", "load_text"],
-        "deltazoo.blocks.training.train": ["Point", "TrainConfig", "Training"],
     }
 )
 __getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)

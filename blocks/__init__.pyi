@@ -20,12 +20,12 @@ from deltazoo.blocks.moe import MoE as MoE
 from deltazoo.blocks.spec import StackSpec as StackSpec
 from deltazoo.blocks.spec import preset as preset
 from deltazoo.blocks.stack import LanguageModel as LanguageModel
+from deltazoo.blocks.training.config import TrainConfig as TrainConfig
 from deltazoo.blocks.training.objective import Objective as Objective
+from deltazoo.blocks.training.records import Point as Point
+from deltazoo.blocks.training.records import Training as Training
 from deltazoo.blocks.training.text import Text as Text
 from deltazoo.blocks.training.text import load_text as load_text
-from deltazoo.blocks.training.train import Point as Point
-from deltazoo.blocks.training.train import TrainConfig as TrainConfig
-from deltazoo.blocks.training.train import Training as Training
 from deltazoo.mixers.core.patterns import At as At
 from deltazoo.mixers.core.patterns import Spread as Spread
 

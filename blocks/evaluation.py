@@ -11,6 +11,7 @@ from deltazoo.backends.allocation import sizes_in_memory_errors
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import ConfigError, ValueRangeError
 from deltazoo.blocks.stack import LanguageModel, check_model
+from deltazoo.blocks.training.config import TrainConfig, text_of_run
 from deltazoo.blocks.training.text import BYTES, Batch, Text, as_text, covering_crops, even_crops
 
 
@@ -21,6 +22,7 @@ class Evaluation(BaseModel):
         bits_per_byte: mean cross entropy, in bits per byte.
         bytes: number of predicted bytes.
         source: description of the text.
+        is_text_of_run: whether the model was trained on this text; None: the model is not from a training run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,41 +30,51 @@ class Evaluation(BaseModel):
     bits_per_byte: float
     bytes: int
     source: str
+    is_text_of_run: bool | None
 
     def line(self) -> str:
         """Format the result as one line."""
-        return f"{self.bits_per_byte:.3f} bits per byte on {self.bytes:,} validation bytes of {self.source}"
+        relation = {None: "", True: " (the text of the run)", False: " (another text than that of the run)"}
+        text = f"{self.source}{relation[self.is_text_of_run]}"
+        return f"{self.bits_per_byte:.3f} bits per byte on {self.bytes:,} held-out bytes of {text}"
 
 
 def evaluate(
     model: LanguageModel,
     text: Text | str | Path | None = None,
-    length: int = 256,
-    batch: int = 8,
-    batches: int | None = 4,
+    length: int | None = None,
+    batch: int | None = None,
+    batches: int | None = None,
 ) -> Evaluation:
     """Compute the cross entropy of a model on the validation part of a text, see `load_text`.
 
-    The windows start without context, as in training. Evenly spaced windows with the length, batch and number of
-    batches of a training run, the defaults here and there, give the validation figure of that run.
+    The windows start without context, as in training. For a model that `load` returned, the defaults are the text and
+    the windows of its training run, which give the last validation figure of the run.
 
     Args:
-        text: a text, or the path of a text file; None: the sources of Python's standard library.
-        length: bytes per window.
-        batch: windows per forward pass.
-        batches: number of batches of evenly spaced windows; None: consecutive windows that cover the validation part,
-            except for a rest shorter than a window.
-    Raises: ConfigError: the text is too short or cannot be read, or the vocabulary of the model has fewer than 256
-        tokens; InputError: another type; ValueRangeError: a weight is NaN, so that the cross entropy is not finite.
+        text: a text, or the path of a text file; None: the text of the run, else the sources of Python's standard
+            library.
+        length: bytes per window; None: as in the run, else 256.
+        batch: windows per forward pass; None: as in the run, else 8.
+        batches: number of batches of evenly spaced windows; 0: consecutive windows that cover the validation part,
+            except for a rest shorter than a window; None: as in the run, else 4.
+    Raises: ConfigError: the text is too short, cannot be read or is no longer that of the run, or the vocabulary of the
+        model has fewer than 256 tokens; InputError: another type; ValueRangeError: a weight is NaN, so that the cross
+        entropy is not finite.
     """
     check_model(model)
     if model.spec.vocab < BYTES:
         raise ConfigError(f"vocab must be at least {BYTES} to evaluate on bytes, got {model.spec.vocab}")
-    for name, value in (("length", length), ("batch", batch), ("batches", 1 if batches is None else batches)):
-        check_integer(name, value)
-    text = as_text(text)
+    run = model.run_settings
+    config = TrainConfig() if run is None else run.train
+    length = config.length if length is None else length
+    batch = config.batch if batch is None else batch
+    batches = config.validation_batches if batches is None else batches
+    for name, value, least in (("length", length, 1), ("batch", batch, 1), ("batches", batches, 0)):
+        check_integer(name, value, least)
+    text = text_of_run(run) if run is not None and text is None else as_text(text)
     with sizes_in_memory_errors(batch=batch, length=length):
-        if batches is None:
+        if batches == 0:
             crops = covering_crops(text.validation, batch, length)
         else:
             crops = even_crops(text.validation, batch, length, batches)
@@ -75,7 +87,12 @@ def evaluate(
     bits = fmean(entropies, weights) / math.log(2)
     if not math.isfinite(bits):
         raise ValueRangeError(f"the cross entropy must be finite, got {bits}: check the model's weights")
-    return Evaluation(bits_per_byte=bits, bytes=sum(weights), source=text.source)
+    return Evaluation(
+        bits_per_byte=bits,
+        bytes=sum(weights),
+        source=text.source,
+        is_text_of_run=None if run is None else text.digest == run.text.digest,
+    )
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ B batch, T time, D width, L vocabulary, N packed sequences
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self, cast, get_args
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import as_context
 from deltazoo.mixers.parts.norms import RMSNorm
+
+if TYPE_CHECKING:
+    from deltazoo.blocks.training.config import RunSettings
 
 
 class ModelSpec(Protocol):
@@ -117,6 +120,7 @@ class LanguageModel(nn.Module):
     def __init__(self, spec: ModelSpec, backend: str | Backend | None = None) -> None:
         super().__init__()
         self.spec = spec
+        self.run_settings: RunSettings | None = None  # set by `load`: those of the training run
         self.embedding_scale, self.logit_cap = spec.embedding_scale, spec.logit_cap
         # init_weights draws in the order of registration, so the constructor must draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)

@@ -1,6 +1,6 @@
 """The main tasks on language models of bytes, in Python as on the command line: train, resume, load."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from deltazoo.blocks.generation.completion import load_for_completion
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.training import train as training
+from deltazoo.blocks.training.config import TrainConfig
+from deltazoo.blocks.training.records import Point, Training
 from deltazoo.blocks.training.text import Text, as_text
-from deltazoo.blocks.training.train import TrainConfig, Training
 
 
 def presets() -> list[str]:
@@ -29,6 +30,7 @@ def train(
     until: int | None = None,
     progress: Progress | None = None,
     trust: bool = False,
+    on_point: Callable[[Point], None] | None = None,
 ) -> Training:
     """Train a model of bytes from its initial weights, and save it in a checkpoint folder.
 
@@ -43,13 +45,14 @@ def train(
         until: stop after this step; `resume` continues the same schedule.
         progress: called with the progress; None: prints a line on stderr at most every ten seconds.
         trust: as for `StackSpec.load`.
-    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, the text cannot be read, or the
-        loss is not finite.
+        on_point: called with each point of the training curves, which the folder's metrics.jsonl holds as well.
+    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, another process trains in it,
+        the text cannot be read, or the training diverges.
     """
     check_type("stack", stack, StackSpec | str | Path, "a StackSpec, a path or the name of a preset")
     _check_folder(folder)
     spec = stack if isinstance(stack, StackSpec) else StackSpec.load(stack, trust)
-    return training.train(spec, as_text(text), config, folder, until, progress or ProgressLines())
+    return training.train(spec, as_text(text), config, folder, until, progress or ProgressLines(), on_point)
 
 
 def resume(
@@ -59,19 +62,22 @@ def resume(
     progress: Progress | None = None,
     trust: bool = False,
     changes: Mapping[str, Any] | None = None,
+    on_point: Callable[[Point], None] | None = None,
 ) -> Training:
     """Continue from a checkpoint. On the same machine and versions the result equals an uninterrupted run bit for bit.
 
     Args:
         text: the text of the run; None reads it again from its path.
-        until, progress, trust: as for `train`.
-        changes: new values of the settings "steps", "device", "backend" and "compile", which the folder keeps, such as
-            {"steps": 600}.
-    Raises: ConfigError: the checkpoint is invalid or of another text, or the text cannot be read.
+        until, progress, trust, on_point: as for `train`.
+        changes: new values of settings, such as {"steps": 600}, which are logged, and kept by the folder.
+            `deltazoo.blocks.training.rules.RULES` lists which can change: those of the schedule, the optimizer and the
+            device, but not those that cut the crops.
+    Raises: ConfigError: the checkpoint is invalid or of another text, another process trains in the folder, the text
+        cannot be read, or a setting cannot change.
     """
     _check_folder(folder)
     read = None if text is None else as_text(text)
-    return training.resume(folder, read, until, progress or ProgressLines(), trust, changes)
+    return training.resume(folder, read, until, progress or ProgressLines(), trust, changes, on_point)
 
 
 def load(folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False) -> LanguageModel:

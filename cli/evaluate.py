@@ -5,30 +5,38 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendName, Device, TextFile, Trust
+from deltazoo.cli.options import AsJson, BackendName, Device, Trust
 from deltazoo.cli.output import print_json, print_line
 from deltazoo.cli.threads import let_idle_threads_sleep
+
+_AS_RUN = "as in the run"
 
 
 def command(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder written by `deltazoo train`.")],
-    text: TextFile = None,
-    length: Annotated[int, typer.Option(min=1, help="Bytes per window.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Windows per forward pass.")] = 8,
+    text: Annotated[Path | None, typer.Option(show_default="the text of the run", help="Text file.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, show_default=_AS_RUN, help="Bytes per window.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, show_default=_AS_RUN, help="Windows per forward pass.")] = None,
     batches: Annotated[
-        int, typer.Option(min=0, help="Batches of evenly spaced windows; 0: the whole validation part.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            min=0, show_default=_AS_RUN, help="Batches of evenly spaced windows; 0: the whole validation part."
+        ),
+    ] = None,
     device: Device = "cpu",
     backend: BackendName = None,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the bits per byte of a trained model on the validation part of a text."""
+    """Compute the bits per byte of a trained model on the part of a text that is held out from training.
+
+    The defaults give the last validation loss of the run.
+    """
     let_idle_threads_sleep()
     import deltazoo
 
     model = deltazoo.load(checkpoint, device, backend, trust)
-    evaluation = deltazoo.evaluate(model, text, length, batch, batches or None)
+    evaluation = deltazoo.evaluate(model, text, length, batch, batches)
     if as_json:
         print_json(evaluation)
         return

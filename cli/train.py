@@ -1,15 +1,22 @@
 """`deltazoo train`."""
 
+import logging
 import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deltazoo.blocks.training.rules import resumable_options
 from deltazoo.cli.options import DEVICE_HELP, AsJson, BackendName, CheckpointingMode, OptionalStack, TextFile, Trust
-from deltazoo.cli.output import print_json, print_line, print_note, print_table, progress
+from deltazoo.cli.output import print_json, print_line, print_note, print_piece, progress, rule
 from deltazoo.cli.threads import let_idle_threads_sleep
+
+if TYPE_CHECKING:
+    from deltazoo.blocks.training.records import Point
 
 
 class ComputeDtype(StrEnum):
@@ -27,8 +34,8 @@ def command(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Continue the run in this folder, with its stack and settings. Only --steps, --device, --backend, "
-            "--compile and --checkpointing can change.",
+            help="Continue the run in this folder, with its stack and settings. Of these, only "
+            f"{', '.join(resumable_options())} can change.",
         ),
     ] = None,
     until: Annotated[
@@ -66,30 +73,31 @@ def command(
 ) -> None:
     """Train a stack on the bytes of a text. Losses are in bits per byte; checkpoints resume bit for bit.
 
+    Each validation prints a row at once, and appends it to metrics.jsonl in the folder of the checkpoint.
+
     Ctrl-C and SIGTERM save a checkpoint and print the command that continues the run, also with --json.
     """
     let_idle_threads_sleep()
     import deltazoo
     from deltazoo.blocks.training.interrupts import TrainingInterrupted
-    from deltazoo.blocks.training.train import RESUMABLE
 
     fields = deltazoo.TrainConfig.model_fields
     settings = {name: context.params[name] for name in fields if context.params.get(name) is not None}
-    if resume is not None:
-        flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-        fixed = [name for name in ("out", *settings) if context.params[name] is not None and name not in RESUMABLE]
-        conflicts = [*([stack] if stack else []), *(flags[name] for name in fixed)]
-        if conflicts:
-            got = ", ".join(conflicts)
-            raise typer.BadParameter(f"--resume takes stack, folder and settings from the checkpoint, got {got}")
+    surplus = [*([stack] if stack else []), *(["--out"] if out else [])]
+    if resume is not None and surplus:
+        raise typer.BadParameter(
+            f"--resume takes the stack and the folder of the run, so omit {' and '.join(surplus)}; to branch a run, "
+            "resume a copy of its folder"
+        )
+    on_point = None if as_json else _Rows()
     try:
-        with progress() as report_progress:
+        with progress() as report_progress, _printed_log():
             if resume is not None:
-                training = deltazoo.resume(resume, text, until, report_progress, trust, settings)
+                training = deltazoo.resume(resume, text, until, report_progress, trust, settings, on_point)
             elif stack is not None:
                 out = out or Path("runs") / Path(stack).stem
                 config = deltazoo.TrainConfig(**settings)
-                training = deltazoo.train(stack, out, text, config, until, report_progress, trust)
+                training = deltazoo.train(stack, out, text, config, until, report_progress, trust, on_point)
             else:
                 raise typer.BadParameter("give a FILE or a PRESET, or --resume FOLDER")
     except TrainingInterrupted as interrupted:
@@ -103,7 +111,44 @@ def command(
     if as_json:
         print_json(training)
         return
-    names = training.auxiliary
-    columns = [">step", ">train", ">validation, bits per byte", *(f">{name}" for name in names), ">tokens/s"]
-    print_table(columns, [point.cells(names) for point in training.points])
     print_line(training.line() + f"; checkpoint in {resume or out}")
+
+
+class _Rows:
+    """Print each point as a row of a table, at once; auxiliary losses follow the columns with their names."""
+
+    titles = ("step", "train", "validation, bits per byte", "tokens/s")
+    widths = (7, 6, 25, 9)
+
+    def __init__(self) -> None:
+        self.is_first = True
+
+    def __call__(self, point: "Point") -> None:
+        if self.is_first:
+            self._print(self.titles)
+            print_piece(f"{rule() * (sum(self.widths) + 2 * len(self.widths) - 2)}\n")
+        self.is_first = False
+        self._print(point.cells(), [f"{name} {value:.4f}" for name, value in point.auxiliary.items()])
+
+    def _print(self, cells: Sequence[str], more: Sequence[str] = ()) -> None:
+        padded = [cell.rjust(width) for cell, width in zip(cells, self.widths, strict=True)]
+        print_piece("  ".join([*padded, *more]).rstrip() + "\n")
+
+
+@contextmanager
+def _printed_log() -> Iterator[None]:
+    """Print what the package logs, such as changed settings, on stderr."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            print_note(record.getMessage())
+
+    logger, handler = logging.getLogger("deltazoo"), Lines()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

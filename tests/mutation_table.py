@@ -206,6 +206,16 @@ BLOCKS = [
         "test", "blocks/test_train.py::test_resume_restores_the_random_generator",
     ),
     Mutation(
+        "checkpoint: the digest is not verified", "blocks/training/checkpoint.py",
+        "if not has_its_digest(file):", "if False:",
+        "test", "blocks/test_train.py::test_a_flipped_byte_anywhere_in_a_checkpoint_is_reported",
+    ),
+    Mutation(
+        "checkpoint: edits of fixed settings are accepted", "blocks/training/checkpoint.py",
+        "if problem := refused(changes, folder / STACK):", "if problem := None:",
+        "test", "blocks/test_train.py::test_a_fixed_setting_changes_neither_by_an_argument_nor_in_the_file[batch-2-3]",
+    ),
+    Mutation(
         "sampling: the temperature multiplies the logits", "blocks/generation/sampling.py",
         "keepdim=True)) / temperature", "keepdim=True)) * temperature",
         "test", "blocks/test_generate.py::test_top_k_and_top_p_equal_a_direct_computation[None-None-0.5]",

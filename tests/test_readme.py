@@ -143,8 +143,10 @@ def test_stacks_of_the_documentation_build_and_compute_a_loss() -> None:
         assert model.loss(tokens, tokens).isfinite()
 
 
-def test_the_changes_of_a_resumed_run_can_change() -> None:
-    from deltazoo.blocks.training.train import RESUMABLE
+def test_the_settings_that_a_resumed_run_can_change_are_listed() -> None:
+    from deltazoo.blocks.training.rules import RESUMABLE
 
+    (listed,) = re.findall(r"settings that may change: ([^.;]*)", README)
+    assert listed.replace("`", "").split(", ") == list(RESUMABLE)
     (text,) = re.findall(r"deltazoo\.resume\(folder, changes=(\{.*?\})\)", README)
-    assert yaml.safe_load(text).keys() <= RESUMABLE
+    assert yaml.safe_load(text).keys() <= set(RESUMABLE)

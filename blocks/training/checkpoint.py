@@ -1,26 +1,39 @@
-"""Checkpoint folders: the stack and the settings as YAML, and the tensors, which are written atomically."""
+"""Checkpoint folders: stack and settings as YAML, tensors with a digest, and records; each is written atomically."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel
 
 from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError, PatternError, cut
+from deltazoo.backends.errors import ConfigError, PatternError, cut, file_errors
 from deltazoo.backends.output_path import output_folder
 from deltazoo.blocks import document
 from deltazoo.blocks.inspect.diff import diff
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.training.config import RunSettings
+from deltazoo.blocks.training.digest import append_digest, has_its_digest
+from deltazoo.blocks.training.rules import differences, refused
 from deltazoo.blocks.trust import refuse_untrusted
 
-STACK, SETTINGS, CHECKPOINT = "stack.yaml", "train.yaml", "checkpoint.pt"
+STACK, SETTINGS, CHECKPOINT, METRICS = "stack.yaml", "train.yaml", "checkpoint.pt", "metrics.jsonl"
 
 
-def create(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
+class Saved(NamedTuple):
+    """A checkpoint folder: the stack, the settings in train.yaml, those of the trained run, and the checkpoint."""
+
+    spec: StackSpec
+    settings: RunSettings
+    trained: RunSettings
+    checkpoint: dict[str, Any]
+
+
+def create(folder: Path, spec: StackSpec, settings: RunSettings) -> None:
     """Create the folder with the stack and the settings. Raises: ConfigError: it already contains a checkpoint."""
     if (folder / CHECKPOINT).exists():
         raise ConfigError(f"{folder} already contains a checkpoint: resume it, or choose another folder")
@@ -28,32 +41,58 @@ def create(folder: Path, spec: StackSpec, settings: dict[str, Any]) -> None:
     with _complete_file(folder / STACK) as temporary:
         spec.save(temporary)
     write_settings(folder, settings)
+    write_records(folder, [])
 
 
-def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+def write_settings(folder: Path, settings: RunSettings) -> None:
     """Replace the settings. Raises: ConfigError: the file cannot be written; the old one is kept."""
     with _complete_file(folder / SETTINGS) as temporary:
-        document.write(temporary, settings)
+        document.write(temporary, settings.model_dump())
+
+
+def write_records(folder: Path, records: Iterable[BaseModel]) -> None:
+    """Replace the records, one JSON object per line. Raises: as `write_settings`."""
+    with _complete_file(folder / METRICS) as temporary:
+        temporary.write_text("".join(_line(record) for record in records), encoding="utf-8")
+
+
+def append_record(folder: Path, record: BaseModel) -> None:
+    """Append a record. Raises: ConfigError: the file cannot be written."""
+    with file_errors("write", folder / METRICS), (folder / METRICS).open("a", encoding="utf-8") as file:
+        file.write(_line(record))
+
+
+def _line(record: BaseModel) -> str:
+    return record.model_dump_json() + "\n"
 
 
 def save(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """Replace the checkpoint. Raises: ConfigError: the file cannot be written, for example on a full disk."""
+    """Replace the checkpoint.
+
+    Raises: ConfigError: a weight is NaN or infinite, or the file cannot be written, for example on a full disk; the old
+        checkpoint is kept.
+    """
+    _check_finite(folder / CHECKPOINT, checkpoint["model"])
     # torch.save reports a full disk as a RuntimeError, which has the OSError as context if it writes to a file object.
-    with _complete_file(folder / CHECKPOINT) as temporary, temporary.open("wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())  # some file systems report a full disk only here
+    with _complete_file(folder / CHECKPOINT) as temporary:
+        with temporary.open("wb") as file:
+            torch.save(checkpoint, file)
+        append_digest(temporary)
 
 
 @contextmanager
 def _complete_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path and rename it to `path` if the block succeeds, else remove it and keep the old file.
 
+    The file is on the disk before the rename, so that a loss of power leaves the old or the new file.
+
     Raises: ConfigError, which names `path`, if a file cannot be written.
     """
     temporary = path.with_name(f"part.{path.name}")
     try:
         yield temporary
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())  # some file systems report a full disk only here
         temporary.replace(path)
     except BaseException as error:
         with suppress(OSError):  # a read-only file system refuses to remove even a file that does not exist
@@ -65,38 +104,63 @@ def _complete_file(path: Path) -> Iterator[Path]:
         raise ConfigError(f"cannot write {path}: {cause.strerror}; {old}") from error
 
 
-def load(folder: Path, trust: bool = False) -> tuple[StackSpec, dict[str, Any], dict[str, Any]]:
-    """Return the stack, the settings and the checkpoint, with its tensors on the CPU.
-
-    Loading runs no code: torch.load reads with weights_only=True, and a "module:Class" in the stack or the settings is
-    refused.
-
-    Args: trust: allow "module:Class" names, as for `StackSpec.load`.
-    Raises: ConfigError: a file is missing or damaged, a weight is NaN or infinite, or the stack is not the one that was
-        trained.
-    """
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError unless the folder has the files of a checkpoint."""
     if not folder.is_dir():
         problem = f"it is a file; its folder is {folder.parent}" if folder.exists() else "it does not exist"
         raise ConfigError(f"{folder} is not a checkpoint folder: {problem}")
     missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
     if missing:
         raise ConfigError(f"{folder} is not a checkpoint folder: it has no {' and no '.join(missing)}")
-    spec, settings = StackSpec.load(folder / STACK, trust), document.read(folder / SETTINGS)
-    if not trust:
-        refuse_untrusted(settings, folder / SETTINGS)
-    try:
-        checkpoint = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
-    except Exception as error:  # the type of torch's error depends on the damage
-        raise ConfigError(f"{folder / CHECKPOINT} cannot be read: it is damaged or not a checkpoint") from error
+
+
+def load(folder: Path, trust: bool = False) -> Saved:
+    """Read a checkpoint folder, with its tensors on the CPU.
+
+    Loading runs no code: torch.load reads with weights_only=True, and a "module:Class" in the stack or the settings is
+    refused.
+
+    Args: trust: allow "module:Class" names, as for `StackSpec.load`.
+    Raises: ConfigError: a file is missing or damaged, a weight is NaN or infinite, the stack is not the one that was
+        trained, or a setting differs that a resumed run cannot change.
+    """
+    check_folder(folder)
+    spec, edited = StackSpec.load(folder / STACK, trust), document.read(folder / SETTINGS)
+    checkpoint = _read(folder / CHECKPOINT)
     _check_has(folder / CHECKPOINT, checkpoint, tuple(_CHECKPOINT_TYPES))
-    _check_has(folder / SETTINGS, settings, ("text", "train"))
-    _check_has(folder / SETTINGS, settings["text"], ("path", "digest", "source"))
     _check_types(folder / CHECKPOINT, checkpoint, _CHECKPOINT_TYPES)
+    if not trust:
+        refuse_untrusted(edited, folder / SETTINGS)
+        for name in ("stack", "settings"):
+            refuse_untrusted(checkpoint[name], folder / CHECKPOINT)
     _check_finite(folder / CHECKPOINT, checkpoint["model"])
-    _check_stack(folder, spec, checkpoint, trust)
-    _check_types(folder / SETTINGS, settings, {"train": dict})
-    _check_types(folder / SETTINGS, settings["text"], {"path": str | None, "digest": str, "source": str})
-    return spec, settings, checkpoint
+    _check_stack(folder, spec, checkpoint["stack"])
+    trained = RunSettings.parse(checkpoint["settings"], folder / CHECKPOINT)
+    settings = RunSettings.parse(edited, folder / SETTINGS, defaults=trained)
+    changes = differences(trained.train.model_dump(), settings.train.model_dump())
+    if problem := refused(changes, folder / STACK):
+        raise ConfigError(f"{folder / SETTINGS}: {problem}")
+    if settings.text.digest != trained.text.digest:
+        raise ConfigError(
+            f"{folder / SETTINGS}: text.digest must stay that of the text that was trained, {trained.text.digest}, "
+            f"got {settings.text.digest}"
+        )
+    return Saved(spec, settings, trained, checkpoint)
+
+
+def _read(path: Path) -> Any:
+    """Read a file of `save`. Raises: ConfigError: it is damaged."""
+    try:
+        with path.open("rb") as file:
+            if not has_its_digest(file):
+                raise ConfigError(
+                    f"{path} cannot be read: it is damaged or not a checkpoint (its digest is wrong or missing)"
+                )
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # the type of torch's error depends on the content
+        raise ConfigError(f"{path} cannot be read: it is damaged or not a checkpoint") from error
 
 
 def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
@@ -133,17 +197,21 @@ def load_model(
     Args: trust: as for `StackSpec.load`.
     Raises: ConfigError; UnknownNameError.
     """
-    spec, _, checkpoint = load(Path(folder), trust)
+    spec, settings, _, checkpoint = load(Path(folder), trust)
     model = spec.build(backend=backend)
     load_weights(model, checkpoint)
+    model.run_settings = settings
     return model.to(usable_device(device)).eval()
 
 
 _CHECKPOINT_TYPES = {
+    "stack": dict,
+    "settings": dict,
     "model": dict,
     "optimizer": dict,
     "step": int,
     "points": list,
+    "changes": list,
     "recent": list,
     "rng": torch.Tensor,
     "cuda_rng": torch.Tensor | None,
@@ -157,18 +225,12 @@ def _check_finite(path: Path, weights: dict[str, Any]) -> None:
             raise ConfigError(f"the weights in {path} must be finite, got NaN or inf in {name}")
 
 
-def _check_stack(folder: Path, spec: StackSpec, checkpoint: dict[str, Any], trust: bool) -> None:
+def _check_stack(folder: Path, spec: StackSpec, stack: dict[str, Any]) -> None:
     """Raise ConfigError if `spec` is not the stack of the checkpoint: equal weights may belong to another model."""
-    path = folder / CHECKPOINT
-    if "stack" not in checkpoint:  # written before checkpoints held it
-        return
-    _check_types(path, checkpoint, {"stack": dict})
-    if not trust:
-        refuse_untrusted(checkpoint["stack"], path)
     try:
-        trained = StackSpec(**checkpoint["stack"])
+        trained = StackSpec(**stack)
     except (ConfigError, PatternError) as error:
-        raise ConfigError(f"{path} is not from a training run: stack: {error}") from error
+        raise ConfigError(f"{folder / CHECKPOINT} is not from a training run: stack: {error}") from error
     if trained != spec:
         changed = ", ".join(difference.path for difference in diff(trained, spec).differences)
         raise ConfigError(f"{folder / STACK} must be the stack that was trained, got other values of {changed}")

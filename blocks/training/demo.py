@@ -20,8 +20,11 @@ from deltazoo.blocks.generation.completion import Completion, Sampling, generate
 from deltazoo.blocks.inspect.figure import why_no_plots
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import checkpoint, report
+from deltazoo.blocks.training.config import TrainConfig
+from deltazoo.blocks.training.lock import only_process
+from deltazoo.blocks.training.records import Training
 from deltazoo.blocks.training.text import Text
-from deltazoo.blocks.training.train import TrainConfig, Training, train
+from deltazoo.blocks.training.train import train
 from deltazoo.mixers.core.delta_mixer import Update
 
 HYBRID = "gated-deltanet-h1-small"
@@ -90,7 +93,8 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
     update, shape = _update_to_time(config, next(iter(specs.values())))
     trainings = {}
     for name, spec in specs.items():
-        (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
+        with only_process(folder / name):
+            (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
         renamed = _with_task_name(f"train {name}", progress)
         trainings[name] = train(spec, text, config.train, folder / name, progress=renamed)
     # This function wrote the folder, so it can only name code that the caller passed.

@@ -9,7 +9,7 @@ from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.core.initialization import no_weight_decay
 
 if TYPE_CHECKING:
-    from deltazoo.blocks.training.train import TrainConfig
+    from deltazoo.blocks.training.config import TrainConfig
 
 
 def learning_rate(config: "TrainConfig", step: int) -> float:

@@ -9,7 +9,7 @@ from deltazoo.backends.measure.benchmark import Benchmark
 from deltazoo.backends.output_path import output_path
 from deltazoo.blocks.inspect.describe import Description
 from deltazoo.blocks.inspect.figure import new_figure
-from deltazoo.blocks.training.train import Training
+from deltazoo.blocks.training.records import Training
 
 BEGIN, END = "<!-- deltazoo bench -->", "<!-- /deltazoo bench -->"
 _DPI = 150

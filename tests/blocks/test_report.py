@@ -9,11 +9,15 @@ from deltazoo.backends.shapes import TINY
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import report
-from deltazoo.blocks.training.train import Point, TrainConfig, Training
+from deltazoo.blocks.training.config import TrainConfig
+from deltazoo.blocks.training.records import Point, Training, now
 
 
 def _training(*bits):
-    points = [Point(step=10 * n, train_bits=b + 0.1 if n else None, validation_bits=b) for n, b in enumerate(bits)]
+    points = [
+        Point(step=10 * n, tokens=0, time=now(), train_bits=b + 0.1 if n else None, validation_bits=b)
+        for n, b in enumerate(bits)
+    ]
     return Training(
         config=TrainConfig(),
         parameters=54321,

@@ -30,15 +30,44 @@ def trained(text_file, tmp_path_factory):
 def test_a_loaded_model_has_the_validation_figure_of_its_training(trained, text_file):
     folder, training = trained
     model = deltazoo.load(folder, backend="reference")
-    evaluation = deltazoo.evaluate(model, text_file, length=12, batch=2, batches=3)
+    evaluation = deltazoo.evaluate(model)  # by default on the held-out part of the run's text, with the run's windows
     assert evaluation.bits_per_byte == pytest.approx(training.validation_bits, rel=1e-5)
     assert evaluation.bytes == 72
-    assert evaluation.source == training.source
+    assert evaluation.source == training.source == str(text_file)
+    assert evaluation == deltazoo.evaluate(model, text_file, length=12, batch=2, batches=3)
+    assert evaluation.line().endswith(f"on 72 held-out bytes of {text_file} (the text of the run)")
 
 
-def test_evaluation_without_a_number_of_batches_covers_the_validation_part(trained, text_file):
+def test_evaluation_says_that_a_text_is_not_that_of_the_run(trained, text_file, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text().upper())
+    model = deltazoo.load(trained[0], backend="reference")
+    assert deltazoo.evaluate(model, other).line().endswith(f"{other} (another text than that of the run)")
+    new = deltazoo.evaluate(SPEC.build("reference"), text_file, length=12)
+    assert new.is_text_of_run is None
+    assert new.line().endswith(str(text_file))
+    folder = tmp_path / "run"
+    deltazoo.train(SPEC, folder, other, CONFIG, until=1)
+    other.write_text("something else\n" * 100)
+    with pytest.raises(ConfigError, match=rf"^{other} has changed since the run was trained on it$"):
+        deltazoo.evaluate(deltazoo.load(folder))
+    with pytest.raises(ConfigError, match=rf"^{other} has changed since the run was trained on it$"):
+        deltazoo.resume(folder)
+
+
+def test_a_resumed_run_keeps_the_new_path_of_its_text(text_file, tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_bytes(text_file.read_bytes())
+    deltazoo.train(SPEC, tmp_path / "run", text, CONFIG, until=1)
+    moved = text.rename(tmp_path / "b.txt")
+    deltazoo.resume(tmp_path / "run", moved, until=2)
+    assert deltazoo.resume(tmp_path / "run").source == str(moved)
+    assert deltazoo.evaluate(deltazoo.load(tmp_path / "run")).is_text_of_run
+
+
+def test_evaluation_of_zero_batches_covers_the_validation_part(trained, text_file):
     model, text = deltazoo.load(trained[0], backend="reference"), load_text(text_file)
-    evaluation = deltazoo.evaluate(model, text, length=100, batch=7, batches=None)
+    evaluation = deltazoo.evaluate(model, text, length=100, batch=7, batches=0)
     bits = []
     for start in range(0, len(text.validation) - 100, 100):
         window = text.validation[start : start + 101].long()[None]
@@ -58,7 +87,7 @@ def test_evaluation_restores_the_mode_of_the_model_and_refuses_a_small_vocabular
     with pytest.raises(ConfigError, match="vocab must be at least 256 to evaluate on bytes, got 100"):
         deltazoo.evaluate(small, text_file)
     with pytest.raises(deltazoo.DeltazooError, match="batches must be"):
-        deltazoo.evaluate(model, text_file, batches=0)
+        deltazoo.evaluate(model, text_file, batches=-1)
 
 
 def test_evaluation_refuses_weights_that_are_nan(trained, text_file):
@@ -73,7 +102,7 @@ def test_training_in_two_parts_equals_training_at_once(trained, text_file, tmp_p
     deltazoo.train(SPEC, tmp_path / "half", load_text(text_file), CONFIG, until=3)
     resumed = deltazoo.resume(tmp_path / "half")
     assert resumed.points == [
-        point.model_copy(update={"tokens_per_second": actual.tokens_per_second})
+        point.model_copy(update={"tokens_per_second": actual.tokens_per_second, "time": actual.time})
         for point, actual in zip(trained[1].points, resumed.points, strict=True)
     ]
 

@@ -1,18 +1,25 @@
 """train and generate print the results of the library, and share checkpoints."""
 
+import json
 import re
 import shlex
 import signal
+import subprocess
 import sys
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 import deltazoo
 from deltazoo.blocks.generation.generate import _step
 from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.training.config import TrainConfig
+from deltazoo.blocks.training.rules import RESUMABLE, RULES
 from deltazoo.blocks.training.text import load_text
-from deltazoo.blocks.training.train import TrainConfig, train
+from deltazoo.blocks.training.train import train
+from deltazoo.cli import app
 
 QUICK = ("--length", 8, "--batch", 2, "--every", 3, "--backend", "reference", "--no-compile")
 
@@ -30,7 +37,7 @@ def test_train_equals_the_library_function(ok, stack_file, text_file, tmp_path):
     config = TrainConfig(steps=6, length=8, batch=2, every=3, seed=3, backend="reference", compile=False)
     expected = train(StackSpec.load(stack_file), load_text(text_file), config)
     for actual, point in zip(result.json["points"], expected.points, strict=True):
-        actual["tokens_per_second"] = point.tokens_per_second
+        actual |= {"tokens_per_second": point.tokens_per_second, "time": point.time}
         assert actual == point.model_dump()
     assert result.json["config"] == config.model_dump()
     assert result.json["source"] == str(text_file)
@@ -111,16 +118,18 @@ def test_demo_without_matplotlib_says_so_before_the_work(run, text_file, tmp_pat
 def test_a_signal_prints_the_command_that_continues(run, ok, stack_file, text_file, tmp_path, monkeypatch):
     folder = tmp_path / "a run"
     with monkeypatch.context() as patch:
-        patch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda _: signal.raise_signal(signal.SIGTERM))
+        patch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda *_: signal.raise_signal(signal.SIGTERM))
         result = run("train", stack_file, "--text", text_file, "--out", folder, "--steps", 6, *QUICK)
     assert result.code == 128 + signal.SIGTERM
     continuation = f"deltazoo train --resume '{folder}'"
     assert result.err == f"stopped by SIGTERM after step 0; checkpoint in {folder}; continue with: {continuation}\n"
-    assert "after 7 steps" in ok(*shlex.split(continuation)[1:], "--steps", 7, "--device", "cpu").out
+    resumed = ok(*shlex.split(continuation)[1:], "--steps", 7, "--device", "cpu")
+    assert "after 7 steps" in resumed.out
+    assert resumed.err == "steps: 6 -> 7 from step 0 on\n"
 
 
 def test_a_signal_prints_one_json_document(run, stack_file, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
     result = run("train", stack_file, "--text", text_file, "--out", tmp_path, "--steps", 6, *QUICK, "--json")
     assert result.code == 128 + signal.SIGINT
     assert result.json["interrupted"] == {
@@ -135,7 +144,7 @@ def test_generate_says_that_it_compiles(ok, folder, monkeypatch):
     compiled = []
     monkeypatch.setattr("deltazoo.blocks.generation.generate._compiled_step", lambda _: compiled.append(1) or _step)
     eager = ok("generate", folder, "--max-bytes", 9)
-    assert (eager.err, compiled) == ("", [])
+    assert (eager.err, compiled) == ("stopped at the limit of 9 bytes\n", [])
     result = ok("generate", folder, "--max-bytes", 9, "--compile")
     assert result.err.startswith("compiling the decode step")
     assert compiled == [1]
@@ -143,9 +152,113 @@ def test_generate_says_that_it_compiles(ok, folder, monkeypatch):
 
 
 def test_evaluate_prints_the_library_result(ok, folder, text_file):
-    options = ("--text", text_file, "--length", 8, "--batch", 2, "--backend", "reference")
-    expected = deltazoo.evaluate(deltazoo.load(folder, backend="reference"), text_file, length=8, batch=2)
+    options = ("--text", text_file, "--length", 4, "--batch", 3, "--backend", "reference")
+    expected = deltazoo.evaluate(deltazoo.load(folder, backend="reference"), text_file, length=4, batch=3)
     assert ok("evaluate", folder, *options, "--json").json == expected.model_dump()
     assert ok("evaluate", folder, *options).out == f"{expected.line()}\n"
-    whole = deltazoo.evaluate(deltazoo.load(folder, backend="reference"), text_file, 8, 2, batches=None)
+    whole = deltazoo.evaluate(deltazoo.load(folder, backend="reference"), text_file, 4, 3, batches=0)
     assert ok("evaluate", folder, *options, "--batches", 0, "--json").json == whole.model_dump()
+
+
+def test_evaluate_reports_the_last_validation_loss_of_the_run_by_default(ok, folder, text_file):
+    bits = ok("train", "--resume", folder, "--json").json["points"][-1]["validation_bits"]
+    evaluated = ok("evaluate", folder, "--backend", "reference")
+    assert evaluated.out == f"{bits:.3f} bits per byte on 64 held-out bytes of {text_file} (the text of the run)\n"
+
+
+def test_rows_arrive_at_once_and_a_second_run_in_the_folder_is_refused(
+    run, stack_file, text_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("deltazoo.blocks.training.lock._PATIENCE", 0.05)
+    folder = tmp_path / "run"
+    train = ("train", stack_file, "--text", text_file, "--out", folder, *QUICK[:4], "--every", 2, "--no-compile")
+    command = [sys.executable, "-c", "from deltazoo.cli import main; main()", *map(str, train), "--steps", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = [process.stdout.readline() for _ in range(5)]  # the process goes on
+    assert lines[0].split() == ["step", "train", "validation,", "bits", "per", "byte", "tokens/s"]
+    assert [line.split()[0] for line in lines[2:]] == ["0", "2", "4"]
+    refused = run("train", "--resume", folder)
+    assert refused.code == 2
+    assert f"another process trains in {folder}: process {process.pid} on " in refused.err
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"continue with: deltazoo train --resume {folder}" in err
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [line.split() for line in (*lines[2:], *out.splitlines())]
+    assert [row[0] for row in rows] == [str(record["step"]) for record in records]
+    assert [row[-2] for row in rows[1:]] == [f"{record['validation_bits']:.3f}" for record in records[1:]]
+
+
+def test_a_row_names_the_auxiliary_losses(ok, text_file, tmp_path):
+    stack = tmp_path / "moe.yaml"
+    stack.write_text(
+        "{width: 16, depth: 1, vocab: 256, pattern: attention(heads=1), mlp: {type: moe, experts: 2, width: 16}}"
+    )
+    result = ok("train", stack, "--text", text_file, "--out", tmp_path / "run", "--steps", 2, *QUICK, "--json")
+    (name,) = result.json["points"][-1]["auxiliary"]
+    result = ok("train", stack, "--text", text_file, "--out", tmp_path / "b", "--steps", 2, *QUICK)
+    assert re.search(rf"^      2 .* {name} \d\.\d\d\d\d$", result.out, flags=re.MULTILINE)
+
+
+def test_resume_says_which_settings_change_and_what_to_do_for_others(run, ok, folder):
+    assert ok("train", "--resume", folder, "--lr", 0.5, "--every", 3, "--steps", 7).err == (
+        "steps: 6 -> 7 from step 6 on\nlearning_rate: 0.002 -> 0.5 from step 6 on\n"
+    )
+    refused = run("train", "--resume", folder, "--batch", 3, "--seed", 1)
+    command = f"a new run can: deltazoo train {folder}/stack.yaml --batch 3 --seed 1 --out FOLDER"
+    assert refused.code == 2
+    assert refused.err.startswith("deltazoo: batch must stay 2 in a resumed run, got 3: ")
+    assert refused.err.endswith(f"{command}\n")
+    settings = (folder / "train.yaml").read_text()
+    (folder / "train.yaml").write_text(settings.replace("seed: 0", "seed: 1"))
+    for command in (("train", "--resume", folder), ("generate", folder), ("evaluate", folder)):
+        assert f"{folder}/train.yaml: seed must stay 0 in a resumed run, got 1" in run(*command).err
+
+
+def test_the_rules_name_the_options_of_the_command(ok, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    command = typer.main.get_command(app).commands["train"]
+    options = {parameter.name: parameter.opts[0] for parameter in command.params}
+    assert {name: rule.option for name, rule in RULES.items()} == {name: options.get(name) for name in RULES}
+    listed = ", ".join(options[name] for name in RESUMABLE)
+    assert f"Of these, only {listed} can change." in ok("train", "--help").out
+
+
+def test_a_damaged_checkpoint_is_one_sentence_in_each_command(run, folder):
+    data = bytearray((folder / "checkpoint.pt").read_bytes())
+    data[len(data) // 2] ^= 4
+    (folder / "checkpoint.pt").write_bytes(data)
+    for command in (("train", "--resume", folder), ("generate", folder), ("evaluate", folder)):
+        result = run(*command)
+        assert result.code == 2
+        assert result.err.startswith(f"deltazoo: {folder}/checkpoint.pt cannot be read: it is damaged")
+
+
+def test_every_stop_of_generate_counts_and_the_reason_is_printed(ok, folder):
+    options = ("generate", folder, "--temperature", 0, "--max-bytes", 30)
+    whole = ok(*options, "--json").json
+    assert (whole["reason"], whole["stop"]) == ("max_bytes", None)
+    stop = next(character for character in whole["text"] if character.isascii() and character.isprintable())
+    for stops in ((stop, "never"), ("never", stop)):
+        result = ok(*options, "--stop", stops[0], "--stop", stops[1])
+        assert result.out == f"def {whole['text'][: whole['text'].index(stop) + 1]}\n"
+        assert result.err == f"stopped after the text {stop!r}\n"
+
+
+def test_generate_reads_the_prompt_from_a_file_or_standard_input(run, ok, folder, tmp_path):
+    prompt = "naïve\r\nbottles\n"
+    (tmp_path / "prompt.txt").write_bytes(prompt.encode())
+    options = ("generate", folder, "--max-bytes", 5, "--json")
+    expected = ok(*options, "--prompt", prompt).json["text"]
+    from_file = ok(*options, "--prompt-file", tmp_path / "prompt.txt").json
+    assert (from_file["prompt"], from_file["text"]) == (prompt, expected)
+    piped = CliRunner().invoke(app, [*map(str, options), "--prompt-file", "-"], input=prompt.encode())
+    assert json.loads(piped.stdout)["text"] == expected
+    (tmp_path / "prompt.txt").write_bytes(b"ab\xff")
+    assert (
+        "must be text in UTF-8: invalid start byte at byte 2"
+        in run(*options, "--prompt-file", tmp_path / "prompt.txt").err
+    )
+    assert f"cannot read {tmp_path / 'no'}: No such file" in run(*options, "--prompt-file", tmp_path / "no").err
+    assert "got both" in run(*options, "--prompt", "a", "--prompt-file", tmp_path / "no").err

@@ -1,0 +1,101 @@
+"""The records of a training run: the points of its curves and the changes of its settings; and its result."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deltazoo.blocks.training.config import TrainConfig
+
+
+def now() -> str:
+    """Return the time in UTC, such as 2026-03-01T12:00:00+00:00."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Point(BaseModel):
+    """One point of the training curves, after `step` steps. Fields that describe steps are None in the first point.
+
+    Args:
+        tokens: number of bytes that the steps have read.
+        time: end of the validation, in UTC.
+        train_bits: mean cross entropy in training since the previous point, in bits per byte.
+        validation_bits: cross entropy on validation at this point, in bits per byte.
+        auxiliary: mean auxiliary losses in training since the previous point, by name, without their coefficients.
+        learning_rate: that of the last step.
+        gradient_norm: that of the last step, before clipping.
+        tokens_per_second: median since the previous point.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    tokens: int
+    time: str
+    train_bits: float | None = None
+    validation_bits: float
+    auxiliary: dict[str, float] = Field(default_factory=dict)
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    tokens_per_second: float | None = None
+
+    def cells(self) -> list[str]:
+        """Format step, training bits, validation bits and tokens per second."""
+        train_bits = "" if self.train_bits is None else f"{self.train_bits:.3f}"
+        speed = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}"
+        return [f"{self.step}", train_bits, f"{self.validation_bits:.3f}", speed]
+
+
+class Change(BaseModel):
+    """A setting that a resumed run changed, after `step` steps; `RULES` lists which can."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    time: str
+    setting: str
+    old: Any
+    new: Any
+
+    def line(self) -> str:
+        """Format the change as one line."""
+        return f"{self.setting}: {self.old} -> {self.new} from step {self.step} on"
+
+
+def in_order(points: Sequence[Point], changes: Sequence[Change]) -> list[Point | Change]:
+    """Return the records by step; the changes after a step follow its point."""
+    return sorted([*points, *changes], key=lambda record: record.step)
+
+
+class Training(BaseModel):
+    """The result of a training run.
+
+    Args:
+        parameters: number of parameters.
+        source: description of the text.
+        points: the training curves; the first point is before any step.
+        first_call_s: time of the first forward and backward pass of this process in seconds, compilation included; 0 if
+            no step remained. No other figure includes it.
+        tokens_per_second: median over the steps of this process, without validation; None if there were no steps.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: TrainConfig
+    parameters: int
+    source: str
+    points: list[Point]
+    first_call_s: float
+    tokens_per_second: float | None
+
+    @property
+    def validation_bits(self) -> float:
+        """Validation loss of the last point, in bits per byte."""
+        return self.points[-1].validation_bits
+
+    def line(self) -> str:
+        """Format the last point as one line."""
+        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s"
+        last = self.points[-1]
+        return f"{last.validation_bits:.3f} bits per byte on validation after {last.step} steps{speed}"
