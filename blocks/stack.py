@@ -19,6 +19,7 @@ from deltazoo.blocks.checkpointing import Checkpointing
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.mlp import Mlp
+from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.grouped_linear import GroupedLinear
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.losses import AuxiliaryLoss
@@ -199,7 +200,7 @@ class LanguageModel(nn.Module):
         """Change the backend of every mixer's update; arguments and errors as for `deltazoo.bind`."""
         for module in self.modules():
             if isinstance(module, HasBackend):
-                module.rebind(backend, self.embedding.weight)
+                module.rebind(backend, activation_like(self.embedding, self))
                 continue
             for name, value in vars(module).items():
                 if isinstance(value, BoundUpdate):

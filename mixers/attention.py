@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import StateError
+from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
@@ -141,7 +142,7 @@ class AttentionMixer(Mixer):
         slots = required_capacity(
             capacity if self.window is None else min(self.window, self.window if capacity is None else capacity)
         )
-        return empty_cache(batch, slots, self.key_value_heads, self.head_width, self.out.weight)
+        return empty_cache(batch, slots, self.key_value_heads, self.head_width, activation_like(self.out, self))
 
     def forward(
         self, x: Tensor, state: KVCache | None = None, context: Context | None = None

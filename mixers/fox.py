@@ -97,8 +97,8 @@ class FoXMixer(TokenCacheMixer):
             "v": like.new_zeros(batch, slots, G, E),
         }
 
-    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
-        state, like = super().init_state(batch, capacity), self.out.weight
+    def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
+        state = super().initial_state(batch, capacity, like)
         state["log_forget"] = like.new_zeros(batch, self.heads, dtype=state_dtype(like.dtype))
         if self.shift is not None:
             state["shift"] = self.shift.init_state(batch, 2 * self.key_value_heads * self.head_width, like)

@@ -114,8 +114,8 @@ class PathAttentionMixer(TokenCacheMixer):
             "v": like.new_zeros(*shape, E),
         }
 
-    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
-        state, like = super().init_state(batch, capacity), self.out.weight
+    def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
+        state = super().initial_state(batch, capacity, like)
         if self.forget is not None:
             state["log_forget"] = like.new_zeros(batch, self.heads, dtype=state_dtype(like.dtype))
         return state

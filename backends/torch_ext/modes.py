@@ -1,5 +1,7 @@
 """Queries about torch's active modes and transforms, for which torch 2.11 to 2.13 have no public function."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -8,6 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 def functorch_is_active() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp, functionalize, ...) is running."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def fake_mode_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return the mode of a fake tensor, in which new tensors are fake too; for another tensor an empty context."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext()
 
 
 def values_are_readable(*tensors: Tensor | None) -> bool:

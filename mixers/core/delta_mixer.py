@@ -15,6 +15,7 @@ from deltazoo.backends.check import check_integer
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
 from deltazoo.mixers.core.mixer import Context, Mixer
@@ -130,10 +131,10 @@ class DeltaMixer(Mixer):
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token. Its size does not depend on `capacity`."""
         check_integer("batch", batch, 0)
-        state = {}
+        state, like = {}, activation_like(self.out, self)
         for name, part in self._parts().items():
             if isinstance(part, Stateful | Update):
-                initial = part.init_state(batch, self.out.weight)
+                initial = part.init_state(batch, like)
                 if initial is not None:
                     state[self.update_key if name == "update" else name] = initial
         return state
@@ -238,7 +239,7 @@ class DeltaMixer(Mixer):
 
     def rebind(self, backend: str | Backend | None) -> None:
         """Bind the update and the parts to a backend, as `deltazoo.bind` does, and plan the decode fusion again."""
-        self._rebind(backend, self.out.weight)
+        self._rebind(backend, activation_like(self.out, self))
 
     def _rebind(self, backend: str | Backend | None, like: Tensor) -> None:
         for module in self.modules():

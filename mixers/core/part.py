@@ -123,7 +123,7 @@ class Stateful(ABC):
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         """Return the state before the first token, or None if this instance needs none.
 
-        Args: like: a parameter of the mixer; gives device and dtype.
+        Args: like: an empty tensor with the device and dtype of the mixer's activations, see `activation_like`.
         """
 
 

@@ -20,7 +20,8 @@ from deltazoo.mixers.parts.token_scan import TokenScan
 class FastWeightMixer(FilterMixer, ABC):
     """Mixer around a `TokenScan` whose initial state is learned.
 
-    State: the tensors of the filters; those of the model, "model i"; the number of tokens so far, "seen" [B] int64.
+    State: the tensors of the filters; those of the model, "model i", which are 0 before the first token, because the
+    scan then starts from the parameters; the number of tokens so far, "seen" [B] int64.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -33,11 +34,10 @@ class FastWeightMixer(FilterMixer, ABC):
     def initial_model(self) -> list[Tensor]:
         """Return the model before the first token, without a batch dimension."""
 
-    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
-        state = super().init_state(batch, capacity)
-        like = next(self.parameters())
+    def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
+        state = super().initial_state(batch, capacity, like)
         for i, tensor in enumerate(self.initial_model()):
-            state[f"model {i}"] = tensor.detach().to(state_dtype(tensor.dtype)).repeat(batch, *[1] * tensor.dim())
+            state[f"model {i}"] = like.new_zeros(batch, *tensor.shape, dtype=state_dtype(like.dtype))
         return state | {"seen": like.new_zeros(batch, dtype=torch.int64)}
 
     def token_count(self, state: dict[str, Tensor] | None) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.check import check_integer
+from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
@@ -71,7 +72,10 @@ class FilterMixer(Mixer, ABC):
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token."""
         check_integer("batch", batch, 0)
-        like = next(self.parameters())
+        return self.initial_state(batch, capacity, activation_like(self.out, self))
+
+    def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
+        """Return the state before the first token, for activations with the device and dtype of `like`."""
         state: dict[str, Tensor] = {}
         for name, module in self.filters.items():
             filter_state = _named(_init_filter_state(module, batch, like, capacity))
@@ -99,7 +103,7 @@ class FilterMixer(Mixer, ABC):
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
-            check_names(state, self.init_state(0, 1))
+            check_names(state, self.initial_state(0, 1, x_BTD))
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         new: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, state, new, context)

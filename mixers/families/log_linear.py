@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, Place
 from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful
 from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
@@ -80,13 +81,16 @@ class LogLinearMixer(Mixer):
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=False)
         for module in self.modules():
             if isinstance(module, HasBackend):
-                module.rebind(backend, self.out.weight)
+                module.rebind(backend, activation_like(self.out, self))
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
         """Return the state before the first token. Its size does not depend on `capacity`."""
         check_integer("batch", batch, 0)
-        history = self.project.init_state(batch, self.out.weight) if isinstance(self.project, Stateful) else None
-        initial = self.update.init_state(batch, self.out.weight)
+        return self._initial_state(batch, activation_like(self.out, self))
+
+    def _initial_state(self, batch: int, like: Tensor) -> dict[str, Tensor]:
+        history = self.project.init_state(batch, like) if isinstance(self.project, Stateful) else None
+        initial = self.update.init_state(batch, like)
         return ({} if history is None else {"project": history}) | self._with_name(initial)
 
     def _with_name(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -99,7 +103,7 @@ class LogLinearMixer(Mixer):
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         context = context._replace(intermediates={})
         if state is not None:
-            expected = self.init_state(0)
+            expected = self._initial_state(0, x_BTD)
             check_names(state, expected)
             check_shapes(state, {name: tensor.shape[1:] for name, tensor in expected.items()})
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
@@ -28,15 +27,14 @@ class TokenCacheMixer(FilterMixer, ABC):
     def empty_cache(self, batch: int, slots: int, like: Tensor) -> dict[str, Tensor]:
         """Return the cached tensors before the first token, in the dtype and on the device of `like`."""
 
-    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+    def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
         """Return an empty cache of `capacity` tokens per sequence.
 
         Raises: StateError without a capacity.
         """
-        check_integer("batch", batch, 0)
-        like = next(self.parameters())
         cache = self.empty_cache(batch, required_capacity(capacity), like)
-        return super().init_state(batch, capacity) | cache | {"seen": like.new_zeros(batch, dtype=torch.int64)}
+        filters = super().initial_state(batch, capacity, like)
+        return filters | cache | {"seen": like.new_zeros(batch, dtype=torch.int64)}
 
     def check_cache(self, state: dict[str, Tensor], x: Tensor, context: Context) -> None:
         """Check the sizes of the cache, and that it has a slot for every token of x. Raises: StateError."""
