@@ -42,7 +42,7 @@ def check_updates(model: LanguageModel, dtype: torch.dtype) -> None:
     """
     for update in model.modules():
         if isinstance(update, Update):
-            update.bound.backend_for(update.meta(model.head_weight.device.type, dtype, grad=True))
+            update.bound.backend_for(update.meta(model.device.type, dtype, grad=True))
 
 
 def run_eagerly(device: torch.device | str) -> AbstractContextManager[None]:

@@ -98,6 +98,6 @@ def evaluate(
 @torch.no_grad()
 def _cross_entropy(model: LanguageModel, batch: Batch) -> tuple[float, int]:
     """Return the mean cross entropy in nats per byte, and the number of bytes."""
-    device = model.head_weight.device
+    device = model.device
     entropy = model.losses(batch.inputs.to(device), batch.targets.to(device)).cross_entropy
     return float(entropy), batch.targets.numel()

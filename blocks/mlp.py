@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from deltazoo.backends import glu_linear
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.glu_linear import Activation, activate
+from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import is_plain_linear
 
 
 class Mlp(nn.Module, ABC):
@@ -108,8 +108,7 @@ class DenseMlp(Mlp):
         hidden_BTF = self.to_hidden(x_BTD)
         if not self.config.gated:
             return self.out(activate(hidden_BTF, self.config.activation))
-        # a weight of a tensor subclass may have a product of its own
-        has_plain_map = is_plain_linear(self.out) and type(self.out.weight) is nn.Parameter
+        has_plain_map = is_plain_linear(self.out) and self.out.bias is None
         if torch.is_grad_enabled() and has_plain_map and glu_linear.is_supported(hidden_BTF):
             return glu_linear.glu_linear(hidden_BTF, self.out.weight, self.config.activation)
         gate_BTF, up_BTF = hidden_BTF.chunk(2, dim=-1)

@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend
+from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.cross_entropy import IGNORE_INDEX, cap_logits, linear_cross_entropy
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.errors import DeviceError, DtypeError, InputError, ShapeError, StateError, ValueRangeError, cut
+from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_plain_linear
 from deltazoo.blocks.checkpointing import Checkpointing
 from deltazoo.blocks.layer import Layer, LayerSpec, LayerState
 from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.mlp import Mlp
-from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.activations import activation_like, compute_device
 from deltazoo.mixers.core.grouped_linear import GroupedLinear
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.losses import AuxiliaryLoss
@@ -105,7 +106,7 @@ class Stack(nn.Module):
 
 def check_model(model: object) -> None:
     """Raise InputError unless `model` is a LanguageModel, also one that torch.compile wraps."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "head_weight"):
+    if not isinstance(model, nn.Module) or not hasattr(model, "checkpoint_layers"):
         raise InputError(f"model must be a LanguageModel, which deltazoo.load returns, got {cut(model)}")
 
 
@@ -149,7 +150,7 @@ class LanguageModel(nn.Module):
         self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
     ) -> tuple[Tensor, StackState | None]:
         """Compute the input of the head, [B, T, D]; arguments as for `forward`."""
-        _check_tokens("tokens", tokens_BT, self.embedding)
+        self._check_tokens("tokens", tokens_BT)
         x_BTD = self.embedding(tokens_BT)
         if self.embedding_scale != 1:
             x_BTD = x_BTD * self.embedding_scale
@@ -157,7 +158,8 @@ class LanguageModel(nn.Module):
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Apply the head to features [..., D]; the result is [..., L]."""
-        return cap_logits(F.linear(x_BTD, self.head_weight), self.logit_cap)
+        logits = F.linear(x_BTD, self._tied_weight(x_BTD)) if self.head is None else self.head(x_BTD)
+        return cap_logits(logits, self.logit_cap)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
         """Compute the loss to minimise: the total of `losses`. Returns: a float32 scalar."""
@@ -166,21 +168,31 @@ class LanguageModel(nn.Module):
     def losses(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Losses:
         """Compute the mean cross entropy of the targets, the auxiliary losses by name, and their weighted sum.
 
-        The logits of all tokens are not stored. Every loss is a mean over this batch; with gradient accumulation, a
-        load-balance loss is therefore one of each micro-batch.
+        The logits of all tokens are not stored, unless an untied head is not plain (`is_plain_linear`), as with LoRA or
+        quantised weights: then they are, in the dtype of the head and twice in float32. Every loss is a mean over this
+        batch; with gradient accumulation, a load-balance loss is therefore one of each micro-batch.
 
         Args: targets_BT: [B, T] int64, the token that follows each token; -100 is ignored.
         Returns: float32 scalars; the cross entropy is in nats per token, and 0 if every target is ignored.
         """
-        _check_tokens("targets", targets_BT, self.embedding)
+        self._check_tokens("targets", targets_BT)
         if targets_BT.shape != tokens_BT.shape:
             expected, actual = list(tokens_BT.shape), list(targets_BT.shape)
             raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
         recorded: list[AuxiliaryLoss] = []
         x_BTD, _ = self.features(tokens_BT, None, as_context(context)._replace(losses=recorded))
-        x_ND = x_BTD.flatten(0, 1)
-        entropy = linear_cross_entropy(x_ND, self.head_weight, targets_BT.flatten(), cap=self.logit_cap)
+        entropy = self._cross_entropy(x_BTD.flatten(0, 1), targets_BT.flatten())
         return combine_losses(entropy, recorded)
+
+    def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        if self.head is None:
+            return linear_cross_entropy(x_ND, self._tied_weight(x_ND), targets_N, cap=self.logit_cap)
+        if is_plain_linear(self.head) and self.head.bias is None:
+            return linear_cross_entropy(x_ND, self.head.weight, targets_N, cap=self.logit_cap)
+        logits_NL = self.logits(x_ND)
+        wide_NL = logits_NL.to(state_dtype(logits_NL.dtype))
+        total = F.cross_entropy(wide_NL, targets_N, ignore_index=IGNORE_INDEX, reduction="sum")
+        return total / (targets_N != IGNORE_INDEX).sum().clamp(min=1)
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:
         """Return the initial state on the model's device.
@@ -192,9 +204,28 @@ class LanguageModel(nn.Module):
         return self.stack.init_state(batch, capacity)
 
     @property
-    def head_weight(self) -> Tensor:
-        """The weights of the head [L, D]; those of the embedding if they are tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+    def device(self) -> torch.device:
+        """The device for tokens: where the embedding computes."""
+        return activation_like(self.embedding).device
+
+    def _tied_weight(self, x: Tensor) -> Tensor:
+        """Return the weights of a tied head [L, D]: those of the embedding, without the effect of its hooks.
+
+        If the embedding holds no plain weights (LoRA, quantised, offloaded, sharded), they are its vectors of all
+        tokens, which take the memory of the weights once more. Args: x: a tensor on the device of the head.
+        """
+        if self._has_plain_embedding:
+            return self.embedding.weight
+        return self.embedding(torch.arange(self._vocabulary, device=x.device))
+
+    @property
+    def _has_plain_embedding(self) -> bool:
+        return type(self.embedding) is nn.Embedding and holds_plain_weights(self.embedding)
+
+    @property
+    def _vocabulary(self) -> int:
+        """The number of tokens of the embedding, also if a wrapper of the embedding does not have the attribute."""
+        return int(getattr(self.embedding, "num_embeddings", self.spec.vocab))
 
     def rebind(self, backend: str | Backend | None) -> Self:
         """Change the backend of every mixer's update; arguments and errors as for `deltazoo.bind`."""
@@ -251,18 +282,19 @@ class LanguageModel(nn.Module):
                 if isinstance(out, nn.Linear | GroupedLinear):
                     nn.init.normal_(out.weight, std=residual_std)
 
-
-def _check_tokens(name: str, tokens: Tensor, embedding: nn.Embedding) -> None:
-    if tokens.dim() != 2:
-        raise ShapeError(f"{name} must have shape [B, T], got {list(tokens.shape)}")
-    if tokens.dtype != torch.int64:
-        raise DtypeError(f"{name} must be int64, got {tokens.dtype}")
-    if tokens.device != embedding.weight.device:
-        raise DeviceError(f"{name} must be on {embedding.weight.device}, where the model is, got {tokens.device}")
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-        invalid = (tokens < 0) | (tokens >= embedding.num_embeddings)
-        if name == "targets":
-            invalid &= tokens != IGNORE_INDEX
-        if bool(invalid.any()):
-            bounds = f"[0, {embedding.num_embeddings})" + (f" or {IGNORE_INDEX}" if name == "targets" else "")
-            raise ValueRangeError(f"{name} must be in {bounds}, got {int(tokens[invalid][0])}")
+    def _check_tokens(self, name: str, tokens: Tensor) -> None:
+        if tokens.dim() != 2:
+            raise ShapeError(f"{name} must have shape [B, T], got {list(tokens.shape)}")
+        if tokens.dtype != torch.int64:
+            raise DtypeError(f"{name} must be int64, got {tokens.dtype}")
+        weight = getattr(self.embedding, "weight", None)
+        is_offloaded = weight is not None and weight.is_meta and not self._has_plain_embedding
+        if weight is not None and not is_offloaded and tokens.device != (device := compute_device(weight)):
+            raise DeviceError(f"{name} must be on {device}, where the model is, got {tokens.device}")
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            invalid = (tokens < 0) | (tokens >= self._vocabulary)
+            if name == "targets":
+                invalid &= tokens != IGNORE_INDEX
+            if bool(invalid.any()):
+                bounds = f"[0, {self._vocabulary})" + (f" or {IGNORE_INDEX}" if name == "targets" else "")
+                raise ValueRangeError(f"{name} must be in {bounds}, got {int(tokens[invalid][0])}")

@@ -8,9 +8,9 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, state_dtype, without_autocast
+from deltazoo.backends.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
-from deltazoo.mixers.core.part import HeadShape
+from deltazoo.mixers.core.part import HeadShape, OutputArguments
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
@@ -114,8 +114,7 @@ class FoXMixer(TokenCacheMixer):
             else:
                 o = self._attend_with_channels(q, k, v, sums, state, new, context)
         o = o.to(x.dtype)
-        if self.o_norm is not None:
-            o = self.o_norm.transform(o, x)
+        o = _normalize(self.o_norm, o, x, context)
         if self.to_gate is not None:
             gate = self.to_gate(x).view(o.shape)
             o = (o * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o.dtype)
@@ -144,8 +143,7 @@ class FoXMixer(TokenCacheMixer):
         """Return q, k, v and the sums of the log gates [B, T, H]. Write the states of the gates and the shift."""
         q = self.to_q(x).unflatten(-1, (self.heads, self.head_width))
         k, v = self._keys_and_values(x, state, new, context)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.transform(q, x), self.k_norm.transform(k, x)
+        q, k = _normalize(self.q_norm, q, x, context), _normalize(self.k_norm, k, x, context)
         if self.theta is not None:
             position_BT = positions(x, None if state is None else state["seen"], context)
             rotation = rotation_at(position_BT, self.head_width // 2, self.theta, state_dtype(x.dtype))
@@ -168,3 +166,11 @@ class FoXMixer(TokenCacheMixer):
             heads = (mix * previous.view(heads.shape) + (1 - mix) * heads).to(heads.dtype)
         k, v = heads.chunk(2, 2)
         return k, v
+
+
+def _normalize(norm: HeadNorm | None, heads: Tensor, x: Tensor, context: Context) -> Tensor:
+    """Return norm(heads), or the heads [B, T, H, E] without a norm. Args: x: input of the mixer."""
+    if norm is None:
+        return heads
+    unused = UpdateInputs(heads, heads, heads)
+    return norm(heads, OutputArguments(x, unused, unused), None, context)[0]

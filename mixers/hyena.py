@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype, without_autocast
+from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
@@ -121,14 +122,13 @@ class LongConv(nn.Module, CachingFilter):
         band = torch.linspace(1e-4, max(self.bands - 1, 1e-4), self.bands, device=like.device, dtype=dtype)
         angle = band * 2 * math.pi * (distance / self.length)
         inner = torch.cat([position, angle.cos(), -angle.sin()], 1)
+        *layers, (last, _) = [_weight_and_bias(layer, like) for layer in (*self.layers, self.last)]
         with without_autocast(like):
-            for layer in self.layers:
-                assert isinstance(layer, nn.Linear)
-                raw = F.linear(inner, layer.weight.to(dtype), layer.bias.to(dtype))
-                inner = (self.frequency.to(dtype) * raw).sin()
+            for weight, bias in layers:
+                inner = (self.frequency.to(dtype) * F.linear(inner, weight, bias)).sin()
             slow, fast = -math.log(TARGET) / SLOWEST, -math.log(TARGET) / FASTEST
             rate = torch.linspace(slow, fast, self.bias.shape[0], device=like.device, dtype=dtype)
-            return F.linear(inner, self.last.weight.to(dtype)) * (-position * rate).exp()
+            return F.linear(inner, last) * (-position * rate).exp()
 
     def _read(self, history: Tensor, offset: Tensor, x: Tensor, context: Context) -> Tensor:
         """Convolve the history, which includes x, and return the outputs at the tokens of x: [B, T, D]."""
@@ -153,3 +153,18 @@ class LongConv(nn.Module, CachingFilter):
 
     def _with_bias(self, y: Tensor, x: Tensor) -> Tensor:
         return (y + self.bias * x).to(x.dtype)
+
+
+def _weight_and_bias(layer: nn.Module, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and bias of a linear map in float32 (float64): the positions need more than 16 bits.
+
+    A map that is not plain (quantised, with LoRA, offloaded) is applied to the rows of the identity and to zero.
+    """
+    dtype = state_dtype(like.dtype)
+    if is_plain_linear(layer):
+        return layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype)
+    assert isinstance(layer.in_features, int)
+    inputs = layer.in_features
+    unit = torch.eye(inputs + 1, inputs, device=like.device, dtype=like.dtype)
+    y = layer(unit).to(dtype)
+    return (y[:-1] - y[-1:]).mT, y[-1]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
-from deltazoo.mixers.core.part import is_unmodified
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
@@ -74,7 +74,7 @@ class MLAMixer(TokenCacheMixer):
     """Module of `MLA`.
 
     Decoding of one token multiplies W_k into q and W_v into the output, and attends to the cached c and r as one key
-    head with values c. Other calls compute k and v of all heads.
+    head with values c. Other calls, and a `to_kv` that is not plain, compute k and v of all heads.
 
     Initialisation: linear maps as in torch, norms 1. State: "latent" [B, S, 1, C + R], c and r; "seen" [B].
     Source: sections 2.1.2 and 2.1.3, appendix C.
@@ -132,7 +132,7 @@ class MLAMixer(TokenCacheMixer):
         position_BT = state["seen"][:, None] + torch.arange(q.shape[1], device=q.device)
         self.append({"latent": latent}, state, new, q, context)
         latent = new["latent"].to(latent.dtype)
-        if q.shape[1] == 1 and type(self.to_kv) is nn.Linear and is_unmodified(self.to_kv):
+        if q.shape[1] == 1 and is_plain_linear(self.to_kv) and self.to_kv.bias is None:
             return self._decode(q, latent, new["seen"], position_BT)
         return attend_cache(
             q, KVCache(*self._keys_and_values(*self._split(latent)), new["seen"]), self.scale, position_BT

@@ -3,7 +3,7 @@
 B batch, T time, D width, H heads, E head width, F inner width of the memory
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -66,9 +66,9 @@ class TitansMixer(FastWeightMixer):
         H, E = self.heads, self.head_width
         self.chunk = config.chunk
         inner = E * config.inner_factor
-        sizes = [(E, E)] if config.depth == 1 else [(E, inner), (inner, E)]
+        self.sizes = [(H, E, E)] if config.depth == 1 else [(H, E, inner), (H, inner, E)]
         self.filters["conv"] = ShortConv(3 * width, config.conv_width, False, [ConvPart(3 * width, silu=True)], backend)
-        self.memory = InitialMemory(torch.empty(H, *size) for size in sizes)
+        self.memory = InitialMemory(self.sizes)
         self.to_qkv = nn.Linear(width, 3 * width, bias=False)
         self.to_gates = nn.Linear(width, 3 * H)
         self.norm = RMSNorm(width)
@@ -82,8 +82,11 @@ class TitansMixer(FastWeightMixer):
             bias.fill_(value)
 
     def initial_model(self) -> list[Tensor]:
-        memory = list(self.memory)
+        memory = self.memory()
         return [*memory, *memory, *(torch.zeros_like(layer) for layer in memory)]
+
+    def model_shapes(self) -> list[tuple[int, ...]]:
+        return [*self.sizes] * 3
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         streams = self.apply_filter("conv", self.to_qkv(x), state, new, context)
@@ -92,21 +95,27 @@ class TitansMixer(FastWeightMixer):
         place_in_chunk = positions(x, self.token_count(state), context._replace(positions=None)) % self.chunk
         gates = self.to_gates(x).to(q.dtype).sigmoid().chunk(3, -1)
         operands = [(place_in_chunk == 0).to(q.dtype), *gates, k, v, q]
-        o = self.scan(SCANS[len(self.memory)], x, operands, [], state, new, context)
+        o = self.scan(SCANS[len(self.sizes)], x, operands, [], state, new, context)
         y = self.norm(o.flatten(2).to(x.dtype))
         return self.out(y * F.silu(self.to_gate(x)))
 
 
-class InitialMemory(nn.ParameterList):
-    """Learned layers [H, inputs, outputs] of the memory before the first token."""
+class InitialMemory(nn.Module):
+    """Learned layers [H, inputs, outputs] of the memory before the first token. Args: sizes: those of each layer."""
 
-    def __init__(self, layers: Iterable[Tensor]) -> None:
-        super().__init__(nn.Parameter(layer) for layer in layers)
+    def __init__(self, sizes: Sequence[tuple[int, int, int]]) -> None:
+        super().__init__()
+        for i, size in enumerate(sizes):
+            self.register_parameter(str(i), nn.Parameter(torch.empty(size)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for layer in self:
+        for layer in self.parameters():
             nn.init.normal_(layer, std=layer.shape[1] ** -0.5)
+
+    def forward(self) -> list[Tensor]:
+        """Return copies, which stay valid when FSDP2 or an offload hook frees the parameters after the call."""
+        return [layer.clone() for layer in self.parameters()]
 
 
 def step(state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -87,6 +87,10 @@ class TTTLinearMixer(FastWeightMixer):
     def initial_model(self) -> list[Tensor]:
         return [self.W, torch.zeros_like(self.W), self.b, torch.zeros_like(self.b)]
 
+    def model_shapes(self) -> list[tuple[int, ...]]:
+        H, E = self.heads, self.head_width
+        return [(H, E, E)] * 2 + [(H, E)] * 2
+
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         qk, v = self.to_qk_v(x).chunk(2, -1)
         q, k = self.apply_filter("conv", torch.cat([qk, qk], -1), state, new, context).chunk(2, -1)

@@ -98,7 +98,7 @@ def load_for_completion(
 
 def compiles(model: LanguageModel, sampling: Sampling) -> bool:
     """Whether `generate` compiles the decode step by default: on a CPU, for texts long enough to repay it."""
-    return model.head_weight.device.type == "cpu" and sampling.max_bytes >= COMPILE_FROM and cxx_compiler() is not None
+    return model.device.type == "cpu" and sampling.max_bytes >= COMPILE_FROM and cxx_compiler() is not None
 
 
 def generate(
@@ -124,7 +124,7 @@ def generate(
         raise ConfigError("prompt must contain at least one character, got ''")
     if model.spec.vocab < BYTES:
         raise ConfigError(f"vocab must be at least {BYTES} to generate bytes, got {model.spec.vocab}")
-    device = model.head_weight.device
+    device = model.device
     prompt_BT = torch.tensor([list(encode("prompt", prompt))], device=device)
     compile = compiles(model, sampling) if compile is None else compile
     with sizes_in_memory_errors(max_bytes=sampling.max_bytes):

@@ -116,14 +116,13 @@ class Decoder:
 
     def __init__(self, model: LanguageModel, batch: int, capacity: int, compile: bool = False) -> None:
         check_model(model)
-        weight = model.head_weight
         self.model, self.batch, self.capacity = model, batch, capacity
-        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
-        self.logits = torch.zeros(batch, model.spec.vocab, device=weight.device)
+        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+        self.logits = torch.zeros(batch, model.spec.vocab, device=model.device)
         with torch.no_grad():
             self.state: StackState = model.init_state(batch, capacity)
         self.compile = compile
-        self._run = _compiled_step(weight.device) if compile else _step
+        self._run = _compiled_step(model.device) if compile else _step
         self._layout = _layout(model)
         self._replay: Call | None = None
 

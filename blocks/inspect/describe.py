@@ -7,6 +7,7 @@ from deltazoo.backends.explain import explain
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.attention import AttentionMixer
+from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.state import nbytes
 
@@ -92,7 +93,7 @@ def describe(model: LanguageModel) -> Description:
         flops_context=sum(row.flops_context for row in rows),
         state_bytes=sum(row.state_bytes for row in rows),
         cache_bytes=sum(row.cache_bytes for row in rows),
-        dtype=str(model.head_weight.dtype).removeprefix("torch."),
+        dtype=str(activation_like(model).dtype).removeprefix("torch."),
     )
 
 
@@ -122,7 +123,7 @@ def _backends(layer: Layer) -> dict[str, str | None]:
     for update in layer.modules():
         if not isinstance(update, Update):
             continue
-        dtype = next(layer.parameters()).dtype
+        dtype = activation_like(layer).dtype
         for device in DEVICES:
             name = explain(update.spec, update.meta(device, dtype, grad=True), update.bound.requested).chosen
             differs = device in chosen and chosen[device] != name

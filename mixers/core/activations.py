@@ -27,13 +27,13 @@ def activation_like(*modules: nn.Module) -> Tensor:
     dtype = next((x.dtype for x in tensors if x.dtype in FLOAT_DTYPES), torch.get_default_dtype())
     device = next(_execution_devices(modules), None)
     if device is None and tensors:
-        device = _device(tensors[0])
+        device = compute_device(tensors[0])
     with fake_mode_of(tensors[0]) if tensors else nullcontext():
         return torch.empty(0, device=device, dtype=dtype)
 
 
-def _device(tensor: Tensor) -> torch.device:
-    """Return the device where a tensor is used: FSDP2 may keep the shards of a CUDA mesh on the CPU."""
+def compute_device(tensor: Tensor) -> torch.device:
+    """Return the device where a parameter is used: FSDP2 may keep the shards of a CUDA mesh on the CPU."""
     mesh = getattr(tensor, "device_mesh", None)
     return tensor.device if mesh is None or mesh.device_type == tensor.device.type else torch.device(mesh.device_type)
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.mixers.core.part import Fusible, StatelessOutputPart, is_unmodified
+from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.mixers.core.part import Fusible, StatelessOutputPart
 
 
 class DecodeFusion(NamedTuple):
@@ -44,13 +45,13 @@ class FusionPlan(NamedTuple):
     def apply(self, step: FusedDecodeStep, parts: Mapping[str, nn.Module]) -> DecodeFusion | None:
         """Build the decode step from the parts of the mixer.
 
-        Returns: None if a part was replaced or added since the plan, or has a forward hook: the mixer then runs its
-            parts one by one, so that every replacement and hook takes effect.
+        Returns: None if a part was replaced or added since the plan, or is not plain: the mixer then calls its parts
+            one by one, so that every replacement and hook takes effect.
         """
         if tuple(parts) != tuple(self.classes):
             return None
         for name, part in parts.items():
-            if type(part) is not self.classes[name] or not is_unmodified(part):
+            if type(part) is not self.classes[name] or not is_plain(part):
                 return None
         fused_parts: dict[str, Fusible] = {}
         for name in self.fused:

@@ -15,6 +15,7 @@ from deltazoo.backends.check import check_integer
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
@@ -30,7 +31,6 @@ from deltazoo.mixers.core.part import (
     Stateful,
     StatelessOutputPart,
     init_normal,
-    is_unmodified,
     project_jointly,
 )
 from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
@@ -156,7 +156,7 @@ class DeltaMixer(Mixer):
         inputs, new["project"] = self.project(x_BTD, old.get("project"), context)
         projected = inputs
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
-        raw = project_jointly(x_BTD, {name: part.proj for name, part in linear_parts.items() if is_unmodified(part)})
+        raw = project_jointly(x_BTD, {name: part.proj for name, part in linear_parts.items() if is_plain(part)})
         for name, part in self.operands.items():
             if name in raw:
                 inputs = linear_parts[name].prepare(raw[name], inputs)
@@ -232,8 +232,7 @@ class DeltaMixer(Mixer):
         """Return the decode step that the parts fuse into, or None if they do not fuse.
 
         The config decides it when the mixer is built: its parts declare whether they fuse. A part that is replaced
-        afterwards is not fused until `rebind` is called. A forward hook on a part disables the fusion, so that it is
-        called; hooks registered for all modules of the process are not called for fused parts.
+        afterwards is not fused until `rebind` is called. Parts that are not plain (`is_plain`) are not fused either.
         """
         return None if self._fusion_plan is None else self._fusion_plan.apply(self._unfused_step(), self._parts())
 
@@ -273,8 +272,9 @@ def can_group(mixers: Sequence[nn.Module]) -> TypeGuard[Sequence[DeltaMixer]]:
     return all(
         type(mixer) is DeltaMixer
         and mixer.direct is None
-        and type(mixer.out) is nn.Linear
-        and all(is_unmodified(module) for module in (mixer, mixer.out, mixer.update))
+        and is_plain_linear(mixer.out)
+        and is_plain(mixer)
+        and is_plain(mixer.update)
         and all(is_groupable(part) for name, part in mixer._parts().items() if name != "update")
         for mixer in mixers
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.grouped import expand_rows, grouped_linear
-from deltazoo.mixers.core.part import is_unmodified
+from deltazoo.backends.torch_ext.plain_module import is_plain
 
 
 class Rows(NamedTuple):
@@ -55,9 +55,9 @@ class Groupable(nn.Module, ABC):
 
 
 def is_groupable(part: nn.Module) -> bool:
-    """Whether the class of the part declares `forward_grouped`, and no module in it is replaced or has a hook."""
+    """Whether the class of the part declares `forward_grouped`, and every module in it is known and plain."""
     declared = isinstance(part, Groupable) and "forward_grouped" in vars(type(part))
-    return declared and all(_is_known(module) and is_unmodified(module) for module in part.modules())
+    return declared and all(_is_known(module) and is_plain(module) for module in part.modules())
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from deltazoo.backends.check import FLOAT_DTYPES
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.varlen import packing_problems, sequence_index, valid_sequence_index
+from deltazoo.mixers.core.activations import compute_device
 from deltazoo.mixers.core.mixer import Context
 
 _EMPTY = Context()
@@ -179,8 +180,8 @@ def _check_input(x_BTD: Tensor, width: int, like: Tensor | None) -> None:
         raise OperandError(f"x must be a tensor, got {type(x_BTD).__name__}")
     if x_BTD.dim() != 3 or x_BTD.shape[2] != width:
         raise ShapeError(f"x must have shape [B, T, {width}], got {list(x_BTD.shape)}")
-    if like is not None and like.device != x_BTD.device and not like.is_meta:  # offloaded weights are on meta
-        raise DeviceError(f"x must be on {like.device}, where the weights are, got {x_BTD.device}")
+    if like is not None and not like.is_meta and (device := compute_device(like)) != x_BTD.device:  # meta: offloaded
+        raise DeviceError(f"x must be on {device}, where the weights are, got {x_BTD.device}")
     if x_BTD.dtype not in FLOAT_DTYPES:
         raise DtypeError(f"x must be float64, float32, bfloat16 or float16, got {x_BTD.dtype}")
     # Quantised weights have other dtypes, and convert x themselves.

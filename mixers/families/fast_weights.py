@@ -34,10 +34,14 @@ class FastWeightMixer(FilterMixer, ABC):
     def initial_model(self) -> list[Tensor]:
         """Return the model before the first token, without a batch dimension."""
 
+    @abstractmethod
+    def model_shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the tensors of the model."""
+
     def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
         state = super().initial_state(batch, capacity, like)
-        for i, tensor in enumerate(self.initial_model()):
-            state[f"model {i}"] = like.new_zeros(batch, *tensor.shape, dtype=state_dtype(like.dtype))
+        for i, shape in enumerate(self.model_shapes()):
+            state[f"model {i}"] = like.new_zeros(batch, *shape, dtype=state_dtype(like.dtype))
         return state | {"seen": like.new_zeros(batch, dtype=torch.int64)}
 
     def token_count(self, state: dict[str, Tensor] | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, is_supported
 from deltazoo.backends.rms_norm import rms_norm as rms_norm
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
@@ -25,7 +26,6 @@ from deltazoo.mixers.core.part import (
     OutputArguments,
     OutputPart,
     StatelessOutputPart,
-    is_unmodified,
 )
 from deltazoo.mixers.parts.output_gates import OutputGate
 
@@ -98,7 +98,7 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
         return self._normalize(o, self.weight, self.bias)
 
     def transform_with(self, following: OutputPart, o: Tensor, x: Tensor) -> Tensor | None:
-        if type(self) is not HeadNorm or type(following) is not OutputGate or not is_unmodified(following):
+        if type(self) is not HeadNorm or type(following) is not OutputGate or not is_plain(following):
             return None
         activation = following.activation
         if self.kind != "rms" or self.weight is None or self.bias is not None or activation not in ("silu", "sigmoid"):
@@ -181,15 +181,15 @@ def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[
 
     Use the first result instead of x from here on (`deltazoo.backends.rms_norm.add_rms_norm`).
     """
-    if norm.weight is not None and _has_kernel(norm, norm.weight, x):
+    if type(norm) is RMSNorm and norm.weight is not None and _has_kernel(norm, norm.weight, x):
         return add_rms_norm(x, branch, norm.weight, norm.eps)
     x = x if branch is None else x + branch
     return x, norm(x)
 
 
 def _has_kernel(norm: nn.Module, weight: nn.Parameter, x: Tensor) -> bool:
-    """Whether a kernel computes the norm of x: while gradients are recorded, where `is_supported`, without hooks."""
-    return torch.is_grad_enabled() and is_unmodified(norm) and is_supported(x, weight)
+    """Whether a kernel computes the norm of x: while gradients are recorded, where `is_supported`, if it is plain."""
+    return torch.is_grad_enabled() and is_plain(norm) and is_supported(x, weight)
 
 
 def unit_norm(x: Tensor, norm: UnitNormKind = "l2") -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.short_conv import ConvPart, apply_silu_and_norm
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, init_normal, is_unmodified
+from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, init_normal
 from deltazoo.mixers.parts.convolution import ShortConv
 
 # A subset of q, k and v
@@ -102,7 +103,7 @@ class QKVProjection(Groupable, Fusible, Stateful):
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if self.conv is None:
             return step._replace(parts=tuple(self.unconvolved)) if self.keys else None
-        if not self.keys or self.unconvolved or type(self.conv) is not ShortConv or not is_unmodified(self.conv):
+        if not self.keys or self.unconvolved or type(self.conv) is not ShortConv or not is_plain(self.conv):
             return None
         return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
 

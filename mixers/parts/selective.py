@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
+from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart
 from deltazoo.mixers.parts.decays import init_dt_bias, softplus
@@ -72,8 +73,11 @@ class SelectiveOperands(OperandPart):
             streams = tuple(norm(stream) for norm, stream in zip(self.norms, streams, strict=True))
         r, k, q = streams
         dtype = state_dtype(q.dtype)
-        # The bias is added outside the product, which autocast rounds to its dtype.
-        raw = F.linear(r, self.to_step.weight.to(r.dtype)).to(dtype) + self.to_step.bias.to(dtype)
+        if is_plain_linear(self.to_step):
+            # The bias is added outside the product, which autocast rounds to its dtype.
+            raw = F.linear(r, self.to_step.weight.to(r.dtype)).to(dtype) + self.to_step.bias.to(dtype)
+        else:
+            raw = self.to_step(r).to(dtype)
         inputs = inputs._replace(q=q[:, :, None], k=k[:, :, None], v=inputs.v.to(q.dtype))
         if self.A_log is not None:
             step = softplus(raw)
