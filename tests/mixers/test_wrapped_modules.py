@@ -1,0 +1,130 @@
+"""Every mixer calls its linear maps, so that LoRA, packed and offloaded weights, and hooks take effect.
+
+The same with the libraries themselves: tests/integrations.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import wrapping
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
+
+from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
+from deltazoo.mixers import Hyena, MixerConfig
+from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.conformance import relative_error
+from deltazoo.mixers.core.mixer import Mixer
+
+WIDTH, T = 32, 6  # wide enough that the maps to decay and beta are computed by one product
+
+
+def build(config: MixerConfig, dtype: torch.dtype = torch.float64) -> Mixer:
+    torch.manual_seed(0)
+    return config.build(WIDTH, backend="reference").to(dtype)
+
+
+def draw(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, T, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def decode(mixer: Mixer, x: Tensor) -> Tensor:
+    state, outputs = mixer.init_state(x.shape[0], T), []
+    with torch.no_grad():
+        for token in x.split(1, 1):
+            y, state = mixer(token, state)
+            outputs.append(y)
+    return torch.cat(outputs, 1)
+
+
+def assert_computes(mixer: Mixer, expected: Mixer, x: Tensor, tolerance: float) -> None:
+    """Outputs of a call and of decoding equal those of `expected`, and states have its classes, dtypes and devices."""
+    y = expected(x)[0]
+    assert relative_error(mixer(x)[0], y) < tolerance
+    assert relative_error(decode(mixer, x), y) < tolerance
+    states = [tree_leaves(m.init_state(2, T)) for m in (mixer, expected)]
+    kinds = [[(type(leaf), leaf.dtype, leaf.device, leaf.shape) for leaf in leaves] for leaves in states]
+    assert kinds[0] == kinds[1]
+    assert all(leaf.dtype == torch.int64 or leaf.dtype == x.dtype for leaf in states[0])
+
+
+def test_lora_on_every_linear_map_equals_merged_weights(config: MixerConfig) -> None:
+    mixer, merged, x = build(config), build(config), draw()
+    adapted = wrapping.replace(mixer, wrapping.Adapted)
+    wrapping.merge(merged, adapted)
+    assert_computes(mixer, merged, x, 1e-12)
+    parameters = {f"{name}.{part}": getattr(layer, part) for name, layer in adapted.items() for part in "AB"}
+    gradients = torch.autograd.grad(mixer(x)[0].square().sum(), list(parameters.values()), allow_unused=True)
+    assert not [name for name, d in zip(parameters, gradients, strict=True) if d is None or not d.abs().sum() > 0]
+
+
+def test_packed_weights_equal_their_unpacked_values(one_of_each: MixerConfig) -> None:
+    mixer, unpacked = (build(one_of_each, torch.float32) for _ in range(2))
+    wrapping.merge(unpacked, wrapping.replace(mixer, wrapping.Packed))
+    assert_computes(mixer, unpacked, draw(torch.float32), 1e-5)
+
+
+def test_weights_of_another_class_are_used_only_by_their_own_product(one_of_each: MixerConfig) -> None:
+    mixer = build(one_of_each)
+    wrapping.replace(mixer, wrapping.with_product_weight)
+    assert_computes(mixer, build(one_of_each), draw(), 1e-12)
+
+
+def test_offloaded_weights_are_loaded_for_each_call(one_of_each: MixerConfig) -> None:
+    mixer = build(one_of_each)
+    wrapping.offload(mixer)
+    assert_computes(mixer, build(one_of_each), draw(), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward pre", "backward", "backward pre", "all modules"])
+def test_module_with_a_hook_is_not_plain(kind: str) -> None:
+    linear = nn.Linear(2, 3)
+    assert is_plain_linear(linear)
+    register: dict[str, Callable[..., Any]] = {
+        "forward": linear.register_forward_hook,
+        "forward pre": linear.register_forward_pre_hook,
+        "backward": linear.register_full_backward_hook,
+        "backward pre": linear.register_full_backward_pre_hook,
+        "all modules": torch_module.register_module_forward_hook,
+    }
+    handle = register[kind](lambda *arguments: None)
+    assert not is_plain(linear)
+    handle.remove()
+    assert is_plain_linear(linear)
+
+
+def test_module_with_other_weights_or_forward_is_not_plain() -> None:
+    assert not is_plain_linear(wrapping.Packed(nn.Linear(2, 3)))
+    assert not is_plain_linear(wrapping.Adapted(nn.Linear(2, 3)))
+    assert not is_plain_linear(wrapping.with_product_weight(nn.Linear(2, 3)))
+    assert not is_plain_linear(parametrize.register_parametrization(nn.Linear(2, 3), "weight", nn.Identity()))
+    loaded = nn.Linear(2, 3)
+    wrapping.offload(loaded)
+    assert not is_plain_linear(loaded)
+
+
+def test_activations_of_packed_offloaded_and_empty_modules() -> None:
+    packed = wrapping.Packed(nn.Linear(2, 3, bias=False))
+    assert activation_like(packed).dtype == torch.float32  # torch's default: no parameter has a float dtype
+    assert activation_like(packed, nn.LayerNorm(2).bfloat16()).dtype == torch.bfloat16
+    assert activation_like(nn.Linear(2, 3, dtype=torch.float16), nn.LayerNorm(2)).dtype == torch.float16
+    assert activation_like(nn.Identity()).dtype == torch.float32
+    on_meta = nn.Linear(2, 3, device="meta")
+    assert activation_like(on_meta).is_meta
+    wrapping.offload(on_meta)
+    assert activation_like(on_meta).device == torch.device("cpu")
+
+
+def test_hyena_computes_its_filter_in_float32_with_adapted_bfloat16_maps() -> None:
+    """In bfloat16 the error would be 0.14, because the sines of the network have a high frequency."""
+    plain, adapted = (build(Hyena()).filters["long"].bfloat16() for _ in range(2))
+    for layer in wrapping.replace(adapted, wrapping.Adapted).values():
+        layer.B.data.zero_()
+    for module in (plain, adapted):
+        module.frequency.data.fill_(10)
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    assert relative_error(adapted.kernel(2048, like), plain.kernel(2048, like)) < 0.02
