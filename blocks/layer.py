@@ -16,7 +16,7 @@ from deltazoo.blocks.mlp import Dense, Mlp
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.losses import AuxiliaryLoss
-from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place, State
+from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.parts.norms import RMSNorm, add_and_normalize
 
@@ -156,7 +156,7 @@ class Layer(nn.Module):
         def mix(x_BTD: Tensor) -> Tensor:
             outputs = []
             for i, mixer in enumerate(self.mixers):
-                y_BTD, mixer_state = mixer(x_BTD, None if state is None else state[i], inner)
+                y_BTD, mixer_state, _ = MixerOutput(*mixer(x_BTD, None if state is None else state[i], inner))
                 outputs.append(y_BTD)
                 states.append(mixer_state)
             return sum(outputs[1:], start=outputs[0])

@@ -14,6 +14,7 @@ from deltazoo.mixers.core.mixer import Context as Context
 from deltazoo.mixers.core.mixer import Cost as Cost
 from deltazoo.mixers.core.mixer import Mixer as Mixer
 from deltazoo.mixers.core.mixer import MixerConfig as MixerConfig
+from deltazoo.mixers.core.mixer import MixerOutput as MixerOutput
 from deltazoo.mixers.core.mixer import Place as Place
 from deltazoo.mixers.core.sequences import check_state as check_state
 from deltazoo.mixers.core.sequences import last_of_each_sequence as last_of_each_sequence

@@ -15,7 +15,7 @@ from deltazoo.backends.base import Backend, state_dtype
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import StateError
 from deltazoo.mixers.core.activations import activation_like
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerOutput, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
@@ -144,9 +144,7 @@ class AttentionMixer(Mixer):
         )
         return empty_cache(batch, slots, self.key_value_heads, self.head_width, activation_like(self.out, self))
 
-    def forward(
-        self, x: Tensor, state: KVCache | None = None, context: Context | None = None
-    ) -> tuple[Tensor, KVCache | None]:
+    def forward(self, x: Tensor, state: KVCache | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
             self._check_cache(state, x_BTD, context)
@@ -158,7 +156,7 @@ class AttentionMixer(Mixer):
         if self.to_gate is not None:
             gate = self.to_gate(x_BTD).view(o_BTHE.shape)
             o_BTHE = (o_BTHE * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o_BTHE.dtype)
-        return undo_left_align(self.out(rearrange(o_BTHE, "b t h e -> b t (h e)")), order), state
+        return MixerOutput(undo_left_align(self.out(rearrange(o_BTHE, "b t h e -> b t (h e)")), order), state)
 
     def _operands(self, x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.to_qkv(x_BTD).split(self.sizes, dim=-1)

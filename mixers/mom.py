@@ -20,7 +20,7 @@ from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
 from deltazoo.mixers.core.grouped import Rows
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, Place, State
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import batch, rollback_
 from deltazoo.mixers.parts.routing import real_tokens, record_load_balance, record_z_loss
@@ -158,9 +158,7 @@ class MoMMixer(Mixer):
             named["shared"] = self.shared
         return {name: mixer.init_state(batch, capacity) for name, mixer in named.items()}
 
-    def forward(
-        self, x: Tensor, state: dict[str, State] | None = None, context: Context | None = None
-    ) -> tuple[Tensor, dict[str, State] | None]:
+    def forward(self, x: Tensor, state: dict[str, State] | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, self.router.weight)
         context = context._replace(values=None)  # values of other layers belong to all tokens, not to one memory's
         if state is not None:
@@ -176,9 +174,9 @@ class MoMMixer(Mixer):
             y_BTD, states = _run_one_by_one(memories, x_BTD, routes, states, own_context)
         new = dict(zip(self.names, states, strict=True))
         if self.shared is not None:
-            o_BTD, new["shared"] = self.shared(x_BTD, None if state is None else state["shared"], context)
+            o_BTD, new["shared"], _ = self.shared(x_BTD, None if state is None else state["shared"], context)
             y_BTD = y_BTD + o_BTD
-        return undo_left_align(y_BTD, order), None if state is None else new
+        return MixerOutput(undo_left_align(y_BTD, order), None if state is None else new)
 
 
 def _run_grouped(
@@ -254,7 +252,7 @@ def _run_on_chosen(
     memory_x = permute(x_BTD, to_front_BT)
     if context.cu_seqlens is None:
         memory_context = context._replace(mask=chosen_BT.gather(1, to_front_BT))
-        y, state = memory(memory_x, state, memory_context)
+        y, state, _ = memory(memory_x, state, memory_context)
     else:
         y, state = _run_on_packed(memory, memory_x, chosen_BT[0], state, context)
     return torch.where(chosen_BT[..., None], permute(y, to_place_BT), 0.0), state
@@ -277,8 +275,8 @@ def _run_on_packed(
     ends = torch.cat([count_2N.new_zeros(1), count_2N.cumsum(0)]).to(torch.int32)
     context = context._replace(cu_seqlens=ends)
     if state is None:
-        return memory(x_1TD, None, context)
+        return memory(x_1TD, None, context)[:2]
     doubled = tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), state)
-    y, doubled = memory(x_1TD, doubled, context)
+    y, doubled, _ = memory(x_1TD, doubled, context)
     new = tree_map(lambda leaf: leaf[:N], doubled)
     return y, new if torch.is_grad_enabled() else rollback_(state, new)

@@ -119,9 +119,9 @@ def exports(subject: Subject) -> float:
 def rolls_back(subject: Subject) -> float:
     """After a rollback to a snapshot, outputs do not depend on the tokens between snapshot and rollback."""
     mixer, x = subject.mixer(), subject.x()
-    _, state = mixer(x[:, :9], mixer.init_state(2, CAPACITY))
+    _, state, _ = mixer(x[:, :9], mixer.init_state(2, CAPACITY))
     saved = snapshot(state)
-    _, state = mixer(x[:, :3], state)
+    _, state, _ = mixer(x[:, :3], state)
     if all(torch.equal(a, b) for a, b in zip(tree_leaves(state), tree_leaves(saved), strict=True)):
         return float("inf")  # the state does not depend on the tokens
     return relative_error(mixer(x[:, 9:], rollback_(state, saved))[0], mixer(x)[0][:, 9:])
@@ -217,6 +217,6 @@ def _run_pieces(mixer: Mixer, x: Tensor, pieces: list[int]) -> Tensor:
     state: Any = mixer.init_state(x.shape[0], CAPACITY)
     outputs = []
     for piece in x.split(pieces, 1):
-        y, state = mixer(piece, state)
+        y, state, _ = mixer(piece, state)
         outputs.append(y)
     return torch.cat(outputs, 1)

@@ -19,7 +19,7 @@ from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
-from deltazoo.mixers.core.mixer import Context, Mixer
+from deltazoo.mixers.core.mixer import Context, Mixer, MixerOutput
 from deltazoo.mixers.core.part import (
     HasBackend,
     HeadShape,
@@ -139,9 +139,7 @@ class DeltaMixer(Mixer):
                     state[self.update_key if name == "update" else name] = initial
         return state
 
-    def forward(
-        self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         context = context._replace(intermediates={})
         old = {} if state is None else state
@@ -152,7 +150,7 @@ class DeltaMixer(Mixer):
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
             fused_o = self._fused_step_(x_BTD, state, context)
             if fused_o is not None:
-                return self._project_out(fused_o, x_BTD, order), state
+                return MixerOutput(self._project_out(fused_o, x_BTD, order), state)
         inputs, new["project"] = self.project(x_BTD, old.get("project"), context)
         projected = inputs
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
@@ -177,8 +175,8 @@ class DeltaMixer(Mixer):
             o, new[name] = part(o, arguments, old.get(name), context)
         y_BTD = self._project_out(o, x_BTD, order)
         if state is None:
-            return y_BTD, None
-        return y_BTD, {name: tensor for name, tensor in new.items() if tensor is not None}
+            return MixerOutput(y_BTD)
+        return MixerOutput(y_BTD, {name: tensor for name, tensor in new.items() if tensor is not None})
 
     def forward_grouped(
         self,

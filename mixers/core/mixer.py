@@ -64,8 +64,23 @@ class Context(NamedTuple):
         self.intermediates.update(tensors)
 
 
+class MixerOutput(NamedTuple):
+    """Result of a mixer.
+
+    y: [B, T, D].
+    state: the new state; None without a state.
+    side: tensors for later modules and for losses; None: there are none.
+    """
+
+    y: Tensor
+    state: State | None = None
+    side: Any = None
+
+
 class Mixer(nn.Module, ABC):
-    """Token mixer: `(x [B, T, D], state, context) -> (y [B, T, D], new state)`; the new state is None without a state.
+    """Token mixer: `(x [B, T, D], state, context) -> MixerOutput(y [B, T, D], new state, side)`.
+
+    `forward` of a mixer without side outputs may return `(y, state)`; a call returns a `MixerOutput` all the same.
 
     Without gradients the mixer may update the tensors of the state in place. Continue with the returned state, and take
     a `snapshot` first if the old one is still needed.
@@ -78,7 +93,7 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def forward(
         self, x: Tensor, state: State | None = None, context: Context | None = None
-    ) -> tuple[Tensor, State | None]:
+    ) -> MixerOutput | tuple[Tensor, State | None]:
         """Mix the tokens. One call, several calls with pieces, and one call per token give equal outputs."""
 
     @abstractmethod
@@ -95,10 +110,8 @@ class Mixer(nn.Module, ABC):
         """
         init_weights(self)
 
-    def __call__(
-        self, x: Tensor, state: State | None = None, context: Context | None = None
-    ) -> tuple[Tensor, State | None]:
-        return super().__call__(x, state, context)  # typed
+    def __call__(self, x: Tensor, state: State | None = None, context: Context | None = None) -> MixerOutput:
+        return MixerOutput(*super().__call__(x, state, context))
 
 
 class Cost(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deltazoo.backends.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.delta_mixer import Update
-from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig
+from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, MixerOutput
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.update import update_flops
@@ -98,16 +98,15 @@ class FilterMixer(Mixer, ABC):
         new.update({f"{name}.{key}": tensor for key, tensor in _named(new_filter_state).items()})
         return y
 
-    def forward(
-        self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
             check_names(state, self.initial_state(0, 1, x_BTD))
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         new: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, state, new, context)
-        return undo_left_align(y_BTD, order), None if state is None else {name: new[name] for name in state}
+        new_state = None if state is None else {name: new[name] for name in state}
+        return MixerOutput(undo_left_align(y_BTD, order), new_state)
 
 
 def _run(module: nn.Module, x: Tensor, state: Any, context: Context) -> tuple[Tensor, Any]:

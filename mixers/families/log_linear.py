@@ -13,7 +13,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, MixerOutput, Place
 from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful
 from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
 from deltazoo.mixers.families.filter import FilterConfig
@@ -97,9 +97,7 @@ class LogLinearMixer(Mixer):
         """Rename a tensor of the update, so that the states of other mixers do not fit."""
         return {self.levels_key: state["levels"], "seen": state["seen"]}
 
-    def forward(
-        self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         context = context._replace(intermediates={})
         if state is not None:
@@ -117,5 +115,5 @@ class LogLinearMixer(Mixer):
             o, _ = part(o, OutputArguments(x_BTD, projected, inputs), None, context)
         y_BTD = undo_left_align(self.out(rearrange(o, "b t h v -> b t (h v)")), order)
         if new is None:
-            return y_BTD, None
-        return y_BTD, ({} if history is None else {"project": history}) | self._with_name(new)
+            return MixerOutput(y_BTD)
+        return MixerOutput(y_BTD, ({} if history is None else {"project": history}) | self._with_name(new))

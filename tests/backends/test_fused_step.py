@@ -379,11 +379,11 @@ def build_pair(config: MixerConfig) -> tuple[DeltaMixer, DeltaMixer]:
 
 
 def decode(mixer: DeltaMixer, x: Tensor, prefilled: int = 4) -> tuple[Tensor, dict[str, Tensor]]:
-    y, state = mixer(x[:, :prefilled], mixer.init_state(len(x)))
+    y, state, _ = mixer(x[:, :prefilled], mixer.init_state(len(x)))
     addresses = {name: tensor.data_ptr() for name, tensor in state.items()}
     pieces = [y]
     for t in range(prefilled, x.shape[1]):
-        y, state = mixer(x[:, t : t + 1], state)
+        y, state, _ = mixer(x[:, t : t + 1], state)
         pieces.append(y)
     assert addresses == {name: tensor.data_ptr() for name, tensor in state.items()}
     return torch.cat(pieces, 1), state
@@ -574,9 +574,9 @@ def test_backward_through_a_state_that_a_step_has_changed_is_refused(fuses):
         hook(mixer, mixer.update)
     x = torch.randn(2, 6, 32, device=DEVICE)
     with torch.no_grad():
-        _, state = mixer(x[:, :4], mixer.init_state(2))
+        _, state, _ = mixer(x[:, :4], mixer.init_state(2))
     before = {name: tensor._version for name, tensor in state.items()}
-    y, _ = mixer(x[:, 4:], state)
+    y = mixer(x[:, 4:], state).y
     with torch.no_grad():
         mixer(x[:, :1], state)
     assert all(tensor._version > before[name] for name, tensor in state.items())
@@ -658,10 +658,10 @@ def test_a_decode_step_of_a_mixer_is_one_graph(name):
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(mixer, fullgraph=True, backend=counter)
     x = torch.randn(2, 6, 32, device=DEVICE)
-    (y, state), (z, other) = (mixer(x[:, :2], mixer.init_state(2)) for _ in range(2))
+    (y, state, _), (z, other, _) = (mixer(x[:, :2], mixer.init_state(2)) for _ in range(2))
     for t in range(2, 6):
-        y, state = mixer(x[:, t : t + 1], state)
-        z, other = step(x[:, t : t + 1], other)
+        y, state, _ = mixer(x[:, t : t + 1], state)
+        z, other, _ = step(x[:, t : t + 1], other)
         torch.testing.assert_close(z, y, rtol=1e-5, atol=1e-6)
     for part, tensor in state.items():
         torch.testing.assert_close(other[part], tensor, rtol=1e-5, atol=1e-6)
@@ -678,8 +678,8 @@ def test_a_decode_step_is_exported():
     x = torch.randn(2, 3, 32, device=DEVICE)
     other = snapshot(state)
     for t in range(3):
-        y, state = mixer(x[:, t : t + 1], state)
-        z, other = exported.module()(x[:, t : t + 1], other)
+        y, state, _ = mixer(x[:, t : t + 1], state)
+        z, other, _ = exported.module()(x[:, t : t + 1], other)
         torch.testing.assert_close(z, y, rtol=1e-5, atol=1e-6)
 
 
@@ -762,7 +762,7 @@ def test_a_decode_step_of_a_mixer_replays_in_a_cuda_graph():
     rollback_(state, initial)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, _ = mixer(token, state)
+        y = mixer(token, state).y
     rollback_(state, initial)
     got = []
     for t in range(9):

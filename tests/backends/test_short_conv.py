@@ -529,7 +529,7 @@ def test_a_layer_with_the_kernels_is_one_graph_and_agrees_with_the_reference(nam
 def outcome(run: Callable, mixer: Mixer, x: Tensor, context: Context | None) -> list[Tensor]:
     """Return a layer's output, its final state, and all gradients."""
     packed = context is not None and context.cu_seqlens is not None
-    y, state = run(x, mixer.init_state(len(context.cu_seqlens) - 1 if packed else len(x)), context)
+    y, state, _ = run(x, mixer.init_state(len(context.cu_seqlens) - 1 if packed else len(x)), context)
     total = y.square().sum() + sum(part.square().sum() for part in state.values())
     return [y, *state.values(), *torch.autograd.grad(total, [x, *mixer.parameters()])]
 

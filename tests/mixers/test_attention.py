@@ -95,7 +95,7 @@ def in_pieces(
     with torch.no_grad():
         state, outputs = mixer.init_state(1, capacity), []
         for piece in x.split(lengths, dim=1):
-            y, state = mixer(piece, state)
+            y, state, _ = mixer(piece, state)
             outputs.append(y)
     return torch.cat(outputs, 1), state
 
@@ -135,7 +135,7 @@ def test_packed_attention_stays_within_each_sequence(
     context = Context(cu_seqlens=torch.tensor([0, 2, 9, 9, 21, 23], dtype=torch.int32))  # one sequence is empty
     window = config.window if isinstance(config, SlidingWindow) else 23
     for state in (None, mixer.init_state(5, 12)):
-        actual, _ = mixer(x, state, context)
+        actual = mixer(x, state, context).y
         for start, stop in ((0, 2), (2, 9), (9, 21), (21, 23)):
             expected = looped_attention(mixer, config, x[:, start:stop], window)
             torch.testing.assert_close(actual[:, start:stop], expected, rtol=1e-9, atol=1e-11)
@@ -150,7 +150,7 @@ def test_a_nan_stays_in_its_packed_sequence_on_a_cpu(config: AttentionConfig) ->
     x.requires_grad_()
     context = Context(cu_seqlens=torch.tensor([0, 4, 8, 12], dtype=torch.int32))
     for state in (None, mixer.init_state(3, 4)):
-        y, _ = mixer(x, state, context)
+        y = mixer(x, state, context).y
         (gradient,) = torch.autograd.grad(y.sum(), x)
         for result in (y, gradient):
             assert result[0, 4:8].isfinite().all()
@@ -162,7 +162,7 @@ def test_cache_can_be_filled_to_the_last_slot() -> None:
     x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         state = mixer.init_state(2, capacity=6)
-        y, state = mixer(x, state)
+        y, state, _ = mixer(x, state)
     torch.testing.assert_close(y, mixer(x)[0], rtol=1e-9, atol=1e-11)
     assert state.position.tolist() == [6, 6]
 
@@ -172,7 +172,7 @@ def test_padding_takes_no_cache_slot() -> None:
     mixer = Attention(**HEADS).build(WIDTH).double()
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64)
     mask = torch.stack([torch.arange(9) >= 3, torch.arange(9) < 6])
-    y, state = mixer(x, mixer.init_state(2, capacity=6), Context(mask=mask))
+    y, state, _ = mixer(x, mixer.init_state(2, capacity=6), Context(mask=mask))
     assert state.position.tolist() == [6, 6]
     torch.testing.assert_close(y[:1, 3:], mixer(x[:1, 3:])[0], rtol=1e-9, atol=1e-11)
 

@@ -113,6 +113,6 @@ def assert_equals_recurrence(config: HeadConfig) -> None:
     state, tokens = mixer.init_state(2), []
     with torch.no_grad():
         for token in x.split(1, 1):
-            out, state = mixer(token, state)
+            out, state, _ = mixer(token, state)
             tokens.append(out)
     torch.testing.assert_close(torch.cat(tokens, 1), y, rtol=1e-9, atol=1e-11)

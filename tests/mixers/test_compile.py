@@ -64,8 +64,8 @@ class Serve(nn.Module):
         self.mixer = mixer
 
     def forward(self, x: Tensor, mask: Tensor, token: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
-        y, state = self.mixer(x, state, Context(mask=mask))
-        next_y, state = self.mixer(token, state)
+        y, state, _ = self.mixer(x, state, Context(mask=mask))
+        next_y, state, _ = self.mixer(token, state)
         return y, next_y, state
 
 
@@ -135,8 +135,8 @@ def test_masked_fixed_decay_runs_on_a_backend_without_channel_decay() -> None:
     update = next(part for part in mixer.modules() if isinstance(part, Update))
     update.rebind(HeadDecayOnly(), SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
     x = torch.randn(2, 5, 16)
-    y, _ = mixer(x)
+    y = mixer(x).y
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-    masked, _ = mixer(x, mixer.init_state(2), Context(mask=mask))
+    masked = mixer(x, mixer.init_state(2), Context(mask=mask)).y
     torch.testing.assert_close(masked[0], y[0])
     torch.testing.assert_close(masked[1, :3], y[1, :3])

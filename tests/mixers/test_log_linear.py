@@ -132,7 +132,7 @@ def test_pieces_that_start_inside_chunks_equal_one_call(mixer: Mixer, pieces: li
     x = torch.randn(2, T, D, dtype=torch.float64)
     state, outputs = mixer.init_state(2), []
     for piece in x.split(pieces, 1):
-        y, state = mixer(piece, state)
+        y, state, _ = mixer(piece, state)
         outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, 1), mixer(x)[0], rtol=1e-9, atol=1e-11)
     assert state["seen"].tolist() == [T, T]
@@ -146,12 +146,12 @@ def test_packed_and_padded_sequences_of_several_chunks_equal_separate_ones(mixer
     expected = torch.cat([mixer(sequence)[0] for sequence in sequences], 1)
     context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     torch.testing.assert_close(mixer(x, None, context)[0], expected, rtol=1e-9, atol=1e-11)
-    y, state = mixer(x, mixer.init_state(4), context)
+    y, state, _ = mixer(x, mixer.init_state(4), context)
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
     time = torch.arange(T)
     mask = torch.stack([time >= 67, time < 66])
     rows = torch.cat([torch.cat([x[:, :67], sequences[2]], 1), torch.cat([sequences[0], x[:, 66:]], 1)])
-    padded, padded_state = mixer(rows, mixer.init_state(2), Context(mask=mask))
+    padded, padded_state, _ = mixer(rows, mixer.init_state(2), Context(mask=mask))
     torch.testing.assert_close(padded[:1, 67:], mixer(sequences[2])[0], rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(padded[1:, :66], mixer(sequences[0])[0], rtol=1e-9, atol=1e-11)
     for name, tensor in padded_state.items():
@@ -160,7 +160,7 @@ def test_packed_and_padded_sequences_of_several_chunks_equal_separate_ones(mixer
 
 @torch.no_grad()
 def test_state_after_t_tokens_has_a_level_for_each_binary_digit_of_t(mixer: Mixer) -> None:
-    _, state = mixer(torch.randn(1, 0b1101001, D, dtype=torch.float64), mixer.init_state(1))
+    _, state, _ = mixer(torch.randn(1, 0b1101001, D, dtype=torch.float64), mixer.init_state(1))
     used = [bool(tensor.any()) for tensor in state[mixer.levels_key][0]]
     assert used == [bool(0b1101001 >> i & 1) for i in range(len(used))]
 
@@ -169,7 +169,7 @@ def test_state_after_t_tokens_has_a_level_for_each_binary_digit_of_t(mixer: Mixe
 def test_levels_depend_on_the_last_digits_of_the_position_only(mixer: Mixer) -> None:
     """Positions are computed modulo 2^23; 2^23 - 70 and 2^12 - 70 have the same last 12 digits."""
     x = torch.randn(1, T, D, dtype=torch.float64)
-    _, state = mixer(torch.randn(1, T, D, dtype=torch.float64), mixer.init_state(1))
+    _, state, _ = mixer(torch.randn(1, T, D, dtype=torch.float64), mixer.init_state(1))
     late, early = ({**snapshot(state), "seen": torch.tensor([2**digits - 70])} for digits in (23, 12))
     (y_late, late), (y_early, early) = mixer(x, late), mixer(x, early)
     torch.testing.assert_close(y_late, y_early)

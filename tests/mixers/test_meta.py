@@ -13,6 +13,6 @@ def test_shapes_and_states_on_the_meta_device_equal_those_on_the_cpu(name: str) 
     for device in ("cpu", "meta"):
         with torch.device(device):
             mixer, x = config.build(64, backend="reference" if device == "cpu" else None), torch.zeros(2, 3, 64)
-            y, state = mixer(x, mixer.init_state(2, 8))
+            y, state, _ = mixer(x, mixer.init_state(2, 8))
             shapes.append([(t.shape, t.dtype) for t in (y, *torch.utils._pytree.tree_leaves(state))])
     assert shapes[0] == shapes[1]

@@ -44,11 +44,11 @@ def loop_over_tokens(mixer: MoMMixer, x: Tensor) -> Tensor:
         shared = mixer.shared.init_state(1, T)
         for t in range(x.shape[1]):
             token = x[b : b + 1, t : t + 1]
-            y, shared = mixer.shared(token, shared)
+            y, shared, _ = mixer.shared(token, shared)
             p = torch.softmax(mixer.router.weight @ token[0, 0], 0)
             chosen = sorted(range(len(p)), key=lambda m: (-float(p[m].detach()), m))[: mixer.router.active]
             for m in chosen:
-                o, states[m] = mixer.memories[m](token, states[m])
+                o, states[m], _ = mixer.memories[m](token, states[m])
                 y = y + p[m] / sum(p[i] for i in chosen) * o
             rows.append(y)
     return torch.cat(rows, 1).view_as(x)
@@ -99,7 +99,7 @@ def test_any_memory_continues_decoding_from_packed_sequences(one_of_each: MixerC
         state = mixer(torch.cat([x[:, :3], x[:, 5:7]], 1), mixer.init_state(3, 5), halves)[1]
         for i in range(2):
             tokens = torch.cat([x[:, 3 + i], x[:, i], x[:, 7 + i]])[:, None]
-            y, state = mixer(tokens, state)
+            y, state, _ = mixer(tokens, state)
             assert_same(y[0, 0], expected[0, 3 + i])
             assert_same(y[2, 0], expected[0, 7 + i])
 
@@ -243,7 +243,7 @@ def test_grouped_memories_equal_memories_one_by_one(monkeypatch: pytest.MonkeyPa
             for groups in (True, False):
                 monkeypatch.setattr("deltazoo.mixers.mom.can_group", lambda _, groups=groups: groups)
                 state = tree_map(lambda leaf: torch.ones_like(leaf).requires_grad_(), mixer.init_state(rows))
-                y, new = mixer(inputs, state, context)
+                y, new, _ = mixer(inputs, state, context)
                 total = y.square().sum() + sum(leaf.square().sum() for leaf in tree_leaves(new))
                 leaves = [inputs, *mixer.parameters(), *tree_leaves(state)]
                 gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
@@ -309,8 +309,8 @@ def test_packed_sequences_equal_separate_sequences() -> None:
     context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     with torch.no_grad():
         expected = torch.cat([mixer(x[:, a:b])[0] for a, b in itertools.pairwise(bounds)], 1)
-        y, state = mixer(x, mixer.init_state(3), context)
-        more, _ = mixer(x[:, :1].expand(3, -1, -1), state)
+        y, state, _ = mixer(x, mixer.init_state(3), context)
+        more = mixer(x[:, :1].expand(3, -1, -1), state).y
         whole = mixer(torch.cat([x[:, 4:], x[:, :1]], 1))[0]
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(more[2:], whole[:, -1:], rtol=1e-9, atol=1e-11)

@@ -264,7 +264,7 @@ def test_parts_compose_without_a_config() -> None:
     parts = Parts(QKVProjection(SHAPE), {"unit": UnitNorm(), "decay": SoftplusDecay(SHAPE)})
     mixer = DeltaMixer(SHAPE, spec, parts, "reference").double()
     x = torch.randn(1, 5, 8, dtype=torch.float64)
-    y, state = mixer(x, mixer.init_state(1))
+    y, state, _ = mixer(x, mixer.init_state(1))
     assert list(state) == ["mixer.update"]
     torch.testing.assert_close(mixer(x[:, :3])[0], y[:, :3], rtol=1e-12, atol=0)
 

@@ -52,7 +52,7 @@ def test_a_mixer_built_with_float64_as_default_dtype_is_float64(config: MixerCon
     mixer.init_weights()
     for name, tensor in [*mixer.named_parameters(), *mixer.named_buffers()]:
         assert tensor.dtype == torch.float64 or not tensor.is_floating_point(), name
-    y, state = mixer(torch.randn(2, 3, 24), mixer.init_state(2, 8))
+    y, state, _ = mixer(torch.randn(2, 3, 24), mixer.init_state(2, 8))
     assert y.dtype == torch.float64
     assert {leaf.dtype for leaf in tree_leaves(state)} <= {torch.float64, torch.int64}
 
@@ -66,7 +66,7 @@ def test_autocast_is_close_to_float64_and_keeps_states_in_float32(
     x = torch.randn(2, 12, 64)
     weight = torch.randn(2, 12, 64)
     with torch.autocast("cpu", dtype=dtype):
-        y, state = mixer(x, mixer.init_state(2, 12))
+        y, state, _ = mixer(x, mixer.init_state(2, 12))
         (y * weight).sum().backward()
     exact = in_float64(config, mixer, 64)
     expected, _ = exact(x.double())
@@ -83,10 +83,10 @@ def test_decoding_under_autocast_is_close_to_prefill(config: MixerConfig, backen
     mixer = config.build(64, backend=backend)
     x = torch.randn(2, 12, 64)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        whole, _ = mixer(x)
+        whole = mixer(x).y
         state, outputs = mixer.init_state(2, 12), []
         for piece in x.split([7, 1, 1, 1, 1, 1], dim=1):
-            y, state = mixer(piece, state)
+            y, state, _ = mixer(piece, state)
             outputs.append(y)
     assert relative_error(torch.cat(outputs, 1), whole) < 0.02
 
@@ -95,7 +95,7 @@ def test_bf16_module_is_close_to_float64(config: MixerConfig, backend: str | Bac
     torch.manual_seed(0)
     mixer = config.build(64, backend=backend).bfloat16()
     x = torch.randn(2, 12, 64, dtype=torch.bfloat16)
-    y, state = mixer(x, mixer.init_state(2, 12))
+    y, state, _ = mixer(x, mixer.init_state(2, 12))
     expected, _ = in_float64(config, mixer, 64)(x.double())
     assert y.dtype == torch.bfloat16
     assert relative_error(y, expected) < 0.03

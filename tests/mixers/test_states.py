@@ -29,7 +29,7 @@ def assert_same(values: object, expected: object) -> None:
 def run_pieces(mixer: Mixer, x: Tensor, pieces: list[int]) -> tuple[Tensor, State]:
     state, outputs = mixer.init_state(x.shape[0], CAPACITY), []
     for piece in x.split(pieces, dim=1):
-        y, state = mixer(piece, state)
+        y, state, _ = mixer(piece, state)
         outputs.append(y)
     return torch.cat(outputs, 1), state
 
@@ -38,8 +38,8 @@ def run_pieces(mixer: Mixer, x: Tensor, pieces: list[int]) -> tuple[Tensor, Stat
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad, in place"])
 def test_pieces_give_the_output_and_state_of_one_call(mixer: Mixer, x: Tensor, pieces: list[int], grad: bool) -> None:
     with torch.set_grad_enabled(grad):
-        whole, no_state = mixer(x)
-        _, expected = mixer(x, mixer.init_state(3, CAPACITY))
+        whole, no_state, _ = mixer(x)
+        _, expected, _ = mixer(x, mixer.init_state(3, CAPACITY))
         y, state = run_pieces(mixer, x, pieces)
     assert no_state is None
     assert_same(y, whole)
@@ -48,7 +48,7 @@ def test_pieces_give_the_output_and_state_of_one_call(mixer: Mixer, x: Tensor, p
 
 def test_empty_batch_returns_empty_output_and_state(config: MixerConfig, x: Tensor) -> None:
     mixer = config.build(x.shape[2], backend="reference").double()
-    y, state = mixer(x[:0], mixer.init_state(0, CAPACITY))
+    y, state, _ = mixer(x[:0], mixer.init_state(0, CAPACITY))
     assert y.shape == mixer(x[:0])[0].shape == (0, *x.shape[1:])
     assert [leaf.shape for leaf in tree_leaves(state)] == [leaf.shape for leaf in tree_leaves(mixer.init_state(0, 16))]
 
@@ -58,7 +58,7 @@ def test_state_is_updated_in_place_without_gradients(mixer: Mixer, x: Tensor) ->
         state = mixer.init_state(3, CAPACITY)
         addresses = [leaf.data_ptr() for leaf in tree_leaves(state)]
         for piece in x.split([4, 1, 1, 3], dim=1):
-            _, state = mixer(piece, state)
+            _, state, _ = mixer(piece, state)
     assert [leaf.data_ptr() for leaf in tree_leaves(state)] == addresses
 
 
@@ -68,10 +68,10 @@ def test_packed_sequences_equal_separate_sequences(mixer: Mixer, x: Tensor) -> N
     sequences = [x[:1, start:stop] for start, stop in itertools.pairwise(bounds)]
     expected = torch.cat([mixer(sequence)[0] for sequence in sequences], 1)
     assert_same(mixer(x[:1], None, context)[0], expected)
-    y, state = mixer(x[:1], mixer.init_state(3, CAPACITY), context)
+    y, state, _ = mixer(x[:1], mixer.init_state(3, CAPACITY), context)
     assert_same(y, expected)
     for n, sequence in enumerate(sequences):
-        _, alone = mixer(sequence, mixer.init_state(1, CAPACITY))
+        _, alone, _ = mixer(sequence, mixer.init_state(1, CAPACITY))
         assert_same(tree_map(lambda leaf, n=n: leaf[n : n + 1], state), alone)
 
 
@@ -86,10 +86,10 @@ def test_packed_sequences_continue_from_their_states(mixer: Mixer, x: Tensor) ->
 
     x_first, context_first = pack(first, [0, 0, 0])
     x_second, context_second = pack(second, first)
-    _, state = mixer(x_first, mixer.init_state(3, CAPACITY), context_first)
-    y, state = mixer(x_second, state, context_second)
+    _, state, _ = mixer(x_first, mixer.init_state(3, CAPACITY), context_first)
+    y, state, _ = mixer(x_second, state, context_second)
     for n, piece in enumerate(y.split(second, dim=1)):
-        whole, alone = mixer(x[n : n + 1, : first[n] + second[n]], mixer.init_state(1, CAPACITY))
+        whole, alone, _ = mixer(x[n : n + 1, : first[n] + second[n]], mixer.init_state(1, CAPACITY))
         assert_same(piece, whole[:, first[n] :])
         assert_same(tree_map(lambda leaf, n=n: leaf[n : n + 1], state), alone)
 
@@ -109,13 +109,13 @@ def test_padded_rows_equal_unpadded_rows(mixer: Mixer, x: Tensor, side: str) -> 
     mask = MASKS[side](9)
     padded = torch.where(mask[..., None], x, float("nan"))
     prefix = torch.randn(3, 2, x.shape[2], dtype=x.dtype)
-    _, state = mixer(prefix, mixer.init_state(3, CAPACITY))
-    y, new_state = mixer(padded, state, Context(mask=mask))
-    without_state, _ = mixer(padded, None, Context(mask=mask))
+    _, state, _ = mixer(prefix, mixer.init_state(3, CAPACITY))
+    y, new_state, _ = mixer(padded, state, Context(mask=mask))
+    without_state = mixer(padded, None, Context(mask=mask)).y
     for n in range(3):
         real = x[n : n + 1, mask[n]]
-        _, alone = mixer(prefix[n : n + 1], mixer.init_state(1, CAPACITY))
-        expected, expected_state = mixer(real, alone)
+        _, alone, _ = mixer(prefix[n : n + 1], mixer.init_state(1, CAPACITY))
+        expected, expected_state, _ = mixer(real, alone)
         assert_same(y[n : n + 1, mask[n]], expected)
         assert_same(tree_map(lambda leaf, n=n: leaf[n : n + 1], new_state), expected_state)
         assert_same(without_state[n : n + 1, mask[n]], mixer(real)[0])
@@ -125,11 +125,11 @@ def test_padded_rows_equal_unpadded_rows(mixer: Mixer, x: Tensor, side: str) -> 
 
 def test_decoding_a_padded_token_does_not_change_the_state(mixer: Mixer, x: Tensor) -> None:
     with torch.no_grad():
-        _, state = mixer(x[:, :4], mixer.init_state(3, CAPACITY))
+        _, state, _ = mixer(x[:, :4], mixer.init_state(3, CAPACITY))
         saved = states.snapshot(state)
         mask = torch.tensor([[True], [False], [True]])
-        y, new_state = mixer(x[:, 4:5], states.snapshot(state), Context(mask=mask))
-        expected, expected_state = mixer(x[:, 4:5], state)
+        y, new_state, _ = mixer(x[:, 4:5], states.snapshot(state), Context(mask=mask))
+        expected, expected_state, _ = mixer(x[:, 4:5], state)
     real, padding = torch.tensor([0, 2]), torch.tensor([1])
     assert_same(y[real], expected[real])
     assert_same(states.select(new_state, real), states.select(expected_state, real))
@@ -148,9 +148,9 @@ def test_gradients_of_padded_rows_equal_those_of_unpadded_rows(mixer: Mixer, x: 
 def test_reordered_rows_continue_from_their_own_state(mixer: Mixer, x: Tensor) -> None:
     order = torch.tensor([2, 0, 0])
     with torch.no_grad():
-        whole, _ = mixer(x)
-        _, state = mixer(x[:, :6], mixer.init_state(3, CAPACITY))
-        y, _ = mixer(x[order, 6:], states.reorder(state, order))
+        whole = mixer(x).y
+        _, state, _ = mixer(x[:, :6], mixer.init_state(3, CAPACITY))
+        y = mixer(x[order, 6:], states.reorder(state, order)).y
     assert_same(y, whole[order, 6:])
 
 

@@ -53,7 +53,7 @@ def test_cached_decoding_equals_that_of_transformers(oracle: type[Oracle], backe
     with torch.no_grad():
         state = ours.init_state(2, capacity=9)
         for piece in x.split([5, 1, 1, 1, 1], dim=1):
-            actual, state = ours(piece, state)
+            actual, state, _ = ours(piece, state)
             assert relative_error(actual, case.call(piece, cache)) < OUTPUT_TOLERANCE
 
 
@@ -66,7 +66,7 @@ def test_lfm2_conv_has_the_outputs_and_the_state_of_transformers_in_float64() ->
     with torch.no_grad():
         state = ours.init_state(2)
         for piece in x.split([5, 1, 1, 2], dim=1):
-            actual, state = ours(piece, state)
+            actual, state, _ = ours(piece, state)
             torch.testing.assert_close(actual, case.call(piece, cache), rtol=1e-12, atol=1e-14)
     # Their state holds the last three inputs, ours the two that later tokens need.
     theirs = cache.get_conv_state(0, state_idx=0).mT
