@@ -15,9 +15,9 @@ from deltazoo.blocks.checkpointing import Checkpointing, run_layer
 from deltazoo.blocks.mlp import Dense, Mlp
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
-from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.patterns import Term
+from deltazoo.mixers.core.side import Side, join_sides
 from deltazoo.mixers.parts.norms import RMSNorm, add_and_normalize
 
 LayerState = tuple[State, ...]
@@ -105,12 +105,11 @@ class LayerSpec(PlainDataModel, Term):
 
 
 class LayerOutput(NamedTuple):
-    """The result of a layer: x [B, T, D], the new state or None, the auxiliary losses, and values for later layers."""
+    """The result of a layer: x [B, T, D], the new state or None, and the side outputs of its modules."""
 
     x: Tensor
     state: LayerState | None
-    losses: list[AuxiliaryLoss]
-    values: dict[str, Any] | None
+    side: Side | None
 
 
 class Layer(nn.Module):
@@ -134,41 +133,41 @@ class Layer(nn.Module):
         self.checkpointing: Checkpointing = "none"
 
     def forward(self, x_BTD: Tensor, state: LayerState | None = None, context: Context | None = None) -> LayerOutput:
-        """Run the layer. `state` has one entry per mixer; the returned state is None if `state` is None.
-
-        `context.losses` and `context.values` stay as they are: the layer returns its auxiliary losses, if
-        `context.losses` is a list, and the extended values. FSDP2 with mixed precision copies the containers among the
-        arguments, and activation checkpointing runs the layer twice, so that a change of them would be lost or made
-        twice.
-        """
+        """Run the layer. `state` has one entry per mixer; the returned state is None if `state` is None."""
         if state is not None:
             return self._run(x_BTD, state, context)
         output: LayerOutput = run_layer(self._run, self.checkpointing, x_BTD, None, context)
         return output
 
     def _run(self, x_BTD: Tensor, state: LayerState | None, context: Context | None) -> LayerOutput:
-        losses: list[AuxiliaryLoss] = []
-        inner = context or Context()
-        values = None if inner.values is None else dict(inner.values)
-        inner = inner._replace(losses=None if inner.losses is None else losses, values=values)
+        context, mlp = context or Context(), self.mlp
         states: list[State] = []
+        sides: list[Side | None] = []
 
         def mix(x_BTD: Tensor) -> Tensor:
-            outputs = []
+            outputs, inner = [], context
             for i, mixer in enumerate(self.mixers):
-                y_BTD, mixer_state, _ = MixerOutput(*mixer(x_BTD, None if state is None else state[i], inner))
+                # after a reentrant checkpoint the output is a plain tuple
+                y_BTD, mixer_state, side = MixerOutput(*mixer(x_BTD, None if state is None else state[i], inner))
                 outputs.append(y_BTD)
                 states.append(mixer_state)
+                sides.append(side)
+                inner = inner.after(side)
             return sum(outputs[1:], start=outputs[0])
+
+        def apply_mlp(x_BTD: Tensor) -> Tensor:
+            assert mlp is not None
+            y_BTD, side = mlp(x_BTD, context)
+            sides.append(side)
+            return y_BTD
 
         branches: list[tuple[RMSNorm, Callable[[Tensor], Tensor]]] = []
         if self.norm is not None:
             branches.append((self.norm, mix))
-        mlp = self.mlp
         if mlp is not None and self.mlp_norm is not None:
-            branches.append((self.mlp_norm, lambda x_BTD: mlp(x_BTD, inner)))
+            branches.append((self.mlp_norm, apply_mlp))
         x_BTD = self._add_branches(x_BTD, branches)
-        return LayerOutput(x_BTD, None if state is None else tuple(states), losses, values)
+        return LayerOutput(x_BTD, None if state is None else tuple(states), join_sides(sides))
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
         """Return the initial state, one entry per mixer."""

@@ -5,7 +5,7 @@ B batch, T time, D width, F hidden width
 
 import math
 from abc import ABC, abstractmethod
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -16,10 +16,18 @@ from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.glu_linear import Activation, activate
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.side import Side
+
+
+class MlpOutput(NamedTuple):
+    """Result of an MLP: y [B, T, D], and the auxiliary losses as side outputs or None."""
+
+    y: Tensor
+    side: Side | None = None
 
 
 class Mlp(nn.Module, ABC):
-    """MLP of a layer: `(x [B, T, D], context) -> y [B, T, D]`, applied to each token independently.
+    """MLP of a layer: `(x [B, T, D], context) -> MlpOutput(y [B, T, D], side)`, applied to each token independently.
 
     A `LanguageModel` initialises the weights of every submodule's `to_hidden` and `out`.
     """
@@ -30,8 +38,8 @@ class Mlp(nn.Module, ABC):
         """Floating-point operations per token in the forward pass; a multiply-add counts as two."""
 
     @abstractmethod
-    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        """Compute y, and append auxiliary losses to `context.losses`."""
+    def forward(self, x_BTD: Tensor, context: Context) -> MlpOutput:
+        """Compute y, and the auxiliary losses if `context.losses`."""
 
 
 class HiddenWidth(FrozenConfig, ABC):
@@ -104,8 +112,10 @@ class DenseMlp(Mlp):
     def flops(self) -> int:
         return 2 * (self.to_hidden.weight.numel() + self.out.weight.numel())
 
-    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        hidden_BTF = self.to_hidden(x_BTD)
+    def forward(self, x_BTD: Tensor, context: Context) -> MlpOutput:
+        return MlpOutput(self._map_out(self.to_hidden(x_BTD)))
+
+    def _map_out(self, hidden_BTF: Tensor) -> Tensor:
         if not self.config.gated:
             return self.out(activate(hidden_BTF, self.config.activation))
         has_plain_map = is_plain_linear(self.out) and self.out.bias is None

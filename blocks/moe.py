@@ -11,10 +11,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends.base import state_dtype, without_autocast
-from deltazoo.blocks.mlp import Dense, DenseMlp, HiddenWidth, Mlp
+from deltazoo.blocks.mlp import Dense, DenseMlp, HiddenWidth, Mlp, MlpOutput
 from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
+from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.parts.routing import record_load_balance, record_z_loss
+from deltazoo.mixers.core.side import Side, join_sides, side_outputs
+from deltazoo.mixers.parts.routing import LossCoefficients, router_losses
 
 
 class MoE(HiddenWidth):
@@ -90,8 +92,8 @@ class ExpertRouter(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Return the k experts of each token [B, T, k] int64 and their weights [B, T, k], and record the losses."""
+    def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor, Side | None]:
+        """Return the k experts of each token [B, T, k] int64, their weights [B, T, k], and the auxiliary losses."""
         dtype, config = state_dtype(x_BTD.dtype), self.config
         with without_autocast(x_BTD):
             logits = F.linear(x_BTD.to(dtype), self.weight.to(dtype))
@@ -101,12 +103,12 @@ class ExpertRouter(nn.Module):
         weight = scores.gather(-1, expert_BTK)
         if config.normalize:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-        if context.losses is not None:
+        losses: list[AuxiliaryLoss] = []
+        if context.losses:
             chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, expert_BTK, True)
             p = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-            record_load_balance("moe_balance", config.balance, p, chosen, context)
-            record_z_loss("moe_z", config.z, logits, context)
-        return expert_BTK, config.scale * weight
+            losses = router_losses("moe", LossCoefficients(config.balance, config.z), logits, p, chosen, context)
+        return expert_BTK, config.scale * weight, side_outputs(losses=losses)
 
     def extra_repr(self) -> str:
         return f"experts={self.config.experts}, active={self.config.active}, scores={self.config.scores}"
@@ -135,18 +137,19 @@ class MoEMlp(Mlp):
         shared = 0 if self.shared is None else self.shared.flops
         return 2 * (self.config.active * one_expert + self.router.weight.numel()) + shared + gate
 
-    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: Context) -> MlpOutput:
         experts, active = self.config.experts, self.config.active
-        expert_BTK, weight_BTK = self.router(x_BTD, context)
+        expert_BTK, weight_BTK, side = self.router(x_BTD, context)
         groups = group_rows(expert_BTK.flatten(0, 1), experts)
         x_ND = x_BTD.flatten(0, 1)
         gate_AF, up_AF = self.to_hidden(x_ND.index_select(0, groups.order // active), groups.ends).chunk(2, dim=-1)
         y_AD = self.out(F.silu(gate_AF) * up_AF, groups.ends)
         y_BTKD = y_AD.index_select(0, groups.order.argsort()).view(*weight_BTK.shape, x_BTD.shape[2])
         y_BTD = (weight_BTK[..., None] * y_BTKD).sum(2).to(y_AD.dtype)
+        side = join_sides([side])
         if self.shared is None:
-            return y_BTD
-        shared_BTD = self.shared(x_BTD, context)
+            return MlpOutput(y_BTD, side)
+        shared_BTD = self.shared(x_BTD, context).y
         if self.shared_gate is not None:
             shared_BTD = self.shared_gate(x_BTD).sigmoid() * shared_BTD
-        return y_BTD + shared_BTD
+        return MlpOutput(y_BTD + shared_BTD, side)

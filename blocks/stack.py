@@ -23,10 +23,10 @@ from deltazoo.blocks.mlp import Mlp
 from deltazoo.mixers.core.activations import activation_like, compute_device
 from deltazoo.mixers.core.grouped_linear import GroupedLinear
 from deltazoo.mixers.core.initialization import init_weights
-from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import as_context
+from deltazoo.mixers.core.side import Side, join_sides
 from deltazoo.mixers.parts.norms import RMSNorm
 
 if TYPE_CHECKING:
@@ -58,6 +58,14 @@ class StackState(NamedTuple):
     layers: tuple[LayerState, ...]
 
 
+class StackOutput(NamedTuple):
+    """The result of a stack: x [B, T, D], the new state or None, and the side outputs of all layers."""
+
+    x: Tensor
+    state: StackState | None
+    side: Side | None
+
+
 class Stack(nn.Module):
     """Apply the layers in order, then an RMS norm: x [B, T, D] to [B, T, D]."""
 
@@ -66,35 +74,27 @@ class Stack(nn.Module):
         self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
         self.norm = RMSNorm(width, norm_eps)
 
-    def forward(
-        self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None
-    ) -> tuple[Tensor, StackState | None]:
+    def forward(self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None) -> StackOutput:
         """Run all layers. The returned state is None if `state` is None."""
         context = as_context(context)._replace(values={})
-        recorded = context.losses
-        if recorded is not None:  # the list of the layers' context stays empty, so that equal layers share a graph
-            context = context._replace(losses=[])
-        if state is None:
-            for layer in self.layers:
-                x_BTD, _, losses, values = layer(x_BTD, None, context)
-                context = context._replace(values=values)
-                if recorded is not None:
-                    recorded.extend(losses)
-            return self.norm(x_BTD), None
+        if state is not None:
+            self._check_state(state)
+        states: list[LayerState | None] = []
+        sides: list[Side | None] = []
+        for i, layer in enumerate(self.layers):
+            x_BTD, layer_state, side = layer(x_BTD, None if state is None else state.layers[i], context)
+            context = context.after(side)
+            states.append(layer_state)
+            sides.append(side)
+        return StackOutput(self.norm(x_BTD), None if state is None else StackState(tuple(states)), join_sides(sides))
+
+    def _check_state(self, state: object) -> None:
         if not isinstance(state, StackState):
             raise StateError(f"state must be a StackState, which init_state returns, got {type(state).__name__}")
         if len(state.layers) != len(self.layers):
             raise StateError(
                 f"state must have one entry for each of {len(self.layers)} layers, got {len(state.layers)}"
             )
-        states = []
-        for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            x_BTD, new_state, losses, values = layer(x_BTD, layer_state, context)
-            context = context._replace(values=values)
-            if recorded is not None:
-                recorded.extend(losses)
-            states.append(new_state)
-        return self.norm(x_BTD), StackState(tuple(states))
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:
         """Return the initial state. Raises: ValueRangeError; StateError: attention needs a capacity."""
@@ -150,11 +150,15 @@ class LanguageModel(nn.Module):
         self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
     ) -> tuple[Tensor, StackState | None]:
         """Compute the input of the head, [B, T, D]; arguments as for `forward`."""
+        x_BTD, state, _ = self._run_stack(tokens_BT, state, context)
+        return x_BTD, state
+
+    def _run_stack(self, tokens_BT: Tensor, state: StackState | None, context: Context | None) -> StackOutput:
         self._check_tokens("tokens", tokens_BT)
         x_BTD = self.embedding(tokens_BT)
         if self.embedding_scale != 1:
             x_BTD = x_BTD * self.embedding_scale
-        return self.stack(x_BTD, state, context)
+        return StackOutput(*self.stack(x_BTD, state, context))
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Apply the head to features [..., D]; the result is [..., L]."""
@@ -179,10 +183,10 @@ class LanguageModel(nn.Module):
         if targets_BT.shape != tokens_BT.shape:
             expected, actual = list(tokens_BT.shape), list(targets_BT.shape)
             raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
-        recorded: list[AuxiliaryLoss] = []
-        x_BTD, _ = self.features(tokens_BT, None, as_context(context)._replace(losses=recorded))
+        x_BTD, _, side = self._run_stack(tokens_BT, None, as_context(context)._replace(losses=True))
+        side = join_sides([side])
         entropy = self._cross_entropy(x_BTD.flatten(0, 1), targets_BT.flatten())
-        return combine_losses(entropy, recorded)
+        return combine_losses(entropy, () if side is None else side.losses)
 
     def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         if self.head is None:

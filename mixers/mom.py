@@ -22,8 +22,9 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
 from deltazoo.mixers.core.grouped import Rows
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
+from deltazoo.mixers.core.side import Side, join_sides, side_outputs
 from deltazoo.mixers.core.state import batch, rollback_
-from deltazoo.mixers.parts.routing import real_tokens, record_load_balance, record_z_loss
+from deltazoo.mixers.parts.routing import LossCoefficients, real_tokens, router_losses
 
 
 def _parse_memory(data: Any, info: ValidationInfo) -> MixerConfig:
@@ -86,11 +87,13 @@ class Routes(NamedTuple):
     """Result of the router: chosen [B, T, M] bool; weight [B, T, M] float32, 0 where not chosen; order [B, T, k] int64.
 
     order has the k memories of each token, by descending weight; at a padded token, k memories that are not chosen.
+    side has the auxiliary losses.
     """
 
     chosen: Tensor
     weight: Tensor
     order: Tensor
+    side: Side | None
 
 
 class Router(nn.Module):
@@ -102,7 +105,7 @@ class Router(nn.Module):
 
     def __init__(self, config: MoM, width: int) -> None:
         super().__init__()
-        self.active, self.balance, self.z = config.active, config.balance, config.z
+        self.active, self.coefficients = config.active, LossCoefficients(config.balance, config.z)
         self.weight = nn.Parameter(torch.empty(config.memories, width))
         self.reset_parameters()
 
@@ -110,7 +113,7 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor, context: Context) -> Routes:
-        """Route x [B, T, D] and record the auxiliary losses. Tokens that belong to no sequence get no memory."""
+        """Route x [B, T, D] and compute the auxiliary losses. Tokens that belong to no sequence get no memory."""
         dtype = state_dtype(x.dtype)
         with without_autocast(x):
             # on a CPU a sum per row has the same rounding for every B and T, which a matrix product has not
@@ -124,12 +127,12 @@ class Router(nn.Module):
         weight = torch.where(chosen, p, 0.0)
         if self.active > 1:  # a single weight divided by itself is 1 and gives the router no gradient
             weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-20)
-        record_load_balance("mom_balance", self.balance, p, chosen, context)
-        record_z_loss("mom_z", self.z, logits, context)
-        return Routes(chosen, weight, order)
+        losses = router_losses("mom", self.coefficients, logits, p, chosen, context)
+        return Routes(chosen, weight, order, side_outputs(losses=losses))
 
     def extra_repr(self) -> str:
-        return f"memories={self.weight.shape[0]}, active={self.active}, balance={self.balance:g}, z={self.z:g}"
+        balance, z = self.coefficients
+        return f"memories={self.weight.shape[0]}, active={self.active}, balance={balance:g}, z={z:g}"
 
 
 class MoMMixer(Mixer):
@@ -164,19 +167,22 @@ class MoMMixer(Mixer):
         if state is not None:
             check_names(state, (*self.names, *(["shared"] if self.shared is not None else [])))
             check_state({name: batch(tree) for name, tree in state.items()}, x_BTD, context)
-        routes = self.router(x_BTD, context)
+        routes = Routes(*self.router(x_BTD, context))
         own_context = context._replace(positions=None)  # a memory counts its own tokens
         states = [None if state is None else state[name] for name in self.names]
         memories = list(self.memories)
         if x_BTD.shape[0] > 0 and x_BTD.shape[1] > 1 and can_group(memories) and memories[0].update.takes_packs(x_BTD):
-            y_BTD, states = _run_grouped(memories, x_BTD, routes, states, own_context)
+            y_BTD, states, sides = *_run_grouped(memories, x_BTD, routes, states, own_context), []
         else:
-            y_BTD, states = _run_one_by_one(memories, x_BTD, routes, states, own_context)
+            y_BTD, states, sides = _run_one_by_one(memories, x_BTD, routes, states, own_context)
         new = dict(zip(self.names, states, strict=True))
         if self.shared is not None:
-            o_BTD, new["shared"], _ = self.shared(x_BTD, None if state is None else state["shared"], context)
+            shared_state = None if state is None else state["shared"]
+            o_BTD, new["shared"], side = MixerOutput(*self.shared(x_BTD, shared_state, context))
             y_BTD = y_BTD + o_BTD
-        return MixerOutput(undo_left_align(y_BTD, order), None if state is None else new)
+            sides.append(side)
+        y_BTD, side = undo_left_align(y_BTD, order), join_sides([routes.side, *sides])
+        return MixerOutput(y_BTD, None if state is None else new, side)
 
 
 def _run_grouped(
@@ -228,21 +234,21 @@ def _run_grouped(
 
 def _run_one_by_one(
     memories: Sequence[nn.Module], x_BTD: Tensor, routes: Routes, states: list[State], context: Context
-) -> tuple[Tensor, list[State]]:
-    """Return the weighted sum of the memories' outputs and their new states."""
+) -> tuple[Tensor, list[State], list[Side | None]]:
+    """Return the weighted sum of the memories' outputs, their new states and their side outputs."""
     y_BTD = x_BTD.new_zeros(())
     new: list[State] = []
+    sides: list[Side | None] = []
     for m, memory in enumerate(memories):
-        o_BTD, state = _run_on_chosen(memory, x_BTD, routes.chosen[..., m], states[m], context)
+        o_BTD, state, side = _run_on_chosen(memory, x_BTD, routes.chosen[..., m], states[m], context)
         y_BTD = y_BTD + (routes.weight[..., m, None] * o_BTD).to(o_BTD.dtype)
         new.append(state)
-    return y_BTD, new
+        sides.append(side)
+    return y_BTD, new, sides
 
 
-def _run_on_chosen(
-    memory: nn.Module, x_BTD: Tensor, chosen_BT: Tensor, state: State, context: Context
-) -> tuple[Tensor, Any]:
-    """Run a memory on its own tokens. Return outputs, zero at other tokens, and its new state."""
+def _run_on_chosen(memory: nn.Module, x_BTD: Tensor, chosen_BT: Tensor, state: State, context: Context) -> MixerOutput:
+    """Run a memory on its own tokens. The outputs are zero at other tokens."""
     to_front_BT = chosen_BT.logical_not().to(torch.int8).argsort(dim=1, stable=True)
     to_place_BT = to_front_BT.argsort(dim=1)
 
@@ -252,15 +258,13 @@ def _run_on_chosen(
     memory_x = permute(x_BTD, to_front_BT)
     if context.cu_seqlens is None:
         memory_context = context._replace(mask=chosen_BT.gather(1, to_front_BT))
-        y, state, _ = memory(memory_x, state, memory_context)
+        y, state, side = MixerOutput(*memory(memory_x, state, memory_context))
     else:
-        y, state = _run_on_packed(memory, memory_x, chosen_BT[0], state, context)
-    return torch.where(chosen_BT[..., None], permute(y, to_place_BT), 0.0), state
+        y, state, side = _run_on_packed(memory, memory_x, chosen_BT[0], state, context)
+    return MixerOutput(torch.where(chosen_BT[..., None], permute(y, to_place_BT), 0.0), state, side)
 
 
-def _run_on_packed(
-    memory: nn.Module, x_1TD: Tensor, chosen_T: Tensor, state: State, context: Context
-) -> tuple[Tensor, Any]:
+def _run_on_packed(memory: nn.Module, x_1TD: Tensor, chosen_T: Tensor, state: State, context: Context) -> MixerOutput:
     """Run a memory on the chosen tokens of N packed sequences.
 
     The chosen tokens of the N sequences come first in x, as N shorter sequences. The other tokens of each sequence form
@@ -275,8 +279,8 @@ def _run_on_packed(
     ends = torch.cat([count_2N.new_zeros(1), count_2N.cumsum(0)]).to(torch.int32)
     context = context._replace(cu_seqlens=ends)
     if state is None:
-        return memory(x_1TD, None, context)[:2]
+        return MixerOutput(*memory(x_1TD, None, context))
     doubled = tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), state)
-    y, doubled, _ = memory(x_1TD, doubled, context)
+    y, doubled, side = MixerOutput(*memory(x_1TD, doubled, context))
     new = tree_map(lambda leaf: leaf[:N], doubled)
-    return y, new if torch.is_grad_enabled() else rollback_(state, new)
+    return MixerOutput(y, new if torch.is_grad_enabled() else rollback_(state, new), side)

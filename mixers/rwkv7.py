@@ -11,7 +11,7 @@ from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.low_rank import Ranks
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.output_gates import PrecomputedGate
-from deltazoo.mixers.parts.rwkv7 import RWKV7Projection
+from deltazoo.mixers.parts.rwkv7 import FIRST_VALUE, RWKV7Projection
 from deltazoo.mixers.parts.skips import Bonus
 
 
@@ -42,4 +42,5 @@ class RWKV7(HeadConfig):
         projection = RWKV7Projection(shape, place, self.ranks or Ranks.for_width(shape.width))
         initial_weight = ((place.layer + 1) / place.depth) ** 0.7
         norm = HeadNorm(shape, self.norm_eps, "layer", "each", bias=True, initial_weight=initial_weight)
-        return Parts(projection, {}, {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": PrecomputedGate()})
+        outputs = {"norm": norm, "bonus": Bonus(shape, -0.04), "gate": PrecomputedGate()}
+        return Parts(projection, outputs=outputs, shared=(FIRST_VALUE,))

@@ -32,8 +32,10 @@ from deltazoo.mixers.core.part import (
     StatelessOutputPart,
     init_normal,
     project_jointly,
+    run_part,
 )
 from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
+from deltazoo.mixers.core.side import side_outputs
 from deltazoo.mixers.core.state import write_back
 
 
@@ -117,7 +119,7 @@ class DeltaMixer(Mixer):
         self.operands = nn.ModuleDict(parts.operands)
         self.update = Update(spec, _update_shape(shape, parts), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
-        self.direct = parts.skip
+        self.direct, self.shared = parts.skip, parts.shared
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
         self.output_std = parts.output_std
         self.reset_parameters()
@@ -141,7 +143,6 @@ class DeltaMixer(Mixer):
 
     def forward(self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
-        context = context._replace(intermediates={})
         old = {} if state is None else state
         new: dict[str, Tensor | None] = {}
         if state is not None:
@@ -151,7 +152,7 @@ class DeltaMixer(Mixer):
             fused_o = self._fused_step_(x_BTD, state, context)
             if fused_o is not None:
                 return MixerOutput(self._project_out(fused_o, x_BTD, order), state)
-        inputs, new["project"] = self.project(x_BTD, old.get("project"), context)
+        inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
         raw = project_jointly(x_BTD, {name: part.proj for name, part in linear_parts.items() if is_plain(part)})
@@ -159,7 +160,7 @@ class DeltaMixer(Mixer):
             if name in raw:
                 inputs = linear_parts[name].prepare(raw[name], inputs)
             else:
-                inputs, new[name] = part(x_BTD, inputs, old.get(name), context)
+                inputs, new[name], context = run_part(part, x_BTD, inputs, old.get(name), context=context)
         o, new[self.update_key] = self.update(inputs, old.get(self.update_key), context)
         arguments = OutputArguments(x_BTD, projected, inputs)
         parts = list(self.outputs.items())
@@ -174,9 +175,10 @@ class DeltaMixer(Mixer):
                     continue
             o, new[name] = part(o, arguments, old.get(name), context)
         y_BTD = self._project_out(o, x_BTD, order)
-        if state is None:
-            return MixerOutput(y_BTD)
-        return MixerOutput(y_BTD, {name: tensor for name, tensor in new.items() if tensor is not None})
+        intermediates = context.intermediates or {}
+        side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
+        new_state = None if state is None else {name: tensor for name, tensor in new.items() if tensor is not None}
+        return MixerOutput(y_BTD, new_state, side)
 
     def forward_grouped(
         self,
@@ -193,7 +195,6 @@ class DeltaMixer(Mixer):
             x_1AD: [1, A, D]; state: a row for each sequence; context: cu_seqlens, with sequences that each belong to
                 one mixer.
         """
-        context = context._replace(intermediates={})
         old = {} if state is None else state
         new: dict[str, Tensor | None] = {}
         parts = {name: [mixer._parts()[name] for mixer in mixers] for name in self._parts()}

@@ -4,6 +4,7 @@ B batch, T time, D width, N packed sequences
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.initialization import init_weights
-from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.patterns import Term
+from deltazoo.mixers.core.side import Side
 
 # A state is a tree (NamedTuples, tuples, dicts) of tensors with the batch in dimension 0.
 State = Any
@@ -33,35 +34,40 @@ FIRST_PLACE = Place()
 
 
 class Context(NamedTuple):
-    """Inputs that all modules share in one forward pass.
+    """Inputs that all modules share in one forward pass. Modules do not change it; they return what others read.
 
     cu_seqlens: [N + 1] int32, bounds of packed sequences; then B = 1 and states have N rows.
     positions: [B, T] int64, absolute positions for rotary embeddings. None: positions continue from the state, or
         start at 0 in each sequence.
     mask: [B, T] bool, True at real tokens. Padding may be left or right of the real tokens of a row, not between
         them. Outputs at real tokens and the final state equal those of the unpadded rows.
-    values: tensors that a layer passes to later layers in the same forward pass, by name (RWKV-7's first values). The
-        caller provides a new dict for each pass.
-    losses: list to which modules with auxiliary losses append them. None: they compute no losses.
-    intermediates: tensors that a part passes to later parts of the same mixer, by name. The mixer provides the dict.
+    values: tensors that earlier modules returned in `side`, by name (RWKV-7's first values). None: modules neither
+        read nor return any.
+    losses: whether modules with auxiliary losses return them in `side`.
+    intermediates: tensors that earlier parts of the same mixer returned, by name.
     """
 
     cu_seqlens: Tensor | None = None
     positions: Tensor | None = None
     mask: Tensor | None = None
-    values: dict[str, Any] | None = None
-    losses: list[AuxiliaryLoss] | None = None
-    intermediates: dict[str, Tensor] | None = None
+    values: Mapping[str, Tensor] | None = None
+    losses: bool = False
+    intermediates: Mapping[str, Tensor] | None = None
 
     def intermediate(self, name: str) -> Tensor:
-        """Return a tensor that an earlier part stored."""
+        """Return a tensor that an earlier part returned."""
         assert self.intermediates is not None and name in self.intermediates  # the config includes both parts
         return self.intermediates[name]
 
-    def store(self, **tensors: Tensor) -> None:
-        """Store tensors for later parts."""
-        assert self.intermediates is not None  # the mixer provides the dict
-        self.intermediates.update(tensors)
+    def with_intermediates(self, tensors: Mapping[str, Tensor]) -> "Context":
+        """Return the context of the parts after one that returned `tensors`."""
+        return self._replace(intermediates={**(self.intermediates or {}), **tensors})
+
+    def after(self, side: Side | None) -> "Context":
+        """Return the context of the modules after one that returned `side`."""
+        if self.values is None or side is None or not side.values:
+            return self
+        return self._replace(values={**self.values, **side.values})
 
 
 class MixerOutput(NamedTuple):
@@ -69,12 +75,12 @@ class MixerOutput(NamedTuple):
 
     y: [B, T, D].
     state: the new state; None without a state.
-    side: tensors for later modules and for losses; None: there are none.
+    side: tensors for later modules, and auxiliary losses; None: there are none.
     """
 
     y: Tensor
     state: State | None = None
-    side: Any = None
+    side: Side | None = None
 
 
 class Mixer(nn.Module, ABC):

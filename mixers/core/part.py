@@ -6,7 +6,7 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -55,14 +55,18 @@ class OutputArguments(NamedTuple):
     inputs: UpdateInputs
 
 
+# What an operand part and a projection return: the operands, the new state, and optionally tensors for later parts.
+OperandResult = tuple[UpdateInputs, Tensor | None] | tuple[UpdateInputs, Tensor | None, Mapping[str, Tensor]]
+
+
 class OperandPart(nn.Module, ABC):
     """Part that changes or adds operands before the update: a feature map, norm, rotation, decay or beta."""
 
     @abstractmethod
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         """Return the changed operands and the new state (None for a part without a state).
+
+        A third element, a dict of tensors by name, is what later parts of the mixer read as `context.intermediate`.
 
         Args:
             x: [B, T, D], input of the mixer.
@@ -177,6 +181,7 @@ class Parts:
     skip: map x [B, T, D] -> y [B, T, D] that bypasses the update; None: no bypass.
     output_std: standard deviation of the output map's initial weights, whose bias is then 0; None: torch's default.
     output_bias: whether the output map has a bias.
+    shared: names of tensors that parts return, which the mixer returns in `side`, for later layers.
     """
 
     projection: nn.Module
@@ -185,11 +190,18 @@ class Parts:
     skip: nn.Module | None = None
     output_std: float | None = None
     output_bias: bool = False
+    shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = ["project", "update", *self.operands, *self.outputs]
         if len(set(names)) < len(names):
             raise ConfigError(f"the parts of a mixer need distinct names, got {names}")
+
+
+def run_part(part: nn.Module, *arguments: Any, context: Context) -> tuple[UpdateInputs, Tensor | None, Context]:
+    """Call a projection or an operand part. Return the operands, the new state, and the context of later parts."""
+    inputs, state, *tensors = part(*arguments, context)
+    return inputs, state, context.with_intermediates(tensors[0]) if tensors else context
 
 
 def projection(width: int, out: int, rank: int | None = None, bias: bool = False) -> nn.Module:

@@ -14,7 +14,7 @@ from deltazoo.backends.check import check_integer
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, MixerOutput, Place
-from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful
+from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful, run_part
 from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.update import update_flops
@@ -99,16 +99,16 @@ class LogLinearMixer(Mixer):
 
     def forward(self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
-        context = context._replace(intermediates={})
         if state is not None:
             expected = self._initial_state(0, x_BTD)
             check_names(state, expected)
             check_shapes(state, {name: tensor.shape[1:] for name, tensor in expected.items()})
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
-        inputs, history = self.project(x_BTD, None if state is None else state.get("project"), context)
+        old_history = None if state is None else state.get("project")
+        inputs, history, context = run_part(self.project, x_BTD, old_history, context=context)
         projected = inputs
         for part in self.operands.values():
-            inputs, _ = part(x_BTD, inputs, None, context)
+            inputs, _, context = run_part(part, x_BTD, inputs, None, context=context)
         old = None if state is None else {"levels": state[self.levels_key], "seen": state["seen"]}
         o, new = self.update(x_BTD, inputs, old, context)
         for part in self.outputs.values():

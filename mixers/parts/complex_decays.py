@@ -1,6 +1,6 @@
 """Decays of complex diagonal recurrences: the LRU's exponential parametrisation, and S5's discretised state space.
 
-Each part sets the magnitude of the decay as `log_decay`, and stores its angle as the intermediate "frequency", which
+Each part sets the magnitude of the decay as `log_decay`, and returns its angle as the intermediate "frequency", which
 `ToRotatingFrame` reads.
 
 HV value heads (one per complex state)
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult
 from deltazoo.mixers.parts.decays import DT_MAX, DT_MIN
 from deltazoo.mixers.parts.discretisation import Discretisation, discretise
 
 
 class LRUDecay(OperandPart):
-    """a = exp(-exp(nu) + i exp(theta)), v <- exp(gamma) v. Stores the intermediate "frequency", exp(theta).
+    """a = exp(-exp(nu) + i exp(theta)), v <- exp(gamma) v. Returns the intermediate "frequency", exp(theta).
 
     Args: ring: smallest and largest |a| at initialisation; phase: largest angle of a at initialisation, in radians.
     Initialisation: |a|^2 uniform in [ring[0]^2, ring[1]^2], the angle uniform in [0, phase],
@@ -45,19 +45,16 @@ class LRUDecay(OperandPart):
         self.theta.uniform_(0, self.phase).log_()
         self.gamma.copy_(0.5 * torch.log1p(-square))
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         dtype = state_dtype(inputs.v.dtype)
-        context.store(frequency=self.theta.exp())
         v = (inputs.v * self.gamma.to(dtype).exp()[:, None]).to(inputs.v.dtype)
-        return inputs._replace(v=v, log_decay=-self.nu.to(dtype).exp()), None
+        return inputs._replace(v=v, log_decay=-self.nu.to(dtype).exp()), None, {"frequency": self.theta.exp()}
 
 
 class S5Decay(OperandPart):
     """A diagonal state space with complex eigenvalues lambda: a and b from `discretise`, v <- b v.
 
-    Stores the intermediate "frequency", the angle of a.
+    Returns the intermediate "frequency", the angle of a.
 
     Args: blocks: the number of HiPPO matrices that the eigenvalues are taken from.
     Initialisation: lambda are the eigenvalues with positive imaginary part of HiPPO-LegS's normal part, one set per
@@ -80,16 +77,13 @@ class S5Decay(OperandPart):
         self.imaginary.copy_(torch.tensor(eigenvalues.imag))
         self.log_dt.uniform_(math.log(DT_MIN), math.log(DT_MAX))
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         dtype = state_dtype(inputs.v.dtype)
         real, imaginary = -self.log_real.to(dtype).exp(), self.imaginary.to(dtype)
         log_decay, frequency, b_re, b_im = discretise(self.discretisation, real, imaginary, self.log_dt.exp())
-        context.store(frequency=frequency)
         re, im = inputs.v.to(dtype).unbind(-1)
         v = torch.stack([re * b_re - im * b_im, re * b_im + im * b_re], -1)
-        return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None
+        return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None, {"frequency": frequency}
 
     def extra_repr(self) -> str:
         return repr(self.discretisation)

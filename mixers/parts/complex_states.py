@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, Stateful
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
 
@@ -22,7 +22,7 @@ from deltazoo.mixers.core.state import write_back
 class ToRotatingFrame(OperandPart, Stateful):
     """v_t <- exp(-i w t) v_t, with the angular frequencies w [HV] in radians per token.
 
-    w is learned if `theta` is given; otherwise it is the intermediate "frequency". Stores w t as "angle".
+    w is learned if `theta` is given; otherwise it is the intermediate "frequency". Returns w t as "angle".
     Angles are computed in float64 modulo 2 pi, so that their error does not grow with the length of the sequence.
 
     Args: theta: base of the learned frequencies.
@@ -45,14 +45,11 @@ class ToRotatingFrame(OperandPart, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return like.new_zeros(batch, dtype=torch.int64)
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         frequency = context.intermediate("frequency") if self.turn is None else self.turn
         angle = rotation_angle(positions(x, state, context), frequency, state_dtype(inputs.v.dtype))
-        context.store(angle=angle)
         new_state = None if state is None else write_back(state, state + token_counts(x, context))
-        return inputs._replace(v=_rotate(inputs.v, -angle)), new_state
+        return inputs._replace(v=_rotate(inputs.v, -angle)), new_state, {"angle": angle}
 
 
 class FromRotatingFrame(OutputPart):

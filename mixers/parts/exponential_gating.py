@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.varlen import valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, Stateful
 from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.decays import clamp_nonpositive
@@ -27,7 +27,7 @@ class ExponentialGate(OperandPart, Stateful):
     With m_t = max(m_(t-1) + log a_t, i_t), the state is stored divided by exp(m_t). The stored decay
     exp(log a_t + m_(t-1) - m_t) and the stored input gate exp(i_t - m_t) are then at most 1. cap(x) = 15 tanh(x / 15).
 
-    Stores the intermediate "one": exp(-m), the value 1 in the scale of the stored state.
+    Returns the intermediate "one": exp(-m), the value 1 in the scale of the stored state.
 
     State: m, [B, HV]. m cancels in the result, so it gets no gradient.
     Initialisation: W = 0; b is -10 for i, and rises from 3 to 6 over the heads for f.
@@ -50,15 +50,12 @@ class ExponentialGate(OperandPart, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return initial_max(batch, self.heads, like)
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = self.proj(x)
         capped = SOFT_CAP * torch.tanh(raw.to(state_dtype(raw.dtype)) / SOFT_CAP)
         log_input, log_decay = capped[..., : self.heads], F.logsigmoid(capped[..., self.heads :])
         m, previous_m, new_state = running_max(log_decay, log_input, state, context)
-        context.store(one=(-m).exp())
-        return stabilised(inputs, log_decay, log_input, m, previous_m), new_state
+        return stabilised(inputs, log_decay, log_input, m, previous_m), new_state, {"one": (-m).exp()}
 
 
 def stabilised(

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads, Stateful
+from deltazoo.mixers.core.part import (
+    HeadShape,
+    OperandPart,
+    OperandResult,
+    OutputArguments,
+    OutputPart,
+    ResizesHeads,
+    Stateful,
+)
 from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.convolution import TokenShift
@@ -62,7 +70,7 @@ class TrapezoidalGates(OperandPart):
 
         dt = softplus(W x + dt_bias),  A = max(f(W_A x), 1e-4),  lambda = sigmoid(W_l x)
 
-    with f(y) = 1 + y for y >= 0 and 1 / (1 - y) below, all per value head. Stores the intermediates "dt" and "share",
+    with f(y) = 1 + y for y >= 0 and 1 / (1 - y) below, all per value head. Returns the intermediates "dt" and "share",
     which is lambda, [B, T, HV].
 
     Initialisation: dt_bias as `init_dt_bias`.
@@ -77,15 +85,12 @@ class TrapezoidalGates(OperandPart):
     def reset_parameters(self) -> None:
         init_dt_bias(self.dt_bias)
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = self.proj(x)
         raw_dt, raw_rate, raw_share = raw.to(state_dtype(raw.dtype)).chunk(3, -1)
         dt = softplus(raw_dt + self.dt_bias.to(raw_dt.dtype))
         rate = (raw_rate.clamp(min=0) + 1 / (1 - raw_rate.clamp(max=0))).clamp(min=MIN_RATE)
-        context.store(dt=dt, share=raw_share.sigmoid())
-        return inputs._replace(log_decay=-dt * rate), None
+        return inputs._replace(log_decay=-dt * rate), None, {"dt": dt, "share": raw_share.sigmoid()}
 
 
 class AccumulatedRotary(OperandPart, Stateful):
@@ -134,7 +139,7 @@ class TrapezoidalWrite(OperandPart, Stateful):
         U_t = a_t U_(t-1) + beta_t k_(t-1) v_(t-1)^T,  beta_t = a_t (lambda_(t-1) dt_(t-1) + (1 - lambda_t) dt_t)
         o_t = U_t^T q_t + lambda_t dt_t (k_t^T q_t) v_t
 
-    Reads "dt" and "share", lambda; stores "present", the factor of v_t [B, T, HV].
+    Reads "dt" and "share", lambda; returns "present", the factor of v_t [B, T, HV].
 
     Args: scale: factor on the output.
     State: k, v and lambda dt of the last token, [B, 1, HV (K + V + 1)].
@@ -149,13 +154,11 @@ class TrapezoidalWrite(OperandPart, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return like.new_zeros(batch, 1, sum(self.sizes), dtype=state_dtype(like.dtype))
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         assert inputs.log_decay is not None  # set by `TrapezoidalGates`
         dt, share, q, k, v = context.intermediate("dt"), context.intermediate("share"), inputs.q, inputs.k, inputs.v
         present = share * dt
-        context.store(present=self.scale * present * (q.to(dt.dtype) * k.to(dt.dtype)).sum(-1))
+        factor = self.scale * present * (q.to(dt.dtype) * k.to(dt.dtype)).sum(-1)
         streams = k.flatten(2), v.flatten(2), present
         histories = [None] * 3 if state is None else state.split(self.sizes, -1)
         results = [self.shift(y, history, context) for y, history in zip(streams, histories, strict=True)]
@@ -163,7 +166,7 @@ class TrapezoidalWrite(OperandPart, Stateful):
         new_state = None if state is None else write_back(state, torch.cat([new for _, new in results], -1))
         beta = inputs.log_decay.exp() * (previous + (1 - share) * dt)
         k, v = (rearrange(y, "b t (h c) -> b t h c", h=self.heads) for y in (previous_k, previous_v))
-        return inputs._replace(k=k, v=v, beta=beta), new_state
+        return inputs._replace(k=k, v=v, beta=beta), new_state, {"present": factor}
 
 
 class PresentWrite(OutputPart):

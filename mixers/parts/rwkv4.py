@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, Stateful
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.exponential_gating import initial_max, running_max, stabilised
 
@@ -19,7 +19,7 @@ from deltazoo.mixers.parts.exponential_gating import initial_max, running_max, s
 class RWKV4Projection(nn.Module, Stateful):
     """k, v, r = W (mu x_t + (1 - mu) x_(t-1)), with one mu [D] each; q = 1.
 
-    Stores the intermediates "key" and "gate" (r).
+    Returns the intermediates "key" and "gate" (r).
 
     State: the token shift's, [B, 1, D].
     Initialisation, for channel i in layer l of L: mu = (i / D)^(1 - l / L) for k, 0.3 l / (L - 1) more for v, and half
@@ -47,19 +47,18 @@ class RWKV4Projection(nn.Module, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.shift.init_state(batch, self.width, like)
 
-    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> OperandResult:
         previous, new_state = self.shift(x, state, context)
         x_k, x_v, x_r = (previous + (x - previous) * mix.to(x.dtype) for mix in self.mix)
-        context.store(key=self.to_k(x_k), gate=self.to_r(x_r))
         v = self.to_v(x_v)[..., None]
         one = torch.ones_like(v)
-        return UpdateInputs(one, one, v), new_state
+        return UpdateInputs(one, one, v), new_state, {"key": self.to_k(x_k), "gate": self.to_r(x_r)}
 
 
 class WKVGate(OperandPart, Stateful):
     """log_decay = -exp(w), v_t <- exp(k_t) v_t stabilised by the running maximum m.
 
-    Reads the intermediate "key", k [B, T, HV], and stores "previous_max", m_(t-1).
+    Reads the intermediate "key", k [B, T, HV], and returns "previous_max", m_(t-1).
 
     State: m, [B, HV].
     Initialisation: w rises from -5 to 3 over the channels, with an exponent that depends on the layer.
@@ -80,15 +79,12 @@ class WKVGate(OperandPart, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return initial_max(batch, self.heads, like)
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = context.intermediate("key")
         key = raw.to(state_dtype(raw.dtype))
         log_decay = (-self.w.to(key.dtype).exp()).expand_as(key)
         m, previous_m, new_state = running_max(log_decay, key, state, context)
-        context.store(previous_max=previous_m)
-        return stabilised(inputs, log_decay, key, m, previous_m), new_state
+        return stabilised(inputs, log_decay, key, m, previous_m), new_state, {"previous_max": previous_m}
 
 
 class WKVBonus(OutputPart):

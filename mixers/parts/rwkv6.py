@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import HasFlops, HeadShape, Stateful
+from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandResult, Stateful
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.low_rank import LowRank, Ranks
 
@@ -21,7 +21,7 @@ from deltazoo.mixers.parts.low_rank import LowRank, Ranks
 class RWKV6Projection(nn.Module, Stateful, HasFlops):
     """r, k, v, g and w of x_i = x_t + (x_(t-1) - x_t) (mu_i + lowrank_i(x_t + (x_(t-1) - x_t) mu_x)).
 
-    log_decay = -exp(w_0 + tanh(x_w A) B). Stores the intermediate "gate", g.
+    log_decay = -exp(w_0 + tanh(x_w A) B). Returns the intermediate "gate", g.
 
     State: the token shift's, [B, 1, D].
     Initialisation, as in the published code: mu_i and w_0 by channel and layer; the first matrix of each low-rank map
@@ -64,17 +64,16 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.shift.init_state(batch, self.shape.width, like)
 
-    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> OperandResult:
         previous, new_state = self.shift(x, state, context)
         delta = previous - x
         inner = self.mix_down(x + delta * self.mix_x.to(x.dtype)).tanh().unflatten(-1, (5, -1))
         low_rank = torch.einsum("btir,ird->ibtd", inner, self.mix_up.to(inner.dtype))
         x_w, x_k, x_v, x_r, x_g = (x + delta * (m.to(x.dtype) + d) for m, d in zip(self.mix, low_rank, strict=True))
-        context.store(gate=self.to_g(x_g))
         log_decay = rearrange(-self.decay(x_w).exp(), "b t (h k) -> b t h k", h=self.shape.heads)
         q, k = (rearrange(y, "b t (h k) -> b t h k", h=self.shape.heads) for y in (self.to_r(x_r), self.to_k(x_k)))
         v = rearrange(self.to_v(x_v), "b t (h v) -> b t h v", h=self.shape.value_heads)
-        return UpdateInputs(q, k, v, log_decay=log_decay), new_state
+        return UpdateInputs(q, k, v, log_decay=log_decay), new_state, {"gate": self.to_g(x_g)}
 
 
 def initial_bonus(shape: HeadShape, place: Place) -> Callable[[], Tensor]:

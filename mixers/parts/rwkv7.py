@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.errors import ConfigError
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import HeadShape, Stateful
+from deltazoo.mixers.core.part import HeadShape, OperandResult, Stateful
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.low_rank import LowRank, Ranks
 
-# Keys of `context.values`
-FIRST_LAYER, FIRST_VALUE = "rwkv7 first layer", "rwkv7 first value"
+FIRST_VALUE = "rwkv7 first value"  # key of `context.values`
 # Maximum of |weight| sqrt(D) at initialisation
 RECEPTANCE_BOUND, KEY_BOUND, VALUE_BOUND = 0.5, 0.05, 0.5
 
@@ -33,7 +32,7 @@ class RWKV7Projection(nn.Module, Stateful):
     RWKV-7 layer with weight sigmoid(lowrank(x_v)). The first RWKV-7 layer of a stack should be layer 0, because only
     layer 0 is built without the weights of that interpolation.
 
-    Stores the intermediate "gate", and the first layer's values in `context.values`.
+    Returns the intermediate "gate"; the first layer also its values v, for `context.values` of later layers.
 
     State: the token shift's, [B, 1, D].
     Initialisation, as in the published code: by channel and layer; the maps to r and v are uniform in +-0.5 / sqrt(D),
@@ -75,33 +74,30 @@ class RWKV7Projection(nn.Module, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.shift.init_state(batch, self.shape.width, like)
 
-    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> OperandResult:
         previous, new_state = self.shift(x, state, context)
         x_r, x_w, x_k, x_v, x_a, x_g = (x + (previous - x) * mix.to(x.dtype) for mix in self.mix)
         r, k, v = self.to_r(x_r), self.to_k(x_k), self.to_v(x_v)
-        context.store(gate=self.gate(x_g))
         log_decay = -math.exp(-0.5) * self.decay(x_w).sigmoid()
         eta = self.rate(x_a).sigmoid()
         kappa = F.normalize(self._heads((k * self.xi).to(eta.dtype)), dim=-1)
         k = k * (1 + (eta - 1) * self.alpha)
-        v = self._interpolate_values(v, x_v, context)
+        intermediates = {"gate": self.gate(x_g)}
+        if context.values is not None:
+            if FIRST_VALUE in context.values:
+                v = self._interpolate_values(v, x_v, context.values[FIRST_VALUE])
+            else:
+                intermediates[FIRST_VALUE] = v
         v = rearrange(v, "b t (h v) -> b t h v", h=self.shape.value_heads)
         q, k = self._heads(r), self._heads(k).to(r.dtype)
         b = (kappa * self._heads(eta)).to(r.dtype)
         inputs = UpdateInputs(q, k, v.to(r.dtype), log_decay=self._heads(log_decay), a=-kappa.to(r.dtype), b=b)
-        return inputs, new_state
+        return inputs, new_state, intermediates
 
-    def _interpolate_values(self, v: Tensor, x_v: Tensor, context: Context) -> Tensor:
-        """Store the values of the first layer; interpolate those of a later layer towards them."""
-        if context.values is None:
-            return v
-        # Identify the first layer by its index: activation checkpointing runs it again after its values were stored.
-        if context.values.setdefault(FIRST_LAYER, self.place.layer) == self.place.layer:
-            context.values[FIRST_VALUE] = v
-            return v
+    def _interpolate_values(self, v: Tensor, x_v: Tensor, first: Tensor) -> Tensor:
+        """Interpolate the values of a later layer towards those of the first one."""
         if self.value is None:
             return v
-        first = context.values[FIRST_VALUE]
         if first.shape[-1] != v.shape[-1]:
             raise ConfigError(
                 "heads x value_width must be the same in all RWKV-7 layers, because their values are mixed: the first "

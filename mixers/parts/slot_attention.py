@@ -14,7 +14,15 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads, Stateful
+from deltazoo.mixers.core.part import (
+    HeadShape,
+    OperandPart,
+    OperandResult,
+    OutputArguments,
+    OutputPart,
+    ResizesHeads,
+    Stateful,
+)
 from deltazoo.mixers.parts.decays import clamp_nonpositive
 from deltazoo.mixers.parts.running_logsumexp import SCORE_BOUND, initial_logsumexp, running_logsumexp
 
@@ -25,7 +33,7 @@ class SlotKeyPass(OperandPart, ResizesHeads, ABC):
     """The operands of the first pass, K_t = Diag(a_t) K_(t-1) + w_t k_t^T, with a and w computed from W x.
 
     Each slot is a value head with V = 1 whose value is its write strength w, so that the state of the update is K
-    transposed. Stores the intermediate "values": the projected values, for the second pass.
+    transposed. Returns the intermediate "values": the projected values, for the second pass.
     """
 
     def __init__(self, shape: HeadShape, slots: int) -> None:
@@ -37,13 +45,11 @@ class SlotKeyPass(OperandPart, ResizesHeads, ABC):
     def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log a and w, [B, T, H M], and the new state. Args: raw: W x, float32 or float64."""
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = self.proj(x)
         log_decay, write, new_state = self.strengths(raw.to(state_dtype(raw.dtype)), state, context)
-        context.store(values=inputs.v)
-        return inputs._replace(v=write[..., None].to(inputs.v.dtype), log_decay=log_decay), new_state
+        v = write[..., None].to(inputs.v.dtype)
+        return inputs._replace(v=v, log_decay=log_decay), new_state, {"values": inputs.v}
 
     def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(value_heads=shape.heads * self.slots, value_width=1)

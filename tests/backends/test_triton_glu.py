@@ -144,7 +144,7 @@ def test_an_mlp_can_be_vectorised(monkeypatch):
     monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
     mlp = Dense(width=12).build(6).to(DEVICE)
     x = draw(2, 3, 6, dtype=torch.float32)
-    torch.testing.assert_close(torch.func.vmap(lambda x: mlp(x[None], None)[0])(x), mlp(x, None))
+    torch.testing.assert_close(torch.func.vmap(lambda x: mlp(x[None], None).y[0])(x), mlp(x, None).y)
 
 
 @needs_triton
@@ -155,14 +155,14 @@ def test_an_mlp_uses_the_kernels_only_with_gradients(monkeypatch, config):
     mlp = config.build(6).to(DEVICE)
     x = draw(2, 3, 6, dtype=torch.float32).requires_grad_()
     with watch() as log:
-        y = mlp(x, None)
+        y = mlp(x, None).y
         gradients = torch.autograd.grad(y.sum(), [x, *mlp.parameters()])
     assert set(log.kernels) == {"glu_kernel", "glu_backward_kernel"}
     with watch() as log, torch.no_grad():
-        torch.testing.assert_close(mlp(x, None), y)
+        torch.testing.assert_close(mlp(x, None).y, y)
     assert not log.kernels
     monkeypatch.setattr(module, "is_supported", lambda hidden: False)
-    expected = torch.autograd.grad(mlp(x, None).sum(), [x, *mlp.parameters()])
+    expected = torch.autograd.grad(mlp(x, None).y.sum(), [x, *mlp.parameters()])
     torch.testing.assert_close(gradients, expected)
 
 
@@ -172,7 +172,7 @@ def test_a_compiled_mlp_is_one_graph_with_the_same_gradients(monkeypatch):
     torch.manual_seed(0)
     mlp = Dense(width=12).build(6).to(DEVICE)
     x = draw(2, 3, 6, dtype=torch.float32).requires_grad_()
-    expected = torch.autograd.grad(mlp(x, None).square().sum(), [x, *mlp.parameters()])
+    expected = torch.autograd.grad(mlp(x, None).y.square().sum(), [x, *mlp.parameters()])
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
     with watch() as log:
         actual = torch.autograd.grad(compiled(x, None).square().sum(), [x, *mlp.parameters()])

@@ -44,7 +44,7 @@ def test_norms_are_at_the_position_of_the_equation(position):
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     equation = EQUATIONS[position]
     middle = equation(x, lambda x: rms_norm(x, layer.norm.weight), lambda x: layer.mixers[0](x)[0])
-    expected = equation(middle, lambda x: rms_norm(x, layer.mlp_norm.weight), lambda x: layer.mlp(x, CONTEXT))
+    expected = equation(middle, lambda x: rms_norm(x, layer.mlp_norm.weight), lambda x: layer.mlp(x, CONTEXT).y)
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-12, atol=1e-12)
 
 
@@ -62,7 +62,7 @@ def test_a_layer_may_be_only_a_mixer_or_only_an_mlp():
     assert not any("mlp" in name for name in model.state_dict() if name.startswith("stack.layers.1"))
     x = torch.randn(1, 3, WIDTH)
     mlp = model.stack.layers[0]
-    torch.testing.assert_close(mlp(x, ())[0], x + mlp.mlp(rms_norm(x, mlp.mlp_norm.weight), CONTEXT))
+    torch.testing.assert_close(mlp(x, ())[0], x + mlp.mlp(rms_norm(x, mlp.mlp_norm.weight), CONTEXT).y)
     assert [row.mixer for row in spec.describe().layers] == ["mlp", "mamba2"]
     assert [row.state_bytes > 0 for row in spec.describe().layers] == [False, True]
     with pytest.raises(ConfigError, match="a layer needs a mixer or an MLP, got 'none' for both"):
@@ -84,8 +84,8 @@ def test_an_mlp_computes_its_equation(activation, bias):
     plain = Dense(width=6, activation=activation, bias=bias, gated=False).build(WIDTH)
     x = torch.randn(2, 3, WIDTH)
     gate, up = gated.to_hidden(x).split(6, -1)
-    torch.testing.assert_close(gated(x, CONTEXT), gated.out(phi(gate) * up))
-    torch.testing.assert_close(plain(x, CONTEXT), plain.out(phi(plain.to_hidden(x))))
+    torch.testing.assert_close(gated(x, CONTEXT).y, gated.out(phi(gate) * up))
+    torch.testing.assert_close(plain(x, CONTEXT).y, plain.out(phi(plain.to_hidden(x))))
     count = 3 * WIDTH * 6 + bias * (12 + WIDTH)
     assert sum(parameter.numel() for parameter in gated.parameters()) == count
     assert (plain.flops, gated.flops) == (4 * WIDTH * 6, 6 * WIDTH * 6)
@@ -145,7 +145,7 @@ def test_embeddings_are_scaled_and_logits_capped():
     model = StackSpec(**spec, embedding_scale=3.0, logit_cap=0.1).build().double()
     model.load_state_dict(plain.state_dict())
     tokens = torch.randint(9, (2, 5))
-    features, _ = plain.stack(3 * plain.embedding(tokens))
+    features = plain.stack(3 * plain.embedding(tokens)).x
     expected = 0.1 * torch.tanh(features @ plain.embedding.weight.T / 0.1)
     torch.testing.assert_close(model(tokens)[0], expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(model.loss(tokens, tokens), F.cross_entropy(expected.flatten(0, 1), tokens.flatten()))

@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMo
 from deltazoo.backends.grouped import grouped_linear
 from deltazoo.blocks.moe import MoE, MoEMlp
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.mixers import AuxiliaryLoss, Context
+from deltazoo.mixers import Context
 
 D, HIDDEN, SHARED, EXPERTS, ACTIVE = 12, 20, 28, 5, 3
 
@@ -103,7 +103,7 @@ def test_equals_the_published_block(published, monkeypatch):
         patch.setattr(torch, "float", torch.float64)
         patch.setattr(torch, "float32", torch.float64)
         expected = theirs(x)
-    actual = ours(x, Context())
+    actual = ours(x, Context()).y
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn_like(x)
     mine = torch.autograd.grad((actual * weight).sum(), [x, *pairs])
@@ -127,8 +127,7 @@ def mlp() -> MoEMlp:
 def test_losses_equal_their_definitions(mlp, padded):
     x = torch.randn(2, 9, D, dtype=torch.float64)
     mask = torch.arange(9) < torch.tensor([[9], [5]]) if padded else None
-    losses: list[AuxiliaryLoss] = []
-    mlp(x, Context(mask=mask, losses=losses))
+    losses = mlp(x, Context(mask=mask, losses=True)).side.losses
     actual = {loss.name: (loss.coefficient, loss.combine(loss.statistics[None])) for loss in losses}
     logits = (x @ mlp.router.weight.mT).flatten(0, 1)
     real = torch.ones(18, dtype=torch.bool) if mask is None else mask.flatten()
@@ -144,8 +143,7 @@ def test_balance_of_sigmoid_scores_uses_their_shares():
     torch.manual_seed(0)
     mlp = MoE(experts=4, active=2, width=8, scores="sigmoid").build(D).double()
     x = torch.randn(1, 9, D, dtype=torch.float64)
-    losses: list[AuxiliaryLoss] = []
-    mlp(x, Context(losses=losses))
+    losses = mlp(x, Context(losses=True)).side.losses
     s = (x[0] @ mlp.router.weight.mT).sigmoid()
     fraction = F.one_hot(s.topk(2).indices, 4).sum(1).double().mean(0)
     expected = 4 * (fraction * (s / s.sum(-1, keepdim=True)).mean(0)).sum()
@@ -155,7 +153,7 @@ def test_balance_of_sigmoid_scores_uses_their_shares():
 def test_ties_go_to_the_experts_with_the_lowest_index(mlp):
     with torch.no_grad():
         mlp.router.weight.zero_()
-    experts, weight = mlp.router(torch.randn(2, 3, D, dtype=torch.float64), Context())
+    experts, weight, _ = mlp.router(torch.randn(2, 3, D, dtype=torch.float64), Context())
     assert experts.tolist() == [[[0, 1]] * 3] * 2
     assert weight.tolist() == [[[0.5, 0.5]] * 3] * 2
 
@@ -194,7 +192,7 @@ def test_every_length_and_route_uses_the_same_graph(mlp):
     module = torch.compile(mlp, fullgraph=True, backend=counter, dynamic=True)
     for length in (5, 8, 3):
         x = torch.randn(2, length, D, dtype=torch.float64, requires_grad=True)
-        actual, expected = module(x, Context()), mlp(x, Context())
+        actual, expected = module(x, Context()).y, mlp(x, Context()).y
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
         gradients = (torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()]) for y in (actual, expected))
         for left, right in zip(*gradients, strict=True):

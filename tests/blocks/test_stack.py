@@ -269,8 +269,8 @@ def test_gradients_flow_through_a_state_unless_detached(model, tokens):
     gradients = []
     for detached in (False, True):
         x_BTD = model.embedding(tokens_BT).detach().requires_grad_()
-        _, state = model.stack(x_BTD[:, :3], model.init_state(1, capacity=6))
-        y_BTD, _ = model.stack(x_BTD[:, 3:], detach(state) if detached else state)
+        _, state, _ = model.stack(x_BTD[:, :3], model.init_state(1, capacity=6))
+        y_BTD, *_ = model.stack(x_BTD[:, 3:], detach(state) if detached else state)
         gradients.append(torch.autograd.grad(y_BTD.square().sum(), x_BTD)[0])
     whole_BTD = model.embedding(tokens_BT).detach().requires_grad_()
     assert_close(gradients[0], torch.autograd.grad(model.stack(whole_BTD)[0][:, 3:].square().sum(), whole_BTD)[0])

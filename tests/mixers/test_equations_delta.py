@@ -299,7 +299,7 @@ def test_rwkv7_interpolates_towards_the_values_of_the_first_layer() -> None:
         later.project.value.down.weight.normal_()
     x = torch.randn(2, T, D, dtype=torch.float64)
     context = Context(values={})
-    first(x, None, context)
+    context = context.after(first(x, None, context).side)
     values: list[Tensor] = []
     later.update.register_forward_pre_hook(lambda _, args: values.append(args[0].v))
     later(x, None, context)

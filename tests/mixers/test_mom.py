@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.backends import registry
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.mixers import AuxiliaryLoss, Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM, parse
+from deltazoo.mixers import Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM, parse
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import can_group
 from deltazoo.mixers.mom import MoMMixer, Router
@@ -123,9 +123,8 @@ def test_routes_are_bitwise_equal_for_pieces_and_single_rows(width: int) -> None
 
 def record(module: Callable[..., object], x: Tensor, **context: Tensor) -> dict[str, Tensor]:
     """Run a module and return its auxiliary losses by name."""
-    losses: list[AuxiliaryLoss] = []
-    module(x, context=Context(losses=losses, **context))
-    return {loss.name: loss.combine(loss.statistics[None]) for loss in losses}
+    side = module(x, context=Context(losses=True, **context)).side
+    return {loss.name: loss.combine(loss.statistics[None]) for loss in side.losses}
 
 
 def test_router_losses_ignore_padding() -> None:
@@ -173,8 +172,8 @@ def test_ties_go_to_the_memories_with_the_lowest_index() -> None:
 
 def test_memories_of_memories_record_their_losses() -> None:
     inner = MoM(memory=LinearAttention(heads=1), memories=2, active=1)
-    losses: list[AuxiliaryLoss] = []
-    build(inner, memories=3, balance=0.01)(torch.randn(2, T, WIDTH, dtype=torch.float64), None, Context(losses=losses))
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64)
+    losses = build(inner, memories=3, balance=0.01)(x, None, Context(losses=True)).side.losses
     assert [len(loss.statistics[0]) for loss in losses] == [3, 2, 2, 2, 2]  # the router, three memories, the shared one
 
 
@@ -331,8 +330,7 @@ def test_memories_with_a_replaced_map_run_one_by_one() -> None:
 
 
 def test_auxiliary_losses_of_no_tokens_are_finite() -> None:
-    context = Context(losses=[])
     mixer = build(GatedDeltaNet(heads=2, key_width=4), balance=0.1, z=0.1)
-    mixer(torch.zeros(2, 0, WIDTH, dtype=torch.float64), None, context)
-    assert len(context.losses) == 2
-    assert all(loss.combine(loss.statistics[None]).isfinite().all() for loss in context.losses)
+    losses = mixer(torch.zeros(2, 0, WIDTH, dtype=torch.float64), None, Context(losses=True)).side.losses
+    assert len(losses) == 2
+    assert all(loss.combine(loss.statistics[None]).isfinite().all() for loss in losses)

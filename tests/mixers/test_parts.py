@@ -133,7 +133,7 @@ def test_decays_are_finite_and_at_most_one(dtype: torch.dtype) -> None:
         FixedDecay(SHAPE),
         SoftmaxSlots(SHAPE, 3),
     ):
-        log_decay = part.to(dtype)(x, inputs, None, Context(intermediates={}))[0].log_decay
+        log_decay = part.to(dtype)(x, inputs, None, Context())[0].log_decay
         assert log_decay.isfinite().all()
         assert log_decay.max() <= 0
         assert log_decay.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

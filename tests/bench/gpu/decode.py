@@ -71,10 +71,10 @@ def operands(mixer, x, state):
     """The fused step of a mixer, its inputs, and the operands of the update from the mixer's parts."""
     fusion = mixer.decode_fusion()
     inputs = fusion.inputs(x, state["project"].clone())
-    q, k, v = mixer.project(x, state["project"].clone(), deltazoo.mixers.Context(intermediates={}))[0][:3]
+    q, k, v = mixer.project(x, state["project"].clone(), deltazoo.mixers.Context())[0][:3]
     update_inputs = deltazoo.UpdateInputs(q.contiguous(), k.contiguous(), v.contiguous())
     for part in mixer.operands.values():
-        update_inputs = part(x, update_inputs, None, deltazoo.mixers.Context(intermediates={}))[0]
+        update_inputs = part(x, update_inputs, None, deltazoo.mixers.Context())[0]
     return fusion.step, inputs, update_inputs
 
 
