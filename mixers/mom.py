@@ -21,6 +21,7 @@ from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
 from deltazoo.mixers.core.grouped import Rows
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, MixerOutput, Place, State
+from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
 from deltazoo.mixers.core.state import batch, rollback_
@@ -226,10 +227,10 @@ def _run_grouped(
     y_BTD = (weight_BTK1 * y_BTKD).to(y_1AD.dtype).sum(2)
     if state is None:
         return y_BTD, states
-    new = [{name: x[m * N : (m + 1) * N] for name, x in state.items()} for m in range(M)]
+    new = [NamedTensors({name: x[m * N : (m + 1) * N] for name, x in state.items()}) for m in range(M)]
     if torch.is_grad_enabled():
         return y_BTD, new
-    return y_BTD, [rollback_(old, values) for old, values in zip(states, new, strict=True)]
+    return y_BTD, [rollback_(NamedTensors(old), values) for old, values in zip(states, new, strict=True)]
 
 
 def _run_one_by_one(

@@ -72,7 +72,7 @@ class TTTLinearMixer(FastWeightMixer):
         self.W, self.b = nn.Parameter(torch.empty(H, E, E)), nn.Parameter(torch.empty(H, E))
         self.gain, self.bias = nn.Parameter(torch.empty(H, E)), nn.Parameter(torch.empty(H, E))
         self.place_rate = nn.Parameter(torch.empty(config.batch))
-        self.norm = nn.LayerNorm(width, eps=EPS)
+        self.norm = OutputNorm(width, eps=EPS)
         self.to_gate = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.reset_parameters()
@@ -103,8 +103,16 @@ class TTTLinearMixer(FastWeightMixer):
         starts = (place_in_batch == 0).to(q.dtype)
         operands = [starts, eta, place_rate[place_in_batch], apply_rotary(k, rotation), v, apply_rotary(q, rotation)]
         o = self.scan(SCAN, x, operands, [self.gain, self.bias, place_rate[-1]], state, new, context)
-        y = self.norm(o.flatten(2).to(self.norm.weight.dtype)).to(x.dtype)
+        y = self.norm(o.flatten(2)).to(x.dtype)
         return self.out(y * nn.functional.gelu(self.to_gate(x), approximate="tanh"))
+
+
+class OutputNorm(nn.LayerNorm):
+    """Layer norm in the dtype of its input, for weights of any dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        return nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 def step(state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -3,7 +3,7 @@
 B batch, T time, D width, HV value heads, K key width, V value width, N sequences
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -17,9 +17,11 @@ from deltazoo.backends.dispatch import BoundUpdate, bind
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerOutput
+from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import (
     HasBackend,
     HeadShape,
@@ -130,7 +132,7 @@ class DeltaMixer(Mixer):
         if self.output_std is not None:
             init_normal(self.out, self.output_std)
 
-    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+    def init_state(self, batch: int, capacity: int | None = None) -> NamedTensors:
         """Return the state before the first token. Its size does not depend on `capacity`."""
         check_integer("batch", batch, 0)
         state, like = {}, activation_like(self.out, self)
@@ -139,11 +141,13 @@ class DeltaMixer(Mixer):
                 initial = part.init_state(batch, like)
                 if initial is not None:
                     state[self.update_key if name == "update" else name] = initial
-        return state
+        return NamedTensors(state)
 
-    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None) -> MixerOutput:
+    def forward(
+        self, x: Tensor, state: Mapping[str, Tensor] | None = None, context: Context | None = None
+    ) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
-        old = {} if state is None else state
+        old: Mapping[str, Tensor] = {} if state is None else state
         new: dict[str, Tensor | None] = {}
         if state is not None:
             check_names(state, self.state_shapes)
@@ -161,7 +165,7 @@ class DeltaMixer(Mixer):
                 inputs = linear_parts[name].prepare(raw[name], inputs)
             else:
                 inputs, new[name], context = run_part(part, x_BTD, inputs, old.get(name), context=context)
-        o, new[self.update_key] = self.update(inputs, old.get(self.update_key), context)
+        o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), context)
         arguments = OutputArguments(x_BTD, projected, inputs)
         parts = list(self.outputs.items())
         while parts:
@@ -173,21 +177,20 @@ class DeltaMixer(Mixer):
                     o = o_of_both
                     parts.pop(0)
                     continue
-            o, new[name] = part(o, arguments, old.get(name), context)
+            o, new[name] = call_part(part, o, arguments, old.get(name), context)
         y_BTD = self._project_out(o, x_BTD, order)
         intermediates = context.intermediates or {}
         side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
-        new_state = None if state is None else {name: tensor for name, tensor in new.items() if tensor is not None}
-        return MixerOutput(y_BTD, new_state, side)
+        return MixerOutput(y_BTD, None if state is None else _without_none(new), side)
 
     def forward_grouped(
         self,
         mixers: Sequence["DeltaMixer"],
         rows: Rows,
         x_1AD: Tensor,
-        state: dict[str, Tensor] | None,
+        state: Mapping[str, Tensor] | None,
         context: Context,
-    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+    ) -> tuple[Tensor, NamedTensors | None]:
         """Compute `forward` of mixers[g] at the rows of mixer g, with one update for all mixers.
 
         Args:
@@ -195,7 +198,7 @@ class DeltaMixer(Mixer):
             x_1AD: [1, A, D]; state: a row for each sequence; context: cu_seqlens, with sequences that each belong to
                 one mixer.
         """
-        old = {} if state is None else state
+        old: Mapping[str, Tensor] = {} if state is None else state
         new: dict[str, Tensor | None] = {}
         parts = {name: [mixer._parts()[name] for mixer in mixers] for name in self._parts()}
 
@@ -212,9 +215,9 @@ class DeltaMixer(Mixer):
         for name in self.outputs:
             o = run(name, o, OutputArguments(x_1AD, projected, inputs))
         y_1AD = rows.linear(rearrange(o, "b t h v -> b t (h v)"), [mixer.out for mixer in mixers])
-        return y_1AD, None if state is None else {name: x for name, x in new.items() if x is not None}
+        return y_1AD, None if state is None else _without_none(new)
 
-    def _fused_step_(self, x_BTD: Tensor, state: dict[str, Tensor], context: Context) -> Tensor | None:
+    def _fused_step_(self, x_BTD: Tensor, state: Mapping[str, Tensor], context: Context) -> Tensor | None:
         """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse."""
         if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
             return None
@@ -277,6 +280,10 @@ def can_group(mixers: Sequence[nn.Module]) -> TypeGuard[Sequence[DeltaMixer]]:
         and all(is_groupable(part) for name, part in mixer._parts().items() if name != "update")
         for mixer in mixers
     )
+
+
+def _without_none(tensors: Mapping[str, Tensor | None]) -> NamedTensors:
+    return NamedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def mask_padding(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:

@@ -13,6 +13,7 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.initialization import init_weights
+from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.core.side import Side
 
@@ -52,7 +53,7 @@ class Context(NamedTuple):
     mask: Tensor | None = None
     values: Mapping[str, Tensor] | None = None
     losses: bool = False
-    intermediates: Mapping[str, Tensor] | None = None
+    intermediates: NamedTensors | None = None
 
     def intermediate(self, name: str) -> Tensor:
         """Return a tensor that an earlier part returned."""
@@ -61,7 +62,7 @@ class Context(NamedTuple):
 
     def with_intermediates(self, tensors: Mapping[str, Tensor]) -> "Context":
         """Return the context of the parts after one that returned `tensors`."""
-        return self._replace(intermediates={**(self.intermediates or {}), **tensors})
+        return self._replace(intermediates=NamedTensors({**(self.intermediates or {}), **tensors}))
 
     def after(self, side: Side | None) -> "Context":
         """Return the context of the modules after one that returned `side`."""

@@ -16,6 +16,7 @@ from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.decode_step import FusedDecodeStep
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import Context
 
 
@@ -200,7 +201,7 @@ class Parts:
 
 def run_part(part: nn.Module, *arguments: Any, context: Context) -> tuple[UpdateInputs, Tensor | None, Context]:
     """Call a projection or an operand part. Return the operands, the new state, and the context of later parts."""
-    inputs, state, *tensors = part(*arguments, context)
+    inputs, state, *tensors = call_part(part, *arguments, context)
     return inputs, state, context.with_intermediates(tensors[0]) if tensors else context
 
 

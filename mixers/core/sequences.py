@@ -53,9 +53,9 @@ def undo_left_align(y_BTD: Tensor, order_BT: Tensor | None) -> Tensor:
 
 
 def check_names(state: object, expected: Collection[str]) -> None:
-    """Check that a state is a dict with these keys. Raises: StateError."""
-    if not isinstance(state, dict) or set(state) != set(expected):
-        got = list(state) if isinstance(state, dict) else type(state).__name__
+    """Check that a state is a mapping with these keys. Raises: StateError."""
+    if not isinstance(state, Mapping) or set(state) != set(expected):
+        got = list(state) if isinstance(state, Mapping) else type(state).__name__
         raise StateError(f"the state must have the tensors {list(expected)}, got {got}")
 
 
@@ -184,8 +184,9 @@ def _check_input(x_BTD: Tensor, width: int, like: Tensor | None) -> None:
         raise DeviceError(f"x must be on {device}, where the weights are, got {x_BTD.device}")
     if x_BTD.dtype not in FLOAT_DTYPES:
         raise DtypeError(f"x must be float64, float32, bfloat16 or float16, got {x_BTD.dtype}")
-    # Quantised weights have other dtypes, and convert x themselves.
-    if like is None or like.dtype == x_BTD.dtype or like.dtype not in FLOAT_DTYPES:
+    # Quantised weights have other dtypes, and convert x themselves. FSDP2 may cast a sharded weight for each call.
+    is_sharded = hasattr(like, "device_mesh")
+    if like is None or is_sharded or like.dtype == x_BTD.dtype or like.dtype not in FLOAT_DTYPES:
         return
     if x_BTD.is_meta or not torch.is_autocast_enabled(x_BTD.device.type):
         raise DtypeError(f"x must be {like.dtype} like the weights, or torch.autocast must be on, got {x_BTD.dtype}")

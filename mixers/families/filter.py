@@ -4,6 +4,7 @@ B batch, T time, D width
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from deltazoo.backends.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, MixerOutput
+from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.update import update_flops
@@ -69,10 +72,10 @@ class FilterMixer(Mixer, ABC):
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         """Mix x [B, T, D], left-aligned, with zeros at padded tokens. Read `state` and write the new state to `new`."""
 
-    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+    def init_state(self, batch: int, capacity: int | None = None) -> NamedTensors:
         """Return the state before the first token."""
         check_integer("batch", batch, 0)
-        return self.initial_state(batch, capacity, activation_like(self.out, self))
+        return NamedTensors(self.initial_state(batch, capacity, activation_like(self.out, self)))
 
     def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
         """Return the state before the first token, for activations with the device and dtype of `like`."""
@@ -98,21 +101,23 @@ class FilterMixer(Mixer, ABC):
         new.update({f"{name}.{key}": tensor for key, tensor in _named(new_filter_state).items()})
         return y
 
-    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None) -> MixerOutput:
+    def forward(
+        self, x: Tensor, state: Mapping[str, Tensor] | None = None, context: Context | None = None
+    ) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
             check_names(state, self.initial_state(0, 1, x_BTD))
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         new: dict[str, Tensor] = {}
-        y_BTD = self.mix(x_BTD, state, new, context)
-        new_state = None if state is None else {name: new[name] for name in state}
+        y_BTD = self.mix(x_BTD, None if state is None else dict(state), new, context)
+        new_state = None if state is None else NamedTensors({name: new[name] for name in state})
         return MixerOutput(undo_left_align(y_BTD, order), new_state)
 
 
 def _run(module: nn.Module, x: Tensor, state: Any, context: Context) -> tuple[Tensor, Any]:
     if not isinstance(module, ShortConv):
-        return module(x, state, context)
-    (y,), new = module(x, state, context)  # a filter's convolution returns all channels as one tensor
+        return call_part(module, x, state, context)
+    (y,), new = call_part(module, x, state, context)  # a filter's convolution returns all channels as one tensor
     return y, new
 
 

@@ -4,6 +4,7 @@ B batch, T time, D width, HV value heads, V value width
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from einops import rearrange
 from pydantic import Field
@@ -13,7 +14,9 @@ from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, MixerOutput, Place
+from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful, run_part
 from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
 from deltazoo.mixers.families.filter import FilterConfig
@@ -83,10 +86,10 @@ class LogLinearMixer(Mixer):
             if isinstance(module, HasBackend):
                 module.rebind(backend, activation_like(self.out, self))
 
-    def init_state(self, batch: int, capacity: int | None = None) -> dict[str, Tensor]:
+    def init_state(self, batch: int, capacity: int | None = None) -> NamedTensors:
         """Return the state before the first token. Its size does not depend on `capacity`."""
         check_integer("batch", batch, 0)
-        return self._initial_state(batch, activation_like(self.out, self))
+        return NamedTensors(self._initial_state(batch, activation_like(self.out, self)))
 
     def _initial_state(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         history = self.project.init_state(batch, like) if isinstance(self.project, Stateful) else None
@@ -97,7 +100,9 @@ class LogLinearMixer(Mixer):
         """Rename a tensor of the update, so that the states of other mixers do not fit."""
         return {self.levels_key: state["levels"], "seen": state["seen"]}
 
-    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None, context: Context | None = None) -> MixerOutput:
+    def forward(
+        self, x: Tensor, state: Mapping[str, Tensor] | None = None, context: Context | None = None
+    ) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
             expected = self._initial_state(0, x_BTD)
@@ -110,10 +115,11 @@ class LogLinearMixer(Mixer):
         for part in self.operands.values():
             inputs, _, context = run_part(part, x_BTD, inputs, None, context=context)
         old = None if state is None else {"levels": state[self.levels_key], "seen": state["seen"]}
-        o, new = self.update(x_BTD, inputs, old, context)
+        o, new = call_part(self.update, x_BTD, inputs, old, context)
         for part in self.outputs.values():
-            o, _ = part(o, OutputArguments(x_BTD, projected, inputs), None, context)
+            o, _ = call_part(part, o, OutputArguments(x_BTD, projected, inputs), None, context)
         y_BTD = undo_left_align(self.out(rearrange(o, "b t h v -> b t (h v)")), order)
         if new is None:
             return MixerOutput(y_BTD)
-        return MixerOutput(y_BTD, ({} if history is None else {"project": history}) | self._with_name(new))
+        tensors = ({} if history is None else {"project": history}) | self._with_name(new)
+        return MixerOutput(y_BTD, NamedTensors(tensors))

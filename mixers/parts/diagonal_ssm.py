@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend, UpdateInputs, state_dtype
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
@@ -125,9 +126,8 @@ class DiagonalSSM(nn.Module):
             q = torch.cat([c_re * cos - c_im * sin, -(c_im * cos + c_re * sin)], -1)
             log_decay = repeat(log_magnitude, "d n -> d (two n)", two=2)
         v = x.to(dtype)[..., None]
-        o, new_state = self.update(
-            UpdateInputs(q, k, v, log_decay=log_decay), None if state is None else state["update"], context
-        )
+        old = None if state is None else state["update"]
+        o, new_state = call_part(self.update, UpdateInputs(q, k, v, log_decay=log_decay), old, context)
         if state is None or seen is None or new_state is None:
             return o.squeeze(-1), None
         return o.squeeze(-1), {"update": new_state, "seen": write_back(seen, seen + token_counts(x, context))}

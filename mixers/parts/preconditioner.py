@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
@@ -61,9 +62,9 @@ class Preconditioner(OperandPart, Stateful):
         one = torch.ones_like(k[..., :1])
         moment = UpdateInputs(one, one, k.square())
         for part in (self.decay, self.beta):
-            moment, _ = part(x, moment, None, context)
+            moment, _ = call_part(part, x, moment, None, context)
         with without_autocast(x):
-            A, new_state = self.update(moment, state, context)
+            A, new_state = call_part(self.update, moment, state, context)
         r = torch.log(A + EPS) - self.center.to(A.dtype)[:, None]
         factor = torch.exp(-math.log(self.bound) * r / (1 + r.abs()))
         return inputs._replace(k=(k * factor).to(inputs.k.dtype), erase_key=inputs.k), new_state

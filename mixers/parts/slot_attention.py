@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
@@ -116,4 +117,5 @@ class SlotValuePass(OutputPart, Stateful):
         q = by_head(o.squeeze(-1).to(state_dtype(o.dtype))).softmax(-1).to(o.dtype)
         k = by_head(arguments.inputs.v.squeeze(-1))
         inputs = UpdateInputs(q, k, context.intermediate("values"), log_decay=by_head(arguments.inputs.log_decay))
-        return self.update(inputs, state, context)
+        result: tuple[Tensor, Tensor | None] = call_part(self.update, inputs, state, context)
+        return result
