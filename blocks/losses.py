@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.backends.base import state_dtype
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 
 
@@ -31,7 +32,8 @@ def combine_losses(cross_entropy: Tensor, recorded: Iterable[AuxiliaryLoss]) -> 
     groups: dict[tuple[str, float, Callable[[Tensor], Tensor], torch.Size], list[Tensor]] = {}
     for loss in recorded:
         key = loss.name, loss.coefficient, loss.combine, loss.statistics.shape
-        groups.setdefault(key, []).append(loss.statistics)
+        # FSDP2 casts the results of a module if its policy has an output_dtype
+        groups.setdefault(key, []).append(loss.statistics.to(state_dtype(loss.statistics.dtype)))
     total = cross_entropy
     auxiliary: dict[str, Tensor] = {}
     for (name, coefficient, combine, _), statistics in groups.items():

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
@@ -15,7 +16,7 @@ from deltazoo.backends.spec import UpdateSpec
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.patterns import Term
-from deltazoo.mixers.core.side import Side
+from deltazoo.mixers.core.side import LostGradientError, Side
 
 # A state is a tree (NamedTuples, tuples, dicts) of tensors with the batch in dimension 0.
 State = Any
@@ -59,6 +60,16 @@ class Context(NamedTuple):
         """Return a tensor that an earlier part returned."""
         assert self.intermediates is not None and name in self.intermediates  # the config includes both parts
         return self.intermediates[name]
+
+    def value(self, name: str) -> Tensor:
+        """Return a tensor that an earlier module returned in `side`.
+
+        Raises: LostGradientError: it needs gradients, and the module that reads it runs without.
+        """
+        assert self.values is not None  # the module has looked for the name
+        if self.values[name].requires_grad and not torch.is_grad_enabled():
+            raise LostGradientError(f"the side output {name}")
+        return self.values[name]
 
     def with_intermediates(self, tensors: Mapping[str, Tensor]) -> "Context":
         """Return the context of the parts after one that returned `tensors`."""

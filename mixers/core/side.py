@@ -14,6 +14,17 @@ from deltazoo.backends.errors import InputError
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 
 
+class LostGradientError(InputError):
+    """A module runs in a reentrant checkpoint, which records gradients of some of its arguments or results only."""
+
+    def __init__(self, tensors: str) -> None:
+        super().__init__(
+            f"{tensors} would get no gradients: torch.utils.checkpoint with use_reentrant=True records tensors that a "
+            "module takes and returns directly, not those in tuples or dicts; pass use_reentrant=False, or call "
+            "model.checkpoint_layers()"
+        )
+
+
 class Side(NamedTuple):
     """Side outputs of one module; create them with `side_outputs`.
 
@@ -36,8 +47,7 @@ def side_outputs(values: Mapping[str, Tensor] | None = None, losses: Iterable[Au
 def join_sides(sides: Iterable[Side | None]) -> Side | None:
     """Return the side outputs of several modules as those of their caller. Of values with equal names the last stays.
 
-    Raises: InputError: a module ran without gradients in a caller with gradients. A reentrant checkpoint does that, and
-        records gradients for the tensors of the outermost tuple that a module returns, not for those in `Side`.
+    Raises: LostGradientError: a module ran without gradients in a caller with gradients, as in a reentrant checkpoint.
     """
     values: dict[str, Tensor] = {}
     losses: list[AuxiliaryLoss] = []
@@ -45,12 +55,8 @@ def join_sides(sides: Iterable[Side | None]) -> Side | None:
         if side is None:
             continue
         if torch.is_grad_enabled() and not side.recorded:
-            names = ", ".join([*side.values, *(loss.name for loss in side.losses)])
-            raise InputError(
-                f"the side outputs {names} have no gradients, because their module ran without gradients, as in "
-                "torch.utils.checkpoint with use_reentrant=True: pass use_reentrant=False, or call "
-                "model.checkpoint_layers()"
-            )
+            names = dict.fromkeys([*side.values, *(loss.name for loss in side.losses)])
+            raise LostGradientError(f"the side outputs {', '.join(names)}")
         values |= side.values
         losses += side.losses
     return side_outputs(values, losses)

@@ -85,7 +85,7 @@ class RWKV7Projection(nn.Module, Stateful):
         intermediates = {"gate": self.gate(x_g)}
         if context.values is not None:
             if FIRST_VALUE in context.values:
-                v = self._interpolate_values(v, x_v, context.values[FIRST_VALUE])
+                v = self._interpolate_values(v, x_v, context.value(FIRST_VALUE))
             else:
                 intermediates[FIRST_VALUE] = v
         v = rearrange(v, "b t (h v) -> b t h v", h=self.shape.value_heads)

@@ -1,10 +1,13 @@
 """Auxiliary losses: their definition over all layers, and their gradients under checkpointing and accumulation."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from deltazoo.blocks.compilation import compile_layers
@@ -12,6 +15,7 @@ from deltazoo.blocks.losses import Losses, combine_losses
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers import AuxiliaryLoss, Context, LinearAttention, MoM
+from deltazoo.mixers.core.side import LostGradientError
 
 MEMORY = LinearAttention(heads=1)
 MOM = MoM(memory=MEMORY, memories=3, active=2, balance=0.3, z=0.2)
@@ -103,6 +107,55 @@ def test_checkpointed_and_compiled_layers_count_each_loss_once(small_model, toke
     for losses, grads in (run(), compile_layers(small_model, "aot_eager") and run()):
         assert_same([losses.total, *losses.auxiliary.values()], [expected.total, *expected.auxiliary.values()])
         assert_same(grads, expected_gradients)
+
+
+def checkpoint_reentrantly(module: nn.Module) -> None:
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=True)
+
+
+LOSING = {
+    "an MLP": ({}, lambda layer: layer.mlp, "side outputs moe_balance"),
+    "a router": ({}, lambda layer: layer.mlp.router, "side outputs moe_balance"),
+    "a mixer": ({"pattern": MOM}, lambda layer: layer.mixers[0], "side outputs mom_balance, mom_z"),
+    "a layer": ({}, lambda layer: layer, "side outputs moe_balance"),
+    "the first values": ({"pattern": "rwkv7(heads=1)"}, lambda layer: layer.mixers[0], "rwkv7 first value"),
+    "a projection": ({}, lambda layer: layer.mixers[0].project, "operands of the update"),
+    "a part": ({"pattern": "gla(heads=1)"}, lambda layer: layer.mixers[0].operands["decay"], "operands of the update"),
+    "the update": ({}, lambda layer: layer.mixers[0].update, "output of the update"),
+}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_a_reentrant_checkpoint_that_would_lose_gradients_is_refused(build, tokens, name):
+    fields, choose, tensors = LOSING[name]
+    spec = {"width": 8, "depth": 2, "vocab": 29, "pattern": MEMORY, "mlp": {"type": "moe", "experts": 2, "width": 8}}
+    model = build(StackSpec(**spec | fields))
+    checkpoint_reentrantly(choose(model.stack.layers[0]))
+    with pytest.raises(LostGradientError, match=f"{tensors}.* would get no gradients: .* pass use_reentrant=False"):
+        model.loss(tokens(2, 5), tokens(2, 5))
+
+
+def test_a_later_layer_in_a_reentrant_checkpoint_does_not_read_first_values(build, tokens):
+    model = build(StackSpec(width=8, depth=2, vocab=29, pattern="rwkv7(heads=1)", mlp={"width": 8}))
+    checkpoint_reentrantly(model.stack.layers[1])
+    with pytest.raises(LostGradientError, match="rwkv7 first value would get no gradients"):
+        model.loss(tokens(2, 5), tokens(2, 5))
+
+
+def test_a_reentrant_checkpoint_of_modules_without_side_outputs_keeps_the_gradients(build, tokens):
+    spec = StackSpec(width=8, depth=3, vocab=29, pattern=MEMORY, mlp={"width": 8})
+    expected, model = build(spec), build(spec)
+    expected.loss(tokens(2, 5), tokens(2, 5)).backward()
+    first, second, third = model.stack.layers
+    for module in (first, second.mixers[0], third.mlp):
+        checkpoint_reentrantly(module)
+    model.loss(tokens(2, 5), tokens(2, 5)).backward()
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
+
+
+def test_statistics_that_were_cast_are_combined_in_float32():
+    cast = AuxiliaryLoss("a", 1.0, torch.tensor([1.0, 2.0**-9], dtype=torch.bfloat16))
+    assert combine_losses(torch.tensor(0.0), [cast]).auxiliary["a"].item() == 1 + 2.0**-9
 
 
 def test_equal_layers_with_losses_share_a_graph(small_model, tokens):
