@@ -16,7 +16,7 @@ from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
-from deltazoo.mixers.parts.routing import LossCoefficients, router_losses
+from deltazoo.mixers.parts.routing import load_balance_loss, z_loss
 
 
 class MoE(HiddenWidth):
@@ -103,11 +103,12 @@ class ExpertRouter(nn.Module):
         weight = scores.gather(-1, expert_BTK)
         if config.normalize:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
-        losses: list[AuxiliaryLoss] = []
+        losses: tuple[AuxiliaryLoss, ...] = ()
         if context.losses:
             chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, expert_BTK, True)
             p = scores if config.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-            losses = router_losses("moe", LossCoefficients(config.balance, config.z), logits, p, chosen, context)
+            balance = load_balance_loss("moe_balance", config.balance, p, chosen, context)
+            losses = *balance, *z_loss("moe_z", config.z, logits, context)
         return expert_BTK, config.scale * weight, side_outputs(losses=losses)
 
     def extra_repr(self) -> str:

@@ -79,12 +79,13 @@ class Stack(nn.Module):
         context = as_context(context)._replace(values={})
         if state is not None:
             self._check_state(state)
-        states: list[LayerState | None] = []
+        states: list[LayerState] = []
         sides: list[Side | None] = []
         for i, layer in enumerate(self.layers):
             x_BTD, layer_state, side = layer(x_BTD, None if state is None else state.layers[i], context)
             context = context.after(side)
-            states.append(layer_state)
+            if layer_state is not None:
+                states.append(layer_state)
             sides.append(side)
         return StackOutput(self.norm(x_BTD), None if state is None else StackState(tuple(states)), join_sides(sides))
 

@@ -17,6 +17,7 @@ _OTHERS = {
     "deltazoo.mixers.core.initialization": ["init_weights"],
     "deltazoo.mixers.core.losses": ["AuxiliaryLoss"],
     "deltazoo.mixers.core.mixer": ["Context", "Cost", "Mixer", "MixerConfig", "MixerOutput", "Place"],
+    "deltazoo.mixers.core.named_tensors": ["NamedTensors"],
     "deltazoo.mixers.core.sequences": [
         "check_state",
         "last_of_each_sequence",
@@ -27,6 +28,7 @@ _OTHERS = {
         "undo_left_align",
         "unpack",
     ],
+    "deltazoo.mixers.core.side": ["LostGradientError", "Side", "side_outputs"],
     "deltazoo.mixers.core.state": ["nbytes", "reorder", "rollback_", "select", "snapshot", "write_back"],
     "deltazoo.mixers.families.attention_heads": ["AttentionHeadsConfig"],
     "deltazoo.mixers.families.delta_rule": ["DeltaRuleConfig"],

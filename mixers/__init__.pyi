@@ -16,6 +16,7 @@ from deltazoo.mixers.core.mixer import Mixer as Mixer
 from deltazoo.mixers.core.mixer import MixerConfig as MixerConfig
 from deltazoo.mixers.core.mixer import MixerOutput as MixerOutput
 from deltazoo.mixers.core.mixer import Place as Place
+from deltazoo.mixers.core.named_tensors import NamedTensors as NamedTensors
 from deltazoo.mixers.core.sequences import check_state as check_state
 from deltazoo.mixers.core.sequences import last_of_each_sequence as last_of_each_sequence
 from deltazoo.mixers.core.sequences import left_align as left_align
@@ -24,6 +25,9 @@ from deltazoo.mixers.core.sequences import segment_cumsum as segment_cumsum
 from deltazoo.mixers.core.sequences import token_counts as token_counts
 from deltazoo.mixers.core.sequences import undo_left_align as undo_left_align
 from deltazoo.mixers.core.sequences import unpack as unpack
+from deltazoo.mixers.core.side import LostGradientError as LostGradientError
+from deltazoo.mixers.core.side import Side as Side
+from deltazoo.mixers.core.side import side_outputs as side_outputs
 from deltazoo.mixers.core.state import nbytes as nbytes
 from deltazoo.mixers.core.state import reorder as reorder
 from deltazoo.mixers.core.state import rollback_ as rollback_

@@ -25,7 +25,7 @@ from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
 from deltazoo.mixers.core.state import batch, rollback_
-from deltazoo.mixers.parts.routing import LossCoefficients, real_tokens, router_losses
+from deltazoo.mixers.parts.routing import load_balance_loss, real_tokens, z_loss
 
 
 def _parse_memory(data: Any, info: ValidationInfo) -> MixerConfig:
@@ -106,7 +106,7 @@ class Router(nn.Module):
 
     def __init__(self, config: MoM, width: int) -> None:
         super().__init__()
-        self.active, self.coefficients = config.active, LossCoefficients(config.balance, config.z)
+        self.active, self.balance, self.z = config.active, config.balance, config.z
         self.weight = nn.Parameter(torch.empty(config.memories, width))
         self.reset_parameters()
 
@@ -128,12 +128,12 @@ class Router(nn.Module):
         weight = torch.where(chosen, p, 0.0)
         if self.active > 1:  # a single weight divided by itself is 1 and gives the router no gradient
             weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-20)
-        losses = router_losses("mom", self.coefficients, logits, p, chosen, context)
+        balance = load_balance_loss("mom_balance", self.balance, p, chosen, context)
+        losses = *balance, *z_loss("mom_z", self.z, logits, context)
         return Routes(chosen, weight, order, side_outputs(losses=losses))
 
     def extra_repr(self) -> str:
-        balance, z = self.coefficients
-        return f"memories={self.weight.shape[0]}, active={self.active}, balance={balance:g}, z={z:g}"
+        return f"memories={self.weight.shape[0]}, active={self.active}, balance={self.balance:g}, z={self.z:g}"
 
 
 class MoMMixer(Mixer):
@@ -172,8 +172,9 @@ class MoMMixer(Mixer):
         own_context = context._replace(positions=None)  # a memory counts its own tokens
         states = [None if state is None else state[name] for name in self.names]
         memories = list(self.memories)
+        sides: list[Side | None] = []
         if x_BTD.shape[0] > 0 and x_BTD.shape[1] > 1 and can_group(memories) and memories[0].update.takes_packs(x_BTD):
-            y_BTD, states, sides = *_run_grouped(memories, x_BTD, routes, states, own_context), []
+            y_BTD, states = _run_grouped(memories, x_BTD, routes, states, own_context)
         else:
             y_BTD, states, sides = _run_one_by_one(memories, x_BTD, routes, states, own_context)
         new = dict(zip(self.names, states, strict=True))
@@ -219,15 +220,15 @@ def _run_grouped(
         }
     inverse_A = order_A.argsort()
     x_1AD = gather_rows(x_BTD.flatten(0, 1).repeat_interleave(k, 0), order_A, inverse_A)[None]
-    y_1AD, state = memories[0].forward_grouped(memories, rows, x_1AD, state, Context(cu_seqlens=bounds))
+    y_1AD, new_state = memories[0].forward_grouped(memories, rows, x_1AD, state, Context(cu_seqlens=bounds))
     y_BTKD = gather_rows(y_1AD[0], inverse_A, order_A).view(B, T, k, y_1AD.shape[2])
     if real_BT is not None:
         y_BTKD = torch.where(real_BT[..., None, None], y_BTKD, 0.0)
     weight_BTK1 = routes.weight.gather(-1, routes.order)[..., None]
     y_BTD = (weight_BTK1 * y_BTKD).to(y_1AD.dtype).sum(2)
-    if state is None:
+    if new_state is None:
         return y_BTD, states
-    new = [NamedTensors({name: x[m * N : (m + 1) * N] for name, x in state.items()}) for m in range(M)]
+    new = [NamedTensors({name: x[m * N : (m + 1) * N] for name, x in new_state.items()}) for m in range(M)]
     if torch.is_grad_enabled():
         return y_BTD, new
     return y_BTD, [rollback_(NamedTensors(old), values) for old, values in zip(states, new, strict=True)]

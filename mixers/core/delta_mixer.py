@@ -181,7 +181,7 @@ class DeltaMixer(Mixer):
                     continue
             o, new[name] = call_part(part, o, arguments, old.get(name), context)
         y_BTD = self._project_out(o, x_BTD, order)
-        intermediates = context.intermediates or {}
+        intermediates: Mapping[str, Tensor] = context.intermediates or {}
         side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
         return MixerOutput(y_BTD, None if state is None else _without_none(new), side)
 

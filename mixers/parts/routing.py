@@ -3,8 +3,6 @@
 B batch, T time, E experts, L layers
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,36 +11,34 @@ from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 
 
-class LossCoefficients(NamedTuple):
-    """Coefficients of a router's auxiliary losses; a loss with the coefficient 0 is not computed."""
-
-    balance: float
-    z: float
-
-
-def router_losses(
-    name: str, coefficients: LossCoefficients, logits_BTE: Tensor, p_BTE: Tensor, chosen_BTE: Tensor, context: Context
-) -> list[AuxiliaryLoss]:
-    """Return the losses "NAME_balance", E sum_e f_e P_e, and "NAME_z", the mean of logsumexp(logits)^2 over tokens.
+def load_balance_loss(
+    name: str, coefficient: float, p_BTE: Tensor, chosen_BTE: Tensor, context: Context
+) -> tuple[AuxiliaryLoss, ...]:
+    """Return the loss E sum_e f_e P_e; nothing if its coefficient is 0 or `context.losses` is False.
 
     Over the tokens of all layers together, f_e is the fraction of tokens that are sent to e and P_e is the mean
     probability of e. The f_e sum to k, so that a uniform router has the loss k. Padded tokens and those after
-    the last packed sequence do not count. The z-loss is summed over layers.
+    the last packed sequence do not count.
 
     Args: p_BTE: probabilities of the router; chosen_BTE: bool, the k experts of each token.
-    Returns: none unless `context.losses`.
     Source: Switch 2101.03961, equations 4 to 6, with the sum over k and layers of transformers'
-        `load_balancing_loss_func`, which Jamba, Qwen3-Next and MoM (2502.13685) use; z-loss: ST-MoE 2202.08906,
-        equation 5.
+        `load_balancing_loss_func`, which Jamba, Qwen3-Next and MoM (2502.13685) use.
     """
-    losses: list[AuxiliaryLoss] = []
-    if context.losses and coefficients.balance != 0:
-        fractions = _mean_over_tokens(chosen_BTE.to(p_BTE.dtype), context), _mean_over_tokens(p_BTE, context)
-        losses.append(AuxiliaryLoss(f"{name}_balance", coefficients.balance, torch.stack(fractions), load_balance))
-    if context.losses and coefficients.z != 0:
-        z = _mean_over_tokens(logits_BTE.logsumexp(-1, keepdim=True).square(), context)
-        losses.append(AuxiliaryLoss(f"{name}_z", coefficients.z, z.squeeze(-1)))
-    return losses
+    if not context.losses or coefficient == 0:
+        return ()
+    fractions = _mean_over_tokens(chosen_BTE.to(p_BTE.dtype), context), _mean_over_tokens(p_BTE, context)
+    return (AuxiliaryLoss(name, coefficient, torch.stack(fractions), load_balance),)
+
+
+def z_loss(name: str, coefficient: float, logits_BTE: Tensor, context: Context) -> tuple[AuxiliaryLoss, ...]:
+    """Return the mean square of logsumexp(logits), summed over layers; nothing as for `load_balance_loss`.
+
+    Source: ST-MoE 2202.08906, equation 5.
+    """
+    if not context.losses or coefficient == 0:
+        return ()
+    z = _mean_over_tokens(logits_BTE.logsumexp(-1, keepdim=True).square(), context)
+    return (AuxiliaryLoss(name, coefficient, z.squeeze(-1)),)
 
 
 def load_balance(statistics_L2E: Tensor) -> Tensor:
