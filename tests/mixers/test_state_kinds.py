@@ -104,7 +104,7 @@ def test_an_input_on_another_device_is_refused_with_the_device_of_the_weights() 
 
 def test_a_state_or_a_context_of_another_type_is_refused_by_a_model() -> None:
     model, tokens = stack("gated_deltanet(heads=2)").build(EAGER), torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(StateError, match="state must be a StackState, which init_state returns, got dict"):
+    with pytest.raises(StateError, match="state must be a StackState, which init_state returns, got NamedTensors"):
         model(tokens, GatedDeltaNet(heads=2).build(32).init_state(1))
     for call in (lambda: model(tokens, None, 3), lambda: model.loss(tokens, tokens, 3)):
         with pytest.raises(DeltazooError, match=r"context must be a deltazoo\.Context or None, got int"):
