@@ -36,7 +36,14 @@ from deltazoo.mixers.core.part import (
     project_jointly,
     run_part,
 )
-from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import (
+    check_dtypes,
+    check_names,
+    check_shapes,
+    check_state,
+    left_align,
+    undo_left_align,
+)
 from deltazoo.mixers.core.side import LostGradientError, side_outputs
 from deltazoo.mixers.core.state import write_back
 
@@ -152,6 +159,7 @@ class DeltaMixer(Mixer):
         if state is not None:
             check_names(state, self.state_shapes)
             check_shapes(state, self.state_shapes)
+            check_dtypes(state, {self.update_key: state_dtype(x_BTD.dtype)}, x_BTD)
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
             fused_o = self._fused_step_(x_BTD, state, context)
             if fused_o is not None:
@@ -200,6 +208,8 @@ class DeltaMixer(Mixer):
             x_1AD: [1, A, D]; state: a row for each sequence; context: cu_seqlens, with sequences that each belong to
                 one mixer.
         """
+        if state is not None:
+            check_dtypes(state, {self.update_key: state_dtype(x_1AD.dtype)}, x_1AD)
         old: Mapping[str, Tensor] = {} if state is None else state
         new: dict[str, Tensor | None] = {}
         parts = {name: [mixer._parts()[name] for mixer in mixers] for name in self._parts()}

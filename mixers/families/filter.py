@@ -16,7 +16,7 @@ from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
-from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import check_dtypes, check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -106,7 +106,9 @@ class FilterMixer(Mixer, ABC):
     ) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
-            check_names(state, self.initial_state(0, 1, x_BTD))
+            expected = self.initial_state(0, 1, x_BTD)
+            check_names(state, expected)
+            check_dtypes(state, {name: tensor.dtype for name, tensor in expected.items()}, x_BTD)
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         new: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, None if state is None else dict(state), new, context)

@@ -18,7 +18,14 @@ from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, MixerOutput, Place
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful, run_part
-from deltazoo.mixers.core.sequences import check_names, check_shapes, check_state, left_align, undo_left_align
+from deltazoo.mixers.core.sequences import (
+    check_dtypes,
+    check_names,
+    check_shapes,
+    check_state,
+    left_align,
+    undo_left_align,
+)
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.log_linear import MAX_LEVELS, LogLinearUpdate
@@ -108,6 +115,7 @@ class LogLinearMixer(Mixer):
             expected = self._initial_state(0, x_BTD)
             check_names(state, expected)
             check_shapes(state, {name: tensor.shape[1:] for name, tensor in expected.items()})
+            check_dtypes(state, {name: tensor.dtype for name, tensor in expected.items()}, x_BTD)
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         old_history = None if state is None else state.get("project")
         inputs, history, context = run_part(self.project, x_BTD, old_history, context=context)

@@ -12,8 +12,9 @@ import wrapping
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from deltazoo.backends.errors import DtypeError
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.mixers import Hyena, MixerConfig
 from deltazoo.mixers.core.activations import activation_like
@@ -128,3 +129,17 @@ def test_hyena_computes_its_filter_in_float32_with_adapted_bfloat16_maps() -> No
         module.frequency.data.fill_(10)
     like = torch.zeros(1, dtype=torch.bfloat16)
     assert relative_error(adapted.kernel(2048, like), plain.kernel(2048, like)) < 0.02
+
+
+def test_rounded_states_are_refused_unless_they_hold_activations(one_of_each: MixerConfig) -> None:
+    """FSDP2 with mixed precision casts arguments: a sum over tokens would lose its precision with each of them."""
+    mixer, x = build(one_of_each, torch.bfloat16), draw(torch.bfloat16)
+    rounded = tree_map(lambda leaf: leaf.bfloat16() if leaf.is_floating_point() else leaf, mixer.init_state(2, T))
+    with torch.no_grad():
+        if one_of_each.name in ("attention", "sliding_window", "mla", "hyena", "lfm2_conv"):
+            assert torch.equal(mixer(x, rounded)[0], mixer(x, mixer.init_state(2, T))[0])
+            return
+        with pytest.raises(
+            DtypeError, match=r"must be torch.float32 .*, got torch.bfloat16: .*cast_forward_inputs=False"
+        ):
+            mixer(x, rounded)
