@@ -110,7 +110,7 @@ class DenseMlp(Mlp):
 
     @property
     def flops(self) -> int:
-        return 2 * (self.to_hidden.weight.numel() + self.out.weight.numel())
+        return sum(2 * x.in_features * x.out_features for x in (self.to_hidden, self.out))  # weights may be packed
 
     def forward(self, x_BTD: Tensor, context: Context) -> MlpOutput:
         return MlpOutput(self._map_out(self.to_hidden(x_BTD)))

@@ -134,7 +134,7 @@ class MoEMlp(Mlp):
     @property
     def flops(self) -> int:
         one_expert = (self.to_hidden.weight.numel() + self.out.weight.numel()) // self.config.experts
-        gate = 0 if self.shared_gate is None else 2 * self.shared_gate.weight.numel()
+        gate = 0 if self.shared_gate is None else 2 * self.shared_gate.in_features  # its weight may be packed
         shared = 0 if self.shared is None else self.shared.flops
         return 2 * (self.config.active * one_expert + self.router.weight.numel()) + shared + gate
 

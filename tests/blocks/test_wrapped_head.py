@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.errors import DeviceError, ValueRangeError
 from deltazoo.blocks.generation.generate import Decoder
+from deltazoo.blocks.inspect.describe import describe
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.core.conformance import relative_error
@@ -70,9 +71,11 @@ def test_lora_on_head_embedding_and_mlps_equals_merged_weights(tied: bool, token
 
 
 def test_packed_weights_of_head_and_mlps_equal_their_unpacked_values(tokens: Callable[..., Tensor]) -> None:
-    model, unpacked = (build(False, torch.float32, mlp={"width": 24}) for _ in range(2))
-    wrapping.merge(unpacked, wrapping.replace(model, wrapping.Packed))
-    assert_computes(model, unpacked, tokens, 1e-5)
+    for mlp in ({"width": 24}, MOE):
+        model, unpacked = (build(False, torch.float32, mlp) for _ in range(2))
+        wrapping.merge(unpacked, wrapping.replace(model, wrapping.Packed))
+        assert_computes(model, unpacked, tokens, 1e-5)
+        assert describe(model).flops == describe(unpacked).flops
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -22,10 +22,15 @@ MLPS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(mixer: str, mlp: Any = DENSE, tied: bool = False, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """Build a model of one layer; every call gives the same weights, large enough that every map changes the logits."""
+def build(
+    mixer: str, mlp: Any = DENSE, tied: bool = False, depth: int = 1, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """Build a model, by default of one layer.
+
+    Every call gives the same weights, which are large enough that every map changes the logits.
+    """
     torch.manual_seed(0)
-    spec = StackSpec(width=WIDTH, depth=1, vocab=VOCAB, pattern=ZOO[mixer], mlp=mlp, tied=tied)
+    spec = StackSpec(width=WIDTH, depth=depth, vocab=VOCAB, pattern=ZOO[mixer], mlp=mlp, tied=tied)
     model = spec.build("reference")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

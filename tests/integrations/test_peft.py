@@ -4,6 +4,7 @@ docs/integrations.md names the maps.
 """
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from peft.tuners.lora import LoraLayer
 from subjects import MLPS, MOE, assert_computes, build, tokens
 from torch import nn
 
+from deltazoo.blocks import generate_tokens
 from deltazoo.blocks.stack import LanguageModel
 
 LIMIT = 1e-5  # rounding in float32: the unmerged product has another order of summation
@@ -42,6 +44,25 @@ def linear_maps(model: nn.Module) -> int:
 def test_lora_on_all_linear_maps_of_a_mixer(mixer: str) -> None:
     count = linear_maps(build(mixer))
     assert_equals_merged(adapt(build(mixer), target_modules="all-linear"), count)
+
+
+def test_lora_on_the_maps_that_interpolate_values_of_later_rwkv7_layers() -> None:
+    assert_equals_merged(adapt(build("rwkv7", depth=2), target_modules=["value.down", "value.up"]), 2)
+
+
+def test_all_linear_maps_without_the_head() -> None:
+    adapted = adapt(build("kda"), target_modules="all-linear", exclude_modules=["head"])
+    assert type(adapted.get_base_model().head) is nn.Linear
+    assert_equals_merged(adapted, linear_maps(build("kda")) - 1)
+
+
+def test_saved_adapters_generate_as_before(tmp_path: Path) -> None:
+    adapted = adapt(build("gated_deltanet"), target_modules="all-linear")
+    adapted.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(build("gated_deltanet"), tmp_path)
+    expected, actual = (generate_tokens(model, tokens(), max_tokens=5, generator=0) for model in (adapted, loaded))
+    assert torch.equal(actual, expected)
+    assert_computes(loaded, adapted.merge_and_unload(), LIMIT)
 
 
 def test_lora_on_all_linear_maps_of_an_mlp(mlp: str) -> None:

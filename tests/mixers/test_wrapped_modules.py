@@ -10,6 +10,7 @@ import pytest
 import torch
 import wrapping
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
@@ -114,6 +115,9 @@ def test_activations_of_packed_offloaded_and_empty_modules() -> None:
     assert activation_like(packed, nn.LayerNorm(2).bfloat16()).dtype == torch.bfloat16
     assert activation_like(nn.Linear(2, 3, dtype=torch.float16), nn.LayerNorm(2)).dtype == torch.float16
     assert activation_like(nn.Identity()).dtype == torch.float32
+    with FakeTensorMode():
+        fake = nn.Linear(2, 3)
+    assert isinstance(activation_like(fake), FakeTensor)
     on_meta = nn.Linear(2, 3, device="meta")
     assert activation_like(on_meta).is_meta
     wrapping.offload(on_meta)
