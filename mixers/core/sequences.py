@@ -67,16 +67,13 @@ def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) 
 
 
 def check_dtypes(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], x_BTD: Tensor) -> None:
-    """Check the tensors of a state that must be in another dtype than x, in which they would lose precision.
+    """Check the tensors of a state whose dtype is not that of x, in which they would lose precision with each call.
 
     Raises: DtypeError.
     """
     for name, dtype in dtypes.items():
         if dtype.is_floating_point and dtype != x_BTD.dtype and state[name].dtype != dtype:
-            raise DtypeError(
-                f"state {name!r} must be {dtype} with x in {x_BTD.dtype}, got {state[name].dtype}: FSDP2 casts states "
-                "unless MixedPrecisionPolicy has cast_forward_inputs=False"
-            )
+            raise DtypeError(f"state {name!r} must be {dtype} with x in {x_BTD.dtype}, got {state[name].dtype}")
 
 
 def as_context(context: Context | None) -> Context:
