@@ -9,11 +9,14 @@ import torch.nn.functional as F
 import wrapping
 from torch import Tensor, nn
 
+from deltazoo.backends import glu_linear
 from deltazoo.backends.errors import DeviceError, ValueRangeError
 from deltazoo.blocks.generation.generate import Decoder
 from deltazoo.blocks.inspect.describe import describe
+from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.stack import LanguageModel
+from deltazoo.mixers import Context
 from deltazoo.mixers.core.conformance import relative_error
 
 VOCAB = 29
@@ -101,3 +104,19 @@ def test_hook_of_the_embedding_does_not_change_a_tied_head(tokens: Callable[...,
     model.embedding.register_forward_hook(lambda module, arguments, y: 2 * y)
     scaled.embedding_scale = 2.0
     assert_computes(model, scaled, tokens, 1e-10)
+
+
+def test_kernel_of_a_gated_mlp_is_used_only_for_a_plain_output_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glu_linear, "is_supported", lambda hidden: True)
+    monkeypatch.setattr(glu_linear, "glu_linear", lambda *arguments: "the kernel")
+    x = torch.randn(1, 2, 8)
+
+    def call(change: Callable[[nn.Linear], nn.Module | None]) -> object:
+        mlp = Dense(width=12).build(8)
+        mlp.out = change(mlp.out) or mlp.out
+        return mlp(x, Context())
+
+    assert call(lambda out: None) == "the kernel"
+    for wrap in (wrapping.Adapted, wrapping.Packed, wrapping.with_product_weight, wrapping.offload):
+        assert isinstance(call(wrap), Tensor)
+    assert isinstance(call(lambda out: nn.Linear(12, 8, bias=True)), Tensor)

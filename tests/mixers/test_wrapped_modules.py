@@ -21,6 +21,7 @@ from deltazoo.mixers import Hyena, MixerConfig
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.mixer import Mixer
+from deltazoo.mixers.parts import norms
 
 WIDTH, T = 32, 6  # wide enough that the maps to decay and beta are computed by one product
 
@@ -38,7 +39,7 @@ def decode(mixer: Mixer, x: Tensor) -> Tensor:
     state, outputs = mixer.init_state(x.shape[0], T), []
     with torch.no_grad():
         for token in x.split(1, 1):
-            y, state = mixer(token, state)
+            y, state = mixer(token, state)[:2]
             outputs.append(y)
     return torch.cat(outputs, 1)
 
@@ -145,3 +146,44 @@ def test_rounded_states_are_refused_unless_they_hold_activations(one_of_each: Mi
             return
         with pytest.raises(DtypeError, match=r"^state '.*' must be torch.float32 with x in .*, got torch.bfloat16$"):
             mixer(x, rounded)
+
+
+def test_parts_that_are_not_plain_are_not_fused_into_a_decode_step(zoo: dict[str, MixerConfig]) -> None:
+    mixer = build(zoo["gated_deltanet"])
+    assert mixer.decode_fusion() is not None
+    handle = torch_module.register_module_forward_hook(lambda *arguments: None)
+    assert mixer.decode_fusion() is None
+    handle.remove()
+    assert mixer.decode_fusion() is not None
+    mixer.project.conv.weight = nn.Parameter(mixer.project.conv.weight.detach().as_subclass(wrapping.Product))
+    assert mixer.decode_fusion() is None
+
+
+def test_kernel_of_a_norm_is_used_only_for_plain_rms_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(norms.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    monkeypatch.setattr(norms, "is_supported", lambda x, weight: True)
+    monkeypatch.setattr(norms, "add_rms_norm", lambda *arguments: "the kernel")
+    x = torch.randn(1, 2, 8)
+    assert norms.add_and_normalize(norms.RMSNorm(8), x, None) == "the kernel"
+    for norm in (Doubled(8), nn.LayerNorm(8)):
+        assert torch.equal(norms.add_and_normalize(norm, x, None)[1], norm(x))
+    offloaded = norms.RMSNorm(8)
+    wrapping.offload(offloaded)
+    assert torch.equal(norms.add_and_normalize(offloaded, x, None)[1], norms.RMSNorm(8)(x))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_lora_equals_merged_weights_with_kernels(one_of_each: MixerConfig) -> None:
+    """The relative error allows for TF32."""
+    mixer, merged = (build(one_of_each, torch.float32) for _ in range(2))
+    wrapping.merge(merged, wrapping.replace(mixer, wrapping.Adapted))
+    for module in (mixer.cuda(), merged.cuda()):
+        rebind = getattr(module, "rebind", None)
+        if rebind is not None:
+            rebind(None)
+    x = draw(torch.float32).cuda()
+    assert_computes(mixer, merged, x, 1e-2)
