@@ -293,8 +293,8 @@ class LanguageModel(nn.Module):
         if tokens.dtype != torch.int64:
             raise DtypeError(f"{name} must be int64, got {tokens.dtype}")
         weight = getattr(self.embedding, "weight", None)
-        is_offloaded = weight is not None and weight.is_meta and not self._has_plain_embedding
-        if weight is not None and not is_offloaded and tokens.device != (device := compute_device(weight)):
+        is_offloaded = isinstance(weight, Tensor) and weight.is_meta and not self._has_plain_embedding
+        if isinstance(weight, Tensor) and not is_offloaded and tokens.device != (device := compute_device(weight)):
             raise DeviceError(f"{name} must be on {device}, where the model is, got {tokens.device}")
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             invalid = (tokens < 0) | (tokens >= self._vocabulary)

@@ -19,19 +19,20 @@ _EMPTY = Context()
 
 
 def left_align(
-    x_BTD: Tensor, width: int, context: Context | None, like: Tensor | None = None
+    x_BTD: Tensor, width: int, context: Context | None, like: object = None
 ) -> tuple[Tensor, Context, Tensor | None]:
     """Check x and the context, set padded tokens to zero, and move the real tokens of each row to its start.
 
     Mixers then have to handle padding on the right only.
 
-    Args: like: a weight that x meets in a matrix product, so that both must have the same dtype without autocast.
+    Args: like: a weight that x meets in a matrix product, so that both must have the same dtype without autocast. What
+        is no tensor is ignored: maps of torch.ao.quantization have a method of the name `weight`.
     Returns:
         x [B, T, D] in the new order; the context with mask and positions in the same order; the inverse permutation
         [B, T] for `undo_left_align`, or None if nothing was moved.
     Raises: ShapeError, DtypeError, DeviceError, OperandError, ValueRangeError.
     """
-    _check_input(x_BTD, width, like)
+    _check_input(x_BTD, width, like if isinstance(like, Tensor) else None)
     if context is None:
         return x_BTD, _EMPTY, None
     _check(x_BTD, as_context(context))

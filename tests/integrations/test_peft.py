@@ -94,5 +94,16 @@ def test_lora_on_the_head_alone() -> None:
     assert_equals_merged(adapted, 1)
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_embedding_and_head_trained_in_full_beside_lora(tied: bool) -> None:
+    modules = ["embedding"] if tied else ["embedding", "head"]
+    adapted = adapt(build("kda", tied=tied), target_modules=["out"], modules_to_save=modules)
+    assert_computes(adapted, copy.deepcopy(adapted).merge_and_unload(), LIMIT)
+    adapted.loss(tokens()[:, :-1], tokens()[:, 1:]).backward()
+    trained = {name: p.grad for name, p in adapted.named_parameters() if "modules_to_save" in name}
+    assert len(trained) == len(modules)
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in trained.values())
+
+
 def test_lora_on_a_low_rank_map_by_its_parts() -> None:
     assert_equals_merged(adapt(build("kda"), target_modules=["decay.proj.0", "decay.proj.1"]), 2)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from subjects import MLPS, assert_computes, build, copy_weights, decode, tokens
+from subjects import MLPS, VOCAB, WIDTH, assert_computes, build, copy_weights, decode, tokens
 from torch import Tensor, nn
+from torch.ao.quantization import quantize_dynamic
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from wrapping import replace
 
@@ -94,3 +95,26 @@ def test_mixer_in_4_bit_with_bfloat16_activations_and_lora_decodes(mixer: str) -
         logits = adapted(tokens())[0]
         assert logits.isfinite().all()
         assert relative_error(decode(adapted, tokens()), logits) < 0.02
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_mixer_with_dynamic_quantisation_of_torch_is_close_to_the_original(mixer: str) -> None:
+    """Its linear maps have a method `weight`, and they round their inputs to 8 bits, with one scale for all tokens."""
+    torch.backends.quantized.engine = torch.backends.quantized.supported_engines[-1]
+    model = quantize_dynamic(build(mixer), {nn.Linear})
+    with torch.no_grad():
+        logits = build(mixer)(tokens())[0]
+        assert relative_error(model(tokens())[0], logits) < 0.2
+        assert relative_error(decode(model, tokens()), logits) < 0.2
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", [bitsandbytes.nn.Embedding8bit, bitsandbytes.nn.Embedding4bit])
+def test_quantised_embedding_equals_its_dequantised_vectors(kind: type[nn.Module], tied: bool) -> None:
+    model, expected = build("kda", tied=tied), build("kda", tied=tied)
+    embedding = kind(VOCAB, WIDTH)
+    embedding.load_state_dict(model.embedding.state_dict())
+    model.embedding = embedding.to("cpu")
+    with torch.no_grad():
+        expected.embedding.weight.copy_(model.embedding(torch.arange(VOCAB)))
+    assert_computes(model, expected, LIMIT)
