@@ -2,6 +2,7 @@
 
 from typing import TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -22,13 +23,13 @@ def holds_plain_weights(module: nn.Module) -> bool:
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of the module runs only the forward of its class, on parameters that hold the values it uses.
 
-    It is False if not `holds_plain_weights`, or with a hook of the module or of all modules. The class is not checked.
+    It is False if not `holds_plain_weights`, or with a hook of the module. The class is not checked. Hooks of all
+    modules count only while no gradients are recorded: activation checkpointing must recompute the same operations,
+    although FlopCounterMode around the backward registers such hooks.
     """
     if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         return False
-    if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
-        return False
-    if torch_module._global_backward_pre_hooks or torch_module._global_backward_hooks:
+    if not torch.is_grad_enabled() and (torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks):
         return False
     return holds_plain_weights(module)
 
