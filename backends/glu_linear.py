@@ -52,7 +52,7 @@ def glu_linear(hidden: Tensor, weight_DF: Tensor, activation: Activation) -> Ten
         dtype = torch.get_autocast_dtype(device)
         hidden, weight_DF = hidden.to(dtype), weight_DF.to(dtype)
     y: Tensor = _GluLinear.apply(hidden.flatten(0, -2), weight_DF, activation)
-    return y.unflatten(0, hidden.shape[:-1])
+    return torch.unflatten(y, 0, hidden.shape[:-1])
 
 
 @cache_forward_signature

@@ -157,7 +157,7 @@ def _silu(y: Tensor, part: ConvPart) -> Tensor:
 def _normalize(y: Tensor, part: ConvPart) -> Tensor:
     if not part.unit:
         return y
-    heads = y.unflatten(-1, (part.channels // part.unit, part.unit))
+    heads = torch.unflatten(y, -1, (part.channels // part.unit, part.unit))
     heads = heads.to(torch.promote_types(y.dtype, torch.float32))
     return (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + EPS)).to(y.dtype).flatten(-2)
 

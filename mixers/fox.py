@@ -5,6 +5,7 @@ B batch, T time, D width, H heads, G key-value heads, E head width
 
 from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -141,7 +142,7 @@ class FoXMixer(TokenCacheMixer):
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v and the sums of the log gates [B, T, H]. Write the states of the gates and the shift."""
-        q = self.to_q(x).unflatten(-1, (self.heads, self.head_width))
+        q = torch.unflatten(self.to_q(x), -1, (self.heads, self.head_width))
         k, v = self._keys_and_values(x, state, new, context)
         q, k = _normalize(self.q_norm, q, x, context), _normalize(self.k_norm, k, x, context)
         if self.theta is not None:
@@ -157,7 +158,7 @@ class FoXMixer(TokenCacheMixer):
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> tuple[Tensor, Tensor]:
         kv = self.to_kv(x)
-        heads = kv.unflatten(-1, (2 * self.key_value_heads, self.head_width))
+        heads = torch.unflatten(kv, -1, (2 * self.key_value_heads, self.head_width))
         if self.shift is not None and self.to_mix is not None:
             previous, after = self.shift(kv, None if state is None else state["shift"], context)
             if after is not None:

@@ -140,7 +140,7 @@ class MLAMixer(TokenCacheMixer):
 
     def _operands(self, x: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, T, H, K + R], c [B, T, 1, C] and r [B, T, 1, R]."""
-        q = self.to_q(x).unflatten(-1, (self.heads, self.K + self.R))
+        q = torch.unflatten(self.to_q(x), -1, (self.heads, self.K + self.R))
         c, r = self._split(self.to_latent(x)[:, :, None])
         if self.theta is not None:
             rotation = rotation_at(position_BT, self.R // 2, self.theta, state_dtype(x.dtype))
@@ -158,7 +158,7 @@ class MLAMixer(TokenCacheMixer):
 
     def _decode(self, q: Tensor, latent: Tensor, seen: Tensor, position_BT: Tensor) -> Tensor:
         """Attend to the cached vectors, [B, S, 1, C + R]. Returns: [B, 1, H, V]."""
-        weight_HEC = self.to_kv.weight.unflatten(0, (self.heads, self.K + self.V))
+        weight_HEC = torch.unflatten(self.to_kv.weight, 0, (self.heads, self.K + self.V))
         q_HC = torch.einsum("bthk,hkc->bthc", q[..., : self.K], weight_HEC[:, : self.K])
         query = torch.cat([q_HC, q[..., self.K :].to(q_HC.dtype)], -1)
         o_HC = attend_cache(query, KVCache(latent, latent[..., : self.C], seen), self.scale, position_BT)

@@ -137,9 +137,9 @@ class PathAttentionMixer(TokenCacheMixer):
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> Operands:
         dtype, E = state_dtype(x.dtype), self.head_width
-        q, k, v = (y.unflatten(-1, (-1, E)) for y in self.to_qkv(x).split(self.sizes, -1))
+        q, k, v = (torch.unflatten(y, -1, (-1, E)) for y in self.to_qkv(x).split(self.sizes, -1))
         q, k = self.q_norm(q).to(dtype), self.k_norm(k).to(dtype)
-        w = self.apply_filter("conv", self.to_w(x), state, new, context).unflatten(-1, (-1, E)).to(dtype)
+        w = torch.unflatten(self.apply_filter("conv", self.to_w(x), state, new, context), -1, (-1, E)).to(dtype)
         beta = 2 * self.to_beta(x).to(dtype).sigmoid()
         if context.mask is not None:  # H = I at padded tokens
             beta = beta * context.mask[..., None]

@@ -132,7 +132,7 @@ def _key_gradient(
         out = d_key[chunks].flatten(0, 1)
         torch.baddbmm(out, d_rows, S.mT, beta=int(accumulate), alpha=sign, out=out)
         return
-    by_head = torch.bmm(d_rows, S.mT).unflatten(0, (-1, key.shape[1], G))
+    by_head = torch.unflatten(torch.bmm(d_rows, S.mT), 0, (-1, key.shape[1], G))
     factor: Tensor | int = sign
     if scale is not None:
         torch.sum((by_head * key[chunks].unsqueeze(2)).mul_(sign), -1, out=d_scale[chunks])

@@ -181,4 +181,4 @@ def by_value_head(keys: Tensor, scale: Tensor | None, chunks: slice, G: int) -> 
 
 def by_chunk(x: Tensor | None, n: int) -> Sequence[Tensor | None]:
     """[n L, R, S] -> n views [L, R, S]."""
-    return [None] * n if x is None else x.unflatten(0, (n, -1)).unbind(0)
+    return [None] * n if x is None else torch.unflatten(x, 0, (n, -1)).unbind(0)

@@ -12,6 +12,7 @@ B batch, N chunks, C tokens per chunk, M = C x householders micro-steps per chun
 G value heads per key head, K key width, V value width, Y sequences
 """
 
+import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
@@ -101,4 +102,4 @@ def _lower(spec: UpdateSpec, x: UpdateInputs) -> LoweredChunks:
 
 def _time_major(x: Tensor) -> Tensor:
     """Return x [B, N, C, ...] unchanged; the compiler then writes its gradient in this order instead of copying it."""
-    return x.flatten(1, 2).unflatten(1, x.shape[1:3])
+    return torch.unflatten(x.flatten(1, 2), 1, x.shape[1:3])

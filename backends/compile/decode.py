@@ -84,7 +84,7 @@ def _update_token(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[UpdateOutput,
 
     def by_group(x: Tensor) -> Tensor:
         """[B, HV, ...] -> [B, H, G, ...]."""
-        return x.unflatten(1, (H, G))
+        return torch.unflatten(x, 1, (H, G))
 
     S = inputs.q.new_zeros(B, H, G, K, V, dtype=dtype) if inputs.state is None else by_group(inputs.state)
     initial_state = S

@@ -52,7 +52,7 @@ def decay_at_reads(spec: UpdateSpec, g: Tensor, decay: Tensor, dim: int) -> Tens
     """Return the cumulative decay at which each token's query reads the state: [.., M, ..] -> [.., C, ..]."""
     g_read = g - decay if spec.read == "before" else g
     n = spec.householders
-    return g_read if n == 1 else g_read.unflatten(dim, (-1, n)).select(dim + 1, 0)
+    return g_read if n == 1 else torch.unflatten(g_read, dim, (-1, n)).select(dim + 1, 0)
 
 
 def exp_as(x: Tensor, like: Tensor) -> Tensor:

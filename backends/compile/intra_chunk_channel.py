@@ -77,8 +77,8 @@ def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) 
     attn_b = products[:, :, 0, 1] + (0 if read_before else torch.diag_embed((q_M * b).sum(-1)))
     rows = torch.cat([attn_k.squeeze(2), products[:, :, 1, 0]], 2).flatten(0, 1)
     values = v.flatten(0, 2)
-    o_direct, y = (x.unflatten(0, v.shape[:3]) for x in torch.bmm(rows, values).chunk(2, 1))
-    kv = torch.bmm(k_decayed.flatten(0, 1).mT, values).unflatten(0, v.shape[:3])
+    o_direct, y = (torch.unflatten(x, 0, v.shape[:3]) for x in torch.bmm(rows, values).chunk(2, 1))
+    kv = torch.unflatten(torch.bmm(k_decayed.flatten(0, 1).mT, values), 0, v.shape[:3])
     a = -products[:, :, 1, 1].unsqueeze(2)
     operands = ChunkOperands(q_decayed, b_decayed, y, attn_b.unsqueeze(2), state, a, -e_decayed, gamma=gamma, kv=kv)
     return operands, o_direct
@@ -151,7 +151,8 @@ class _DecayedKeys(torch.autograd.Function):
         by_level: list[list[Tensor]] = [[] for _ in operands]  # gradients of each operand
         for s in _levels(size):
             rows, columns, row_decays, column_decay = _factors(padded_g_rows, padded_g, padded, s)
-            d_block = d_products.unflatten(5, (-1, 2 * s)).unflatten(4, (-1, 2 * s))[..., s:, :, :s].diagonal(0, 4, 6)
+            d_blocks = rearrange(d_products, "n z r w (l i) (m j) -> n z r w l i m j", i=2 * s, j=2 * s)
+            d_block = d_blocks[..., s:, :, :s].diagonal(0, 4, 6)
             d_block = rearrange(d_block, "n z r w i j l -> (n z l) (r i) (w j)")
             d_rows = torch.bmm(d_block, columns.flatten(0, 2).flatten(1, 2)).view(rows.shape)
             d_columns = torch.bmm(d_block.mT, rows.flatten(0, 2).flatten(1, 2)).view(columns.shape)
@@ -217,7 +218,7 @@ def _factors(
     R = len(g_rows)
 
     def half(x: Tensor, index: int) -> Tensor:
-        return x.unflatten(2, (-1, 2, s))[:, :, :, index]
+        return torch.unflatten(x, 2, (-1, 2, s))[:, :, :, index]
 
     boundary = half(g, 0)[:, :, :, -1:]
     row_decays = [exp_as(half(g_row, 1) - boundary, operands[0]) for g_row in g_rows]

@@ -66,7 +66,7 @@ def scalar_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) -
 
 def _scores(rows: Tensor, columns: Tensor) -> Tensor:
     """[N, Z, R, K] and [N, Z, M, K] -> [N, Z, R, M]. `bmm` reads a transposed operand in place; `@` would copy it."""
-    return torch.bmm(rows.flatten(0, 1), columns.flatten(0, 1).mT).unflatten(0, rows.shape[:2])
+    return torch.unflatten(torch.bmm(rows.flatten(0, 1), columns.flatten(0, 1).mT), 0, rows.shape[:2])
 
 
 def _decay_mask(g_row: Tensor, g_column: Tensor, mask: Tensor, like: Tensor) -> Tensor:

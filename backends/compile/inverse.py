@@ -49,4 +49,4 @@ def _invert_diagonal_blocks(a: Tensor) -> Tensor:
 def _diagonal_blocks(a: Tensor) -> Tensor:
     """[L, M, M] -> [L, M / 8, 8, 8], a view."""
     count = a.shape[-1] // _BLOCK
-    return a.unflatten(1, (count, _BLOCK)).unflatten(3, (count, _BLOCK)).diagonal(0, 1, 3).movedim(-1, 1)
+    return a.view(-1, count, _BLOCK, count, _BLOCK).diagonal(0, 1, 3).movedim(-1, 1)

@@ -57,11 +57,8 @@ def packing(cu_seqlens: Tensor, T: int, C: int) -> Packing:
 
 def pack(x: Tensor, table: Packing) -> Tensor:
     """[1, T, ...] -> [1, N, C, ...], zeros in empty slots."""
-    return (
-        gather_rows(x[0], table.token_of_slot, table.slot_of_token, has_gaps=True)
-        .unflatten(0, (-1, table.chunk))
-        .unsqueeze(0)
-    )
+    slots = gather_rows(x[0], table.token_of_slot, table.slot_of_token, has_gaps=True)
+    return torch.unflatten(slots, 0, (-1, table.chunk)).unsqueeze(0)
 
 
 def unpack(x: Tensor, table: Packing) -> Tensor:

@@ -151,11 +151,11 @@ def reference_step(step: FusedDecodeStep, operands: FusedOperands) -> tuple[Tens
     skipped = v
     if x.beta is not None:
         beta = x.beta.sigmoid().clamp(max=step.beta_max)
-        update["beta"] = beta.unflatten(-1, (n, -1)) if n > 1 else beta
+        update["beta"] = torch.unflatten(beta, -1, (n, -1)) if n > 1 else beta
     if x.decay is not None and x.A_log is not None and x.dt_bias is not None:
         rate, raw = x.A_log.exp(), x.decay + x.dt_bias
         if step.spec.decay == "channel":
-            rate, raw = rate[:, None], raw.unflatten(-1, (step.HV, step.K))
+            rate, raw = rate[:, None], torch.unflatten(raw, -1, (step.HV, step.K))
         dt = F.softplus(raw)
         update["log_decay"] = -rate * dt if step.decay_bound is None else step.decay_bound * (rate * raw).sigmoid()
         if step.scale_v_by_dt:
@@ -240,5 +240,5 @@ def _project(step: FusedDecodeStep, x: FusedDecodeInputs, slots: Tensor | None) 
         parts = short_conv(ConvInputs(x.qkv, x.weight, x.bias, x.history[rows]), step.parts)
         x.history[rows] = torch.cat([x.history[rows], x.qkv], 1)[:, 1:]
     q, k, v = parts
-    k, v = (y.unflatten(-1, (n, h, -1) if n > 1 else (h, -1)) for y, h in ((k, step.H), (v, step.HV)))
-    return q.unflatten(-1, (step.H, -1)), k, v
+    k, v = (torch.unflatten(y, -1, (n, h, -1) if n > 1 else (h, -1)) for y, h in ((k, step.H), (v, step.HV)))
+    return torch.unflatten(q, -1, (step.H, -1)), k, v

@@ -97,7 +97,7 @@ class TritonBackend(Backend):
         o, state = chunk_scan(x, kind)
         n = micro_steps(spec, has_channel_decay(inputs))
         if n > 1:
-            o = o.unflatten(1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
+            o = torch.unflatten(o, 1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
         o = _crop(o, V)
         return UpdateOutput(o if o.dtype == dtype else o.to(dtype), _crop(state, V, K))
 

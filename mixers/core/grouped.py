@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     def expand(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return parameters[g] at the rows of mixer g, [1, A, ...]."""
         stacked = torch.stack(list(parameters))
-        return expand_rows(stacked.flatten(1), *self).unflatten(1, stacked.shape[1:])[None]
+        return torch.unflatten(expand_rows(stacked.flatten(1), *self), 1, stacked.shape[1:])[None]
 
 
 class Groupable(nn.Module, ABC):

@@ -177,7 +177,8 @@ def unpack(tensors: Iterable[Tensor], cu_seqlens: Tensor) -> tuple[list[Tensor],
     index_T = sequence_T * T + time_T - cu_seqlens.long()[sequence_T]
     shape = (N + 1, T)  # row N takes the tokens that belong to no sequence
     rows = [
-        x.new_zeros((N + 1) * T, *x.shape[2:]).index_copy(0, index_T, x[0]).unflatten(0, shape)[:N] for x in tensors
+        torch.unflatten(x.new_zeros((N + 1) * T, *x.shape[2:]).index_copy(0, index_T, x[0]), 0, shape)[:N]
+        for x in tensors
     ]
     return rows, time_T < cu_seqlens.diff()[:, None], index_T.clamp(max=max(N * T - 1, 0))
 

@@ -78,7 +78,7 @@ def with_gates(q: Tensor, k: Tensor, sums_BTH: Tensor, scale: float) -> tuple[Te
     channels = gate_channels(H, G, E)
     head_H = torch.arange(H, device=q.device) % group
     own_HX = (torch.arange(channels, device=q.device) // TERMS == head_H[:, None]).to(q.dtype) * QUERY
-    terms = _split(-sums_BTH / (scale * QUERY)).unflatten(2, (G, group)).flatten(3).to(k.dtype)
+    terms = torch.unflatten(_split(-sums_BTH / (scale * QUERY)), 2, (G, group)).flatten(3).to(k.dtype)
     return (
         torch.cat([q, own_HX.expand(*q.shape[:2], -1, -1)], -1),
         torch.cat([k, F.pad(terms, (0, channels - terms.shape[-1]))], -1),

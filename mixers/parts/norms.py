@@ -126,15 +126,15 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
 
     def _normalize(self, o: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalise o. Args: weight, bias: the parameters, or their values at each row [1, A, ...]."""
-        grouped = o.flatten(2).unflatten(2, (self.groups, -1))
+        grouped = torch.unflatten(o.flatten(2), 2, (self.groups, -1))
         if self.kind == "layer":
             wide = grouped.to(state_dtype(o.dtype))
             grouped = wide - wide.mean(-1, keepdim=True)
         if weight is not None:
-            weight = weight.unflatten(-1, (-1, grouped.shape[-1]))
+            weight = torch.unflatten(weight, -1, (-1, grouped.shape[-1]))
         normed = rms_norm(grouped, weight, self.eps).reshape(o.shape)
         if bias is not None:
-            normed = normed + bias.to(normed.dtype).unflatten(-1, (-1, o.shape[-1]))
+            normed = normed + torch.unflatten(bias.to(normed.dtype), -1, (-1, o.shape[-1]))
         return normed.to(o.dtype)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:

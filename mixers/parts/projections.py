@@ -6,6 +6,7 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -160,4 +161,4 @@ class ChannelProjection(nn.Module, Stateful):
         else:
             (v,) = apply_silu_and_norm(v, self.parts)
         one = v.new_ones(*v.shape[:2], self.shape.heads, self.shape.key_width)
-        return UpdateInputs(one, one, v.unflatten(-1, (self.shape.value_heads, -1))), state
+        return UpdateInputs(one, one, torch.unflatten(v, -1, (self.shape.value_heads, -1))), state

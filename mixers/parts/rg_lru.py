@@ -58,7 +58,8 @@ class RGLRUGate(OperandPart, HasFlops):
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         u = inputs.v.squeeze(-1)
-        raw = torch.einsum("btnc,gncd->gbtnd", u.unflatten(-1, (self.blocks, -1)), self.weight.to(u.dtype)).flatten(-2)
+        blocks = torch.unflatten(u, -1, (self.blocks, -1))
+        raw = torch.einsum("btnc,gncd->gbtnd", blocks, self.weight.to(u.dtype)).flatten(-2)
         dtype = state_dtype(u.dtype)
         recurrence_gate, input_gate = (raw.to(dtype) + self.bias.to(dtype)[:, None, None]).sigmoid()
         log_decay = -POWER * softplus(self.L.to(dtype)) * recurrence_gate

@@ -67,7 +67,7 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> OperandResult:
         previous, new_state = self.shift(x, state, context)
         delta = previous - x
-        inner = self.mix_down(x + delta * self.mix_x.to(x.dtype)).tanh().unflatten(-1, (5, -1))
+        inner = torch.unflatten(self.mix_down(x + delta * self.mix_x.to(x.dtype)).tanh(), -1, (5, -1))
         low_rank = torch.einsum("btir,ird->ibtd", inner, self.mix_up.to(inner.dtype))
         x_w, x_k, x_v, x_r, x_g = (x + delta * (m.to(x.dtype) + d) for m, d in zip(self.mix, low_rank, strict=True))
         log_decay = rearrange(-self.decay(x_w).exp(), "b t (h k) -> b t h k", h=self.shape.heads)

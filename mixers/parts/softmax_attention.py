@@ -180,11 +180,11 @@ def _later_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, sequenc
         sequence_M2W = torch.cat([sequence_MW[:-1], sequence_MW[1:]], 1)
         visible = (visible & (sequence_M2W[:, None] == sequence_MW[1:, :, None]))[:, None]
     o = sdpa(q_BMWE[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, visible)
-    o = o.unflatten(0, (B, q_BMWE.shape[1] - 1)).flatten(1, 2)
+    o = torch.unflatten(o, 0, (B, q_BMWE.shape[1] - 1)).flatten(1, 2)
     # Negative padding crops the last block. A slice would make the compiler guard on its strides.
     return F.pad(o, (0, 0, 0, 0, 0, T - W - o.shape[1]))
 
 
 def _blocks(x: Tensor, W: int) -> Tensor:
     """Split time into blocks of W, padding the last one with zeros: [B, T, ...] -> [B, M, W, ...]."""
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % W)).unflatten(1, (-1, W))
+    return torch.unflatten(F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % W)), 1, (-1, W))
