@@ -11,6 +11,7 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.compile.packing import Packing, pack, packing, unpack
 from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 
 
 def split_into_chunks(
@@ -30,6 +31,8 @@ def split_into_chunks(
     table = None if inputs.cu_seqlens is None else packing(inputs.cu_seqlens, T, C)
     N = (T + C - 1) // C
     N = max(N, min_chunks) if min_chunks > 1 else N
+    if torch.compiler.is_compiling() and not is_known(T <= C):  # else a graph with a dynamic T would depend on N > 1
+        N = torch.sym_max(N, 2)
     chunks = {}
     for name, x in inputs._asdict().items():
         if x is None or name in constant:
@@ -52,6 +55,7 @@ def merge_chunks(o: Tensor, T: int, table: Packing | None) -> Tensor:
     if table is not None:
         return unpack(o, table)
     padded = o.flatten(1, 2)
-    if torch.compiler.is_compiling():  # the contiguity of a slice would be a guard on T; a copy is contiguous
+    if torch.compiler.is_compiling():  # the contiguity of a slice would be a guard on T; a padded copy is contiguous
+        padded = padded.contiguous()  # else the copy would keep the order of strides that one chunk has
         return pad(padded, (0, 0) * (padded.dim() - 2) + (0, T - padded.shape[1]))
     return padded[:, :T]

@@ -1,0 +1,53 @@
+"""A function that eager code calls compiled: copies of its code, no limit on recompilations, eager under modes.
+
+Three facts about Dynamo, tested with torch 2.11 and 2.13, ask for this module:
+
+- It counts recompilations per code object, and records by function name which sizes changed between calls. A copy
+  of the code under a new name starts afresh, so that functions do not share either.
+- With fullgraph=True it raises FailOnRecompileLimitHit at the limit, after the eighth graph. The call is then repeated
+  without a limit. The graphs compiled before remain in use.
+- While a dispatch mode must see every operator it compiles nothing. With fullgraph=True it then raises, and it marks
+  the code as never to be compiled, so that later calls fail, too.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from deltazoo.backends.torch_ext.modes import dispatch_mode_is_active
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_counter = itertools.count()
+
+
+def compiled_call(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    """Compile a copy of a function with fullgraph=True.
+
+    Args: options: of torch.compile.
+    Returns: a callable that runs the function itself while a dispatch mode is active, and in a traced caller, because
+        torch 2.11 cannot trace a compiled function.
+    """
+    assert isinstance(function, FunctionType)
+    name = f"{function.__name__}_{next(_counter)}"
+    code = function.__code__.replace(co_name=name)
+    copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    compiled = cast("Callable[P, R]", torch.compile(copy, fullgraph=True, **options))
+
+    def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or dispatch_mode_is_active():
+            return function(*arguments, **keywords)
+        try:
+            return compiled(*arguments, **keywords)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            unlimited = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+            with torch._dynamo.config.patch(unlimited):
+                return compiled(*arguments, **keywords)
+
+    return call
