@@ -1,21 +1,21 @@
 """Layer-by-layer compilation: equal layers share one compiled graph, so compile time does not grow with depth."""
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType, MethodType
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.dispatch import requested_backend, use_backend
+from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.blocks.layer import Layer, LayerSpec
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.norms import RMSNorm
-
-_counter = itertools.count()
 
 
 def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "inductor") -> LanguageModel:
@@ -23,6 +23,10 @@ def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "i
 
     The embedding and the head stay eager, because they offer nothing to fuse. The parameters and the state dict do not
     change.
+
+    Each kind of call has graphs of its own: with and without gradients, a state, a mask, packed sequences or autocast,
+    for one row and for one token. The first graph of a kind is compiled for the sizes of its call. The second has
+    dynamic sizes and serves every other B and T.
 
     Args: compiler: the `backend` argument of torch.compile.
     """
@@ -57,20 +61,70 @@ def run_eagerly(device: torch.device | str) -> AbstractContextManager[None]:
 
 
 def _compile_method(method: Callable[..., object], compiler: str | Callable[..., Any]) -> Callable[..., object]:
-    """Compile a method. A traced caller gets the method itself, because torch 2.11 cannot trace the compiled one."""
-    compiled = torch.compile(_renamed_copy(method), fullgraph=True, backend=compiler)
+    """Compile a method of modules whose first argument is x [B, T, D], once for each kind of call.
 
-    def forward(*arguments: Any, **keywords: Any) -> object:
-        return (method if torch.compiler.is_compiling() else compiled)(*arguments, **keywords)
+    The graph of a kind's first sizes is static. All other sizes share a graph with dynamic sizes.
+    """
+    kinds: dict[tuple[object, ...], _Kind] = {}
+
+    def forward(module: nn.Module, *arguments: Any, **keywords: Any) -> object:
+        if torch.compiler.is_compiling():
+            return method(module, *arguments, **keywords)
+        values = (*arguments, *keywords.values())
+        key, sizes = _kind(values), _sizes(values)
+        kind = kinds.get(key)
+        if kind is None:
+            kind = kinds[key] = _Kind(sizes, *(compiled_call(method, backend=compiler) for _ in range(2)))
+        if sizes == kind.first_sizes:
+            return kind.static(module, *arguments, **keywords)
+        keywords = {name: _with_dynamic_sizes(value) for name, value in keywords.items()}
+        return kind.dynamic(module, *map(_with_dynamic_sizes, arguments), **keywords)
 
     return forward
 
 
-def _renamed_copy(method: Callable[..., object]) -> FunctionType:
-    """Copy a method under a new name, so that layer specs and models do not share Dynamo's caches.
+class _Kind(NamedTuple):
+    """The compiled functions of one kind of call: for the sizes of its first call, and for all others."""
 
-    Dynamo limits recompilations per code object and records by function name which sizes changed between calls.
+    first_sizes: tuple[torch.Size, ...]
+    static: Callable[..., object]
+    dynamic: Callable[..., object]
+
+
+def _kind(values: Sequence[object]) -> tuple[object, ...]:
+    """Return what a graph depends on besides the sizes of x, masks, positions and packs, apart from B = 1 and T = 1.
+
+    torch.compile specialises a graph for a size of 1, for gradients, for autocast and for each argument that is None.
     """
-    assert isinstance(method, FunctionType)
-    name = f"layer_{next(_counter)}"
-    return FunctionType(method.__code__.replace(co_name=name), method.__globals__, name, method.__defaults__)
+    x = values[0]
+    assert isinstance(x, Tensor)
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, *map(_traits, values))
+
+
+def _traits(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype, value.requires_grad, *(size == 1 for size in value.shape[:2])
+    if isinstance(value, Context):
+        return tuple(None if field is None else isinstance(field, Tensor) for field in value)
+    return value is None
+
+
+def _sizes(values: Sequence[object]) -> tuple[torch.Size, ...]:
+    """Return the shapes of the tensors among the arguments, and of those in the context."""
+    fields = (field for value in values for field in (value if isinstance(value, Context) else (value,)))
+    return tuple(field.shape for field in fields if isinstance(field, Tensor))
+
+
+def _with_dynamic_sizes(value: Any) -> Any:
+    """Return the argument with views of tensors whose first two sizes are marked as dynamic, where they are not 1."""
+    if isinstance(value, Context):
+        return value._replace(**{name: _with_dynamic_sizes(x) for name, x in value._asdict().items()})
+    if not isinstance(value, Tensor):
+        return value
+    view = value.view_as(value)
+    for dim, size in enumerate(value.shape[:2]):
+        if size > 1:
+            torch._dynamo.maybe_mark_dynamic(view, dim)
+    return view

@@ -1,6 +1,5 @@
 """Backend "compile": the chunk-parallel update in plain PyTorch, compiled by torch.compile."""
 
-import types
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,7 +22,8 @@ from deltazoo.backends.errors import ConfigError, OperandError, UnsupportedError
 from deltazoo.backends.progress import notice_if_slow
 from deltazoo.backends.slots import gather_states, step_in_slots, zero_without_state
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.torch_ext.modes import functorch_is_active
+from deltazoo.backends.torch_ext.compiled_call import compiled_call
+from deltazoo.backends.torch_ext.modes import dispatch_mode_is_active, functorch_is_active
 
 _Function = Callable[[UpdateInputs, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -81,7 +81,7 @@ class CompileBackend(Backend):
         has_no_sequence = inputs.cu_seqlens is not None and inputs.cu_seqlens.shape[0] == 1
         if inputs.q.shape[0] == 0 or inputs.q.shape[1] == 0 or has_no_sequence:
             return _empty(inputs)
-        if torch.compiler.is_compiling() or not self.compiled or inputs.q.is_meta or functorch_is_active():
+        if not self.compiled or torch.compiler.is_compiling() or inputs.q.is_meta or _must_run_eagerly():
             return self._update(spec, inputs)
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             return token_update(spec, inputs)
@@ -147,6 +147,11 @@ class CompileBackend(Backend):
         return 512
 
 
+def _must_run_eagerly() -> bool:
+    """Whether torch.compile cannot run: within a torch.func transform or a dispatch mode."""
+    return functorch_is_active() or dispatch_mode_is_active()
+
+
 def _notice(meta: UpdateMeta) -> str:
     direction = "forward and backward" if meta.grad else "forward"
     return (
@@ -161,21 +166,11 @@ def _compile(spec: UpdateSpec) -> _Function:
     def update(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
         return chunked_update(spec, chunks, sequence)
 
-    def compile_copy() -> _Function:
-        # torch.compile counts recompilations per code object; a copy of the code object starts at zero.
-        copy = types.FunctionType(update.__code__.replace(), update.__globals__, "update", None, update.__closure__)
-        return torch.compile(copy, fullgraph=True)
-
-    compiled = compile_copy()
+    compiled = compiled_call(update)
 
     def call(chunks: UpdateInputs, sequence: Tensor | None) -> tuple[Tensor, Tensor]:
-        nonlocal compiled
         try:
-            try:
-                return compiled(chunks, sequence)
-            except torch._dynamo.exc.FailOnRecompileLimitHit:  # guards on strides and on torch's global settings
-                compiled = compile_copy()
-                return compiled(chunks, sequence)
+            return compiled(chunks, sequence)
         except torch._inductor.exc.InductorError as error:
             if not isinstance(error.inner_exception, torch._inductor.exc.InvalidCxxCompiler):
                 raise

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def functorch_is_active() -> bool:
@@ -15,6 +16,18 @@ def functorch_is_active() -> bool:
 def fake_mode_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Return the mode of a fake tensor, in which new tensors are fake too; for another tensor an empty context."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext()
+
+
+def dispatch_mode_is_active() -> bool:
+    """Whether a dispatch mode must see every operator, such as FlopCounterMode, FakeTensorMode and that of make_fx.
+
+    torch.compile does not run under these. It does under modes that ignore compiled code, such as those of selective
+    checkpointing.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(mode.is_infra_mode() or not mode.ignore_compile_internals() for mode in modes)
 
 
 def values_are_readable(*tensors: Tensor | None) -> bool:

@@ -5,7 +5,6 @@ B batch, T prompt length, L vocabulary
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.check import check_integer
 from deltazoo.backends.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
+from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.blocks.generation.sampling import check_sampling, sample
 from deltazoo.blocks.stack import LanguageModel, StackState, check_model
@@ -185,7 +185,7 @@ def _step(model: LanguageModel, tokens_B1: Tensor, state: StackState, logits_BL:
 
 
 def _compiled_step(device: torch.device) -> Callable[[LanguageModel, Tensor, StackState, Tensor], None]:
-    """Compile a copy of the step: Dynamo limits the compilations of one code object to eight.
+    """Compile a copy of the step.
 
     On a CPU a step of a small model is mostly overhead of the host. Two options avoid it: Inductor calls its kernels
     from C++, and Dynamo checks no guards. Nothing needs them: a decoder calls its own copy of the step with the same
@@ -193,11 +193,10 @@ def _compiled_step(device: torch.device) -> Callable[[LanguageModel, Tensor, Sta
     one thread, torch 2.13: 6.7 ms of CPU time per eager step, 1.29 ms compiled, 0.98 ms with calls from C++, 0.65 ms
     with both.
     """
-    copy = FunctionType(_step.__code__.replace(), _step.__globals__, "step")
     if device.type != "cpu":
-        return torch.compile(copy, fullgraph=True, dynamic=False)
+        return compiled_call(_step, dynamic=False)
     options: dict[str, Any] = {"cpp_wrapper": True, "guard_filter_fn": lambda guards: [False] * len(guards)}
-    return torch.compile(copy, fullgraph=True, dynamic=False, options=options)
+    return compiled_call(_step, dynamic=False, options=options)
 
 
 def _layout(model: LanguageModel) -> list[tuple[torch.dtype, torch.Size, torch.device]]:

@@ -9,7 +9,6 @@ B batch, T time, H heads, G key-value heads, E head width, N packed sequences, M
 
 import functools
 import importlib.util
-import types
 from collections.abc import Callable
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from deltazoo.backends.errors import DeviceError
+from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.varlen import sequence_index
@@ -118,6 +118,4 @@ def _ordered(blocks_MM: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _compiled(key: tuple[object, ...]) -> Callable[..., Tensor]:
     """Compile for one combination of all but B and T: torch.compile counts recompilations per code object."""
-    source = forgetting_attention
-    copy = types.FunctionType(source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__)
-    return torch.compile(copy, fullgraph=True)
+    return compiled_call(forgetting_attention)

@@ -1,6 +1,7 @@
 """Backend "compile" under torch.compile: one graph, no recompilation, saved memory, error messages."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from deltazoo.backends import conformance
 from deltazoo.backends.base import Backend, UpdateInputs, UpdateOutput, state_dtype
@@ -111,13 +113,13 @@ def assert_one_graph(spec: UpdateSpec, batches: Iterable[UpdateInputs]) -> None:
 
 @pytest.mark.parametrize("name", TRACED)
 def test_callers_torch_compile_gets_one_graph_for_all_lengths(name: str) -> None:
-    assert_one_graph(TRACED[name], (draw(TRACED[name], 2, T, seed=T) for T in (37, 80, 131)))
+    assert_one_graph(TRACED[name], (draw(TRACED[name], 2, T, seed=T) for T in (37, 80, 131, 5)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in TRACED])
 def test_every_spec_compiles_to_one_graph_for_all_lengths(name: str) -> None:
-    assert_one_graph(SPECS[name], (draw(SPECS[name], 2, T, seed=T) for T in (37, 80, 131)))
+    assert_one_graph(SPECS[name], (draw(SPECS[name], 2, T, seed=T) for T in (37, 80, 131, 5)))
 
 
 def packed(spec: UpdateSpec, bounds: list[int], padding: int = 0) -> UpdateInputs:
@@ -183,6 +185,27 @@ def test_eager_calls_recompile_past_the_recompile_limit_for_new_strides() -> Non
         strided = inputs._replace(v=v)
         assert_matches_reference(backend.forward(spec, strided), spec, strided)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.mark.usefixtures("aot_eager")
+def test_eager_calls_compile_under_a_function_mode() -> None:
+    spec, backend = ELEMENTWISE, CompileBackend(chunk=16)
+    inputs = draw(spec, 2, 40, V=2)
+    with torch.device("cpu"):
+        out = backend.forward(spec, inputs)
+    assert_matches_reference(out, spec, inputs)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("aot_eager")
+def test_eager_calls_run_eagerly_under_a_dispatch_mode_and_compile_after_it() -> None:
+    spec, backend = UpdateSpec(transition="additive"), CompileBackend(chunk=16)
+    inputs = draw(spec, 2, 40, V=2)
+    for mode, graphs in ((FlopCounterMode(display=False), 0), (nullcontext(), 1), (FlopCounterMode(display=False), 1)):
+        with mode:
+            assert_matches_reference(backend.forward(spec, inputs), spec, inputs)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+        assert not isinstance(mode, FlopCounterMode) or mode.get_total_flops() > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
