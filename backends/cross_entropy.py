@@ -12,7 +12,7 @@ from torch import Tensor
 from deltazoo.backends.base import state_dtype
 from deltazoo.backends.errors import DeviceError, DtypeError, ShapeError, ValueRangeError
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.torch_ext.wide_product import add_product_
 from deltazoo.backends.triton import cross_entropy as kernel
 from deltazoo.backends.watch import RunRecord, is_watched, record_run
@@ -314,6 +314,17 @@ class _Losses(torch.autograd.Function):
         largest = torch.cat([grad_N.abs(), tiny]).amax()
         _, *gradients = _op(x, weight, targets, grad_N / largest, *ctx.options, *needed[:2])
         return *_scaled(gradients, largest, (x.dtype, weight.dtype), needed), *(None for _ in needed[2:])
+
+
+def _differentiable_losses(
+    x: Tensor, weight: Tensor, targets: Tensor, scale: None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses of the operator, by `_Losses`, without the gradients that an exported program does not read."""
+    losses_N: Tensor = _Losses.apply(x, weight, targets, *options[:-2])
+    return losses_N, x.new_empty(0), x.new_empty(0)
+
+
+differentiate_exported("linear_cross_entropy", _differentiable_losses)
 
 
 def _scaled(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import plain_gradients
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.glu import glu, glu_backward
 from deltazoo.backends.triton.limits import runs_elementwise_kernels
@@ -78,3 +78,11 @@ class _GluLinear(torch.autograd.Function):
             return (*plain_gradients(plain, ctx.saved_tensors, dy_RD), None)
         d_hidden_R2F, h_RF = glu_backward(hidden_R2F, torch.mm(dy_RD, weight_DF), ctx.activation)
         return d_hidden_R2F, torch.mm(dy_RD.t(), h_RF) if ctx.needs_input_grad[1] else None, None
+
+
+def _differentiable_glu(hidden_R2F: Tensor, activation: Activation) -> Tensor:
+    gate_RF, up_RF = hidden_R2F.float().chunk(2, 1)
+    return (activate(gate_RF, activation) * up_RF).to(hidden_R2F.dtype)
+
+
+differentiate_exported("triton_glu", _differentiable_glu)

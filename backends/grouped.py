@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 
 
 def grouped_linear(x_AD: Tensor, weight_GFD: Tensor, ends: Tensor) -> Tensor:
@@ -136,3 +136,6 @@ class _Expand(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grouped_sum(grad, *ctx.saved_tensors), None, None
+
+
+differentiate_exported("grouped_product", lambda x, weight, ends: _GroupedLinear.apply(x, weight.mT, ends))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from deltazoo.backends.grouped import group_of_row, grouped_sum
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.varlen import sequence_index
 
 BLOCK = 128  # rows at a time on a CPU: the operands of a block stay in its cache
@@ -188,7 +189,7 @@ _conv_gradients_op = operator(
 
 
 def _runs_by_sequence(x: Tensor, cu_seqlens: Tensor) -> bool:
-    return x.device.type == "cpu" and x.shape[0] >= SHORTEST * (cu_seqlens.shape[0] - 1)
+    return x.device.type == "cpu" and not is_known(x.shape[0] < SHORTEST * (cu_seqlens.shape[0] - 1))
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -217,3 +218,6 @@ def _earlier_rows(sequence_A: Tensor, cu_seqlens: Tensor, shift: int, past: int)
     inside_A = position_A >= shift
     history_A = A + sequence_A * past + past - shift + position_A if past else A
     return torch.where(inside_A, row_A - shift, history_A), inside_A
+
+
+differentiate_exported("grouped_conv", _GroupedConv.apply)

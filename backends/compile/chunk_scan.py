@@ -28,7 +28,7 @@ from deltazoo.backends.compile.chunk_scan_backward import scan_backward
 from deltazoo.backends.compile.chunk_scan_forward import saved_segments, scan_forward
 from deltazoo.backends.compile.operator_body import body
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 
 # Chunks per segment: few enough for the segment's half dozen operands to stay in the cache, and enough for large
 # batched products. The operators take it as an argument because the sizes in a graph cached on disk depend on it.
@@ -155,3 +155,7 @@ class _ChunkScan(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         # tf32 and `sequence`, the first and the last input, have no gradient
         return (None, *(g if need else None for g, need in zip(grads, needed, strict=False)), None)
+
+
+# After the operands come the numbers of chunks per segment, tf32 and save.
+differentiate_exported("chunk_scan", lambda *arguments: _ChunkScan.apply(arguments[-2], *arguments[:-3]))

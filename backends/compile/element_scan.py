@@ -23,7 +23,7 @@ from deltazoo.backends.compile.operator_body import body
 from deltazoo.backends.lowering import log_decay, strengths
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 
 MAX_VALUE_WIDTH = 2
 LOG2_E = math.log2(math.e)
@@ -291,3 +291,7 @@ class _ElementScan(torch.autograd.Function):
         d_q, d_k, d_v, d_state, d_decay, d_step, d_rate = _backward_op(d_o, d_final, *saved, ctx.read_before)
         d_decays = [None if x is None else d for x, d in zip(saved[4:7], (d_decay, d_step, d_rate), strict=True)]
         return None, d_q, d_k, d_v, d_state, *d_decays, None
+
+
+# After the operands come read_before and save.
+differentiate_exported("element_scan", lambda *arguments: _ElementScan.apply(arguments[-2], *arguments[:-2]))

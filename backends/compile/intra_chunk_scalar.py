@@ -70,16 +70,20 @@ def _scores(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _decay_mask(g_row: Tensor, g_column: Tensor, mask: Tensor, like: Tensor) -> Tensor:
-    """exp(g_i - g_j) where the mask holds, else 1; no gradients.
+    """exp(g_i - g_j) where the mask holds, else 1; no gradients, except in programs of torch.export.
 
     Not clamped to 1: with a decay of 0 the rounding error of the difference may be positive.
     """
-    difference = g_row.detach().unsqueeze(-1) - g_column.detach().unsqueeze(-2)
+    if not torch.compiler.is_exporting():
+        g_row, g_column = g_row.detach(), g_column.detach()
+    difference = g_row.unsqueeze(-1) - g_column.unsqueeze(-2)
     return exp_as(torch.where(mask, difference, 0), like)
 
 
 def _apply_decay(scores: Tensor, decay_mask: Tensor, mask: Tensor, g_row: Tensor, g_column: Tensor) -> Tensor:
     """scores * exp(g_i - g_j) where the mask holds, else 0; differentiable in the scores and in g."""
+    if torch.compiler.is_exporting():  # the program has the forward of an autograd.Function, but not its backward
+        return torch.where(mask, scores * decay_mask, 0)
     # A view of g_row, because a tensor may not be passed to an autograd.Function twice.
     return _ApplyDecay.apply(scores, decay_mask, mask, g_row.view_as(g_row), g_column)
 

@@ -23,6 +23,7 @@ DIRECT_CALLS = True  # read in every call
 CACHE_SIGNATURES = True  # read when a class is decorated
 
 _LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
+_EXPORTED_GRADIENTS: dict[str, Callable[..., Any]] = {}
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
 
@@ -33,7 +34,8 @@ def operator(
 
     Args:
         schema: "NAME(arguments) -> results" in the syntax of torch.library.
-        body: the implementation for every device. Autograd does not differentiate it; the caller defines the gradient.
+        body: the implementation for every device. Autograd does not differentiate it: the caller calls the operator
+            in the forward of an autograd.Function, and passes this to `differentiate_exported`.
         fake: returns empty results with the right shapes and dtypes, from the same arguments.
         any_layout: the body takes operands of any strides. Inductor pads the rows of matrix products to 128 bytes, and
             copies them for an operator without this.
@@ -41,7 +43,14 @@ def operator(
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.flexible_layout,) if any_layout else ())
-    _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
+
+    def dispatched(*arguments: Any) -> Any:
+        gradient = _EXPORTED_GRADIENTS.get(name)
+        if gradient is not None and torch.is_grad_enabled() and any(map(_requires_grad, arguments)):
+            return gradient(*arguments)
+        return body(*arguments)
+
+    _LIBRARY.impl(name, dispatched, "CompositeExplicitAutograd")
     torch.library.register_fake(f"deltazoo::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.deltazoo, name).default
 
@@ -52,6 +61,17 @@ def operator(
         return body(*arguments)
 
     return call
+
+
+def differentiate_exported(name: str, differentiable: Callable[..., Any]) -> None:
+    """Give an operator gradients in programs of torch.export, in which operators have lost their autograd.Function.
+
+    Args: name: of the operator; differentiable: computes the same results from the same arguments by an
+        autograd.Function. A result that no caller differentiates may have another shape.
+    """
+    _EXPORTED_GRADIENTS[name] = differentiable
+    # Without a kernel for autograd, torch warns in the backward that the operator may have no gradient.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
 def mark_written(tensor: Tensor, result: Tensor) -> None:
@@ -83,6 +103,12 @@ def _operators_are_observed(arguments: tuple[Any, ...]) -> bool:
         or c._autograd._profiler_enabled()
         or (not _PLAIN_TYPES.issuperset(map(type, arguments)) and any(map(_has_tensor_subclass, arguments)))
     )
+
+
+def _requires_grad(argument: Any) -> bool:
+    if isinstance(argument, list):
+        return any(map(_requires_grad, argument))
+    return isinstance(argument, Tensor) and argument.requires_grad
 
 
 def _has_tensor_subclass(argument: Any) -> bool:

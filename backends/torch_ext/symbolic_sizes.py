@@ -8,7 +8,9 @@ def is_known(condition: bool | torch.SymBool) -> bool:
 
     For concrete sizes this is the condition.
     """
-    # Importing it takes 0.5 s; a traced caller has imported it.
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    # Importing it takes a second; a traced caller has imported it.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)

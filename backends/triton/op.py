@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.config import LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import checkpoint_distance
@@ -158,3 +158,6 @@ def _gradients(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> list[Ten
     grads: list[Tensor | None] = [next(present) if exists else None for exists in Gradients.existing(x, kind).values()]
     grads.append(None)  # of cu_seqlens
     return [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+
+
+differentiate_exported("triton_scan", lambda *arguments: _ChunkScan.apply(*arguments[:-1]))  # without save

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.triton.config import cdiv, power_of_two
 from deltazoo.backends.triton.operands import ready, with_token_stride
 from deltazoo.backends.triton.plan import device_spec
@@ -247,3 +247,6 @@ class _ShortConv(torch.autograd.Function):
         needed = zip(grads, ctx.needs_input_grad, strict=False)
         no_gradient = [None] * (len(ctx.needs_input_grad) - len(grads))  # of the bounds and static arguments
         return (*(grad if needs else None for grad, needs in needed), *no_gradient)
+
+
+differentiate_exported("triton_short_conv", lambda *arguments: list(_ShortConv.apply(*arguments)))

@@ -4,15 +4,17 @@ B batch, T time, D width, H heads, K key width
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.dispatch import BoundUpdate
+from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
 from deltazoo.mixers.core.delta_mixer import Update, mask_padding
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, Stateful
@@ -74,7 +76,10 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
             product = self.update.bound(system._replace(q=solution))
             residual = q - product.o - shift * solution
             constants = [None if operand is None else operand.detach() for operand in system]
-            correction = _SolveBackward.apply(self.update.bound, self.steps, shift.detach(), residual, *constants)
+            if torch.compiler.is_exporting():
+                correction = _zero_op(residual)
+            else:
+                correction = _SolveBackward.apply(self.update.bound, self.steps, shift.detach(), residual, *constants)
         new_state = None if state is None else write_back(state, product.state)
         return inputs._replace(q=(solution + correction).to(inputs.q.dtype)), new_state
 
@@ -102,6 +107,18 @@ class _SolveBackward(torch.autograd.Function):
         with without_autocast(grad):
             solution = _conjugate_gradients(ctx.bound, UpdateInputs(*system), shift, grad, ctx.steps)
         return None, None, None, solution, *[None] * len(system)
+
+
+_zero_op = operator("solution_of_zero(Tensor residual) -> Tensor", torch.zeros_like, torch.empty_like)
+
+
+def _refuse_gradients(residual: Tensor) -> NoReturn:
+    raise UnsupportedError(
+        "an exported program has no gradients of the solution of MesaNet's linear system: call it under torch.no_grad()"
+    )
+
+
+differentiate_exported("solution_of_zero", _refuse_gradients)
 
 
 def _conjugate_gradients(bound: BoundUpdate, system: UpdateInputs, shift: Tensor, b: Tensor, steps: int) -> Tensor:

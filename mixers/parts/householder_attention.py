@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 
 CHUNK = 64
 NEGLIGIBLE = 1e-30  # smaller weights become 0: CPUs multiply subnormal numbers several times more slowly
@@ -290,3 +290,10 @@ class _HouseholderAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         contiguous = [grad.contiguous() for grad in grads]
         return None, *_backward_op(contiguous, list(ctx.saved_tensors), ctx.scale), None, None
+
+
+def _differentiable(tensors: list[Tensor], scale: float) -> list[Tensor]:
+    return list(_HouseholderAttention.apply(scale, *tensors))
+
+
+differentiate_exported("householder_attention", _differentiable)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.lowering import log_decay, strengths
 from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.core.delta_mixer import mask_padding
 from deltazoo.mixers.core.mixer import Context
@@ -132,8 +133,10 @@ class _Chunks(NamedTuple):
 def _in_rows(operands: list[Tensor], count_B: Tensor, state: dict[str, Tensor] | None) -> _Chunks:
     """Divide rows [B, T, ...] into chunks. Tokens after the first `count_B` must neither decay, erase nor write."""
     B, T = operands[0].shape[:2]
-    size = CHUNK if T > CHUNK else max(T, 1)
+    size = max(T, 1) if is_known(T <= CHUNK) else CHUNK
     chunks = (T + size - 1) // size
+    if not is_known(T <= CHUNK):  # else a graph with a dynamic T would depend on chunks > 1
+        chunks = torch.sym_max(chunks, 2)
     before = torch.minimum(torch.arange(chunks, device=count_B.device) * size, count_B[:, None])
     start = before if state is None else (before + state["seen"][:, None]) % POSITIONS
     padding = chunks * size - T

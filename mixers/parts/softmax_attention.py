@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.modes import functorch_is_active, values_are_readable
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 from deltazoo.backends.varlen import sequence_index
 from deltazoo.mixers.parts.caches import KVCache, token_in_slot
@@ -26,17 +27,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu
     Returns: [B, T, H, E].
     """
     T = q.shape[1]
-    if (cu_seqlens is not None or (window is not None and window < T)) and has_flash_attention(q, v):
+    has_bounds = cu_seqlens is not None or (window is not None and not is_known(window >= T))
+    if has_bounds and has_flash_attention(q, v):
         return flash_attend(q, k, v, scale, window, cu_seqlens)
     if cu_seqlens is not None and values_are_readable(cu_seqlens):
         pieces = _split_packed((q, k, v), cu_seqlens)
         return torch.cat([attend(q_n, k_n, v_n, scale, window, None) for q_n, k_n, v_n in pieces], 1)
     sequence_T = None if cu_seqlens is None else sequence_index(cu_seqlens, T)
+    if window is not None and not is_known(window < T) and not is_known(window >= T):
+        # A dynamic T on either side of the window: padded to three blocks, so that the graph depends on neither side.
+        padding = torch.sym_max(3 * window - T, 0)
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
+        sequence_T = None if sequence_T is None else F.pad(sequence_T, (0, padding), value=-1)
+        return F.pad(_attend_in_blocks(q, k, v, scale, window, sequence_T), (0, 0, 0, 0, 0, -padding))
     if window is None or window >= T:
         return sdpa(q, k, v, scale, None if sequence_T is None else _causal(T, sequence_T))
-    mask = None if sequence_T is None else _causal(window, sequence_T[:window])
-    first = sdpa(q[:, :window], k[:, :window], v[:, :window], scale, mask)
-    return torch.cat([first, _later_blocks(q, k, v, scale, window, sequence_T)], 1)
+    return _attend_in_blocks(q, k, v, scale, window, sequence_T)
 
 
 def attend_ring_buffer(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVCache) -> Tensor:
@@ -165,6 +171,13 @@ def _split_packed(tensors: tuple[Tensor, ...], cu_seqlens: Tensor) -> list[tuple
 def _causal(T: int, sequence_T: Tensor) -> Tensor:
     time_T = torch.arange(T, device=sequence_T.device)
     return (time_T <= time_T[:, None]) & (sequence_T == sequence_T[:, None])
+
+
+def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, sequence_T: Tensor | None) -> Tensor:
+    """Attend within a window of W < T tokens."""
+    mask = None if sequence_T is None else _causal(W, sequence_T[:W])
+    first = sdpa(q[:, :W], k[:, :W], v[:, :W], scale, mask)
+    return torch.cat([first, _later_blocks(q, k, v, scale, W, sequence_T)], 1)
 
 
 def _later_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, sequence_T: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, operator
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import unpack
 
@@ -44,7 +44,14 @@ class TokenScan:
             _without_autocast(self._backward),
             _backward_fake,
         )
-        self._function = _function(self._forward_op, backward_op)
+        function = self._function = _function(self._forward_op, backward_op)
+
+        def differentiable(
+            state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], real: Tensor, keep: bool
+        ) -> list[Tensor]:
+            return list(function.apply(len(state), len(operands), real, *state, *operands, *parameters))
+
+        differentiate_exported(name, differentiable)
 
     def __call__(
         self, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], context: Context
@@ -79,17 +86,16 @@ class TokenScan:
     ) -> list[Tensor]:
         """Return the outputs, the new state, and (if `keep`) the states at the start of each segment, [M, B, ..]."""
         T = real.shape[1]
-        starts: list[list[Tensor]] = []
+        starts = [s.new_zeros(_saved_states(T, keep), *s.shape) for s in state]
         outputs = []
         for t in range(T):
             if keep and t % SEGMENT == 0:
-                starts.append(state)
+                for rows, s in zip(starts, state, strict=True):
+                    rows[t // SEGMENT] = s
             state, o = self._token(state, [x[:, t] for x in operands], parameters, real[:, t])
             outputs.append(o)
         o = torch.stack(outputs, 1) if outputs else operands[-1].clone()
-        empty = [s.new_empty(0, *s.shape) for s in state]
-        stacked = [torch.stack(column) for column in zip(*starts, strict=True)] if starts else empty
-        return [o, *(s.clone() for s in state), *stacked]
+        return [o, *(s.clone() for s in state), *starts]
 
     def _backward(
         self, grads: list[Tensor], starts: list[Tensor], state: list[Tensor], operands: list[Tensor],
@@ -141,11 +147,15 @@ def _without_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., li
     return run
 
 
+def _saved_states(T: int, keep: bool) -> int:
+    """Return M, a number that holds every segment's first state and is never 1, for which a graph is specialised."""
+    return T // SEGMENT + 2 if keep else 0
+
+
 def _forward_fake(
     state: list[Tensor], operands: list[Tensor], parameters: list[Tensor], real: Tensor, keep: bool
 ) -> list[Tensor]:
-    segments = (real.shape[1] + SEGMENT - 1) // SEGMENT if keep else 0
-    starts = [s.new_empty(segments, *s.shape) for s in state]
+    starts = [s.new_empty(_saved_states(real.shape[1], keep), *s.shape) for s in state]
     return [operands[-1].new_empty(operands[-1].shape), *(s.new_empty(s.shape) for s in state), *starts]
 
 

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
+from deltazoo.backends import registry
 from deltazoo.backends.base import Backend
 from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.mixers import Context, MixerConfig, RetNet
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Mixer, State
 
 WIDTH, T = 16, 3
+OURS = [x for x in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, x).startswith("deltazoo ")]
 
 # One mixer for each kind of state and each way to handle padding.
 STATE_KINDS = (
@@ -33,6 +36,9 @@ LENGTH_CASES = [
     pytest.param("attention", marks=slow),
     pytest.param("retnet", marks=slow),
 ]
+# A mixer with chunks and one with a window; the rest of the zoo is slow.
+EXPORTED = ("gated_deltanet", "sliding_window")
+OTHERS = [x for x in OURS if x not in (*EXPORTED, "mesa")]
 INDUCTOR_CASES = ["mamba", "titans", pytest.param("mlstm", marks=slow)]  # elementwise scan, token scan, chunks
 
 
@@ -108,6 +114,39 @@ def test_at_most_three_graphs_serve_all_lengths(zoo: dict[str, MixerConfig], nam
         x = draw(time).detach()
         assert_same(module(x), mixer(x))
     assert counter.frame_count <= 3
+
+
+def export(mixer: Mixer) -> nn.Module:
+    """Export a mixer with a dynamic T."""
+    dynamic = ({1: torch.export.Dim.DYNAMIC},)
+    return torch.export.export(mixer, (draw(40).detach(),), dynamic_shapes=dynamic, strict=False).module()
+
+
+@pytest.mark.parametrize("name", [*EXPORTED, *(pytest.param(x, marks=slow) for x in OTHERS)])
+def test_one_exported_program_takes_every_length_and_has_gradients(zoo: dict[str, MixerConfig], name: str) -> None:
+    mixer = build(zoo[name], CompileBackend(compiled=False))
+    program = export(mixer)
+    for time in (40, 5, 32, 75):  # on both sides of the chunks and of the windows
+        x = draw(time)
+        outputs = program(x)[0], mixer(x)[0]
+        torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-11)
+    leaves = dict(mixer.named_parameters())
+    for actual, expected in zip(
+        torch.autograd.grad(outputs[0].square().sum(), [x, *map(dict(program.named_parameters()).get, leaves)]),
+        torch.autograd.grad(outputs[1].square().sum(), [x, *leaves.values()]),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-10)
+
+
+@slow
+def test_an_exported_mesa_refuses_gradients(zoo: dict[str, MixerConfig]) -> None:
+    mixer, x = build(zoo["mesa"], CompileBackend(compiled=False)), draw(75)
+    program = export(mixer)
+    with torch.no_grad():
+        torch.testing.assert_close(program(x)[0], mixer(x)[0], rtol=1e-9, atol=1e-11)
+    with pytest.raises(UnsupportedError, match=r"call it under torch\.no_grad"):
+        program(x)
 
 
 @pytest.mark.parametrize("name", INDUCTOR_CASES)

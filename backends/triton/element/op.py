@@ -15,7 +15,12 @@ from deltazoo.backends.base import UpdateInputs, UpdateMeta, UpdateOutput
 from deltazoo.backends.lowering import strengths
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, mark_written, operator
+from deltazoo.backends.torch_ext.custom_op import (
+    cache_forward_signature,
+    differentiate_exported,
+    mark_written,
+    operator,
+)
 from deltazoo.backends.triton.element.config import checkpoint_slots, element_heuristic, parse_element
 from deltazoo.backends.triton.operands import ready, schema
 from deltazoo.backends.triton.precompile import compiled_ahead
@@ -280,3 +285,6 @@ class _ElementScan(torch.autograd.Function):
         for name, needed in zip(x._fields, ctx.needs_input_grad, strict=False):
             grads.append(by_name.get(name) if needed else None)
         return (*grads, *(None for _ in ctx.kind))
+
+
+differentiate_exported("triton_element_scan", lambda *arguments: _ElementScan.apply(*arguments[:-1]))  # without save
