@@ -106,7 +106,7 @@ class SlidingWindow(AttentionConfig):
 class AttentionMixer(Mixer):
     """Module of `Attention` and `SlidingWindow`.
 
-    Rotary angles are computed in float32 (float64 in float64). State: `KVCache`.
+    Rotary angles are computed in float64 modulo 2 pi. State: `KVCache`.
     """
 
     def __init__(self, config: AttentionConfig, width: int) -> None:

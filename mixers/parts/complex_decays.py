@@ -47,8 +47,9 @@ class LRUDecay(OperandPart):
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         dtype = state_dtype(inputs.v.dtype)
+        frequency = self.theta.to(dtype).exp()
         v = (inputs.v * self.gamma.to(dtype).exp()[:, None]).to(inputs.v.dtype)
-        return inputs._replace(v=v, log_decay=-self.nu.to(dtype).exp()), None, {"frequency": self.theta.exp()}
+        return inputs._replace(v=v, log_decay=-self.nu.to(dtype).exp()), None, {"frequency": frequency}
 
 
 class S5Decay(OperandPart):
@@ -80,7 +81,8 @@ class S5Decay(OperandPart):
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         dtype = state_dtype(inputs.v.dtype)
         real, imaginary = -self.log_real.to(dtype).exp(), self.imaginary.to(dtype)
-        log_decay, frequency, b_re, b_im = discretise(self.discretisation, real, imaginary, self.log_dt.exp())
+        dt = self.log_dt.to(dtype).exp()
+        log_decay, frequency, b_re, b_im = discretise(self.discretisation, real, imaginary, dt)
         re, im = inputs.v.to(dtype).unbind(-1)
         v = torch.stack([re * b_re - im * b_im, re * b_im + im * b_re], -1)
         return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None, {"frequency": frequency}

@@ -7,8 +7,6 @@ it. The two columns of the value (V = 2) hold the real and the imaginary part.
 B batch, T time, D width, HV value heads (one per complex state)
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +15,7 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.parts.rotary import rotation_angle
 
 
 class ToRotatingFrame(OperandPart, Stateful):
@@ -68,13 +67,6 @@ class ComplexConjugate(OutputPart):
         self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
         return torch.stack([o[..., 0], -o[..., 1]], -1), None
-
-
-def rotation_angle(position_BT: Tensor, frequency: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return position * frequency modulo 2 pi, [B, T, *frequency.shape]; computed in float64 (float32 on MPS)."""
-    wide = torch.float32 if frequency.device.type == "mps" else torch.float64
-    position = position_BT.to(wide).view(*position_BT.shape, *[1] * frequency.dim())
-    return (position * frequency.to(wide)).remainder(2 * math.pi).to(dtype)
 
 
 def _rotate(pair: Tensor, angle: Tensor) -> Tensor:

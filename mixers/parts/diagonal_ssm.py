@@ -18,9 +18,9 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
-from deltazoo.mixers.parts.complex_states import rotation_angle
 from deltazoo.mixers.parts.decays import DT_MAX, DT_MIN
 from deltazoo.mixers.parts.discretisation import Discretisation, discretise
+from deltazoo.mixers.parts.rotary import rotation_angle
 
 StateInit = Literal["lin", "inv", "real"]
 DIAGONAL_SSM_SPEC = UpdateSpec(decay="fixed", transition="additive", scale=1.0)

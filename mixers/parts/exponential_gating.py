@@ -5,12 +5,12 @@ B batch, T time, D width, HV value heads, V value width, N sequences
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.varlen import valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, Stateful
+from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, OperandResult, Stateful
 from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.decays import clamp_nonpositive
@@ -37,7 +37,7 @@ class ExponentialGate(OperandPart, Stateful):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.heads = shape.value_heads
-        self.proj = nn.Linear(shape.width, 2 * self.heads)
+        self.proj = GateLinear(shape.width, 2 * self.heads)
         self.reset_parameters()
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ class Feedback(OperandPart, Fusible):
     ) -> tuple[UpdateInputs, Tensor | None]:
         q, k, beta = inputs.q, inputs.k, inputs.beta
         assert beta is not None  # of the part before: [B, T, (n,) HV]
-        factor = self.b.sigmoid()
+        factor = self.b.to(state_dtype(self.b.dtype)).sigmoid()
         last = k[:, :, -1] if k.dim() == 5 else k  # the output is read after the last Householder step
         subtracted = self.d * factor if self.norm_after else self.d
         q = (q - subtracted[:, None] * last).to(q.dtype)

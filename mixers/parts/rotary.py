@@ -3,6 +3,7 @@
 B batch, T time, H heads, K key width, R half the rotated channels
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -75,9 +76,25 @@ def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1).to(x.dtype)
 
 
+def rotation_angle(position_BT: Tensor, frequency: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return position * frequency modulo 2 pi, [B, T, *frequency.shape].
+
+    Computed in float64 (float32 on MPS), so that the error does not grow with the position: in float32, the angle at
+    position 10^6 is off by about 0.003.
+    """
+    wide = angle_dtype(frequency.device)
+    position = position_BT.to(wide).view(*position_BT.shape, *[1] * frequency.dim())
+    return (position * frequency.to(wide)).remainder(2 * math.pi).to(dtype)
+
+
+def angle_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of angles that grow with the position."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def _rotation(position: Tensor, half: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    pair_R = torch.arange(half, device=position.device, dtype=dtype)
-    angle = position[..., None] * theta ** (-pair_R / half)
+    pair_R = torch.arange(half, device=position.device, dtype=angle_dtype(position.device))
+    angle = rotation_angle(position, theta ** (-pair_R / half), dtype)
     return angle.cos(), angle.sin()
 
 

@@ -184,6 +184,16 @@ def test_rotary_preserves_norms_and_depends_on_relative_positions_only() -> None
     assert torch.equal(rotated(q, 5)[..., 8:], q[..., 8:])
 
 
+def test_rotary_angles_at_large_positions_are_as_exact_as_at_small_ones() -> None:
+    position, half, theta = 1_000_003, 8, 10000.0
+    angles = [position * theta ** (-pair / half) for pair in range(half)]
+    for tokens in (1, 2):  # one token is traced, several are an operator
+        rotation = rotation_at(torch.full((1, tokens), position), half, theta, torch.float32)
+        for values, function in zip(rotation, (math.cos, math.sin), strict=True):
+            expected = torch.tensor([function(angle) for angle in angles], dtype=torch.float64)
+            assert (values[0, -1].double() - expected).abs().max() < 1e-6
+
+
 def test_rotations_of_several_positions_are_those_of_each() -> None:
     position = torch.tensor([[0, 1, 77], [5, 4, 3]])
     together = rotation_at(position, 4, 100.0, torch.float64)

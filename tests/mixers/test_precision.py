@@ -4,13 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from deltazoo.backends import registry
 from deltazoo.backends.base import Backend
+from deltazoo.backends.compile import CompileBackend
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place
+from deltazoo.mixers.mom import Router
 
 
 def without_zero_parameters(mixer: Mixer) -> Mixer:
@@ -31,9 +34,9 @@ def test_every_parameter_gets_a_gradient(mixer: Mixer, x: Tensor) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-def in_float64(config: MixerConfig, like: Mixer, width: int) -> Mixer:
+def in_float64(config: MixerConfig, like: Mixer, width: int, backend: str | Backend = "reference") -> Mixer:
     """Build the mixer in float64 with the parameters of another."""
-    mixer = config.build(width, backend="reference").double()
+    mixer = config.build(width, backend=backend).double()
     mixer.load_state_dict({name: value.double() for name, value in like.state_dict().items()})
     return mixer
 
@@ -98,9 +101,40 @@ def test_bf16_module_is_close_to_float64(config: MixerConfig, backend: str | Bac
     y, state, _ = mixer(x, mixer.init_state(2, 12))
     expected, _ = in_float64(config, mixer, 64)(x.double())
     assert y.dtype == torch.bfloat16
-    assert relative_error(y, expected) < 0.03
+    assert relative_error(y, expected) < 0.01
     if isinstance(mixer, DeltaMixer):
         assert state[mixer.update_key].dtype == torch.float32
+
+
+# Mixers whose rates, angles or sums over time would have errors that grow with the length; the others are slow cases.
+GROWING = ("attention", "fox", "hgrn", "hyena", "lru", "mamba3", "mlstm", "retnet", "rwkv4", "s4d", "s5")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in GROWING else [pytest.mark.slow]) for n in registry.names(registry.MIXERS)],
+)
+def test_bf16_weights_stay_close_to_float64_over_4096_tokens(name: str) -> None:
+    config, chunked = registry.load(registry.MIXERS, name)(), CompileBackend(compiled=False)
+    torch.manual_seed(0)
+    mixer = without_zero_parameters(config.build(64, backend=chunked)).bfloat16()
+    x = torch.randn(1, 4096, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert relative_error(mixer(x)[0], in_float64(config, mixer, 64, chunked)(x.double())[0]) < 0.01
+
+
+def test_gates_and_rates_of_bf16_parameters_are_computed_in_float32(config: MixerConfig) -> None:
+    """With float32 activations and linear maps, any rate that is rounded to bfloat16 gives an error near 1e-3."""
+    torch.manual_seed(0)
+    mixer = without_zero_parameters(config.build(64, backend="reference"))
+    for module in mixer.modules():
+        if not isinstance(module, nn.Linear | nn.LayerNorm | Router):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.bfloat16()
+    x = torch.randn(1, 24, 64)
+    with torch.no_grad():
+        expected = in_float64(config, mixer, 64)(x.double())[0]
+        assert relative_error(mixer(x)[0], expected) < 1e-5
 
 
 @pytest.mark.parametrize(
