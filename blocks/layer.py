@@ -15,6 +15,7 @@ from deltazoo.blocks.checkpointing import Checkpointing, run_layer
 from deltazoo.blocks.mlp import Dense, Mlp
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
+from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.core.side import Side, join_sides
@@ -69,6 +70,7 @@ class LayerSpec(PlainDataModel, Term):
         """The names of the mixers, or "mlp" for a layer that is only an MLP."""
         return " | ".join(config.name for config in self.mixers) or "mlp"
 
+    @drawn_in_float32
     def build(self, width: int, place: Place, backend: str | Backend | None = None) -> "Layer":
         """Build the module. Fields that are None have the defaults of `StackSpec`.
 

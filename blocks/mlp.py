@@ -15,6 +15,7 @@ from deltazoo.backends import glu_linear
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.glu_linear import Activation, activate
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.side import Side
 
@@ -87,6 +88,7 @@ class Dense(HiddenWidth):
     gated: bool = True
     bias: bool = False
 
+    @drawn_in_float32
     def build(self, width: int) -> "DenseMlp":
         return DenseMlp(width, self)
 

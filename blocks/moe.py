@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import state_dtype, without_autocast
 from deltazoo.blocks.mlp import Dense, DenseMlp, HiddenWidth, Mlp, MlpOutput
 from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
+from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
@@ -68,6 +69,7 @@ class MoE(HiddenWidth):
             raise ValueError("shared_gate needs shared_width, the hidden width of the shared expert, got none")
         return self
 
+    @drawn_in_float32
     def build(self, width: int) -> "MoEMlp":
         """Build the module for a layer of this width."""
         return MoEMlp(width, self)

@@ -26,6 +26,7 @@ from deltazoo.blocks.pattern import NAME, RESERVED, expand, names, parse, patter
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
 from deltazoo.mixers.core import config as configs
+from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import MixerConfig, Place
 from deltazoo.mixers.core.patterns import Name, Term
 
@@ -87,8 +88,11 @@ class StackSpec(PlainDataModel):
             layers.append(layer.model_copy(update=missing))
         return layers
 
+    @drawn_in_float32
     def build(self, backend: str | Backend | None = None) -> LanguageModel:
         """Build the model, with weights drawn from torch's default generator.
+
+        Weights of 16 bits (torch's default dtype) are drawn in float32 and rounded.
 
         Args: backend: overrides the backends of the layers and of the stack.
         Raises: ConfigError: a mixer does not fit the width, or the weights do not fit in memory; UnknownNameError:

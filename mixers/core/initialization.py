@@ -1,15 +1,22 @@
-"""Initialisation of every parameter and buffer of a module, also after `torch.device("meta")` and `to_empty`."""
+"""Initialisation of every parameter and buffer of a module, also after `torch.device("meta")` and `to_empty`.
 
+Weights of 16 bits are drawn in float32 and then rounded, in an ordinary build and by `init_weights`. The logarithm of a
+number that was rounded to bfloat16 or float16 may be infinite, and some draws exist in float32 alone.
+"""
+
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from deltazoo.backends.errors import PluginError, cut
 
 Built = TypeVar("Built", bound=nn.Module)
+Arguments = ParamSpec("Arguments")
 
 
 @torch.no_grad()
@@ -18,19 +25,33 @@ def init_weights(module: nn.Module) -> None:
 
     A constructor that creates its submodules in the order in which it registers them, and then calls
     `self.reset_parameters()`, draws random numbers in the same order. The same seed then gives the same weights as
-    building the module does.
+    building the module does. Tensors of 16 bits get the float32 draw of that seed, rounded.
 
     Raises: TypeError, if a submodule registers parameters or buffers but has no `reset_parameters`.
     """
-    for submodule in _children_first(module, set()):
-        reset = getattr(submodule, "reset_parameters", None)
-        if reset is not None:
-            reset()
-        elif [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]:
-            raise TypeError(
-                f"{type(submodule).__name__} has parameters or buffers, so it needs a method reset_parameters() that "
-                "initialises all of them"
-            )
+    with _wide_default_dtype(), _in_float32(module):
+        for submodule in _children_first(module, set()):
+            reset = getattr(submodule, "reset_parameters", None)
+            if reset is not None:
+                reset()
+            elif [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]:
+                raise TypeError(
+                    f"{type(submodule).__name__} has parameters or buffers, so it needs a method reset_parameters() "
+                    "that initialises all of them"
+                )
+
+
+def drawn_in_float32(build: Callable[Arguments, Built]) -> Callable[Arguments, Built]:
+    """Decorate a function that builds a module: under a default dtype of 16 bits, build in float32, then round."""
+
+    @functools.wraps(build)
+    def build_and_round(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Built:
+        dtype = torch.get_default_dtype()
+        with _wide_default_dtype():
+            built = build(*args, **kwargs)
+        return built.to(dtype) if dtype.itemsize < 4 else built
+
+    return build_and_round
 
 
 def no_weight_decay(module: nn.Module) -> Sequence[str]:
@@ -68,6 +89,41 @@ def build_in_any_order(build: Callable[[], Built]) -> Built:
             torch.cuda.set_rng_state(cuda_random_state)
         init_weights(built)
     return built
+
+
+@contextlib.contextmanager
+def _wide_default_dtype() -> Iterator[None]:
+    """Replace a default dtype of 16 bits by float32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if before.itemsize < 4 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _in_float32(module: nn.Module) -> Iterator[None]:
+    """Replace the parameters and buffers of less than 32 bits by float32 tensors, and round these into them."""
+    wide: dict[Tensor, Tensor] = {}  # shared tensors occur once
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    for submodule in module.modules():
+        for own in (submodule._parameters, submodule._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+                    places.append((own, name, tensor))
+                    if tensor not in wide:
+                        values = torch.empty_like(tensor, dtype=torch.float32)
+                        wide[tensor] = nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values
+    try:
+        for tensors, name, tensor in places:
+            tensors[name] = wide[tensor]
+        yield
+    finally:
+        for tensors, name, tensor in places:
+            tensors[name] = tensor
+    for tensor, values in wide.items():
+        tensor.copy_(values)
 
 
 def _children_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.base import Backend
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.mixers.core.initialization import init_weights
+from deltazoo.mixers.core.initialization import drawn_in_float32, init_weights
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.core.side import LostGradientError, Side
@@ -158,9 +158,14 @@ class MixerConfig(FrozenConfig, Term, ABC):
     name: ClassVar[str]
     source: ClassVar[str]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "build" in vars(cls):
+            cls.build = drawn_in_float32(cls.build)  # type: ignore[method-assign]
+
     @abstractmethod
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> Mixer:
-        """Build the module.
+        """Build the module. Weights of 16 bits (torch's default dtype) are drawn in float32 and rounded.
 
         Args: width: D; place: its position in the model; backend: as for `deltazoo.bind`.
         Raises: ConfigError, if the fields do not fit the width.

@@ -40,9 +40,10 @@ class LRUDecay(OperandPart):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        square = torch.empty_like(self.nu).uniform_(self.ring[0] ** 2, self.ring[1] ** 2)
+        # not 0 or 1, which a draw may give, and whose logarithms are infinite
+        square = torch.empty_like(self.nu).uniform_(self.ring[0] ** 2, self.ring[1] ** 2).clamp_(2**-24, 1 - 2**-24)
         self.nu.copy_((-0.5 * square.log()).log())
-        self.theta.uniform_(0, self.phase).log_()
+        self.theta.uniform_(0, self.phase).clamp_(min=2**-24).log_()
         self.gamma.copy_(0.5 * torch.log1p(-square))
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:

@@ -62,7 +62,7 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         elif self.rates is None:
             self.A_log.copy_(torch.arange(1.0, self.A_log.shape[0] + 1).log())
         else:
-            self.A_log.uniform_(*self.rates).log_()
+            self.A_log.uniform_(*self.rates).clamp_(min=2**-24).log_()  # a draw may be 0
         init_dt_bias(self.dt_bias)
 
     def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:

@@ -23,6 +23,9 @@ SPECS = {
     "shared": lambda: StackSpec(
         width=16, depth=3, vocab=9, pattern="a", layers={"a": {"mixer": {"mixer": "attention"}, "share": "a"}}
     ),
+    "experts": lambda: StackSpec(
+        width=16, depth=2, vocab=9, pattern="rg_lru", mlp={"type": "moe", "experts": 3, "active": 2, "width": 8}
+    ),
     "all mixers": all_mixers,
 }
 
@@ -48,6 +51,27 @@ def test_a_model_from_the_meta_device_gets_bitwise_the_same_weights(make):
     for name, tensor in initialised.items():
         assert torch.equal(tensor, expected[name]), name
         assert tensor.requires_grad == expected[name].requires_grad, name
+
+
+@pytest.mark.parametrize("name", ["biases", "shared", "experts"])
+def test_a_model_of_16_bits_gets_the_rounded_weights_of_float32(name):
+    spec = SPECS[name]()
+    torch.manual_seed(3)
+    expected = tensors(spec.build("reference").bfloat16())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(3)
+        built = spec.build("reference")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for initialise in (lambda: built, built.init_weights):
+        torch.manual_seed(3)
+        actual = tensors(initialise())
+        assert actual.keys() == expected.keys()
+        for key, tensor in actual.items():
+            assert torch.equal(tensor, expected[key]), key
+            assert tensor.dtype == torch.bfloat16, key
+            assert tensor.requires_grad == expected[key].requires_grad, key
 
 
 def test_init_weights_restarts_a_trained_model():

@@ -4,6 +4,7 @@ The conformance kit (test_matrix.py) compares `init_weights` with an ordinary bu
 """
 
 import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -226,6 +227,48 @@ def test_current_tap_of_the_h3_shift_is_normal() -> None:
     weight = parameter(build(H3(states=1, shift=16)), "filters.shift.weight")
     assert_uniform(weight[:, :-1], -0.25, 0.25)
     assert 0.9 < float(weight[:, -1].std()) < 1.1
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_weights_of_16_bits_are_the_finite_rounded_draw_of_float32(
+    config: MixerConfig, dtype: torch.dtype, default_dtype: Callable[[torch.dtype], None]
+) -> None:
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        expected = config.build(24, Place(1, 4), "reference").to(dtype).state_dict()
+        default_dtype(dtype)
+        torch.manual_seed(seed)
+        built = config.build(24, Place(1, 4), "reference").state_dict()
+        with torch.device("meta"):
+            mixer = config.build(24, Place(1, 4), "reference")
+        default_dtype(torch.float32)
+        mixer.to_empty(device="cpu")
+        torch.manual_seed(seed)
+        mixer.init_weights()
+        initialised = mixer.state_dict()
+        for name, tensor in expected.items():
+            assert tensor.isfinite().all(), name
+            for other in (built[name], initialised[name]):
+                assert other.dtype == tensor.dtype, name
+                assert torch.equal(other, tensor), name
+
+
+@pytest.mark.parametrize("bound", ["low", "high"])
+def test_draws_at_the_bounds_of_their_interval_give_finite_weights(
+    config: MixerConfig, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(self: Tensor, low: float = 0.0, high: float = 1.0, generator: None = None) -> Tensor:
+        return self.fill_(low if bound == "low" else high)
+
+    monkeypatch.setattr(Tensor, "uniform_", draw)
+    for name, tensor in config.build(24, Place(1, 4), "reference").state_dict().items():
+        assert tensor.isfinite().all(), name
 
 
 def test_init_weights_refuses_a_module_without_reset_parameters() -> None:
