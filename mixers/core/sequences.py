@@ -4,6 +4,7 @@ B batch, T time, D width, N sequences: the B rows, or the packed sequences
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,8 @@ def segment_cumsum(x: Tensor, before: Tensor | None, context: Context) -> Tensor
     """Sum x over the tokens of each sequence up to each token, in float64 (float32 on MPS).
 
     The sums of a pack come from one sum over all its tokens, in which float32 would lose the precision of the later
-    sequences. A value that is not finite makes the sums from there to the end of its sequence NaN.
+    sequences. A value that is not finite makes the sums from there to the end of its sequence NaN, and a gradient that
+    is not finite the gradients from there to the start of its sequence.
 
     Args: x: [B, T, ...], 0 at padded tokens; before: the sums before the first token, [N, ...]; None: 0.
     """
@@ -133,18 +135,43 @@ def segment_cumsum(x: Tensor, before: Tensor | None, context: Context) -> Tensor
     if context.cu_seqlens is None:
         total = x.to(wide).cumsum(1)
         return total if before is None else total + before[:, None]
-    sequence_T = valid_sequence_index(context.cu_seqlens, x.shape[1])
-    start_T = context.cu_seqlens.long()[sequence_T]
-    is_finite = x.isfinite()
+    T, bounds = x.shape[1], context.cu_seqlens.long()
+    sequence_T = valid_sequence_index(context.cu_seqlens, T)
+    ends_N = torch.cat([bounds[1:-1], bounds.new_full((1,), T)])  # tokens after the last sequence continue it
+    total = _SequenceSums.apply(x.to(wide), bounds[sequence_T], ends_N[sequence_T], False)
+    return total if before is None else total + before[sequence_T]
 
-    def sums(y: Tensor) -> Tensor:
-        total = y.cumsum(1)
-        return total - torch.cat([torch.zeros_like(total[:, :1]), total], 1)[:, start_T]
 
-    total = sums(torch.where(is_finite, x, 0.0).to(wide))
-    if before is not None:
-        total = total + before[sequence_T]
-    return torch.where(sums((~is_finite).long()) > 0, torch.nan, total)
+class _SequenceSums(torch.autograd.Function):
+    """Sum over the tokens of each sequence up to each token, or (`reverse`) from each token on.
+
+    Each sum is the gradient of the other. The gradient of torch's cumsum adds the gradients of all later tokens, also
+    of other sequences, which cancel only if they are finite.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, start_T: Tensor, end_T: Tensor, reverse: bool) -> Tensor:
+        is_finite = x.isfinite()
+        sums = [_sum_between(y, start_T, end_T, reverse) for y in (torch.where(is_finite, x, 0.0), ~is_finite)]
+        return torch.where(sums[1] > 0, torch.nan, sums[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, start_T, end_T, ctx.reverse = inputs
+        ctx.save_for_backward(start_T, end_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _SequenceSums.apply(grad, *ctx.saved_tensors, not ctx.reverse), None, None, None
+
+
+def _sum_between(x: Tensor, start_T: Tensor, end_T: Tensor, reverse: bool) -> Tensor:
+    """Sum x [1, T, ...] from the start of each token's sequence to the token, or from the token to the end."""
+    total = x.cumsum(1)  # int64 for bool
+    before = torch.cat([torch.zeros_like(total[:, :1]), total], 1)
+    return before[:, end_T] - before[:, :-1] if reverse else total - before[:, start_T]
 
 
 def positions(x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> Tensor:

@@ -102,7 +102,8 @@ def running_max(
         if context.cu_seqlens is not None:
             is_start = (torch.arange(T, device=m.device) == start_T)[None, :, None]
             previous_m = torch.where(is_start, first_BTH.to(m.dtype), previous_m)
-        return m, previous_m, None if state is None else write_back(state, last_of_each_sequence(m, state, context))
+        after = None if state is None else last_of_each_sequence(m, state, context)
+    return m, previous_m, None if state is None or after is None else write_back(state, after)
 
 
 def initial_max(batch: int, heads: int, like: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ U = (I + A)^-1 Diag(beta) W, the product of its matrices is I - W^T U (UT transf
 before every sqrt(T / CHUNK)-th chunk, and recomputes the other keys, and the scores of one chunk at a time. Its memory
 grows as T^1.5.
 
+Products of a chunk mix all its packed sequences, with weights of 0 between them, and 0 times NaN is NaN. So operands
+and gradients that are not finite are replaced by 0, and the results that depend on them by NaN.
+
 B batch, T time, S past tokens, P past and earlier tokens, C tokens of a chunk, H query heads, G key-value heads,
 R query heads per key-value head, K key width, V value width
 """
@@ -32,8 +35,8 @@ class HouseholderInputs(NamedTuple):
 
     q: [B, T, H, K]; k, w: [B, T, G, K]; v: [B, T, G, V]; beta: [B, T, G].
     past_k: [B, S, G, K], multiplied by the matrices of all past tokens; past_v: [B, S, G, V].
-    past_sequence: [B, S] int64, -1 at empty slots; sequence: [B, T] int64 >= 0. A query attends to earlier tokens of
-        the same number.
+    past_sequence: [B, S] int64, -1 at empty slots; sequence: [B, T] int64 >= 0, ascending. A query attends to earlier
+        tokens of the same number.
     """
 
     q: Tensor
@@ -204,15 +207,57 @@ def _past(inputs: HouseholderInputs, tokens: int) -> tuple[Tensor, Tensor]:
     return values, torch.cat([inputs.past_sequence, inputs.sequence[:, :tokens]], 1)
 
 
+class _NotFinite(NamedTuple):
+    """Tokens with operands that are not finite: query [B, T, H], and key, value, w or beta [B, T, G]."""
+
+    query: Tensor
+    key: Tensor
+
+    def outputs(self, sequence: Tensor) -> Tensor:
+        """Return whether each output depends on one of them, [B, T, H]."""
+        return self.query | _reaches(self.key, sequence).repeat_interleave(_group(self), 2)
+
+
+def _group(bad: _NotFinite) -> int:
+    return bad.query.shape[2] // bad.key.shape[2]
+
+
+def _without_nonfinite(inputs: HouseholderInputs) -> tuple[HouseholderInputs, _NotFinite]:
+    """Replace the operands of tokens that are not finite by 0."""
+    k, v, w = (~x.isfinite().all(-1) for x in (inputs.k, inputs.v, inputs.w))
+    bad = _NotFinite(~inputs.q.isfinite().all(-1), k | v | w | ~inputs.beta.isfinite())
+    changed = {name: _fill(bad.key, getattr(inputs, name), 0.0) for name in ("k", "v", "w", "beta")}
+    return inputs._replace(q=_fill(bad.query, inputs.q, 0.0), **changed), bad
+
+
+def _fill(where: Tensor, x: Tensor, value: float) -> Tensor:
+    """Set x [B, T, heads, ...] to a value where [B, T, heads]."""
+    return torch.where(where.view(*where.shape, *[1] * (x.dim() - 3)), value, x)
+
+
+def _reaches(bad_BTG: Tensor, sequence_BT: Tensor, reverse: bool = False) -> Tensor:
+    """Return whether the token or an earlier one of its sequence is bad; `reverse`: or a later one. [B, T, G]."""
+    count = F.pad(bad_BTG.long().cumsum(1), (0, 0, 1, 0))
+    sequence_BT = sequence_BT.contiguous()
+    edge = torch.searchsorted(sequence_BT, sequence_BT, right=reverse)  # of the token's sequence
+    at_edge = count.gather(1, edge[..., None].expand_as(bad_BTG))
+    return at_edge > count[:, :-1] if reverse else count[:, 1:] > at_edge
+
+
 def _forward(tensors: list[Tensor], scale: float) -> list[Tensor]:
-    inputs = HouseholderInputs(*tensors)
+    inputs, bad = _without_nonfinite(HouseholderInputs(*tensors))
     with torch.autocast(inputs.q.device.type, enabled=False):
         keys, outputs = inputs.past_k.transpose(1, 2), []
         for n, chunk in enumerate(_chunks(inputs)):
             o, keys = _attend(chunk, keys, *_past(inputs, n * CHUNK), scale)
             outputs.append(_heads(o, chunk.k.shape[2]))
         o = torch.cat(outputs, 1) if outputs else inputs.v.new_zeros(*inputs.q.shape[:3], inputs.v.shape[-1])
-        return [o.contiguous(), keys.transpose(1, 2).clone(memory_format=torch.contiguous_format)]
+        past = bad.key.any(1, keepdim=True).expand(-1, inputs.past_k.shape[1], -1)
+        bad_keys = torch.cat([past, _reaches(bad.key, inputs.sequence, reverse=True)], 1)
+        return [
+            _fill(bad.outputs(inputs.sequence), o, math.nan).contiguous(),
+            _fill(bad_keys, keys.transpose(1, 2), math.nan).contiguous(),
+        ]
 
 
 def _forward_fake(tensors: list[Tensor], scale: float) -> list[Tensor]:
@@ -223,9 +268,14 @@ def _forward_fake(tensors: list[Tensor], scale: float) -> list[Tensor]:
 
 
 def _backward(grads: list[Tensor], tensors: list[Tensor], scale: float) -> list[Tensor]:
-    inputs = HouseholderInputs(*tensors)
+    inputs, bad = _without_nonfinite(HouseholderInputs(*tensors))
+    d_o, d_keys = grads
+    bad_rows = bad.outputs(inputs.sequence) | ~d_o.isfinite().all(-1)
+    bad_keys = _reaches(bad_rows.unflatten(2, (-1, _group(bad))).any(-1), inputs.sequence, reverse=True)
     with torch.autocast(inputs.q.device.type, enabled=False):
-        return _differentiate(inputs, grads[0], grads[1], scale)
+        d_q, *d_rest = _differentiate(inputs, _fill(bad_rows, d_o, 0.0), d_keys, scale)
+    d_new, d_past = d_rest[:4], d_rest[4:]
+    return [_fill(bad_rows, d_q, math.nan), *(_fill(bad_keys, d, math.nan) for d in d_new), *d_past]
 
 
 def _differentiate(inputs: HouseholderInputs, d_o: Tensor, d_keys: Tensor, scale: float) -> list[Tensor]:

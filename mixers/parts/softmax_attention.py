@@ -20,8 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu
 
     A window takes memory and time linear in T. On a GPU, torch's flash attention (`varlen_attn`) computes windows and
     packs of 16-bit operands. Elsewhere each block of W tokens attends to itself and to the previous block. Eager calls
-    on a CPU run the packed sequences one by one. Other packs without a window need a mask of T x T, and a NaN in one
-    sequence may reach others, because 0 times NaN is NaN.
+    on a CPU run the packed sequences one by one. Other packs without a window need a mask of T x T.
 
     Args: q: [B, T, H, E]; k, v: [B, T, G, E]; window: W, None: full attention.
     Returns: [B, T, H, E].
@@ -41,7 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cu
         sequence_T = None if sequence_T is None else F.pad(sequence_T, (0, padding), value=-1)
         return F.pad(_attend_in_blocks(q, k, v, scale, window, sequence_T), (0, 0, 0, 0, 0, -padding))
     if window is None or window >= T:
-        return sdpa(q, k, v, scale, None if sequence_T is None else _causal(T, sequence_T))
+        return _sdpa_of_pack(q, k, v, scale, None if sequence_T is None else _causal(T, sequence_T))
     return _attend_in_blocks(q, k, v, scale, window, sequence_T)
 
 
@@ -102,7 +101,7 @@ def attend_packed(
     keys, values = (
         torch.cat([old.flatten(0, 1)[None].to(new.dtype), new], 1) for old, new in ((cache.k, k), (cache.v, v))
     )
-    return sdpa(q, keys, values, scale, visible_TJ)
+    return (sdpa if N == 1 else _sdpa_of_pack)(q, keys, values, scale, visible_TJ)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
@@ -118,6 +117,21 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = No
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)[..., :V]
+
+
+def _sdpa_of_pack(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    """Compute `sdpa` so that values that are not finite reach only the queries that see them. Args: None: no pack.
+
+    0 times NaN is NaN, so such operands are replaced by 0, which gives them no gradient, and their outputs by NaN.
+    """
+    if visible is None:
+        return sdpa(q, k, v, scale)
+    bad_q, bad_k = ~q.isfinite().all(-1), ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+    k, v = (torch.where(bad_k[..., None], 0.0, x) for x in (k, v))
+    o = sdpa(torch.where(bad_q[..., None], 0.0, q), k, v, scale, visible)
+    seen = visible if visible.dim() == 2 else visible[:, 0]
+    sees_bad = (seen.float() @ bad_k.float() > 0).repeat_interleave(q.shape[2] // k.shape[2], 2)
+    return torch.where((bad_q | sees_bad)[..., None], torch.nan, o)
 
 
 def has_flash_attention(q: Tensor, v: Tensor) -> bool:
@@ -176,7 +190,7 @@ def _causal(T: int, sequence_T: Tensor) -> Tensor:
 def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, sequence_T: Tensor | None) -> Tensor:
     """Attend within a window of W < T tokens."""
     mask = None if sequence_T is None else _causal(W, sequence_T[:W])
-    first = sdpa(q[:, :W], k[:, :W], v[:, :W], scale, mask)
+    first = _sdpa_of_pack(q[:, :W], k[:, :W], v[:, :W], scale, mask)
     return torch.cat([first, _later_blocks(q, k, v, scale, W, sequence_T)], 1)
 
 
@@ -192,7 +206,8 @@ def _later_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, sequenc
         sequence_MW = _blocks(sequence_T[None], W)[0]
         sequence_M2W = torch.cat([sequence_MW[:-1], sequence_MW[1:]], 1)
         visible = (visible & (sequence_M2W[:, None] == sequence_MW[1:, :, None]))[:, None]
-    o = sdpa(q_BMWE[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale, visible)
+    blocks = q_BMWE[:, 1:].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    o = (sdpa if sequence_T is None else _sdpa_of_pack)(*blocks, scale, visible)
     o = torch.unflatten(o, 0, (B, q_BMWE.shape[1] - 1)).flatten(1, 2)
     # Negative padding crops the last block. A slice would make the compiler guard on its strides.
     return F.pad(o, (0, 0, 0, 0, 0, T - W - o.shape[1]))

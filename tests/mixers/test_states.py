@@ -62,6 +62,14 @@ def test_state_is_updated_in_place_without_gradients(mixer: Mixer, x: Tensor) ->
     assert [leaf.data_ptr() for leaf in tree_leaves(state)] == addresses
 
 
+def test_a_call_with_gradients_leaves_the_given_state_unchanged(config: MixerConfig) -> None:
+    mixer = config.build(24, backend="reference")
+    state = mixer.init_state(2, 8)
+    before = states.snapshot(state)
+    mixer(torch.randn(2, 3, 24), state)
+    assert all(torch.equal(x, y) for x, y in zip(tree_leaves(state), tree_leaves(before), strict=True))
+
+
 def test_packed_sequences_equal_separate_sequences(mixer: Mixer, x: Tensor) -> None:
     bounds = [0, 4, 4, 9]
     context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
