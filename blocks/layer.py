@@ -42,7 +42,7 @@ class LayerSpec(PlainDataModel, Term):
         mlp: a `Dense` MLP, a `MoE`, or "none" for a layer without an MLP.
         norm_eps: epsilon of the RMS norms, added to the mean square under the root.
         norm_position: where the norms are, see above.
-        residual_scale: factor of the residual connection for the position "post".
+        residual_scale: factor of the residual connection; needs the position "post".
         share: a label; the layers with the same label are one module, with one set of weights and a state for each
             place (Zamba, arXiv 2405.16712). `model.stack.layers` repeats the module: for FSDP2 call `fully_shard` on
             `dict.fromkeys(model.stack.layers)`.
@@ -104,6 +104,18 @@ class LayerSpec(PlainDataModel, Term):
     def _check(self) -> None:
         if self.mixer == "none" and self.mlp == "none":
             raise ConfigError("mixer: a layer needs a mixer or an MLP, got 'none' for both")
+        if self.norm_position is not None:
+            self.check_residual_scale(self.norm_position)
+
+    def check_residual_scale(self, norm_position: NormPosition) -> None:
+        """Refuse a factor without effect. Args: norm_position: that of the layer. Raises: ConfigError."""
+        if self.residual_scale not in (None, 1.0) and norm_position != "post":
+            raise ConfigError(unused_residual_scale(self.residual_scale, norm_position))
+
+
+def unused_residual_scale(scale: float | None, norm_position: NormPosition) -> str:
+    """Return the sentence about a factor that only the position "post" uses."""
+    return f'residual_scale needs norm_position="post", got {scale} with norm_position="{norm_position}"'
 
 
 class LayerOutput(NamedTuple):

@@ -19,7 +19,7 @@ from deltazoo.backends.frozen_config import describe_errors
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
-from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition
+from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition, unused_residual_scale
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, check_keys, parse_mixer, parse_mlp
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, names, parse, pattern_error, unreached, with_names
@@ -51,7 +51,7 @@ class StackSpec(PlainDataModel):
         mlp: a `Dense` MLP, a `MoE` (`{type: moe, ...}`), or "none"; the default for all layers.
         norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default for all layers.
         norm_position: "pre", "output" or "post", see `LayerSpec`; the default for all layers.
-        residual_scale: factor of the residual connections for the position "post"; the default for all layers.
+        residual_scale: factor of the residual connections; needs layers with the position "post".
         tied: whether the head shares the embedding's weights.
         embedding_scale: factor on the embeddings; Gemma and Griffin have the root of the width.
         logit_cap: c of logits <- c tanh(logits / c), 30 in RecurrentGemma; None: no cap.
@@ -204,8 +204,20 @@ class StackSpec(PlainDataModel):
                         f"share: layers with the same label must be equal, got {cut(other)} in layer {first} and "
                         f"{cut(layer)} in layer {i} for {cut(layer.share)}"
                     )
+        self._check_residual_scales()
         for sentence in self.unused():
             warnings.warn(sentence, ConfigWarning, stacklevel=4)  # the caller of StackSpec(...)
+
+    def _check_residual_scales(self) -> None:
+        """Refuse a factor that no layer uses. Raises: ConfigError."""
+        for name, layer in self.layers.items():
+            if isinstance(layer, LayerSpec) and layer.norm_position is None:
+                try:
+                    layer.check_residual_scale(self.norm_position)
+                except ConfigError as error:
+                    raise ConfigError(f"layers.{name}: {error}") from None
+        if self.residual_scale != 1.0 and all(layer.norm_position != "post" for layer in self.expand()):
+            raise ConfigError(unused_residual_scale(self.residual_scale, self.norm_position))
 
     @field_serializer("pattern")
     def _dump_pattern(self, pattern: Any) -> str:

@@ -40,12 +40,26 @@ EQUATIONS = {
 
 @pytest.mark.parametrize("position", EQUATIONS)
 def test_norms_are_at_the_position_of_the_equation(position):
-    layer = build(norm_position=position, residual_scale=1.7)
+    layer = build(norm_position=position, **({"residual_scale": 1.7} if position == "post" else {}))
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     equation = EQUATIONS[position]
     middle = equation(x, lambda x: rms_norm(x, layer.norm.weight), lambda x: layer.mixers[0](x)[0])
     expected = equation(middle, lambda x: rms_norm(x, layer.mlp_norm.weight), lambda x: layer.mlp(x, CONTEXT).y)
     torch.testing.assert_close(layer(x)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_residual_scale_that_no_layer_uses_is_refused():
+    spec = {"width": WIDTH, "depth": 2, "vocab": 9, "pattern": "a"}
+    layer = {"mixer": {"mixer": "deltanet"}, "residual_scale": 1.7}
+    sentence = 'residual_scale needs norm_position="post", got 1.7 with norm_position="pre"'
+    with pytest.raises(ConfigError, match=sentence):
+        StackSpec(**spec, layers={"a": {"mixer": "deltanet"}}, residual_scale=1.7)
+    with pytest.raises(ConfigError, match=r'layers.a: residual_scale needs .* got 1.7 with norm_position="output"'):
+        StackSpec(**spec, layers={"a": layer}, norm_position="output")
+    with pytest.raises(ConfigError, match=sentence):
+        LayerSpec(mixer="none", residual_scale=1.7, norm_position="pre")
+    StackSpec(**spec, layers={"a": layer}, norm_position="post")
+    StackSpec(**spec, layers={"a": layer | {"norm_position": "post"}})
 
 
 def test_a_layer_may_be_only_a_mixer_or_only_an_mlp():
