@@ -115,8 +115,9 @@ class LanguageModel(nn.Module):
     """Compute next-token logits: embedding, stack, head. `StackSpec.build` builds it.
 
     Initialisation: the embedding, the head and the MLPs' input projections are drawn from N(0, 0.02^2). The
-    projections that write to the residual stream (`out` of mixers and MLPs) are drawn from N(0, 0.02^2 / (2 depth)).
-    The biases of the MLPs are 0. Each mixer initialises its other weights.
+    projections that write to the residual stream (`out` of mixers and MLPs) are drawn from N(0, 0.02^2 / (2 depth)),
+    except those of mixers with a published scale (`Parts.output_std`: RG-LRU, LRU, S5). The biases of the MLPs are 0.
+    Each mixer initialises its other weights.
     Source: GPT-2, Radford 2019, section 2.3.
     """
 
@@ -284,7 +285,8 @@ class LanguageModel(nn.Module):
                     nn.init.normal_(to_hidden.weight, std=0.02)
             for module in (*layer.mixers, *mlps):
                 out = getattr(module, "out", None)
-                if isinstance(out, nn.Linear | GroupedLinear):
+                has_own_scale = getattr(module, "output_std", None) is not None
+                if isinstance(out, nn.Linear | GroupedLinear) and not has_own_scale:
                     nn.init.normal_(out.weight, std=residual_std)
 
     def _check_tokens(self, name: str, tokens: Tensor) -> None:

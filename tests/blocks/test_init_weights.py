@@ -93,3 +93,11 @@ def test_a_module_without_reset_parameters_is_refused():
     model.stack.layers[1].mixers[0].extra = nn.ParameterList([torch.zeros(3)])
     with pytest.raises(TypeError, match=r"ParameterList has parameters or buffers, so it needs a method"):
         model.init_weights()
+
+
+def test_the_output_map_of_rg_lru_keeps_its_published_scale_in_a_stack():
+    """2 / (depth channels), `final_w_init_variance_scale` / `lru_width` of transformers' RecurrentGemma."""
+    mixers = {"a": {"mixer": "rg_lru", "channels": 256}, "b": {"mixer": "gated_deltanet", "heads": 2}}
+    model = StackSpec(width=64, depth=4, vocab=9, pattern="a + b", layers=mixers).build("reference")
+    for layer, std in zip(model.stack.layers, 2 * [(2 / (4 * 256)) ** 0.5, 0.02 / 8**0.5], strict=True):
+        assert abs(float(layer.mixers[0].out.weight.std()) / std - 1) < 0.05
