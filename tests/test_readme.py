@@ -103,7 +103,7 @@ def test_numbers_of_mixers() -> None:
     own = [name for name in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, name)[:9] == "deltazoo "]
     short = [name for name in own if len(inspect.getsource(config_class(name)).splitlines()) <= 40]
     assert f"{len(own)} in all" in README
-    assert f"{len(short)} of the {len(own)} mixers are configs of at most forty lines" in README
+    assert f"The config of {len(short)} of the {len(own)} mixers is a class of at most forty lines" in README
 
 
 def test_links_of_readme_lead_to_files() -> None:
