@@ -27,7 +27,7 @@ class KDA(DeltaRuleConfig):
     decay_bound: float | None = Field(
         default=None,
         lt=0,
-        description="log_decay = decay_bound sigmoid(exp(A_log) (W x + dt_bias)), -5 in Ling 2.5 and GLM-5.3; None: "
+        description="log_decay = decay_bound sigmoid(exp(A_log) (W x + dt_bias)), -5 in Ling 3.0 and GLM-5.3; None: "
         "-exp(A_log) softplus(W x + dt_bias)",
     )
 

@@ -31,7 +31,7 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
             with a `bound`.
         writes: also scale v <- dt v (Mamba-2's discretisation of the input); needs per="head".
         bound: if given, log_decay = bound * sigmoid(exp(A_log) (W x + dt_bias)), which is never below `bound`
-            (the "safe gate" of KDA in flash-linear-attention, Ling 2.5 and GLM-5.3).
+            (the "safe gate" of KDA in flash-linear-attention, Ling 3.0 and GLM-5.3).
     Initialisation: dt_bias such that dt is log-uniform in [1e-3, 1e-1], clamped at 1e-4 from below. With a bound A_log
         is 0, so that log_decay starts near bound dt: the exp(A_log) of `rates` would multiply the negative dt_bias and
         saturate the sigmoid.

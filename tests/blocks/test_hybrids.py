@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import WIDTH, Oracle, Tensors
+from torch import Tensor
 
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers.core.conformance import relative_error
@@ -351,8 +352,8 @@ def stack_parameters(w: Tensors, family: Family, depth: int) -> Tensors:
     return ours
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
+def same_weights(name: str, change: Callable[[str, Tensor], None]) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return transformers' model and the stack with equal random weights. Args: change: edits a parameter by name."""
     import transformers
 
     family = FAMILIES[name]
@@ -363,19 +364,69 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
     with torch.no_grad():
         for key, parameter in theirs.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.4))
-            if key.endswith("b_proj.weight"):
-                parameter *= 0.1  # our beta has an upper bound below 2, which then has no effect
+            change(key, parameter)
     spec = StackSpec(**{"width": WIDTH, "vocab": VOCAB, "tied": False, **family.stack})
     ours = spec.build("reference")
     weights = stack_parameters(dict(theirs.named_parameters()), family, spec.depth)
     missing = ours.load_state_dict({key: x.detach().clone() for key, x in weights.items()}, strict=False)
     assert not missing.unexpected_keys
     assert all(key.endswith("router.bias") for key in missing.missing_keys)  # a buffer that is 0 in both
-    tokens = torch.randint(VOCAB, (1, 19), generator=torch.Generator().manual_seed(2))
-    expected, actual = theirs(tokens, **(family.arguments or {})).logits, ours(tokens)[0]
+    return theirs, ours
+
+
+def within_limits(key: str, parameter: Tensor) -> None:
+    """Keep beta below the bound that ours has: see `test_limits_that_only_one_model_has_are_the_only_difference`."""
+    if key.endswith("b_proj.weight"):
+        parameter.mul_(0.1)
+
+
+def random_tokens() -> Tensor:
+    return torch.randint(VOCAB, (1, 19), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
+    theirs, ours = same_weights(name, within_limits)
+    tokens = random_tokens()
+    expected, actual = theirs(tokens, **(FAMILIES[name].arguments or {})).logits, ours(tokens)[0]
     assert relative_error(actual, expected) < OUTPUT_TOLERANCE
     F.cross_entropy(expected[0, :-1], tokens[0, 1:]).backward()
     F.cross_entropy(actual[0, :-1], tokens[0, 1:]).backward()
     gradient = theirs.get_input_embeddings().weight.grad
     scale = FALCON_MULTIPLIERS["embedding_multiplier"] if name == "FalconH1" else 1
     assert relative_error(ours.embedding.weight.grad * scale, gradient) < GRADIENT_TOLERANCE
+
+
+def small_dt(key: str, parameter: Tensor) -> None:
+    """Make dt = softplus(-8) or so, 3e-4, in every head."""
+    if key.endswith("dt_bias"):
+        parameter.sub_(8.0)
+
+
+def saturated_beta(key: str, parameter: Tensor) -> None:
+    """Make beta = 2 sigmoid of large numbers."""
+    if key.endswith("b_proj.weight"):
+        parameter.mul_(20.0)
+
+
+def without_limits(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+        if hasattr(module, "max_beta"):
+            module.max_beta = 1.0
+
+
+@pytest.mark.parametrize(("name", "change"), [("NemotronH", small_dt), ("OlmoHybrid", saturated_beta)])
+def test_limits_that_only_one_model_has_are_the_only_difference(
+    name: str, change: Callable[[str, Tensor], None]
+) -> None:
+    """Nemotron-H raises dt to 1e-3, and our doubled beta is at most 2 - 2^-6; docs/sources.md gives the errors."""
+    theirs, ours = same_weights(name, change)
+    with torch.no_grad():
+        expected, actual = theirs(random_tokens()).logits, ours(random_tokens())[0]
+        assert relative_error(actual, expected) > 10 * OUTPUT_TOLERANCE
+        without_limits(theirs)
+        without_limits(ours)
+        expected, actual = theirs(random_tokens()).logits, ours(random_tokens())[0]
+        assert relative_error(actual, expected) < OUTPUT_TOLERANCE

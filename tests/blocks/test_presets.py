@@ -213,3 +213,8 @@ def test_the_layers_of_a_preset_have_the_names_of_their_mixers(name):
     for layer, config in preset(name).layers.items():
         titles.setdefault(config.title if isinstance(config, LayerSpec) else config.name, []).append(layer)
     assert all(title in layers for title, layers in titles.items())
+
+
+def test_the_embedding_scale_of_griffin_is_the_published_bfloat16_buffer() -> None:
+    """`normalizer` in transformers' modeling_recurrent_gemma.py."""
+    assert StackSpec.load("griffin").embedding_scale == torch.tensor(2560**0.5, dtype=torch.bfloat16).item() == 50.5
