@@ -239,24 +239,31 @@ def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
 def test_weights_of_16_bits_are_the_finite_rounded_draw_of_float32(
     config: MixerConfig, dtype: torch.dtype, default_dtype: Callable[[torch.dtype], None]
 ) -> None:
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        expected = config.build(24, Place(1, 4), "reference").to(dtype).state_dict()
-        default_dtype(dtype)
-        torch.manual_seed(seed)
-        built = config.build(24, Place(1, 4), "reference").state_dict()
-        with torch.device("meta"):
-            mixer = config.build(24, Place(1, 4), "reference")
-        default_dtype(torch.float32)
-        mixer.to_empty(device="cpu")
-        torch.manual_seed(seed)
-        mixer.init_weights()
-        initialised = mixer.state_dict()
-        for name, tensor in expected.items():
-            assert tensor.isfinite().all(), name
-            for other in (built[name], initialised[name]):
-                assert other.dtype == tensor.dtype, name
-                assert torch.equal(other, tensor), name
+    torch.manual_seed(0)
+    expected = config.build(24, Place(1, 4), "reference").to(dtype).state_dict()
+    default_dtype(dtype)
+    torch.manual_seed(0)
+    built = config.build(24, Place(1, 4), "reference").state_dict()
+    with torch.device("meta"):
+        mixer = config.build(24, Place(1, 4), "reference")
+    default_dtype(torch.float32)
+    mixer.to_empty(device="cpu")
+    torch.manual_seed(0)
+    mixer.init_weights()
+    initialised = mixer.state_dict()
+    for name, tensor in expected.items():
+        assert tensor.isfinite().all(), name
+        for other in (built[name], initialised[name]):
+            assert other.dtype == tensor.dtype, name
+            assert torch.equal(other, tensor), name
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lru_of_16_bits_has_finite_weights(seed: int, default_dtype: Callable[[torch.dtype], None]) -> None:
+    default_dtype(torch.bfloat16 if seed % 2 else torch.float16)
+    torch.manual_seed(seed)
+    for name, tensor in LRU().build(256, backend="reference").state_dict().items():
+        assert tensor.isfinite().all(), name
 
 
 @pytest.mark.parametrize("bound", ["low", "high"])

@@ -59,8 +59,8 @@ def test_a_sequence_with_nan_changes_no_output_gradient_or_state_of_others(
         changed_x, changed_d_y = x.clone(), d_y.clone()
         changed_x[row, 6] = value
         changed_d_y[row, tokens] = value
-        for new_x, new_d_y in ((changed_x, d_y), (changed_x, changed_d_y), (x, changed_d_y)):
-            results = run(mixer, new_x, new_d_y, context, state)
+        for new_x in (changed_x, x) if state is None else (changed_x,):
+            results = run(mixer, new_x, changed_d_y, context, state)
             assert results.y[row, 6].isfinite().all() == (new_x is x)
             for actual, unchanged in zip(results[:2], expected[:2], strict=True):
                 torch.testing.assert_close(others(actual, context), others(unchanged, context), rtol=1e-6, atol=1e-9)
