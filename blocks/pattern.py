@@ -97,9 +97,12 @@ def names(pattern: Term) -> Iterator[Name]:
 
 
 def unreached(pattern: Term, depth: int) -> list[Name]:
-    """Return the names of a parsed pattern that are in none of `depth` layers."""
-    reached = {name.position for terms in expand(pattern, depth) for term in terms for name in names(term)}
-    return [name for name in names(pattern) if name.position not in reached]
+    """Return the names of a parsed pattern, with their fields, that are in none of `depth` layers; each once.
+
+    A name may occur several times, so one occurrence that `@` replaces or the depth truncates does not matter.
+    """
+    reached = {name for terms in expand(pattern, depth) for term in terms for name in names(term)}
+    return list(dict.fromkeys(name for name in names(pattern) if name not in reached))
 
 
 def pattern_error(sentence: str, text: str, position: int) -> PatternError:
