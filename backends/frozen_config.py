@@ -79,7 +79,8 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
             sentences.append(_unknown_field(location, str(problem["loc"][0]), model))
             continue
         sentence = describe_invalid(location, problem["msg"])
-        if problem["type"] != "missing" and problem["loc"]:
+        # "value_error" is a sentence of one of our validators, which names what was given
+        if problem["type"] not in ("missing", "value_error") and problem["loc"]:
             sentence += f", got {cut(problem['input'])}"
         if problem["type"] == "literal_error" and isinstance(problem["input"], str):
             sentence += nearest(problem["input"], _choices(problem.get("ctx", {})))

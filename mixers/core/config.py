@@ -31,7 +31,7 @@ def parse(data: Mapping[str, Any] | MixerConfig, trust: bool = False) -> MixerCo
     if isinstance(data, MixerConfig):
         return data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"a mixer must be a mapping with the key 'mixer', got {cut(data)}")
+        raise ConfigError(f"a mixer must be a mapping such as {{mixer: gated_deltanet, heads: 6}}, got {cut(data)}")
     fields = dict(data)
     name = fields.pop("mixer", None)
     if not isinstance(name, str):

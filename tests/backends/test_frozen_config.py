@@ -1,6 +1,7 @@
 """Invalid configs and specs built in Python raise ConfigError with one sentence per field."""
 
 import pickle
+import re
 
 import pytest
 from pydantic import ValidationError
@@ -10,7 +11,7 @@ from deltazoo.backends.errors import ConfigError, cut
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training.train import TrainConfig
-from deltazoo.mixers import KDA, GatedDeltaNet, parse
+from deltazoo.mixers import KDA, GatedDeltaNet, MoM, parse
 
 CASES = {
     "unknown field of a mixer": (lambda: GatedDeltaNet(haeds=2), "GatedDeltaNet: haeds: unknown field; did you mean"),
@@ -40,6 +41,14 @@ CASES = {
         lambda: StackSpec(width=64, depth=1, vocab=9, pattern="kda(heads=None)"),
         "kda.heads must be an integer or null (None in Python), got 'None'",
     ),
+    "a sentence of a validator": (
+        lambda: StackSpec(width=64, depth=1, vocab=9, pattern="mom(memory=kda)"),
+        "mom.memory: a mixer must be a mapping such as {mixer: gated_deltanet, heads: 6}, got 'kda'\n    mom(memory",
+    ),
+    "a sentence of a nested config": (
+        lambda: MoM(memory={"mixer": "mom", "active": 9}),
+        "MoM: memory: mixer 'mom': active must be at most memories = 4, got 9",
+    ),
     "true in a file": (lambda: parse({"mixer": "kda", "heads": True}), "'kda': heads must be an integer, got True"),
 }
 
@@ -49,6 +58,7 @@ def test_an_invalid_config_raises_a_deltazoo_error_with_the_reason(build, messag
     with pytest.raises(DeltazooError) as raised:
         build()
     assert message in str(raised.value)
+    assert not re.search(r"(, got [^;\n]*), got", str(raised.value))
     assert isinstance(raised.value, ValueError)
     copy = pickle.loads(pickle.dumps(raised.value))
     assert (type(copy), str(copy)) == (type(raised.value), str(raised.value))
