@@ -6,6 +6,7 @@ from typing import Any
 from deltazoo.backends.errors import ConfigError
 from deltazoo.blocks.overrides import override
 from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.training.text import BYTES
 
 
 def assemble(
@@ -14,11 +15,12 @@ def assemble(
     trust: bool = False,
     settings: Sequence[str] = (),
 ) -> StackSpec:
-    """Load a stack and change some of its fields. Without a source, `changes` must set every required field.
+    """Load a stack and change some of its fields. Without a source, `changes` must set the pattern, width and depth.
 
     Args:
         source: a file or the name of a preset.
-        changes: fields of `StackSpec` to replace; fields that are None stay as they are.
+        changes: fields of `StackSpec` to replace; fields that are None stay as they are. Without a source, the
+            vocabulary is by default the 256 bytes.
         trust: as for `StackSpec.load`; `changes` and `settings` need no trust.
         settings: "path=value" for fields at any depth, applied after `changes`; see `deltazoo.blocks.overrides`.
     Raises: ConfigError; PatternError; UnknownNameError.
@@ -29,8 +31,9 @@ def assemble(
         if not fields and not settings:
             return spec
         return StackSpec(**override(spec.model_dump(mode="json") | fields, settings))
-    missing = [field for field, info in StackSpec.model_fields.items() if info.is_required() and field not in fields]
-    if missing:
-        raise ConfigError(f"a stack without a file or preset also needs {', '.join(missing)}, got {fields}")
-    spec = StackSpec(**fields)
+    needed = [name for name, info in StackSpec.model_fields.items() if info.is_required() and name != "vocab"]
+    if not fields.keys() >= {*needed}:
+        given = ", ".join(name for name in needed if name in fields) or "none of them"
+        raise ConfigError(f"a stack without a file or preset needs {', '.join(needed)}, got {given}")
+    spec = StackSpec(**{"vocab": BYTES} | fields)
     return StackSpec(**override(spec.model_dump(mode="json"), settings)) if settings else spec

@@ -17,7 +17,9 @@ def command(
     ] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Width of the residual stream.")] = None,
     depth: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
-    vocab: Annotated[int | None, typer.Option(min=1, help="Vocabulary size in tokens; 256 for bytes.")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=1, help="Vocabulary size in tokens. With --pattern by default 256, the bytes.")
+    ] = None,
     tied: Annotated[
         bool | None, typer.Option("--tied/--untied", help="Share the weights of embedding and head.")
     ] = None,

@@ -221,9 +221,9 @@ def test_show_lists_the_fields_of_a_file_that_differ_from_their_defaults(ok, tmp
 def test_build_describes_and_saves_the_stack(ok, tmp_path):
     path = tmp_path / "mine.yaml"
     pattern = "3*gated_deltanet(heads=2) + sliding_window(heads=2, window=8)"
-    options = ("--pattern", pattern, "--width", 32, "--depth", 4, "--vocab", 100)
+    options = ("--pattern", pattern, "--width", 32, "--depth", 4)
     result = ok("build", *options, "--save", path, "--json").json
-    model = StackSpec(width=32, depth=4, vocab=100, pattern=pattern).build()
+    model = StackSpec(width=32, depth=4, vocab=256, pattern=pattern).build()
     assert result["description"]["parameters"] == sum(weight.numel() for weight in model.parameters())
     assert [layer["mixer"] for layer in result["description"]["layers"]] == ["gated_deltanet"] * 3 + ["sliding_window"]
     assert StackSpec.load(path) == model.spec == StackSpec(**result["stack"])

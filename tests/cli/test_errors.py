@@ -35,7 +35,11 @@ CASES = {
         "'2*kda + attention' is a pattern and no file or preset: set the field pattern (--pattern) and the sizes",
     ),
     "a mixer as the stack": (("build", "kda"), "'kda' is a pattern and no file or preset: set the field pattern"),
-    "no fields to build": (("build",), "also needs width, depth, vocab, pattern"),
+    "no fields to build": (("build",), "needs width, depth, pattern, got none of them"),
+    "too few fields to build": (
+        ("build", "--pattern", "kda", "--depth", 2),
+        "needs width, depth, pattern, got depth, pattern",
+    ),
     "unknown layer": (("build", "--pattern", "gdnx", "--width", "8", "--depth", "1", "--vocab", "9"), "'gdnx'"),
     "bad width": (("build", "gated-deltanet", "--width", "wide"), "'--width'"),
     "unknown field to set": (
