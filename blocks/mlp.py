@@ -17,6 +17,7 @@ from deltazoo.backends.glu_linear import Activation, activate
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.core.side import Side
 
 
@@ -43,7 +44,7 @@ class Mlp(nn.Module, ABC):
         """Compute y, and the auxiliary losses if `context.losses`."""
 
 
-class HiddenWidth(FrozenConfig, ABC):
+class HiddenWidth(FrozenConfig, Term, ABC):
     """The hidden width F of an MLP: `width`, or `ratio` times the width of the layer, by default 8/3.
 
     A ratio of 8/3 with a gate gives as many parameters as a ratio of 4 without one.

@@ -6,10 +6,12 @@ from typing import Any
 from deltazoo.backends import registry
 from deltazoo.backends.errors import ConfigError, PatternError, cut
 from deltazoo.blocks import document
-from deltazoo.blocks.parsing import suggestion
+from deltazoo.blocks.parsing import MLPS, suggestion
 from deltazoo.blocks.pattern import names, parse
 from deltazoo.mixers.core.patterns import Name
 
+# A field of named entries, and the field of the stack with the pattern that names them.
+_PATTERNS = {"layers": "pattern", "mlps": "mlp"}
 # Keys that select a class. A new value resets the other keys of the mapping, which belong to the old class.
 _TAGS = ("mixer", "type")
 
@@ -17,9 +19,9 @@ _TAGS = ("mixer", "type")
 def override(data: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Apply settings to the plain data of a stack, in order; the stack is validated when it is built from the result.
 
-    A path begins with a field of `StackSpec`. Below `layers` the next key is the name of a layer, also of a registered
-    mixer that the pattern names without an entry in `layers`. Items of a list are numbered from 0. The value is YAML.
-    A new value of the key `mixer` or `type` resets the other keys of its mapping to their defaults.
+    A path begins with a field of `StackSpec`. Below `layers` and `mlps` the next key is a name of the pattern, also
+    that of a registered mixer or a type of MLP without an entry. Items of a list are numbered from 0. The value is
+    YAML. A new value of the key `mixer` or `type` resets the other keys of its mapping to their defaults.
 
     Args: data: from `StackSpec.model_dump(mode="json")`; it is not changed. settings: "path=value".
     Raises: ConfigError: names the key and the nearest known one, or the pattern sets the field itself.
@@ -31,13 +33,16 @@ def override(data: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"a setting must be PATH=VALUE, such as layers.sliding_window.window=1024, got {cut(setting)}"
             )
-        if keys[0] == "layers" and len(keys) > 1:
-            data = _with_layers_of_pattern(data)
-            _check_layer(keys, data)
-            if keys[2:3] == ["mlp"] and len(keys) > 3:
-                data = _with_own_mlp(data, keys[1])
-        elif keys[0] not in data and keys[0] in _with_layers_of_pattern(data)["layers"]:
-            raise ConfigError(f"{path}: {keys[0]!r} is a layer; write layers.{setting}")
+        if keys[0] in _PATTERNS and len(keys) > 1:
+            data = _with_entry(data, keys)
+            if keys[0] == "layers" and keys[2:3] == ["mlp"] and len(keys) > 3:
+                data = _with_own_mlp(data, keys)
+        elif keys[0] == "mlp" and len(keys) > 1 and _is_pattern(data["mlp"]):
+            raise ConfigError(f"{path}: mlp is the pattern {cut(data['mlp'])}; set mlps.NAME.{'.'.join(keys[1:])}")
+        elif keys[0] not in data:
+            for field, kind in (("layers", "a layer"), ("mlps", "an MLP")):
+                if keys[0] in _entries(data, field):
+                    raise ConfigError(f"{path}: {keys[0]!r} is {kind}; write {field}.{setting}")
         data = _set(data, keys, document.parse_value(text, setting), path)
     return data
 
@@ -66,34 +71,49 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     return f"{cut(key)} is unknown{suggestion(key, list(known))}"
 
 
-def _with_layers_of_pattern(data: dict[str, Any]) -> dict[str, Any]:
-    """Add an entry to `layers` for each registered mixer that only the pattern names."""
-    mixers = registry.names(registry.MIXERS)
-    used = {name.name: {"mixer": name.name} for name in _pattern_names(data) if name.name in mixers}
-    return {**data, "layers": used | data["layers"]}
+def _entries(data: dict[str, Any], field: str) -> dict[str, Any]:
+    """Return the entries of `layers` or `mlps`, and one for each registered mixer or type that only a pattern names."""
+    known = {"layers": dict.fromkeys(registry.names(registry.MIXERS), "mixer"), "mlps": dict.fromkeys(MLPS, "type")}
+    used = [name.name for name in _pattern_names(data, field)]
+    return {name: {known[field][name]: name} for name in used if name in known[field]} | data[field]
 
 
-def _with_own_mlp(data: dict[str, Any], name: str) -> dict[str, Any]:
+def _with_entry(data: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    """Add the entry that is set, if only the pattern names it.
+
+    Raises: ConfigError: there is no such entry, or the pattern sets the field for a use of it.
+    """
+    (field, name), path = keys[:2], ".".join(keys)
+    if field == "mlps" and not _is_pattern(data["mlp"]):
+        raise ConfigError(f"{path}: mlp is not a pattern; set it first, such as mlp='dense + moe'")
+    entries, used = _entries(data, field), _pattern_names(data, field)
+    if name not in entries and name not in {term.name for term in used}:
+        raise ConfigError(f"{path}: {_unknown(name, [*entries, *(term.name for term in used)])}")
+    for term in used:
+        if len(keys) > 2 and term.name == name and keys[2] in dict(term.fields):
+            raise ConfigError(f"{path}: the pattern sets {keys[2]!r} itself, in '{term}'; change the pattern")
+    return {**data, field: {key: entry for key, entry in entries.items() if key == name or key in data[field]}}
+
+
+def _with_own_mlp(data: dict[str, Any], keys: list[str]) -> dict[str, Any]:
     """Copy the stack's MLP to a layer that does not set `mlp`; the entry of a mixer cannot have one."""
-    layer = data["layers"].get(name)
+    name, layer = keys[1], data["layers"].get(keys[1])
     if not isinstance(layer, Mapping) or (isinstance(layer.get("mixer"), str) and layer["mixer"] != "none"):
         return data
+    if "mlp" not in layer and _is_pattern(data["mlp"]):
+        path, rest = ".".join(keys), ".".join(keys[3:])
+        raise ConfigError(f"{path}: the layer has its MLP from the pattern {cut(data['mlp'])}; set mlps.NAME.{rest}")
     return {**data, "layers": {**data["layers"], name: {"mlp": data["mlp"], **layer}}}
 
 
-def _check_layer(keys: list[str], data: dict[str, Any]) -> None:
-    """Refuse a layer that does not exist, and a field that the pattern sets for a use of the layer."""
-    used, path = _pattern_names(data), ".".join(keys)
-    known = dict.fromkeys([*data["layers"], *(name.name for name in used)])
-    if keys[1] not in known:
-        raise ConfigError(f"{path}: {_unknown(keys[1], known)}")
-    for name in used:
-        if len(keys) > 2 and name.name == keys[1] and keys[2] in dict(name.fields):
-            raise ConfigError(f"{path}: the pattern sets {keys[2]!r} itself, in '{name}'; change the pattern")
+def _is_pattern(mlp: object) -> bool:
+    return isinstance(mlp, str) and mlp != "none"
 
 
-def _pattern_names(data: dict[str, Any]) -> list[Name]:
+def _pattern_names(data: dict[str, Any], field: str) -> list[Name]:
+    """Return the names in the pattern whose entries are in `layers` or `mlps`."""
+    pattern = data[_PATTERNS[field]]
     try:
-        return list(names(parse(str(data["pattern"]))))
+        return list(names(parse(pattern))) if isinstance(pattern, str) else []
     except PatternError:
         return []  # StackSpec reports the error

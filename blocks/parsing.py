@@ -15,7 +15,7 @@ from deltazoo.mixers.core.mixer import MixerConfig
 
 KeyPath = tuple[str, ...]
 MlpConfig = Dense | MoE
-_MLPS: dict[str, type[MlpConfig]] = {"dense": Dense, "moe": MoE}
+MLPS: dict[str, type[MlpConfig]] = {"dense": Dense, "moe": MoE}
 # the fields of a layer that mixers do not have
 _LAYER_FIELDS = dict.fromkeys(
     ("mlp", "norm_position", "residual_scale", "share", "backend"),
@@ -107,12 +107,12 @@ def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
             f"{join_path(path)}: must be {{width: ...}}, {{ratio: ...}}, {{type: moe, ...}} or none, got {cut(data)}"
         )
     name = data.get("type", "dense")
-    if name not in _MLPS:
-        raise ConfigError(f"{join_path(path, 'type')}: must be {' or '.join(_MLPS)}, got {cut(name)}")
+    if name not in MLPS:
+        raise ConfigError(f"{join_path(path, 'type')}: must be {' or '.join(MLPS)}, got {cut(name)}")
     moe_only = MoE.model_fields.keys() - Dense.model_fields.keys() if "type" not in data else ()
-    check_keys(path, data, _MLPS[name].model_fields, dict.fromkeys(moe_only, "a mixture of experts has type: moe"))
+    check_keys(path, data, MLPS[name].model_fields, dict.fromkeys(moe_only, "a mixture of experts has type: moe"))
     try:
-        return _MLPS[name].model_validate(dict(data))
+        return MLPS[name].model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError(describe_errors(path, error)) from None
 

@@ -17,7 +17,7 @@ full depth first.
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
 from deltazoo.backends.errors import PatternError
@@ -96,12 +96,15 @@ def names(pattern: Term) -> Iterator[Name]:
             yield from names(over)
 
 
-def unreached(pattern: Term, depth: int) -> list[Name]:
+def unreached(pattern: Term, depth: int, places: Container[int] | None = None) -> list[Name]:
     """Return the names of a parsed pattern, with their fields, that are in none of `depth` layers; each once.
 
     A name may occur several times, so one occurrence that `@` replaces or the depth truncates does not matter.
+
+    Args: places: indices of the layers that count; None: all.
     """
-    reached = {name for terms in expand(pattern, depth) for term in terms for name in names(term)}
+    layers = [terms for i, terms in enumerate(expand(pattern, depth)) if places is None or i in places]
+    reached = {name for terms in layers for term in terms for name in names(term)}
     return list(dict.fromkeys(name for name in names(pattern) if name not in reached))
 
 

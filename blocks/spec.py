@@ -3,7 +3,7 @@
 import itertools
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -21,7 +21,7 @@ from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition, unused_residual_scale
 from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, check_keys, parse_mixer, parse_mlp
+from deltazoo.blocks.parsing import MLPS, MlpConfig, PlainDataModel, check_keys, parse_mixer, parse_mlp
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, names, parse, pattern_error, unreached, with_names
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
@@ -38,7 +38,12 @@ class StackSpec(PlainDataModel):
                   layers={"gated_deltanet": GatedDeltaNet(heads=6), "window": SlidingWindow(window=2048)})
         StackSpec(width=768, depth=12, vocab=256, pattern=3 * GatedDeltaNet(heads=6) + SlidingWindow(window=2048))
 
-    The two are equal: equality compares the models that the specs describe, not the names of their layers.
+    The two are equal: equality compares the models that the specs describe, not the names of their layers. The MLPs may
+    have a pattern of their own, here an MoE in every second layer:
+
+        StackSpec(width=768, depth=12, vocab=256, pattern="3*kda + mla", mlp="dense + moe",
+                  mlps={"dense": Dense(width=2048), "moe": MoE(width=512)})
+        StackSpec(width=768, depth=12, vocab=256, pattern=3 * KDA() + MLA(), mlp=Dense(width=2048) + MoE(width=512))
 
     Args:
         width: D, the width of the residual stream.
@@ -48,7 +53,9 @@ class StackSpec(PlainDataModel):
             (`deltazoo.mixers.core.patterns`); it is repeated up to `depth` layers.
         layers: the mixer or layer of each name in the pattern. A name that is missing here is a registered mixer or
             "module:Class".
-        mlp: a `Dense` MLP, a `MoE` (`{type: moe, ...}`), or "none"; the default for all layers.
+        mlp: the default for all layers: a `Dense` MLP, a `MoE` (`{type: moe, ...}`), "none", or a pattern of these,
+            which is expanded to `depth` like `pattern`.
+        mlps: the MLP of each name in the pattern `mlp`. A name that is missing here is "dense", "moe" or "none".
         norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default for all layers.
         norm_position: "pre", "output" or "post", see `LayerSpec`; the default for all layers.
         residual_scale: factor of the residual connections; needs layers with the position "post".
@@ -65,7 +72,8 @@ class StackSpec(PlainDataModel):
     vocab: int = Field(ge=1)
     pattern: Annotated[str | Term, WithJsonSchema({"type": "string"})]
     layers: dict[str, MixerConfig | LayerSpec] = Field(default_factory=dict)
-    mlp: MlpConfig | Literal["none"] = Dense()
+    mlp: MlpConfig | Annotated[str | Term, WithJsonSchema({"type": "string"})] = Dense()
+    mlps: dict[str, MlpConfig | Literal["none"]] = Field(default_factory=dict)
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     norm_position: NormPosition = "pre"
     residual_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -79,12 +87,10 @@ class StackSpec(PlainDataModel):
 
         Raises: PatternError: a name is neither in `layers` nor a registered mixer, or a field does not exist.
         """
-        text = str(self.pattern)
         defaults = {field: getattr(self, field) for field in _LAYER_DEFAULTS}
         layers = []
-        for terms in expand(parse(text), self.depth):
-            layer = _as_layer([_resolve(term, self.layers, text) for term in terms], text)
-            missing = {field: value for field, value in defaults.items() if getattr(layer, field) is None}
+        for layer, mlp in zip(self._layers_of_pattern(), self._mlps_of_pattern(), strict=True):
+            missing = {field: x for field, x in {**defaults, "mlp": mlp}.items() if getattr(layer, field) is None}
             layers.append(layer.model_copy(update=missing))
         return layers
 
@@ -186,13 +192,33 @@ class StackSpec(PlainDataModel):
         return self.width, self.vocab, head, tuple(self.expand())
 
     def unused(self) -> list[str]:
-        """Return a sentence for each entry of `layers` and each name in the pattern that has no effect."""
-        pattern, text = parse(str(self.pattern)), cut(str(self.pattern))
-        used = {term.name for term in names(pattern)}
-        sentences = [f"layers.{name} is not in the pattern {text}" for name in self.layers if name not in used]
-        for name in unreached(pattern, self.depth):
-            sentences.append(f"{name} in the pattern {text} is not reached: depth={self.depth} has no layer for it")
-        return sentences
+        """Return a sentence for each entry of `layers` and `mlps` and each name in the patterns that has no effect."""
+        sentences = _without_effect(
+            "layers", self.layers, str(self.pattern), range(self.depth), "has no layer for it", self.depth
+        )
+        if isinstance(self.mlp, str):
+            places = [i for i, layer in enumerate(self._layers_of_pattern()) if layer.mlp is None]
+            reason = "has no layer for it without an mlp of its own"
+            return sentences + _without_effect("mlps", self.mlps, self.mlp, places, reason, self.depth)
+        return sentences + [f"mlps.{name} has no effect: mlp is not a pattern" for name in self.mlps]
+
+    def _layers_of_pattern(self) -> list[LayerSpec]:
+        """Return the layers without the defaults of the stack."""
+        text = str(self.pattern)
+        return [
+            _as_layer([_resolve(term, self.layers, text) for term in terms], text)
+            for terms in expand(parse(text), self.depth)
+        ]
+
+    def _mlps_of_pattern(self) -> list[MlpConfig | Literal["none"]]:
+        """Return the default MLP of each layer."""
+        if isinstance(self.mlp, MlpConfig):
+            return [self.mlp] * self.depth
+        text = str(self.mlp)
+        try:
+            return [_resolve_mlp(terms, self.mlps, text) for terms in expand(parse(text), self.depth)]
+        except PatternError as error:
+            raise PatternError("mlp: " + str(error).removeprefix("pattern: ")) from None
 
     def _check(self) -> None:
         shared: dict[str, tuple[int, LayerSpec]] = {}
@@ -233,18 +259,17 @@ class StackSpec(PlainDataModel):
         if not isinstance(layers, Mapping):
             raise ConfigError(f"layers: must map names to mixers or layers, got {cut(layers)}")
         data["layers"] = parsed = {name: _parse_layer(name, layer) for name, layer in layers.items()}
-        if "mlp" in data:
-            data["mlp"] = parse_mlp(("mlp",), data["mlp"])
+        data |= _parse_mlps(data)
         pattern = data.get("pattern", "")
         if isinstance(pattern, Term):
-            data["pattern"] = _pattern_text(pattern, parsed)
+            data["pattern"] = _pattern_text(pattern, parsed, _layer_stem)
         elif not isinstance(pattern, str):
             raise ConfigError(f"pattern: must be text, or mixers joined by +, * and |, got {cut(pattern)}")
         return data
 
 
-# Fields of the stack that are the defaults of the fields of its layers.
-_LAYER_DEFAULTS = ("mlp", "norm_eps", "norm_position", "residual_scale", "backend")
+# Fields of the stack, besides the MLP, that are the defaults of the fields of its layers.
+_LAYER_DEFAULTS = ("norm_eps", "norm_position", "residual_scale", "backend")
 
 
 def preset(name: str) -> StackSpec:
@@ -273,8 +298,7 @@ def _other_source(source: str) -> str | None:
 
 def _parse_layer(name: str, data: object) -> MixerConfig | LayerSpec:
     """Parse an entry of `layers`: a mixer's config if the value of its key `mixer` is a mixer's name, else a layer."""
-    if not isinstance(name, str) or not re.fullmatch(NAME, name) or name in RESERVED:
-        raise ConfigError(f"layers: a layer's name must be a word other than {' and '.join(RESERVED)}, got {cut(name)}")
+    _check_name("layers", "a layer's name", name, RESERVED)
     if isinstance(data, LayerSpec):
         return data
     mixer = data.get("mixer") if isinstance(data, Mapping) else None
@@ -293,22 +317,67 @@ def _dump_layer(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
     return {field: value for field, value in layer.model_dump(mode="json").items() if value is not None}
 
 
-def _pattern_text(pattern: Term, layers: dict[str, MixerConfig | LayerSpec]) -> str:
-    """Format a pattern of configs as text. Adds each config to `layers` under its mixer's name, numbered if taken."""
+def _parse_mlps(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse `mlps`, and `mlp` if it is given."""
+    mlps = data.get("mlps", {})
+    if not isinstance(mlps, Mapping):
+        raise ConfigError(f"mlps: must map names to MLPs, got {cut(mlps)}")
+    for name in mlps:
+        _check_name("mlps", "an MLP's name", name, (*RESERVED, "none"))
+    parsed: dict[str, Any] = {name: parse_mlp(("mlps", name), mlp) for name, mlp in mlps.items()}
+    mlp = data.get("mlp", Dense())
+    if isinstance(mlp, Term) and not isinstance(mlp, MlpConfig):
+        mlp = _pattern_text(mlp, parsed, _mlp_stem)
+    return {"mlps": parsed, "mlp": mlp if isinstance(mlp, str) else parse_mlp(("mlp",), mlp)}
 
-    def layer_name(config: Term) -> Name:
-        if not isinstance(config, MixerConfig | LayerSpec):
-            raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {cut(config)}")
-        for name, layer in layers.items():
-            if layer == config:
+
+def _check_name(field: str, kind: str, name: object, reserved: Sequence[str]) -> None:
+    if not isinstance(name, str) or not re.fullmatch(NAME, name) or name in reserved:
+        raise ConfigError(f"{field}: {kind} must be a word other than {', '.join(reserved)}, got {cut(name)}")
+
+
+def _pattern_text(pattern: Term, entries: dict[str, Any], stem: Callable[[Term], str]) -> str:
+    """Format a pattern of configs as text. Adds each config to `entries` under its stem, numbered if taken."""
+
+    def entry_name(config: Term) -> Name:
+        first = stem(config)
+        for name, entry in entries.items():
+            if entry == config:
                 return Name(name)
-        stem = config.name if isinstance(config, MixerConfig) else next((m.name for m in config.mixers), "mlp")
-        candidates = (stem if i == 1 else f"{stem}_{i}" for i in itertools.count(1))
-        unused = next(name for name in candidates if name not in layers)
-        layers[unused] = config
+        candidates = (first if i == 1 else f"{first}_{i}" for i in itertools.count(1))
+        unused = next(name for name in candidates if name not in entries)
+        entries[unused] = config
         return Name(unused)
 
-    return str(with_names(pattern, layer_name))
+    return str(with_names(pattern, entry_name))
+
+
+def _layer_stem(config: Term) -> str:
+    if isinstance(config, MixerConfig):
+        return config.name
+    if isinstance(config, LayerSpec):
+        return next((mixer.name for mixer in config.mixers), "mlp")
+    raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {cut(config)}")
+
+
+def _mlp_stem(config: Term) -> str:
+    if isinstance(config, MlpConfig):
+        return config.type
+    raise PatternError(f"mlp: the MLP of a layer must be a Dense or a MoE, got {cut(config)}")
+
+
+def _without_effect(
+    field: str, entries: Mapping[str, object], text: str, places: Container[int], reason: str, depth: int
+) -> list[str]:
+    """Return a sentence for each entry that is not in a pattern, and for each name that is at none of the places."""
+    pattern = parse(text)
+    used = {term.name for term in names(pattern)}
+    where = f"in the {'mlp ' if field == 'mlps' else ''}pattern {cut(text)}"
+    sentences = [f"{field}.{name} is not {where}" for name in entries if name not in used]
+    if isinstance(pattern, Name):
+        return sentences
+    missing = unreached(pattern, depth, places)
+    return sentences + [f"{name} {where} is not reached: depth={depth} {reason}" for name in missing]
 
 
 def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: str) -> MixerConfig | LayerSpec:
@@ -321,6 +390,25 @@ def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: st
             sentence = unknown_name("layer", term.name, [*layers, *mixers])
             raise pattern_error(f"pattern: {sentence}", text, term.position)
         config = configs.config_class(term.name)()
+    return _with_fields(config, term, text)
+
+
+def _resolve_mlp(terms: Sequence[Term], mlps: Mapping[str, Any], text: str) -> Any:
+    """Return the MLP of a name in the pattern `mlp`, with the fields that the pattern changes."""
+    if len(terms) > 1:
+        raise PatternError(f"'|' joins parallel mixers, and a layer has one MLP, got '{text}'")
+    (term,) = terms
+    assert isinstance(term, Name)
+    known = {**{name: mlp() for name, mlp in MLPS.items()}, "none": "none", **mlps}
+    if term.name not in known:
+        raise pattern_error(unknown_name("MLP", term.name, known), text, term.position)
+    if known[term.name] == "none" and term.fields:
+        raise pattern_error(f"{term.name} is no MLP and has no fields, got '{term}'", text, term.position)
+    return _with_fields(known[term.name], term, text)
+
+
+def _with_fields(config: Any, term: Name, text: str) -> Any:
+    """Return a config with the fields that the pattern changes."""
     if not term.fields:
         return config
     try:

@@ -136,7 +136,7 @@ def test_make_target_exists(target: str) -> None:
 def test_stacks_of_the_documentation_build_and_compute_a_loss() -> None:
     text = (ROOT / "docs" / "stacks.md").read_text()
     examples = code_blocks("yaml", text)
-    assert len(examples) == 2
+    assert len(examples) == 3
     tokens = torch.arange(10)[None]
     for example in examples:
         model = StackSpec.model_validate(yaml.safe_load(example)).build("reference")

@@ -19,6 +19,7 @@ from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
 from deltazoo.blocks.inspect.describe import Description
 from deltazoo.blocks.inspect.diff import flow_yaml, without_defaults
+from deltazoo.blocks.parsing import MlpConfig
 from deltazoo.blocks.pattern import names, parse
 from deltazoo.blocks.spec import StackSpec, preset
 from deltazoo.mixers.core.config import config_class
@@ -171,7 +172,7 @@ def _stack(name: str, trust: bool) -> Details:
     about = {"about": preset_about(name)} if name in presets.names() else {}
     fields = spec.model_dump(mode="json", exclude={"layers"})
     about |= {field: str(value) for field, value in fields.items() if value is not None}
-    if not isinstance(spec.mlp, str):
+    if isinstance(spec.mlp, MlpConfig):
         about["mlp"] = flow_yaml({"type": spec.mlp.type, **spec.mlp.model_dump(mode="json", exclude_defaults=True)})
     used = {term.name for term in names(parse(str(spec.pattern)))}
     for layer, config in spec.layers.items():

@@ -123,3 +123,36 @@ def test_an_index_outside_a_list_is_refused(tmp_path):
     path.write_text("{width: 16, depth: 1, vocab: 9, pattern: a, layers: {a: {mixer: [{mixer: kda}]}}}")
     with pytest.raises(ConfigError, match="'3' must be an index from 0 to 0"):
         assemble(str(path), settings=["layers.a.mixer.3.heads=2"])
+
+
+SPARSE = PATTERN | {"mlp": "dense + moe(active=1)"}
+
+
+def test_mlps_of_the_pattern_can_be_set():
+    changed = assemble(None, SPARSE, settings=["mlps.moe.experts=4", "mlps.dense.width=32", "norm_eps=1e-4"])
+    assert [layer.mlp for layer in changed.expand()] == [Dense(width=32), MoE(experts=4, active=1)]
+    assert changed.layers == {}
+    pattern = assemble("deltanet-swa-tiny", settings=["mlp=moe@[0] else dense", "mlps.moe={type: moe, width: 16}"])
+    assert [layer.mlp for layer in pattern.expand()] == [MoE(width=16), Dense()]
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("mlp.width=3", "mlp.width: mlp is the pattern 'dense + moe(active=1)'; set mlps.NAME.width"),
+        ("moe.experts=3", "moe.experts: 'moe' is an MLP; write mlps.moe.experts=3"),
+        ("mlps.mo.experts=3", "mlps.mo.experts: 'mo' is unknown; did you mean 'moe'?"),
+        ("mlps.moe.expert=3", "mlps.moe.expert: unknown key; did you mean 'experts'?"),
+        ("mlps.moe.active=3", "mlps.moe.active: the pattern sets 'active' itself, in 'moe(active=1)'"),
+        ("layers.plain.mlp.width=3", "layers.plain.mlp.width: the layer has its MLP from the pattern"),
+    ],
+)
+def test_a_wrong_setting_of_an_mlp_pattern_says_where_the_field_is(setting, sentence):
+    plain = {"pattern": "plain", "layers": {"plain": {"mixer": {"mixer": "kda", "heads": 1}}}}
+    with pytest.raises(ConfigError) as caught:
+        assemble(None, SPARSE | plain, settings=[setting])
+    assert str(caught.value).startswith(sentence)
+    with pytest.raises(
+        ConfigError, match=r"mlps\.moe\.experts: mlp is not a pattern; set it first, such as mlp='dense"
+    ):
+        assemble(None, PATTERN, settings=["mlps.moe.experts=3"])

@@ -12,8 +12,9 @@ import deltazoo
 from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, UnknownNameError
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.mlp import Dense
+from deltazoo.blocks.moe import MoE
 from deltazoo.blocks.spec import LayerSpec, StackSpec
-from deltazoo.mixers import Attention, GatedDeltaNet, SlidingWindow
+from deltazoo.mixers import KDA, Attention, GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.patterns import At
 
@@ -63,6 +64,7 @@ def test_specs_are_equal_if_they_describe_the_same_model():
     assert stack == StackSpec(**SMALL | {"layers": {"gdn": LayerSpec(mixer=GatedDeltaNet(heads=2))}})
     changes = [
         {"width": 32}, {"depth": 4}, {"vocab": 30}, {"tied": False}, {"norm_eps": 1e-5}, {"mlp": "none"},
+        {"mlp": "dense@[0] else moe"},
         {"backend": "reference"}, {"layers": {"gdn": GatedDeltaNet(heads=4)}}, {"pattern": "gdn@[0] else attention"},
     ]  # fmt: skip
     for change in changes:
@@ -102,6 +104,61 @@ def test_the_fields_of_a_layer_override_those_of_the_stack():
     assert [layer.norm.eps for layer in model.stack.layers] == [1e-3, 0.1, 1e-3, 1e-3]
 
 
+TWICE = """
+{width: 16, depth: 5, vocab: 29, pattern: kda + sparse + attention + sparse, mlp: {width: 24}, layers: {
+  kda: {mixer: kda, heads: 1},
+  sparse: {mixer: {mixer: kda, heads: 1}, mlp: {type: moe, width: 8, experts: 4}},
+  attention: {mixer: attention, heads: 2}}}
+"""
+ONCE = """
+{width: 16, depth: 5, vocab: 29, pattern: 2*kda + attention + kda, mlp: dense + moe,
+ layers: {kda: {mixer: kda, heads: 1}, attention: {mixer: attention, heads: 2}},
+ mlps: {dense: {width: 24}, moe: {type: moe, width: 8, experts: 4}}}
+"""
+
+
+def test_a_pattern_of_mlps_equals_layers_that_are_defined_twice(tmp_path: Path):
+    (tmp_path / "stack.yaml").write_text(ONCE)
+    (tmp_path / "stack.json").write_text(json.dumps(document.parse(ONCE, ".yaml", "")))
+    twice = StackSpec(**document.parse(TWICE, ".yaml", ""))
+    kda, mlp = KDA(heads=1), Dense(width=24) + MoE(width=8, experts=4)
+    python = StackSpec(width=16, depth=5, vocab=29, pattern=2 * kda + Attention(heads=2) + kda, mlp=mlp)
+    torch.manual_seed(0)
+    weights = twice.build().state_dict()
+    for spec in (StackSpec.load(tmp_path / "stack.yaml"), StackSpec.load(tmp_path / "stack.json"), python):
+        assert spec == twice
+        assert spec.expand() == twice.expand()
+        assert (spec.mlp, spec.mlps) == ("dense + moe", {"dense": Dense(width=24), "moe": MoE(width=8, experts=4)})
+        torch.manual_seed(0)
+        torch.testing.assert_close(spec.build().state_dict(), weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mlps"),
+    [
+        ("3*dense + moe", [Dense(), Dense(), Dense(), MoE(), Dense(), Dense()]),
+        ("dense@[0] else moe", [Dense()] + 5 * [MoE()]),
+        ("spread(moe, 2) else none", ["none", MoE(), "none", "none", MoE(), "none"]),
+        ("wide + dense(bias=true)", 3 * [Dense(width=99), Dense(bias=True)]),
+        ("wide(gated=false)", 6 * [Dense(width=99, gated=False)]),
+        ("moe", 6 * [MoE()]),
+        ("none", 6 * ["none"]),
+        (At(Dense(), [-1], over=2 * MoE(experts=3) + Dense()), 2 * [MoE(experts=3), MoE(experts=3), Dense()]),
+    ],
+)
+def test_an_mlp_pattern_is_expanded_like_the_pattern(pattern, mlps):
+    named = {"mlps": {"wide": {"width": 99}}} if "wide" in str(pattern) else {}
+    spec = StackSpec(width=16, depth=6, vocab=9, pattern="retnet(heads=1)", mlp=pattern, **named)
+    assert [layer.mlp for layer in spec.expand()] == mlps
+    assert spec == StackSpec(**spec.model_dump(mode="json"))
+
+
+def test_the_mlp_of_a_layer_overrides_the_pattern_of_mlps():
+    own = {"own": {"mixer": {"mixer": "attention"}, "mlp": {"width": 5}}}
+    spec = StackSpec(width=16, depth=4, vocab=9, pattern="retnet + retnet + own", layers=own, mlp="moe + dense")
+    assert [layer.mlp for layer in spec.expand()] == [MoE(), Dense(), Dense(width=5), Dense()]
+
+
 def layers(**fields: object) -> dict[str, object]:
     return {"layers": {"gdn": fields}}
 
@@ -127,6 +184,9 @@ ERRORS = [
     ({"mlp": {"type": "moe", "expert": 3}}, "mlp.expert: unknown key; did you mean 'experts'?"),
     ({"mlp": {"type": "moe", "experts": 2, "active": 3}}, "mlp: active must be at most experts = 2, got 3"),
     ({"mlp": {"type": "moe", "shared_gate": True}}, "mlp: shared_gate needs shared_width, the hidden width of"),
+    ({"mlps": [1]}, "mlps: must map names to MLPs, got [1]"),
+    ({"mlps": {"none": {}}}, "mlps: an MLP's name must be a word other than else, spread, none, got 'none'"),
+    ({"mlps": {"wide": {"widht": 3}}}, "mlps.wide.widht: unknown key; did you mean 'width'?"),
     ({"width": 0}, "width must be at least 1, got 0"),
     ({"width": None}, "width must be an integer"),
     ({"pattern": 3}, "pattern: must be text"),
@@ -159,6 +219,32 @@ def test_an_invalid_pattern_raises_an_error_with_a_caret(tmp_path: Path, pattern
         assert str(caught.value).split("\n")[-1] == " " * (4 + column) + "^"
 
 
+@pytest.mark.parametrize(
+    ("mlp", "sentence", "column"),
+    [
+        ("2*dense + mo", "mlp: unknown MLP 'mo'; did you mean 'moe'?", 10),
+        ("dense + dense(widht=3)", "mlp: dense.widht: unknown key; did you mean 'width'?", 8),
+        ("moe(experts=1)", "mlp: moe: active must be at most experts = 1, got 2", 0),
+        ("none(width=3)", "mlp: none is no MLP and has no fields", 0),
+        ("dense +", "mlp: expected a layer's name, a count or '(', got the end", 7),
+    ],
+)
+def test_an_invalid_mlp_pattern_raises_an_error_with_a_caret(mlp, sentence, column):
+    with pytest.raises(PatternError) as caught:
+        StackSpec(**SMALL | {"mlp": mlp})
+    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).split("\n")[-1] == " " * (4 + column) + "^"
+
+
+def test_an_mlp_pattern_takes_one_mlp_for_each_layer():
+    with pytest.raises(
+        PatternError, match=r"mlp: '\|' joins parallel mixers, and a layer has one MLP, got 'dense \| moe'"
+    ):
+        StackSpec(**SMALL | {"mlp": "dense | moe"})
+    with pytest.raises(PatternError, match=r"mlp: the MLP of a layer must be a Dense or a MoE, got GatedDeltaNet\("):
+        StackSpec(**SMALL | {"mlp": Dense() + GatedDeltaNet()})
+
+
 def test_parallel_branches_must_be_mixers():
     layers = {"whole": LayerSpec(mixer=GatedDeltaNet(), mlp="none"), "gdn": GatedDeltaNet()}
     with pytest.raises(PatternError, match="takes mixers, got the layer"):
@@ -186,11 +272,13 @@ def test_the_schema_accepts_what_load_accepts():
     valid = document.parse(YAML, ".yaml", "")
     assert check.is_valid(valid)
     assert check.is_valid(valid | {"mlp": {"type": "moe", "experts": 4, "width": 8}})
+    assert check.is_valid(valid | {"mlp": "dense + moe", "mlps": {"moe": {"type": "moe", "experts": 4}}})
     for change in (
         {"widht": 3},
         {"layers": {"gdn": {"mixer": "gated_deltanet", "haeds": 6}}},
         {"mlp": 4},
         {"mlp": {"type": "mo"}},
+        {"mlps": {"moe": {"widht": 3}}},
         {"width": 0},
     ):
         assert not check.is_valid(valid | change), change
@@ -243,6 +331,25 @@ def test_parts_without_effect_warn_at_the_caller():
         "mla in the pattern '3*kda + mla' is not reached: depth=3 has no layer for it",
     ]
     assert {warning.filename for warning in warned} == {__file__}
+
+
+@pytest.mark.parametrize(
+    ("mlp", "sentences"),
+    [
+        ("3*dense + moe", ["moe in the mlp pattern '3*dense + moe' is not reached: depth=3 has"]),
+        ("dense + moe", ["moe in the mlp pattern 'dense + moe' is not reached: depth=3 has"]),
+        ("dense", ["mlps.spare is not in the mlp pattern 'dense'"]),
+        ({"width": 8}, ["mlps.spare has no effect: mlp is not a pattern"]),
+        ("spare + moe + dense", ["moe in the mlp pattern 'spare + moe + dense' is not reached: depth=3 has"]),
+    ],
+)
+def test_mlps_without_effect_warn(mlp, sentences):
+    layers = {"own": {"mixer": {"mixer": "kda"}, "mlp": "none"}}  # layer 1
+    spare = {"mlps": {"spare": {"width": 9}}} if "spare" in str(sentences) else {}
+    with pytest.warns(ConfigWarning) as warned:
+        StackSpec(width=16, depth=3, vocab=9, pattern="kda + own", layers=layers, mlp=mlp, **spare)
+    reason = " no layer for it without an mlp of its own"
+    assert [str(x.message) for x in warned] == [x + reason if x.endswith(" has") else x for x in sentences]
 
 
 def test_presets_have_no_parts_without_effect():
