@@ -66,6 +66,10 @@ class HiddenWidth(FrozenConfig, Term, ABC):
         return 64 * math.ceil(round((self.ratio or 8 / 3) * width / 64, 6))
 
     @abstractmethod
+    def title(self, width: int) -> str:
+        """Return the kind and the sizes, for tables: "SwiGLU 2048". Args: width: of the layer."""
+
+    @abstractmethod
     def build(self, width: int) -> Mlp:
         """Build the module for a layer of this width."""
 
@@ -88,6 +92,12 @@ class Dense(HiddenWidth):
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+
+    def title(self, width: int) -> str:
+        gated, plain = {"silu": ("SwiGLU", "SiLU"), "gelu": ("GEGLU", "GELU"), "relu2": ("ReGLU2", "ReLU2")}[
+            self.activation
+        ]
+        return f"{gated if self.gated else plain} {self.hidden(width)}{' bias' if self.bias else ''}"
 
     @drawn_in_float32
     def build(self, width: int) -> "DenseMlp":

@@ -16,6 +16,7 @@ from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
 from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import Routed
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
 from deltazoo.mixers.parts.routing import load_balance_loss, z_loss
 
@@ -69,6 +70,10 @@ class MoE(HiddenWidth):
             raise ValueError("shared_gate needs shared_width, the hidden width of the shared expert, got none")
         return self
 
+    def title(self, width: int) -> str:
+        shared = "" if self.shared_width is None else f" + {self.shared_width}"
+        return f"MoE {self.active}/{self.experts} x {self.hidden(width)}{shared}"
+
     @drawn_in_float32
     def build(self, width: int) -> "MoEMlp":
         """Build the module for a layer of this width."""
@@ -117,7 +122,7 @@ class ExpertRouter(nn.Module):
         return f"experts={self.config.experts}, active={self.config.active}, scores={self.config.scores}"
 
 
-class MoEMlp(Mlp):
+class MoEMlp(Mlp, Routed):
     """Module of `MoE`: x [B, T, D] to [B, T, D]. Shapes do not depend on the routes.
 
     Initialisation: see `GroupedLinear`; a `LanguageModel` replaces it.
@@ -134,11 +139,18 @@ class MoEMlp(Mlp):
         self.shared_gate = nn.Linear(width, 1, bias=False) if config.shared_gate else None
 
     @property
+    def unused_parameters(self) -> int:
+        return (self.config.experts - self.config.active) * self._one_expert()
+
+    @property
     def flops(self) -> int:
-        one_expert = (self.to_hidden.weight.numel() + self.out.weight.numel()) // self.config.experts
         gate = 0 if self.shared_gate is None else 2 * self.shared_gate.in_features  # its weight may be packed
         shared = 0 if self.shared is None else self.shared.flops
-        return 2 * (self.config.active * one_expert + self.router.weight.numel()) + shared + gate
+        return 2 * (self.config.active * self._one_expert() + self.router.weight.numel()) + shared + gate
+
+    def _one_expert(self) -> int:
+        """Return the number of parameters of an expert."""
+        return (self.to_hidden.weight.numel() + self.out.weight.numel()) // self.config.experts
 
     def forward(self, x_BTD: Tensor, context: Context) -> MlpOutput:
         experts, active = self.config.experts, self.config.active

@@ -14,7 +14,7 @@ from deltazoo.backends import registry
 from deltazoo.backends.allocation import allocation_problem, format_bytes, physical_memory
 from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_type
-from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, cut, unknown_name
+from deltazoo.backends.errors import ConfigError, ConfigWarning, DeltazooError, PatternError, cut, unknown_name
 from deltazoo.backends.frozen_config import describe_errors
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
@@ -93,6 +93,11 @@ class StackSpec(PlainDataModel):
             missing = {field: x for field, x in {**defaults, "mlp": mlp}.items() if getattr(layer, field) is None}
             layers.append(layer.model_copy(update=missing))
         return layers
+
+    def layer_names(self) -> list[str]:
+        """Return the name of each layer in the pattern; those of parallel mixers are joined by " | "."""
+        layers = expand(parse(str(self.pattern)), self.depth)
+        return [" | ".join(name.name for term in terms for name in names(term)) for terms in layers]
 
     @drawn_in_float32
     def build(self, backend: str | Backend | None = None) -> LanguageModel:
@@ -179,6 +184,13 @@ class StackSpec(PlainDataModel):
 
     def _too_large(self, problem: str) -> str:
         return f"{problem} (width={self.width}, depth={self.depth}, vocab={self.vocab})"
+
+    def __str__(self) -> str:
+        """Return the table of the layers that `describe` returns; `repr` has the fields."""
+        try:
+            return str(self.describe())
+        except DeltazooError as error:
+            return f"{self!r}\ncannot be built: {error}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StackSpec) and self._model() == other._model()

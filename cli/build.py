@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.layers import print_layers
 from deltazoo.cli.options import AsJson, BackendName, OptionalStack, Trust
-from deltazoo.cli.output import print_json, print_line, print_note, print_text
+from deltazoo.cli.output import output_width, print_json, print_line, print_lines, print_note, print_text, rule
 
 
 def command(
@@ -62,10 +61,12 @@ def command(
     if as_json:
         print_json({"stack": spec, "description": description})
         return
-    title = spec.pattern if stack is None else f"{stack}, {spec.pattern}"
-    print_text(f"{title}: width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters")
+    mlp = f", mlp {spec.mlp}" if isinstance(spec.mlp, str) else ""
+    active = f", {n:,} active" if (n := description.active_parameters) < description.parameters else ""
+    title = f"{spec.pattern if stack is None else f'{stack}, {spec.pattern}'}{mlp}"
+    print_text(f"{title}: width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters{active}")
     print_line()
-    print_layers(description)
+    print_lines(description.lines(output_width(), rule()))
     if plot is not None:
         print_line(f"plotted to {plot}")
     if save is not None:

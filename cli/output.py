@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from deltazoo.cli.layout import group_by_text, table_lines, wrap
+from deltazoo.backends.text_layout import group_by_text, table_lines, wrap
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

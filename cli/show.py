@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltazoo.cli.completion import complete_name
-from deltazoo.cli.layers import print_layers
 from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
-from deltazoo.cli.output import print_json, print_line, print_notes, print_table, print_text
+from deltazoo.cli.output import (
+    output_width,
+    print_json,
+    print_line,
+    print_lines,
+    print_notes,
+    print_table,
+    print_text,
+    rule,
+)
 
 if TYPE_CHECKING:
     from deltazoo.blocks.inspect.show import BackendRow
@@ -59,7 +67,7 @@ def command(
         _print_mixers(result.takes, device)
     if result.description is not None:
         print_line()
-        print_layers(result.description)
+        print_lines(result.description.lines(output_width(), rule()))
 
 
 def _print_backends(rows: "list[BackendRow]", device: str) -> None:

@@ -22,6 +22,7 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
 from deltazoo.mixers.core.grouped import Rows
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.named_tensors import NamedTensors
+from deltazoo.mixers.core.part import Routed, active_parameters
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
 from deltazoo.mixers.core.state import batch, rollback_
@@ -136,7 +137,7 @@ class Router(nn.Module):
         return f"memories={self.weight.shape[0]}, active={self.active}, balance={self.balance:g}, z={self.z:g}"
 
 
-class MoMMixer(Mixer):
+class MoMMixer(Mixer, Routed):
     """Module of `MoM`: causal and isolated across sequences, in training as in decoding.
 
     Shapes are static and no token is dropped. If the memories can be grouped (`can_group`: Gated DeltaNet and others
@@ -154,6 +155,10 @@ class MoMMixer(Mixer):
         self.memories = nn.ModuleList(config.memory.build(width, place, backend) for _ in range(config.memories))
         self.shared: Mixer | None = config.memory.build(width, place, backend) if config.shared else None
         self.names = tuple(f"memory {m}" for m in range(config.memories))
+
+    @property
+    def unused_parameters(self) -> int:
+        return (len(self.memories) - self.router.active) * active_parameters(self.memories[0])
 
     def init_state(self, batch: int, capacity: int | None = None) -> dict[str, State]:
         """Return the states of all memories; each has the full `capacity`."""

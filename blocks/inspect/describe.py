@@ -1,14 +1,19 @@
 """Costs of a model layer by layer: parameters, state and cache bytes, FLOPs, and the backend of each update."""
 
+import shutil
+
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from deltazoo.backends.explain import explain
+from deltazoo.blocks.inspect.layer_table import markdown, text_lines
 from deltazoo.blocks.layer import Layer, LayerSpec
+from deltazoo.blocks.parsing import MlpConfig
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.attention import AttentionMixer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.part import active_parameters
 from deltazoo.mixers.core.state import nbytes
 
 DEVICES = ("cpu", "cuda")
@@ -19,9 +24,13 @@ class LayerRow(BaseModel):
 
     Args:
         layer: index, from 0.
+        name: its name in the pattern of the stack.
         mixer: the names of its mixers, or "mlp".
+        mlp: the type and the sizes of its MLP; "" without one.
         equation: the recurrences of its mixers, one per line.
+        repeats: whether its name and config equal those of the layer before.
         parameters: number of parameters, with the MLP and the norms; 0 for a shared module after its first place.
+        active_parameters: those that a token passes through: not the experts or memories that it is not sent to.
         flops: FLOPs per token in the forward pass, with the MLP; a multiply-add counts as two.
         flops_context: additional FLOPs per token for each token of context that is read.
         state_bytes: recurrent state per sequence, including the whole cache of a sliding window.
@@ -33,9 +42,13 @@ class LayerRow(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     layer: int
+    name: str
     mixer: str
+    mlp: str
     equation: str
+    repeats: bool
     parameters: int
+    active_parameters: int
     flops: int
     flops_context: int
     state_bytes: int
@@ -44,7 +57,7 @@ class LayerRow(BaseModel):
 
 
 class Description(BaseModel):
-    """The costs of a model: a row per layer, and totals.
+    """The costs of a model: a row per layer, and totals. `print` shows them as a table.
 
     Args:
         layers: the rows. The other figures are totals of the fields of `LayerRow`.
@@ -58,6 +71,7 @@ class Description(BaseModel):
 
     layers: list[LayerRow]
     parameters: int
+    active_parameters: int
     embedding_parameters: int
     flops: int
     flops_context: int
@@ -65,29 +79,47 @@ class Description(BaseModel):
     cache_bytes: int
     dtype: str
 
-    def fold(self) -> list[tuple[int, LayerRow]]:
-        """Return the rows that differ in more than the index, each with the number of layers that equal it."""
-        folded: list[tuple[int, LayerRow]] = []
+    def fold(self) -> list[tuple[int, int, LayerRow]]:
+        """Return the runs of equal layers in order: the first and the last index, and the row of the first."""
+        runs: list[tuple[int, int, LayerRow]] = []
         for row in self.layers:
-            for i, (count, first) in enumerate(folded):
-                if row.model_copy(update={"layer": first.layer}) == first:
-                    folded[i] = (count + 1, first)
-                    break
+            # a shared module has its parameters in the first row only
+            if row.repeats and row.parameters == self.layers[row.layer - 1].parameters:
+                first, _, same = runs.pop()
+                runs.append((first, row.layer, same))
             else:
-                folded.append((1, row))
-        return folded
+                runs.append((row.layer, row.layer, row))
+        return runs
+
+    def lines(self, width: int | None = None, rule: str = "-") -> list[str]:
+        """Return the table of the layers, the backends of the updates and a legend as lines of text.
+
+        Args: width: columns of the text; figures get units, and texts wrap, if they do not fit. rule: the character of
+            the line below the header.
+        """
+        return text_lines(self, width, rule)
+
+    def markdown(self) -> str:
+        """Return the table of the layers as Markdown."""
+        return markdown(self)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(shutil.get_terminal_size().columns))
 
 
 def describe(model: LanguageModel) -> Description:
     """Count the costs of a model. Nothing is computed, so the model may be on the meta device."""
-    layers = list(model.stack.layers)
+    layers, specs, names = list(model.stack.layers), model.spec.expand(), model.spec.layer_names()
     rows = []
-    for i, (spec, layer) in enumerate(zip(model.spec.expand(), layers, strict=True)):
-        row = _row(i, spec, layer, model.spec.width)
-        rows.append(row.model_copy(update={"parameters": 0}) if layer in layers[:i] else row)
+    for i, (spec, layer) in enumerate(zip(specs, layers, strict=True)):
+        repeats = i > 0 and (spec, names[i]) == (specs[i - 1], names[i - 1])
+        row = _row(i, names[i], repeats, spec, layer, model.spec.width)
+        again = {"parameters": 0, "active_parameters": 0}
+        rows.append(row.model_copy(update=again) if layer in layers[:i] else row)
     return Description(
         layers=rows,
         parameters=parameter_count(model),
+        active_parameters=active_parameters(model),
         embedding_parameters=sum(parameter_count(x) for x in (model.embedding, model.head) if x is not None),
         flops=sum(row.flops for row in rows) + 2 * model.spec.width * model.spec.vocab,
         flops_context=sum(row.flops_context for row in rows),
@@ -97,7 +129,7 @@ def describe(model: LanguageModel) -> Description:
     )
 
 
-def _row(index: int, spec: LayerSpec, layer: Layer, width: int) -> LayerRow:
+def _row(index: int, name: str, repeats: bool, spec: LayerSpec, layer: Layer, width: int) -> LayerRow:
     costs = [config.cost(width) for config in spec.mixers]
     # A sliding window allocates min(window, capacity) slots, which is constant from a capacity of `full_window` on. The
     # difference of two larger capacities is then the cache per token of full attention.
@@ -106,9 +138,13 @@ def _row(index: int, spec: LayerSpec, layer: Layer, width: int) -> LayerRow:
     cache_bytes = larger - smaller
     return LayerRow(
         layer=index,
+        name=name,
         mixer=spec.title,
+        mlp=spec.mlp.title(width) if isinstance(spec.mlp, MlpConfig) else "",
         equation="\n".join(config.equation() for config in spec.mixers),
+        repeats=repeats,
         parameters=parameter_count(layer),
+        active_parameters=active_parameters(layer),
         flops=sum(cost.flops for cost in costs) + (0 if layer.mlp is None else layer.mlp.flops),
         flops_context=sum(cost.flops_context for cost in costs),
         state_bytes=smaller - full_window * cache_bytes,

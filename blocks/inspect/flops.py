@@ -13,8 +13,7 @@ from statistics import fmean
 from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.measure.workload import Direction
-from deltazoo.blocks.inspect.describe import Description, parameter_count
-from deltazoo.blocks.moe import MoEMlp
+from deltazoo.blocks.inspect.describe import Description
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.mixers.attention import SlidingWindow
 
@@ -48,10 +47,7 @@ def token_flops(model: LanguageModel, description: Description, length: int, dir
         length: tokens per sequence.
     """
     spec, decode = model.spec, direction == "decode"
-    N = description.parameters - (0 if spec.tied else spec.width * spec.vocab)
-    for layer in dict.fromkeys(model.stack.layers):
-        if isinstance(layer.mlp, MoEMlp):
-            N -= parameter_count(layer.mlp) - layer.mlp.flops // 2
+    N = description.active_parameters - (0 if spec.tied else spec.width * spec.vocab)
     context = length + 1 if decode else _mean_context(length, length)
     forward = description.flops + description.flops_context * context
     for layer_spec in spec.expand():

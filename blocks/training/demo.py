@@ -168,7 +168,7 @@ better, and a uniform prediction has 8.
 {curves}
 ## {hybrid}, layer by layer
 
-{report.layers_table(specs[hybrid].describe())}
+{specs[hybrid].describe().markdown()}
 ## Backends
 
 The update of {hybrid}, on the shape of a training step.

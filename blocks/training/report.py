@@ -7,7 +7,6 @@ from pathlib import Path
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.benchmark import Benchmark
 from deltazoo.backends.output_path import output_path
-from deltazoo.blocks.inspect.describe import Description
 from deltazoo.blocks.inspect.figure import new_figure
 from deltazoo.blocks.training.records import Training
 
@@ -117,19 +116,6 @@ def training_table(trainings: Mapping[str, Training]) -> str:
                 f"{training.first_call_s:.1f}",
             ]
         )
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def layers_table(description: Description) -> str:
-    """Format the costs of every layer, and the totals, as a Markdown table."""
-    figures = {
-        "parameters": "parameters", "flops": "FLOPs/token", "flops_context": "FLOPs/token per context token",
-        "state_bytes": "state, bytes", "cache_bytes": "KV cache, bytes/token",
-    }  # fmt: skip
-    rows = [["layer", "mixer", *figures.values()], ["---:", "---"] + ["---:"] * len(figures)]
-    for layer in description.layers:
-        rows.append([str(layer.layer), layer.mixer, *(f"{getattr(layer, name):,}" for name in figures)])
-    rows.append(["all", "with embedding and head", *(f"{getattr(description, name):,}" for name in figures)])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

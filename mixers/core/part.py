@@ -166,6 +166,21 @@ class HasFlops(ABC):
         """Return the floating-point operations per token of that arithmetic in the forward pass."""
 
 
+class Routed(ABC):
+    """Module that sends each token to some of its parts only, such as a mixture of experts."""
+
+    @property
+    @abstractmethod
+    def unused_parameters(self) -> int:
+        """Number of parameters that a token does not pass through, without those of routed modules inside."""
+
+
+def active_parameters(module: nn.Module) -> int:
+    """Return the number of parameters of a module that each token passes through."""
+    unused = sum(part.unused_parameters for part in module.modules() if isinstance(part, Routed))
+    return sum(parameter.numel() for parameter in module.parameters()) - unused
+
+
 class ResizesHeads(ABC):
     """Operand part that changes the key width, value width or number of value heads of the update."""
 

@@ -218,3 +218,22 @@ def test_the_layers_of_a_preset_have_the_names_of_their_mixers(name):
 def test_the_embedding_scale_of_griffin_is_the_published_bfloat16_buffer() -> None:
     """`normalizer` in transformers' modeling_recurrent_gemma.py."""
     assert StackSpec.load("griffin").embedding_scale == torch.tensor(2560**0.5, dtype=torch.bfloat16).item() == 50.5
+
+
+TWICE = {  # pattern with layers of another MLP, and the name of the preset's MLP of the other layers
+    "jamba": ("2*(mamba + other) + attention + other + mamba + other", "mamba", "moe", "dense"),
+    "jamba-tiny": ("mamba + other + attention + other", "mamba", "moe", "dense"),
+    "kimi-linear": ("other@[0] else mla@[3, 7, 11, 15, 19, 23, 26] else kda", "kda", "dense", "moe"),
+    "kimi-linear-tiny": ("other@[0] else mla@[3] else kda", "kda", "dense", "moe"),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_preset_with_a_pattern_of_mlps_equals_one_with_a_second_layer(name):
+    pattern, mixer, other, rest = TWICE[name]
+    data = presets.read(name)
+    mlps, layers = data.pop("mlps"), data["layers"]
+    layers = {**layers, "other": {"mixer": layers[mixer], "mlp": mlps[other]}}
+    assert (
+        preset(name).expand() == StackSpec(**data | {"pattern": pattern, "layers": layers, "mlp": mlps[rest]}).expand()
+    )

@@ -7,7 +7,6 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.shapes import TINY
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.blocks.spec import StackSpec
 from deltazoo.blocks.training import report
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.records import Point, Training, now
@@ -65,15 +64,6 @@ def test_a_benchmark_without_figures_cannot_be_plotted(benchmark_result, tmp_pat
 def test_the_training_table_holds_the_last_points():
     lines = report.training_table({"a": _training(8, 4, 3.25)}).splitlines()
     assert lines[2] == "| a | 54,321 | 20 | 3.250 | 3.350 | 999 | 7.2 |"
-
-
-def test_the_layers_table_holds_the_description():
-    spec = StackSpec(width=16, depth=2, vocab=256, pattern="gated_deltanet(heads=1) + attention(heads=1)")
-    description = spec.describe()
-    lines = report.layers_table(description).splitlines()
-    row = description.layers[1]
-    assert lines[3].startswith(f"| 1 | attention | {row.parameters:,} | {row.flops:,} |")
-    assert lines[4].startswith(f"| all | with embedding and head | {description.parameters:,} |")
 
 
 def test_a_table_replaces_only_the_text_between_the_markers(benchmark_result, tmp_path):

@@ -232,18 +232,28 @@ def test_build_describes_and_saves_the_stack(ok, tmp_path):
     assert ok("build", path, "--save", tmp_path / "new.yaml").err == ""
 
 
-@pytest.mark.parametrize("name", ["minimax-01", "kimi-linear", "nemotron-h", "gated-deltanet-h1-small"])
-def test_build_folds_equal_layers_at_80_columns(ok, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "count"), [("minimax-01", 20), ("kimi-linear", 15), ("nemotron-h", 52), ("gated-deltanet-h1-small", 4)]
+)
+def test_build_lists_runs_of_equal_layers_in_order_at_80_columns(ok, monkeypatch, name, count):
     monkeypatch.setenv("COLUMNS", "80")
-    lines = ok("build", name).out.splitlines()
-    assert max(map(len, lines)) <= 80
-    rows = StackSpec.load(name).describe().layers
-    folded = re.findall(r"^ *(\d+) x (\S+) ", "\n".join(lines), re.MULTILINE)
-    assert len(folded) < len(rows)
-    for mixer in {row.mixer for row in rows}:
-        layers = sum(row.mixer == mixer for row in rows)
-        assert sum(int(count) for count, folded_mixer in folded if folded_mixer == mixer) == layers
-    assert lines[0].startswith(f"{name}, {StackSpec.load(name).pattern}"[:70].rstrip())
+    printed, spec = ok("build", name).out, StackSpec.load(name)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "\n".join(spec.describe().lines(80, "─")) in printed
+    runs = re.findall(r"^(\d+)(?:-(\d+))? ", printed, re.MULTILINE)
+    assert [i for first, last in runs for i in range(int(first), int(last or first) + 1)] == [*range(spec.depth)]
+    assert len(runs) == count
+    assert printed.startswith(f"{name}, {spec.pattern}"[:70].rstrip())
+
+
+def test_build_prints_the_pattern_of_mlps_and_active_parameters(ok):
+    description = StackSpec.load("jamba-tiny").describe()
+    first, _, *table = ok("build", "jamba-tiny").out.splitlines()
+    assert first == (
+        "jamba-tiny, 2*mamba + attention + mamba, mlp dense + moe: width 64, 4 layers, "
+        f"{description.parameters:,} parameters, {description.active_parameters:,} active"
+    )
+    assert table == description.lines(None, "─")
 
 
 def test_build_omits_the_columns_of_a_model_without_a_cache(ok, stack_file):
