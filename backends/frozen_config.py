@@ -67,6 +67,12 @@ class FrozenConfig(BaseModel, ABC, metaclass=_RaisesConfigError):
         return value
 
 
+def changed_fields(config: BaseModel) -> dict[str, Any]:
+    """Return the fields of a config that differ from their defaults."""
+    defaults = {name: info.get_default(call_default_factory=True) for name, info in type(config).model_fields.items()}
+    return {name: getattr(config, name) for name, default in defaults.items() if getattr(config, name) != default}
+
+
 def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[BaseModel] | None = None) -> str:
     """Join pydantic's errors into one message, a sentence for each key, which begins with its path.
 

@@ -1,12 +1,13 @@
-"""YAML 1.2 text to plain data.
+"""YAML 1.2 text to plain data, and back.
 
 PyYAML implements YAML 1.1. This loader follows 1.2: only true and false are booleans (`off` is a string), 1e-5 is
 a number, 010 is ten. A repeated key is an error. Aliases (`*name`) repeat an anchored value, so a few nested ones
 describe more values than memory holds; the number of values is limited.
 """
 
+import io
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -14,6 +15,7 @@ import yaml
 from deltazoo.backends.errors import ConfigError, cut
 
 MAX_VALUES, MAX_LEVELS = 10_000, 50
+LINE = 120  # columns of written text
 
 
 def load(text: str) -> Any:
@@ -35,6 +37,49 @@ def load(text: str) -> Any:
         return loader.construct_document(node)
     finally:
         loader.dispose()
+
+
+def dump(data: Mapping[str, Any], width: int = LINE) -> str:
+    """Format a mapping with one entry per line; a value without a mapping inside is on one line if it fits.
+
+    Args: width: columns; a longer text is broken at spaces, if it has any.
+    """
+    node = _node(data)
+    _set_styles(node, 0, width)
+    assert isinstance(node, yaml.MappingNode)
+    node.flow_style = False
+    # PyYAML breaks a long text after the word that crosses the width
+    return yaml.serialize(node, Dumper=_Dumper, width=max(20, width - 20), allow_unicode=True)
+
+
+def dump_inline(value: Any) -> str:
+    """Format any value on one line: null, 1.0e-05 or {mixer: kda, heads: 2}."""
+    return _inline(_node(value))
+
+
+def _node(value: Any) -> yaml.Node:
+    return _Dumper(io.StringIO(), sort_keys=False).represent_data(value)
+
+
+def _inline(node: yaml.Node) -> str:
+    if isinstance(node, yaml.CollectionNode):
+        node.flow_style = True
+    text: str = yaml.serialize(node, Dumper=_Dumper, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("...\n").strip()  # the end mark of a document that is a scalar
+
+
+def _set_styles(node: yaml.Node, start: int, width: int) -> None:
+    """Choose one line, or a line per entry, for each list and mapping. Args: start: columns before the node."""
+    if not isinstance(node, yaml.CollectionNode):
+        return
+    pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, item) for item in node.value]
+    node.flow_style = not any(isinstance(value, yaml.MappingNode) for _, value in pairs)
+    if node.flow_style and start + len(_inline(node)) <= width:
+        return
+    node.flow_style = False
+    indent = 2 * (start > 0)
+    for key, value in pairs:
+        _set_styles(value, indent + (2 if key is None else len(key.value) + 2), width)
 
 
 class _Size(NamedTuple):
@@ -107,3 +152,17 @@ _Loader.add_implicit_resolver(
 
 def _integer(text: str) -> int:
     return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper without aliases, which quotes the strings that version 1.1 or 1.2 reads as another type."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_RESOLVERS = (yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers)
+_Dumper.yaml_implicit_resolvers = {
+    first: [resolver for resolvers in _RESOLVERS for resolver in resolvers.get(first, [])]
+    for first in {*_RESOLVERS[0], *_RESOLVERS[1]}
+}

@@ -57,7 +57,7 @@ def parse_value(text: str, source: str) -> Any:
 def write(path: Path, data: Mapping[str, Any]) -> None:
     """Write a mapping as YAML or JSON; the suffix selects the format. Raises: ConfigError: it cannot be written."""
     _check_suffix(path)
-    text = json.dumps(data, indent=2) + "\n" if path.suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
+    text = json.dumps(data, indent=2) + "\n" if path.suffix == ".json" else yaml_text.dump(data)
     with file_errors("write", path):
         output_path(path).write_text(text, encoding="utf-8")
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.frozen_config import changed_fields
 from deltazoo.blocks.checkpointing import Checkpointing, run_layer
 from deltazoo.blocks.mlp import Dense, Mlp
-from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, parse_mixer, parse_mlp
+from deltazoo.blocks.parsing import MlpConfig, PlainDataModel, changed_mlp_fields, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, MixerOutput, Place, State
@@ -57,6 +58,16 @@ class LayerSpec(PlainDataModel, Term):
     residual_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     share: str | None = None
     backend: str | None = None
+
+    def changed_fields(self) -> dict[str, Any]:
+        """Return the plain data of the fields that differ from their defaults."""
+        data = {**self.model_dump(mode="json", include={*changed_fields(self)}), "mixer": "none"}
+        if isinstance(self.mlp, MlpConfig):
+            data["mlp"] = changed_mlp_fields(self.mlp)
+        mixers = [configs.dump_changed(config) for config in self.mixers]
+        if mixers:
+            data["mixer"] = mixers if isinstance(self.mixer, tuple) else mixers[0]
+        return data
 
     @property
     def mixers(self) -> tuple[MixerConfig, ...]:

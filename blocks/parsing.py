@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, ValidationError
 
 from deltazoo.backends.errors import ConfigError, DeltazooError, cut, nearest
-from deltazoo.backends.frozen_config import FrozenConfig, describe_errors
+from deltazoo.backends.frozen_config import FrozenConfig, changed_fields, describe_errors
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.moe import MoE
 from deltazoo.mixers.core import config as configs
@@ -115,6 +115,17 @@ def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
         return MLPS[name].model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError(describe_errors(path, error)) from None
+
+
+def changed_mlp_fields(mlp: MlpConfig | Literal["none"]) -> Any:
+    """Return what `parse_mlp` reads: the fields of an MLP that differ from their defaults, or "none".
+
+    The key `type` is omitted for a dense MLP with other fields.
+    """
+    if mlp == "none":
+        return mlp
+    fields = mlp.model_dump(mode="json", include={*changed_fields(mlp)})
+    return fields if fields and mlp.type == "dense" else {"type": mlp.type, **fields}
 
 
 def join_path(path: KeyPath, *keys: object) -> str:

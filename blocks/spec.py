@@ -15,13 +15,21 @@ from deltazoo.backends.allocation import allocation_problem, format_bytes, physi
 from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_type
 from deltazoo.backends.errors import ConfigError, ConfigWarning, DeltazooError, PatternError, cut, unknown_name
-from deltazoo.backends.frozen_config import describe_errors
+from deltazoo.backends.frozen_config import changed_fields, describe_errors
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition, unused_residual_scale
 from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.parsing import MLPS, MlpConfig, PlainDataModel, check_keys, parse_mixer, parse_mlp
+from deltazoo.blocks.parsing import (
+    MLPS,
+    MlpConfig,
+    PlainDataModel,
+    changed_mlp_fields,
+    check_keys,
+    parse_mixer,
+    parse_mlp,
+)
 from deltazoo.blocks.pattern import NAME, RESERVED, expand, names, parse, pattern_error, unreached, with_names
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
@@ -139,9 +147,24 @@ class StackSpec(PlainDataModel):
         with torch.device("meta"):
             return describe(self.build(backend))
 
+    def changed_fields(self) -> dict[str, Any]:
+        """Return the plain data of the fields that differ from their defaults; `StackSpec(**data)` equals this spec."""
+        data = self.model_dump(mode="json", include={*changed_fields(self)} - {"layers", "mlps"})
+        if self.layers:
+            data["layers"] = {name: _changed_layer(layer) for name, layer in self.layers.items()}
+        if isinstance(self.mlp, MlpConfig) and "mlp" in data:
+            data["mlp"] = changed_mlp_fields(self.mlp)
+        if self.mlps:
+            data["mlps"] = {name: changed_mlp_fields(mlp) for name, mlp in self.mlps.items()}
+        return {field: data[field] for field in type(self).model_fields if field in data}
+
     def save(self, path: str | Path) -> None:
-        """Write the spec to a .yaml, .yml or .json file that `load` reads."""
-        document.write(Path(path), self.model_dump(mode="json"))
+        """Write the fields that differ from their defaults to a .yaml, .yml or .json file that `load` reads.
+
+        A field that the file omits has the default of the version that loads it. The folder of a training run holds
+        every field: `model_dump(mode="json")`.
+        """
+        document.write(Path(path), self.changed_fields())
 
     @classmethod
     def load(cls, source: str | Path, trust: bool = False) -> Self:
@@ -346,6 +369,10 @@ def _parse_mlps(data: Mapping[str, Any]) -> dict[str, Any]:
 def _check_name(field: str, kind: str, name: object, reserved: Sequence[str]) -> None:
     if not isinstance(name, str) or not re.fullmatch(NAME, name) or name in reserved:
         raise ConfigError(f"{field}: {kind} must be a word other than {', '.join(reserved)}, got {cut(name)}")
+
+
+def _changed_layer(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
+    return configs.dump_changed(layer) if isinstance(layer, MixerConfig) else layer.changed_fields()
 
 
 def _pattern_text(pattern: Term, entries: dict[str, Any], stem: Callable[[Term], str]) -> str:

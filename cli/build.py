@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.options import AsJson, BackendName, OptionalStack, Trust
-from deltazoo.cli.output import output_width, print_json, print_line, print_lines, print_note, print_text, rule
+from deltazoo.cli.output import (
+    PIPE_WIDTH,
+    output_width,
+    print_json,
+    print_line,
+    print_lines,
+    print_note,
+    print_text,
+    rule,
+)
 
 
 def command(
@@ -63,8 +72,8 @@ def command(
         return
     mlp = f", mlp {spec.mlp}" if isinstance(spec.mlp, str) else ""
     active = f", {n:,} active" if (n := description.active_parameters) < description.parameters else ""
-    title = f"{spec.pattern if stack is None else f'{stack}, {spec.pattern}'}{mlp}"
-    print_text(f"{title}: width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters{active}")
+    sizes = f"width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters{active}"
+    print_text(f"{'' if stack is None else f'{stack}, '}{spec.pattern}{mlp}: {sizes}", PIPE_WIDTH)
     print_line()
     print_lines(description.lines(output_width(), rule()))
     if plot is not None:

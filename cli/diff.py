@@ -6,7 +6,7 @@ import typer
 
 from deltazoo.cli.completion import complete_stack
 from deltazoo.cli.options import AsJson, Trust
-from deltazoo.cli.output import print_json, print_line, print_table
+from deltazoo.cli.output import PIPE_WIDTH, print_json, print_line, print_table
 
 
 def command(
@@ -30,6 +30,6 @@ def command(
     if as_json:
         print_json(result.model_dump(mode="json", exclude_unset=True))
         return
-    print_table(["field", a, b], [row.cells() for row in result.differences])
+    print_table(["field", a, b], [row.cells() for row in result.differences], pipe_width=PIPE_WIDTH)
     if result.same_model:
         print_line("the stacks describe the same model")

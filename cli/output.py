@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from deltazoo.backends.progress import Progress
 
 
+PIPE_WIDTH = 100  # columns of sentences and YAML on a pipe or in a file, for commands that wrap them there
+
+
 def print_line(text: str = "") -> None:
     """Print a line on stdout."""
     sys.stdout.write(f"{_encodable(text)}\n")
@@ -62,9 +65,15 @@ def print_json(data: "BaseModel | Any") -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Iterable[object]], title: str | None = None, one_line: bool = False
+    columns: Sequence[str],
+    rows: Iterable[Iterable[object]],
+    title: str | None = None,
+    one_line: bool = False,
+    pipe_width: int | None = None,
 ) -> None:
     """Print a table that fits the width of the output, unless it has no rows; see `table_lines`.
+
+    Args: pipe_width: columns on a pipe or in a file; None: a line per row.
 
     A long text, such as the reason of a refusal, makes other columns narrow: print it below, see `print_notes`.
     """
@@ -73,14 +82,17 @@ def print_table(
         return
     if title:
         print_line(title)
-    print_lines(table_lines(columns, cells, output_width(), rule(), one_line))
+    print_lines(table_lines(columns, cells, output_width() or pipe_width, rule(), one_line))
 
 
-def print_text(text: str) -> None:
-    """Print lines, wrapped to the width of the output; a line's continuation is indented by two columns more."""
+def print_text(text: str, pipe_width: int | None = None) -> None:
+    """Print lines, wrapped to the width of the output; a line's continuation is indented by two columns more.
+
+    Args: pipe_width: columns on a pipe or in a file; None: nothing is wrapped.
+    """
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        for wrapped in wrap(line, output_width(), rest=indent):
+        for wrapped in wrap(line, output_width() or pipe_width, rest=indent):
             print_line(wrapped)
 
 

@@ -8,11 +8,13 @@ import typer
 from deltazoo.cli.completion import complete_name
 from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
 from deltazoo.cli.output import (
+    PIPE_WIDTH,
     output_width,
     print_json,
     print_line,
     print_lines,
     print_notes,
+    print_piece,
     print_table,
     print_text,
     rule,
@@ -40,6 +42,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Show the equation, fields and costs of a mixer, backend or stack, and which backends compute it."""
+    from deltazoo.backends.yaml_text import dump, dump_inline
     from deltazoo.blocks.inspect.show import details
 
     result = details(name, width, device, dtype.torch, trust, device_name)
@@ -47,11 +50,16 @@ def command(
         print_json(result)
         return
     print_line(f"{result.name}, a {result.kind} of {result.owner}\n")
-    print_table(["", ""], [(title, text.replace(";  ", "\n")) for title, text in result.about.items()])
+    if result.stack is not None:
+        print_text("".join(f"{text}\n" for text in result.about.values()), PIPE_WIDTH)
+        print_piece(dump(result.stack, output_width() or PIPE_WIDTH))
+    else:
+        about = [(title, text.replace(";  ", "\n")) for title, text in result.about.items()]
+        print_table(["", ""], about, pipe_width=PIPE_WIDTH)
     if result.fields:
         print_line()
-        rows = [(row.name, _in_yaml(row.default), row.about.replace("None: ", "null: ")) for row in result.fields]
-        print_table(["field", "default", ""], rows)
+        rows = [(row.name, dump_inline(row.default), row.about.replace("None: ", "null: ")) for row in result.fields]
+        print_table(["field", "default", ""], rows, pipe_width=PIPE_WIDTH)
     if result.cost:
         costs = [(title, f"{figure:,}") for title, figure in result.cost.items() if figure and title != "width"]
         print_line()
@@ -85,8 +93,3 @@ def _print_mixers(takes: dict[str, list[str]], device: str) -> None:
     notes = [(mixer, reason) for mixer, reasons in takes.items() for reason in reasons]
     counts = Counter(reason for _, reason in notes)
     print_notes(("every mixer" if counts[reason] == len(takes) else mixer, reason) for mixer, reason in notes)
-
-
-def _in_yaml(value: object) -> object:
-    """Return true, false and null as they are written in a stack file."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value

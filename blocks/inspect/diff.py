@@ -1,14 +1,13 @@
 """The fields in which two stacks differ."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
-from deltazoo.blocks.layer import LayerSpec
+from deltazoo.backends.yaml_text import dump_inline
+from deltazoo.blocks.parsing import MlpConfig, changed_mlp_fields
 from deltazoo.blocks.spec import StackSpec
-from deltazoo.mixers.core.mixer import MixerConfig
 
 
 class Difference(BaseModel):
@@ -16,17 +15,17 @@ class Difference(BaseModel):
 
     Args:
         path: dotted, such as `layers.sliding_window.window`.
-        a, b: the values; a value is not set if its stack has no such field. The value of a layer that only one stack
-            has is its config, without the fields that have their defaults.
+        a, b: the values; a value is not set if its stack has no such field. If only one stack has a layer or an MLP, or
+            the classes of the two differ, the fields with their defaults are omitted.
     """
 
     path: str
     a: Any = None
     b: Any = None
 
-    def cells(self) -> list[Any]:
-        """Return the row of a table: an empty cell for a field that a stack does not have."""
-        return [self.path, *(flow_yaml(getattr(self, side)) if side in self.model_fields_set else "" for side in "ab")]
+    def cells(self) -> list[str]:
+        """Return the row of a table, the values as YAML: an empty cell for a field that a stack does not have."""
+        return [self.path, *(dump_inline(getattr(self, x)) if x in self.model_fields_set else "" for x in "ab")]
 
 
 class StackDiff(BaseModel):
@@ -40,9 +39,8 @@ class StackDiff(BaseModel):
 
 
 def diff(a: StackSpec, b: StackSpec) -> StackDiff:
-    """Compare two stacks field by field, in the order of their files; layers are compared by name."""
-    in_both = a.layers.keys() & b.layers.keys()
-    fields_a, fields_b = (_fields(spec, in_both) for spec in (a, b))
+    """Compare two stacks field by field, in the order of their files; layers and MLPs are compared by name."""
+    fields_a, fields_b = _fields(a, b), _fields(b, a)
     differences = []
     for path in {**fields_a, **fields_b}:
         sides = {side: fields[path] for side, fields in (("a", fields_a), ("b", fields_b)) if path in fields}
@@ -51,24 +49,16 @@ def diff(a: StackSpec, b: StackSpec) -> StackDiff:
     return StackDiff(same_model=a == b, differences=differences)
 
 
-def _fields(spec: StackSpec, in_both: Set[str]) -> dict[str, Any]:
-    """Return the values of a stack by dotted path; one value for a layer that is not in both stacks."""
-    data = spec.model_dump(mode="json")
-    layers = data.pop("layers")
-    fields = dict(_flatten(data, ""))
-    for name, layer in spec.layers.items():
-        path = f"layers.{name}"
-        fields |= dict(_flatten(layers[name], path)) if name in in_both else {path: without_defaults(layer)}
-    return fields
-
-
-def without_defaults(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
-    """Return the fields of a layer that differ from their defaults, in the form of a stack file."""
-    if isinstance(layer, MixerConfig):
-        return {"mixer": layer.name, **layer.model_dump(mode="json", exclude_defaults=True)}
-    mixers = [without_defaults(config) for config in layer.mixers]
-    mixer = mixers if isinstance(layer.mixer, tuple) else mixers[0] if mixers else "none"
-    return {"mixer": mixer, **layer.model_dump(mode="json", exclude_defaults=True, exclude={"mixer"})}
+def _fields(spec: StackSpec, other: StackSpec) -> dict[str, Any]:
+    """Return the values of a stack by dotted path."""
+    data, changed = spec.model_dump(mode="json"), spec.changed_fields()
+    for field in ("layers", "mlps"):
+        for name, entry in getattr(spec, field).items():
+            if type(entry) is not type(getattr(other, field).get(name)):
+                data[field][name] = changed[field][name]
+    if isinstance(spec.mlp, MlpConfig) and type(spec.mlp) is not type(other.mlp):
+        data["mlp"] = {"type": spec.mlp.type, **changed_mlp_fields(spec.mlp)}
+    return dict(_flatten(data, ""))
 
 
 def _flatten(data: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -80,10 +70,3 @@ def _flatten(data: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for key, value in data.items():
         yield from _flatten(value, f"{path}.{key}" if path else key)
-
-
-def flow_yaml(value: Any) -> Any:
-    """Format a mapping as YAML in one line; return other values unchanged."""
-    if not isinstance(value, dict):
-        return value
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000).strip()

@@ -18,11 +18,8 @@ from deltazoo.backends.registry import plugin_errors, resolve
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
 from deltazoo.blocks.inspect.describe import Description
-from deltazoo.blocks.inspect.diff import flow_yaml, without_defaults
-from deltazoo.blocks.parsing import MlpConfig
-from deltazoo.blocks.pattern import names, parse
 from deltazoo.blocks.spec import StackSpec, preset
-from deltazoo.mixers.core.config import config_class
+from deltazoo.mixers.core.config import config_class, dump_changed
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -58,6 +55,7 @@ class Details(BaseModel):
         backends: for a mixer, which backend computes its update on the device, and why the others do not.
         plan: the kernels of a mixer's update on a named device, and their conditions.
         takes: for a backend, the reasons why it cannot compute each mixer's update at width 1024; [] if it can.
+        stack: the fields of a stack that differ from their defaults, as in its file.
         description: the layers of a stack.
     """
 
@@ -72,6 +70,7 @@ class Details(BaseModel):
     backends: list[BackendRow] = []
     plan: str | None = None
     takes: dict[str, list[str]] = {}
+    stack: dict[str, Any] | None = None
     description: Description | None = None
 
 
@@ -170,16 +169,10 @@ def _backend(name: str, device: str, dtype: torch.dtype) -> Details:
 def _stack(name: str, trust: bool) -> Details:
     spec = StackSpec.load(name, trust)
     about = {"about": preset_about(name)} if name in presets.names() else {}
-    fields = spec.model_dump(mode="json", exclude={"layers"})
-    about |= {field: str(value) for field, value in fields.items() if value is not None}
-    if isinstance(spec.mlp, MlpConfig):
-        about["mlp"] = flow_yaml({"type": spec.mlp.type, **spec.mlp.model_dump(mode="json", exclude_defaults=True)})
-    used = {term.name for term in names(parse(str(spec.pattern)))}
-    for layer, config in spec.layers.items():
-        note = "" if layer in used else " (not in the pattern)"
-        about[f"layers.{layer}"] = flow_yaml(without_defaults(config)) + note
     owner = "deltazoo" if name in presets.names() else name
-    return Details(kind="stack", name=name, owner=owner, about=about, description=spec.describe())
+    return Details(
+        kind="stack", name=name, owner=owner, about=about, stack=spec.changed_fields(), description=spec.describe()
+    )
 
 
 def _presets_with(mixer: str) -> list[str]:
@@ -240,5 +233,6 @@ def _build_on_meta(config: MixerConfig, width: int) -> Mixer:
 
 
 def _field_row(name: str, info: FieldInfo) -> FieldRow:
-    default = to_jsonable_python(info.get_default(call_default_factory=True))
-    return FieldRow(name=name, default=default, about=info.description or "")
+    default = info.get_default(call_default_factory=True)
+    plain = dump_changed(default) if isinstance(default, MixerConfig) else to_jsonable_python(default)
+    return FieldRow(name=name, default=plain, about=info.description or "")

@@ -39,7 +39,7 @@ def create(folder: Path, spec: StackSpec, settings: RunSettings) -> None:
         raise ConfigError(f"{folder} already contains a checkpoint: resume it, or choose another folder")
     output_folder(folder)
     with _complete_file(folder / STACK) as temporary:
-        spec.save(temporary)
+        document.write(temporary, spec.model_dump(mode="json"))  # every field: a later default must not change the run
     write_settings(folder, settings)
     write_records(folder, [])
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from deltazoo.backends import registry
 from deltazoo.backends.errors import ConfigError, PluginError, cut, nearest
-from deltazoo.backends.frozen_config import describe_errors
+from deltazoo.backends.frozen_config import changed_fields, describe_errors
 from deltazoo.mixers.core.mixer import MixerConfig
 
 
@@ -18,6 +18,14 @@ def dump(config: MixerConfig) -> dict[str, Any]:
     with trust=True.
     """
     return {"mixer": _tag(type(config)), **config.model_dump(mode="json")}
+
+
+def dump_changed(config: MixerConfig) -> dict[str, Any]:
+    """Convert a config to plain data as `dump` does, without the fields that have their defaults."""
+    changed = changed_fields(config)
+    fields = config.model_dump(mode="json", include={*changed})
+    nested = {name: dump_changed(value) for name, value in changed.items() if isinstance(value, MixerConfig)}
+    return {"mixer": _tag(type(config)), **fields, **nested}
 
 
 def parse(data: Mapping[str, Any] | MixerConfig, trust: bool = False) -> MixerConfig:

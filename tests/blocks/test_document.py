@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deltazoo.backends import yaml_text
 from deltazoo.backends.errors import ConfigError
 from deltazoo.blocks import document
 from deltazoo.blocks.spec import StackSpec
@@ -47,6 +48,23 @@ def test_write_and_read_round_trip(tmp_path: Path, name: str):
 def test_pyyaml_reads_the_same_values(tmp_path: Path):
     document.write(tmp_path / "x.yaml", VALUES)
     assert yaml.safe_load((tmp_path / "x.yaml").read_text()) == VALUES
+
+
+def test_strings_that_look_like_other_types_stay_strings():
+    data = {"a": ["1e5", "0o17", "off", "null", "1_000", "2024-01-01", "true", "~", "", "1.", "x: y", "a # b", "é"]}
+    for text in (yaml_text.dump(data), f"a: {yaml_text.dump_inline(data['a'])}"):
+        assert document.parse(text, ".yaml", "") == yaml.safe_load(text) == data
+
+
+def test_a_value_without_mappings_is_on_one_line_if_it_fits():
+    shared = {"mixer": "kda", "heads": 2}
+    data = {"width": 3, "layers": {"a": shared, "b": {"mixer": [shared, shared], "long": [*range(100, 140)]}}}
+    assert yaml_text.dump(data, 60) == (
+        "width: 3\nlayers:\n  a: {mixer: kda, heads: 2}\n  b:\n    mixer:\n"
+        "    - {mixer: kda, heads: 2}\n    - {mixer: kda, heads: 2}\n    long:\n"
+        + "".join(f"    - {n}\n" for n in range(100, 140))
+    )
+    assert yaml_text.dump_inline(shared) == "{mixer: kda, heads: 2}"
 
 
 @pytest.mark.parametrize(

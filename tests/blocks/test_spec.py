@@ -1,5 +1,7 @@
 """StackSpec: equal from Python, YAML and JSON; errors name the path and the nearest key."""
 
+import contextlib
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -9,12 +11,15 @@ import pytest
 import torch
 
 import deltazoo
+from deltazoo.backends import registry, yaml_text
 from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, UnknownNameError
-from deltazoo.blocks import document, presets
+from deltazoo.blocks import document, preset, presets
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.moe import MoE
 from deltazoo.blocks.spec import LayerSpec, StackSpec
+from deltazoo.blocks.training import checkpoint
 from deltazoo.mixers import KDA, Attention, GatedDeltaNet, SlidingWindow
+from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.patterns import At
 
@@ -55,6 +60,74 @@ def test_save_and_load_round_trip(tmp_path: Path, spec: StackSpec, name: str):
         assert loaded.model_dump() == original.model_dump()
         assert StackSpec.model_validate_json(original.model_dump_json()) == original
         assert pickle.loads(pickle.dumps(original)) == original
+
+
+def test_changed_fields_give_an_equal_spec_and_omit_the_defaults():
+    layers = {
+        "a": {"mixer": "kda", "heads": 2, "conv_width": 4},
+        "b": {"mixer": [{"mixer": "attention"}, {"mixer": "mom", "memory": {"mixer": "gla", "heads": 3}}], "mlp": {}},
+        "c": {"mixer": "none", "mlp": {"type": "moe"}, "share": "1e5"},
+        "d": {"mixer": {"mixer": "mom", "memory": {"mixer": "gated_deltanet"}}, "mlp": "none", "norm_eps": 0.5},
+    }
+    spec = StackSpec(width=16, depth=9, vocab=9, pattern="a + b + c + d", layers=layers, mlp="x", mlps={"x": {}})
+    data = spec.changed_fields()
+    assert data == {
+        "width": 16,
+        "depth": 9,
+        "vocab": 9,
+        "pattern": "a + b + c + d",
+        "layers": {
+            "a": {"mixer": "kda", "heads": 2},
+            "b": {
+                "mixer": [{"mixer": "attention"}, {"mixer": "mom", "memory": {"mixer": "gla", "heads": 3}}],
+                "mlp": {"type": "dense"},
+            },
+            "c": {"mixer": "none", "mlp": {"type": "moe"}, "share": "1e5"},
+            "d": {"mixer": {"mixer": "mom"}, "mlp": "none", "norm_eps": 0.5},
+        },
+        "mlp": "x",
+        "mlps": {"x": {"type": "dense"}},
+    }
+    for read in (data, document.parse(yaml_text.dump(data), ".yaml", ""), json.loads(json.dumps(data))):
+        assert StackSpec(**read).model_dump() == spec.model_dump()
+    plain = StackSpec(width=16, depth=1, vocab=9, pattern="kda", mlp=MoE())
+    assert plain.changed_fields() == {"width": 16, "depth": 1, "vocab": 9, "pattern": "kda", "mlp": {"type": "moe"}}
+
+
+def test_the_folder_of_a_training_run_holds_every_field(tmp_path: Path):
+    checkpoint.create(tmp_path, NAMED, {})
+    assert document.read(tmp_path / checkpoint.STACK) == NAMED.model_dump(mode="json")
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_yaml_of_every_preset_fits_a_width_and_reads_back(width: int):
+    for name in presets.names():
+        text = yaml_text.dump(preset(name).changed_fields(), width)
+        assert max(map(len, text.splitlines())) <= width
+        assert StackSpec(**document.parse(text, ".yaml", name)).model_dump() == preset(name).model_dump()
+        if width == 120:
+            lines = [line for line in presets.text(name).splitlines() if not line.startswith("#")]
+            assert len(text.splitlines()) <= len(lines) + 6, name  # floats are longer
+
+
+CANDIDATES = (True, False, 1, 2, 3, 0.5, 1e-3, "both", "efla", "softmax", "all", "weighted", None)
+
+
+@pytest.mark.parametrize("name", registry.names(registry.MIXERS))
+def test_changed_fields_of_every_mixer_read_back(name: str):
+    kind = configs.config_class(name)
+    layers = {"default": kind()}
+    for field, candidate in itertools.product(kind.model_fields, CANDIDATES):
+        with contextlib.suppress(ConfigError):
+            layers[f"{field}_{len(layers)}"] = kind(**{field: candidate})
+    for key, config in layers.items():
+        assert {*configs.dump_changed(config)} - {"mixer"} <= {key.rpartition("_")[0]}
+    changed = [config for config in layers.values() if config != kind()]
+    assert changed or not kind.model_fields
+    pattern = " + ".join(layers)
+    spec = StackSpec(width=16, depth=len(layers), vocab=9, pattern=pattern, layers=layers)
+    read = StackSpec(**document.parse(yaml_text.dump(spec.changed_fields()), ".yaml", name))
+    assert read.layers == layers
 
 
 def test_specs_are_equal_if_they_describe_the_same_model():

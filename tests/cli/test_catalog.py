@@ -8,7 +8,7 @@ import torch
 import deltazoo
 from deltazoo import StackSpec, UpdateMeta, explain
 from deltazoo.backends import registry
-from deltazoo.blocks import presets
+from deltazoo.blocks import document, presets
 from deltazoo.mixers.core.config import config_class
 
 
@@ -208,14 +208,54 @@ def test_show_describes_the_layers_of_a_preset(ok):
     assert f"{spec.describe().parameters:,}" in printed
 
 
+@pytest.mark.parametrize("columns", [None, "80"])
+@pytest.mark.parametrize("name", ["jamba-tiny", "kimi-linear-tiny", "nemotron-h-tiny", "gated-deltanet-h1-small"])
+def test_show_prints_the_yaml_of_a_stack(ok, monkeypatch, name, columns):
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    printed = ok("show", name).out
+    text = printed[printed.index("width: ") :].partition("\n\n")[0]
+    assert max(map(len, text.splitlines())) <= int(columns or 100)
+    assert StackSpec(**document.parse(text, ".yaml", name)).model_dump() == StackSpec.load(name).model_dump()
+    assert "None" not in printed
+    assert "'" not in printed
+
+
 def test_show_lists_the_fields_of_a_file_that_differ_from_their_defaults(ok, tmp_path):
     path = tmp_path / "mine.yaml"
     layers = "layers: {gdn: {mixer: gated_deltanet, heads: 2, conv_width: 4}, swa: {mixer: sliding_window, window: 8}}"
     path.write_text(f"width: 32\ndepth: 2\nvocab: 100\npattern: gdn\nmlp: {{width: 48}}\n{layers}\n")
-    about = ok("show", path, "--json").json["about"]
-    assert about["layers.gdn"] == "{mixer: gated_deltanet, heads: 2}"
-    assert about["layers.swa"] == "{mixer: sliding_window, window: 8} (not in the pattern)"
-    assert about["mlp"] == "{type: dense, width: 48}"
+    with pytest.warns(deltazoo.ConfigWarning, match=r"layers\.swa is not in the pattern"):
+        stack = ok("show", path, "--json").json["stack"]
+    assert stack["layers"] == {
+        "gdn": {"mixer": "gated_deltanet", "heads": 2},
+        "swa": {"mixer": "sliding_window", "window": 8},
+    }
+    assert stack["mlp"] == {"width": 48}
+
+
+def test_show_prints_defaults_that_are_mixers_as_yaml(ok):
+    printed = ok("show", "mom").out
+    assert re.search(r"^memory +\{mixer: gated_deltanet\} ", printed, re.MULTILINE)
+    assert "{'" not in printed
+
+
+def test_saved_stacks_hold_the_fields_that_were_given(ok, tmp_path):
+    given, saved = tmp_path / "given.yaml", tmp_path / "saved.yaml"
+    given.write_text(presets.text("jamba-tiny"))
+    ok("build", given, "--save", saved)
+    lines = [line for line in given.read_text().splitlines() if not line.startswith("#")]
+    assert len(saved.read_text().splitlines()) == len(lines) == 12
+    assert StackSpec.load(saved).model_dump() == StackSpec.load(given).model_dump()
+    ok("build", given, "--set", "mlps.moe.experts=6", "--set", "norm_eps=1e-6", "--save", saved)
+    assert document.read(saved)["mlps"]["moe"]["experts"] == 6
+    assert "norm_eps" not in document.read(saved)
+
+
+def test_lines_on_a_pipe_have_a_reasonable_width(ok):
+    for command in (("show", "gated_deltanet"), ("diff", "mamba2-hybrid", "nemotron-h"), ("build", "mamba2-hybrid")):
+        lines = ok(*command).out.splitlines()
+        assert max(map(len, lines)) <= 120, command
 
 
 def test_build_describes_and_saves_the_stack(ok, tmp_path):
@@ -246,14 +286,15 @@ def test_build_lists_runs_of_equal_layers_in_order_at_80_columns(ok, monkeypatch
     assert printed.startswith(f"{name}, {spec.pattern}"[:70].rstrip())
 
 
-def test_build_prints_the_pattern_of_mlps_and_active_parameters(ok):
+def test_build_prints_the_pattern_of_mlps_and_active_parameters(ok, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     description = StackSpec.load("jamba-tiny").describe()
     first, _, *table = ok("build", "jamba-tiny").out.splitlines()
     assert first == (
         "jamba-tiny, 2*mamba + attention + mamba, mlp dense + moe: width 64, 4 layers, "
         f"{description.parameters:,} parameters, {description.active_parameters:,} active"
     )
-    assert table == description.lines(None, "─")
+    assert table == description.lines(120, "─")
 
 
 def test_build_omits_the_columns_of_a_model_without_a_cache(ok, stack_file):
@@ -281,9 +322,15 @@ def test_diff_lists_the_differing_fields(ok):
     rows = ok("diff", "samba-tiny", "deltanet-swa-tiny", "--json").json
     assert rows["same_model"] is False
     assert {"path": "pattern", "a": "mamba + sliding_window", "b": "deltanet + sliding_window"} in rows["differences"]
-    assert {row["path"] for row in rows["differences"]} == {"pattern", "layers.mamba", "layers.deltanet"}
+    assert {row["path"] for row in rows["differences"]} == {
+        "pattern",
+        "layers.mamba.mixer",
+        "layers.mamba.state_size",
+        "layers.deltanet.mixer",
+        "layers.deltanet.heads",
+    }
     printed = ok("diff", "samba-tiny", "deltanet-swa-tiny").out
-    assert "{mixer: mamba, state_size: 8}" in printed
+    assert re.search(r"^layers\.mamba\.state_size +8$", printed, re.MULTILINE)
     assert ok("diff", "samba", "samba").out == "the stacks describe the same model\n"
 
 
