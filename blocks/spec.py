@@ -1,28 +1,26 @@
 """StackSpec: the config of a language model, from Python, YAML or JSON."""
 
-import itertools
 import re
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, ValidationError, WithJsonSchema, field_serializer
+from pydantic import Field, WithJsonSchema, field_serializer
 
 from deltazoo.backends import registry
 from deltazoo.backends.allocation import allocation_problem, format_bytes, physical_memory
 from deltazoo.backends.base import Backend
 from deltazoo.backends.check import check_type
-from deltazoo.backends.errors import ConfigError, ConfigWarning, DeltazooError, PatternError, cut, unknown_name
-from deltazoo.backends.frozen_config import changed_fields, describe_errors
+from deltazoo.backends.errors import ConfigError, ConfigWarning, DeltazooError, PatternError, cut
+from deltazoo.backends.frozen_config import changed_fields
 from deltazoo.blocks import document, presets
 from deltazoo.blocks.inspect import schema
 from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition, unused_residual_scale
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.parsing import (
-    MLPS,
     MlpConfig,
     PlainDataModel,
     changed_mlp_fields,
@@ -30,13 +28,14 @@ from deltazoo.blocks.parsing import (
     parse_mixer,
     parse_mlp,
 )
-from deltazoo.blocks.pattern import NAME, RESERVED, expand, names, parse, pattern_error, unreached, with_names
+from deltazoo.blocks.pattern import NAME, RESERVED, expand, names, parse
+from deltazoo.blocks.resolve import layer_stem, mlp_stem, pattern_text, resolve_layer, resolve_mlp, without_effect
 from deltazoo.blocks.stack import LanguageModel
 from deltazoo.blocks.trust import refuse_untrusted
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import MixerConfig, Place
-from deltazoo.mixers.core.patterns import Name, Term
+from deltazoo.mixers.core.patterns import Term
 
 
 class StackSpec(PlainDataModel):
@@ -228,22 +227,19 @@ class StackSpec(PlainDataModel):
 
     def unused(self) -> list[str]:
         """Return a sentence for each entry of `layers` and `mlps` and each name in the patterns that has no effect."""
-        sentences = _without_effect(
+        sentences = without_effect(
             "layers", self.layers, str(self.pattern), range(self.depth), "has no layer for it", self.depth
         )
         if isinstance(self.mlp, str):
             places = [i for i, layer in enumerate(self._layers_of_pattern()) if layer.mlp is None]
             reason = "has no layer for it without an mlp of its own"
-            return sentences + _without_effect("mlps", self.mlps, self.mlp, places, reason, self.depth)
+            return sentences + without_effect("mlps", self.mlps, self.mlp, places, reason, self.depth)
         return sentences + [f"mlps.{name} has no effect: mlp is not a pattern" for name in self.mlps]
 
     def _layers_of_pattern(self) -> list[LayerSpec]:
         """Return the layers without the defaults of the stack."""
         text = str(self.pattern)
-        return [
-            _as_layer([_resolve(term, self.layers, text) for term in terms], text)
-            for terms in expand(parse(text), self.depth)
-        ]
+        return [resolve_layer(terms, self.layers, text) for terms in expand(parse(text), self.depth)]
 
     def _mlps_of_pattern(self) -> list[MlpConfig | Literal["none"]]:
         """Return the default MLP of each layer."""
@@ -251,7 +247,7 @@ class StackSpec(PlainDataModel):
             return [self.mlp] * self.depth
         text = str(self.mlp)
         try:
-            return [_resolve_mlp(terms, self.mlps, text) for terms in expand(parse(text), self.depth)]
+            return [resolve_mlp(terms, self.mlps, text) for terms in expand(parse(text), self.depth)]
         except PatternError as error:
             raise PatternError("mlp: " + str(error).removeprefix("pattern: ")) from None
 
@@ -297,7 +293,7 @@ class StackSpec(PlainDataModel):
         data |= _parse_mlps(data)
         pattern = data.get("pattern", "")
         if isinstance(pattern, Term):
-            data["pattern"] = _pattern_text(pattern, parsed, _layer_stem)
+            data["pattern"] = pattern_text(pattern, parsed, layer_stem)
         elif not isinstance(pattern, str):
             raise ConfigError(f"pattern: must be text, or mixers joined by +, * and |, got {cut(pattern)}")
         return data
@@ -362,7 +358,7 @@ def _parse_mlps(data: Mapping[str, Any]) -> dict[str, Any]:
     parsed: dict[str, Any] = {name: parse_mlp(("mlps", name), mlp) for name, mlp in mlps.items()}
     mlp = data.get("mlp", Dense())
     if isinstance(mlp, Term) and not isinstance(mlp, MlpConfig):
-        mlp = _pattern_text(mlp, parsed, _mlp_stem)
+        mlp = pattern_text(mlp, parsed, mlp_stem)
     return {"mlps": parsed, "mlp": mlp if isinstance(mlp, str) else parse_mlp(("mlp",), mlp)}
 
 
@@ -373,97 +369,3 @@ def _check_name(field: str, kind: str, name: object, reserved: Sequence[str]) ->
 
 def _changed_layer(layer: MixerConfig | LayerSpec) -> dict[str, Any]:
     return configs.dump_changed(layer) if isinstance(layer, MixerConfig) else layer.changed_fields()
-
-
-def _pattern_text(pattern: Term, entries: dict[str, Any], stem: Callable[[Term], str]) -> str:
-    """Format a pattern of configs as text. Adds each config to `entries` under its stem, numbered if taken."""
-
-    def entry_name(config: Term) -> Name:
-        first = stem(config)
-        for name, entry in entries.items():
-            if entry == config:
-                return Name(name)
-        candidates = (first if i == 1 else f"{first}_{i}" for i in itertools.count(1))
-        unused = next(name for name in candidates if name not in entries)
-        entries[unused] = config
-        return Name(unused)
-
-    return str(with_names(pattern, entry_name))
-
-
-def _layer_stem(config: Term) -> str:
-    if isinstance(config, MixerConfig):
-        return config.name
-    if isinstance(config, LayerSpec):
-        return next((mixer.name for mixer in config.mixers), "mlp")
-    raise PatternError(f"pattern: a layer must be a mixer config or a LayerSpec, got {cut(config)}")
-
-
-def _mlp_stem(config: Term) -> str:
-    if isinstance(config, MlpConfig):
-        return config.type
-    raise PatternError(f"mlp: the MLP of a layer must be a Dense or a MoE, got {cut(config)}")
-
-
-def _without_effect(
-    field: str, entries: Mapping[str, object], text: str, places: Container[int], reason: str, depth: int
-) -> list[str]:
-    """Return a sentence for each entry that is not in a pattern, and for each name that is at none of the places."""
-    pattern = parse(text)
-    used = {term.name for term in names(pattern)}
-    where = f"in the {'mlp ' if field == 'mlps' else ''}pattern {cut(text)}"
-    sentences = [f"{field}.{name} is not {where}" for name in entries if name not in used]
-    if isinstance(pattern, Name):
-        return sentences
-    missing = unreached(pattern, depth, places)
-    return sentences + [f"{name} {where} is not reached: depth={depth} {reason}" for name in missing]
-
-
-def _resolve(term: Term, layers: Mapping[str, MixerConfig | LayerSpec], text: str) -> MixerConfig | LayerSpec:
-    """Return the config of a name, with the fields that the pattern changes."""
-    assert isinstance(term, Name)  # parsed text has no other single terms
-    config = layers.get(term.name)
-    if config is None:
-        mixers = registry.names(registry.MIXERS)
-        if term.name not in mixers and ":" not in term.name:
-            sentence = unknown_name("layer", term.name, [*layers, *mixers])
-            raise pattern_error(f"pattern: {sentence}", text, term.position)
-        config = configs.config_class(term.name)()
-    return _with_fields(config, term, text)
-
-
-def _resolve_mlp(terms: Sequence[Term], mlps: Mapping[str, Any], text: str) -> Any:
-    """Return the MLP of a name in the pattern `mlp`, with the fields that the pattern changes."""
-    if len(terms) > 1:
-        raise PatternError(f"'|' joins parallel mixers, and a layer has one MLP, got '{text}'")
-    (term,) = terms
-    assert isinstance(term, Name)
-    known = {**{name: mlp() for name, mlp in MLPS.items()}, "none": "none", **mlps}
-    if term.name not in known:
-        raise pattern_error(unknown_name("MLP", term.name, known), text, term.position)
-    if known[term.name] == "none" and term.fields:
-        raise pattern_error(f"{term.name} is no MLP and has no fields, got '{term}'", text, term.position)
-    return _with_fields(known[term.name], term, text)
-
-
-def _with_fields(config: Any, term: Name, text: str) -> Any:
-    """Return a config with the fields that the pattern changes."""
-    if not term.fields:
-        return config
-    try:
-        check_keys((term.name,), dict(term.fields), type(config).model_fields)
-        return type(config).model_validate({**dict(config), **dict(term.fields)})
-    except ValidationError as error:
-        raise pattern_error(f"pattern: {describe_errors((term.name,), error)}", text, term.position) from None
-    except ConfigError as error:
-        raise pattern_error(f"pattern: {error}", text, term.position) from None
-
-
-def _as_layer(parallel: list[MixerConfig | LayerSpec], text: str) -> LayerSpec:
-    """Return one layer with a single mixer or layer config, or with several parallel mixers."""
-    if len(parallel) == 1:
-        return parallel[0] if isinstance(parallel[0], LayerSpec) else LayerSpec(mixer=parallel[0])
-    for config in parallel:
-        if isinstance(config, LayerSpec):
-            raise PatternError(f"pattern: '|' in '{text}' takes mixers, got the layer {cut(config)}")
-    return LayerSpec(mixer=tuple(config for config in parallel if isinstance(config, MixerConfig)))
