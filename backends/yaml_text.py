@@ -72,14 +72,16 @@ def _set_styles(node: yaml.Node, start: int, width: int) -> None:
     """Choose one line, or a line per entry, for each list and mapping. Args: start: columns before the node."""
     if not isinstance(node, yaml.CollectionNode):
         return
-    pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, item) for item in node.value]
-    node.flow_style = not any(isinstance(value, yaml.MappingNode) for _, value in pairs)
-    if node.flow_style and start + len(_inline(node)) <= width:
-        return
-    node.flow_style = False
     indent = 2 * (start > 0)
+    pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, item) for item in node.value]
     for key, value in pairs:
         _set_styles(value, indent + (2 if key is None else len(key.value) + 2), width)
+    # an inner mapping, or a long list, needs lines of its own
+    node.flow_style = all(
+        isinstance(value, yaml.ScalarNode) or (isinstance(value, yaml.SequenceNode) and value.flow_style)
+        for _, value in pairs
+    )
+    node.flow_style = node.flow_style and start + len(_inline(node)) <= width
 
 
 class _Size(NamedTuple):

@@ -88,7 +88,7 @@ def _with_entry(data: dict[str, Any], keys: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{path}: mlp is not a pattern; set it first, such as mlp='dense + moe'")
     entries, used = _entries(data, field), _pattern_names(data, field)
     if name not in entries and name not in {term.name for term in used}:
-        raise ConfigError(f"{path}: {_unknown(name, [*entries, *(term.name for term in used)])}")
+        raise ConfigError(f"{path}: {_unknown(name, dict.fromkeys([*entries, *(term.name for term in used)]))}")
     for term in used:
         if len(keys) > 2 and term.name == name and keys[2] in dict(term.fields):
             raise ConfigError(f"{path}: the pattern sets {keys[2]!r} itself, in '{term}'; change the pattern")

@@ -316,7 +316,8 @@ class _Parser:
         while position < len(self.text):
             match = _TOKEN.match(self.text, position)
             if match is None:
-                raise pattern_error(f"pattern: cannot read {self.text[position]!r}", self.text, position)
+                hint = "; define a layer with nested fields under layers" if self.text[position] == "{" else ""
+                raise pattern_error(f"pattern: cannot read {self.text[position]!r}{hint}", self.text, position)
             kind = str(match.lastgroup)
             yield _Token(match[kind] if kind == "sign" else kind, match[kind], position)
             position = match.end()

@@ -53,6 +53,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Assemble a stack from a file, a preset or a pattern, and describe it layer by layer."""
+    from deltazoo.backends.errors import count
     from deltazoo.blocks.assemble import assemble
 
     changes = {"pattern": pattern, "width": width, "depth": depth, "vocab": vocab, "tied": tied, "backend": backend}
@@ -72,7 +73,7 @@ def command(
         return
     mlp = f", mlp {spec.mlp}" if isinstance(spec.mlp, str) else ""
     active = f", {n:,} active" if (n := description.active_parameters) < description.parameters else ""
-    sizes = f"width {spec.width}, {spec.depth} layers, {description.parameters:,} parameters{active}"
+    sizes = f"width {spec.width}, {count(spec.depth, 'layer')}, {description.parameters:,} parameters{active}"
     print_text(f"{'' if stack is None else f'{stack}, '}{spec.pattern}{mlp}: {sizes}", PIPE_WIDTH)
     print_line()
     print_lines(description.lines(output_width(), rule()))

@@ -49,9 +49,11 @@ def command(
     if as_json:
         print_json(result)
         return
-    print_line(f"{result.name}, a {result.kind} of {result.owner}\n")
+    owner = "" if result.owner == result.name else f" of {result.owner}"
+    print_line(f"{result.name}, a {result.kind}{owner}\n")
     if result.stack is not None:
-        print_text("".join(f"{text}\n" for text in result.about.values()), PIPE_WIDTH)
+        for text in result.about.values():
+            print_text(f"{text}\n", PIPE_WIDTH)
         print_piece(dump(result.stack, output_width() or PIPE_WIDTH))
     else:
         about = [(title, text.replace(";  ", "\n")) for title, text in result.about.items()]

@@ -64,6 +64,14 @@ def test_a_value_without_mappings_is_on_one_line_if_it_fits():
         "    - {mixer: kda, heads: 2}\n    - {mixer: kda, heads: 2}\n    long:\n"
         + "".join(f"    - {n}\n" for n in range(100, 140))
     )
+    inner = {
+        "layers": {"a": {"mixer": [shared, shared], "mlp": "none", "short": [1, 2]}},
+        "flat": {"list": [1, 2], "x": 3},
+    }
+    assert yaml_text.dump(inner) == (
+        "layers:\n  a:\n    mixer:\n    - {mixer: kda, heads: 2}\n    - {mixer: kda, heads: 2}\n    mlp: none\n"
+        "    short: [1, 2]\nflat: {list: [1, 2], x: 3}\n"
+    )
     assert yaml_text.dump_inline(shared) == "{mixer: kda, heads: 2}"
 
 

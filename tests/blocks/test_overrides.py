@@ -142,6 +142,7 @@ def test_mlps_of_the_pattern_can_be_set():
         ("mlp.width=3", "mlp.width: mlp is the pattern 'dense + moe(active=1)'; set mlps.NAME.width"),
         ("moe.experts=3", "moe.experts: 'moe' is an MLP; write mlps.moe.experts=3"),
         ("mlps.mo.experts=3", "mlps.mo.experts: 'mo' is unknown; did you mean 'moe'?"),
+        ("mlps.x.experts=3", "mlps.x.experts: 'x' is unknown. Known: dense, moe."),
         ("mlps.moe.expert=3", "mlps.moe.expert: unknown key; did you mean 'experts'?"),
         ("mlps.moe.active=3", "mlps.moe.active: the pattern sets 'active' itself, in 'moe(active=1)'"),
         ("layers.plain.mlp.width=3", "layers.plain.mlp.width: the layer has its MLP from the pattern"),

@@ -69,6 +69,7 @@ ERRORS = [
     ("a +", 3, "got the end"),
     ("a b", 2, "expected '+', '*', '|' or the end, got 'b'"),
     ("a ~ b", 2, "cannot read '~'"),
+    ("a(x={y: 1})", 4, "cannot read '{'; define a layer with nested fields under layers"),
     ("a*b", 1, "'*' takes a count and a layer"),
     ("2.5*a", 0, "expected an integer count, got '2.5'"),
     ("0*a", 0, "at least 1, got 0"),
