@@ -103,9 +103,9 @@ def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
     if data == "none":
         return "none"
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"{join_path(path)}: must be {{width: ...}}, {{ratio: ...}}, {{type: moe, ...}} or none, got {cut(data)}"
-        )
+        rule = "{width: ...}, {ratio: ...}, {type: moe, ...} or none"
+        hint = "; only the mlp of the stack may be a pattern" if isinstance(data, str) else ""
+        raise ConfigError(f"{join_path(path)}: must be {rule}, got {cut(data)}{hint}")
     name = data.get("type", "dense")
     if name not in MLPS:
         raise ConfigError(f"{join_path(path, 'type')}: must be {' or '.join(MLPS)}, got {cut(name)}")

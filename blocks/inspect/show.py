@@ -110,6 +110,11 @@ def details(
     raise UnknownNameError("mixer, backend or preset", name, [*mixers, *backends, *presets.names()])
 
 
+def field_rows(config_type: type[MixerConfig]) -> list[FieldRow]:
+    """Return the fields of a mixer's config; their defaults are plain data that a stack file may hold."""
+    return [_field_row(name, info) for name, info in config_type.model_fields.items()]
+
+
 def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: str | None) -> Details:
     if device_name is not None:
         device = "cuda"
@@ -136,7 +141,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: 
         name=name,
         owner=_owner(registry.MIXERS, name),
         about=about,
-        fields=[_field_row(field, info) for field, info in config_type.model_fields.items()],
+        fields=field_rows(config_type),
         cost={
             "width": width,
             "parameters": sum(x.numel() for x in mixer.parameters()),

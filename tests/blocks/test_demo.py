@@ -53,6 +53,7 @@ def test_the_report_holds_the_figures_of_the_run(finished):
     assert result.completion.prompt + result.completion.text in report
     assert result.environment.line() in report
     assert "seed 0" in report
+    assert StackSpec.load(folder / "hybrid" / "stack.yaml").describe().markdown() in report
     assert (folder / "sample.txt").read_text() == result.completion.prompt + result.completion.text
 
 

@@ -14,6 +14,7 @@ import deltazoo
 from deltazoo.backends import registry, yaml_text
 from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, UnknownNameError
 from deltazoo.blocks import document, preset, presets
+from deltazoo.blocks.inspect.show import field_rows
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.moe import MoE
 from deltazoo.blocks.spec import LayerSpec, StackSpec
@@ -120,6 +121,8 @@ def test_changed_fields_of_every_mixer_read_back(name: str):
     for field, candidate in itertools.product(kind.model_fields, CANDIDATES):
         with contextlib.suppress(ConfigError):
             layers[f"{field}_{len(layers)}"] = kind(**{field: candidate})
+    defaults = {row.name: document.parse_value(yaml_text.dump_inline(row.default), name) for row in field_rows(kind)}
+    assert configs.parse({"mixer": name, **defaults}) == kind()
     for key, config in layers.items():
         assert {*configs.dump_changed(config)} - {"mixer"} <= {key.rpartition("_")[0]}
     changed = [config for config in layers.values() if config != kind()]
@@ -248,6 +251,10 @@ ERRORS = [
     (layers(mixer={"mixer": "attention"}, mpl="none"), "layers.gdn.mpl: unknown key; did you mean 'mlp'?"),
     (layers(mixer=[{"mixer": "attention", "haeds": 1}]), "layers.gdn.mixer.0.haeds: unknown key"),
     (layers(mixer=[]), "layers.gdn.mixer: a layer needs at least one mixer"),
+    (
+        layers(mixer={"mixer": "attention"}, mlp="dense + moe"),
+        "layers.gdn.mlp: must be {width: ...}, {ratio: ...}, {type: moe, ...} or none, got 'dense + moe'; only the",
+    ),
     (layers(mixer={"mixer": "attention"}, mlp={"widht": 3}), "layers.gdn.mlp.widht: unknown key"),
     ({"layers": {"gdn": {"mixer": {"mixer": "attention"}, 1: 2}}}, "layers.gdn.1: unknown key"),
     ({"norm_eps": float("inf")}, "norm_eps must be a finite number"),
