@@ -96,10 +96,13 @@ def print_text(text: str, pipe_width: int | None = None) -> None:
             print_line(wrapped)
 
 
-def print_notes(notes: Iterable[tuple[str, str]]) -> None:
-    """Print sentences with the names they are about, below a table; a sentence that several names share once."""
+def print_notes(notes: Iterable[tuple[str, str]], pipe_width: int | None = None) -> None:
+    """Print sentences with the names they are about, below a table; a sentence that several names share once.
+
+    Args: pipe_width: as for `print_text`.
+    """
     for text, names in group_by_text(notes).items():
-        print_text(f"{', '.join(names)}: {text}")
+        print_text(f"{', '.join(names)}: {text}", pipe_width)
 
 
 def rule() -> str:

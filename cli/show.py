@@ -72,7 +72,7 @@ def command(
             print_text(f'kernels on a GPU: deltazoo show {name} --device-name "NVIDIA H200"')
     if result.plan is not None:
         print_line()
-        print_text(result.plan)
+        print_text(result.plan, PIPE_WIDTH)
     if result.kind == "backend":
         _print_mixers(result.takes, device)
     if result.description is not None:
@@ -84,14 +84,15 @@ def _print_backends(rows: "list[BackendRow]", device: str) -> None:
     chosen = [row.backend for row in rows if row.chosen]
     print_line()
     print_line(f"backend chosen on {device}: {chosen[0]}" if chosen else f"no installed backend runs it on {device}")
-    print_notes((row.backend, reason) for row in rows for reason in row.reasons)
+    print_notes(((row.backend, reason) for row in rows for reason in row.reasons), PIPE_WIDTH)
 
 
 def _print_mixers(takes: dict[str, list[str]], device: str) -> None:
     """Print the mixers that a backend computes, and the reasons against the others."""
     computed = [mixer for mixer, reasons in takes.items() if not reasons]
     print_line()
-    print_text(f"mixers on {device}: {', '.join(computed) or 'none'}")
+    print_text(f"mixers on {device}: {', '.join(computed) or 'none'}", PIPE_WIDTH)
     notes = [(mixer, reason) for mixer, reasons in takes.items() for reason in reasons]
     counts = Counter(reason for _, reason in notes)
-    print_notes(("every mixer" if counts[reason] == len(takes) else mixer, reason) for mixer, reason in notes)
+    named = (("every mixer" if counts[reason] == len(takes) else mixer, reason) for mixer, reason in notes)
+    print_notes(named, PIPE_WIDTH)
