@@ -15,6 +15,7 @@ from deltazoo.mixers.core.mixer import MixerConfig
 
 KeyPath = tuple[str, ...]
 MlpConfig = Dense | MoE
+MLP_FORMS = "{width: ...}, {ratio: ...}, {type: moe, ...} or none"
 MLPS: dict[str, type[MlpConfig]] = {"dense": Dense, "moe": MoE}
 # the fields of a layer that mixers do not have
 _LAYER_FIELDS = dict.fromkeys(
@@ -93,17 +94,18 @@ def parse_mixer(path: KeyPath, data: object) -> MixerConfig:
         raise ConfigError(describe_errors(path, error)) from None
 
 
-def parse_mlp(path: KeyPath, data: object) -> MlpConfig | Literal["none"]:
+def parse_mlp(path: KeyPath, data: object, rule: str = MLP_FORMS) -> MlpConfig | Literal["none"]:
     """Return an MLP config: `data` itself, the config of a mapping of its fields, or "none".
 
     The key `type` of a mapping is "dense", the default, or "moe".
+
+    Args: rule: what the data must be, for the error message.
     """
     if isinstance(data, MlpConfig):
         return data
     if data == "none":
         return "none"
     if not isinstance(data, Mapping):
-        rule = "{width: ...}, {ratio: ...}, {type: moe, ...} or none"
         hint = "; only the mlp of the stack may be a pattern" if isinstance(data, str) else ""
         raise ConfigError(f"{join_path(path)}: must be {rule}, got {cut(data)}{hint}")
     name = data.get("type", "dense")

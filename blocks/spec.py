@@ -21,6 +21,7 @@ from deltazoo.blocks.inspect.describe import Description, describe
 from deltazoo.blocks.layer import Layer, LayerSpec, NormPosition, unused_residual_scale
 from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.parsing import (
+    MLP_FORMS,
     MlpConfig,
     PlainDataModel,
     changed_mlp_fields,
@@ -359,7 +360,8 @@ def _parse_mlps(data: Mapping[str, Any]) -> dict[str, Any]:
     mlp = data.get("mlp", Dense())
     if isinstance(mlp, Term) and not isinstance(mlp, MlpConfig):
         mlp = pattern_text(mlp, parsed, mlp_stem)
-    return {"mlps": parsed, "mlp": mlp if isinstance(mlp, str) else parse_mlp(("mlp",), mlp)}
+    rule = f"{MLP_FORMS}, or a pattern such as dense + moe"
+    return {"mlps": parsed, "mlp": mlp if isinstance(mlp, str) else parse_mlp(("mlp",), mlp, rule)}
 
 
 def _check_name(field: str, kind: str, name: object, reserved: Sequence[str]) -> None:

@@ -258,7 +258,10 @@ ERRORS = [
     (layers(mixer={"mixer": "attention"}, mlp={"widht": 3}), "layers.gdn.mlp.widht: unknown key"),
     ({"layers": {"gdn": {"mixer": {"mixer": "attention"}, 1: 2}}}, "layers.gdn.1: unknown key"),
     ({"norm_eps": float("inf")}, "norm_eps must be a finite number"),
-    ({"mlp": 4}, "mlp: must be {width: ...}, {ratio: ...}, {type: moe, ...} or none, got 4"),
+    (
+        {"mlp": ["dense", "moe"]},
+        "mlp: must be {width: ...}, {ratio: ...}, {type: moe, ...} or none, or a pattern such as dense + moe, got",
+    ),
     ({"mlp": {"width": 3, "ratio": 2}}, "mlp: give width or ratio, not both"),
     ({"mlp": {"type": "mo"}}, "mlp.type: must be dense or moe, got 'mo'"),
     ({"mlp": {"type": "moe", "expert": 3}}, "mlp.expert: unknown key; did you mean 'experts'?"),
