@@ -19,6 +19,7 @@ from deltazoo.blocks.mlp import Dense
 from deltazoo.blocks.moe import MoE
 from deltazoo.blocks.spec import LayerSpec, StackSpec
 from deltazoo.blocks.training import checkpoint
+from deltazoo.blocks.training.config import RunSettings, TextOrigin, TrainConfig
 from deltazoo.mixers import KDA, Attention, GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.delta_mixer import Update
@@ -96,7 +97,8 @@ def test_changed_fields_give_an_equal_spec_and_omit_the_defaults():
 
 
 def test_the_folder_of_a_training_run_holds_every_field(tmp_path: Path):
-    checkpoint.create(tmp_path, NAMED, {})
+    origin = TextOrigin(source="a text", path=None, digest="0")
+    checkpoint.create(tmp_path, NAMED, RunSettings(train=TrainConfig(), text=origin))
     assert document.read(tmp_path / checkpoint.STACK) == NAMED.model_dump(mode="json")
 
 
