@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from deltazoo.backends.errors import ConfigError, cut, nearest
+from deltazoo.backends.errors import ConfigError, cut
 
 
 def tf32_allowed() -> bool:
@@ -117,9 +117,10 @@ class DeviceSpec(NamedTuple):
         for device in KNOWN_DEVICES:
             if device.name == name:
                 return device._replace(triton=installed_triton() or "3.7.1")
-        names = [device.name for device in KNOWN_DEVICES]
-        known = ", ".join(map(repr, names))
-        raise ConfigError(f"device name must be one of {known}, got {cut(name)}{nearest(name, names)}")
+        known = ", ".join(repr(device.name) for device in KNOWN_DEVICES)
+        near = next((device.name for device in KNOWN_DEVICES if _model(device.name) == _model(name)), None)
+        hint = "" if near is None else f"; did you mean {near!r}?"
+        raise ConfigError(f"device name must be one of {known}, got {cut(name)}{hint}")
 
 
 INTERPRETER = DeviceSpec("interpreter", "interpreter", (0, 0), 1, 2**20)
@@ -132,6 +133,11 @@ KNOWN_DEVICES = (  # shared memory: opt-in maximum of a block, from the CUDA pro
     DeviceSpec("NVIDIA GeForce RTX 5090", "cuda", (12, 0), 170, 99 * 1024),
     DeviceSpec("AMD Instinct MI300X", "hip", (9, 4), 304, 64 * 1024),  # gfx942
 )
+
+
+def _model(name: str) -> str:
+    """Return the first word of a device's name with a digit, which no two known devices share: h100, 4090."""
+    return next(iter(re.findall(r"[a-z]*\d\w*", name.lower())), "")
 
 
 @functools.cache

@@ -123,6 +123,7 @@ def describe_invalid(location: str, message: str) -> str:
     if not message.startswith("Input should be "):
         return f"{location}: {message}" if location else message
     rule = re.split(", (?:unable to|got) ", message.removeprefix("Input should be "))[0]
+    rule = re.sub(r" or instance of \w+$", "", rule)
     for theirs, ours in _WORDING.items():
         rule = rule.replace(theirs, ours)
     return f"{location or 'the value'} must be {rule}"
@@ -148,7 +149,8 @@ def count(number: int, noun: str) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'head'?" with the nearest known name, or "" if none is near.
 
-    Without a similar name, one that contains `name` or has it as its initials is near: H200, lr for learning_rate.
+    Without a similar name, one that contains `name` or has it as its initials is near: olmo for olmo-hybrid, lr for
+    learning_rate.
     """
     text, names = name[:_MAX_TEXT], list(known)
     matches = difflib.get_close_matches(text, names, n=1, cutoff=0.6)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from deltazoo.backends.errors import ConfigError, cut, describe_invalid, nearest, unknown_field
 
@@ -79,7 +79,7 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
     Args: model: the validated class; its fields are the suggestions for an unknown field.
     """
     sentences = []
-    for problem in error.errors():
+    for problem in without_consequences(error):
         location = ".".join(map(str, (*path, *problem["loc"])))
         if problem["type"] == "extra_forbidden" and model is not None and len(problem["loc"]) == 1:
             sentences.append(_unknown_field(location, str(problem["loc"][0]), model))
@@ -92,6 +92,13 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
             sentence += nearest(problem["input"], _choices(problem.get("ctx", {})))
         sentences.append(sentence)
     return "; ".join(sentences)
+
+
+def without_consequences(error: ValidationError) -> list[ErrorDetails]:
+    """Return pydantic's errors without that of a sequence which is too short because its items are invalid."""
+    problems = error.errors()
+    invalid = {problem["loc"][:n] for problem in problems for n in range(len(problem["loc"]))}
+    return [problem for problem in problems if not (problem["type"] == "too_short" and problem["loc"] in invalid)]
 
 
 def _unknown_field(location: str, field: str, model: type[BaseModel]) -> str:

@@ -20,7 +20,7 @@ from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
 from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError, cut, describe_invalid, unknown_name
-from deltazoo.backends.frozen_config import FrozenConfig
+from deltazoo.backends.frozen_config import FrozenConfig, without_consequences
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import SHAPES, Shape
@@ -103,7 +103,7 @@ def read_check(path: str | Path) -> CheckFile:
         return CheckFile.model_validate(data)
     except ValidationError as error:
         messages = []
-        for problem in error.errors():
+        for problem in without_consequences(error):
             location = ".".join(str(part) for part in problem["loc"])
             message = describe_invalid(location, problem["msg"])
             if problem["type"] == "extra_forbidden":

@@ -1,5 +1,6 @@
 """Comparison of a backend with the reference in float64: outputs, final state and every gradient."""
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -130,8 +131,17 @@ def error_report(
             error = error._replace(relative=relative_error(results[tensor], value, ordinary[tensor]))
         errors.append(error)
         if not error.ok:
-            failures.append(f"{tensor} has relative RMS error {error.relative:.2e}, above {error.limit:.0e}")
-    return Report(backend.name, case, errors, failures, [])
+            failures.append(_above_limit(error))
+    report = Report(backend.name, case, errors, failures, [])
+    gaps = "the gaps between the elements of strided operands, which no backend may read"
+    return explain_nan(report, gaps) if case.layout == "strided" else report
+
+
+def explain_nan(report: Report, place: str) -> Report:
+    """If a result is not finite, add the sentence that a check puts NaN at a place on purpose."""
+    if not any(math.isnan(error.relative) for error in report.errors):
+        return report
+    return report._replace(failures=[*report.failures, f"this check puts NaN on purpose into {place}"])
 
 
 def limit(case: Case, tensor: str, device: torch.device | str = "cpu") -> float:
@@ -225,6 +235,12 @@ def relative_error(result: Tensor, expected: Tensor, ordinary: Tensor) -> float:
 def rms(tensor: Tensor) -> float:
     """Return the root of the mean square."""
     return float(tensor.double().square().mean().sqrt())
+
+
+def _above_limit(error: Error) -> str:
+    if math.isnan(error.relative):
+        return f"{error.tensor} has elements that are NaN or infinite"
+    return f"{error.tensor} has relative RMS error {error.relative:.2e}, above {error.limit:.0e}"
 
 
 def _cotangents(case: Case, inputs: UpdateInputs, outputs: Outputs | None) -> Cotangents | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from deltazoo.backends.base import Backend, UpdateInputs, state_dtype
 from deltazoo.backends.conformance.cache import REFERENCES
 from deltazoo.backends.conformance.cases import Case
-from deltazoo.backends.conformance.compare import Report, error_report, refusal
+from deltazoo.backends.conformance.compare import Report, error_report, explain_nan, refusal
 from deltazoo.backends.conformance.pairwise import pairwise_cases
 from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, fused_decode_spec_reasons
 from deltazoo.backends.dispatch import bind
@@ -211,6 +211,7 @@ def compare_step(backend: str | Backend, case: Case, device: torch.device | str 
     o, after = REFERENCES.get(key, partial(reference_step, step, operands))
     results = {"o": bind(case.spec, backend).fused_decode_step_(step, *operands), "state": operands.states[rows]}
     report = error_report(backend, case, results, {"o": o, "state": after.states[rows]})
+    report = explain_nan(report, "the states and histories of slots that belong to no row")
     failures = []
     if not operands.states[unused].isnan().all():
         failures.append("a fused step must write only to the slots of its rows")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltazoo.backends.base import Backend, UpdateInputs, slice_tokens, state_dtype
 from deltazoo.backends.conformance.cases import Case, dense, draw
-from deltazoo.backends.conformance.compare import Report, error_report, refusal
+from deltazoo.backends.conformance.compare import Report, error_report, explain_nan, refusal
 from deltazoo.backends.dispatch import bind
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.registry import resolve
@@ -53,6 +53,8 @@ def compare_draft(backend: str | Backend, case: Case, device: torch.device | str
     hidden = want_o.isnan()  # of rejected tokens that are NaN
     results = {"o": o.masked_fill(hidden, 0), "state": state}
     report = error_report(backend, case, results, {"o": want_o.masked_fill(hidden, 0), "state": want_state})
+    place = "the values of rejected tokens" + (", and into the slots that belong to no row" if has_slots else "")
+    report = explain_nan(report, f"{place}; neither accepted tokens nor states may depend on them")
     return report._replace(failures=failures + report.failures)
 
 

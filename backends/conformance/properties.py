@@ -19,6 +19,7 @@ from deltazoo.backends.conformance.compare import (
     draw_cotangents,
     error_report,
     evaluate,
+    explain_nan,
     meta_of,
     refusal,
     run,
@@ -55,7 +56,7 @@ def pieces_equal_the_full_sequence(backend: str | Backend, case: Case, device: D
 def decoding_equals_the_full_sequence(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """`step_` token by token, in place, with and without slots, equals `forward`."""
     steps = TokenByToken(resolve(backend))
-    report = compare(steps, dense(case), grad=False, device=device)
+    report = explain_nan(compare(steps, dense(case), grad=False, device=device), "the slots that belong to no row")
     failures = ["step_ must write only to the slots of its rows"] if steps.wrote_to_other_slots else []
     return report._replace(failures=report.failures + failures)
 
@@ -178,7 +179,7 @@ def inputs_are_not_modified(backend: str | Backend, case: Case, device: Device =
 def uninitialized_memory_is_never_read(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:
     """The results are the same when `torch.empty` and similar functions return NaN."""
     with _nan_in_new_memory():
-        return compare(backend, case, device=device)
+        return explain_nan(compare(backend, case, device=device), "uninitialized memory")
 
 
 def unsupported_returns_sentences(backend: str | Backend, case: Case, device: Device = "cpu") -> Report:

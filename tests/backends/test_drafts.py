@@ -9,6 +9,7 @@ from deltazoo import Draft, UpdateInputs, UpdateSpec, bind, watch
 from deltazoo.backends.base import slice_tokens
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
+from deltazoo.backends.conformance.drafts import compare_draft
 from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError
 from deltazoo.backends.reference import ReferenceBackend
 from deltazoo.backends.shapes import Shape
@@ -198,3 +199,23 @@ def test_wrong_argument_of_commit_is_refused(change, error, message):
     arguments = {"draft": draft, "states": normal_states(), "slots": None, "accepted": torch.zeros(4, dtype=INT32)}
     with pytest.raises(error, match=re.escape(message)):
         bound.commit_(**arguments | change)
+
+
+class ReadsRejectedTokens(ReferenceBackend):
+    """Accepts every drafted token: rejected tokens, whose values may be NaN, reach the states."""
+
+    name = "reads_rejected_tokens"
+
+    def commit_(self, spec, draft, states, slots, accepted):
+        super().commit_(spec, draft, states, slots, torch.full_like(accepted, 99))
+
+
+def test_nan_of_rejected_tokens_is_named_as_the_check_s_own():
+    shape = Shape("draft", 1, 4, 1, 1, 8, 8)
+    failures = compare_draft(ReadsRejectedTokens(), Case(GATED, shape, torch.float32, seed=1)).failures
+    assert "state has elements that are NaN or infinite" in failures
+    assert failures[-1] == (
+        "this check puts NaN on purpose into the values of rejected tokens; "
+        "neither accepted tokens nor states may depend on them"
+    )
+    assert not any("on purpose" in failure for failure in compare_draft("reference", Case(GATED, shape, torch.float32)))

@@ -325,6 +325,21 @@ def test_check_counts_a_backend_that_raises_as_failed_not_as_refusing(run, wrong
     assert "refused every case" not in result.out
 
 
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        ("[gpu]", "shapes.0: unknown shape 'gpu'; did you mean 'cpu'?"),
+        ("[cpu, {H: 1, K: 2, T: -1}]", "shapes.1.T must be at least 0"),
+        ("[7]", "shapes.0 must be a mapping"),
+        ("[]", "shapes must have at least 1 item"),
+    ],
+)
+def test_check_names_each_fault_of_a_file_once(run, tmp_path, shapes, sentence):
+    path = tmp_path / "check.yaml"
+    path.write_text(f"spec: {{decay: head}}\nshapes: {shapes}\n")
+    assert run("check", path).err == f"deltazoo: {path} is not a valid check file: {sentence}\n"
+
+
 def test_demo_prints_the_results_of_its_report(ok, text_file, tmp_path, monkeypatch):
     from deltazoo.blocks.training import demo as demo_module
     from deltazoo.blocks.training.train import TrainConfig
