@@ -42,10 +42,15 @@ def table_lines(
     widths = natural if width is None else _fit(natural, least, width - len(_GAP) * (len(kept) - 1))
     if one_line:
         body = [[_shorten(cell, wide) for cell, wide in zip(row, widths, strict=True)] for row in body]
-    lines = [line for row in body for line in _row_lines(row, widths, right)]
+    lines = [line for row in body for line in row_lines(row, widths, right)]
     if not any(head):
         return lines
-    return [*_row_lines(head, widths, right), rule * (sum(widths) + len(_GAP) * (len(widths) - 1)), *lines]
+    return [*row_lines(head, widths, right), rule_line(widths, rule), *lines]
+
+
+def rule_line(widths: Sequence[int], rule: str) -> str:
+    """Return the line below the header of a table with columns of these widths."""
+    return rule * (sum(widths) + len(_GAP) * (len(widths) - 1))
 
 
 def wrap(text: str, width: int | None, first: str = "", rest: str = "") -> list[str]:
@@ -95,7 +100,8 @@ def _fit(natural: Sequence[int], least: Sequence[int], width: int) -> list[int]:
     return widths
 
 
-def _row_lines(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
+def row_lines(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
+    """Lay out a row in columns of these widths, of which some are right-aligned."""
     wrapped = [wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
     lines = []
     for i in range(max(map(len, wrapped), default=0)):

@@ -1,11 +1,13 @@
 """`deltazoo bench`."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 import typer
 
-from deltazoo.cli.measurements import print_header, print_measurements
+from deltazoo.cli.measurements import LiveTable, print_header, print_measurements
 from deltazoo.cli.options import (
     AsJson,
     BackendNames,
@@ -18,10 +20,15 @@ from deltazoo.cli.options import (
     Seed,
     split,
 )
-from deltazoo.cli.output import print_json, print_line, progress
+from deltazoo.cli.output import print_json, print_line, print_note, progress
 
 if TYPE_CHECKING:
-    from deltazoo.backends.measure.benchmark import BenchConfig
+    from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark
+    from deltazoo.backends.measure.table import Table
+    from deltazoo.backends.progress import Progress
+    from deltazoo.blocks.inspect.model_benchmark import ModelBenchmark
+
+_B = TypeVar("_B", bound="Benchmark | ModelBenchmark")
 
 NOTHING_RAN_OR_REGRESSED = 1  # exit code
 
@@ -78,7 +85,9 @@ def command(
 ) -> None:
     """Time backends on the updates of mixers, interleaved; report times, ratios and errors.
 
-    Exit code 1: no backend ran, or a case became worse than in --compare.
+    Rows are printed as they are measured. Ctrl-C and SIGTERM keep them, also in files, which say that they are partial.
+
+    Exit code 1: no backend ran, or a case became worse than in --compare. 130, 143: Ctrl-C, SIGTERM.
     """
     from deltazoo.backends.errors import ConfigError
     from deltazoo.backends.measure.benchmark import BenchConfig
@@ -112,22 +121,22 @@ def command(
     if earlier is not None:
         earlier.check(config, environment(device))
     mixers = mixer or (None if matrix else ["gated_deltanet"])
-    with progress() as report_progress:
-        benchmark = measure(mixers, shape or [DEFAULT_SHAPE], split(backends), config, report_progress)
+    live = _Live["Benchmark"](as_json, lambda part: part.matrix() if matrix else part.table())
+    with live.interruptible():
+        measure(mixers, shape or [DEFAULT_SHAPE], split(backends), config, live.progress, live.report)
+    benchmark = live.result()
     comparison = None if earlier is None else earlier.compare(benchmark)
     if as_json:
         print_json(benchmark if comparison is None else {"benchmark": benchmark, "comparison": comparison})
-    else:
-        print_header(benchmark.header())
-        print_measurements(benchmark.matrix() if matrix else benchmark.table())
-        if comparison is not None:
-            print_header(["", f"compared with {comparison.before.line()}"])
-            print_measurements(comparison.table())
-            print_line(comparison.line())
+    elif comparison is not None:
+        print_header(["", f"compared with {comparison.before.line()}"])
+        print_measurements(comparison.table())
+        print_line(comparison.line())
     if markdown is not None:
         save_table(benchmark.markdown(matrix), markdown)
     if plot is not None and benchmark.timed:
         plot_benchmark(benchmark, plot)
+    live.exit_if_interrupted()
     if not benchmark.timed or (comparison is not None and comparison.regressions):
         raise typer.Exit(NOTHING_RAN_OR_REGRESSED)
 
@@ -142,7 +151,7 @@ def _bench_model(
     as_json: bool,
 ) -> None:
     from deltazoo.blocks.inspect.benchmark import parse_batch
-    from deltazoo.blocks.inspect.model_benchmark import OURS, ModelBenchConfig, bench_model
+    from deltazoo.blocks.inspect.model_benchmark import OURS, ModelBenchConfig, ModelBenchmark, bench_model
     from deltazoo.blocks.spec import StackSpec
     from deltazoo.blocks.training.report import save_table
 
@@ -152,14 +161,62 @@ def _bench_model(
         settings["checkpointing"] = checkpointing.value
     model_config = ModelBenchConfig(batch=batch, length=length, **settings)
     spec = StackSpec.load(model)
-    with progress() as report_progress:
-        benchmark = bench_model(model, spec, implementations or [OURS], model_config, report_progress)
+    live = _Live["ModelBenchmark"](as_json, ModelBenchmark.table)
+    with live.interruptible():
+        bench_model(model, spec, implementations or [OURS], model_config, live.progress, live.report)
+    benchmark = live.result()
     if as_json:
         print_json(benchmark)
-    else:
-        print_header(benchmark.header())
-        print_measurements(benchmark.table())
     if markdown is not None:
         save_table(benchmark.markdown(), markdown)
+    live.exit_if_interrupted()
     if not benchmark.timed:
         raise typer.Exit(NOTHING_RAN_OR_REGRESSED)
+
+
+class _Live(Generic[_B]):
+    """A benchmark that is printed while it runs, and whose measured part survives Ctrl-C and SIGTERM."""
+
+    def __init__(self, as_json: bool, table: "Callable[[_B], Table]") -> None:
+        self.as_json, self.table = as_json, table
+        self.progress: Progress
+        self.signum: int | None = None
+        self._latest: _B | None = None
+        self._rows = LiveTable()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Show the progress, and print the end of the table, also after an interruption that left some of its rows."""
+        from deltazoo.blocks.training.interrupts import Interrupts
+
+        interrupts = Interrupts()
+        try:
+            with interrupts.catch(), progress() as self.progress:
+                yield
+        except KeyboardInterrupt:
+            self.signum = interrupts.signum
+            if self._latest is None or not self._latest.rows:
+                self.exit_if_interrupted()
+        if not self.as_json:
+            benchmark = self.result()
+            self._rows.print_end(self.table(benchmark))
+            print_header(filter(None, [benchmark.partial()]))
+
+    def report(self, benchmark: _B) -> None:
+        """Print what is new in a benchmark, unless it is printed as JSON at the end."""
+        if not self.as_json:
+            if self._latest is None:
+                print_header(benchmark.header())
+            self._rows.print_new_rows(self.table(benchmark))
+        self._latest = benchmark
+
+    def result(self) -> _B:
+        """Return the benchmark, or its measured part."""
+        assert self._latest is not None  # reported before the first case
+        return self._latest
+
+    def exit_if_interrupted(self) -> None:
+        """Raise the exit code of an interruption."""
+        if self.signum is not None:
+            print_note("\ndeltazoo: interrupted")
+            raise typer.Exit(128 + self.signum)

@@ -43,22 +43,25 @@ def command(
     if as_json:
         print_json(results)
     else:
-        _print(results, verbose)
+        _print(results, verbose, is_default=backends is None)
     raise typer.Exit(1 if results.failures else 0)
 
 
-def _print(results: "CheckResults", verbose: bool) -> None:
+def _print(results: "CheckResults", verbose: bool, is_default: bool) -> None:
     from deltazoo.backends.errors import count
 
+    # Without --backends, those that support nothing of the file are one line.
+    hidden = [row.backend for row in results.summary if row.refused == results.cases and is_default and not verbose]
     print_line(f"{results.spec}, relative RMS errors")
     if verbose:
         rows = [(row.backend, *row.cells()) for row in results.rows]
         print_table(["backend", "tensor", ">error", ">limit", "", "case"], rows)
     else:
         worst = ["worst\ntensor", ">worst\nerror", ">worst\nlimit", "", "worst\ncase"]
-        print_table(["backend", ">cases", *worst], _worst(results))
+        print_table(["backend", ">cases", *worst], (row for row in _worst(results) if row[0] not in hidden))
     print_line()
-    print_notes((row.backend, reason) for row in results.rows for reason in row.refused)
+    print_notes((row.backend, reason) for row in results.rows for reason in row.refused if row.backend not in hidden)
+    print_notes((name, "no support for any of these cases; --verbose prints the reasons") for name in hidden)
     failures = results.failures if verbose else results.failures[:_MAX_FAILURES]
     for sentence in failures:
         print_text(sentence)

@@ -1,7 +1,8 @@
 """Benchmark backends on the same operands: time, ratio to a baseline, and error against float64."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -25,6 +26,12 @@ from deltazoo.backends.watch import watch
 
 __all__ = ["BenchConfig", "Benchmark", "bench"]
 
+Report = Callable[[Benchmark], None]
+
+
+def ignore(benchmark: Benchmark) -> None:
+    """Ignore the report."""
+
 
 def bench(
     spec: UpdateSpec | Mapping[str, UpdateSpec],
@@ -32,12 +39,16 @@ def bench(
     backends: Sequence[str | Backend],
     config: BenchConfig | None = None,
     progress: Progress = silent,
+    report: Report = ignore,
 ) -> Benchmark:
     """Time every backend on every update and shape in every direction.
 
-    A backend that refuses a case or fails gets a row with the reason.
+    A backend that refuses a case or fails gets a row with the reason. Equal updates are timed once.
 
-    Args: spec: an update, or several by name.
+    Args:
+        spec: an update, or several by name.
+        report: receives the benchmark before the first case and after each, so that a caller who is interrupted keeps
+            what was measured.
     Raises: ConfigError; UnknownNameError, DuplicateNameError and PluginError for the backends.
     """
     config = config or BenchConfig()
@@ -52,43 +63,63 @@ def bench(
     baseline = config.baseline or names[0]
     if baseline not in names:
         raise ConfigError(f"baseline must be one of the backends {', '.join(names)}, got {baseline!r}")
-    specs = {"": spec} if isinstance(spec, UpdateSpec) else dict(spec)
+    specs, same = _merged({"": spec} if isinstance(spec, UpdateSpec) else spec)
     bound = {
         mixer: {name: bind(update, backend) for name, backend in zip(names, backends, strict=True)}
         for mixer, update in specs.items()
     }
-    rows: list[Row] = []
-    for (mixer, update), shape, direction in itertools.product(specs.items(), shapes, config.directions):
+    cases = list(itertools.product(specs.items(), shapes, config.directions))
+    benchmark = Benchmark(
+        environment=environment(device), specs=specs, same=same, config=config, backends=names, baseline=baseline,
+        shapes=list(shapes), rows=[], missing=len(cases),
+    )  # fmt: skip
+    report(benchmark)
+    for done, ((mixer, update), shape, direction) in enumerate(cases, 1):
+        place = ", ".join(filter(None, benchmark.place(mixer, shape.name, direction)))
+        note = partial(_note, progress, done - 1, len(cases), place)
         workload = Workload(Case(update, shape, getattr(torch, config.dtype), seed=config.seed), direction, device)
-        rows += _Comparison(mixer, workload, config, device, progress).run(bound[mixer], baseline)
-    return Benchmark(
-        environment=environment(device), specs=specs, config=config, baseline=baseline, shapes=list(shapes), rows=rows
-    )
+        rows = _Comparison(mixer, workload, config, device, note).run(bound[mixer], baseline)
+        benchmark = benchmark.model_copy(update={"rows": benchmark.rows + rows, "missing": len(cases) - done})
+        report(benchmark)
+    progress("cases", len(cases), len(cases))
+    return benchmark
+
+
+def _merged(specs: Mapping[str, UpdateSpec]) -> tuple[dict[str, UpdateSpec], dict[str, list[str]]]:
+    """Return the distinct updates by their first name, and the other names of those that have several."""
+    names: dict[UpdateSpec, list[str]] = {}
+    for name, spec in specs.items():
+        names.setdefault(spec, []).append(name)
+    distinct = {first: spec for spec, (first, *_) in names.items()}
+    return distinct, {first: others for first, *others in names.values() if others}
+
+
+def _note(progress: Progress, done: int, total: int, case: str, text: str) -> None:
+    progress("cases", done, total, f"{case}: {text}")
 
 
 class _Comparison:
     """Several backends on one workload, the update of a mixer."""
 
     def __init__(
-        self, mixer: str, workload: Workload, config: BenchConfig, device: torch.device, progress: Progress
+        self, mixer: str, workload: Workload, config: BenchConfig, device: torch.device, note: Callable[[str], None]
     ) -> None:
-        self.mixer, self.workload, self.config, self.device, self.progress = mixer, workload, config, device, progress
+        self.mixer, self.workload, self.config, self.device, self.note = mixer, workload, config, device, note
         self.exact: dict[str, Tensor] | None = None
         self.calls: dict[str, Call] = {}
 
     def run(self, bound: dict[str, BoundUpdate], baseline: str) -> list[Row]:
         shape, direction = self.workload.case.shape.name, self.workload.direction
-        task = f"{self.mixer} {shape} {direction}".strip()
         rows: dict[str, Row] = {}
         for name, update in bound.items():
-            self.progress(task, 0, self.config.rounds, f"first call of {name}")
+            self.note(f"first call of {name}")
             rows[name] = self._first_call(Row(mixer=self.mixer, shape=shape, direction=direction, backend=name), update)
         times = time_interleaved(
             self.calls,
             self.device,
             self.config.rounds,
             self.config.seconds,
-            lambda done, total, note: self.progress(task, done, total, note),
+            lambda done, total, _: self.note(f"round {done + 1} of {total}") if done < total else None,
         )
         base = median(times[baseline].seconds) if baseline in times else None
         return [_with_times(row, times.get(name, Times([], [])), base) for name, row in rows.items()]

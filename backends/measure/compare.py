@@ -18,24 +18,29 @@ TIME_FACTOR, MEMORY_FACTOR, ERROR_FACTOR = 1.05, 1.05, 2.0  # larger growth is a
 
 
 class Change(BaseModel):
-    """One case before and now. regressions: what became worse, a sentence each; [] if nothing did."""
+    """One case before and now.
+
+    Args: case: what distinguishes it; regressions: what became worse, a sentence each; [] if nothing did.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    case: str
     before: Row
     now: Row
     regressions: list[str]
 
     def cells(self) -> list[str]:
-        """Format a table row: labels, backend, both medians, the factor, the verdict."""
+        """Format a table row: case, backend, both medians, the factor, the noise, the verdict."""
         before, now = self.before.median_ms, self.now.median_ms
         assert before is not None
         if now is None:
-            figures = [three_digits(before), "-", ""]
+            figures = [three_digits(before), "-", "", ""]
         else:
-            figures = [three_digits(before), three_digits(now), f"{before / now:.2f}"]
-        verdict = "regression" if self.regressions else "faster" if _is_faster(self.before, self.now) else ""
-        return [*self.now.labels(), self.now.backend, *figures, verdict]
+            noise = f"{_noise(self.before, self.now) / before:.0%}"
+            figures = [three_digits(before), three_digits(now), f"{before / now:.2f}", noise]
+        verdict = "regression" if self.regressions else "faster" if _is_slower(self.now, self.before) else ""
+        return [self.case, self.now.backend, *figures, verdict]
 
 
 class Comparison(BaseModel):
@@ -60,16 +65,20 @@ class Comparison(BaseModel):
 
     def table(self) -> Table:
         """Return a table with a row per case, and the regressions below it."""
-        columns = ["mixer", "shape", "direction", "backend", ">before", ">now", ">speed-up", ""]
+        columns = ["case", "backend", ">before", ">now", ">speed-up", ">noise", ""]
         rows = [change.cells() for change in self.changes]
-        if len({row[0] for row in rows}) == 1:
-            rows = [["", *row[1:]] for row in rows]
+        if not any(row[0] for row in rows):
+            columns, rows = columns[1:], [row[1:] for row in rows]
         notes = [
-            (" ".join(filter(None, [*change.now.labels(), change.now.backend])), sentence)
+            (", ".join(filter(None, [change.case, change.now.backend])), sentence)
             for change in self.regressions
             for sentence in change.regressions
         ]
-        legend = [("before, now", "median, ms"), ("speed-up", "before / now")]
+        legend = [
+            ("before, now", "median, ms"),
+            ("speed-up", "before / now"),
+            ("noise", "both ranges from the 20th to the 80th percentile together, relative to before"),
+        ]
         return Table(columns, rows, notes, legend)
 
     def line(self) -> str:
@@ -102,15 +111,21 @@ class Earlier(NamedTuple):
     def compare(self, now: Benchmark) -> Comparison:
         """Compare the cases with equal update, sizes, direction and backend.
 
-        A time is a regression if it grew by more than 5 %, and the ranges of the 20th to the 80th percentile do not
-        overlap; memory if it grew by more than 5 %; an error if it more than doubled; a refusal always.
+        A time is a regression if the median grew by more than 5 % and by more than the noise: both ranges from the
+        20th to the 80th percentile together. Memory is one if it grew by more than 5 %; an error if it more than
+        doubled; a refusal always.
 
         Raises: ConfigError: there is no such case.
         """
         cases = {_case(now, row): row for row in now.rows}
         timed = {_case(self.benchmark, row): row for row in self.benchmark.timed}
         changes = [
-            Change(before=before, now=cases[case], regressions=_regressions(before, cases[case]))
+            Change(
+                case=now.case(cases[case]),
+                before=before,
+                now=cases[case],
+                regressions=_regressions(before, cases[case]),
+            )
             for case, before in timed.items()
             if case in cases
         ]
@@ -140,9 +155,9 @@ def _case(benchmark: Benchmark, row: Row) -> tuple[UpdateSpec, Shape, str, str]:
 def _regressions(before: Row, now: Row) -> list[str]:
     if now.median_ms is None:
         return [f"it ran before; now: {' '.join(now.refused)}"]
-    assert before.median_ms is not None and before.high_ms is not None and now.low_ms is not None
+    assert before.median_ms is not None
     sentences = []
-    if now.median_ms > TIME_FACTOR * before.median_ms and now.low_ms > before.high_ms:
+    if _is_slower(before, now):
         sentences.append(f"{three_digits(before.median_ms)} ms became {three_digits(now.median_ms)} ms")
     if before.peak_mib is not None and now.peak_mib is not None and now.peak_mib > MEMORY_FACTOR * before.peak_mib:
         sentences.append(f"{before.peak_mib:.0f} MiB became {now.peak_mib:.0f} MiB")
@@ -156,7 +171,14 @@ def _is_worse(before: float, now: float) -> bool:
     return math.isfinite(before) and not now <= max(ERROR_FACTOR * before, 1e-12)
 
 
-def _is_faster(before: Row, now: Row) -> bool:
-    assert before.low_ms is not None and before.median_ms is not None and now.median_ms is not None
-    assert now.high_ms is not None
-    return before.median_ms > TIME_FACTOR * now.median_ms and before.low_ms > now.high_ms
+def _is_slower(before: Row, now: Row) -> bool:
+    assert before.median_ms is not None and now.median_ms is not None
+    growth = now.median_ms - before.median_ms
+    return growth > max((TIME_FACTOR - 1) * before.median_ms, _noise(before, now))
+
+
+def _noise(before: Row, now: Row) -> float:
+    """Return the width in ms of both ranges from the 20th to the 80th percentile together."""
+    assert before.low_ms is not None and before.high_ms is not None
+    assert now.low_ms is not None and now.high_ms is not None
+    return before.high_ms - before.low_ms + now.high_ms - now.low_ms

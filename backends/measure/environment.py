@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.devices import cxx_compiler, tf32_allowed, usable_device
+from deltazoo.backends.errors import count
 from deltazoo.backends.versions import installed
 
 
@@ -51,7 +52,8 @@ class Environment(BaseModel):
             f"triton {self.triton}" if self.triton else "no triton",
             f"python {self.python}",
             self.device + (f", driver {self.driver}" if self.driver else ""),
-            f"{self.threads} threads" + (f", OMP_WAIT_POLICY={self.omp_wait_policy}" if self.omp_wait_policy else ""),
+            count(self.threads, "thread")
+            + (f", OMP_WAIT_POLICY={self.omp_wait_policy}" if self.omp_wait_policy else ""),
             f"tf32 {'on' if self.tf32 else 'off'}",
         ]
         return "; ".join(parts)

@@ -1,7 +1,9 @@
-"""Tables of measurements: a column without figures is omitted, and refusals are sentences below the table."""
+"""Tables of measurements, whose rows are printed as they are measured, with refusals as sentences below."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+_MAX_NAMES = 6  # of places in a note
 
 
 class Table(NamedTuple):
@@ -12,20 +14,14 @@ class Table(NamedTuple):
         rows: a text per column; "" where there is no figure.
         notes: what did not run -> why.
         legend: title of a column -> its meaning.
+        widths: of the widest texts of each column, also in rows that are not measured yet; () if there are none.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     notes: Sequence[tuple[str, str]] = ()
     legend: Sequence[tuple[str, str]] = ()
-
-    def without_empty_columns(self) -> "Table":
-        """Return the table without the columns that are empty in every row, and without their legend."""
-        kept = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
-        columns = [self.columns[i] for i in kept]
-        titles = {column.removeprefix(">") for column in columns}
-        legend = [(title, text) for title, text in self.legend if title in titles]
-        return self._replace(columns=columns, rows=[[row[i] for i in kept] for row in self.rows], legend=legend)
+    widths: Sequence[int] = ()
 
     def legend_line(self) -> str:
         """Format the legend as one line."""
@@ -41,18 +37,40 @@ class Table(NamedTuple):
         return f"{about}\n\n{text}" + (f"\n{notes}" if notes else "")
 
 
-def group(notes: Iterable[tuple[str, str, str]], places: int) -> list[tuple[str, str]]:
-    """Merge equal reasons of one subject at several places: (subject, place, reason) -> (subject and places, reason).
+class Note(NamedTuple):
+    """Why `subject` did not run at a place, such as ("gla", "cpu", "decode")."""
 
-    Args: places: number of places in total; a reason that holds in all of them is printed without them.
+    subject: str
+    place: tuple[str, ...]
+    reason: str
+
+
+def group(notes: Iterable[Note], places: Iterable[tuple[str, ...]]) -> list[tuple[str, str]]:
+    """Merge equal reasons of one subject at several places: [(subject and places, reason), ...].
+
+    Args: places: all places. A coordinate that does not matter for the reason is not printed.
     """
-    merged: dict[tuple[str, str], list[str]] = {}
+    merged: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for subject, place, reason in notes:
         merged.setdefault((subject, reason), []).append(place)
+    every = set(places)
     return [
-        (subject if len(where) == places else f"{subject} ({', '.join(where)})", reason)
+        (" ".join(filter(None, [subject, _where(set(where), every)])), reason)
         for (subject, reason), where in merged.items()
     ]
+
+
+def _where(where: set[tuple[str, ...]], every: set[tuple[str, ...]]) -> str:
+    """Describe a part of all places: "" for all, "(gla, kda; decode)", or else "(7 of 24 cases)"."""
+    if where == every:
+        return ""
+    axes = range(len(next(iter(every))))
+    values = [sorted({place[i] for place in where}) for i in axes]
+    inside = {place for place in every if all(place[i] in values[i] for i in axes)}
+    named = [values[i] for i in axes if len(values[i]) < len({place[i] for place in every})]
+    if inside != where or max(map(len, named)) > _MAX_NAMES:
+        return f"({len(where)} of {len(every)} cases)"
+    return f"({'; '.join(', '.join(names) for names in named)})"
 
 
 def three_digits(x: float) -> str:

@@ -31,8 +31,7 @@ class Workload:
     """
 
     def __init__(self, case: Case, direction: Direction, device: torch.device) -> None:
-        if direction == "decode":
-            case = case._replace(shape=case.shape._replace(B=case.shape.sequences, T=1, lengths=()))
+        case = in_direction(case, direction)
         self.case, self.direction = case, direction
         self.inputs = draw(case, device)
         self.cotangents = draw_cotangents(case, self.inputs)
@@ -107,6 +106,13 @@ class Workload:
     def _shared(self, name: str) -> bool:
         """Whether the operand has neither a batch nor a time axis."""
         return name == "rate" or (name == "log_decay" and self.case.spec.decay == "fixed")
+
+
+def in_direction(case: Case, direction: Direction) -> Case:
+    """Return a case as it is timed: for decode one token of each sequence, as a row."""
+    if direction != "decode":
+        return case
+    return case._replace(shape=case.shape._replace(B=case.shape.sequences, T=1, lengths=()))
 
 
 def _outputs(bound: Callable[[UpdateInputs], UpdateOutput], inputs: UpdateInputs) -> dict[str, Tensor]:

@@ -1,17 +1,24 @@
 """Benchmark of the updates of mixers; mixers, shapes and backends are given by name."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from deltazoo.backends import registry
+from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.check_file import ShapeFields
+from deltazoo.backends.conformance.compare import refusal
+from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError, UnknownNameError
 from deltazoo.backends.frozen_config import describe_errors
-from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
+from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, Report, bench, ignore
+from deltazoo.backends.measure.workload import in_direction
 from deltazoo.backends.progress import Progress, silent
+from deltazoo.backends.registry import resolve
 from deltazoo.backends.shapes import SHAPES, Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.blocks import pattern
@@ -28,19 +35,30 @@ def measure(
     backends: Sequence[str] | None = None,
     config: BenchConfig | None = None,
     progress: Progress = silent,
+    report: Report = ignore,
 ) -> Benchmark:
     """Time backends on the updates of mixers.
 
     Args:
         mixers: names, with fields as in a pattern: "gated_deltanet(negative_eigenvalues=both)". None selects every
-            update of a registered mixer with default fields; the first mixer names an update that several have.
+            update of a registered mixer with default fields.
         shapes: names or sizes, as for `parse_shape`.
-        backends: names; None selects all that are installed.
+        backends: names; None selects all that support a case, if any does.
+        report: as for `bench`.
     Raises: ConfigError; PatternError; UnknownNameError, DuplicateNameError, PluginError.
     """
+    config = config or BenchConfig()
     specs = _all_updates() if mixers is None else {mixer: parse_update(mixer) for mixer in mixers}
-    names = registry.names(registry.BACKENDS) if backends is None else backends
-    return bench(specs, [parse_shape(shape) for shape in shapes], names, config, progress)
+    sizes = [parse_shape(shape) for shape in shapes]
+    names, skipped = backends, {}
+    if names is None:
+        usable_device(config.device)
+        installed = registry.names(registry.BACKENDS)
+        names = [name for name in installed if _supports_a_case(name, specs, sizes, config)] or installed
+        skipped = {"skipped": [name for name in installed if name not in names]}
+    return bench(
+        specs, sizes, names, config, progress, lambda part: report(part.model_copy(update=skipped))
+    ).model_copy(update=skipped)
 
 
 def parse_update(text: str) -> UpdateSpec:
@@ -59,12 +77,17 @@ def parse_update(text: str) -> UpdateSpec:
 
 
 def _all_updates() -> dict[str, UpdateSpec]:
-    first_mixer: dict[UpdateSpec, str] = {}
-    for name in registry.names(registry.MIXERS):
-        spec = config_class(name)().spec()
-        if spec is not None:
-            first_mixer.setdefault(spec, name)
-    return {name: spec for spec, name in first_mixer.items()}
+    specs = {name: config_class(name)().spec() for name in registry.names(registry.MIXERS)}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def _supports_a_case(name: str, specs: dict[str, UpdateSpec], shapes: list[Shape], config: BenchConfig) -> bool:
+    backend = resolve(name)
+    return any(
+        refusal(backend, in_direction(case, direction), config.device, direction == "backward") is None
+        for spec, shape, direction in itertools.product(set(specs.values()), shapes, config.directions)
+        for case in [Case(spec, shape, getattr(torch, config.dtype), seed=config.seed)]
+    )
 
 
 def parse_shape(text: str) -> Shape:

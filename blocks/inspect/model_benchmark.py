@@ -4,7 +4,7 @@ The models are measured one after the other, each alone in memory, so that the m
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from deltazoo.backends.devices import usable_device
 from deltazoo.backends.errors import ConfigError, DeltazooError, UnknownNameError
 from deltazoo.backends.frozen_config import FrozenConfig
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.measure.table import Table, group, three_digits
+from deltazoo.backends.measure.table import Note, Table, group, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_bytes, time_interleaved, time_once
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.progress import Progress, silent
@@ -96,6 +96,7 @@ class ModelBenchmark(BaseModel):
         model: a file or the name of a preset; stack: its fields.
         flops: operations per token of each direction.
         peak_tflops: of the device in this dtype; None if unknown.
+        missing: number of cases that are not measured yet, or that an interruption has left out.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,6 +108,7 @@ class ModelBenchmark(BaseModel):
     flops: dict[Direction, TokenFlops]
     peak_tflops: float | None
     rows: list[ModelRow]
+    missing: int = 0
 
     @property
     def timed(self) -> list[ModelRow]:
@@ -114,10 +116,8 @@ class ModelBenchmark(BaseModel):
         return [row for row in self.rows if row.median_ms is not None]
 
     def header(self) -> list[str]:
-        """Describe environment, settings, sizes and operations, one sentence per line."""
+        """Describe environment, settings and operations, one sentence per line."""
         config = self.config
-        parameters = {_label(row.implementation): row.parameters for row in self.rows if row.parameters is not None}
-        sizes = ", ".join(f"{name} {count:,}" for name, count in parameters.items())
         counts = ", ".join(
             f"{_PHASES[direction]} {flops.by_parameters / 1e6:,.4g} and {flops.all / 1e6:,.4g}"
             for direction, flops in self.flops.items()
@@ -127,9 +127,13 @@ class ModelBenchmark(BaseModel):
             self.environment.line(),
             f"{self.model}, {config.batch} x {config.length} tokens, {config.dtype}, fused AdamW, seed {config.seed}"
             + ("" if config.checkpointing == "none" else f", {config.checkpointing} checkpointing"),
-            *filter(None, [sizes and f"parameters: {sizes}"]),
             f"MFLOP per token by parameters and all: {counts}{peak}",
         ]
+
+    def partial(self) -> str:
+        """Say how many of the cases were measured, if some are missing."""
+        total = len(self.rows) + self.missing
+        return f"partial: {len(self.rows)} of {total} cases were measured" if self.missing else ""
 
     def table(self) -> Table:
         """Return a table with a row per implementation and direction."""
@@ -144,21 +148,26 @@ class ModelBenchmark(BaseModel):
             ("GiB", "peak memory"),
             ("first s", "first call, with compilation"),
         ]
-        columns = ["model", "", *(f">{title}" for title, _ in legend)]
+        if not self.config.device.startswith("cuda"):
+            legend = [(title, text) for title, text in legend if title != "GiB"]
+        columns = ["model", "phase", *(f">{title}" for title, _ in legend)]
         rows = [[_label(row.implementation), _PHASES[row.direction], *self._figures(row)] for row in self.timed]
         notes = group(
             (
-                (_label(row.implementation), _PHASES[row.direction], reason)
+                Note(_label(row.implementation), (_PHASES[row.direction],), reason)
                 for row in self.rows
                 for reason in row.refused
             ),
-            len(self.flops),
+            [(_PHASES[direction],) for direction in self.flops],
         )
-        return Table(columns, rows, notes, legend).without_empty_columns()
+        parameters = {_label(row.implementation): row.parameters for row in self.rows if row.parameters is not None}
+        notes = [(name, f"{count:,} parameters") for name, count in parameters.items()] + notes
+        widths = [12, max(len(_PHASES[direction]) for direction in self.flops), *(7 for _ in legend)]
+        return Table(columns, rows, notes, legend, widths)
 
     def markdown(self) -> str:
         """Format the header and the table with its legend as Markdown."""
-        return self.table().markdown(self.header())
+        return self.table().markdown([*self.header(), *filter(None, [self.partial()])])
 
     def _figures(self, row: ModelRow) -> list[str]:
         assert row.median_ms is not None and row.low_ms is not None and row.high_ms is not None
@@ -169,7 +178,7 @@ class ModelBenchmark(BaseModel):
             three_digits(row.median_ms),
             f"{three_digits(row.low_ms)}-{three_digits(row.high_ms)}",
             *(f"{100 * x / self.peak_tflops:.1f}" if self.peak_tflops else three_digits(1e3 * x) for x in speeds),
-            "" if row.peak_gib is None else f"{row.peak_gib:.1f}",
+            *([] if row.peak_gib is None else [f"{row.peak_gib:.1f}"]),
             "" if row.first_call_s is None else f"{row.first_call_s:.2f}",
         ]
 
@@ -187,6 +196,7 @@ def bench_model(
     implementations: Sequence[str] = (OURS,),
     config: ModelBenchConfig | None = None,
     progress: Progress = silent,
+    report: Callable[[ModelBenchmark], None] = lambda benchmark: None,
 ) -> ModelBenchmark:
     """Time training steps, prefills and decoding of a model.
 
@@ -195,6 +205,7 @@ def bench_model(
     Args:
         model: the name under which the result is reported.
         implementations: "deltazoo", the names of backends for our model, "transformers_model", "fla_model".
+        report: receives the benchmark before the first case and after each.
     Raises: ConfigError; UnknownNameError.
     """
     config = config or ModelBenchConfig()
@@ -212,17 +223,21 @@ def bench_model(
         direction: token_flops(meta, description, config.length, direction)
         for direction in sorted(config.directions, key=list(_PHASES).index)
     }
-    rows: list[ModelRow] = []
+    here, cases = environment(device), len(implementations) * len(flops)
+    benchmark = ModelBenchmark(
+        environment=here, model=model, stack=spec, config=config, flops=flops,
+        peak_tflops=None if config.dtype == "float32" else PEAK_TFLOPS.get(here.device), rows=[], missing=cases,
+    )  # fmt: skip
+    report(benchmark)
     for name in implementations:
-        rows += _measure(spec, name, config, device, flops, progress)
+        for row in _measure(spec, name, config, device, flops, progress):
+            rows = [*benchmark.rows, row]
+            benchmark = benchmark.model_copy(update={"rows": rows, "missing": cases - len(rows)})
+            report(benchmark)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    here = environment(device)
-    return ModelBenchmark(
-        environment=here, model=model, stack=spec, config=config, flops=flops,
-        peak_tflops=None if config.dtype == "float32" else PEAK_TFLOPS.get(here.device), rows=rows,
-    )  # fmt: skip
+    return benchmark
 
 
 def _measure(

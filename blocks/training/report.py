@@ -35,30 +35,31 @@ def plot_curves(trainings: Mapping[str, Training], path: str | Path) -> None:
 def plot_benchmark(benchmark: Benchmark, path: str | Path) -> None:
     """Plot the medians as bars with the 20th and 80th percentiles, on a logarithmic axis, one colour per backend.
 
+    Each case has a group of bars; mixer, shape and direction label it if there are several, or else are in the title.
+
     Raises: ConfigError: matplotlib is not installed, or no call was timed.
     """
-    if not benchmark.timed:
+    timed = benchmark.timed
+    if not timed:
         raise ConfigError("there is nothing to plot: no backend ran on any shape")
-    place = {(*row.labels(), row.backend): tuple(row.labels()[len(benchmark.specs) == 1 :]) for row in benchmark.timed}
-    groups = list(dict.fromkeys(place.values()))
-    backends = list(dict.fromkeys(row.backend for row in benchmark.timed))
-    figure = new_figure(max(6.0, 1.6 * len(groups)), 4.5)
+    cases = list(dict.fromkeys(benchmark.case(row) for row in timed))
+    backends = [name for name in benchmark.backends if any(row.backend == name for row in timed)]
+    thickness = 0.8 / len(backends)
+    figure = new_figure(6.0 + 0.07 * max(map(len, cases)), 1.5 + len(cases) * (0.2 + 0.2 * len(backends)))
     axes = figure.subplots()
-    bar_width = 0.8 / len(backends)
     for n, backend in enumerate(backends):
-        rows = [row for row in benchmark.timed if row.backend == backend]
-        indices = [groups.index(place[(*row.labels(), backend)]) for row in rows]
-        positions = [index + (n - (len(backends) - 1) / 2) * bar_width for index in indices]
+        rows = [row for row in timed if row.backend == backend]
+        positions = [cases.index(benchmark.case(row)) + (n - (len(backends) - 1) / 2) * thickness for row in rows]
         medians = [row.median_ms or 0.0 for row in rows]
         below = [(row.median_ms or 0.0) - (row.low_ms or 0.0) for row in rows]
         above = [(row.high_ms or 0.0) - (row.median_ms or 0.0) for row in rows]
-        axes.bar(positions, medians, bar_width, yerr=[below, above], label=backend, color=f"C{n}", capsize=2)
-    axes.set_xticks(range(len(groups)), ["\n".join(filter(None, group)) for group in groups], fontsize="small")
-    axes.set(yscale="log", ylabel="median, ms")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend()
-    environment = benchmark.environment
-    axes.set_title(f"{environment.device}, torch {environment.torch}, {benchmark.config.dtype}", fontsize="small")
+        axes.barh(positions, medians, thickness, xerr=[below, above], label=backend, color=f"C{n}", error_kw={"lw": 1})
+    axes.set_yticks(range(len(cases)), cases, fontsize="small")
+    axes.set_ylim(len(cases) - 0.4, -0.6)  # the first case at the top
+    axes.set(xscale="log", xlabel="median, ms")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle("\n".join(filter(None, [*benchmark.title(), benchmark.partial()])), fontsize="small")
     figure.savefig(output_path(path), dpi=_DPI)
 
 

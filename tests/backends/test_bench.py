@@ -133,8 +133,8 @@ def test_table_has_the_environment_the_shapes_and_the_figures():
     assert f"torch {torch.__version__}" in lines[0]
     assert "plain: B=2 T=7 H=2 HV=2 K=4 V=4" in lines[0]
     row = result.rows[1]
-    assert f"| plain | fwd + bwd | reference | {row.median_ms:.3g} |" in lines[5]
-    assert lines[2] == "| shape | direction | backend | ms | 20-80 % | ratio | error | first s |"  # no MiB on a CPU
+    assert f"| fwd + bwd | reference | {row.median_ms:.3g} |" in lines[5]
+    assert lines[2] == "| direction | backend | ms | 20-80 % | ratio | error | first s |"  # no MiB on a CPU
 
 
 def test_benchmark_round_trips_through_json():
@@ -142,11 +142,20 @@ def test_benchmark_round_trips_through_json():
     assert Benchmark.model_validate_json(result.model_dump_json()) == result
 
 
-def test_progress_completes_for_every_shape_and_direction():
+def test_progress_counts_cases_and_names_the_round():
     reports = []
-    bench(GATED, [PLAIN], ["reference"], QUICK, lambda task, done, total, note="": reports.append((task, done, total)))
-    for direction in ("forward", "backward", "decode"):
-        assert (f"plain {direction}", 3, 3) in reports
+    bench(GATED, [PLAIN], ["reference"], QUICK, lambda *report: reports.append(report))
+    assert ("cases", 1, 3, "plain, fwd + bwd: first call of reference") in reports
+    assert ("cases", 1, 3, "plain, fwd + bwd: round 3 of 3") in reports
+    assert reports[-1][:3] == ("cases", 3, 3)
+
+
+def test_every_case_is_reported_with_the_number_of_those_that_are_missing():
+    parts = []
+    result = bench({"a": GATED, "b": GATED}, [PLAIN], ["reference"], QUICK, report=parts.append)
+    assert [(len(part.rows), part.missing) for part in parts] == [(0, 3), (1, 2), (2, 1), (3, 0)]
+    assert parts[-1] == result
+    assert result.same == {"a": ["b"]}
 
 
 def test_two_backends_with_the_same_name_are_refused():
@@ -220,7 +229,9 @@ def test_comparison_names_what_became_worse(tmp_path):
     assert regressions(peak_mib=100.0, error=1.9e-7) == []
     assert regressions(median_ms=10.4, low_ms=11.1, high_ms=12.0) == []
     assert regressions(median_ms=12.0, low_ms=10.9, high_ms=13.0) == []  # the ranges overlap
-    assert regressions(median_ms=12.0, low_ms=11.1, high_ms=13.0) == ["10 ms became 12 ms"]
+    assert regressions(median_ms=12.0, low_ms=11.1, high_ms=13.0) == []  # the ranges are 2 and 1.9 ms wide
+    assert regressions(median_ms=12.0, low_ms=11.9, high_ms=12.1) == []
+    assert regressions(median_ms=12.3, low_ms=12.2, high_ms=12.4) == ["10 ms became 12.3 ms"]
     assert regressions(peak_mib=106.0) == ["100 MiB became 106 MiB"]
     assert regressions(error=2.1e-7) == ["the error 1.0e-07 became 2.1e-07"]
     assert regressions(error=float("nan")) == ["the error 1.0e-07 became nan"]

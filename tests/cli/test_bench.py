@@ -1,6 +1,9 @@
 """bench, check and demo: results on stdout, in files and as exit codes."""
 
+import contextlib
+import itertools
 import json
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +12,14 @@ import matplotlib.image
 import pytest
 import torch
 
+import deltazoo
 from deltazoo.backends import registry
 from deltazoo.backends.base import Backend, UpdateOutput
-from deltazoo.backends.measure.benchmark import bench
+from deltazoo.backends.measure.benchmark import Benchmark, bench
+from deltazoo.backends.measure.timing import Times
 from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.blocks.inspect.figure import new_figure
+from deltazoo.mixers.core.config import config_class
 
 SMALL = ("--shape", "plain", "--rounds", 3, "--seconds", 0.1, "--backends", "reference")
 SLIGHTLY_WRONG = f"{__name__}:SlightlyWrong"
@@ -75,22 +82,170 @@ def test_bench_writes_a_table_and_a_plot(ok, tmp_path):
     result = ok("bench", *SMALL, "--markdown", table, "--plot", plot, "--json").json
     for row in result["rows"]:
         direction = "fwd + bwd" if row["direction"] == "backward" else row["direction"]
-        assert f"| plain | {direction} | reference | {row['median_ms']:.3g} |" in table.read_text()
+        assert f"| {direction} | reference | {row['median_ms']:.3g} |" in table.read_text()
     assert matplotlib.image.imread(plot).std() > 0.01
+
+
+def test_labels_of_the_plot_name_the_mixer_and_do_not_overlap(ok, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        "deltazoo.blocks.training.report.new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1]
+    )
+    mixers = (
+        "--mixer",
+        "kda",
+        "--mixer",
+        "gated_deltanet(negative_eigenvalues=both)",
+        "--shape",
+        "row",
+        "--shape",
+        "B=1 T=9 H=2 K=4",
+    )
+    ok("bench", *SMALL[2:], *mixers, "--plot", tmp_path / "bench.png")
+    figure = figures[-1]
+    figure.draw_without_rendering()
+    labels = figure.axes[0].get_yticklabels()
+    assert len(labels) == 12
+    assert labels[0].get_text() == "kda, row, forward"
+    boxes = [label.get_window_extent() for label in labels]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.axes[0].bbox.x0 for box in boxes)
+
+
+def test_a_wide_case_fits_80_columns_and_is_printed_once(ok, wrong, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    mixers = ("--mixer", "kda(heads=1)", "--mixer", "gated_deltanet(negative_eigenvalues=both)")
+    shapes = ("--shape", "B=1 T=100 H=2 HV=4 K=16", "--shape", "B=1 T=50 H=2 HV=4 K=16")
+    options = (*mixers, *shapes, "--directions", "decode", "--rounds", 3, "--seconds", 0.1)
+    backends = ("--backends", f"reference,{wrong}")
+    lines = ok("bench", *options, *backends).out.splitlines()
+    assert max(map(len, lines)) <= 80
+    head = next(n for n, line in enumerate(lines) if line.startswith("mixer, shape"))
+    assert lines[head].split() == ["mixer,", "shape", "backend", "ms", "20-80", "%", "ratio", "error", "first", "s"]
+    assert lines[head + 2].split()[:3] == ["kda(heads=1),", "T=100", "reference"]
+    assert lines[head + 3].split()[0] == wrong
+    assert lines[head + 6].split()[:2] == ["gated_deltanet", "reference"]
+    assert lines[head + 7].split()[0].startswith("(negative_eigenval")
+    assert sum("kda(heads=1)" in line for line in lines[head:]) == 2  # once for each shape
+    wide = ok("bench", *options, *backends, "--matrix").out.splitlines()
+    assert max(map(len, wide)) <= 80
+
+
+def test_equal_updates_are_timed_once_and_named(ok):
+    options = (
+        *SMALL,
+        "--directions",
+        "decode",
+        "--mixer",
+        "retnet",
+        "--mixer",
+        "kda",
+        "--mixer",
+        "lightning_attention(scale=null)",
+    )
+    printed = ok("bench", *options).out
+    assert "equal updates are timed once: retnet (also lightning_attention(scale=null))" in printed
+    result = ok("bench", *options, "--json").json
+    assert [row["mixer"] for row in result["rows"]] == ["retnet", "kda"]
+    assert result["same"] == {"retnet": ["lightning_attention(scale=null)"]}
+
+
+def test_backends_that_support_nothing_are_one_line_unless_named(ok, monkeypatch):
+    names = ["cudnn", "fla", "flash_qla", "flashinfer", "reference"]
+    monkeypatch.setattr("deltazoo.backends.registry.names", lambda group: names)
+    lines = ok("bench", *SMALL[:-2], "--directions", "decode").out.splitlines()
+    assert lines[-2:] == [
+        "",
+        "cudnn, fla, flash_qla, flashinfer: no support for any of these cases; --backends NAME prints the reasons",
+    ]
+    assert not any("it needs" in line for line in lines)
+    assert "it needs the package fla" in ok("bench", *SMALL[:-1], "reference,fla", "--directions", "decode").out
+
+
+class Interrupted(Backend):
+    """The reference, whose third case sends a signal to this process."""
+
+    name = "interrupted"
+    signum, calls = signal.SIGINT, 0
+
+    def unsupported(self, spec, meta):
+        return []
+
+    def forward(self, spec, inputs):
+        return ReferenceBackend().forward(spec, inputs)
+
+    def step_(self, spec, inputs, states, slots=None):
+        signal.raise_signal(type(self).signum)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_benchmark_keeps_what_was_measured(run, tmp_path, monkeypatch, signum):
+    monkeypatch.setattr(Interrupted, "signum", signum)
+    options = (*SMALL[:-1], f"{__name__}:Interrupted", "--matrix", "--mixer", "kda", "--mixer", "gla")
+    table, plot = tmp_path / "part.md", tmp_path / "part.png"
+    result = run("bench", *options, "--markdown", table, "--plot", plot)
+    assert result.code == 128 + signum
+    assert "partial: 2 of 6 cases were measured" in result.out
+    lines = [line.split()[:2] for line in result.out.splitlines() if line.startswith("kda")]
+    assert lines == [["kda,", "forward"], ["kda,", "fwd"]]
+    assert result.err.splitlines()[-1] == "deltazoo: interrupted"
+    assert "partial: 2 of 6 cases were measured" in table.read_text()
+    assert "| kda, fwd + bwd |" in table.read_text()
+    assert plot.exists()
+    part = run("bench", *options, "--json")
+    assert (part.code, len(part.json["rows"]), part.json["missing"]) == (128 + signum, 2, 4)
+    (tmp_path / "part.json").write_text(part.out)
+    compared = run("bench", *SMALL, "--mixer", "kda", "--compare", tmp_path / "part.json")
+    assert "has no case with the update" in compared.err  # another backend: the part was read
+
+
+def test_rows_are_printed_as_they_are_measured(ok, monkeypatch):
+    printed = []
+
+    def write(text, written=sys.stdout.write):
+        printed.append(text)
+        return written(text)
+
+    def remember(task, done, total, note=""):
+        progress.append((task, done, total, note, "".join(printed)))
+
+    progress = []
+    monkeypatch.setattr("deltazoo.cli.bench.progress", lambda: contextlib.nullcontext(remember))
+    monkeypatch.setattr("deltazoo.cli.output.print_line", write)
+    monkeypatch.setattr("deltazoo.cli.measurements.print_line", lambda text="": write(f"{text}\n"))
+    ok("bench", *SMALL, "--directions", "forward,decode", "--mixer", "kda", "--mixer", "gla")
+    assert {(task, total) for task, _, total, _, _ in progress} == {("cases", 4)}
+    before_last = next(text for _, done, _, note, text in progress if note.startswith("gla, plain, decode"))
+    assert [line.split()[0] for line in before_last.splitlines() if "reference" in line] == ["kda,", "kda,", "gla,"]
+    assert progress[-1][:3] == ("cases", 4, 4)
+
+
+def test_readme_has_the_columns_of_the_command(ok):
+    readme = (Path(deltazoo.__file__).parent / "README.md").read_text()
+    table = readme.partition("<!-- deltazoo bench -->")[2].partition("<!-- /deltazoo bench -->")[0]
+    result = ok("bench", *SMALL, "--json").json
+    written = Benchmark.model_validate(result, strict=False).markdown()
+    heads = [[line for line in text.splitlines() if line.startswith("| ")][:2] for text in (table, written)]
+    assert heads[0] == heads[1]
+    assert (
+        table.split("ms: median", 1)[1].splitlines()[0].replace("compile", "reference")
+        == (written.split("ms: median", 1)[1].splitlines()[0])
+    )
 
 
 def test_bench_prints_the_environment_and_the_figures(ok):
     printed = ok("bench", *SMALL, "--directions", "decode").out
     assert f"torch {torch.__version__}" in printed
     assert "plain: B=2 T=7 H=2 HV=2 K=4 V=4" in printed
+    assert "gated_deltanet; float32; seed 0" in printed
     assert "1.00" in printed
 
 
 def test_refusals_are_below_a_table_without_empty_columns(ok, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = ok("bench", *SMALL[:-1], "reference,fla,cudnn").out.splitlines()
-    head = next(n for n, line in enumerate(lines) if line.startswith("shape "))
-    assert lines[head].split() == ["shape", "direction", "backend", "ms", "20-80", "%", "ratio", "error", "first", "s"]
+    head = next(n for n, line in enumerate(lines) if line.startswith("direction "))
+    assert lines[head].split() == ["direction", "backend", "ms", "20-80", "%", "ratio", "error", "first", "s"]
     assert len(lines[head + 2 : lines.index("", head + 2)]) == 3 + 2  # the rows of the reference, and the legend
     refusals = lines[lines.index("", head + 2) :]
     assert any(line.startswith("fla: it needs the package fla, which is not installed") for line in refusals)
@@ -154,31 +309,32 @@ def test_matrix_has_a_row_per_case_and_a_column_per_backend(ok, tmp_path):
     markdown = tmp_path / "matrix.md"
     directions = ("--directions", "forward,decode", "--backends", "reference,fla", "--rounds", 3, "--seconds", 0.1)
     printed = ok("bench", *options, *directions, "--markdown", markdown).out.splitlines()
-    head = next(n for n, line in enumerate(printed) if line.startswith("mixer "))
-    assert printed[head].split() == ["mixer", "shape", "direction", "reference,", "ms", "fla,", "ms"]
+    head = next(n for n, line in enumerate(printed) if line.startswith("mixer,"))
+    assert printed[head].split() == ["mixer,", "shape,", "direction", "reference", "fla"]
     cells = [line.split() for line in printed[head + 2 : head + 10]]
     assert [row[:3] for row in cells] == [
-        [mixer, shape, direction]
+        [f"{mixer},", f"{shape},", direction]
         for mixer in ("kda", "gla(heads=1)") for shape in ("plain", "row") for direction in ("forward", "decode")
     ]  # fmt: skip
     assert all(float(reference) > 0 and fla == "-" for *_, reference, fla in cells)
-    assert "| gla(heads=1) | row | decode |" in markdown.read_text()
+    assert "| gla(heads=1), row, decode |" in markdown.read_text()
 
 
 def test_matrix_times_every_distinct_update_by_default(ok, monkeypatch):
     asked = {}
 
-    def remember(specs, shapes, backends, config, progress):
+    def remember(specs, *others):
         asked.update(specs)
-        return bench({"kda": specs["kda"]}, shapes, backends, config, progress)
+        return bench({"kda": specs["kda"]}, *others)
 
     monkeypatch.setattr("deltazoo.blocks.inspect.benchmark.bench", remember)
     ok("bench", *SMALL, "--directions", "decode", "--matrix")
-    assert {"gated_deltanet", "kda", "gla", "rwkv7", "mamba"} <= asked.keys()
-    assert len({*asked.values()}) == len(asked)
+    assert asked == {name: spec for name in registry.names(registry.MIXERS) if (spec := config_class(name)().spec())}
 
 
-def test_compare_reports_regressions(ok, run, tmp_path):
+def test_compare_reports_regressions(ok, run, tmp_path, monkeypatch):
+    measured = "deltazoo.backends.measure.benchmark.time_interleaved"
+    monkeypatch.setattr(measured, lambda calls, *_: {name: Times([0.9e-3, 1e-3, 1.1e-3], []) for name in calls})
     options = ("bench", *SMALL, "--directions", "forward,decode")
     old = tmp_path / "old.json"
     old.write_text(ok(*options, "--json").out)
@@ -189,7 +345,7 @@ def test_compare_reports_regressions(ok, run, tmp_path):
     old.write_text(json.dumps(earlier))
     result = run(*options, "--compare", old)
     assert result.code == 1
-    assert "plain forward reference: " in result.out
+    assert "forward, reference: " in result.out
     assert result.out.splitlines()[-1] == "1 regression in 2 cases"
     compared = run(*options, "--compare", old, "--json").json
     assert [len(change["regressions"]) for change in compared["comparison"]["changes"]] == [1, 0]
@@ -213,8 +369,9 @@ def test_bench_of_a_model_prints_and_writes_its_figures(ok, stack_file, tmp_path
     options += ("--backends", "transformers_model,fla_model", "--directions", "forward,backward")
     lines = ok("bench", *options, "--markdown", table).out.splitlines()
     head = next(n for n, line in enumerate(lines) if line.startswith("model "))
-    assert lines[head].split() == ["model", "tokens/s", "ms", "20-80", "%", "6N", "all", "first", "s"]
-    assert [line.split()[1] for line in lines[head + 2 : head + 4]] == ["training", "prefill"]
+    assert lines[head].split() == ["model", "phase", "tokens/s", "ms", "20-80", "%", "6N", "all", "first", "s"]
+    assert lines[head + 2].split()[:2] == ["transformers", "training"]
+    assert lines[head + 3].split()[0] == "prefill"
     assert lines[-1] == "fla: it needs a CUDA device, got 'cpu'."
     assert max(map(len, lines)) <= 80
     assert "| transformers | training |" in table.read_text()
@@ -281,7 +438,9 @@ def test_check_fails_if_a_named_backend_refuses_every_case(ok, run, check_file, 
     monkeypatch.setattr(registry, "names", lambda group: ["fla", "reference"])
     result = ok("check", check_file)
     assert "0 failures on 2 cases of fla, reference, 2 refused" in result.out
-    assert result.out.count("fla: it needs the package fla") == 1
+    assert result.out.count("fla: no support for any of these cases; --verbose prints the reasons") == 1
+    assert "it needs" not in result.out
+    assert "fla: it needs the package fla" in ok("check", check_file, "--verbose").out
 
 
 def test_check_prints_the_worst_row_of_each_backend(run, wrong, check_file, monkeypatch):
