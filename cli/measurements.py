@@ -85,8 +85,12 @@ class LiveTable:
         if output_width() is None:
             return [case]
         if max(map(len, case.split()), default=0) > self.widths[0]:
-            case = case.replace("(", " (")  # the fields of a mixer on a line of their own
-        return textwrap.wrap(case, self.widths[0], break_on_hyphens=False)
+            case = case.replace("(", "\n(")  # the fields of a mixer begin a line
+        return [
+            wrapped
+            for line in case.split("\n")
+            for wrapped in textwrap.wrap(line, self.widths[0], break_on_hyphens=False)
+        ]
 
     def _print_label(self, lines: list[str]) -> None:
         """Print the lines of a case that has fewer rows."""

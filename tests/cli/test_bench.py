@@ -22,7 +22,6 @@ from deltazoo.blocks.inspect.figure import new_figure
 from deltazoo.mixers.core.config import config_class
 
 SMALL = ("--shape", "plain", "--rounds", 3, "--seconds", 0.1, "--backends", "reference")
-SLIGHTLY_WRONG = f"{__name__}:SlightlyWrong"
 
 
 class SlightlyWrong(Backend):
