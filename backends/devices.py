@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from deltazoo.backends.errors import ConfigError, cut
+from deltazoo.backends.known_gpus import KNOWN_GPUS
 
 
 def tf32_allowed() -> bool:
@@ -124,15 +125,7 @@ class DeviceSpec(NamedTuple):
 
 
 INTERPRETER = DeviceSpec("interpreter", "interpreter", (0, 0), 1, 2**20)
-KNOWN_DEVICES = (  # shared memory: opt-in maximum of a block, from the CUDA programming guide's table of capabilities
-    DeviceSpec("NVIDIA H200", "cuda", (9, 0), 132, 227 * 1024),
-    DeviceSpec("NVIDIA H100 80GB HBM3", "cuda", (9, 0), 132, 227 * 1024),
-    DeviceSpec("NVIDIA A100-SXM4-80GB", "cuda", (8, 0), 108, 163 * 1024),
-    DeviceSpec("NVIDIA GeForce RTX 4090", "cuda", (8, 9), 128, 99 * 1024),
-    DeviceSpec("NVIDIA B200", "cuda", (10, 0), 148, 227 * 1024),
-    DeviceSpec("NVIDIA GeForce RTX 5090", "cuda", (12, 0), 170, 99 * 1024),
-    DeviceSpec("AMD Instinct MI300X", "hip", (9, 4), 304, 64 * 1024),  # gfx942
-)
+KNOWN_DEVICES = tuple(DeviceSpec(name, *properties) for name, properties in KNOWN_GPUS.items())
 
 
 def _model(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 import typer
 
+from deltazoo.cli.completion import complete_mixer
 from deltazoo.cli.measurements import LiveTable, print_header, print_measurements
 from deltazoo.cli.options import (
     AsJson,
@@ -53,7 +54,8 @@ def command(
         list[str] | None,
         typer.Option(
             help='Mixer whose update is timed, with changed fields in parentheses: "kda(reparam=efla)"; repeatable. '
-            "Default: gated_deltanet, with --matrix all."
+            "Default: gated_deltanet, with --matrix all.",
+            autocompletion=complete_mixer,
         ),
     ] = None,
     backends: BackendNames = None,

@@ -3,6 +3,7 @@
 Where no name matches, the shell completes the paths of files.
 """
 
+import os
 from importlib.metadata import entry_points
 
 _DEVICES = ["cpu", "cuda", "mps"]
@@ -19,6 +20,16 @@ def complete_name(incomplete: str) -> list[str]:
     return _matching(names, incomplete)
 
 
+def complete_mixer(incomplete: str) -> list[str]:
+    """Complete the name of a mixer, but not its fields."""
+    return _matching(_registered("deltazoo.mixers"), incomplete)
+
+
+def complete_mixers(incomplete: str) -> list[str]:
+    """Complete the last name of a comma-separated list of mixers."""
+    return _complete_list(_registered("deltazoo.mixers"), incomplete)
+
+
 def complete_backend(incomplete: str) -> list[str]:
     """Complete the name of a backend."""
     return _matching(_registered("deltazoo.backends"), incomplete)
@@ -26,14 +37,27 @@ def complete_backend(incomplete: str) -> list[str]:
 
 def complete_backends(incomplete: str) -> list[str]:
     """Complete the last name of a comma-separated list of backends; names that the list has are left out."""
-    *before, last = incomplete.split(",")
-    names = [name for name in _registered("deltazoo.backends") if name not in before]
-    return [",".join([*before, name]) for name in _matching(names, last)]
+    return _complete_list(_registered("deltazoo.backends"), incomplete)
 
 
 def complete_device(incomplete: str) -> list[str]:
     """Complete the type of a device."""
     return _matching(_DEVICES, incomplete)
+
+
+def complete_device_name(incomplete: str) -> list[str]:
+    """Complete the name of a known GPU. Outside of quotes its spaces are escaped for bash; other shells do so."""
+    from deltazoo.backends.known_gpus import KNOWN_GPUS
+
+    words = os.environ.get("COMP_WORDS", "")
+    is_quoted = words.count('"') % 2 or words.count("'") % 2
+    escapes = os.environ.get("_DELTAZOO_COMPLETE") == "complete_bash" and not is_quoted
+    return [name.replace(" ", r"\ ") if escapes else name for name in _matching([*KNOWN_GPUS], incomplete)]
+
+
+def _complete_list(names: list[str], incomplete: str) -> list[str]:
+    *before, last = incomplete.split(",")
+    return [",".join([*before, name]) for name in _matching([name for name in names if name not in before], last)]
 
 
 def _matching(names: list[str], incomplete: str) -> list[str]:

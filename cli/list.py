@@ -1,19 +1,28 @@
 """`deltazoo list`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deltazoo.backends.text_layout import table_lines
 from deltazoo.cli.options import AsJson
-from deltazoo.cli.output import print_json, print_line, print_notes, print_table, print_text
+from deltazoo.cli.output import (
+    output_width,
+    print_json,
+    print_line,
+    print_notes,
+    print_table,
+    print_text,
+    rule,
+)
 
 if TYPE_CHECKING:
-    from deltazoo.blocks.inspect.catalog import BackendEntry, MixerEntry
+    from deltazoo.blocks.inspect.catalog import BackendEntry, MixerEntry, PresetEntry
 
-_LEGEND = "S: state before token t, S': state after it. d_t: decay that depends on the token, d: constant decay."
 _OWNER = "package"  # a column that is empty, and therefore omitted, without plug-ins
+_NOTHING_FOUND = 1  # exit code
 
 
 class Kind(StrEnum):
@@ -28,35 +37,106 @@ def command(
     kind: Annotated[
         Kind | None, typer.Argument(help="List only this kind. Default: all three.", show_default=False)
     ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(help='List only what contains these words in any field: "delta channel", kimi, 2412.06464.'),
+    ] = None,
+    equations: Annotated[bool, typer.Option("--equations", help="Print the equations of each mixer below it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the installed mixers, backends and presets, plug-ins included."""
+    """List the installed mixers, backends and presets, plug-ins included.
+
+    Exit code 1: --search finds nothing.
+    """
     from deltazoo.blocks.inspect.catalog import catalog
 
-    listed = catalog()
+    kinds = [kind] if kind else [*Kind]
+    everything = catalog(kinds)
+    listed = everything if search is None else everything.search(search)
+    found = any(getattr(listed, each) for each in kinds)
     if as_json:
         print_json(listed.model_dump(include={kind.value} if kind else None))
-        return
-    mixers, backends, presets = (kind in (None, each) for each in Kind)
-    if mixers:
-        rows = [_row(entry, entry.recurrence) for entry in listed.mixers]
-        print_table(["mixer", "recurrence", _OWNER], rows, one_line=True)
-        print_text(_LEGEND)
-    if backends:
-        rows = [_row(entry, entry.about) for entry in listed.backends]
-        _print_next(mixers, ["backend", "", _OWNER], rows)
-    if presets:
-        sizes = [(entry.name, str(entry.depth), str(entry.width), entry.pattern) for entry in listed.presets]
-        _print_next(mixers or backends, ["preset", ">layers", ">width", "pattern"], sizes)
-    _print_problems([*(listed.mixers if mixers else []), *(listed.backends if backends else [])])
-    if kind is None:
-        print_line("\nEquations, fields and sources: deltazoo show NAME")
+    elif not found:
+        print_line(f"no {' or '.join(each.removesuffix('s') for each in kinds)} contains {search!r}")
+    else:
+        shown = [each for each in kinds if getattr(listed, each)]
+        for each in shown:
+            if each != shown[0]:
+                print_line()
+            if each is Kind.mixers:
+                _print_mixers(listed.families(), equations)
+            elif each is Kind.backends:
+                rows = [_described(entry, entry.about) for entry in listed.backends]
+                print_table(["backend", "", _OWNER], rows, one_line=True)
+            else:
+                _print_presets(listed.sources())
+        _print_problems([entry for each in shown if each is not Kind.presets for entry in getattr(listed, each)])
+        if kind is None:
+            print_line()
+            print_text("Equations: deltazoo list --equations. Fields, costs and backends: deltazoo show NAME.")
+    if not found:
+        raise typer.Exit(_NOTHING_FOUND)
 
 
-def _row(entry: "MixerEntry | BackendEntry", about: str) -> tuple[str, str, str]:
-    """Return the cells of a row: the name, a description, and for a plug-in its package."""
+def _print_mixers(families: "Mapping[str, Sequence[MixerEntry]]", equations: bool) -> None:
+    rows = {
+        family or "other": [
+            (f"  {entry.name}", entry.year or "", *_described(entry, entry.purpose)[1:]) for entry in entries
+        ]
+        for family, entries in families.items()
+    }
+    below = [_equations(entry) if equations else [] for entries in families.values() for entry in entries]
+    _print_groups(["mixer", ">year", "", _OWNER], rows, below)
+
+
+def _equations(entry: "MixerEntry") -> list[str]:
+    """Return the equation or description of the whole mixer, and the equation of its update if it has one."""
+    first, *others = entry.equation.split("\n")
+    update = f"update: {first}" if entry.spec else first
+    return [line.strip() for line in (entry.about, update, *others) if line]
+
+
+def _print_presets(sources: "Mapping[str, Sequence[PresetEntry]]") -> None:
+    rows = {
+        source or "small models of bytes, for tests and laptops": [
+            (f"  {entry.name}", _rounded(entry.parameters), entry.depth, entry.width, entry.pattern)
+            for entry in entries
+        ]
+        for source, entries in sources.items()
+    }
+    _print_groups(["preset", ">parameters", ">layers", ">width", "pattern"], rows)
+
+
+def _print_groups(
+    columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[object]]], below: Sequence[Sequence[str]] = ()
+) -> None:
+    """Print a table with a line above each group of rows, and further lines below each row."""
+    rows = [row for group in groups.values() for row in group]
+    head, below_head, *lines = table_lines(columns, rows, output_width(), rule(), one_line=True)
+    print_line(head)
+    print_line(below_head)
+    first = 0
+    for name, group in groups.items():
+        print_line(name)
+        for n in range(first, first + len(group)):
+            print_line(lines[n])
+            for text in below[n] if below else []:
+                print_text(f"      {text}")
+        first += len(group)
+
+
+def _described(entry: "MixerEntry | BackendEntry", about: str) -> tuple[str, str, str]:
+    """Return the name, a description, and for a plug-in its package."""
     owner = "" if entry.owner.startswith("deltazoo ") else entry.owner
     return entry.name, about if entry.problem is None else "PROBLEM, see below", owner
+
+
+def _rounded(count: int) -> str:
+    """Format a number of parameters with three digits: 341M."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.{max(0, 3 - len(str(count // size)))}f}{unit}"
+    return str(count)
 
 
 def _print_problems(entries: "Sequence[MixerEntry | BackendEntry]") -> None:
@@ -64,9 +144,3 @@ def _print_problems(entries: "Sequence[MixerEntry | BackendEntry]") -> None:
     if broken:
         print_line()
         print_notes(broken)
-
-
-def _print_next(follows: bool, columns: list[str], rows: Sequence[tuple[str, ...]]) -> None:
-    if follows:
-        print_line()
-    print_table(columns, rows, one_line=True)

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from deltazoo.cli.layout import row_lines, rule_line
-from deltazoo.cli.output import output_width, print_line, print_notes, print_text, rule_character
+from deltazoo.backends.text_layout import row_lines, rule_line
+from deltazoo.cli.output import output_width, print_line, print_lines, print_notes, print_text, rule
 
 if TYPE_CHECKING:
     from deltazoo.backends.measure.table import Table
@@ -49,11 +49,10 @@ class LiveTable:
         label: list[str] = []
         for row in rows:
             if row[0] != self.case or output_width() is None:
-                self._print_label(label)
+                print_lines(label)  # what is left of the label of a case with few rows
                 self.case, label = row[0], self._wrapped(row[0])
-            for line in row_lines([label.pop(0) if label else "", *row[1:]], self.widths, right):
-                print_line(line)
-        self._print_label(label)
+            print_lines(row_lines([label.pop(0) if label else "", *row[1:]], self.widths, right))
+        print_lines(label)
         sys.stdout.flush()
 
     def print_end(self, table: "Table") -> None:
@@ -77,9 +76,8 @@ class LiveTable:
             self.widths[0] = min(self.widths[0], max(_LEAST, limit - others))
         print_line()
         right = [column.startswith(">") for column in table.columns]
-        for line in row_lines(titles, self.widths, right):
-            print_line(line)
-        print_line(rule_line(self.widths, rule_character()))
+        print_lines(row_lines(titles, self.widths, right))
+        print_line(rule_line(self.widths, rule()))
 
     def _wrapped(self, case: str) -> list[str]:
         if output_width() is None:
@@ -91,8 +89,3 @@ class LiveTable:
             for line in case.split("\n")
             for wrapped in textwrap.wrap(line, self.widths[0], break_on_hyphens=False)
         ]
-
-    def _print_label(self, lines: list[str]) -> None:
-        """Print the lines of a case that has fewer rows."""
-        for line in lines:
-            print_line(line)

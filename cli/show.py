@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltazoo.cli.completion import complete_name
+from deltazoo.cli.completion import complete_device_name, complete_name
 from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
 from deltazoo.cli.output import (
     PIPE_WIDTH,
@@ -36,7 +36,10 @@ def command(
     dtype: OperandDtype = Dtype.float32,
     device_name: Annotated[
         str | None,
-        typer.Option(help='Print the kernel plan of a mixer for this GPU model, such as "NVIDIA H200". Needs no GPU.'),
+        typer.Option(
+            help='Print the kernel plan of a mixer for this GPU model, such as "NVIDIA H200". Needs no GPU.',
+            autocompletion=complete_device_name,
+        ),
     ] = None,
     trust: Trust = False,
     as_json: AsJson = False,

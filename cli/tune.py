@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deltazoo.cli.completion import complete_device_name, complete_mixers
 from deltazoo.cli.options import AsJson, Directions, OptionalStack, Trust, split
 from deltazoo.cli.output import print_json, print_line, print_table, progress
 
@@ -24,7 +25,11 @@ def command(
         ),
     ] = None,
     mixer: Annotated[
-        str, typer.Option(help="Comma-separated mixers, with fields if any, whose updates are tuned on --shape.")
+        str,
+        typer.Option(
+            help="Comma-separated mixers, with fields if any, whose updates are tuned on --shape.",
+            autocompletion=complete_mixers,
+        ),
     ] = "gated_deltanet",
     dtype: Annotated[str, typer.Option(help="Comma-separated dtypes of the operands.")] = "bfloat16",
     batch: Annotated[int, typer.Option(min=1, help="Batch size of the stack, in sequences.")] = 8,
@@ -46,7 +51,10 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the measurements without running them.")] = False,
     device_name: Annotated[
         str | None,
-        typer.Option(help='With --dry-run: list those of this GPU, such as "NVIDIA H200"; this machine needs no GPU.'),
+        typer.Option(
+            help='With --dry-run: list those of this GPU, such as "NVIDIA H200"; this machine needs no GPU.',
+            autocompletion=complete_device_name,
+        ),
     ] = None,
     trust: Trust = False,
     as_json: AsJson = False,

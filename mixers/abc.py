@@ -22,6 +22,8 @@ class ABCAttention(HeadConfig):
     """
 
     name: ClassVar[str] = "abc"
+    family: ClassVar[str] = "memory slots"
+    purpose: ClassVar[str] = "softmax over a fixed number of slots"
     source: ClassVar[str] = "Peng 2021, arXiv 2110.02488"
     slots: int = Field(default=64, ge=1, description="M, slots per head")
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles of q and k")

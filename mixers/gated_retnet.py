@@ -23,6 +23,8 @@ class GatedRetNet(HeadConfig):
     """
 
     name: ClassVar[str] = "gated_retnet"
+    family: ClassVar[str] = "linear attention"
+    purpose: ClassVar[str] = "a learned decay per head (YOCO)"
     source: ClassVar[str] = "Sun 2024 (YOCO), arXiv 2405.05254"
     temperature: float = Field(default=16.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")

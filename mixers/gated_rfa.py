@@ -22,6 +22,8 @@ class GatedRFA(HeadConfig):
     """
 
     name: ClassVar[str] = "gated_rfa"
+    family: ClassVar[str] = "linear attention"
+    purpose: ClassVar[str] = "random features of the softmax, with a gate"
     source: ClassVar[str] = "Peng 2021, arXiv 2103.02143"
     features: int = Field(default=64, ge=1, description="random directions per head; keys get twice that width")
     floor: float = Field(

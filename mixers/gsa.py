@@ -21,6 +21,8 @@ class GSA(HeadConfig):
     """
 
     name: ClassVar[str] = "gsa"
+    family: ClassVar[str] = "memory slots"
+    purpose: ClassVar[str] = "slots with a forget gate each"
     source: ClassVar[str] = "Zhang 2024, arXiv 2409.07146"
     slots: int = Field(default=64, ge=1, description="M, slots per head")
     temperature: float = Field(default=8.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")

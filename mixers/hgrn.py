@@ -24,6 +24,8 @@ class HGRN(ChannelConfig):
     """
 
     name: ClassVar[str] = "hgrn"
+    family: ClassVar[str] = "diagonal RNN"
+    purpose: ClassVar[str] = "gated linear RNN with a lower bound per layer"
     source: ClassVar[str] = "Qin 2023, arXiv 2311.04823"
     turning: bool = Field(
         default=True, description="complex states that rotate by a learned angle w per token; False: real"

@@ -20,6 +20,8 @@ class KDA(DeltaRuleConfig):
     """
 
     name: ClassVar[str] = "kda"
+    family: ClassVar[str] = "delta rule"
+    purpose: ClassVar[str] = "a decay per channel (Kimi Linear)"
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
     gate_rank: int | None = Field(
         default=None, ge=1, description="rank of the projections of decay and output gate; None: K and V"

@@ -18,6 +18,8 @@ class LFM2Conv(FilterConfig):
     """
 
     name: ClassVar[str] = "lfm2_conv"
+    family: ClassVar[str] = "convolution"
+    purpose: ClassVar[str] = "gated short convolution (LFM2)"
     source: ClassVar[str] = "Liquid AI 2025 (LFM2), arXiv 2511.23404"
     conv_width: int = Field(default=3, ge=1, description="taps of the convolution")
     bias: bool = Field(default=False, description="biases of both linear maps and of the convolution")

@@ -34,6 +34,8 @@ class LinearAttention(LinearAttentionConfig):
     """
 
     name: ClassVar[str] = "linear_attention"
+    family: ClassVar[str] = "linear attention"
+    purpose: ClassVar[str] = "softmax replaced by a feature map; no decay"
     source: ClassVar[str] = "Katharopoulos 2020, arXiv 2006.16236; dpfp: Schlag 2021, arXiv 2102.11174"
     feature: Feature = Field(default="elu+1", description="feature map phi of q and k")
     normaliser: bool = Field(default=True, description="divide by the sum of the weights; False: RMS norm per head")
@@ -59,6 +61,8 @@ class Based(LinearAttentionConfig):
     """
 
     name: ClassVar[str] = "based"
+    family: ClassVar[str] = "linear attention"
+    purpose: ClassVar[str] = "second-order Taylor expansion of the softmax"
     source: ClassVar[str] = "Arora 2024, arXiv 2402.18668"
     heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
     key_width: int | None = Field(

@@ -21,6 +21,8 @@ class LogLinearGDN(LogLinearConfig):
     """
 
     name: ClassVar[str] = "log_linear_gdn"
+    family: ClassVar[str] = "delta rule"
+    purpose: ClassVar[str] = "Gated DeltaNet with log T levels of states"
     source: ClassVar[str] = "Guo 2025, arXiv 2506.04761"
     heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 128, at least 1")
     key_width: int | None = Field(default=None, ge=1, description="K per head; None: 3/4 width / heads")

@@ -22,6 +22,8 @@ class LogLinearMamba2(LogLinearConfig):
     """
 
     name: ClassVar[str] = "log_linear_mamba2"
+    family: ClassVar[str] = "state space"
+    purpose: ClassVar[str] = "Mamba-2 with log T levels of states"
     source: ClassVar[str] = "Guo 2025, arXiv 2506.04761"
     heads: int = Field(default=1, ge=1, description="groups with shared q and k")
     key_width: int = Field(default=128, ge=1, description="K, the state size N in the paper")

@@ -21,6 +21,8 @@ class LonghornDiagonal(ChannelConfig):
     """
 
     name: ClassVar[str] = "longhorn_diagonal"
+    family: ClassVar[str] = "state space"
+    purpose: ClassVar[str] = "Longhorn's implicit step on diagonal states"
     source: ClassVar[str] = "Longhorn, Liu et al. 2024, arXiv 2407.14207"
     state_size: int = Field(default=16, ge=1, description="N, size of the state per channel")
     step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")

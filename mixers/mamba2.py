@@ -22,6 +22,8 @@ class Mamba2(HeadConfig):
     """
 
     name: ClassVar[str] = "mamba2"
+    family: ClassVar[str] = "state space"
+    purpose: ClassVar[str] = "Mamba with one decay per head and large states"
     source: ClassVar[str] = "Dao & Gu 2024, arXiv 2405.21060"
     heads: int | None = Field(default=1, ge=1, description="groups with shared q and k; None: width // 128")
     value_heads: int | None = Field(default=None, ge=1, description="heads of the paper; None: 2 width / value_width")

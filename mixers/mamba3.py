@@ -33,6 +33,8 @@ class Mamba3(HeadConfig):
     """
 
     name: ClassVar[str] = "mamba3"
+    family: ClassVar[str] = "state space"
+    purpose: ClassVar[str] = "Mamba-2 with trapezoidal steps and rotations"
     source: ClassVar[str] = "Lahoti 2026, arXiv 2603.15569"
     heads: int | None = Field(default=1, ge=1, description="groups with shared q and k; None: width // 128")
     value_heads: int | None = Field(default=None, ge=1, description="heads of the paper; None: 2 width / value_width")

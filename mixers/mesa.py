@@ -22,6 +22,8 @@ class Mesa(HeadConfig):
     """
 
     name: ClassVar[str] = "mesa"
+    family: ClassVar[str] = "test-time training"
+    purpose: ClassVar[str] = "least squares over all previous tokens"
     source: ClassVar[str] = "von Oswald 2025, arXiv 2506.05233"
     steps: int = Field(default=30, ge=1, description="steps of conjugate gradients; K steps are exact")
     bound: float = Field(default=0.25, gt=0, lt=1, description="lower bound of lambda")

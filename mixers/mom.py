@@ -53,6 +53,8 @@ class MoM(MixerConfig):
     """
 
     name: ClassVar[str] = "mom"
+    family: ClassVar[str] = "memory slots"
+    purpose: ClassVar[str] = "several memories, of which a token uses some"
     source: ClassVar[str] = "Du 2025, arXiv 2502.13685"
 
     memory: Inner = Field(default_factory=_gated_deltanet, description="config of each memory: any mixer")

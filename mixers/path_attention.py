@@ -36,6 +36,8 @@ class PathAttention(AttentionHeadsConfig, FilterConfig):
     """
 
     name: ClassVar[str] = "path_attention"
+    family: ClassVar[str] = "softmax attention"
+    purpose: ClassVar[str] = "attention whose positions depend on the data"
     source: ClassVar[str] = "Yang 2025, arXiv 2505.16381"
 
     usual_head_width: ClassVar[int] = 64

@@ -36,6 +36,8 @@ class PreconditionedDeltaNet(PreconditionedConfig):
     """
 
     name: ClassVar[str] = "preconditioned_deltanet"
+    family: ClassVar[str] = "delta rule"
+    purpose: ClassVar[str] = "Gated DeltaNet with preconditioned keys"
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", beta="head", erase_key="own", scale=self.scale)
@@ -58,6 +60,8 @@ class PreconditionedKDA(PreconditionedConfig):
     """
 
     name: ClassVar[str] = "preconditioned_kda"
+    family: ClassVar[str] = "delta rule"
+    purpose: ClassVar[str] = "KDA with preconditioned keys"
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="channel", beta="head", erase_key="own", scale=self.scale)

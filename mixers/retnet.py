@@ -24,6 +24,8 @@ class RetNet(HeadConfig):
     """
 
     name: ClassVar[str] = "retnet"
+    family: ClassVar[str] = "linear attention"
+    purpose: ClassVar[str] = "a fixed decay per head"
     source: ClassVar[str] = "Sun 2023, arXiv 2307.08621"
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")
     norm: NormKind = Field(default="layer", description="norm of each head's output; rms in the paper's code")

@@ -19,6 +19,8 @@ class RWKV4(ChannelConfig):
     """
 
     name: ClassVar[str] = "rwkv4"
+    family: ClassVar[str] = "RWKV"
+    purpose: ClassVar[str] = "a fixed decay per channel; vector states"
     source: ClassVar[str] = "Peng 2023, arXiv 2305.13048"
 
     def spec(self) -> UpdateSpec:

@@ -25,6 +25,8 @@ class RWKV7(HeadConfig):
     """
 
     name: ClassVar[str] = "rwkv7"
+    family: ClassVar[str] = "RWKV"
+    purpose: ClassVar[str] = "generalised delta rule; tracks states"
     source: ClassVar[str] = "Peng 2025, arXiv 2503.14456"
     heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
     ranks: Ranks | None = Field(

@@ -18,6 +18,8 @@ class S4D(FilterConfig):
     """y = GLU(W gelu(ssm(x))) with, per channel, h_t = a h_(t-1) + b x_t and ssm(x)_t = Re(C h_t) + D x_t."""
 
     name: ClassVar[str] = "s4d"
+    family: ClassVar[str] = "state space"
+    purpose: ClassVar[str] = "diagonal state space, the same for every token"
     source: ClassVar[str] = "Gu 2022, arXiv 2206.11893"
     states: int = Field(default=32, ge=1, description="N, states per channel; complex unless start is real")
     start: StateInit = Field(default="lin", description="lin: S4D-Lin; inv: S4D-Inv; real: S4D-Real, real states")

@@ -23,6 +23,8 @@ class S5(ChannelConfig):
     """
 
     name: ClassVar[str] = "s5"
+    family: ClassVar[str] = "state space"
+    purpose: ClassVar[str] = "one state space for all channels"
     source: ClassVar[str] = "Smith 2022, arXiv 2208.04933"
     blocks: int = Field(default=1, ge=1, description="HiPPO matrices whose eigenvalues initialise lambda")
     discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")

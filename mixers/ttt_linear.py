@@ -31,6 +31,8 @@ class TTTLinear(FilterConfig):
     """
 
     name: ClassVar[str] = "ttt_linear"
+    family: ClassVar[str] = "test-time training"
+    purpose: ClassVar[str] = "a linear model as state, trained as it reads"
     source: ClassVar[str] = "Sun 2024, arXiv 2407.04620"
     heads: int | None = Field(default=None, ge=1, description="number of models; None: width // 64, at least 1")
     batch: int = Field(

@@ -96,7 +96,9 @@ class ZooEntry(BaseModel):
 
 def zoo_entries() -> list[ZooEntry]:
     """Return an entry for every mixer that deltazoo itself installs."""
-    return [_zoo_entry(entry) for entry in catalog().mixers if registry.is_built_in(registry.MIXERS, entry.name)]
+    return [
+        _zoo_entry(entry) for entry in catalog(["mixers"]).mixers if registry.is_built_in(registry.MIXERS, entry.name)
+    ]
 
 
 def zoo_page(entries: list[ZooEntry]) -> str:
@@ -120,7 +122,7 @@ def _zoo_entry(entry: MixerEntry) -> ZooEntry:
     backends = details(entry.name, WIDTH).backends
     return ZooEntry(
         name=entry.name,
-        about=(inspect.getdoc(config_type) or "").partition("\n\n")[0].replace("\n", " "),
+        about=entry.about,
         equation=entry.equation,
         spec=entry.spec or "outside the update spec",
         state=cost.state_bytes,

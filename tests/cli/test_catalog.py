@@ -9,6 +9,7 @@ import deltazoo
 from deltazoo import StackSpec, UpdateMeta, explain
 from deltazoo.backends import registry
 from deltazoo.blocks import document, presets
+from deltazoo.blocks.inspect import catalog
 from deltazoo.mixers.core.config import config_class
 
 
@@ -30,6 +31,11 @@ def test_list_contains_every_name_with_equation_source_and_owner(ok):
     for entry in result["presets"]:
         spec = StackSpec.load(entry["name"])
         assert (entry["width"], entry["depth"], entry["pattern"]) == (spec.width, spec.depth, str(spec.pattern))
+    sources = {entry["name"]: entry["source"] for entry in result["presets"]}
+    assert sources["samba"] == "Ren 2024, arXiv 2406.07522"
+    assert sources["deltanet-global2"] == sources["deltanet-swa"] == "Yang 2024, arXiv 2406.06484"
+    assert sources["qwen3-next"] == "Qwen Team 2025"
+    assert sources["samba-tiny"] == ""
     kda = next(entry for entry in result["mixers"] if entry["name"] == "kda")
     assert kda["spec"] == "decay=channel beta=head"
 
@@ -51,17 +57,97 @@ def test_list_prints_one_line_per_entry_at_80_columns(ok, monkeypatch):
     lines = ok("list").out.splitlines()
     assert max(map(len, lines)) <= 80
     names = [*registry.names(registry.MIXERS), *registry.names(registry.BACKENDS), *presets.names()]
-    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in names] == names
-    assert len(lines) <= len(names) + 12  # three headers with a rule, blank lines, the legend and the last line
-    (gated_deltanet,) = (line for line in lines if line.startswith("gated_deltanet "))
-    assert gated_deltanet.split(maxsplit=1)[1] == "S' = d_t (I - beta k k^T) S + beta k v^T"
-    assert not any("deltazoo 0" in line or "arXiv" in line for line in lines)
+    assert sorted(line.split()[0] for line in lines if line.split() and line.split()[0] in names) == sorted(names)
+    assert [line for line in lines if line.startswith("  gated_deltanet ")] == [
+        "  gated_deltanet           2024  delta rule with a decay per head"
+    ]
+    assert not any("deltazoo 0" in line for line in lines)
+    mixers = lines[: lines.index("")]
+    assert not any(line.endswith("...") for line in mixers)  # no purpose is cut
+    headings = [line for line in mixers[2:] if not line.startswith("  ")]
+    assert headings[:2] == ["softmax attention", "linear attention"]
+    assert len(headings) == 9
+    (samba,) = (line for line in lines if line.startswith("  samba "))
+    assert samba.split()[1:4] == ["422M", "12", "1536"]
+    assert lines[lines.index(samba) - 1] == "Ren 2024, arXiv 2406.07522"
+
+
+def test_every_mixer_states_its_family_and_purpose_and_dates_its_paper(ok):
+    for entry in ok("list", "mixers", "--json").json["mixers"]:
+        assert entry["family"], entry["name"]
+        assert 10 <= len(entry["purpose"]) <= 47, entry["name"]  # a row of 80 columns
+        assert 2017 <= entry["year"] <= 2026, entry["name"]
+        assert entry["about"], entry["name"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("Peng 2021, arXiv 2110.02488", 2021),
+        ("Beltagy 2020, arXiv 2004.05150", 2020),
+        ("EFLA, arXiv 2512.12602, with the decay of arXiv 2412.06464", 2025),
+        ("arXiv 2004.05150", 2020),
+        ("Qwen Team 2026", 2026),
+        ("", None),
+        ("section 2019.3 of a book", None),
+    ],
+)
+def test_year_of_a_source(source, expected):
+    assert catalog.year(source) == expected
+
+
+@pytest.mark.parametrize("name", ["samba-tiny", "kimi-linear-tiny", "nemotron-h", "gated-deltanet-small"])
+def test_parameters_of_a_preset_are_those_of_the_model(ok, name):
+    (entry,) = (e for e in ok("list", "presets", "--search", name, "--json").json["presets"] if e["name"] == name)
+    assert entry["parameters"] == StackSpec.load(name).describe().parameters
+
+
+def test_search_finds_words_in_any_field(ok, run):
+    def found(text: str) -> dict[str, list[str]]:
+        listed = ok("list", "--search", text, "--json").json
+        return {kind: [entry["name"] for entry in entries] for kind, entries in listed.items()}
+
+    assert found("Kimi linear") == {
+        "mixers": ["kda", "mla"],
+        "backends": [],
+        "presets": ["kimi-linear", "kimi-linear-tiny"],
+    }
+    assert "gated_deltanet" in found("2412.06464")["mixers"]
+    assert found("test-time momentum")["mixers"] == ["titans"]
+    result = run("list", "mixers", "--search", "no such words")
+    assert (result.code, result.out) == (1, "no mixer contains 'no such words'\n")
+    assert run("list", "--search", "no such words", "--json").json == {"mixers": [], "backends": [], "presets": []}
+
+
+def test_list_prints_every_equation_in_full(ok, monkeypatch):
+    printed = ok("list", "mixers", "--equations").out
+    for name in registry.names(registry.MIXERS):
+        for line in config_class(name)().equation().splitlines():
+            assert line.strip() in printed, name
+    assert "grad l(W'; k_s, v_s), o_t = q_t + ln(W_t q_t + b_t)" in printed
+    assert "o_t = V_t^T softmax(K_t q_t)" in printed  # of the whole mixer abc, beyond its update
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, ok("list", "mixers", "--equations").out.splitlines())) <= 80
+
+
+def test_a_mixer_without_family_and_year_is_listed_last(ok, monkeypatch):
+    class Mine(config_class("retnet")):
+        name, family, purpose, source = "mine", "", "", "mine alone"
+
+    installed = registry.names
+    monkeypatch.setattr(
+        registry, "names", lambda group: [*installed(group), *(["mine"] if group == registry.MIXERS else [])]
+    )
+    monkeypatch.setattr(registry, "owner", lambda group, name: "deltazoo 0.1.0")
+    monkeypatch.setattr(catalog, "config_class", lambda name: Mine if name == "mine" else config_class(name))
+    assert ok("list", "mixers").out.splitlines()[-2:] == ["other", "  mine"]
 
 
 def test_list_names_the_package_and_the_problem_of_a_plug_in(ok, broken_plug_in, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = ok("list", "backends").out.splitlines()
     assert any(line.startswith("broken ") and "PROBLEM, see below" in line for line in lines)
+    assert ok("list", "--search", "broken").out.count("PROBLEM") == 1
     assert any(
         line.startswith("broken of ") and "no_such_module" in " ".join(lines[i : i + 3]) for i, line in enumerate(lines)
     )

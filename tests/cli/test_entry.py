@@ -73,6 +73,10 @@ def test_version_does_not_import_torch():
         ("bench --backends compile,refer", "compile,reference"),
         ("bench --backends compile,comp", ""),
         ("generate runs --device cu", "cuda"),
+        ("bench --mixer gated_deltap", "gated_deltaproduct"),
+        ("tune --mixer kda,rwkv7,rw", "kda,rwkv7,rwkv4 kda,rwkv7,rwkv6"),
+        ("show kda --device-name AM", r"AMD\ Instinct\ MI300X"),
+        ("tune --device-name A", r"AMD\ Instinct\ MI300X"),
         ("merge", "merge-tables"),
     ],
 )
@@ -94,7 +98,8 @@ def test_bash_completes_names(words, expected, tmp_path):
 def test_completion_imports_no_torch():
     code = (
         "import sys; from deltazoo.cli import completion as c\n"
-        "c.complete_name(''), c.complete_stack(''), c.complete_backends('')\n"
+        "c.complete_name(''), c.complete_stack(''), c.complete_backends(''), c.complete_mixers('')\n"
+        "assert c.complete_device_name('NVIDIA H2') == ['NVIDIA H200']\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
