@@ -16,8 +16,10 @@ version = release
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "docstrings",
+    "equations",
     "public_api",
     "cli_reference",
     "kernel_table",
@@ -27,6 +29,7 @@ exclude_patterns = ["_ext"]
 nitpicky = False  # annotations name classes of torch and pydantic, whose inventories an offline build cannot load
 
 myst_enable_extensions = ["colon_fence"]
+myst_fence_as_directive = ["math"]  # ```math is also what GitHub renders
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

@@ -1,16 +1,20 @@
 """Sphinx extension: turn this project's docstrings into reStructuredText, and list the fields of pydantic models.
 
 A docstring is plain text with `code` in single backticks, indented equations, and the sections of
-SECTION. Plain text such as k_t or S_{t-1} has a meaning in reStructuredText, so all of it is escaped.
+SECTION. Plain text such as k_t or S_{t-1} has a meaning in reStructuredText, so all of it is escaped. Indented lines that
+are equations, and the equation that begins the docstring of a mixer, become mathematics.
 """
 
 import inspect
 import re
 from typing import Any
 
+import equations
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from sphinx.application import Sphinx
+
+from deltazoo.mixers import MixerConfig
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Source|State|Yields|Shape|Shapes|Note)s?:\s*(.*)$")
 ENTRY = re.compile(r"^\*{0,2}([A-Za-z_][\w.]*(?:, [A-Za-z_][\w.]*)*): (.*)$")
@@ -83,7 +87,8 @@ def _text(lines: list[str]) -> list[str]:
                 i += 1
             while not block[-1].strip():
                 block.pop()
-            out += ["", ".. code-block:: text", "", *("    " + line for line in block), ""]
+            rows = equations.block([line for line in block if line.strip()], strict=True)
+            out += _math(rows) if rows else ["", ".. code-block:: text", "", *("    " + line for line in block), ""]
         elif re.match(r"^(-|\d+\.) ", lines[i]):
             if out and out[-1].strip() and not re.match(r"^(-|\d+\.|  ) ?", out[-1]):
                 out.append("")
@@ -97,6 +102,18 @@ def _text(lines: list[str]) -> list[str]:
             out.append(escape(lines[i]))
             i += 1
     return out
+
+
+def _math(rows: list[str]) -> list[str]:
+    return ["", ".. math::", "", *("    " + row for row in rows), ""]
+
+
+def convert_mixer(lines: list[str], source: str) -> list[str]:
+    """Return the docstring of a mixer, which begins with its equation, and its source."""
+    end = next((i for i, line in enumerate(lines) if not line.strip()), len(lines))
+    rows = equations.block([" ".join(line.strip() for line in lines[:end])])
+    body = convert(lines) if rows is None else [*_math(rows), *convert(lines[end:])]
+    return [*body, "", f"Source: {escape(source)}.", ""]
 
 
 def fields_of(model: type[BaseModel]) -> list[str]:
@@ -117,7 +134,8 @@ def _field(name: str, info: FieldInfo) -> str:
 
 
 def process_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = convert(lines)
+    is_mixer = inspect.isclass(obj) and issubclass(obj, MixerConfig) and hasattr(obj, "source")
+    lines[:] = convert_mixer(lines, obj.source) if is_mixer else convert(lines)
     if inspect.isclass(obj) and issubclass(obj, BaseModel):
         lines += fields_of(obj)
     lines.append("")

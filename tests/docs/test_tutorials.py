@@ -14,7 +14,7 @@ import deltazoo
 from deltazoo.cli import app
 
 DOCS = Path(deltazoo.__file__).resolve().parent / "docs"
-PAGES = ["start.md", *sorted(f"tutorials/{path.name}" for path in (DOCS / "tutorials").glob("*.md"))]
+PAGES = ["start.md", "ecosystem.md", *sorted(f"tutorials/{path.name}" for path in (DOCS / "tutorials").glob("*.md"))]
 BLOCK = re.compile(r"^```(python|yaml|toml|console)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w.-]+\.(?:py|yaml|toml))\n")
 
@@ -37,8 +37,8 @@ def call(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if page == "tutorials/from-transformers.md":
-        pytest.importorskip("transformers", minversion="5.23", reason="the tutorial needs transformers 5.23 or newer")
+    if page in ("tutorials/from-transformers.md", "ecosystem.md"):
+        pytest.importorskip("transformers", minversion="5.23", reason="the page needs transformers 5.23 or newer")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     torch.manual_seed(0)
@@ -61,6 +61,6 @@ def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_tutorial_runs_something() -> None:
-    assert len(PAGES) == 8
+    assert len(PAGES) == 9
     for page in PAGES:
         assert page == "tutorials/index.md" or any(language == "python" for language, _ in blocks(page)), page
