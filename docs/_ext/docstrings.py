@@ -1,8 +1,8 @@
 """Sphinx extension: turn this project's docstrings into reStructuredText, and list the fields of pydantic models.
 
 A docstring is plain text with `code` in single backticks, indented equations, and the sections of
-SECTION. Plain text such as k_t or S_{t-1} has a meaning in reStructuredText, so all of it is escaped. Indented lines that
-are equations, and the equation that begins the docstring of a mixer, become mathematics.
+SECTION. Plain text such as k_t or S_{t-1} has a meaning in reStructuredText, so all of it is escaped. Indented lines
+that are equations, and the equation that begins the docstring of a mixer, become mathematics.
 """
 
 import inspect

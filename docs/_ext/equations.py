@@ -11,17 +11,93 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-GREEK = set("alpha beta gamma delta epsilon eta theta kappa lambda mu nu phi psi rho sigma tau omega".split())
+GREEK = {
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "eta",
+    "theta",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "phi",
+    "psi",
+    "rho",
+    "sigma",
+    "tau",
+    "omega",
+}
 OPERATORS = {"exp", "log", "max", "min", "sum"}  # LaTeX has commands for them
-FUNCTIONS = set(
-    "Diag Re Im GLU bound cond conv conv1d gelu memory norm rate scale shared shift sigmoid silu softmax softplus ssm step "
-    "temperature update".split()
-)
-WORDS = set("an and as by each for if in is of on or over per the to token up where with".split())  # between formulas
-SYMBOLS = {"<=": r"\le", ">=": r"\ge", "->": r"\to", "<-": r"\leftarrow", "...": r"\dots", "*": r"\odot", "{": r"\{", "}": r"\}"}
+FUNCTIONS = {
+    "Diag",
+    "Re",
+    "Im",
+    "GLU",
+    "bound",
+    "cond",
+    "conv",
+    "conv1d",
+    "gelu",
+    "memory",
+    "norm",
+    "rate",
+    "scale",
+    "shared",
+    "shift",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+    "ssm",
+    "step",
+    "temperature",
+    "update",
+}
+WORDS = {
+    "an",
+    "and",
+    "as",
+    "by",
+    "each",
+    "for",
+    "if",
+    "in",
+    "is",
+    "of",
+    "on",
+    "or",
+    "over",
+    "per",
+    "the",
+    "to",
+    "token",
+    "up",
+    "where",
+    "with",
+}  # between formulas
+SYMBOLS = {
+    "<=": r"\leq",
+    ">=": r"\geq",
+    "->": r"\rightarrow",
+    "<-": r"\leftarrow",
+    "...": r"\ldots",
+    "*": r"\odot",
+    "{": r"\{",
+    "}": r"\}",
+}
 TOKEN = re.compile(
-    r"""(?P<space>\s+) | (?P<setting>[a-z_]+="[^"]*") | (?P<snake>[a-z]{3,}(?:_[a-z]{3,})+) | (?P<number>\d+(?:\.\d+)?(?:e-?\d+)?)
-    | (?P<hyphened>[A-Za-z]{2,}(?:-[A-Za-z0-9]+)+) | (?P<name>[A-Za-z]+\d*) | (?P<symbol><=|>=|->|<-|\.\.\.|[-+*/()\[\]{}|,;:=<>^_~.'])""",
+    r"""
+      (?P<space>\s+)
+    | (?P<setting>[a-z_]+="[^"]*")
+    | (?P<snake>[a-z]{3,}(?:_[a-z]{3,})+)
+    | (?P<number>\d+(?:\.\d+)?(?:e-?\d+)?)
+    | (?P<hyphened>[A-Za-z]{2,}(?:-[A-Za-z0-9]+)+)
+    | (?P<name>[A-Za-z]+\d*)
+    | (?P<symbol><=|>=|->|<-|\.\.\.|[-+*/()\[\]{}|,;:=<>^_~.'])
+    """,
     re.VERBOSE,
 )
 ARXIV = re.compile(r"(?:arXiv )?\b(\d\d(?:0[1-9]|1[0-2])\.\d{5})\b")
@@ -73,7 +149,7 @@ def _is_symbol(name: str) -> bool:
 def _parts(tokens: list[tuple[str, str]]) -> Iterator[str]:
     i = 0
     while i < len(tokens):
-        kind, token = tokens[i]
+        token = tokens[i][1]
         if token in ("_", "^"):
             script, i = _script(tokens, i + 1, token)
             yield f"{token}{{{script}}}"
@@ -183,7 +259,9 @@ class ArxivLinks(SphinxPostTransform):
 
     def run(self, **kwargs: Any) -> None:
         for text in list(self.document.findall(nodes.Text)):
-            if not ARXIV.search(text.astext()) or _is_inside(text, (nodes.reference, nodes.literal, nodes.literal_block)):
+            if not ARXIV.search(text.astext()) or _is_inside(
+                text, (nodes.reference, nodes.literal, nodes.literal_block)
+            ):
                 continue
             parts: list[nodes.Node] = []
             end = 0

@@ -28,8 +28,10 @@ def test_equation_and_arguments_of_a_docstring() -> None:
     ]
     assert [line for line in convert(text) if line] == [
         r"Compute S\_t with ``k_t``:",
-        ".. code-block:: text",
-        "        S_t = S_{t-1} + k_t v_t^T",
+        ".. math::",
+        r"    \begin{aligned}",
+        r"    & S_{t} = S_{t - 1} + k_{t} v_{t}^{\top}",
+        r"    \end{aligned}",
         ".. rubric:: Args",
         r"- ``k``, ``v``: the \|keys\|, here.",
     ]
