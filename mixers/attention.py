@@ -76,7 +76,6 @@ class Attention(AttentionConfig):
     """Attention to all previous tokens. The cache holds every token: `init_state` needs a capacity."""
 
     name: ClassVar[str] = "attention"
-    family: ClassVar[str] = "softmax attention"
     purpose: ClassVar[str] = "exact recall; the cache grows with the text"
     source: ClassVar[str] = "Vaswani 2017, arXiv 1706.03762; GQA 2305.13245; RoPE 2104.09864"
 
@@ -94,7 +93,6 @@ class SlidingWindow(AttentionConfig):
     """
 
     name: ClassVar[str] = "sliding_window"
-    family: ClassVar[str] = "softmax attention"
     purpose: ClassVar[str] = "exact recall of the last tokens; fixed cache"
     source: ClassVar[str] = "Beltagy 2020, arXiv 2004.05150; in hybrids: Samba 2406.07522, Gated DeltaNet 2412.06464"
 

@@ -25,7 +25,6 @@ class Comba(DeltaRuleConfig):
     """
 
     name: ClassVar[str] = "comba"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "own erase and write strengths; output feedback"
     source: ClassVar[str] = "Hu 2025, arXiv 2506.02475"
     correction: float = Field(default=1.0, description="initial d; 0.02 in the paper's small models")

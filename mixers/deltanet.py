@@ -45,7 +45,6 @@ class DeltaNet(DeltaNetConfig):
     """
 
     name: ClassVar[str] = "deltanet"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "replaces the value that a key has stored"
     source: ClassVar[str] = "Schlag 2021, arXiv 2102.11174; Yang 2024, arXiv 2406.06484"
 
@@ -58,7 +57,6 @@ class EFLA(DeltaNetConfig):
     """
 
     name: ClassVar[str] = "efla"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "delta rule, integrated exactly over a step"
     source: ClassVar[str] = "Lei, Zhang, Poria 2025, arXiv 2512.12602"
     reparam: Reparam = Field(default="efla", description=REPARAM)
@@ -72,7 +70,6 @@ class DeltaProduct(DeltaNetConfig):
     """
 
     name: ClassVar[str] = "deltaproduct"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "several delta steps per token; tracks states"
     source: ClassVar[str] = "Siems 2025, arXiv 2502.10297"
     householders: int = Field(default=2, ge=1, description=DELTA_STEPS)

@@ -34,7 +34,6 @@ class FoX(AttentionHeadsConfig, FilterConfig):
     """
 
     name: ClassVar[str] = "fox"
-    family: ClassVar[str] = "softmax attention"
     purpose: ClassVar[str] = "attention with a learned forget gate per head"
     source: ClassVar[str] = "Lin 2025, arXiv 2503.02130"
 

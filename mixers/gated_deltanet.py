@@ -43,7 +43,6 @@ class GatedDeltaNet(GatedDeltaNetConfig):
     """
 
     name: ClassVar[str] = "gated_deltanet"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "delta rule with a decay per head"
     source: ClassVar[str] = "Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464"
 
@@ -55,7 +54,6 @@ class GatedEFLA(GatedDeltaNetConfig):
     """
 
     name: ClassVar[str] = "gated_efla"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "EFLA with a decay per head"
     source: ClassVar[str] = "EFLA, arXiv 2512.12602, with the decay of arXiv 2412.06464; new here"
     reparam: Reparam = Field(default="efla", description=REPARAM)
@@ -69,7 +67,6 @@ class GatedLonghorn(GatedDeltaNetConfig):
     """
 
     name: ClassVar[str] = "gated_longhorn"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "Longhorn with a decay per head"
     source: ClassVar[str] = "NVlabs/GatedDeltaNet, of arXiv 2412.06464; Longhorn, Liu et al. 2024, arXiv 2407.14207"
     reparam: Reparam = Field(default="longhorn", description=REPARAM)
@@ -83,7 +80,6 @@ class GatedDeltaProduct(GatedDeltaNetConfig):
     """
 
     name: ClassVar[str] = "gated_deltaproduct"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "DeltaProduct with a decay per head"
     source: ClassVar[str] = "Siems 2025, arXiv 2502.10297"
     householders: int = Field(default=2, ge=1, description=DELTA_STEPS)

@@ -19,7 +19,6 @@ class GatedDeltaNet2(DeltaRuleConfig):
     """
 
     name: ClassVar[str] = "gated_deltanet2"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "erase and write strengths per channel"
     source: ClassVar[str] = "Hatamizadeh, Choi, Kautz 2026, arXiv 2605.22791"
 

@@ -20,7 +20,6 @@ class KDA(DeltaRuleConfig):
     """
 
     name: ClassVar[str] = "kda"
-    family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "a decay per channel (Kimi Linear)"
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
     gate_rank: int | None = Field(

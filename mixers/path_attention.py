@@ -36,7 +36,6 @@ class PathAttention(AttentionHeadsConfig, FilterConfig):
     """
 
     name: ClassVar[str] = "path_attention"
-    family: ClassVar[str] = "softmax attention"
     purpose: ClassVar[str] = "attention whose positions depend on the data"
     source: ClassVar[str] = "Yang 2025, arXiv 2505.16381"
 

@@ -114,7 +114,8 @@ def latex(text: str, strict: bool = False) -> str | None:
     if strict and not all(_is_known(kind, token) for kind, token in tokens):
         return None
     joined = re.sub(r" +", " ", " ".join(part for part in _parts(tokens) if part))
-    return re.sub(r" \} \\text\{ ", " ", re.sub(r" (?=[_^]\{)", "", joined))
+    joined = re.sub(r" \} \\text\{ ", " ", re.sub(r" (?=[_^]\{)", "", joined))
+    return re.sub(r" \} (?=[,.;:])", "} ", joined)  # no space between a word and a comma
 
 
 def _tokens(text: str) -> list[tuple[str, str]] | None:
@@ -180,6 +181,10 @@ def _single(tokens: list[tuple[str, str]], i: int) -> str:
         return r"\cdot" if tokens[i - 1][0] == tokens[i + 1][0] == "space" else "."
     if kind == "number":
         return token
+    if token == "," and i + 1 < len(tokens) and tokens[i + 1][0] == "space":
+        return r",\;"
+    if token == "sum" and tokens[i + 1 : i + 2] != [("symbol", "_")]:
+        return r"\text{ sum }"
     if kind == "symbol":
         return SYMBOLS.get(token, token)
     return _name(token, [token for kind, token in tokens[i + 1 : i + 3] if kind in ("name", "hyphened")])

@@ -20,6 +20,7 @@ class AttentionHeads(NamedTuple):
 class AttentionHeadsConfig(MixerConfig, ABC):
     """Fields of the heads. Class attribute: `usual_head_width`, which the number of heads defaults to."""
 
+    family: ClassVar[str] = "softmax attention"
     usual_head_width: ClassVar[int] = 128
 
     heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 128, at least 1")

@@ -1,7 +1,7 @@
 """Base class of the configs of mixers with a delta rule."""
 
 from abc import ABC
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,7 @@ OUTPUT_GATE = "output gate after the norm: o <- o * silu(W x)"
 class DeltaRuleConfig(HeadConfig, ABC):
     """Config of a mixer whose update erases before it writes."""
 
+    family: ClassVar[str] = "delta rule"
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
     negative_eigenvalues: NegativeEigenvalues = Field(default="off", description=NEGATIVE_EIGENVALUES)
     reparam: Reparam = Field(default="none", description=REPARAM)
