@@ -81,7 +81,7 @@ def bench(
         rows = _Comparison(mixer, workload, config, device, note).run(bound[mixer], baseline)
         benchmark = benchmark.model_copy(update={"rows": benchmark.rows + rows, "missing": len(cases) - done})
         report(benchmark)
-    progress("cases", len(cases), len(cases))
+    progress("bench", len(cases), len(cases))
     return benchmark
 
 
@@ -95,7 +95,7 @@ def _merged(specs: Mapping[str, UpdateSpec]) -> tuple[dict[str, UpdateSpec], dic
 
 
 def _note(progress: Progress, done: int, total: int, case: str, text: str) -> None:
-    progress("cases", done, total, f"{case}: {text}")
+    progress("bench", done, total, f"{case}: {text}")
 
 
 class _Comparison:

@@ -145,9 +145,9 @@ def test_benchmark_round_trips_through_json():
 def test_progress_counts_cases_and_names_the_round():
     reports = []
     bench(GATED, [PLAIN], ["reference"], QUICK, lambda *report: reports.append(report))
-    assert ("cases", 1, 3, "plain, fwd + bwd: first call of reference") in reports
-    assert ("cases", 1, 3, "plain, fwd + bwd: round 3 of 3") in reports
-    assert reports[-1][:3] == ("cases", 3, 3)
+    assert ("bench", 1, 3, "plain, fwd + bwd: first call of reference") in reports
+    assert ("bench", 1, 3, "plain, fwd + bwd: round 3 of 3") in reports
+    assert reports[-1][:3] == ("bench", 3, 3)
 
 
 def test_every_case_is_reported_with_the_number_of_those_that_are_missing():

@@ -213,10 +213,10 @@ def test_rows_are_printed_as_they_are_measured(ok, monkeypatch):
     monkeypatch.setattr("deltazoo.cli.output.print_line", write)
     monkeypatch.setattr("deltazoo.cli.measurements.print_line", lambda text="": write(f"{text}\n"))
     ok("bench", *SMALL, "--directions", "forward,decode", "--mixer", "kda", "--mixer", "gla")
-    assert {(task, total) for task, _, total, _, _ in progress} == {("cases", 4)}
+    assert {(task, total) for task, _, total, _, _ in progress} == {("bench", 4)}
     before_last = next(text for _, done, _, note, text in progress if note.startswith("gla, plain, decode"))
     assert [line.split()[0] for line in before_last.splitlines() if "reference" in line] == ["kda,", "kda,", "gla,"]
-    assert progress[-1][:3] == ("cases", 4, 4)
+    assert progress[-1][:3] == ("bench", 4, 4)
 
 
 def test_readme_has_the_columns_of_the_command(ok):
