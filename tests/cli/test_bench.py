@@ -199,24 +199,19 @@ def test_an_interrupted_benchmark_keeps_what_was_measured(run, tmp_path, monkeyp
 
 
 def test_rows_are_printed_as_they_are_measured(ok, monkeypatch):
-    printed = []
-
-    def write(text, written=sys.stdout.write):
-        printed.append(text)
-        return written(text)
+    printed: list[str] = []
+    reports = []
 
     def remember(task, done, total, note=""):
-        progress.append((task, done, total, note, "".join(printed)))
+        reports.append((task, done, total, note, [line.split()[0] for line in printed if "reference" in line]))
 
-    progress = []
     monkeypatch.setattr("deltazoo.cli.bench.progress", lambda: contextlib.nullcontext(remember))
-    monkeypatch.setattr("deltazoo.cli.output.print_line", write)
-    monkeypatch.setattr("deltazoo.cli.measurements.print_line", lambda text="": write(f"{text}\n"))
+    monkeypatch.setattr("deltazoo.cli.output.print_line", lambda text="": printed.append(text))
     ok("bench", *SMALL, "--directions", "forward,decode", "--mixer", "kda", "--mixer", "gla")
-    assert {(task, total) for task, _, total, _, _ in progress} == {("bench", 4)}
-    before_last = next(text for _, done, _, note, text in progress if note.startswith("gla, plain, decode"))
-    assert [line.split()[0] for line in before_last.splitlines() if "reference" in line] == ["kda,", "kda,", "gla,"]
-    assert progress[-1][:3] == ("bench", 4, 4)
+    assert {(task, total) for task, _, total, *_ in reports} == {("bench", 4)}
+    before_last = next(rows for *_, note, rows in reports if note.startswith("gla, plain, decode"))
+    assert before_last == ["kda,", "kda,", "gla,"]
+    assert reports[-1][:3] == ("bench", 4, 4)
 
 
 def test_readme_has_the_columns_of_the_command(ok):
